@@ -185,5 +185,5 @@ def gpu(
     raise typer.Exit(main(given))
 
 
-for _name in ("quantize", "predict", "channel", "transfer", "kernel", "matcher", "substitute"):
+for _name in ("quantize", "predict", "forms", "prepare", "channel", "transfer", "kernel", "matcher", "substitute"):
     bench_app.command(cls=JsonCommand)(micro.command(_name))

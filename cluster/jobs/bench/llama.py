@@ -6,12 +6,13 @@ import ctypes
 import importlib.util
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ....errors import RuntimeFailure, UnsupportedModelError
 from .metrics import Measures
@@ -65,6 +66,72 @@ def write_gguf(model_dir: Path, file: Path) -> Path:
     return file
 
 
+def save_gguf_blocks(
+    config: dict[str, Any], dense: Mapping[str, Any], experts: Iterator[tuple[int, Mapping[str, Any]]], file: Path
+) -> None:
+    """Write a Qwen3-MoE model as one GGUF file: experts in Q8_0, the rest in 32-bit floats.
+
+    Args:
+        dense: tensors by transformers' name. experts: as `random_model` makes them, for each layer in turn.
+    """
+    import gguf
+
+    kind, stack = gguf.GGMLQuantizationType.Q8_0, config["num_experts"]
+    places = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    sizes = dict.fromkeys(("gate_proj", "up_proj"), (width, hidden)) | {"down_proj": (hidden, width)}
+    writer = gguf.GGUFWriter(file, "qwen3moe")
+    _add_shape(writer, config)
+    parts = {target: dense[source].float().numpy() for target, (source,) in _parts(config, dense).items()}
+    for name, array in parts.items():
+        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes)
+    for layer in range(config["num_hidden_layers"]):
+        for name, place in places.items():
+            shape = gguf.quant_shape_to_byte_shape((stack, *sizes[name]), kind)
+            byte = np.dtype(np.uint8)
+            writer.add_tensor_info(f"blk.{layer}.{place}.weight", shape, byte, int(np.prod(shape)), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for array in parts.values():
+        writer.write_tensor_data(array)
+    known: dict[int, dict[str, Any]] = {}  # experts that come again
+    for _ in range(config["num_hidden_layers"]):
+        chosen = [next(experts) for _ in range(stack)]
+        for key, matrices in chosen:
+            if key not in known:
+                known[key] = {name: gguf.quantize(m.float().numpy(), kind) for name, m in matrices.items()}
+        for name in places:
+            writer.write_tensor_data(np.stack([known[key][name] for key, _ in chosen]))
+        known = {key: known[key] for key, _ in chosen}
+    writer.close()
+
+
+def quantize_gguf(file: Path, kind: str, out: Path) -> Path:
+    """llama.cpp's own quantization of a GGUF file. kind: such as Q4_K_M or F16, of `LLAMA_FTYPE_MOSTLY_...`.
+
+    Raises:
+        RuntimeFailure: llama.cpp refuses.
+    """
+    import llama_cpp as lib
+
+    log = _silence(lib)
+    options = lib.llama_model_quantize_default_params()
+    options.ftype, options.nthread = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    failed = lib.llama_model_quantize(str(file).encode(), str(out).encode(), ctypes.byref(options))
+    del log
+    if failed:
+        raise RuntimeFailure(f"llama.cpp does not quantize '{file}' to {kind}", "report it with its version")
+    return out
+
+
+def _silence(lib: Any) -> Any:
+    """Drop llama.cpp's log, hundreds of lines; keep the result as long as the library is used."""
+    log = lib.llama_log_callback(lambda level, text, data: None)
+    lib.llama_log_set(log, ctypes.c_void_p(0))
+    return log
+
+
 def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters") or config
     writer.add_context_length(config["max_position_embeddings"])
@@ -116,8 +183,7 @@ class LlamaCpp:
         import llama_cpp
 
         self._lib = lib = llama_cpp
-        self._log = lib.llama_log_callback(lambda level, text, data: None)  # it prints hundreds of lines
-        lib.llama_log_set(self._log, ctypes.c_void_p(0))
+        self._log = _silence(lib)
         lib.llama_backend_init()
         self._model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
         params = lib.llama_context_default_params()
@@ -140,12 +206,32 @@ class LlamaCpp:
         taken_s = time.perf_counter() - first_s
         return {"ttft_s": first_s - begin_s, "tpot_s": taken_s / (max_tokens - 1)}, tokens
 
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """The logits [T, V] after each token of one sequence. Raises RuntimeFailure: it is too long."""
+        lib, context = self._lib, self._context
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        batch = lib.llama_batch_init(len(tokens), 0, 1)
+        try:
+            batch.n_tokens = len(tokens)
+            for at, token in enumerate(tokens):
+                batch.token[at], batch.pos[at], batch.logits[at] = token, at, True
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, 0
+            self._decoded(lib.llama_decode(context, batch))
+            vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+            found = (lib.llama_get_logits_ith(context, at) for at in range(len(tokens)))
+            return np.stack([np.ctypeslib.as_array(row, (vocabulary,)) for row in found])
+        finally:
+            lib.llama_batch_free(batch)
+
     def _next(self, tokens: Sequence[int]) -> int:
         lib = self._lib
         given = (lib.llama_token * len(tokens))(*tokens)
-        if lib.llama_decode(self._context, lib.llama_batch_get_one(given, len(tokens))) != 0:
-            raise RuntimeFailure("llama.cpp did not decode", f"give at most {_CONTEXT} tokens")
+        self._decoded(lib.llama_decode(self._context, lib.llama_batch_get_one(given, len(tokens))))
         return int(lib.llama_sampler_sample(self._greedy, self._context, -1))
+
+    def _decoded(self, failed: int) -> None:
+        if failed:
+            raise RuntimeFailure("llama.cpp did not decode", f"give at most {_CONTEXT} tokens")
 
     def close(self) -> None:
         """Free the model. Safe to call twice."""

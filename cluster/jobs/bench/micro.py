@@ -16,6 +16,7 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
 from ....actors.policies.sharding import Ownership
+from .random_model import Form
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -155,6 +156,35 @@ class Predict(Options):
     max_tokens: int = Field(48, ge=2, description="Tokens generated after each prompt.")
 
 
+class Forms(Options):
+    """Bytes moved and decode speed of one random model in published forms, at the same bytes of budget."""
+
+    measure = "micro_forms.forms"
+    repeats: Repeats = 7
+    form: tuple[Form, ...] = Field(
+        (Form.BF16, Form.FP8, Form.INT4, Form.MXFP4), description="Form of the experts, against bf16; repeat it."
+    )
+    budget: tuple[str, ...] = Field(
+        ("0.125", "0.25"), description="Device memory for experts: a share of those in bf16, or bytes; repeat it."
+    )
+    link_gbps: float = Field(2.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    policy: str = Field("on-demand", description="Of all forms.")
+    prompts: int = Field(2, ge=1, description="Prompts of a round, one after the other.")
+    layers: int = Field(4, ge=1, description="Layers of the model.")
+    experts: int = Field(64, ge=8, description="Experts of a layer, of which a token takes 8.")
+    hidden: int = Field(1024, ge=128, multiple_of=128, description="Hidden size.")
+    intermediate: int = Field(384, ge=128, multiple_of=128, description="Neurons of an expert.")
+
+
+class Prepare(Options):
+    """Memory, disk and seconds of preparing checkpoints in published forms; SIGKILL midway, and going on."""
+
+    measure = "micro_prepare.prepare"
+    form: tuple[Form, ...] = Field(tuple(Form), description="Form of the experts; repeat it.")
+    gigabytes: float = Field(4.0, ge=0.001, description="Bytes of each checkpoint at least, 1e9.")
+    folder: Path | None = Field(None, description="Where checkpoints are written and removed; default: the system's.")
+
+
 class Channel(Options):
     """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
 
@@ -198,7 +228,7 @@ class Substitute(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "scale": Scale, "quantize": Quantize,
-    "predict": Predict,
+    "predict": Predict, "forms": Forms, "prepare": Prepare,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
 

@@ -127,8 +127,10 @@ def long_prompts(model_dir: Path, count: int, tokens: int) -> list[Prompt]:
     return [tuple(ids[first : first + tokens]) for first in range(0, count * tokens, tokens)]
 
 
-def serve(submit: Submit, prompts: Sequence[Prompt], max_tokens: int) -> tuple[Measures, list[list[int]]]:
-    """Serve all prompts together, greedy, and ignore stop tokens.
+def serve(
+    submit: Submit, prompts: Sequence[Prompt], max_tokens: int, seed: int | None = None
+) -> tuple[Measures, list[list[int]]]:
+    """Serve all prompts together, greedy or sampled at temperature 1 with a seed, and ignore stop tokens.
 
     Returns:
         Mean `ttft_s` and `tpot_s` over the requests, and each request's tokens.
@@ -136,7 +138,8 @@ def serve(submit: Submit, prompts: Sequence[Prompt], max_tokens: int) -> tuple[M
     Raises:
         RuntimeFailure: a request failed.
     """
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    temperature = 0.0 if seed is None else 1.0
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=temperature, seed=seed)
     streams = [submit(GenerationRequest(f"bench-{next(_ids)}", prompt, sampling)) for prompt in prompts]
     done = []
     for stream in streams:

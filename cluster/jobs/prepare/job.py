@@ -16,7 +16,7 @@ from ...report.tables import byte_progress
 from .checkpoint import Checkpoint, open_checkpoint, refuse_unsupported
 from .writer import beside, discard, disk_errors, locked, require_space, sync_folder
 
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
 _OLD = ".old"
 REPLICA_WORK = ".replicas"  # beside a store: unfinished replicas
 ORDER_WORK = ".order"  # beside a store: unfinished layers in another neuron order
@@ -113,7 +113,7 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
     """Convert into a folder beside `out`, then rename it. The caller holds the lock."""
     from .convert import plan_store, write_store  # imports torch, which takes seconds: only when needed
 
-    partial, old = beside(out, _PARTIAL), beside(out, _OLD)
+    partial, old = beside(out, PARTIAL), beside(out, _OLD)
     with console.status(f"checking {checkpoint.name}"):
         conversion = plan_store(checkpoint)
     needed, total = conversion.written_bytes(), conversion.total_bytes()
