@@ -1,4 +1,4 @@
-"""`tiermoe prepare --bits` killed by SIGKILL, as the kernel does when memory runs out: the same command finishes it."""
+"""`tiermoe prepare` killed by SIGKILL, as the kernel does when memory runs out: the same command finishes it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import describe_replicas
+from tiermoe.cluster.jobs.bench.micro_prepare import measure_form
+from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 
@@ -76,3 +78,17 @@ def test_a_killed_preparation_with_replicas_finishes(
     whole = prepare(checkpoint, tmp_path / "whole", progress=False)
     text = calibration if calibrated else None
     assert files(out) == files(add_replicas(whole, checkpoint, ReplicaOptions((2,), 32), text, progress=False))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of a process as Linux counts it")
+@pytest.mark.parametrize("form", [Form.FP8, Form.MXFP4, Form.GPTQ, Form.GGUF])
+def test_a_killed_preparation_of_a_published_form_finishes(form: Form, tmp_path: Path) -> None:
+    """As `bench prepare` does it with gigabytes: mapped forms, one that is written again, and a GGUF file."""
+    row = measure_form(form, MoeShape(8, 32, 4, 512, 256), tmp_path / "work")
+    assert row["checkpoint_gb"] > 0.03
+    assert 0.5 <= row["killed_at"] < 1
+    assert row["same_files"] == 1
+    assert row["disk_mb"] == pytest.approx(row["plan_mb"], rel=0.05)
+    assert row["mapped"] == ("no" if form is Form.GPTQ else "yes")
+    assert not (tmp_path / "work").exists()

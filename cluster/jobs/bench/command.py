@@ -164,7 +164,8 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
         yield run
 
 
-for _name in ("overhead", "host", "prefetch", "ttft", "scale"):
+_FIRST = ("overhead", "host", "prefetch", "ttft", "scale")  # in the help
+for _name in _FIRST:
     bench_app.command(cls=JsonCommand)(micro.command(_name))
 for _name in EXPERIMENTS:
     bench_app.command(cls=JsonCommand)(experiment_command(_name))
@@ -185,5 +186,6 @@ def gpu(
     raise typer.Exit(main(given))
 
 
-for _name in ("quantize", "predict", "forms", "prepare", "channel", "transfer", "kernel", "matcher", "substitute"):
-    bench_app.command(cls=JsonCommand)(micro.command(_name))
+for _name in micro.CASES:
+    if _name not in _FIRST:
+        bench_app.command(cls=JsonCommand)(micro.command(_name))

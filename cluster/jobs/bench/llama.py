@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....errors import RuntimeFailure, UnsupportedModelError
+from ....errors import ConfigError, RuntimeFailure, UnsupportedModelError
 from .metrics import Measures
 
 if TYPE_CHECKING:
@@ -111,13 +111,17 @@ def quantize_gguf(file: Path, kind: str, out: Path) -> Path:
     """llama.cpp's own quantization of a GGUF file. kind: such as Q4_K_M or F16, of `LLAMA_FTYPE_MOSTLY_...`.
 
     Raises:
-        RuntimeFailure: llama.cpp refuses.
+        ConfigError: there is no such type. RuntimeFailure: llama.cpp refuses.
     """
     import llama_cpp as lib
 
+    prefix = "LLAMA_FTYPE_MOSTLY_"
+    kinds = [name.removeprefix(prefix) for name in dir(lib) if name.startswith(prefix)]
+    if kind not in kinds:
+        raise ConfigError(f"llama.cpp quantizes to no type {kind!r}", f"give one of {', '.join(kinds)}")
     log = _silence(lib)
     options = lib.llama_model_quantize_default_params()
-    options.ftype, options.nthread = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    options.ftype, options.nthread = getattr(lib, prefix + kind), 1
     failed = lib.llama_model_quantize(str(file).encode(), str(out).encode(), ctypes.byref(options))
     del log
     if failed:

@@ -185,6 +185,18 @@ class Prepare(Options):
     folder: Path | None = Field(None, description="Where checkpoints are written and removed; default: the system's.")
 
 
+class Gguf(Options):
+    """The model as GGUF files of several types: our tokens against llama.cpp's from the same file."""
+
+    measure = "micro_gguf.gguf"
+    model: Model = None
+    kind: tuple[str, ...] = Field(
+        ("F16", "Q8_0", "Q4_0", "Q4_K_M", "Q6_K"), description="Type that llama.cpp quantizes to; repeat it."
+    )
+    prompts: int = Field(8, ge=1, description="Held-out prompts.")
+    budget: str = Field("0.25", description="Device memory for experts.")
+
+
 class Channel(Options):
     """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
 
@@ -228,7 +240,7 @@ class Substitute(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "scale": Scale, "quantize": Quantize,
-    "predict": Predict, "forms": Forms, "prepare": Prepare,
+    "predict": Predict, "forms": Forms, "prepare": Prepare, "gguf": Gguf,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
 

@@ -36,6 +36,10 @@ DISTINCT = 8  # experts that are quantized, and take turns
 SLACK_BYTES = 128 << 20  # of memory beyond a layer and what a tiny checkpoint takes: blocks that are read ahead
 DISK_OFF = 0.05
 _POLL_S = 0.01
+_SHOWN = (
+    "form", "mapped", "layers", "checkpoint_gb", "layer_mb", "start_peak_mb", "peak_mb", "plan_mb", "disk_mb",
+    "start_seconds", "seconds", "gb_per_s", "killed_at", "resumed_s", "same_files",
+)  # fmt: skip
 _ANON = re.compile(r"^RssAnon:\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -56,7 +60,7 @@ def prepare(options: Prepare, progress: Progress | None) -> Report:
     """
     if sys.platform != "linux":
         raise ConfigError("anonymous memory of a process is measured on Linux only", "run it there")
-    report = Report("prepare", "real", settings=options.settings(distinct_experts=DISTINCT))
+    report = Report("prepare", "real", settings=options.settings(distinct_experts=DISTINCT), shown=_SHOWN)
     with tempfile.TemporaryDirectory(prefix="tiermoe-prepare-", dir=options.folder) as folder:
         scratch = Path(folder)
         needed = round(3.5e9 * options.gigabytes)
