@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from .eviction import EvictionPolicy, first_evictable
+from .eviction import EvictionPolicy, lowest_evictable, lowest_values
 from .prefetch import predicted_experts
 from .registry import PolicyContext, PolicyOptions, register
 from .routing import Ids, Rerouted, RerouteView, Rerouting, RoutingOptions, Weights, drop_pairs
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ..policy_settings import PolicySettings
 
 Floats = NDArray[np.float64]
-_SPARE = 16  # residents that an eviction looks at beyond those that it needs: some are pinned or kept
 
 
 class Hotness:
@@ -133,10 +132,8 @@ class ImportanceState:
         return PreEviction(self._top_k, threshold, most).slots(logits, self.predicted[layer], held)
 
     def lowest(self, count: int) -> list[int]:
-        keys = self.resident.nonzero()[0]
-        scores = importance(self.values, self.predicted, self.resident, self._alpha)[keys]
-        found: list[int] = keys[np.lexsort((self.stamp[keys], scores))[:count]].tolist()
-        return found
+        scores = importance(self.values, self.predicted, self.resident, self._alpha)
+        return lowest_values(scores, self.stamp, self.resident, count)
 
 
 def importance(values: Floats, predicted: Floats, residents: NDArray[np.bool_], alpha: float) -> Floats:
@@ -211,15 +208,7 @@ class ImportanceEviction(EvictionPolicy):
         self._resident[key] = False
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        if count <= 0:  # as asked wherever slots are free: no reason to sort
-            return []
-        looked = count + _SPARE
-        while True:
-            order = self.state.lowest(looked)
-            found = first_evictable(order, count, evictable)
-            if len(found) == count or len(order) < looked:
-                return found
-            looked *= 4
+        return lowest_evictable(self.state.lowest, count, evictable)
 
     def scores(self) -> Floats:
         """s of every expert, by key [L*E]; of experts that are not resident only the second part."""

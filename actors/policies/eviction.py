@@ -106,6 +106,35 @@ def first_evictable(order: Iterable[int], count: int, evictable: Callable[[int],
     return list(islice(filter(evictable, order), max(0, count)))
 
 
+_LOOKED = 16  # keys that an eviction sorts beyond those that it needs: some are pinned or kept
+
+
+def lowest_evictable(lowest: Callable[[int], list[int]], count: int, evictable: Callable[[int], bool]) -> list[int]:
+    """`first_evictable` of an order of which `lowest` gives the first n keys."""
+    if count <= 0:  # as asked wherever slots are free: no reason to sort
+        return []
+    looked = count + _LOOKED
+    while True:
+        order = lowest(looked)
+        found = first_evictable(order, count, evictable)
+        if len(found) == count or len(order) < looked:
+            return found
+        looked *= 4
+
+
+def lowest_values(
+    values: NDArray[np.float64], stamps: NDArray[np.int64], present: NDArray[np.bool_], count: int
+) -> list[int]:
+    """The first `count` present keys by rising value, then rising stamp, then key; all arrays by key."""
+    keys = present.nonzero()[0]
+    of_keys = values[keys]
+    if count < len(keys):
+        chosen = of_keys <= np.partition(of_keys, count)[count]
+        keys, of_keys = keys[chosen], of_keys[chosen]
+    found: list[int] = keys[np.lexsort((stamps[keys], of_keys))[:count]].tolist()
+    return found
+
+
 @register("eviction", "lru")
 class Lru(EvictionPolicy):
     """Least recently used.
@@ -193,7 +222,7 @@ class SweepLru(Lru):
 
 Entry = tuple[float, int, int]  # value, stamp, key
 _SPARE = 64  # outdated entries that are always allowed
-_RESCALE_AT = 2.0**512
+RESCALE_AT = 2.0**512
 
 
 class ValueOrder:
@@ -247,6 +276,13 @@ class ValueOrder:
         return out
 
 
+def decay_growth(half_life: float | None) -> float:
+    """What a use counts more than one a call of `used` earlier. Raises ValueError: a half-life not above 0."""
+    if half_life is not None and half_life <= 0:
+        raise ValueError(f"the half-life is {half_life}, not above 0")
+    return 1.0 if half_life is None else 2.0 ** (1.0 / half_life)
+
+
 @register("eviction", "lfu")
 class Lfu(EvictionPolicy):
     """Least frequently used (MoE-Infinity's cache; the base of fMoE's).
@@ -275,14 +311,10 @@ class Lfu(EvictionPolicy):
         return cls(half_life / _LAYERS if half_life is not None and context.one_layer else half_life)
 
     def __init__(self, half_life: float | None = None) -> None:
-        if half_life is not None and half_life <= 0:
-            raise ValueError(f"the half-life is {half_life}, not above 0")
-        self._growth = 1.0 if half_life is None else 2.0 ** (1.0 / half_life)
+        self._growth = decay_growth(half_life)
         self._unit = 1.0  # what a use counts now
         self._freq: dict[int, float] = {}
         self._credit: dict[int, float] = {}  # of what freq holds, what admission lent until the first use
-        self._weight: dict[int, float] = {}  # what a frequency is multiplied with; others with `_usual`
-        self._usual = 1.0
         self._order = ValueOrder()
         self._clock = 0
 
@@ -291,38 +323,33 @@ class Lfu(EvictionPolicy):
         self._credit[key] = credit
         freq = self._freq[key] = self._freq.get(key, 0.0) + credit
         self._clock += 1
-        self._order.set(((self._weight.get(key, self._usual) * freq, self._clock, key),))
+        self._order.set(((freq, self._clock, key),))
 
     def used(self, keys: Iterable[int]) -> None:
         freq, credit, moved = self._freq, self._credit, list[Entry]()
         for key in keys:
             freq[key] += self._unit - credit.pop(key, 0.0)
             self._clock += 1
-            moved.append((self._weight.get(key, self._usual) * freq[key], self._clock, key))
+            moved.append((freq[key], self._clock, key))
         self._order.set(moved)
         self._unit *= self._growth
-        if self._unit > _RESCALE_AT:
+        if self._unit > RESCALE_AT:
             for counts in (freq, credit):
                 for key in counts:
                     counts[key] /= self._unit
             self._unit = 1.0
-            self._move(list(self._order.present))
+            present = self._order.present
+            self._order.set([(freq[key], present[key][1], key) for key in present])
 
     def removed(self, key: int) -> None:
         self._order.remove(key)
         self._freq[key] -= self._credit.pop(key, 0.0)
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
-        return sorted(keys, key=lambda key: -self._weight.get(key, self._usual) * self._freq.get(key, 0.0))
+        return sorted(keys, key=lambda key: -self._freq.get(key, 0.0))
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         return self._order.first(count, evictable)
-
-    def _move(self, keys: Iterable[int]) -> None:
-        """Frequencies or weights of these have changed."""
-        present, freq, weight, usual = self._order.present, self._freq, self._weight, self._usual
-        moved = [(weight.get(key, usual) * freq[key], present[key][1], key) for key in keys if key in present]
-        self._order.set(moved)
 
 
 @register("eviction", "lfu-decay")

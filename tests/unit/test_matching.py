@@ -308,11 +308,11 @@ def test_sequence_means() -> None:
 
 def test_wanted_keys_leave_hints_out() -> None:
     given = PrefetchCommand(0, 0, np.array([3, 9, 4, 5], np.int32), np.array([1, 2, 1, 7], np.float32), hints=1)
-    assert wanted_keys(given) == [9, 3, 4]
+    assert wanted_keys(given) == ([9, 3, 4], [2.0, 1.0, 1.0])
 
 
 def test_eviction_is_told_what_a_map_says_and_nothing_else() -> None:
-    eviction = ExpertMapEviction()
+    eviction = ExpertMapEviction(L * E)
     for key in (8, 9, 10):
         eviction.admitted(key)
     keys, priorities = np.array([9, 8, 10], np.int32), np.array([0.35, 0.1, 0.05], np.float32)
@@ -321,7 +321,7 @@ def test_eviction_is_told_what_a_map_says_and_nothing_else() -> None:
     assert eviction.victims(3, lambda key: True) == [8, 9, 10]
     tell_eviction(eviction, PrefetchCommand(0, 0, keys, priorities, 2, mapped=True), 8)
     assert eviction.victims(3, lambda key: True) == [10, 8, 9]
-    assert eviction._weight[9] == pytest.approx(0.7)  # layer 1 with none seen: l - l_now is 2
+    assert eviction._probabilities[9] == pytest.approx(0.7)  # layer 1 with none seen: l - l_now is 2
     tell_eviction(Lru(), guess, 8)
 
 
@@ -392,14 +392,14 @@ def test_contexts() -> None:
 
 
 def test_commands_are_wanted_most_first_and_hints_are_for_eviction() -> None:
-    link, eviction = FakeMatcher(), ExpertMapEviction()
+    link, eviction = FakeMatcher(), ExpertMapEviction(L * E)
     policy = _policy(link, eviction=eviction)
     spans = [Span("a", 0, 1, True)]
     policy.begin_forward(spans)
     link.commands = [_command({3 * E + 1: 0.1, 3 * E: 0.2, 3 * E + 2: 0.05}, hints=1)]  # decided as layer 1 ran
     first, second = Wanted(3 * E, pytest.approx(0.2)), Wanted(3 * E + 1, pytest.approx(0.1))
     assert policy.observed(_seen(1, spans)) == [first, second]
-    assert eviction._weight == pytest.approx({3 * E: 0.6, 3 * E + 1: 0.3, 3 * E + 2: 0.15})
+    assert eviction._probabilities[3 * E : 3 * E + 3] == pytest.approx([0.6, 0.3, 0.15])
     assert link.fallback_layers == 0
 
 

@@ -243,10 +243,11 @@ class MatcherLink:
     def _in_time(self, command: PrefetchCommand, iteration: int, layer: int) -> PrefetchCommand | None:
         wanted = len(command.keys) - command.hints
         if command.iteration == iteration:
-            later = command.keys // self.shape.experts > layer
-            if later.all():
+            first = (layer + 1) * self.shape.experts
+            if not len(command.keys) or command.keys.min() >= first:
                 self._counts["commands"] += 1
                 return command
+            later = command.keys >= first
             left = int(later[:wanted].sum())
             if left:
                 self._counts["commands"] += 1
@@ -273,19 +274,21 @@ class MatcherLink:
         self._slow = self._forecasts = False
 
 
-def wanted_keys(command: PrefetchCommand) -> list[int]:
-    """The keys that a command wants loaded, most wanted first."""
+def wanted_keys(command: PrefetchCommand) -> tuple[list[int], list[float]]:
+    """The keys that a command wants loaded, most wanted first, and their priorities."""
     wanted = len(command.keys) - command.hints
-    order = np.argsort(-command.priorities[:wanted], kind="stable")
-    keys: list[int] = command.keys[order].tolist()
-    return keys
+    keys, priorities = command.keys[:wanted].tolist(), command.priorities[:wanted].tolist()
+    if priorities != sorted(priorities, reverse=True):  # the matcher sends them in order
+        order = sorted(range(wanted), key=priorities.__getitem__, reverse=True)  # stable
+        keys, priorities = [keys[i] for i in order], [priorities[i] for i in order]
+    return keys, priorities
 
 
 def tell_eviction(eviction: EvictionPolicy, command: PrefetchCommand, experts: int) -> None:
     """Give an expert-map eviction the probabilities of a mapped command. experts: of a layer."""
     if command.mapped and isinstance(eviction, ExpertMapEviction):
-        probabilities = probability_of(command.priorities, command.keys // experts, command.layer)
-        eviction.expect(command.keys.tolist(), probabilities.tolist())
+        keys = command.keys
+        eviction.expect(keys, probability_of(command.priorities, keys // experts, command.layer))
 
 
 def sequence_means(values: NDArray[np.floating], starts: Sequence[int]) -> NDArray[np.float32]:
@@ -385,10 +388,7 @@ class MatcherPrefetch(PrefetchPolicy):
         tell_eviction(self._eviction, command, self._experts)
         if self._relay is not None:
             command = self._relay(command, self._blend is None)
-        n = len(command.keys) - command.hints
-        order = np.argsort(-command.priorities[:n], kind="stable")
-        pairs = zip(command.keys[order].tolist(), command.priorities[order].tolist(), strict=True)
-        return [new_wanted((key, priority, "")) for key, priority in pairs]
+        return [new_wanted((key, priority, "")) for key, priority in zip(*wanted_keys(command), strict=True)]
 
     def _number(self, sequence: str) -> int:
         if sequence not in self._numbers:

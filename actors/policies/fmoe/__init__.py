@@ -10,16 +10,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from ..eviction import CacheOrder, Lfu, LfuDecay
+from ..eviction import (
+    RESCALE_AT,
+    CacheOrder,
+    EvictionPolicy,
+    Lfu,
+    LfuDecay,
+    decay_growth,
+    lowest_evictable,
+    lowest_values,
+)
 from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, new_wanted, predicted_experts
 from ..registry import PolicyContext, register
 from .maps import WIDTH, ExpertMapStore, MapSearch, Match, Sketch
@@ -37,14 +45,17 @@ class _MapEvictionOptions(Lfu.Options):
 
 
 @register("eviction", "expert-map")
-class ExpertMapEviction(Lfu):
+class ExpertMapEviction(EvictionPolicy):
     """Evicts the expert with the highest priority 1 / (p * freq) (fMoE section 4.5).
 
-    State: that of `Lfu`, and p, the expert's probability in the latest matched map of its layer. Experts of unmatched
-    layers have the mean of the first reported probabilities; before any, this is `Lfu`. Among experts with p = 0 the
-    frequency decides, as in the limit. A report moves the layer's resident experts, O(log n) each.
+    State, arrays by key: freq as of `Lfu`, its decay and its credit for admitted experts included; p, the expert's
+    probability in the latest matched map of its layer; the residents and their last use. Experts of unmatched layers
+    have the mean of the first reported probabilities; before any, this is `Lfu`. Among experts with p = 0 the frequency
+    decides, as in the limit. Ties: the expert admitted or used longest ago. O(1) per key admitted, used, removed or
+    reported, `victims` O(keys + n log n) for n looked at.
 
     Args:
+        keys: experts of all layers.
         half_life: of a use, see `Lfu`; None, as in the paper: no decay.
     """
 
@@ -53,13 +64,68 @@ class ExpertMapEviction(Lfu):
     uses_maps = True
     per_layer = False
 
-    def expect(self, keys: Sequence[int], probabilities: Sequence[float]) -> None:
-        """Probabilities of these experts, resident or not, in the matched map: whole layers of it."""
-        first = not self._weight and len(keys) > 0
-        self._weight.update(zip(keys, map(max, probabilities, repeat(_LEAST)), strict=False))
-        if first:
-            self._usual = max(_LEAST, sum(probabilities) / len(keys))
-        self._move(list(self._order.present) if first else keys)
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> ExpertMapEviction:
+        return cls(context.layers * context.experts, options.half_life)
+
+    def __init__(self, keys: int, half_life: float | None = None) -> None:
+        self._growth = decay_growth(half_life)
+        self._unit = 1.0  # what a use counts now
+        self._freqs, self._probabilities = np.zeros(keys), np.ones(keys)
+        self._stamps, self._residents = np.zeros(keys, np.int64), np.zeros(keys, np.bool_)
+        # the same memory, read and written one by one in a third of an array's time
+        self._freq, self._stamp = memoryview(self._freqs), memoryview(self._stamps)
+        self._resident = memoryview(self._residents)
+        self._credit = [0.0] * keys  # of what freq holds, what admission lent until the first use
+        self._clock, self._told = 0, False
+
+    def admitted(self, key: int) -> None:
+        credit = self._credit[key] = max(0.0, self._unit - self._freq[key])
+        self._freq[key] += credit
+        self._clock += 1
+        self._stamp[key], self._resident[key] = self._clock, True
+
+    def used(self, keys: Iterable[int]) -> None:
+        freq, credit, stamp, clock = self._freq, self._credit, self._stamp, self._clock
+        for key in keys:
+            freq[key] += self._unit - credit[key]
+            credit[key] = 0.0
+            clock += 1
+            stamp[key] = clock
+        self._clock = clock
+        self._unit *= self._growth
+        if self._unit > RESCALE_AT:
+            self._freqs /= self._unit
+            self._credit = [lent / self._unit for lent in self._credit]
+            self._unit = 1.0
+
+    def removed(self, key: int) -> None:
+        if not self._resident[key]:
+            raise KeyError(key)
+        self._freq[key] -= self._credit[key]
+        self._credit[key], self._resident[key] = 0.0, False
+
+    def ranked(self, keys: Sequence[int]) -> list[int]:
+        return sorted(keys, key=lambda key: -self._probabilities[key] * self._freqs[key])
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return lowest_evictable(self._lowest, count, evictable)
+
+    def expect(self, keys: NDArray[np.integer], probabilities: NDArray[np.floating]) -> None:
+        """Probabilities of these experts, resident or not, in the matched map: whole layers of it.
+
+        Experts that the model lacks are left out.
+        """
+        known = keys < len(self._stamps)
+        if not known.all():
+            keys, probabilities = keys[known], probabilities[known]
+        if not self._told and len(keys):
+            self._told = True
+            self._probabilities[:] = max(_LEAST, sum(probabilities.tolist()) / len(keys))
+        self._probabilities[keys] = np.maximum(probabilities, _LEAST, dtype=np.float64)
+
+    def _lowest(self, count: int) -> list[int]:
+        return lowest_values(self._probabilities * self._freqs, self._stamps, self._residents, count)
 
 
 @register("eviction", "expert-map-decay")
@@ -248,7 +314,7 @@ def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.integer],
     return (priorities * (layers + 1 - now)).astype(np.float32)
 
 
-Expect = Callable[[Sequence[int], Sequence[float]], None]
+Expect = Callable[[NDArray[np.integer], NDArray[np.floating]], None]
 
 
 @register("prefetch", "expert-map")
@@ -310,7 +376,7 @@ class ExpertMapPolicy(PrefetchPolicy):
         if self._expect is not None:
             layers = forecast.keys // self._maps.store.experts
             probabilities = probability_of(forecast.priorities, layers, forecast.now)
-            self._expect(forecast.keys.tolist(), probabilities.tolist())
+            self._expect(forecast.keys, probabilities)
         n = forecast.wanted
         pairs = zip(forecast.keys[:n].tolist(), forecast.priorities[:n].tolist(), strict=True)
         return [new_wanted((key, priority, "")) for key, priority in pairs]
