@@ -267,3 +267,12 @@ def rank_by_votes(scores: NDArray[np.floating], top: int, base: int, /) -> list[
 
 def rank_by_score(scores: NDArray[np.floating], top: int, base: int, /) -> tuple[list[int], list[float]]:
     """`by_score` of scores [T, E], float32 or float64: experts with `base` added, and their highest scores."""
+def lowest_products(
+    a: NDArray[np.float64],
+    b: NDArray[np.float64],
+    stamps: NDArray[np.int64],
+    present: NDArray[np.bool_],
+    count: int,
+    /,
+) -> list[int]:
+    """The first `count` present keys by rising a * b, then stamp, then key. Raises ValueError: lengths differ."""

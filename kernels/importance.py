@@ -1,4 +1,7 @@
-"""ActiveEvict's state and decisions in C++; the reference, with the equations, is `actors/policies/activeevict.py`."""
+"""Orders of eviction in C++: ActiveEvict's state and decisions, and fMoE's order.
+
+The references, with the equations, are `actors/policies/activeevict.py` and `actors/policies/fmoe`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _cpu
+
+lowest_products = _cpu.lowest_products  # as `policies.fmoe.lowest_products`
 
 
 class NativeImportance:

@@ -160,6 +160,7 @@ class RouterPrefetching(Prefetching):
         super().__init__(policy, cache, len(blocks), experts, self._seen, shards)
         self._routers, self._fetch = [block.router for block in blocks], fetch
         self._scores = self._ahead(gates)  # of each layer, by distance
+        self._own = [None if router is None else Asked(router, softmax=True) for router in self._routers]
         self._rows: Sequence[SequenceRows] = ()
         self._embedded: torch.Tensor | None = None
         self._running = False  # the policy was told of the present forward
@@ -189,7 +190,7 @@ class RouterPrefetching(Prefetching):
             return []
         found = [self._lookahead(layer, distance, tokens) for distance in range(1, policy.looks_ahead + 1)]
         if policy.needs_probabilities:
-            found.append(self._own(layer))
+            found.append(self._own[layer])
         return [asked for asked in found if asked is not None]
 
     def _forward_ended(self) -> None:
@@ -213,14 +214,9 @@ class RouterPrefetching(Prefetching):
             return found if found.ndim == 2 else found[:, distance - 1]  # of [T, D, E]
 
         if policy.needs_probabilities:
-            own = self._own(index)
+            own = self._own[index]
             probabilities = None if own is None else view.scores(own)
         return LayerSeen(index, spans, view.picked if policy.needs_ids else _NO_IDS, probabilities, lookahead, _NATIVE)
-
-    def _own(self, index: int) -> Asked | None:
-        """The probabilities of a layer's own router."""
-        router = self._routers[index]
-        return None if router is None else Asked(router, softmax=True)
 
     def _ahead(self, gates: Sequence[RouterProbe] | None) -> list[list[Asked | None]]:
         """The scores of the later layers on each layer's input, by distance: as one product where it can be."""

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -140,10 +141,17 @@ class WantedKeys(Sequence[Wanted]):
     """Experts that one source asks for, with an object for each only where somebody reads one.
 
     Args:
-        layers: keys of each layer, most wanted first. priorities: of all of them in this order.
+        layers: neighbours of one layer, most wanted first. priorities: of all of them in this order.
     """
 
     __slots__ = ("layers", "priorities")
+
+    @classmethod
+    def of(cls, keys: list[int], priorities: Sequence[float], experts: int) -> WantedKeys:
+        """Of keys of any layers, most wanted first. experts: of a layer."""
+        if keys and min(keys) // experts != max(keys) // experts:
+            return cls([list(group) for _, group in groupby(keys, experts.__rfloordiv__)], priorities)
+        return cls([keys] if keys else [], priorities)
 
     def __init__(self, layers: Sequence[list[int]], priorities: Sequence[float]) -> None:
         self.layers, self.priorities = layers, priorities

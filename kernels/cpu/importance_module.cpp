@@ -2,6 +2,9 @@
 // call is a buffer, whose size is checked here.
 #include "importance.hpp"
 
+#include <algorithm>
+#include <vector>
+
 #include "bindings.hpp"
 
 namespace tiermoe::bindings {
@@ -97,6 +100,47 @@ PyObject* target(PyObject*, PyObject* const* args, Py_ssize_t count) {
                                                  most));
 }
 
+PyObject* list_of(const std::int64_t* keys, std::int64_t count) {
+    PyObject* list = PyList_New(count);
+    for (std::int64_t i = 0; list && i < count; ++i) {
+        PyObject* key = PyLong_FromLongLong(keys[i]);
+        if (!key) Py_CLEAR(list);
+        if (key) PyList_SET_ITEM(list, i, key);
+    }
+    return list;
+}
+
+// lowest_products(a: float64 [n], b: float64 [n], stamps: int64 [n], present: bool [n], count) -> keys
+PyObject* products(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 5)) return nullptr;
+    Rows a, b, stamps, present;
+    const std::int64_t wanted = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred() || !a.take(args[0], 8) || !b.take(args[1], 8) || !stamps.take(args[2], 8) ||
+        !present.take(args[3], 1))
+        return nullptr;
+    const std::int64_t n = present.bytes();
+    if (a.bytes() != 8 * n || b.bytes() != 8 * n || stamps.bytes() != 8 * n) {
+        refuse("arrays of as many keys are needed", n);
+        return nullptr;
+    }
+    static thread_local std::vector<double> values;
+    static thread_local std::vector<std::int64_t> keys;
+    values.resize(static_cast<std::size_t>(n));
+    keys.clear();
+    for (std::int64_t key = 0; key < n; ++key)
+        if (present.data<std::uint8_t>()[key]) {
+            values[key] = a.data<double>()[key] * b.data<double>()[key];
+            keys.push_back(key);
+        }
+    const auto found = std::max<std::int64_t>(0, std::min(wanted, static_cast<std::int64_t>(keys.size())));
+    const double* value = values.data();
+    const std::int64_t* stamp = stamps.data<std::int64_t>();
+    std::partial_sort(keys.begin(), keys.begin() + found, keys.end(), [=](auto x, auto y) {
+        return value[x] != value[y] ? value[x] < value[y] : stamp[x] != stamp[y] ? stamp[x] < stamp[y] : x < y;
+    });
+    return list_of(keys.data(), found);
+}
+
 // importance_lowest(state, count) -> keys
 PyObject* lowest(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
@@ -105,13 +149,7 @@ PyObject* lowest(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const std::int64_t wanted = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred()) return nullptr;
     const std::int64_t found = wanted > 0 ? importance_lowest(*state, wanted) : 0;
-    PyObject* keys = PyList_New(found);
-    for (std::int64_t i = 0; keys && i < found; ++i) {
-        PyObject* key = PyLong_FromLongLong(state->order[i]);
-        if (!key) Py_CLEAR(keys);
-        if (key) PyList_SET_ITEM(keys, i, key);
-    }
-    return keys;
+    return list_of(state->order.data(), found);
 }
 
 }  // namespace
@@ -121,6 +159,7 @@ PyMethodDef importance_methods[] = {
     {"importance_saw", fast(saw), METH_FASTCALL, "Count a layer's routing; see importance.hpp."},
     {"importance_target", fast(target), METH_FASTCALL, "Predict a layer; its release target in slots."},
     {"importance_lowest", fast(lowest), METH_FASTCALL, "The least important residents."},
+    {"lowest_products", fast(products), METH_FASTCALL, "The present keys of the lowest products."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.actors.policies.eviction import EvictionPolicy, LeastStale, Lfu, Lru, SweepLru
-from tiermoe.actors.policies.fmoe import ExpertMapEviction
+from tiermoe.actors.policies.fmoe import ExpertMapEviction, lowest_products
 from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
+from tiermoe.kernels import importance
 
 KEYS = 6
 P = TypeVar("P", bound=EvictionPolicy)
@@ -302,6 +303,16 @@ def test_what_is_looked_at_does_not_grow_with_what_is_held(policy: Lfu | ExpertM
     assert len(asked) == 4
     if isinstance(policy, Lfu):
         assert len(policy._order._heap) <= 3 * 3840
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 40), count=st.integers(0, 45))
+def test_native_and_numpy_find_the_same_lowest(seed: int, n: int, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    a, b = rng.integers(0, 4, (2, n)) / 4.0  # some products are equal
+    arrays = a, b, rng.integers(0, 9, n), rng.random(n) < 0.6
+    expected = sorted(arrays[3].nonzero()[0].tolist(), key=lambda key: (a[key] * b[key], arrays[2][key], key))[:count]
+    assert importance.lowest_products(*arrays, count) == lowest_products(*arrays, count) == expected
 
 
 class TestSweepLru:

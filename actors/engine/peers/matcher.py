@@ -28,7 +28,7 @@ from ....proto.messages import Context, HealthReport, HealthRequest, PrefetchCom
 from ....proto.peers import PeerLink, ReconnectingChannel
 from ...policies.eviction import EvictionPolicy
 from ...policies.fmoe import BlendPrefetch, ExpertMapEviction, probability_of
-from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, new_wanted, ranked
+from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...settings import MatcherSettings
 from ...store.artifacts import MapShape
 from ..stats import Timeline
@@ -288,7 +288,9 @@ def tell_eviction(eviction: EvictionPolicy, command: PrefetchCommand, experts: i
     """Give an expert-map eviction the probabilities of a mapped command. experts: of a layer."""
     if command.mapped and isinstance(eviction, ExpertMapEviction):
         keys = command.keys
-        eviction.expect(keys, probability_of(command.priorities, keys // experts, command.layer))
+        first = int(keys.min()) // experts if len(keys) else 0
+        layers = first if len(keys) and first == int(keys.max()) // experts else keys // experts
+        eviction.expect(keys, probability_of(command.priorities, layers, command.layer))
 
 
 def sequence_means(values: NDArray[np.floating], starts: Sequence[int]) -> NDArray[np.float32]:
@@ -364,7 +366,7 @@ class MatcherPrefetch(PrefetchPolicy):
             self._blend.begin_forward(spans)
         return []
 
-    def observed(self, seen: LayerSeen) -> list[Wanted]:
+    def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
         """Raises ValueError: the model exposes no probabilities."""
         if seen.probabilities is None:
             raise ValueError("expert maps need the router's probabilities, which this model does not expose")
@@ -372,23 +374,26 @@ class MatcherPrefetch(PrefetchPolicy):
         commands = link.take(self._iteration, seen.layer)
         means = sequence_means(seen.probabilities[: self._starts[-1]], self._starts)
         link.observe(self._iteration, seen.layer, self._sequences, means)
-        wanted = [want for command in commands for want in self._wanted(command)]
+        found = [self._wanted(command) for command in commands]
+        if self._blend is None and link.source == "expert-map":
+            if len(found) < 2:
+                return found[0] if found else []
+            return ranked(want for wanted in found for want in wanted)
+        all_wanted = [want for wanted in found for want in wanted]
         if self._blend is not None:
-            return self._blend.merged(seen, wanted)
-        if link.source == "next-gate":
-            link.fell_back()
-            instead = self._fallback.observed(seen)
-            return [*wanted, *(Wanted(want.key, want.priority, NextGatePrefetch.name) for want in instead)]
-        return ranked(wanted) if len(commands) > 1 else wanted
+            return self._blend.merged(seen, all_wanted)
+        link.fell_back()
+        instead = self._fallback.observed(seen)
+        return [*all_wanted, *(Wanted(want.key, want.priority, NextGatePrefetch.name) for want in instead)]
 
     def end(self, sequence: str) -> None:
         self._numbers.pop(sequence, None)
 
-    def _wanted(self, command: PrefetchCommand) -> list[Wanted]:
+    def _wanted(self, command: PrefetchCommand) -> WantedKeys:
         tell_eviction(self._eviction, command, self._experts)
         if self._relay is not None:
             command = self._relay(command, self._blend is None)
-        return [new_wanted((key, priority, "")) for key, priority in zip(*wanted_keys(command), strict=True)]
+        return WantedKeys.of(*wanted_keys(command), self._experts)
 
     def _number(self, sequence: str) -> int:
         if sequence not in self._numbers:

@@ -28,7 +28,7 @@ from ..eviction import (
     lowest_evictable,
     lowest_values,
 )
-from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, new_wanted, predicted_experts
+from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, WantedKeys, predicted_experts
 from ..registry import PolicyContext, register
 from .maps import WIDTH, ExpertMapStore, MapSearch, Match, Sketch
 
@@ -44,6 +44,17 @@ class _MapEvictionOptions(Lfu.Options):
             raise ValueError(f"eviction {self.kind} goes by maps, which prefetch {policy.prefetch.kind} does not use")
 
 
+Floats = NDArray[np.float64]
+Lowest = Callable[[Floats, Floats, NDArray[np.int64], NDArray[np.bool_], int], list[int]]
+
+
+def lowest_products(
+    a: Floats, b: Floats, stamps: NDArray[np.int64], present: NDArray[np.bool_], count: int
+) -> list[int]:
+    """`eviction.lowest_values` of a * b."""
+    return lowest_values(a * b, stamps, present, count)
+
+
 @register("eviction", "expert-map")
 class ExpertMapEviction(EvictionPolicy):
     """Evicts the expert with the highest priority 1 / (p * freq) (fMoE section 4.5).
@@ -57,6 +68,7 @@ class ExpertMapEviction(EvictionPolicy):
     Args:
         keys: experts of all layers.
         half_life: of a use, see `Lfu`; None, as in the paper: no decay.
+        lowest: `lowest_products`, or the same in native code.
     """
 
     Options = _MapEvictionOptions
@@ -66,9 +78,11 @@ class ExpertMapEviction(EvictionPolicy):
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> ExpertMapEviction:
-        return cls(context.layers * context.experts, options.half_life)
+        lowest = lowest_products if context.lowest is None else context.lowest
+        return cls(context.layers * context.experts, options.half_life, lowest)
 
-    def __init__(self, keys: int, half_life: float | None = None) -> None:
+    def __init__(self, keys: int, half_life: float | None = None, lowest: Lowest | None = None) -> None:
+        self._lowest_of = lowest_products if lowest is None else lowest
         self._growth = decay_growth(half_life)
         self._unit = 1.0  # what a use counts now
         self._freqs, self._probabilities = np.zeros(keys), np.ones(keys)
@@ -116,8 +130,8 @@ class ExpertMapEviction(EvictionPolicy):
 
         Experts that the model lacks are left out.
         """
-        known = keys < len(self._stamps)
-        if not known.all():
+        if len(keys) and keys.max() >= len(self._stamps):
+            known = keys < len(self._stamps)
             keys, probabilities = keys[known], probabilities[known]
         if not self._told and len(keys):
             self._told = True
@@ -125,7 +139,7 @@ class ExpertMapEviction(EvictionPolicy):
         self._probabilities[keys] = np.maximum(probabilities, _LEAST, dtype=np.float64)
 
     def _lowest(self, count: int) -> list[int]:
-        return lowest_values(self._probabilities * self._freqs, self._stamps, self._residents, count)
+        return self._lowest_of(self._probabilities, self._freqs, self._stamps, self._residents, count)
 
 
 @register("eviction", "expert-map-decay")
@@ -309,9 +323,9 @@ def prefetch_priority(probabilities: NDArray[np.float32], layers: NDArray[np.int
     return (probabilities / (layers + 1 - now)).astype(np.float32)
 
 
-def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.integer], now: int) -> NDArray[np.float32]:
-    """The probabilities behind these priorities: the inverse of `prefetch_priority`."""
-    return (priorities * (layers + 1 - now)).astype(np.float32)
+def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.integer] | int, now: int) -> NDArray[np.float32]:
+    """The probabilities behind these priorities: the inverse of `prefetch_priority`. layers: of each, or of all."""
+    return (priorities * (layers + 1 - now)).astype(np.float32, copy=False)
 
 
 Expect = Callable[[NDArray[np.integer], NDArray[np.floating]], None]
@@ -354,13 +368,13 @@ class ExpertMapPolicy(PrefetchPolicy):
         self._maps, self._hidden, self._expect = maps, hidden, expect
         self.distance = maps.store.distance
 
-    def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
+    def begin_forward(self, spans: Sequence[Span]) -> Sequence[Wanted]:
         rows: list[NDArray[np.float32]] = [
             np.zeros(self._hidden, np.float32) if span.embedding is None else span.embedding for span in spans
         ]
         return self._wanted(self._maps.begin(np.stack(rows)))
 
-    def observed(self, seen: LayerSeen) -> list[Wanted]:
+    def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
         """Raises ValueError: the model exposes no probabilities, or no forward has begun."""
         if seen.probabilities is None:
             raise ValueError("expert maps need the router's probabilities, which this model does not expose")
@@ -370,7 +384,7 @@ class ExpertMapPolicy(PrefetchPolicy):
             self._maps.end()
         return wanted
 
-    def _wanted(self, forecast: Forecast | None) -> list[Wanted]:
+    def _wanted(self, forecast: Forecast | None) -> Sequence[Wanted]:
         if forecast is None:
             return []
         if self._expect is not None:
@@ -378,8 +392,8 @@ class ExpertMapPolicy(PrefetchPolicy):
             probabilities = probability_of(forecast.priorities, layers, forecast.now)
             self._expect(forecast.keys, probabilities)
         n = forecast.wanted
-        pairs = zip(forecast.keys[:n].tolist(), forecast.priorities[:n].tolist(), strict=True)
-        return [new_wanted((key, priority, "")) for key, priority in pairs]
+        keys, priorities = forecast.keys[:n].tolist(), forecast.priorities[:n].tolist()
+        return WantedKeys.of(keys, priorities, self._maps.store.experts)
 
 
 MAP, GATE = "expert-map", "next-gate"
