@@ -161,10 +161,21 @@ def _picks(steps: Sequence[Step], layer: int, experts: int) -> Picks:
 
 
 class Recorder:
-    """Records each forward's layers as a `Step`; stores the lists and computes nothing."""
+    """Records each forward's layers as a `Step`; stores the lists and computes nothing.
 
-    def __init__(self, cache: ExpertCache, layers: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._cache, self._clock, self._last = cache, clock, layers - 1
+    Args:
+        ended: called with each step of which all layers were recorded.
+
+    Attributes:
+        spent_s: time of recording.
+    """
+
+    def __init__(
+        self, cache: ExpertCache, layers: int, ended: Callable[[Step], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self._cache, self._ended, self._clock, self._last = cache, ended, clock, layers - 1
+        self.spent_s = 0.0
         self._scores: list[NDArray[np.floating] | None] = [None] * layers
         self._step: Step | None = None
         self._follows = False  # the forward before was a decode
@@ -186,23 +197,24 @@ class Recorder:
         step.scores.append(self._scores[layer])
         self._scores[layer] = None
         self._blocked_s = self._cache.stats.layers[layer].blocked_io_s
+        self.spent_s += self._clock() - now_s
 
     def predicted(self, layer: int, scores: NDArray[np.floating]) -> None:
         """A layer's predicted scores [rows, E], of this forward or (layer 0) of the next."""
         self._scores[layer] = scores
 
-    def ran(self, layer: int) -> Step | None:
-        """A layer's experts have run; returns the step after the last layer, if all layers were recorded."""
+    def ran(self, layer: int) -> None:
+        """A layer's experts have run."""
         now_s = self._left_s = self._clock()
         step = self._step
         if step is None or len(step.experts) != layer + 1:
-            return None
+            return
         waited_s = max(0.0, self._cache.stats.layers[layer].blocked_io_s - self._blocked_s)
         step.moe_s += max(0.0, now_s - self._entered_s - waited_s)
-        if layer != self._last:
-            return None
-        self._step, self._follows = None, step.decode
-        return step
+        if layer == self._last:
+            self._step, self._follows = None, step.decode
+            self._ended(step)
+        self.spent_s += self._clock() - now_s
 
 
 class Configuring:
@@ -220,12 +232,11 @@ class Configuring:
         clock: Callable[[], float] = time.perf_counter, threaded: bool = True, batch: int = 128,
     ) -> None:  # fmt: skip
         self._configurator, self._tau, self._batch = configurator, tau, batch
-        self._clock, self._recorder = clock, Recorder(cache, configurator.layers, clock)
-        self.predicted = self._recorder.predicted
+        self._recorder = recorder = Recorder(cache, configurator.layers, self._add, clock)
+        self.routed, self.predicted, self.ran = recorder.routed, recorder.predicted, recorder.ran
         self._lock = Lock()  # of `_steps`: handed over by the forward's thread or by `ask`
         self._steps: list[Step] = []
         self._tokens = 0  # of `_steps`
-        self._record_s = 0.0  # of the present forward
         self._found: Configured | None = None
         self._queue: SimpleQueue[list[Step] | Event | None] = SimpleQueue()  # an event: configure now, then set it
         self._thread: Thread | None = None
@@ -242,26 +253,15 @@ class Configuring:
             self._configurator.apply(found)
             self._found = None
 
-    def routed(self, layer: int, routing: Routing) -> None:
-        """A layer's routing is known, as its experts will run."""
-        start_s = self._clock()
-        self._recorder.routed(layer, routing)
-        self._record_s += self._clock() - start_s
-
-    def ran(self, layer: int) -> None:
-        """A layer's experts have run."""
-        start_s = self._clock()
-        step = self._recorder.ran(layer)
-        if step is not None:
-            with self._lock:
-                self._steps.append(step)
-                self._tokens += step.tokens
-                if len(self._steps) >= self._batch or self._tokens >= self._tau:
-                    self._hand_over()
-        self._record_s += self._clock() - start_s
-        if step is not None:
-            self._configurator.stats.record_s += self._record_s
-            self._record_s = 0.0
+    def _add(self, step: Step) -> None:
+        """A forward has ended, all of whose layers were recorded."""
+        self._configurator.stats.record_s += self._recorder.spent_s
+        self._recorder.spent_s = 0.0
+        with self._lock:
+            self._steps.append(step)
+            self._tokens += step.tokens
+            if len(self._steps) >= self._batch or self._tokens >= self._tau:
+                self._hand_over()
 
     # -- from any thread -------------------------------------------------------------------------------------
 

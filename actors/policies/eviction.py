@@ -34,12 +34,14 @@ class EvictionPolicy(ABC):
         counted_as: the order in which `moepic.split.observe` counts hits at every cache size; None: no such count.
         uses_maps: whether it needs the expert maps of prefetch.
         per_layer: whether it can order the experts of one layer alone, as a split cache needs.
+        learns_use: whether `used` changes anything.
     """
 
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
     counted_as: ClassVar[CacheOrder | None] = None
     uses_maps: ClassVar[bool] = False
     per_layer: ClassVar[bool] = True
+    learns_use: bool = True
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> EvictionPolicy:
@@ -375,6 +377,7 @@ class RandomOrder(EvictionPolicy):
     """
 
     counted_as = "random"
+    learns_use = False
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -559,6 +562,7 @@ class PerLayer(EvictionPolicy):
     def __init__(self, make: Callable[[], EvictionPolicy], layers: int, experts: int) -> None:
         self._experts = experts
         self._policies = [make() for _ in range(layers)]
+        self.learns_use = any(policy.learns_use for policy in self._policies)
 
     def of_class(self, slot_class: int) -> EvictionPolicy:
         """The policy of one layer; keys are those of the whole model."""
@@ -608,6 +612,7 @@ class TwoPools(EvictionPolicy):
         self._first, self._second = first, Lru()
         self._keys, self._second_class = keys, second_class
         self._last_used = self._second.order  # which most changes go to without another call
+        self.routed, self.ranked = first.routed, first.ranked  # type: ignore[method-assign]
 
     def of_class(self, slot_class: int) -> EvictionPolicy:
         return self._second if slot_class == self._second_class else self._first.of_class(slot_class)
@@ -619,13 +624,12 @@ class TwoPools(EvictionPolicy):
             self._last_used[key] = None
 
     def used(self, keys: Iterable[int]) -> None:
-        first, move = list[int](), self._last_used.move_to_end
+        move, least = self._last_used.move_to_end, self._keys
         for key in keys:
-            if key < self._keys:
-                first.append(key)
-            else:
+            if key >= least:
                 move(key)
-        self._first.used(first)
+        if self._first.learns_use:
+            self._first.used([key for key in keys if key < least])
 
     def removed(self, key: int) -> None:
         if key < self._keys:
@@ -637,12 +641,6 @@ class TwoPools(EvictionPolicy):
         """Over both pools, the first pool first; `of_class` gives the order of one slot class."""
         found = self._first.victims(count, evictable)
         return found + self._second.victims(count - len(found), evictable)
-
-    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        self._first.routed(keys, counts, tokens)
-
-    def ranked(self, keys: Sequence[int]) -> list[int]:
-        return self._first.ranked(keys)
 
 
 def split_eviction(make: Callable[[], EvictionPolicy], layers: int, experts: int) -> TwoPools:

@@ -243,15 +243,10 @@ class CacheCounters:
 
     def _count_segments(self, stats: LayerStats, plan: LayerPlan) -> None:
         """Count experts with all segments (hits), with a missing one (misses), and misses with the top resident."""
-        keys, lacking, whole = self._keys, set[int](), set[int]()
-        for segment in plan.run[plan.resident :]:
-            lacking.add(segment % keys)
-        for segment in plan.run[: plan.resident]:
-            if segment in lacking:  # a top's number is its expert's
-                stats.top_hits += 1
-            elif segment % keys not in lacking:
-                whole.add(segment % keys)
-        stats.hits += len(whole)
+        keys, resident = self._keys, plan.run[: plan.resident]
+        here, lacking = {s % keys for s in resident}, {s % keys for s in plan.run[plan.resident :]}
+        stats.top_hits += len(lacking.intersection(resident))  # a top's number is its expert's
+        stats.hits += len(here - lacking)
         stats.misses += len(lacking)
 
     def _count_replicas(self, stats: LayerStats, plan: LayerPlan) -> None:

@@ -42,6 +42,7 @@ class Lcp(EvictionPolicy):
         omega: float = Field(default=OMEGA, gt=0, description="tokens in which a priority falls by rho")
 
     counted_as = "lcp"
+    learns_use = False  # `routed` has told, also of what runs elsewhere
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> Lcp:
@@ -61,17 +62,22 @@ class Lcp(EvictionPolicy):
     def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
         if not keys:
             return
-        if self._one_layer or min(keys) <= self._highest:
-            self._before = self._tokens
-        self._highest = max(keys)
-        self._tokens = max(self._tokens, self._before + tokens)
-        age, present, raised = self._tokens * self._rate, self._order.present, list[Entry]()
+        if self._one_layer:
+            self._tokens += tokens
+        else:
+            if min(keys) <= self._highest:
+                self._before = self._tokens
+            self._highest = max(keys)
+            self._tokens = max(self._tokens, self._before + tokens)
+        age, picked, values, entry_of = self._tokens * self._rate, self._count, self._value, self._order.present.get
+        raised = list[Entry]()
         for key, count in zip(keys, counts, strict=True):
-            mu = self._count[key] = self._count.get(key, 0) + count
-            value = self._value[key] = log(mu) + age
-            if key in present:
-                raised.append((value, present[key][1], key))
-        self._order.set(raised)
+            mu = picked[key] = picked.get(key, 0) + count
+            value = values[key] = log(mu) + age
+            if (entry := entry_of(key)) is not None:
+                raised.append((value, entry[1], key))
+        if raised:
+            self._order.set(raised)
 
     def admitted(self, key: int) -> None:
         now = self._tokens * self._rate  # the value of one pick
@@ -79,7 +85,7 @@ class Lcp(EvictionPolicy):
         self._order.set(((max(now, self._value.get(key, -inf)), self._stamp, key),))
 
     def used(self, keys: Iterable[int]) -> None:
-        return None  # `routed` has told, also of what runs elsewhere
+        return None
 
     def removed(self, key: int) -> None:
         self._order.remove(key)

@@ -199,16 +199,13 @@ class Segments:
         sizes = [n for n, count in zip(self.slot_neurons, self.slots, strict=True) for _ in range(count)]
         self.first = [0, *accumulate(sizes)][:-1]
         self.shown = [key if self.neurons[key] else self.keys + key for key in range(self.keys)]
+        pairs = [(key, self.keys + key) for key in range(self.keys)]
+        self._of = [tuple([part for part in pair if self.neurons[part]]) for pair in pairs]
 
     def of(self, keys: Iterable[int]) -> list[int]:
         """The segments of these experts, each expert's top before its bottom."""
-        n, neurons, out = self.keys, self.neurons, list[int]()
-        for key in keys:
-            if neurons[key]:
-                out.append(key)
-            if neurons[n + key]:
-                out.append(n + key)
-        return out
+        parts = self._of
+        return [segment for key in keys for segment in parts[key]]
 
 
 Ints = NDArray[np.int64]
