@@ -7,6 +7,7 @@ setup(
         Extension(
             "tiermoe.kernels._cpu",
             sources=[
+                "kernels/cpu/decode_module.cpp",
                 "kernels/cpu/dense.cpp",
                 "kernels/cpu/dense_module.cpp",
                 "kernels/cpu/expert_ffn.cpp",

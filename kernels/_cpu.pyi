@@ -61,9 +61,7 @@ def resident(
 ) -> Resident:
     """slots: int32 [E], negative for an expert that is not resident; record: int64, see `resident_module.cpp`."""
 
-def run_resident(
-    layer: Resident, hidden: int, ids: int, weights: int, tokens: int, top_k: int, out: int, /
-) -> bool:
+def run_resident(layer: Resident, hidden: int, ids: int, weights: int, tokens: int, top_k: int, out: int, /) -> bool:
     """Run the layer and record the pass. False: nothing was done, since an expert is not resident or has many rows,
     or the record is full. Raises ValueError: there is no such expert."""
 
@@ -183,9 +181,7 @@ def gptq_block(
 def read_bytes(address: int, size: int, /) -> int:
     """Reads a buffer once, as fast as one thread can."""
 
-def dot_rows(
-    function: int, n: int, rows: int, matrix: int, row_bytes: int, y: int, out: int, /
-) -> None:
+def dot_rows(function: int, n: int, rows: int, matrix: int, row_bytes: int, y: int, out: int, /) -> None:
     """out[i] = function(row i of matrix, y), with ggml's `ggml_vec_dot_t`; for the benchmark alone."""
 
 def link(bytes_per_s: float, latency_s: float, /) -> Link:
@@ -261,12 +257,12 @@ def importance_target(
     """Raises ValueError: no such layer, no rows, or other experts."""
 
 def importance_lowest(state: Importance, count: int, /) -> list[int]: ...
-
 def rank_by_votes(scores: NDArray[np.floating], top: int, base: int, /) -> list[int]:
     """`predicted_experts` of scores [T, E], float32 or float64, with `base` added to each."""
 
 def rank_by_score(scores: NDArray[np.floating], top: int, base: int, /) -> tuple[list[int], list[float]]:
     """`by_score` of scores [T, E], float32 or float64: experts with `base` added, and their highest scores."""
+
 def lowest_products(
     a: NDArray[np.float64],
     b: NDArray[np.float64],
@@ -276,3 +272,8 @@ def lowest_products(
     /,
 ) -> list[int]:
     """The first `count` present keys by rising a * b, then stamp, then key. Raises ValueError: lengths differ."""
+
+def decode_next(inputs: int, tokens: list[int], /) -> list[tuple[int, int]]:
+    """Raises ValueError: not one token for each row, or no column is left."""
+
+def argmax_rows(scores: int, rows: int, width: int, /) -> list[int]: ...

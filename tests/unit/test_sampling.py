@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from serving import prepared, serving
 from serving import settings as engine_settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
-from tiermoe.actors.engine.serving.sampling import RequestSampler, draw, request_sampling
+from tiermoe.actors.engine.serving.sampling import Pick, draw, next_tokens, pick_of
+from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 
@@ -28,21 +28,15 @@ def support(logits: torch.Tensor = LOGITS, draws: int = 400, **params: Any) -> s
     return {draw(logits, sampling, seed, 0) for seed in range(draws)}
 
 
-def request(params: SamplingParams | None, seed: int = 0, generated: int = 0, carried: int = 0) -> Any:
-    """A request of the manager with `generated` tokens, the first `carried` of them moved into its prompt."""
-    kwargs = {} if params is None else {"sampling": params, "seed": seed}
-    state = SimpleNamespace(
-        logit_processor_kwargs=kwargs,
-        initial_tokens=[5] * (3 + carried),
-        generated_tokens=[7] * (generated - carried),
-        _true_initial_tokens=3 if carried else 0,
-    )
-    return SimpleNamespace(state=state)
+def pick(seed: int, step: int = 0, **params: Any) -> Pick:
+    return Pick(SamplingParams(**{"temperature": 1.0, **params}), seed, step, "r")
 
 
-def sample(requests: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
-    sampler = RequestSampler()
-    return sampler(scores, sampler.prepare_tensor_args(list(requests)))
+def sample(picks: Sequence[Pick | None], scores: torch.Tensor) -> list[int]:
+    before = scores.clone()
+    tokens = next_tokens(scores[None], len(scores), picks, (), lambda *found: None)
+    torch.testing.assert_close(scores, before, rtol=0, atol=0, equal_nan=True)
+    return tokens
 
 
 @pytest.mark.parametrize(
@@ -116,41 +110,58 @@ def test_any_parameters_give_a_permitted_token(
     assert token == draw(logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), seed, step)
 
 
-def test_greedy_scores_are_not_touched() -> None:
-    scores = torch.randn(2, 9)
-    assert sample([request(SamplingParams()), request(None)], scores) is scores
+@pytest.mark.parametrize(
+    "row",
+    [
+        [1.0, 3.0, 3.0],
+        [-0.0, 0.0, -1.0],
+        [float("-inf")] * 3,
+        [float("inf"), 1.0, float("inf")],
+        [2.0, float("nan"), 9.0],
+    ],
+)
+def test_greedy_takes_the_first_of_equal_ones_as_torch_does(row: list[float]) -> None:
+    wide = [[-1e9] * 130 + row, [float("-inf")] * 61 + row * 50, row + [-1e9] * 77]  # across lanes and after them
+    for scores in (torch.tensor([row, row[::-1]]), *(torch.tensor([found]) for found in wide)):
+        assert sample([None] * len(scores), scores) == scores.argmax(-1).tolist()
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     scores = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
-    before, params = scores.clone(), SamplingParams(temperature=1.0)
-    out = sample([request(None), request(params, seed=4, generated=2), request(SamplingParams())], scores)
-    assert torch.equal(scores, before)
-    assert torch.equal(out[[0, 2]], before[[0, 2]])
-    assert int(out[1].argmax()) == draw(before[1], params, 4, 2)
-    assert torch.isfinite(out[1]).sum() == 1
+    drawn = pick(4, 2)
+    assert sample([None, drawn, pick(0, temperature=0.0)], scores) == [
+        int(scores[0].argmax()), draw(scores[1], drawn.params, 4, 2), int(scores[2].argmax()),
+    ]  # fmt: skip
 
 
 def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
-    params = SamplingParams(temperature=1.5, top_p=0.9)
     scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    asked = [request(params, seed=7, generated=n) for n in range(4)]
-    together = sample(asked, scores).argmax(dim=1).tolist()
+    asked = [pick(7, n, temperature=1.5, top_p=0.9) for n in range(4)]
+    together = sample(asked, scores)
     for order in ([3, 1, 0, 2], [2], [0, 3]):
-        found = sample([asked[i] for i in order], scores[order]).argmax(dim=1).tolist()
-        assert found == [together[i] for i in order]
+        assert sample([asked[i] for i in order], scores[order]) == [together[i] for i in order]
 
 
-def test_the_step_survives_the_loss_of_the_kv_cache() -> None:
+def test_the_step_of_a_draw_is_the_number_of_tokens_sent() -> None:
     """Guards the count of draws: a preempted request carries its tokens in its prompt and began again at zero."""
-    params, scores = SamplingParams(temperature=2.0), torch.zeros(1, 1000)
-    for carried in (0, 1, 4):
-        out = sample([request(params, seed=7, generated=4, carried=carried)], scores)
-        assert int(out.argmax()) == draw(scores[0], params, 7, 4)
+    streams = Streams(20, [2], 100)
+    stream = streams.open(GenerationRequest("r", (5,), SamplingParams(8, temperature=2.0, seed=7)))
+    streams.deliver(stream.name, (10, 11))
+    streams.deliver(stream.name, (12,))
+    assert pick_of(stream) == Pick(stream.request.sampling, 7, 3, stream.name)
 
 
-def test_the_list_for_the_manager_holds_this_sampler() -> None:
-    assert request_sampling(lambda rows: None).tensors_required == 1
+@pytest.mark.parametrize(
+    ("params", "sent", "plain"),
+    [({}, 0, True), ({"temperature": 1.0}, 0, False), ({"logprobs": 0}, 0, False), ({"min_tokens": 2}, 1, False),
+     ({"min_tokens": 2}, 2, True)],
+)  # fmt: skip
+def test_when_the_argmax_suffices(params: dict[str, Any], sent: int, plain: bool) -> None:
+    streams = Streams(20, [2], 100)
+    stream = streams.open(GenerationRequest("r", (5,), SamplingParams(**{"max_tokens": 8, **params})))
+    streams.deliver(stream.name, range(10, 10 + sent))
+    assert (pick_of(stream) is None) == plain
+    assert pick_of(None) is None
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,8 @@ from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
 from ..model.attention import plain_attention_of, use_paged
 from ..model.model import quiet_logger
-from .sampling import Pick, PromptScorer, prompt_rows, request_sampling, seed_of
+from .sampling import PromptScorer, pick_of, prompt_rows
+from .steps import StepManager, Steps
 from .streams import SequenceRows, SequenceWatcher, Stream, Streams
 
 _LATER = "auto_switch_to_flash" in inspect.signature(ContinuousBatchingConfig).parameters
@@ -54,25 +55,16 @@ class Batcher(Protocol):
         ...
 
 
-class _Sink(OutputRouter):
-    """Routes outputs from the manager's thread straight to the streams."""
+class _Failures(OutputRouter):
+    """Gives the requests that the manager fails to their streams."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
         self._streams = streams
 
     def deliver(self, output: Any) -> None:
-        if output.error is not None:
-            # the manager gives the text only, while it handles the error
-            self._streams.abort(output.request_id, "error", output.error, sys.exception())
-        elif output.is_finished():
-            self._streams.finish(output.request_id, output.generated_tokens)
-        else:
-            self._streams.deliver(output.request_id, output.generated_tokens)
-
-    def deliver_batch(self, outputs: list[Any]) -> None:
-        for output in outputs:
-            self.deliver(output)
+        # the manager gives the text only, while it handles the error
+        self._streams.abort(output.request_id, "error", output.error, sys.exception())
 
 
 class ContinuousBatcher:
@@ -104,17 +96,16 @@ class ContinuousBatcher:
             use_paged(model, attention, prefixed=True)
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
         try:
-            self._manager = model.init_continuous_batching(config, _batching_config(kv))
+            self._manager = StepManager(
+                model=model, generation_config=config, continuous_batching_config=_batching_config(kv)
+            )
         except (ValueError, AttributeError, NotImplementedError) as error:
             raise _unsupported(model, str(error)) from error
         if _LATER and attention == "triton":  # its managers choose among their own implementations, and run any
             use_paged(model, attention, prefixed=False)
-        self._watcher = watcher
         self._scorer = PromptScorer(model, self.streams.note_prompt)
-        self._manager.logit_processor = request_sampling(
-            self._begin_forward, self.streams.eos, self.streams.note, self._scorer.expect
-        )
-        self._manager.output_router = _Sink(self.streams)
+        self._manager.steps = Steps(model, self.streams, watcher, self._scorer)
+        self._manager.output_router = _Failures(self.streams)
         try:
             with _quiet_manager():
                 self._manager.start()
@@ -148,10 +139,7 @@ class ContinuousBatcher:
             list(request.prompt_ids),
             request_id=stream.name,
             max_new_tokens=sampling.max_tokens,
-            streaming=True,
             eos_token_id=-1 if sampling.ignore_eos or not self.streams.eos else self.streams.eos,
-            sampling=sampling,
-            seed=seed_of(sampling),
         )
         # Asked again after queueing: a loop that dies in between would never look at the queue.
         if accepted is None or self._manager.background_thread_status.can_accept_new_requests() is not None:
@@ -159,12 +147,6 @@ class ContinuousBatcher:
             because = self.failure or "it is ending"
             raise RuntimeFailure(f"the generation loop stopped ({because})", "restart the worker")
         return stream
-
-    def _begin_forward(self, rows: list[SequenceRows]) -> None:
-        for row in rows:
-            self.streams.begin(row.name)
-        if self._watcher is not None:
-            self._watcher.begin_forward(rows)
 
     @property
     def kv_usage(self) -> float:
@@ -179,11 +161,11 @@ class ContinuousBatcher:
 
     def parts(self) -> Iterator[tuple[str, Any, str]]:
         """The methods of a step by part, as (part, owner, method), for `model.profile`; "manager" is the whole step."""
-        manager = self._manager
-        yield "manager", manager, "_generation_loop_body"
-        yield "schedule", manager.batch_processor, "prepare_next_batch"
-        yield "sample", manager.batch_processor.model_runner, "compute_batch"  # the model's forward is in it
-        yield "deliver", manager.output_router, "deliver_batch"
+        steps = self._manager.steps
+        yield "manager", self._manager, "_generation_loop_body"
+        yield "schedule", steps, "prepare"
+        yield "sample", steps, "compute"  # the model's forward is in it
+        yield "deliver", steps, "deliver"
 
     def cancel(self, stream: Stream) -> bool:
         """End a request now with finish `cancelled`; False if it had ended."""
@@ -215,6 +197,7 @@ class ContinuousBatcher:
     def close(self) -> None:
         """End open requests, stop the loop and join its thread. Safe to call twice."""
         self.streams.close()  # first: the manager fails what it still runs
+        self._manager.steps.end()
         with _quiet_manager():
             if self._manager.is_running() or self._manager._generation_thread is not None:
                 self._manager.stop(block=True, hard_stop=True)
@@ -255,7 +238,6 @@ def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
         max_requests_per_batch=kv.max_num_seqs,
         use_cuda_graph=False,  # routing is read on the host in every layer
         use_async_batching=False,
-        per_request_processors=True,
         allow_block_sharing=False,
         **later,
     )
@@ -269,21 +251,16 @@ def _unsupported(model: Any, error: str) -> UnsupportedModelError:
 
 
 class _Progress(BaseStreamer):
-    """One request under way: its generated tokens, when to stop, how to sample."""
+    """One request under way: its tokens to the stream, when to stop, how to sample."""
 
     def __init__(self, stream: Stream, streams: Streams) -> None:
         self._stream, self._streams = stream, streams
-        self._sampling = stream.request.sampling
-        self._seed = seed_of(self._sampling)
-        self.generated: list[int] = []
         self._prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        self.generated.extend(value.reshape(-1).tolist())
-        self._streams.deliver(self._stream.name, self.generated)
+        if self._prompt_seen:
+            self._streams.deliver(self._stream.name, value.reshape(-1).tolist())
+        self._prompt_seen = True
 
     def end(self) -> None:
         return None
@@ -292,11 +269,15 @@ class _Progress(BaseStreamer):
         return not self._streams.is_open(self._stream.name)
 
     def sample(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [1, V] with all mass on the drawn token."""
-        scores = scores.clone()
-        pick = Pick(self._sampling, self._seed, len(self.generated), self._stream.name)
-        pick.force(scores[0], self._streams.eos, self._streams.note)
-        return scores
+        """Scores [1, V] with all mass on the picked token; `generate` takes the argmax."""
+        pick = pick_of(self._stream)
+        if pick is None:
+            return scores
+        token = pick.token(scores[0], self._streams.eos, self._streams.note)
+        picked = torch.full_like(scores, float("-inf"))
+        picked[0, token] = 0.0
+        return picked
+
 
 class SerialBatcher:
     """One request at a time, first come first served.
@@ -368,9 +349,7 @@ class SerialBatcher:
             eos_token_id=None if sampling.ignore_eos else (self.streams.eos or None),
             pad_token_id=0,
         )
-        wanted = prompt_rows(
-            stream.name, request.prompt_ids, sampling.prompt_logprobs, 0, len(request.prompt_ids), 0
-        )
+        wanted = prompt_rows(stream.name, request.prompt_ids, sampling.prompt_logprobs, 0, len(request.prompt_ids), 0)
         self._scorer.expect([wanted] if wanted is not None else [])
         self.streams.begin(stream.name)
         watching = self._model.register_forward_pre_hook(self._announce(stream.name), with_kwargs=True)
@@ -380,13 +359,13 @@ class SerialBatcher:
                 attention_mask=torch.ones_like(ids),
                 generation_config=config,
                 streamer=progress,
-                logits_processor=LogitsProcessorList([] if Pick(sampling, 0, 0).plain else [_Sample(progress)]),
+                logits_processor=LogitsProcessorList([_Sample(progress)]),
                 stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
             )
         finally:
             watching.remove()
             self._used_tokens = 0
-        self.streams.finish(stream.name, progress.generated)
+        self.streams.finish(stream.name)
 
     def _announce(self, name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         """A hook that tells the watcher of each forward pass; the first one carries the prompt."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +52,10 @@ class Stream:
     request: GenerationRequest
     name: str
     submitted_s: float
+    seed: int  # of the draws: the request's, or a fresh one
     events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
-    sent: int = 0
+    sent: int = 0  # tokens
+    last: int | None = None  # token sent
     first_s: float | None = None
     begun_s: float | None = None  # when a forward carried it for the first time
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by place among the generated tokens
@@ -136,13 +139,18 @@ class Streams:
                 raise RuntimeFailure("generation was stopped", "start a new worker")
             if request.request_id in self._names:
                 raise RequestError(f"request id {request.request_id} is in use", "choose another")
-            stream = Stream(request, f"{request.request_id}#{next(self._numbers)}", time.perf_counter())
+            seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+            stream = Stream(request, f"{request.request_id}#{next(self._numbers)}", time.perf_counter(), seed)
             self._open[stream.name] = stream
             self._names[request.request_id] = stream.name
         return stream
 
     def is_open(self, name: str) -> bool:
         return name in self._open
+
+    def get(self, name: str) -> Stream | None:
+        """The open stream of this name; None if it has ended."""
+        return self._open.get(name)
 
     def begin(self, name: str) -> None:
         """A forward is about to carry the request; only the first call counts."""
@@ -165,22 +173,20 @@ class Streams:
         if (stream := self._open.get(name)) is not None:
             stream.prompt_logprobs[place] = found
 
-    def deliver(self, name: str, generated: Sequence[int]) -> None:
-        """Send what was not sent yet of `generated`, all tokens so far."""
-        with self._lock:
-            stream = self._open.get(name)
-        if stream is not None and len(generated) > stream.sent:
-            stream.events.put(self._fresh(stream, generated))
+    def deliver(self, name: str, tokens: Sequence[int]) -> None:
+        """Send tokens that were generated."""
+        if (stream := self._open.get(name)) is not None:
+            stream.events.put(self._event(stream, tokens))
 
-    def finish(self, name: str, generated: Sequence[int]) -> None:
-        """The request ended by a stop token or by length."""
+    def finish(self, name: str, tokens: Sequence[int] = ()) -> None:
+        """Send the last tokens: the request ended by a stop token or by length."""
         stream = self._close(name)
         if stream is None:
             return
-        event = self._fresh(stream, generated)
+        event = self._event(stream, tokens)
         now_s = time.perf_counter()
         first_s = stream.first_s if stream.first_s is not None else now_s
-        ended = not stream.request.sampling.ignore_eos and bool(generated) and generated[-1] in self.eos
+        ended = not stream.request.sampling.ignore_eos and stream.last in self.eos
         stream.events.put(
             replace(
                 event,
@@ -230,17 +236,19 @@ class Streams:
         return stream
 
     @staticmethod
-    def _fresh(stream: Stream, generated: Sequence[int]) -> TokenEvent:
-        """The tokens not sent yet, with the requested log-probabilities."""
-        begin, tokens = stream.sent, tuple(generated[stream.sent :])
+    def _event(stream: Stream, tokens: Sequence[int]) -> TokenEvent:
+        """New tokens with the requested log-probabilities."""
+        begin = stream.sent
         stream.sent += len(tokens)
-        if tokens and stream.first_s is None:
-            stream.first_s = time.perf_counter()
+        if tokens:
+            stream.last = tokens[-1]
+            if stream.first_s is None:
+                stream.first_s = time.perf_counter()
         found, prompt = stream.logprobs, stream.prompt_logprobs
         return TokenEvent(
             stream.request.request_id,
-            tokens,
-            logprobs=tuple(found.pop(place) for place in range(begin, stream.sent) if place in found),
+            tuple(tokens),
+            logprobs=tuple(found.pop(place) for place in range(begin, stream.sent) if place in found) if found else (),
             prompt_logprobs=tuple(prompt[place] for place in sorted(prompt)) if begin == 0 else (),
         )
 

@@ -1,0 +1,151 @@
+"""Inputs of decode steps that carry the same requests as the step before.
+
+Each request has one row more in the KV cache. One native call changes the numbers in place, on the host; a GPU gets a
+copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....kernels import _cpu
+
+_HORIZON = 256  # steps; then transformers makes the inputs once more
+
+
+class Repeat:
+    """The inputs of the next steps of requests that decode.
+
+    Args:
+        cache: transformers' paged cache, since 5.20.
+        states: transformers' `RequestState` of each request.
+        inputs: of the model, in a step that decoded these requests; changed by `advance`.
+    """
+
+    def __init__(self, cache: Any, states: Sequence[Any], inputs: dict[str, Any]) -> None:
+        device, mask = inputs["input_ids"].device, inputs["attention_mask"]
+        self._cache, self._states, self._inputs = cache, states, inputs
+        self._left = _HORIZON
+        self._same_page = 0  # steps that begin no page
+        self._ids, self._positions = (_Numbers(len(states), torch.int32, device) for _ in range(2))
+        self._positions.host[:] = [state.position_offset - 1 for state in states]
+        dtype = None if mask is None else (next(iter(mask.values())) if isinstance(mask, dict) else mask).dtype
+        kinds = cache.cache_allocators.items()
+        self._places = {kind: _Places(allocator, states, dtype, device) for kind, allocator in kinds}
+        numbers = [len(states), self._ids.address, self._positions.address, len(self._places)]
+        self._header = np.array(numbers + [word for p in self._places.values() for word in p.words], np.int64)
+        self._address = self._header.ctypes.data
+        inputs |= {
+            "input_ids": self._ids.tensor[None],
+            "position_ids": self._positions.tensor[None],
+            "cu_seq_lens_k": {kind: places.starts.tensor for kind, places in self._places.items()},
+            "write_index": [places.write.tensor for places in self._places.values()],
+        }
+        self._uploads = [self._ids, self._positions, *(n for p in self._places.values() for n in (p.starts, p.write))]
+        if device.type == "cpu":
+            self._uploads = []
+
+    def advance(self, tokens: list[int]) -> bool:
+        """Set the inputs of the next step, which feeds `tokens` [requests]; False: transformers is to make them."""
+        if not self._same_page and not self._begin_page():
+            return False
+        self._same_page -= 1
+        for state in self._states:
+            state.position_offset += 1
+        sizes = _cpu.decode_next(self._address, tokens)
+        for numbers in self._uploads:
+            numbers.upload(len(numbers.host))
+        read, longest, masks = [], {}, {}
+        for (kind, places), (size, most) in zip(self._places.items(), sizes, strict=True):
+            read.append(places.read.upload(size))
+            longest[kind] = most
+            if places.mask is not None:
+                masks[kind] = places.mask.upload(len(tokens) * size).view(places.dtype).view(1, 1, len(tokens), size)
+        self._inputs["read_index"], self._inputs["max_length_k"] = read, longest
+        if masks:
+            self._inputs["attention_mask"] = masks if len(masks) > 1 else masks.popitem()[1]
+        return True
+
+    def _begin_page(self) -> bool:
+        """Room for the next token of each request; False: the cache is full, or the horizon is reached."""
+        if not self._left or not all(self._cache.can_store_request_tokens(state, 1) for state in self._states):
+            return False
+        self._same_page = min(self._left, *(places.begin_page() for places in self._places.values()))
+        self._left -= self._same_page
+        return True
+
+
+class _Numbers:
+    """Numbers that are written on the host and read on the device: `host` and `tensor`."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        on_host = device.type == "cpu"
+        self._host = torch.zeros(size, dtype=dtype, pin_memory=not on_host)
+        self.tensor = self._host if on_host else torch.empty(size, dtype=dtype, device=device)
+        self.host: np.ndarray[Any, Any] = self._host.numpy()
+        self.address = self._host.data_ptr()
+
+    def upload(self, size: int) -> torch.Tensor:
+        """The first `size` of them, on the device."""
+        there = self.tensor.narrow(0, 0, size)
+        if self.tensor is not self._host:  # the forward before has ended: its tokens were read
+            there.copy_(self._host.narrow(0, 0, size), non_blocking=True)
+        return there
+
+
+class _Places:
+    """What requests read and write in the layers of one kind of attention.
+
+    `_slots` [requests, past + _HORIZON]: cache slots of each request's tokens in order, the same step's new tokens in
+    one column.
+
+    Attributes:
+        read: int64, the slots of the first request's tokens, then of the next's. With a window the cache is written
+            after it is read, and a sentinel stands for the new token.
+        write: int64 [requests].
+        starts: int32 [requests + 1], where each request's tokens begin in `read`.
+        mask: which keys of `read` a row sees, for attention without varlen kernels: 0 for those of its own request,
+            the lowest number for others; None: it needs none.
+        words: what the native call reads (`kernels/cpu/decode_module.cpp`).
+    """
+
+    def __init__(self, allocator: Any, states: Sequence[Any], dtype: torch.dtype | None, device: torch.device) -> None:
+        self._allocator, self._states, self.dtype = allocator, states, dtype
+        self._window = getattr(allocator, "sliding_window", 0)
+        past = []
+        for state in states:
+            last = state.request_id, state.position_offset - 1, 1
+            past.append(allocator.get_read_indices(*last)[:-1] + allocator.get_write_indices(*last))
+        at = max(map(len, past))
+        self._slots = np.zeros((len(states), at + _HORIZON), np.int64)
+        for row, found in zip(self._slots, past, strict=True):
+            row[at - len(found) : at] = found
+        self.read = _Numbers(self._slots.size, torch.int64, device)
+        self.write = _Numbers(len(states), torch.int64, device)
+        self.starts = _Numbers(len(states) + 1, torch.int32, device)
+        self.mask, bits, lowest = None, 0, 0
+        if dtype is not None:
+            integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+            self.mask = _Numbers(len(states) * self._slots.size, integer, device)
+            bits, lowest = dtype.itemsize, int(torch.tensor(torch.finfo(dtype).min, dtype=dtype).view(integer))
+        self.words = (
+            self._window, getattr(allocator, "sentinel_index", 0), at, self._slots.shape[1], self._slots.ctypes.data,
+            self.read.address, self.write.address, self.starts.address,
+            0 if self.mask is None else self.mask.address, bits, lowest,
+        )  # fmt: skip
+
+    def begin_page(self) -> int:
+        """Find the next tokens' slots anew; the number of steps in which a request's slots follow each other."""
+        page, room = self._allocator.tokens_per_page, []
+        for i, state in enumerate(self._states):
+            past = state.position_offset
+            self.write.host[i] = self._allocator.get_write_indices(state.request_id, past, 1)[0] - 1
+            within = past % self._window if self._window else past
+            room.append(page - within % page)
+            if self._window:
+                room.append(self._window - within)
+        return min(room)

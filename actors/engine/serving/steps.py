@@ -1,0 +1,200 @@
+"""Steps of continuous batching: choose requests, run the model, pick tokens, deliver them.
+
+    prepare    the requests of the step before again, one token further (`Repeat`), or as transformers schedules them
+    announce   whose rows the forward carries                                                   SequenceWatcher
+    compute    the model, and the next token of each request                                    sampling.next_tokens
+    update     tokens to the requests and to their streams; ended requests give their KV cache back
+
+transformers' scheduler admits, splits prompts, and makes room in the KV cache. A step that only decodes, between two
+such events, has the same inputs as the step before but for a few numbers, which `Repeat` changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchingManager
+
+from .repeat import Repeat
+from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows
+from .streams import SequenceRows, SequenceWatcher, Streams
+
+_IDLE_S = 0.1  # a loop without work looks at its stop status as often
+
+
+class StepManager(ContinuousBatchingManager):
+    """transformers' manager, with its thread, queues and errors, running `Steps`; `steps` is set before it starts."""
+
+    steps: Steps
+
+    def add_request(self, *args: Any, **kwargs: Any) -> str | None:
+        """Queue a request; see transformers."""
+        name = super().add_request(*args, **kwargs)
+        self.steps.disturb()
+        return name
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request at the next step."""
+        super().cancel_request(request_id)
+        self.steps.disturb()
+
+    @torch.no_grad()  # of the loop's thread
+    def _run_generation_loop(self) -> None:
+        super()._run_generation_loop()
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        """One step, or a wait for work; False: the loop ends."""
+        if self.steps.step(batch_processor):
+            return True
+        if self.background_thread_status.tp_status == BackgroundThreadStatus.HARD_STOP:
+            return False
+        work = self._wake_up_loop if hasattr(self, "_wake_up_loop") else self._has_new_requests  # transformers 5.17
+        work.wait(_IDLE_S)
+        work.clear()
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """The requests of one forward.
+
+    Attributes:
+        requests: transformers' `FutureRequestState` of each.
+        states: transformers' `RequestState` of those that get a token, in the order of the logits.
+        inputs: the arguments of the model.
+        repeats: the next step may be of the same requests, with its inputs from `repeat`.
+        tokens: that came of it, one for each of `states`.
+        greedy: the argmax of the scores suffices for every request, from now on.
+    """
+
+    requests: Sequence[Any]
+    states: Sequence[Any]
+    rows: Sequence[SequenceRows]
+    inputs: dict[str, Any]
+    repeats: bool
+    repeat: Repeat | None = None
+    tokens: list[int] = field(default_factory=list)
+    greedy: bool = False
+
+
+class Steps:
+    """The steps of one manager, on its thread.
+
+    Args:
+        model: a causal language model.
+        watcher: told before each forward whose rows it carries.
+        scorer: reads the log-probabilities of prompts.
+    """
+
+    def __init__(self, model: Any, streams: Streams, watcher: SequenceWatcher | None, scorer: PromptScorer) -> None:
+        self._model, self._streams, self._watcher, self._scorer = model, streams, watcher, scorer
+        self._keeps = hasattr(model, "_supports_logits_to_keep") and bool(model._supports_logits_to_keep())
+        self._last: Batch | None = None  # the next step may repeat it
+        self._disturbed = self._ends = False
+
+    def disturb(self) -> None:
+        """A request was queued or cancelled: the manager is to look."""
+        self._disturbed = True
+
+    def end(self) -> None:
+        """The manager is to look at its stop status from now on."""
+        self._ends = self._disturbed = True
+
+    def step(self, processor: Any) -> bool:
+        """One step; False: there was nothing to run."""
+        batch = self.prepare(processor)
+        if batch is None:
+            return False
+        if batch.repeat is None:
+            for row in batch.rows:
+                self._streams.begin(row.name)
+            self._scorer.expect(self._wanted(batch))
+        if self._watcher is not None:
+            self._watcher.begin_forward(batch.rows)
+        batch.tokens = self.compute(batch, processor.inputs_and_outputs.compute_stream)
+        delivered = []
+        for state, token in zip(batch.states, batch.tokens, strict=True):
+            ended = state.update_and_check_completion(token, None)
+            if ended:
+                processor.scheduler.finish_request(state.request_id)
+                processor.scheduler.block_new_requests = batch.repeats = False
+            delivered.append((state.request_id, token, ended))
+        self.deliver(delivered)
+        self._last = batch if batch.repeats else None
+        return True
+
+    def prepare(self, processor: Any) -> Batch | None:
+        """The next batch; None: there is none, or the loop is to end."""
+        last, self._last = self._last, None
+        if last is not None and not self._disturbed:
+            # What waits for admission goes on waiting: no request has ended, so the KV cache has no more room.
+            if last.repeat is None:
+                last.repeat = Repeat(processor.cache, last.states, last.inputs)
+            if last.repeat.advance(last.tokens):
+                return last
+        self._disturbed = self._ends  # before the manager looks at its queues
+        if not processor.prepare_next_batch():
+            return None
+        made = processor.inputs_and_outputs
+        requests = made.requests_in_batch
+        states = [request.state for request in requests if request.has_new_token]
+        rows = _rows_of(requests)
+        # a prompt may have one row, too
+        decodes = len(states) == len(rows) and all(row.decode and row.stop - row.start == 1 for row in rows)
+        inputs: dict[str, Any] = dict(made.get_model_kwargs())
+        if self._keeps:
+            inputs["logits_to_keep"] = 0 if decodes else inputs["logits_indices"]  # 0: of all rows
+        repeats = (
+            decodes
+            and len(requests) == len(processor.scheduler.active_requests)
+            and inputs["block_table"] is None  # which flash-attn reads
+            and hasattr(processor.cache, "cache_allocators")  # since transformers 5.20
+        )
+        return Batch(requests, states, rows, inputs, repeats)
+
+    def compute(self, batch: Batch, stream: Any) -> list[int]:
+        """The next token of each of the batch's `states`. stream: of a GPU."""
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                return self._compute(batch)
+        return self._compute(batch)
+
+    def _compute(self, batch: Batch) -> list[int]:
+        logits = self._model(**batch.inputs).logits  # [1, rows, V]
+        if not self._keeps:
+            logits = logits[:, batch.inputs["logits_indices"]]
+        picks = [] if batch.greedy else [pick_of(self._streams.get(state.request_id)) for state in batch.states]
+        batch.greedy = batch.repeats and not any(picks)
+        # transformers asks for a row of every request, also of one whose prompt goes on
+        return next_tokens(logits, len(batch.states), picks, self._streams.eos, self._streams.note)
+
+    def deliver(self, tokens: Sequence[tuple[str, int, bool]]) -> None:
+        """New tokens to their streams: (name, token, whether it is the last)."""
+        for name, token, last in tokens:
+            (self._streams.finish if last else self._streams.deliver)(name, (token,))
+
+    def _wanted(self, batch: Batch) -> list[PromptRows]:
+        """The rows that predict prompt tokens with wanted log-probabilities."""
+        found = []
+        for request, row in zip(batch.requests, batch.rows, strict=True):
+            stream = self._streams.get(row.name)
+            if stream is None or stream.request.sampling.prompt_logprobs is None:
+                continue
+            offset = request.state.position_offset - request.query_length  # scheduling has moved it on
+            prompt, top = stream.request.prompt_ids, stream.request.sampling.prompt_logprobs
+            wanted = prompt_rows(row.name, prompt, top, row.start, request.query_length, offset)
+            found += [wanted] if wanted is not None else []
+        return found
+
+
+def _rows_of(requests: Sequence[Any]) -> list[SequenceRows]:
+    rows, start = [], 0
+    for request in requests:
+        stop = start + request.query_length
+        # One that gave up its KV cache is fed again with what it had generated as part of its prompt.
+        rows.append(SequenceRows(request.state.request_id, start, stop, decode=bool(request.state.generated_tokens)))
+        start = stop
+    return rows
