@@ -20,6 +20,9 @@ typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)
 
 constexpr int kRows = kSumRows;  // rows that share one read of a neuron
 constexpr int kNeurons = 8;      // neurons that share one read and write of the result rows
+constexpr int kChunk = 128;      // neurons whose gate and up rows are read before their down rows
+constexpr int kAhead = 16;       // rows between what is read and what is prefetched
+constexpr std::int64_t kPage = 4096 / sizeof(float);  // a row of a page or more is prefetched by the processor itself
 
 inline float activate(float v, Activation activation) {
     switch (activation) {
@@ -37,38 +40,58 @@ inline float activate(float v, Activation activation) {
 
 }  // namespace
 
-// Pairwise, so that the sum neither waits for fifteen dependent additions nor loses the precision of one.
-__attribute__((always_inline)) static inline float sum_lanes(const Vec& v) {
-    float part[kLanes];
+typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(4), may_alias));
+
+__attribute__((always_inline)) static inline Four quarters(const Vec& v) {
+    Four part[4];
     std::memcpy(part, &v, sizeof(part));
-    for (int width = kLanes / 2; width; width /= 2)
-        for (int lane = 0; lane < width; ++lane) part[lane] += part[lane + width];
-    return part[0];
+    return (part[0] + part[2]) + (part[1] + part[3]);
 }
 
-// scale[r] = act(x[r] . gate_row) * (x[r] . up_row)
-template <int R>
-__attribute__((always_inline)) static inline void neuron(const float* const* x, const float* gate_row,
-                                                         std::int64_t width, Activation activation, float* scale) {
-    const float* up_row = gate_row + width;
+// The sums of the lanes of four vectors, pairwise, so that no sum waits for fifteen additions or loses their precision.
+__attribute__((always_inline)) static inline Four sums_of(const Vec& v0, const Vec& v1, const Vec& v2, const Vec& v3) {
+    const Four a = quarters(v0), b = quarters(v1), c = quarters(v2), d = quarters(v3);
+    const Four one = Four{a[0], a[1], b[0], b[1]} + Four{a[2], a[3], b[2], b[3]};
+    const Four two = Four{c[0], c[1], d[0], d[1]} + Four{c[2], c[3], d[2], d[3]};
+    return Four{one[0], one[2], two[0], two[2]} + Four{one[1], one[3], two[1], two[3]};
+}
+
+// What is read kAhead rows after `at`: of the `left` rows that begin there, or of those that are read next.
+__attribute__((always_inline)) static inline const float* ahead_of(const float* at, std::int64_t left, const float* next,
+                                                                   std::int64_t width) {
+    return left > kAhead ? at + kAhead * width : next + (kAhead - left) * width;
+}
+
+// scale[n][r] = act(x[r] . gate row of neuron n) * (x[r] . its up row), for N neurons, 1 or an even number. One row of x
+// reads weight after weight as they are stored; several share their loads between a gate row and an up row. What is at
+// `ahead` is prefetched, or of it one line where mask is 0.
+template <int R, int N>
+__attribute__((always_inline)) static inline void neurons_of(const float* const* x, const float* rows,
+                                                             const float* ahead, std::int64_t mask, std::int64_t width,
+                                                             Activation activation, float (*scale)[kRows]) {
+    constexpr int M = 2 * N, Together = R == 1 ? 1 : 2;
     const std::int64_t whole = width / kLanes * kLanes;
-    Vec gate_sum[R] = {}, up_sum[R] = {};
-    for (std::int64_t h = 0; h < whole; h += kLanes) {
-        const Vec g = *reinterpret_cast<const Vec*>(gate_row + h);
-        const Vec u = *reinterpret_cast<const Vec*>(up_row + h);
-        for (int r = 0; r < R; ++r) {
-            const Vec v = *reinterpret_cast<const Vec*>(x[r] + h);
-            gate_sum[r] += g * v;
-            up_sum[r] += u * v;
+    Vec sum[M][R] = {};
+#pragma GCC unroll 8
+    for (int from = 0; from < M; from += Together)
+        for (std::int64_t h = 0; h < whole; h += kLanes) {
+            for (int m = from; m < from + Together; ++m) __builtin_prefetch(ahead + ((m * width + h) & mask), 0, 2);
+            Vec v[R];
+            for (int r = 0; r < R; ++r) v[r] = *reinterpret_cast<const Vec*>(x[r] + h);
+            for (int m = from; m < from + Together; ++m) {
+                const Vec weight = *reinterpret_cast<const Vec*>(rows + m * width + h);
+                for (int r = 0; r < R; ++r) sum[m][r] += weight * v[r];
+            }
         }
-    }
     for (int r = 0; r < R; ++r) {
-        float g = sum_lanes(gate_sum[r]), u = sum_lanes(up_sum[r]);
-        for (std::int64_t h = whole; h < width; ++h) {
-            g += gate_row[h] * x[r][h];
-            u += up_row[h] * x[r][h];
+        float dots[M < 4 ? 4 : M];
+        for (int m = 0; m < M; m += 4) {
+            const Four found = sums_of(sum[m][r], sum[m + 1][r], sum[(m + 2) % M][r], sum[(m + 3) % M][r]);
+            std::memcpy(dots + m, &found, sizeof(found));
         }
-        scale[r] = activate(g, activation) * u;
+        for (int m = 0; m < M; ++m)
+            for (std::int64_t h = whole; h < width; ++h) dots[m] += rows[m * width + h] * x[r][h];
+        for (int n = 0; n < N; ++n) scale[n][r] = activate(dots[2 * n], activation) * dots[2 * n + 1];
     }
 }
 
@@ -91,22 +114,32 @@ __attribute__((always_inline)) static inline void scatter(const float* down_rows
             for (int r = 0; r < R; ++r) y[r][h] += down_rows[n * width + h] * scale[n][r];
 }
 
-// R rows through one expert; inlined, so that each clone of the caller has it in its own instruction set.
+// R rows through one expert; inlined, so that each clone of the caller has it in its own instruction set. Its rows are
+// read in long runs, and prefetched beyond the end of each: gate_up of a chunk, down of the chunk, the next chunk or the
+// next expert. Else an expert of short rows waits for memory at each page and each turn.
 template <int R>
 __attribute__((always_inline)) static inline void block(const float* const* x, float* const* y, const float* gate_up,
-                                                        const float* down, std::int64_t neurons, std::int64_t width,
-                                                        Activation activation) {
+                                                        const float* down, const float* next, std::int64_t neurons,
+                                                        std::int64_t width, Activation activation) {
+    constexpr int kTogether = R <= 2 ? 4 : 2;  // neurons; more would need more registers than there are
     for (int r = 0; r < R; ++r) std::memset(y[r], 0, static_cast<std::size_t>(width) * sizeof(float));
-    float scale[kNeurons][kRows];
-    std::int64_t j = 0;
-    for (; j + kNeurons <= neurons; j += kNeurons) {
-        for (int n = 0; n < kNeurons; ++n)
-            neuron<R>(x, gate_up + (j + n) * 2 * width, width, activation, scale[n]);
-        scatter<R, kNeurons>(down + j * width, scale, width, y);
-    }
-    for (; j < neurons; ++j) {
-        neuron<R>(x, gate_up + j * 2 * width, width, activation, scale[0]);
-        scatter<R, 1>(down + j * width, scale, width, y);
+    float scale[kChunk][kRows];
+    const std::int64_t mask = width < kPage ? -1 : 0;
+    for (std::int64_t left = neurons; left > 0; left -= kChunk) {
+        const std::int64_t count = left < kChunk ? left : kChunk;
+        std::int64_t n = 0;
+        for (; n + kTogether <= count; n += kTogether, gate_up += 2 * kTogether * width)
+            neurons_of<R, kTogether>(x, gate_up, mask ? ahead_of(gate_up, 2 * (count - n), down, width) : x[0], mask,
+                                     width, activation, scale + n);
+        for (; n < count; ++n, gate_up += 2 * width)
+            neurons_of<R, 1>(x, gate_up, x[0], 0, width, activation, scale + n);
+        const float* after = left > kChunk ? gate_up : next;
+        for (n = 0; n + kNeurons <= count; n += kNeurons, down += kNeurons * width) {
+            const float* ahead = ahead_of(down, count - n, after, width);
+            for (std::int64_t h = 0; h < kNeurons * width; h += kLanes) __builtin_prefetch(ahead + h, 0, 2);
+            scatter<R, kNeurons>(down, scale + n, width, y);
+        }
+        for (; n < count; ++n, down += width) scatter<R, 1>(down, scale + n, width, y);
     }
 }
 
@@ -117,6 +150,7 @@ void expert_ffn_f32(const float* hidden, const float* gate_up, const float* down
     for (std::int64_t g = 0; g < group_count; ++g) {
         const float* expert_up = gate_up + groups[g].first * 2 * width;
         const float* expert_down = down + groups[g].first * width;
+        const float* next = gate_up + groups[g + 1 < group_count ? g + 1 : g].first * 2 * width;
         const std::int64_t neurons = groups[g].neurons;
         const bool add = groups[g].add;
         for (std::int64_t at = groups[g].start; at < groups[g].stop;) {
@@ -129,10 +163,10 @@ void expert_ffn_f32(const float* hidden, const float* gate_up, const float* down
                 rows_out[count] = add ? sums + count * width : y + pairs[at] * width;
             }
             switch (count) {
-                case 1: block<1>(rows_in, rows_out, expert_up, expert_down, neurons, width, activation); break;
-                case 2: block<2>(rows_in, rows_out, expert_up, expert_down, neurons, width, activation); break;
-                case 3: block<3>(rows_in, rows_out, expert_up, expert_down, neurons, width, activation); break;
-                default: block<4>(rows_in, rows_out, expert_up, expert_down, neurons, width, activation); break;
+                case 1: block<1>(rows_in, rows_out, expert_up, expert_down, next, neurons, width, activation); break;
+                case 2: block<2>(rows_in, rows_out, expert_up, expert_down, next, neurons, width, activation); break;
+                case 3: block<3>(rows_in, rows_out, expert_up, expert_down, next, neurons, width, activation); break;
+                default: block<4>(rows_in, rows_out, expert_up, expert_down, next, neurons, width, activation); break;
             }
             if (!add) continue;
             for (int r = 0; r < count; ++r) {

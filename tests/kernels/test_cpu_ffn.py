@@ -55,7 +55,7 @@ def test_agrees_with_the_reference(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("rows", range(1, CPU_MAX_ROWS + 1))
-@pytest.mark.parametrize("neurons", [1, 7, 8, 9])
+@pytest.mark.parametrize("neurons", [1, 7, 8, 9, 131])
 def test_every_block_size(rows: int, neurons: int) -> None:
     """All row and neuron remainders, with the C++ kernel alone."""
     generator = torch.Generator().manual_seed(rows)
