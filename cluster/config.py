@@ -115,7 +115,9 @@ class RunConfig(EngineOptions):
     """Everything of a run besides the prompt and its sampling."""
 
     model: str | None = Field(
-        default=None, description="folder, or org/name[@revision] of a Hugging Face hub; none: the model of the project"
+        default=None,
+        description="folder, GGUF file, or org/name[@revision][:FILE.gguf] of a hub; none: the model of the project",
+    
     )
     store: str | None = Field(default=None, description="folder of the expert store; none: in the cache folder")
     cache_dir: str | None = Field(

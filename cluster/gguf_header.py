@@ -158,13 +158,21 @@ def gguf_files(folder: Path) -> list[Path]:
     return files
 
 
+def part_names(name: str) -> list[str]:
+    """The names of all parts of a split file, by the name of one; else that name alone."""
+    match = SPLIT.fullmatch(Path(name).name)
+    if match is None:
+        return [name]
+    count = int(match["count"])
+    parts = (f"{match['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1))
+    return [str(Path(name).with_name(part)) for part in parts]
+
+
 def parts_of(path: Path) -> list[Path]:
     """All parts of a split file, one of which is `path`; else `path` alone. Raises CheckpointError: one is missing."""
-    match = SPLIT.fullmatch(path.name)
-    if match is None:
+    files = [path.with_name(Path(name).name) for name in part_names(str(path))]
+    if len(files) == 1:
         return [path]
-    count = int(match["count"])
-    files = [path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(f"{path.parent} lacks {missing[0]}, a part of the model", REFETCH)

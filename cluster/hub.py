@@ -1,4 +1,4 @@
-"""A model by its name: a folder, a folder of a Hugging Face cache, or `org/name[@revision]` of a hub.
+"""A model by its name: a folder, a folder of a Hugging Face cache, or `org/name[@revision][:FILE.gguf]` of a hub.
 
     locate     what the name means on this machine; configuration and tokenizer are fetched where they are not here
     complete   the weights of what `locate` returned, fetched where they are not here
@@ -16,7 +16,7 @@ import errno
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,10 +31,13 @@ from .report.tables import byte_progress, size
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SINGLE, INDEX, CONFIG, SUFFIX = "model.safetensors", "model.safetensors.index.json", "config.json", ".gguf"
 Need = Literal["sizes", "text"]
 
-_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w.][\w./-]{0,199}))?")
+_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w.][\w./-]{0,199}))?"
+    r"(?::(?P<gguf>[\w.][\w./-]{0,199}))?"
+)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors")
 _FOLDER = "models--"
@@ -51,15 +54,17 @@ _SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Repository:
-    """A model of a hub. revision: branch, tag or commit."""
+    """A model of a hub. revision: branch, tag or commit. gguf: a file, or the type of one, such as Q4_K_M."""
 
     name: str
     revision: str = "main"
+    gguf: str | None = None
 
     @property
     def command(self) -> str:
         """What downloads it by hand."""
-        return f"hf download {self.name}" + ("" if self.revision == "main" else f" --revision {self.revision}")
+        name = self.name if self.gguf is None else f"{self.name} --include '*{self.gguf}*'"
+        return f"hf download {name}" + ("" if self.revision == "main" else f" --revision {self.revision}")
 
 
 def located(config: RunConfig, need: Need = "text") -> RunConfig:
@@ -72,8 +77,11 @@ def located(config: RunConfig, need: Need = "text") -> RunConfig:
 def locate(model: str | None, need: Need = "text") -> Path:
     """The folder of a model, with configuration and, for `text`, tokenizer; the weights may be missing.
 
+    A GGUF file has its configuration in it, so one of a hub is fetched here, with all of its parts.
+
     Args:
-        model: folder, GGUF file, cache folder `models--org--name`, or org/name[@revision]; None: the project's model.
+        model: folder, GGUF file, cache folder `models--org--name`, or org/name[@revision], for a GGUF file with
+            :FILE.gguf or with its type, such as :Q4_K_M; None: the project's model.
 
     Raises:
         CheckpointError: no such model here or at the hub, no access to it, no network, or a full disk.
@@ -93,13 +101,27 @@ def locate(model: str | None, need: Need = "text") -> Path:
             return gguf_folder(found)
         return found
     match = _NAME.fullmatch(model)
-    if match is None or ".." in model or "--" in match["repo"] or path.suffix in (".gguf", ".safetensors"):
+    of_file = path.suffix in (".gguf", ".safetensors") and (match is None or match["gguf"] is None)
+    if match is None or ".." in model or "--" in match["repo"] or of_file:
         return path  # `check_model_dir` says what is wrong with it
-    repository = Repository(match["repo"], match["revision"] or "main")
+    repository = Repository(match["repo"], match["revision"] or "main", match["gguf"])
+    if repository.gguf is not None:
+        from .jobs.prepare.job import gguf_folder
+
+        return gguf_folder(_gguf_of(repository))
     cached = _cached(_cache() / _folder(repository.name), repository.revision)
     if cached is not None and all((cached / name).is_file() for name in _NEEDED[need]):
         return cached
-    return _fetch_small(repository, need)
+    found = _fetch_small(repository, need)
+    if not (found / CONFIG).is_file():
+        with _hub_errors(repository, _cache()):
+            files = [name for name in _listed(repository) if Path(name).suffix == SUFFIX]
+        if files:
+            raise CheckpointError(
+                f"'{repository.name}' has GGUF files and no {CONFIG}",
+                f"name a file, or its type, such as {repository.name}:{Path(files[0]).name}",
+            )
+    return found
 
 
 def complete(folder: Path, *, progress: bool = True) -> None:
@@ -114,20 +136,17 @@ def complete(folder: Path, *, progress: bool = True) -> None:
         return
     cache = folder.resolve().parents[2]
     with _hub_errors(repository, cache):
-        there = {f.path: f.size for f in _api().list_repo_tree(repository.name, revision=repository.revision)
-                 if hasattr(f, "size")}  # fmt: skip
+        there = _listed(repository)
         absent = [name for name in missing if name not in there]
         if absent:
-            other = sorted(name for name in there if Path(name).suffix in (".bin", ".pt", ".pth", ".gguf"))
+            other = sorted(name for name in there if Path(name).suffix in (".bin", ".pt", ".pth", SUFFIX))
+            gguf = next((name for name in other if Path(name).suffix == SUFFIX), None)
+            remedy = "choose a repository with the safetensors form"
             raise CheckpointError(
                 f"'{repository.name}' has no {absent[0]}" + (f", only {other[0]}" if other else ""),
-                "choose a repository with the safetensors form",
+                remedy if gguf is None else f"{remedy}, or name the file: {repository.name}:{gguf}",
             )
-        _require_space(cache, sum(there[name] for name in missing), repository)
-        total = sum(there[name] for name in missing)
-        with byte_progress(Console(stderr=True, quiet=not progress)) as bar:
-            task = bar.add_task(f"downloading {repository.name}", total=total)
-            _snapshot(repository, missing, cache, lambda count: bar.advance(task, count))
+        _fetch(repository, {name: there[name] for name in missing}, (), progress)
     still = _missing(folder)
     if still:
         raise CheckpointError(f"{still[0]} of '{repository.name}' did not arrive", "run the same command again")
@@ -242,6 +261,53 @@ def _missing(folder: Path) -> list[str]:
     return [name for name in _weight_files(folder) if not (folder / name).is_file()]
 
 
+# -- GGUF files of a hub -----------------------------------------------------------------------------------------------
+
+
+def _gguf_of(repository: Repository) -> Path:
+    """The first file of the GGUF model that a name says, whole in the cache; fetched where it is not there.
+
+    Raises:
+        CheckpointError: there is no such file, or there are several, or a part is missing; or as `locate`.
+    """
+    cached = _cached(_cache() / _folder(repository.name), repository.revision)
+    if cached is not None:
+        here = [str(path.relative_to(cached)) for path in cached.rglob(f"*{SUFFIX}") if path.is_file()]
+        with contextlib.suppress(CheckpointError):
+            return cached / _chosen(repository, here)[0]
+    with _hub_errors(repository, _cache()):
+        there = _listed(repository)
+        files = _chosen(repository, sorted(there))
+        found = _fetch(repository, {name: there[name] for name in files}, _PATTERNS["text"])
+    return found / files[0]
+
+
+def _chosen(repository: Repository, names: Iterable[str]) -> list[str]:
+    """The files of the model that `repository.gguf` says, all parts in order.
+
+    Raises:
+        CheckpointError: there is none, or there are several, or a part is missing.
+    """
+    from .gguf_header import part_names  # the package `gguf` takes a tenth of the imports' time
+
+    wanted = repository.gguf or ""
+    known = [name for name in names if Path(name).suffix == SUFFIX and not Path(name).name.startswith("mmproj")]
+    of_type = re.compile(rf"(.*[-./])?{re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
+    fitting = [name for name in known if name == wanted] or [name for name in known if of_type.fullmatch(name)]
+    models = dict.fromkeys(tuple(part_names(name)) for name in fitting)
+    if len(models) != 1:
+        what = "several models" if models else "no GGUF file"
+        choice = ", ".join((fitting or known)[:4]) or "none"
+        raise CheckpointError(
+            f"'{repository.name}' has {what} of the name or type {wanted!r}", f"name one of its GGUF files: {choice}"
+        )
+    (files,) = models
+    lacking = [name for name in files if name not in known]
+    if lacking:
+        raise CheckpointError(f"'{repository.name}' lacks {lacking[0]}, a part of the model", "choose another file")
+    return list(files)
+
+
 # -- the hub -----------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +315,21 @@ def _api() -> HfApi:
     from huggingface_hub import HfApi, constants
 
     return HfApi(endpoint=constants.ENDPOINT, library_name="tiermoe")
+
+
+def _listed(repository: Repository) -> dict[str, int]:
+    """Bytes of every file by its path."""
+    tree = _api().list_repo_tree(repository.name, revision=repository.revision, recursive=True)
+    return {entry.path: entry.size for entry in tree if hasattr(entry, "size")}
+
+
+def _fetch(repository: Repository, files: Mapping[str, int], small: tuple[str, ...], progress: bool = True) -> Path:
+    """Fetch files of so many bytes, and what patterns of small ones match, with a bar; the snapshot's folder."""
+    cache, total = _cache(), sum(files.values())
+    _require_space(cache, total, repository)
+    with byte_progress(Console(stderr=True, quiet=not progress)) as bar:
+        task = bar.add_task(f"downloading {repository.name}", total=total)
+        return _snapshot(repository, [*files, *small], cache, lambda count: bar.advance(task, count))
 
 
 def _fetch_small(repository: Repository, need: Need) -> Path:
@@ -286,7 +367,8 @@ def _snapshot(
         try:
             done.append(snapshot_download(
                 repository.name, revision=repository.revision, cache_dir=cache, endpoint=constants.ENDPOINT,
-                allow_patterns=patterns, ignore_patterns=["*/*"], library_name="tiermoe", max_workers=_WORKERS,
+                allow_patterns=patterns, library_name="tiermoe", max_workers=_WORKERS,
+                ignore_patterns=["*/*"] if not any("/" in pattern for pattern in patterns) else None,
                 tqdm_class=Bar,
             ))  # fmt: skip
         except BaseException as error:

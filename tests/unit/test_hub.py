@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer, hub_server
+from hub_server import HubServer, Served, hub_server
 from huggingface_hub import constants
 
 from tiermoe.actors.store.format import read_manifest
@@ -270,3 +270,70 @@ def test_every_command_takes_a_name(server: HubServer, checkpoint: Path) -> None
     assert run_config(NAME).model_dir == folder  # eval, record, bench
     assert hub.located(load_run_config(None, {"model": NAME})).model_dir == folder
     assert hub.located(load_run_config()).model is None
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape, save_published
+
+    folder = tmp_path_factory.mktemp("gguf") / "model"
+    file = save_published(Form.GGUF, MoeShape(2, 4, 2, 256, 128, vocabulary=64), folder) / "model.gguf"
+    return file.read_bytes()
+
+
+def _ggufs(server: HubServer, gguf: bytes) -> None:
+    """As published: several types, one in a folder in parts, and a projector of pictures."""
+    split = {f"BF16/tiny-BF16-0000{i}-of-00002.gguf": gguf + bytes(i) for i in (1, 2)}
+    files = {"tiny-Q8_0.gguf": gguf, "tiny-Q4_0.gguf": b"GGUF", "mmproj-Q8_0.gguf": b"GGUF", "README.md": b"# tiny"}
+    server.repositories["org/tiny-GGUF"] = Served(files | split)
+
+
+def test_a_gguf_file_of_a_hub(server: HubServer, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name or its type, once; only that file is fetched."""
+    _ggufs(server, gguf)
+    folder = hub.locate("org/tiny-GGUF:tiny-Q8_0.gguf")
+    assert server.fetched() == {"tiny-Q8_0.gguf"}
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
+    before = len(server.requests)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    commit = server.repositories["org/tiny-GGUF"].commit
+    for name in (":Q8_0", ":q8_0", "@main:tiny-Q8_0.gguf", f"@{commit}:Q8_0"):
+        assert hub.locate(f"org/tiny-GGUF{name}") == folder
+    assert len(server.requests) == before
+    assert read_manifest(ensure_prepared(folder, progress=False)).expert_form == "q8_0"
+
+
+def test_all_parts_of_a_gguf_file_are_fetched(server: HubServer, gguf: bytes) -> None:
+    _ggufs(server, gguf)
+    found = hub._gguf_of(hub.Repository("org/tiny-GGUF", "main", "bf16"))
+    parts = {f"BF16/tiny-BF16-0000{i}-of-00002.gguf" for i in (1, 2)}
+    assert server.fetched() == parts
+    assert {path.name for path in found.parent.iterdir()} == {Path(part).name for part in parts}
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "remedy"),
+    [
+        ("org/tiny-GGUF:Q5_K_M", "no GGUF file of the name or type 'Q5_K_M'", "tiny-Q8_0.gguf"),
+        ("org/tiny-GGUF:0", "no GGUF file", "tiny-Q4_0.gguf"),
+        ("org/tiny-GGUF", "has GGUF files and no config.json", "org/tiny-GGUF:"),
+        ("org/two:Q8_0", "several models", "a-Q8_0.gguf, b-Q8_0.gguf"),
+        ("org/half:BF16", "lacks m-BF16-00002-of-00002.gguf", "another file"),
+        ("org/none:BF16", "there is no model", "check its name"),
+    ],
+)
+def test_gguf_files_that_are_not_there(server: HubServer, gguf: bytes, name: str, what: str, remedy: str) -> None:
+    _ggufs(server, gguf)
+    server.repositories["org/two"] = Served({"a-Q8_0.gguf": gguf, "b-Q8_0.gguf": gguf})
+    server.repositories["org/half"] = Served({"m-BF16-00001-of-00002.gguf": gguf})
+    with pytest.raises(CheckpointError, match=what) as refused:
+        hub.locate(name)
+    assert remedy in refused.value.remedy
+    assert not any(file.endswith(".gguf") for file in server.fetched())
+
+
+def test_a_gguf_file_offline(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE") as refused:
+        hub.locate("org/tiny-GGUF:Q8_0")
+    assert "hf download org/tiny-GGUF --include '*Q8_0*'" in refused.value.remedy

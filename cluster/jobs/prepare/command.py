@@ -22,7 +22,10 @@ _STRIDE = 3  # default layers ahead of predictors
 
 def prepare_command(
     checkpoint: Annotated[
-        str, typer.Argument(help="Folder of a safetensors checkpoint, or org/name[@revision].", metavar="MODEL")
+        str,
+        typer.Argument(
+            help="Folder of a safetensors checkpoint, GGUF file, or org/name[@revision][:FILE.gguf].", metavar="MODEL"
+        ),
     ],
     out: Annotated[
         Path | None, typer.Argument(help="Store folder to make; by default one in the cache.", metavar="[OUT]")
