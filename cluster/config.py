@@ -117,7 +117,6 @@ class RunConfig(EngineOptions):
     model: str | None = Field(
         default=None,
         description="folder, GGUF file, or org/name[@revision][:FILE.gguf] of a hub; none: the model of the project",
-    
     )
     store: str | None = Field(default=None, description="folder of the expert store; none: in the cache folder")
     cache_dir: str | None = Field(
