@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,3 +242,24 @@ def test_a_step_whose_tables_do_not_fit_is_refused() -> None:
         program.begin(2, cu, [(None, torch.zeros(2, dtype=torch.int64), keys, 0)])
     with pytest.raises(ValueError, match="rows are out of range"):
         program.begin(5, torch.tensor([0, 5], dtype=torch.int32), [(None, torch.zeros(5).long(), cu, 0)])
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+def test_large_tensors_ask_for_huge_pages() -> None:
+    """In a process of its own: torch reads the switch when it first allocates."""
+    program = """
+import tiermoe, torch
+tensor = torch.empty(16 << 20)
+middle, found = tensor.data_ptr() + tensor.nbytes // 2, ""
+for line in open("/proc/self/smaps"):
+    first = line.split()[0]
+    if not first.endswith(":"):
+        begin, end = (int(part, 16) for part in first.split("-"))
+        inside = begin <= middle < end
+    elif inside and first == "VmFlags:":
+        found = line
+print(found)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert "hg" in done.stdout.split(), done.stderr
