@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class Prefetching:
         self._last, self.always = layers - 1, not policy.stateless or policy.synchronous
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._spans: Sequence[Span] = ()
+        self._reach = [self._keys_ahead(index) for index in range(layers)]
 
     def begin(self, spans: Sequence[Span]) -> None:
         """The next forward carries these rows."""
@@ -83,19 +85,23 @@ class Prefetching:
 
         Other shards have governors and slots of their own. A synchronous policy also waits for copies under way.
         """
-        policy, layers = self.policy, self._last + 1
+        policy, reach = self.policy, self._reach[index]
         if not policy.stateless:
             return False
-        if index == self._last and policy.distance > 0 and not policy.wraps:
+        if not reach:
             return True
         if self._shards is not None or self.on_predicted is not None:
             return False
         if not allowed or policy.synchronous:
             return not allowed
-        stop, experts, absent = index + policy.distance + 1, self._experts, self._cache.residency.absent
-        if policy.wraps and stop > layers and absent(0, (stop - layers) * experts):
-            return False
-        return not absent((index + min(policy.distance, 1)) * experts, min(stop, layers) * experts)
+        return not any(starmap(self._cache.residency.absent, reach))
+
+    def _keys_ahead(self, index: int) -> list[tuple[int, int]]:
+        """The keys of the layers that the policy prefetches for at a layer: first and end of each stretch."""
+        policy, layers, experts = self.policy, self._last + 1, self._experts
+        first, stop = index + min(policy.distance, 1), index + policy.distance + 1
+        found = [(first * experts, min(stop, layers) * experts)] if first < layers else []
+        return [*found, (0, (stop - layers) * experts)] if policy.wraps and stop > layers else found
 
     def skip(self, index: int) -> None:
         self._cache.governor.allows()
