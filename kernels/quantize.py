@@ -4,15 +4,19 @@ A matrix of O outputs and I inputs becomes w ~= scale * code + offset, with one 
 consecutive inputs of an output. Both are rounded to float16 before codes are chosen.
 
 `round_to_nearest` takes each weight to its nearest code. `gptq` (Frantar et al., "GPTQ: Accurate Post-Training
-Quantization", ICLR 2023) minimises the output error tr((W - Q) H (W - Q)^T) with the Hessian H = X^T X of inputs X. It
-rounds input after input, and compensates in later inputs through the rows of U, the upper Cholesky factor of H^-1
-(section 3.3, steps 2 and 3 of Algorithm 1, with lazy updates block by block).
+Quantization", ICLR 2023) minimises the output error tr((W - Q) H (W - Q)^T) with the Hessian H = X^T X of inputs X: it
+rounds input after input, and compensates in later inputs. The paper takes the rows of U, H^-1 = U^T U, for that
+(section 3.3, steps 2 and 3 of Algorithm 1, with lazy updates block by block). We take the same recursion without the
+inverse, in its equal form LDLQ (Chee et al., "QuIP", NeurIPS 2023, theorem 6): with H = V V^T, V upper triangular,
+M = V diag(V)^-1 and pivots p = diag(V)^2 = 1 / diag(U)^2,
 
-State per batch of matrices: the remaining weights [B, I, O], U [B, I, I]. Rule for input i of the block that starts at
-b: q = round(w_i), e = (w_i - q) / U_ii, w_j -= U_ij e for j > i. Cost: O I^2 for each matrix.
+    w'_j = w_j + sum over i < j of M_ij (w_i - q_i),    q_j = round(w'_j)
 
-Beyond the paper: scale and offset of a group are fitted when the sweep reaches it, with inputs weighted by 1 / U_ii^2,
-the cost of an error after compensation; and all are fitted again to the final codes in the metric of H (`_refit`).
+State per batch of matrices: the compensated weights [B, I, O], M [B, I, I]. Cost: O I^2 / 2 for each matrix.
+
+Beyond the paper: scale and offset of a group are fitted when the sweep reaches it, with inputs weighted by p, the cost
+of an error after compensation; and all are fitted again to the final codes in the metric of H (`_refit`), for which the
+sweep leaves F = p (w' - q): (W - Q) H = F M^T.
 """
 
 from __future__ import annotations
@@ -36,8 +40,7 @@ DAMPING = 0.03  # of the mean diagonal; the paper takes 0.01, but this lowers he
 _FEW_ROWS = 0.75  # damping where there are as many rows as inputs
 _FEW_ROWS_MOST = 2.0
 _MOST_DAMPING = 10.0
-_REFIT_TURNS = 1
-_SOLVED_AT_ONCE = 128  # rows of a triangular matrix
+_ROWS_AT_ONCE = 256  # of a triangular matrix
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,7 @@ def round_to_nearest(weights: torch.Tensor, bits: int, group: int, *, search: bo
     """
     check_width(bits, group)
     if search:
-        codes, scales, offsets = _sweep(weights, None, bits, group)
-        return QuantizedBatch(codes.to(torch.uint8), scales.half(), offsets.half(), bits, group)
+        return _sweep(weights, None, bits, group).batch(bits, group)
     parts = [weights[..., start : start + group] for start in range(0, weights.shape[2], group)]
     lines = [_min_max(w, bits) for w in parts]
     coded = [nearest(w, s.unsqueeze(-1), o.unsqueeze(-1), bits) for w, (s, o) in zip(parts, lines, strict=True)]
@@ -204,16 +206,18 @@ def gptq(
     hessian = damped(hessians, damping)
     if act_order:
         order = hessian.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)  # [B, I]
-        upper, hessian = _factor(_permuted(hessian, order))
+        factor, pivots, hessian = _factor(_permuted(hessian, order))
         hessian = _permuted(hessian, order.argsort(dim=1))
         scales, offsets = _fit_all(weights, hessian.diagonal(dim1=1, dim2=2), bits, group)
-        codes = _sweep_in_order(weights, upper, order, scales, offsets, bits, group)
+        swept = _sweep_in_order(weights, factor, pivots, order, scales, offsets, bits, group)
+        order = order.unsqueeze(2).expand_as(swept.errors)  # [B, I, O]
     else:
-        upper, hessian = _factor(hessian)
-        codes, scales, offsets = _sweep(weights, upper, bits, group)
+        factor, pivots, hessian = _factor(hessian)
+        swept = _sweep(weights, (factor, pivots), bits, group)
     if bits <= 4:
-        scales, offsets = _refit(weights, hessian, codes, scales, offsets, group)
-    return QuantizedBatch(codes.to(torch.uint8), scales.half(), offsets.half(), bits, group)
+        slope = _upper_product(factor, swept.errors)
+        _refit(swept, slope.scatter(1, order, slope) if act_order else slope, hessian, group)
+    return swept.batch(bits, group)
 
 
 def damping_for(rows: torch.Tensor, inputs: int) -> torch.Tensor:
@@ -242,10 +246,10 @@ def _permuted(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return rows.gather(2, order.unsqueeze(1).expand_as(matrices))
 
 
-def _factor(hessians: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """U upper triangular with H^-1 = U^T U, and its H, damped further where needed.
+def _factor(hessians: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """M and the pivots [B, I] of H = V V^T, V upper triangular, and that H, damped further where needed.
 
-    With P the reversal of order and P H P = L L^T: U = P L^-1 P.
+    With P the reversal of order and P H P = L L^T: V = P L P.
     """
     if not bool(torch.isfinite(hessians).all()):
         raise ValueError("a Hessian is not finite")
@@ -254,7 +258,9 @@ def _factor(hessians: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lower, info = torch.linalg.cholesky_ex(hessians.flip(1, 2))
         failed = info != 0
         if not bool(failed.any()):
-            return _inverse(lower).flip(1, 2).contiguous(), hessians
+            upper = lower.flip(1, 2)
+            diagonal = upper.diagonal(dim1=1, dim2=2).clone()
+            return upper.div_(diagonal.unsqueeze(1)).contiguous(), diagonal.square_(), hessians
         if extra > _MOST_DAMPING:
             raise ValueError("a Hessian is not positive semi-definite")
         extra *= 10
@@ -263,50 +269,58 @@ def _factor(hessians: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         diagonal += extra * diagonal.mean(dim=1, keepdim=True) * failed.unsqueeze(1)
 
 
-def _inverse(lower: torch.Tensor) -> torch.Tensor:
-    """Inverses of lower triangular [B, n, n], half by half: a third of the work of n solutions."""
-    size = lower.shape[1]
-    if size <= _SOLVED_AT_ONCE:
-        identity = torch.eye(size).expand_as(lower)
-        return torch.linalg.solve_triangular(lower, identity, upper=False)
-    half = size // 2
-    found = torch.zeros_like(lower)
-    first, last = _inverse(lower[:, :half, :half]), _inverse(lower[:, half:, half:])
-    found[:, :half, :half], found[:, half:, half:] = first, last
-    found[:, half:, :half] = -(last @ (lower[:, half:, :half] @ first))
-    return found
+@dataclass(frozen=True)
+class _Swept:
+    """Codes as float32 [B, I, O], scales and offsets [B, G, O], and `errors`, F^T [B, I, O]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor
+    errors: torch.Tensor
+
+    def batch(self, bits: int, group: int) -> QuantizedBatch:
+        codes, scales, offsets = self.codes.to(torch.uint8), self.scales.half(), self.offsets.half()
+        return QuantizedBatch(*(t.transpose(1, 2).contiguous() for t in (codes, scales, offsets)), bits, group)
 
 
 def _sweep(
-    weights: torch.Tensor, upper: torch.Tensor | None, bits: int, group: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [B, O, I] as float32 and scales, offsets [B, O, G]; a block is a group, in C++ (`kernels/cpu/fit.hpp`).
+    weights: torch.Tensor, factored: tuple[torch.Tensor, torch.Tensor] | None, bits: int, group: int
+) -> _Swept:
+    """A block is a group, in C++ (`kernels/cpu/fit.hpp`).
 
-    upper: U; None: no error is compensated, as with U = I.
+    factored: M and the pivots; None: no error is compensated, as with H = I.
     """
     if not bool(torch.isfinite(weights).all()):
         raise ValueError("a weight is not finite")
     batch, outputs, inputs = weights.shape
-    left = weights.transpose(1, 2).contiguous()  # [B, I, O]
-    alike, unit = upper is None, torch.eye(group)
-    upper = torch.empty(batch, 0, 0) if upper is None else upper.contiguous()
-    codes = torch.empty_like(left)
-    errors = torch.empty(batch, min(group, inputs), outputs)
+    given = weights.transpose(1, 2).contiguous()  # [B, I, O]
+    left = given.clone()
+    rest, codes = torch.empty_like(left), torch.empty_like(left)
     scales, offsets = torch.empty(2, batch, -(-inputs // group), outputs)
-    threads = _threads(torch.get_num_threads())
+    unit, ones, threads = torch.eye(group), torch.ones(group), _threads(torch.get_num_threads())
     for place, start in enumerate(range(0, inputs, group)):
         stop = min(start + group, inputs)
         for b in range(batch):
-            corner = unit if alike else upper[b, start:, start:]
+            corner, pivots = unit, ones
+            if factored is not None:
+                corner, pivots = factored[0][b, start:, start:], factored[1][b, start:]
             _cpu.gptq_block(
-                *threads.handle, outputs, stop - start, bits, left[b, start].data_ptr(),
-                corner.data_ptr(), group if alike else inputs, codes[b, start].data_ptr(), errors[b].data_ptr(),
-                scales[b, place].data_ptr(), offsets[b, place].data_ptr(),
+                *threads.handle, outputs, stop - start, bits, left[b, start].data_ptr(), given[b, start].data_ptr(),
+                corner.data_ptr(), corner.stride(0), pivots.data_ptr(), codes[b, start].data_ptr(),
+                rest[b, start].data_ptr(), scales[b, place].data_ptr(), offsets[b, place].data_ptr(),
             )  # fmt: skip
-        if stop < inputs and not alike:
-            made = errors[:, : stop - start]
-            left[:, stop:].baddbmm_(upper[:, start:stop, stop:].transpose(1, 2), made, alpha=-1)
-    return codes.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous(), offsets.transpose(1, 2).contiguous()
+        if stop < inputs and factored is not None:
+            left[:, stop:].baddbmm_(factored[0][:, start:stop, stop:].transpose(1, 2), rest[:, start:stop])
+    return _Swept(codes, scales, offsets, left)
+
+
+def _upper_product(upper: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[B, I, I] upper triangular times [B, I, O], without most of the zeros."""
+    found = torch.empty_like(right)
+    for start in range(0, right.shape[1], _ROWS_AT_ONCE):
+        stop = start + _ROWS_AT_ONCE
+        torch.bmm(upper[:, start:stop, start:], right[:, start:], out=found[:, start:stop])
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -316,47 +330,33 @@ def _threads(count: int) -> Threads:
 
 def _sweep_in_order(
     weights: torch.Tensor,
-    upper: torch.Tensor,
+    factor: torch.Tensor,
+    pivots: torch.Tensor,
     order: torch.Tensor,
     scales: torch.Tensor,
     offsets: torch.Tensor,
     bits: int,
     group: int,
-) -> torch.Tensor:
-    """Codes [B, O, I] as float32 for given scales and offsets [B, O, G], inputs taken in `order` [B, I]."""
+) -> _Swept:
+    """For given scales and offsets [B, O, G], inputs taken in `order` [B, I]; M and the pivots are in that order."""
     index = order.unsqueeze(2).expand(-1, -1, weights.shape[1])  # [B, I, O]
-    left = weights.transpose(1, 2).gather(1, index)
-    of_group = index // group
-    scale, offset = (t.transpose(1, 2).gather(1, of_group).transpose(0, 1) for t in (scales, offsets))  # [I, B, O]
-    codes = torch.empty_like(left)
+    given = weights.transpose(1, 2).gather(1, index)
+    left, rest, codes = given.clone(), torch.empty_like(given), torch.empty_like(given)
+    scales, offsets = scales.transpose(1, 2), offsets.transpose(1, 2)  # [B, G, O]
+    scale, offset = (t.gather(1, index // group) for t in (scales, offsets))  # [B, I, O]
     for start in range(0, left.shape[1], group):
         stop = min(start + group, left.shape[1])
-        _block(left, codes, upper, start, stop, scale[start:stop], offset[start:stop], bits)
-    return torch.empty_like(codes).scatter_(1, index, codes).transpose(1, 2)
-
-
-def _block(
-    left: torch.Tensor,
-    codes: torch.Tensor,
-    upper: torch.Tensor,
-    start: int,
-    stop: int,
-    scale: torch.Tensor,
-    offset: torch.Tensor,
-    bits: int,
-) -> None:
-    """Round inputs start..stop-1 of `left` [B, I, O] into `codes`; scale, offset [stop - start, B, O]."""
-    errors = torch.empty_like(left[:, start:stop])  # [B, n, O]
-    for place, i in enumerate(range(start, stop)):
-        w = left[:, i]  # [B, O]
-        code = nearest(w, scale[place], offset[place], bits)
-        codes[:, i] = code
-        error = (w - scale[place] * code - offset[place]) / upper[:, i, i].unsqueeze(1)
-        errors[:, place] = error
-        if i + 1 < stop:
-            left[:, i + 1 : stop].baddbmm_(upper[:, i, i + 1 : stop].unsqueeze(2), error.unsqueeze(1), alpha=-1)
-    if stop < left.shape[1]:
-        left[:, stop:].baddbmm_(upper[:, start:stop, stop:].transpose(1, 2), errors, alpha=-1)
+        for i in range(start, stop):
+            codes[:, i] = nearest(left[:, i], scale[:, i], offset[:, i], bits)
+            value = scale[:, i] * codes[:, i] + offset[:, i]
+            rest[:, i] = given[:, i] - value
+            left[:, i] -= value
+            row = factor[:, i, i + 1 : stop].unsqueeze(2)
+            left[:, i + 1 : stop].baddbmm_(row, rest[:, i].unsqueeze(1))
+        if stop < left.shape[1]:
+            left[:, stop:].baddbmm_(factor[:, start:stop, stop:].transpose(1, 2), rest[:, start:stop])
+    codes = torch.empty_like(codes).scatter_(1, index, codes)
+    return _Swept(codes, scales.contiguous(), offsets.contiguous(), left.mul_(pivots.unsqueeze(2)))
 
 
 def _fit_all(
@@ -368,47 +368,32 @@ def _fit_all(
     return torch.stack([scale for scale, _ in fitted], dim=2), torch.stack([offset for _, offset in fitted], dim=2)
 
 
-def _refit(
-    weights: torch.Tensor,
-    hessian: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor,
-    group: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and offsets for these codes with the least tr(R H R^T), R = W - Q, group after group.
+def _refit(swept: _Swept, slope: torch.Tensor, hessian: torch.Tensor, group: int) -> None:
+    """Change scales and offsets to those with the least tr(R H R^T), R = W - Q, for these codes; group after group.
 
     A group's two numbers solve a 2x2 system with its block of H. A row keeps its old ones where rounding to float16
-    would increase the error. Cost: O I^2 a turn.
+    would increase the error. Cost: O I^2 / 2. slope: H R^T [B, I, O], which changes.
     """
-    inputs = weights.shape[2]
-    scales, offsets = scales.clone(), offsets.clone()
-    rest = weights - spread(scales, group, inputs) * codes - spread(offsets, group, inputs)  # R [B, O, I]
-    slope = rest @ hessian  # R H
-    for turn in range(_REFIT_TURNS):
-        for place, start in enumerate(range(0, inputs, group)):
-            part = slice(start, min(start + group, inputs))
-            c, block = codes[..., part], hessian[:, part, part]
-            moved = c @ block  # [B, O, n]
-            sums = block.sum(dim=1)  # [B, n]
-            cc = (moved * c).sum(dim=2)
-            c1 = (c @ sums.unsqueeze(2)).squeeze(2)
-            ones = sums.sum(dim=1, keepdim=True)
-            gc, g1 = (slope[..., part] * c).sum(dim=2), slope[..., part].sum(dim=2)
-            determinant = cc * ones - c1.square()
-            usable = determinant > 1e-6 * cc * ones
-            safe = torch.where(usable, determinant, 1.0)
-            scale = scales[..., place] + (gc * ones - g1 * c1) / safe
-            offset = offsets[..., place] + (g1 * cc - gc * c1) / safe
-            scale, offset = _half(scale), _half(offset)
-            ds, do = scale - scales[..., place], offset - offsets[..., place]
-            # change of the error: delta^T A delta - 2 g^T delta
-            change = ds.square() * cc + 2 * ds * do * c1 + do.square() * ones - 2 * (ds * gc + do * g1)
-            usable &= (change < 0) & torch.isfinite(change)
-            ds, do = torch.where(usable, ds, 0.0), torch.where(usable, do, 0.0)
-            scales[..., place] += ds
-            offsets[..., place] += do
-            step = ds.unsqueeze(2) * c + do.unsqueeze(2)  # [B, O, n]
-            later = 0 if turn + 1 < _REFIT_TURNS else part.stop  # of which the slope is read again
-            slope[..., later:] -= step @ hessian[:, part, later:]
-    return scales, offsets
+    inputs = swept.codes.shape[1]
+    for place, start in enumerate(range(0, inputs, group)):
+        part = slice(start, min(start + group, inputs))
+        c, g, block = swept.codes[:, part], slope[:, part], hessian[:, part, part]  # [B, n, O], [B, n, n]
+        old_scale, old_offset = swept.scales[:, place], swept.offsets[:, place]  # [B, O]
+        sums = block.sum(dim=1, keepdim=True)  # [B, 1, n]
+        cc, c1 = ((block @ c).mul_(c)).sum(dim=1), (sums @ c).squeeze(1)
+        ones = sums.sum(dim=2)
+        gc, g1 = (g * c).sum(dim=1), g.sum(dim=1)
+        determinant = cc * ones - c1.square()
+        usable = determinant > 1e-6 * cc * ones
+        safe = torch.where(usable, determinant, 1.0)
+        ds = _half(old_scale + (gc * ones - g1 * c1) / safe) - old_scale
+        do = _half(old_offset + (g1 * cc - gc * c1) / safe) - old_offset
+        # change of the error: delta^T A delta - 2 g^T delta
+        change = ds.square() * cc + 2 * ds * do * c1 + do.square() * ones - 2 * (ds * gc + do * g1)
+        usable &= (change < 0) & torch.isfinite(change)
+        ds, do = torch.where(usable, ds, 0.0), torch.where(usable, do, 0.0)
+        old_scale += ds
+        old_offset += do
+        if part.stop < inputs:
+            step = ds.unsqueeze(1) * c + do.unsqueeze(1)  # [B, n, O]
+            slope[:, part.stop :].baddbmm_(hessian[:, part.stop :, part], step, alpha=-1)

@@ -36,15 +36,18 @@ struct FitLayer {
     float* powers;  // [E, I, 3] sum of squares of each neuron's gate, up and down
 };
 
-// One group of a GPTQ sweep (kernels/quantize.py): fits the lines to the remaining weights with inputs weighted by
-// 1 / U_ii^2, then rounds input after input and compensates in the block's later inputs. 16 outputs are one job.
+// One group of a GPTQ sweep (kernels/quantize.py): fits the lines to the compensated weights with each input's pivot as
+// its weight, then rounds input after input, and compensates for what is left of each in the block's later inputs. 16
+// outputs are one job.
 struct GptqBlock {
     std::int64_t outputs;
     int inputs, bits;
-    const float* left;   // [n, O] remaining weights
-    const float* upper;  // [n, n] of U, rows `stride` apart
+    float* left;           // [n, O] compensated weights; then their errors times the pivots
+    const float* weights;  // [n, O] as they were given
+    const float* factor;   // [n, n] of M, rows `stride` apart; above the diagonal
     std::int64_t stride;
-    float *codes, *errors;    // [n, O]; errors divided by U_ii
+    const float* pivots;      // [n]
+    float *codes, *rest;      // [n, O]; rest: weights less their values
     float *scales, *offsets;  // [O]
 };
 

@@ -324,8 +324,7 @@ void gptq_part(const GptqBlock& block, std::int64_t first) {
     group.n = block.inputs;
     group.importance = importance;
     for (int j = 0; j < group.n; ++j) {
-        const float pivot = block.upper[j * block.stride + j];
-        sum += importance[j] = 1.0f / (pivot * pivot);
+        sum += importance[j] = block.pivots[j];
         group.w[j] = Lanes{};
         std::memcpy(&group.w[j], block.left + j * block.outputs + first, bytes);
     }
@@ -334,12 +333,15 @@ void gptq_part(const GptqBlock& block, std::int64_t first) {
     const Line line = fit_line<B, false>(group);
     const Lanes inverted = inverse(line.scale), shift = -line.offset * inverted;
     for (int i = 0; i < group.n; ++i) {
-        const float* row = block.upper + i * block.stride;
-        const Lanes c = nearest(group.w[i], inverted, shift, most);
-        const Lanes error = (group.w[i] - line.scale * c - line.offset) / row[i];
+        const float* row = block.factor + i * block.stride;
+        Lanes given = {};
+        std::memcpy(&given, block.weights + i * block.outputs + first, bytes);
+        const Lanes c = nearest(group.w[i], inverted, shift, most), value = line.scale * c + line.offset;
+        const Lanes rest = given - value;
         put(block.codes + i * block.outputs, c);
-        put(block.errors + i * block.outputs, error);
-        for (int j = i + 1; j < group.n; ++j) group.w[j] -= row[j] * error;
+        put(block.rest + i * block.outputs, rest);
+        put(block.left + i * block.outputs, (group.w[i] - value) * block.pivots[i]);
+        for (int j = i + 1; j < group.n; ++j) group.w[j] += row[j] * rest;
     }
     put(block.scales, line.scale);
     put(block.offsets, line.offset);

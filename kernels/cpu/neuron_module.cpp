@@ -423,19 +423,20 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return released([&] { form_linear(*threads, set, matrix, x.data<const float>(), x.size(0), out.data<float>()); });
 }
 
-// gptq_block(threads, set, outputs, inputs, bits, left, upper, stride, codes, errors, scales, offsets)
+// gptq_block(threads, set, outputs, inputs, bits, left, weights, factor, stride, pivots, codes, rest, scales, offsets)
 PyObject* gptq(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 12)) return nullptr;
+    if (!expect(count, 14)) return nullptr;
     auto* threads = static_cast<Threads*>(PyCapsule_GetPointer(args[0], kThreads));
     if (!threads) return nullptr;
     long long number[5];
-    const int at[5] = {1, 2, 3, 4, 7};
+    const int at[5] = {1, 2, 3, 4, 8};
     for (int i = 0; i < 5; ++i) number[i] = PyLong_AsLongLong(args[at[i]]);
     const auto [set, outputs, inputs, bits, stride] =
         std::tuple(number[0], number[1], number[2], number[3], number[4]);
-    const GptqBlock block = {outputs, static_cast<int>(inputs), static_cast<int>(bits), address<const float>(args[5]),
-                             address<const float>(args[6]), stride, address<float>(args[8]), address<float>(args[9]),
-                             address<float>(args[10]), address<float>(args[11])};
+    const GptqBlock block = {outputs, static_cast<int>(inputs), static_cast<int>(bits), address<float>(args[5]),
+                             address<const float>(args[6]), address<const float>(args[7]), stride,
+                             address<const float>(args[9]), address<float>(args[10]), address<float>(args[11]),
+                             address<float>(args[12]), address<float>(args[13])};
     if (PyErr_Occurred()) return nullptr;
     if (set < 0 || set >= static_cast<long long>(instruction_sets().size()) || outputs < 1 || outputs >= kSizeMax ||
         inputs < 1 || inputs > 128 || stride < inputs || stride >= kSizeMax) {

@@ -11,14 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.cluster.jobs.prepare.capture import LayerInputs
-from tiermoe.cluster.jobs.prepare.quantize import MIN_ROWS, Matrices, chunks, expert_outputs, expert_rows, widths_of
+from tiermoe.cluster.jobs.prepare.quantize import (
+    MIN_ROWS,
+    Matrices,
+    _gram,
+    _tested,
+    chunks,
+    expert_outputs,
+    expert_rows,
+    widths_of,
+)
 from tiermoe.kernels.pack import PackError
 from tiermoe.kernels.quantize import (
     DAMPING,
     QuantizedBatch,
     _factor,
-    _inverse,
     _sweep,
+    _upper_product,
     damped,
     damping_for,
     fit_group,
@@ -239,20 +248,30 @@ def test_prepare_imports_no_torch_for_its_options() -> None:
 def test_the_sweep_is_the_papers_recursion(bits: int) -> None:
     """In double precision, input after input, with the scales that the sweep fitted; a tie may fall the other way."""
     weights, hessian = correlated(1, 21, 80)
-    upper, _ = _factor(damped(hessian, 0.03))
-    codes, scales, offsets = _sweep(weights, upper, bits, 32)
-    left, u = weights[0].double(), upper[0].double()
+    factor, pivots, hessian = _factor(damped(hessian, 0.03))
+    swept = _sweep(weights, (factor, pivots), bits, 32)
+    codes, scales, offsets = (t[0].double() for t in (swept.codes, swept.scales, swept.offsets))
+    left, u = weights[0].double().T.clone(), torch.linalg.cholesky(torch.inverse(hessian[0].double()), upper=True)
+    assert torch.allclose(1 / u.diagonal().square(), pivots[0].double(), rtol=1e-3)
     for i in range(80):
-        scale, offset = scales[0, :, i // 32].double(), offsets[0, :, i // 32].double()
-        code = ((left[:, i] - offset) / scale).round().clamp(0, 2**bits - 1)
-        assert int((code != codes[0, :, i]).sum()) <= 1
-        error = (left[:, i] - scale * codes[0, :, i] - offset) / u[i, i]
-        left[:, i + 1 :] -= error.unsqueeze(1) * u[i, i + 1 :]
+        scale, offset = scales[i // 32], offsets[i // 32]
+        code = ((left[i] - offset) / scale).round().clamp(0, 2**bits - 1)
+        assert int((code != codes[i]).sum()) <= 1
+        error = (left[i] - scale * codes[i] - offset) / u[i, i]
+        left[i + 1 :] -= u[i, i + 1 :].unsqueeze(1) * error
+    index = torch.arange(80) // 32
+    rest = weights[0].double().T - scales[index] * codes - offsets[index]
+    slope = hessian[0].double() @ rest
+    assert torch.allclose(_upper_product(factor, swept.errors)[0].double(), slope, atol=0.02 * float(slope.abs().max()))
 
 
-def test_the_inverse_of_a_triangular_matrix() -> None:
-    lower = torch.randn(2, 300, 300, generator=torch.Generator().manual_seed(0)).tril() / 20 + torch.eye(300)
-    assert torch.allclose(_inverse(lower) @ lower, torch.eye(300).expand(2, -1, -1), atol=1e-4)
+def test_losses_are_measured_on_some_rows_and_hessians_are_symmetric() -> None:
+    x = torch.randn(1030, 600, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(_tested(x), x[::4])
+    assert len(_tested(x[:300])) == 300
+    found = _gram(x)
+    assert torch.allclose(found, x.T @ x, atol=1e-2)
+    assert torch.equal(found, found.T)
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:

@@ -42,6 +42,7 @@ MIN_ROWS = 32  # an expert with fewer calibration rows is rounded to nearest (do
 LEAST_CAP = 4096  # at least so many rows of an expert are used; more with larger matrices
 _ROWS_AT_ONCE = 4096  # whose pre-activations are in memory together
 _BATCH_BYTES = 256 << 20  # of the Hessians of the experts that are quantized together
+_COLUMNS_AT_ONCE = 256  # of a Hessian
 _LOSS_ROWS = 256  # of an expert, on which losses are measured
 _CORRECTION_DAMPING = 0.3  # of the mean diagonal, for D*
 
@@ -104,14 +105,16 @@ class WidthResult:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Experts in full precision with calibration rows [n, H], activations [n, I] and outputs [n, H] of each.
+    """Experts in full precision with calibration rows [n, H] and activations [n, I] of each.
 
-    hessians: [B, H, H]. few: [B], has less than `MIN_ROWS` rows.
+    tested: some of the rows, on which losses are measured, and outputs [n, H] of those. hessians: [B, H, H]. few: [B],
+    has less than `MIN_ROWS` rows.
     """
 
     full: Matrices
     rows: list[torch.Tensor]
     activations: list[torch.Tensor]
+    tested: list[torch.Tensor]
     outputs: list[torch.Tensor]
     hessians: torch.Tensor
     few: torch.Tensor
@@ -148,8 +151,9 @@ def load_chunk(
         full=full,
         rows=rows,
         activations=activations,
-        outputs=[a @ d.T for a, d in zip(activations, full.down, strict=True)],
-        hessians=torch.stack([x.T @ x for x in rows]),
+        tested=[_tested(x) for x in rows],
+        outputs=[_tested(a) @ d.T for a, d in zip(activations, full.down, strict=True)],
+        hessians=torch.stack([_gram(x) for x in rows]),
         few=torch.from_numpy(counts < MIN_ROWS),
     )
 
@@ -158,7 +162,7 @@ def quantize_chunk(chunk: _Chunk, bits: int, group: int, act_order: bool, activa
     """All experts of a chunk at one width, with their losses. Raises ValueError: a weight or input is not finite."""
     full = chunk.full
     nearest = QuantizedExperts(round_to_nearest(full.gate_up, bits, group), round_to_nearest(full.down, bits, group))
-    rtn_losses = output_losses(nearest.dequantized(), chunk.rows, chunk.outputs, activation)
+    rtn_losses = output_losses(nearest.dequantized(), chunk.tested, chunk.outputs, activation)
     few = chunk.few.numpy()
     if few.all():
         return WidthResult(bits, nearest, rtn_losses, rtn_losses, few)
@@ -168,11 +172,11 @@ def quantize_chunk(chunk: _Chunk, bits: int, group: int, act_order: bool, activa
         full.gate_up, chunk.hessians, bits, group, act_order=act_order, damping=damping_for(counts, hidden)
     )
     seen = [_activate(x, w, activation) for x, w in zip(chunk.rows, gate_up.dequantized(), strict=True)]
-    hessians = torch.stack([a.T @ a for a in seen])
+    hessians = torch.stack([_gram(a) for a in seen])
     damping = damping_for(counts, size)
     down = gptq(_corrected(chunk, seen, hessians, damping), hessians, bits, group, act_order=act_order, damping=damping)
     fitted = QuantizedExperts(gate_up.replaced(chunk.few, nearest.gate_up), down.replaced(chunk.few, nearest.down))
-    losses = output_losses(fitted.dequantized(), chunk.rows, chunk.outputs, activation)
+    losses = output_losses(fitted.dequantized(), chunk.tested, chunk.outputs, activation)
     return WidthResult(bits, fitted, losses, rtn_losses, few)
 
 
@@ -187,13 +191,7 @@ def expert_outputs(experts: Matrices, rows: list[torch.Tensor], activation: str)
 def output_losses(
     experts: Matrices, rows: list[torch.Tensor], outputs: list[torch.Tensor], activation: str
 ) -> np.ndarray:
-    """float32 [B]: mean squared difference of the experts' outputs [n, H] on their rows [n, H] from `outputs`.
-
-    Of more than `_LOSS_ROWS` rows, so many are taken, evenly spaced.
-    """
-    steps = [max(1, len(x) // _LOSS_ROWS) for x in rows]
-    rows = [x[::step] for x, step in zip(rows, steps, strict=True)]
-    outputs = [y[::step] for y, step in zip(outputs, steps, strict=True)]
+    """float32 [B]: mean squared difference of the experts' outputs [n, H] on their rows [n, H] from `outputs`."""
     made = expert_outputs(experts, rows, activation)
     return np.array([float((y - out).square().mean()) for y, out in zip(outputs, made, strict=True)], dtype=np.float32)
 
@@ -212,6 +210,22 @@ def _activate(rows: torch.Tensor, gate_up: torch.Tensor, activation: str) -> tor
     act = ACTIVATIONS[activation]
     pairs = ((part @ gate_up.T).chunk(2, dim=1) for part in rows.split(_ROWS_AT_ONCE))
     return torch.cat([act(gate) * up for gate, up in pairs])
+
+
+def _tested(rows: torch.Tensor) -> torch.Tensor:
+    """Of more than `_LOSS_ROWS` rows about so many, evenly spaced."""
+    return rows[:: max(1, len(rows) // _LOSS_ROWS)]
+
+
+def _gram(x: torch.Tensor) -> torch.Tensor:
+    """x^T x, one triangle of it computed: [n, I] -> [I, I]."""
+    size = x.shape[1]
+    found = torch.empty(size, size)
+    for start in range(0, size, _COLUMNS_AT_ONCE):
+        part = slice(start, start + _COLUMNS_AT_ONCE)
+        torch.mm(x[:, part].T, x[:, start:], out=found[part, start:])
+        found[start + _COLUMNS_AT_ONCE :, part] = found[part, start + _COLUMNS_AT_ONCE :].T
+    return found
 
 
 def _corrected(
