@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--on-cpu", action="store_true", help="tests/cuda/test_identity.py on the CPU stand-in: to try the test itself"
     )
+    parser.addoption("--cold", action="store_true", help="README's commands: with an empty cache, each within a minute")
     parser.addoption("--renew", help="tests/golden: freeze these anew: FILE, FILE/NAME, several with commas, or all")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,18 +25,49 @@ def test_there_is_something_to_test() -> None:
     assert _COMMANDS
 
 
-@pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
-@pytest.mark.timeout(660)
-@pytest.mark.parametrize("command", _COMMANDS)
-def test_command(command: str) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+_MOST_S, _FIRST_TOKEN_S = 60.0, 12.0  # of a command with an empty cache; of a start to the first token
+
+
+@pytest.fixture(scope="module")
+def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of the commands: with `--cold` (`make readme-times`) an empty cache folder, which they share."""
+    cold = request.config.getoption("--cold")
+    return {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))} if cold else {}
+
+
+def _run(command: str, cache: dict[str, str]) -> tuple[str, float]:
+    """Standard output, and the seconds that it took; prints them."""
+    path, begin_s = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", time.monotonic()
     done = subprocess.run(
-        shlex.split(command), cwd=_ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True,
+        shlex.split(command), cwd=_ROOT, env=os.environ | {"PATH": path} | cache, capture_output=True, text=True,
         timeout=600,  # the first with near-data workers makes their replicas
         check=False,
     )  # fmt: skip
+    took_s = time.monotonic() - begin_s
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    print(f"\n{took_s:6.1f} s  {command}")
+    return done.stdout, took_s
+
+
+@pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_command(command: str, cache: dict[str, str]) -> None:
+    out, took_s = _run(command, cache)
+    assert out.strip()
+    assert not cache or took_s < _MOST_S
+
+
+@pytest.mark.timeout(660)
+def test_a_start_takes_seconds(cache: dict[str, str]) -> None:
+    """After the commands above, which left a store. On a busy machine the bar says nothing: only with `--cold`."""
+    if not cache:
+        pytest.skip("make readme-times")
+    record = json.loads(_run(f"{_COMMANDS[0]} --json", cache)[0])
+    first_s = record["startup_s"] + record["ttft_s"]
+    for step, seconds in (record["startup_steps_s"] | {"first token": record["ttft_s"]}).items():
+        print(f"{seconds:6.1f} s    {step}")
+    assert first_s < _FIRST_TOKEN_S
 
 
 def test_make_run_does_what_the_readme_says() -> None:

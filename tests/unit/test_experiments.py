@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.config import RunConfig, load_policy
-from tiermoe.cluster.jobs.bench import command, run
+from tiermoe.cluster.jobs.bench import command, run, serving
 from tiermoe.cluster.jobs.bench.cells import Cell, Journal, Policy, added, counters, journal_file, measure_cell
 from tiermoe.cluster.jobs.bench.experiment import (
     Experiment,
@@ -196,6 +196,24 @@ def test_a_cell_with_files_of_its_own_store_leaves_the_prepared_one_alone(monkey
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def test_presets_that_are_compared_run_on_the_same_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Static placement needs calibrated ones: the others then have them, too, and none is made twice."""
+    made: list[tuple[list[int], bool]] = []
+    monkeypatch.setattr(serving, "prepared_store", lambda *_: Path("store"))
+
+    def ensure(store: Path, model: Path, widths: list[int], group: int, calibrated: bool, progress: bool) -> None:
+        made.append((widths, calibrated))
+
+    monkeypatch.setattr(serving, "ensure_replicas", ensure)
+    presets = [load_policy(name) for name in ("context-ndp-3bit", "on-demand", "context-ndp-2bit")]
+    serving.ensure_artifacts(serving.run_config(None), presets)
+    serving.ensure_artifacts(serving.run_config(None), [*presets, load_policy("static-ndp")])
+    free, calibrated = made
+    assert free[0] == sorted({width for preset in presets for width in preset.replica_widths})
+    assert (free[1], calibrated[1]) == (False, True)
+    assert set(free[0]) <= set(calibrated[0])
 
 
 @pytest.mark.usefixtures("passages")

@@ -22,7 +22,7 @@ from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.settings import EngineSettings, LinkSettings
 from ....actors.store.artifacts import GATES_NAME, PROFILE_NAME, SENSITIVITY_NAME
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
-from ...config import RunConfig, engine_settings, load_run_config
+from ...config import RunConfig, engine_settings, load_policy, load_run_config
 from ...hub import located
 from ...prompt import check_length, load_model_config, load_tokenizer
 from ...simulate.executor import Machine
@@ -278,6 +278,9 @@ def own_store(base: RunConfig, folder: Path) -> Path:
 def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None:
     """Add to the prepared store the gates, sensitivities, profile and replicas that these presets read and it lacks.
 
+    Where one of them needs the popularity of experts, all of them get calibrated replicas: presets that are compared
+    run on the same ones.
+
     Raises:
         ConfigError: an artifact is missing, and the checkpoint ships no calibration text.
     """
@@ -285,10 +288,15 @@ def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None
     from ..profile.job import profile_text
 
     settings, text, quiet = engine_settings(base), base.model_dir / _CALIBRATION_TEXT, Console(quiet=True)
-    for preset in presets:
-        if not preset.needs and not preset.replica_widths:
-            continue
-        store = prepared_store(base, settings.model_copy(update={"policy": preset}))  # with replicas
+    presets = list(presets)
+    needing = [preset for preset in presets if preset.needs or preset.replica_widths]
+    if not needing:
+        return
+    store = prepared_store(base, settings.model_copy(update={"policy": load_policy("on-demand")}))
+    if widths := sorted({width for preset in presets for width in preset.replica_widths}):
+        known = any(preset.needs_popularity for preset in presets)
+        ensure_replicas(store, base.model_dir, widths, base.ndp.group_size, calibrated=known, progress=False)
+    for preset in needing:
         if "gates" in preset.needs and not (store / GATES_NAME).exists():
             add_gates(store, base.model_dir, text, quiet)
         if "sensitivity" in preset.needs and not (store / SENSITIVITY_NAME).exists():
