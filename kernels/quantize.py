@@ -279,8 +279,9 @@ class _Swept:
     errors: torch.Tensor
 
     def batch(self, bits: int, group: int) -> QuantizedBatch:
-        codes, scales, offsets = self.codes.to(torch.uint8), self.scales.half(), self.offsets.half()
-        return QuantizedBatch(*(t.transpose(1, 2).contiguous() for t in (codes, scales, offsets)), bits, group)
+        parts = (self.codes.to(torch.uint8), self.scales.half(), self.offsets.half())
+        codes, scales, offsets = (t.transpose(1, 2).contiguous() for t in parts)
+        return QuantizedBatch(codes, scales, offsets, bits, group)
 
 
 def _sweep(
