@@ -116,17 +116,24 @@ class Pending:
         self.probe_after_s, self.probe_at = probe_after_s, 0.0
         self.reply: Frame | None = None
         self.unknown = False  # the peer reports that the request did not arrive
-        self.answered = threading.Lock()  # released by `wake`; only used where the transport delivers
-        self.answered.acquire()
+        self.answered: threading.Lock | None = None  # released by `wake`; where the transport delivers
+        if not channel._transport.pull:
+            self.answered = threading.Lock()
+            self.answered.acquire()
 
     def wake(self) -> None:
         """Let the waiting thread check again."""
-        with contextlib.suppress(RuntimeError):  # it is awake
-            self.answered.release()
+        if self.answered is not None:
+            with contextlib.suppress(RuntimeError):  # it is awake
+                self.answered.release()
 
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""
-        return self._channel._poll(self)
+        return self.reply is not None or self._channel._poll(self)
+
+    def has_come(self) -> bool:
+        """Whether the answer has been read; reads none."""
+        return self.reply is not None
 
     def result(self) -> Message | None:
         """The answer; None for an acknowledgement.
@@ -217,7 +224,8 @@ class Channel:
         encoded = encode(message)
         deadline = time.monotonic() + deadline_s
         deadline_ns = self._peer_deadline_ns(deadline)
-        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        sending = self._sending
+        if not (sending.acquire(False) or sending.acquire(timeout=max(0.0, deadline - time.monotonic()))):
             raise _not_sent()
         try:
             number = next(self._numbers)
@@ -384,7 +392,7 @@ class Channel:
     def _wait(self, pending: Pending, timeout_s: float) -> None:
         """Read the ring, or sleep while another thread reads it."""
         if not self._transport.pull:
-            if self._lost is None:
+            if self._lost is None and pending.answered is not None:
                 pending.answered.acquire(timeout=timeout_s)
         elif self._reading.acquire(blocking=False):
             try:

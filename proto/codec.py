@@ -395,19 +395,57 @@ def _decode_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> messages
     return messages.StoreReply(layer, _ids("experts", experts, limits.experts), named, reply.first)
 
 
+@functools.lru_cache(maxsize=_CACHED_BODIES, typed=True)
+def _context_part(field: str, value: int) -> bytes:
+    return pb.Context(**{field: value}).SerializeToString()
+
+
+def _encode_context(m: messages.Context) -> Parts:
+    body = _context_part("iteration", m.iteration) + _context_part("layer", m.layer)
+    return body, (m.sequences, m.embedding, m.probabilities)
+
+
+def _decode_context(body: bytes, arrays: Arrays, limits: Limits) -> messages.Context:
+    read = pb.Context.FromString(body)
+    made = messages.Context(read.iteration, read.layer, *arrays)
+    _check_context(made, limits)
+    return made
+
+
+def _encode_prefetch(m: messages.PrefetchCommand) -> Parts:
+    body = pb.PrefetchCommand(iteration=m.iteration, layer=m.layer, hints=m.hints, mapped=m.mapped)
+    return body.SerializeToString(), (m.keys, m.priorities)
+
+
+def _decode_prefetch(body: bytes, arrays: Arrays, limits: Limits) -> messages.PrefetchCommand:
+    read = pb.PrefetchCommand.FromString(body)
+    made = messages.PrefetchCommand(read.iteration, read.layer, *arrays, read.hints, read.mapped)
+    _check_prefetch(made, limits)
+    return made
+
+
+_ACKNOWLEDGED = messages.Acknowledged()
+
+
+def _decode_acknowledged(body: bytes, arrays: Arrays, limits: Limits) -> messages.Acknowledged:
+    if body:
+        pb.Acknowledged.FromString(body)
+    return _ACKNOWLEDGED
+
+
 _SPECIAL: tuple[tuple[int, type, _Encode, _Decode], ...] = (
     (pb.KIND_EXPERT_BATCH, messages.ExpertBatch, _encode_batch, _decode_batch),
     (pb.KIND_EXPERT_RESULT, messages.ExpertResult, _encode_result, _decode_result),
+    (pb.KIND_PREFETCH_COMMAND, messages.PrefetchCommand, _encode_prefetch, _decode_prefetch),
+    (pb.KIND_CONTEXT, messages.Context, _encode_context, _decode_context),
+    (pb.KIND_ACKNOWLEDGED, messages.Acknowledged, lambda m: (b"", ()), _decode_acknowledged),
     (pb.KIND_HEALTH_REPORT, messages.HealthReport, _encode_report, _decode_report),
     (pb.KIND_STORE_REPLY, messages.StoreReply, _encode_store_reply, _decode_store_reply),
 )
 _PLAIN: tuple[tuple[int, type, Any, Callable[[Any, Limits], None] | None], ...] = (
-    (pb.KIND_ACKNOWLEDGED, messages.Acknowledged, pb.Acknowledged, None),
     (pb.KIND_FAILURE, messages.Failure, pb.Failure, None),
     (pb.KIND_HEALTH_REQUEST, messages.HealthRequest, pb.HealthRequest, None),
-    (pb.KIND_PREFETCH_COMMAND, messages.PrefetchCommand, pb.PrefetchCommand, _check_prefetch),
     (pb.KIND_PLACEMENT_COMMAND, messages.PlacementCommand, pb.PlacementCommand, _check_placement),
-    (pb.KIND_CONTEXT, messages.Context, pb.Context, _check_context),
     (pb.KIND_STORE_REQUEST, messages.StoreRequest, pb.StoreRequest, _check_store_request),
     (pb.KIND_FILE_REQUEST, messages.FileRequest, pb.FileRequest, _check_file_request),
     (pb.KIND_FILE_REPLY, messages.FileReply, pb.FileReply, _check_file_reply),

@@ -15,9 +15,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import count
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,7 @@ _REMEMBERED = 4096  # publish times and lags, for their percentiles
 Source = Literal["expert-map", "next-gate"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     pending: Pending
     iteration: int
     begins: bool
@@ -143,14 +142,16 @@ class MatcherLink:
 
         A partly late command keeps its other keys; a late command is dropped and counted.
         """
-        asked, out = self._asked, []
-        while asked and asked[0].pending.done():
+        asked, out = self._asked, list[PrefetchCommand]()
+        ready = bool(asked) and asked[0].pending.done()  # which reads all that has come
+        while ready:
             command = self._answer(asked.popleft())
             if command is not None:
                 command = self._in_time(command, iteration, layer)
                 self._judge(command is not None)
             if command is not None:
                 out.append(command)
+            ready = bool(asked) and asked[0].pending.has_come()
         return out
 
     def report(self) -> dict[str, Any]:
@@ -244,7 +245,7 @@ class MatcherLink:
         wanted = len(command.keys) - command.hints
         if command.iteration == iteration:
             first = (layer + 1) * self.shape.experts
-            if not len(command.keys) or command.keys.min() >= first:
+            if min(command.keys.tolist(), default=first) >= first:
                 self._counts["commands"] += 1
                 return command
             later = command.keys >= first
@@ -287,9 +288,9 @@ def wanted_keys(command: PrefetchCommand) -> tuple[list[int], list[float]]:
 def tell_eviction(eviction: EvictionPolicy, command: PrefetchCommand, experts: int) -> None:
     """Give an expert-map eviction the probabilities of a mapped command. experts: of a layer."""
     if command.mapped and isinstance(eviction, ExpertMapEviction):
-        keys = command.keys
-        first = int(keys.min()) // experts if len(keys) else 0
-        layers = first if len(keys) and first == int(keys.max()) // experts else keys // experts
+        keys, listed = command.keys, command.keys.tolist() or [0]
+        first = min(listed) // experts
+        layers = first if first == max(listed) // experts else keys // experts  # one number for one layer is faster
         eviction.expect(keys, probability_of(command.priorities, layers, command.layer))
 
 
