@@ -1,6 +1,8 @@
 """The C++ extension (`kernels/cpu/module.cpp`, `neuron_module.cpp`). Buffers are given by address, which
 `kernels/cpu_ffn.py` and `kernels/packed_ffn.py` check."""
 
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,12 +22,17 @@ class Link:
 class Copy:
     """One copy: an opaque capsule."""
 
-class Resident:
+class Loads:
+    """The slots of a cache and the copies into them: an opaque capsule."""
+
+class Layer:
     """A layer on a pool: an opaque capsule."""
 
 class Importance:
     """The state of ActiveEvict's eviction: an opaque capsule."""
 
+# target, bytes between slots, bytes between experts of a source, count and widen as of `Piece`, source of each layer
+ExpertPart = tuple[int, int, int, int, bool, tuple[int, ...]]
 Piece = tuple[int, int, int, bool]  # target, source, count of bytes, or of bfloat16 numbers to widen
 
 def expert_ffn(
@@ -45,9 +52,34 @@ def expert_ffn(
     """Raises ValueError: a group, a pair, a neuron, the width or the activation is out of range."""
 
 def combine(y: int, weights: int, tokens: int, top_k: int, width: int, out: int, /) -> None: ...
-def resident(
-    layer: int,
+def loads(
+    link: Link, keys: int, slots: int, experts: int, arrays: tuple[int, ...], parts: list[ExpertPart], /
+) -> Loads:
+    """arrays: the addresses of `Residency.arrays`. The caller keeps link and buffers alive. Raises ValueError: numbers
+    that do not fit each other."""
+
+def loads_prefetch(loads: Loads, keys: list[int], victims: list[int], /) -> bool:
+    """Evict, and queue copies behind all demand; False: the link is closed. Raises ValueError: a key is not absent, a
+    victim cannot be evicted, or slots are too few."""
+
+def loads_keys(loads: Loads, /) -> list[int]: ...
+def loads_take(loads: Loads, /) -> list[tuple[int, int, int, bool, Copy]]:
+    """(key, slot, generation, prefetch, copy) of the copies under way, which are forgotten here."""
+
+def loads_land(loads: Loads, key: int, layer: int, /) -> float | None:
+    """Wait for a copy: the seconds; None: it was cancelled. Raises ValueError: none is under way."""
+
+def loads_landed(loads: Loads, /) -> list[tuple[int, int, int, float, float, float]]:
+    """(layer, demand loads, prefetches, seconds of the link by the wall's clock, by its own, part while the layer ran)
+    since the last call."""
+
+def loads_dropped(loads: Loads, /) -> list[int]:
+    """The keys whose prefetches `layer_begin` has cancelled since the last call."""
+
+def layer(
+    index: int,
     experts: int,
+    states: int,
     slots: int,
     gate_up: int,
     down: int,
@@ -57,13 +89,22 @@ def resident(
     max_rows: int,
     record: int,
     record_words: int,
+    loads: Loads | None,
     /,
-) -> Resident:
-    """slots: int32 [E], negative for an expert that is not resident; record: int64, see `resident_module.cpp`."""
+) -> Layer:
+    """states: uint8 [E], slots: int32 [E]; record: int64, see `layer_module.cpp`."""
 
-def run_resident(layer: Resident, hidden: int, ids: int, weights: int, tokens: int, top_k: int, out: int, /) -> bool:
-    """Run the layer and record the pass. False: nothing was done, since an expert is not resident or has many rows,
-    or the record is full. Raises ValueError: there is no such expert."""
+def layer_begin(
+    layer: Layer, hidden: int, ids: int, weights: int, tokens: int, top_k: int, out: int, runs: bool, /
+) -> Literal[True] | tuple[list[int], list[int], list[int], int, int, int] | None:
+    """True: the pass has run; the fields of `expert_ffn.Needed`; None: Python's step must run it. Raises ValueError:
+    there is no such expert."""
+
+def layer_load(layer: Layer, victims: list[int], /) -> bool:
+    """False: the link is closed. Raises ValueError as `loads_prefetch`."""
+
+def layer_finish(layer: Layer, hidden: int, weights: int, out: int, /) -> float | None:
+    """Seconds waited for copies; None: one was cancelled."""
 
 def instruction_sets() -> tuple[str, ...]:
     """What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable"."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
@@ -186,31 +186,71 @@ class CpuKernel:
         _cpu.combine(y.data_ptr(), weights.data_ptr(), tokens, top_k, self._width, out.data_ptr())
         return out
 
+    def native(
+        self, layer: int, states: NDArray[np.uint8], slots: NDArray[np.int32], record: NDArray[np.int64],
+        loads: _cpu.Loads | None = None,
+    ) -> NativeLayer:  # fmt: skip
+        """One layer in native calls.
 
-    def resident(self, layer: int, slots: NDArray[np.int32], record: NDArray[np.int64]) -> ResidentLayer:
-        """One layer as a native call. slots: of its experts [E], negative where not resident. record: of its passes."""
-        made = _cpu.resident(
-            layer, len(slots), slots.ctypes.data, *self._addresses, self._gate_up.shape[1], self._width,
-            self._activation, CPU_MAX_ROWS, record.ctypes.data, len(record),
+        Args:
+            states, slots: of its experts [E], as in `policies.residency.Residency.arrays`.
+            record: of its passes without misses.
+            loads: plans the others; None: only passes without misses run.
+        """
+        made = _cpu.layer(
+            layer, len(slots), states.ctypes.data, slots.ctypes.data, *self._addresses, self._gate_up.shape[1],
+            self._width, self._activation, CPU_MAX_ROWS, record.ctypes.data, len(record), loads,
         )  # fmt: skip
-        return ResidentLayer(made, self._width, (slots, record, self))
+        return NativeLayer(made, self._width, loads is not None, (states, slots, record, loads, self))
 
 
-class ResidentLayer:
-    """Runs a layer whose experts are all resident in one native call (`kernels/cpu/resident_module.cpp`).
+class Needed(NamedTuple):
+    """What a pass needs, once its routing is known.
 
-    The output is that of `CpuKernel.run` and `combine`, to the bit. `held` keeps the memory alive.
+    keys, counts: the experts, and the tokens that picked each. run: the same keys as they will run: `resident` ones,
+    then `arriving` ones whose copies are under way, then the missing ones. victims: slots to be freed for those.
     """
 
-    def __init__(self, made: _cpu.Resident, width: int, held: object) -> None:
-        self._made, self._width, self._held = made, width, held
+    keys: list[int]
+    counts: list[int]
+    run: list[int]
+    resident: int
+    arriving: int
+    victims: int
 
-    def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; None: nothing was done, and `CpuKernel` can.
 
-        It is so where an expert is not resident or has more than `CPU_MAX_ROWS` rows, for other dtypes than float32,
-        and where the record is full.
+class NativeLayer:
+    """Runs a layer in native calls (`kernels/cpu/layer_module.cpp`): `run`, or `begin`, `load` and `finish`.
+
+    The output is that of `CpuKernel.run` and `combine`, to the bit. What is found at `begin` is pinned until `finish`.
+
+    Attributes:
+        plans: whether passes with misses run.
+        waited_s: seconds that the last `finish` has waited for copies.
+    """
+
+    def __init__(self, made: _cpu.Layer, width: int, plans: bool, held: object) -> None:
+        self._made, self._width, self._held, self.plans, self.waited_s = made, width, held, plans, 0.0
+        self._pass: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | Needed | None:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H] where all experts are resident, else as `begin`."""
+        return self._begin(hidden, ids, weights, True)
+
+    def begin(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Needed | None:
+        """Make copies that have ended resident, cancel queued prefetches that the pass does not need, and find what it
+        needs; None: `CpuKernel` can run it.
+
+        It is so for other dtypes than float32, where an expert has more than `CPU_MAX_ROWS` rows, where more slots are
+        needed than can be freed, and where the record is full. Raises ValueError: there is no such expert.
         """
+        found = self._begin(hidden, ids, weights, False)
+        assert not isinstance(found, torch.Tensor)
+        return found
+
+    def _begin(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, runs: bool
+    ) -> torch.Tensor | Needed | None:
         float32 = torch.float32
         if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
             return None
@@ -219,8 +259,29 @@ class ResidentLayer:
             raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(ids.shape)} ids and {tuple(weights.shape)} weights")
         hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
         out = torch.empty_like(hidden)
-        run, of = _cpu.run_resident, (hidden.data_ptr(), ids.data_ptr(), weights.data_ptr())
-        return out if run(self._made, *of, tokens, top_k, out.data_ptr()) else None
+        of = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        found = _cpu.layer_begin(self._made, *of, tokens, top_k, out.data_ptr(), runs)
+        if found is True:
+            return out
+        if found is None:
+            return None
+        self._pass = hidden, weights, out
+        return tuple.__new__(Needed, found)
+
+    def load(self, victims: list[int]) -> bool:
+        """Evict these, and queue the copies of the missing experts; False: the link is closed."""
+        return _cpu.layer_load(self._made, victims)
+
+    def finish(self) -> torch.Tensor | None:
+        """Run the pass, arrivals as they land: [T, H]. None: a copy was cancelled, and nothing has changed."""
+        assert self._pass is not None  # of `begin`
+        hidden, weights, out = self._pass
+        self._pass = None
+        waited_s = _cpu.layer_finish(self._made, hidden.data_ptr(), weights.data_ptr(), out.data_ptr())
+        if waited_s is None:
+            return None
+        self.waited_s = waited_s
+        return out
 
 
 class Tables(Protocol):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ...kernels.expert_ffn import ExpertKernel, Group
     from ...kernels.packed_slots import PackedKernel
     from .cache.device import Activations
-    from .layer import MoeLayer, ResidentRun
+    from .layer import MoeLayer, NativeRun
     from .peers.remote import RemoteCall, RemoteExperts
 
 Spans = Mapping[int, tuple[int, int]]  # key -> first and end of its pairs
@@ -155,14 +155,19 @@ class DeviceBackend:
         self.cache, self.views, self.runner = cache, views, ExpertRunner(cache, low_bit)
         self._activations, self._peer_named = activations, peer_named
 
-    def resident(self, step: MoeLayer) -> ResidentRun | None:
-        """The layer in one native call, on the CPU with whole experts in one precision and no norm after each."""
-        make = getattr(step.kernel, "resident", None)
+    def native(self, step: MoeLayer) -> NativeRun | None:
+        """The layer in native calls, on the CPU with whole experts in one precision and no norm after each."""
+        make = getattr(step.kernel, "native", None)
         plain = self._peer_named is None and self.runner.low_bit is None and step.post is None
         if make is None or not plain or self.cache.divided:
             return None
-        slots = np.frombuffer(self.cache.residency.resident_slots, np.int32)[step.index * step.experts :]
-        found: ResidentRun | None = make(step.index, slots[: step.experts], self.cache.passes.words)
+        cache, mine = self.cache, slice(step.index * step.experts, (step.index + 1) * step.experts)
+        states, _, slots, *_ = cache.residency.arrays
+        loads = None if cache.native is None else cache.native.handle
+        found: NativeRun | None = make(
+            step.index, np.frombuffer(states, np.uint8)[mine], np.frombuffer(slots, np.int32)[mine],
+            cache.passes.words, loads,
+        )  # fmt: skip
         return found
 
     def look(

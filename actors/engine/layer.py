@@ -1,7 +1,8 @@
 """One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
 
 Where nothing is to be decided, since all experts are resident and no hook asks, one native call does it all, and the
-cache counts it later (`ExpertCache.count_passes`). The page is its reference: same output, same counters.
+cache counts it later (`ExpertCache.count_passes`). A layer with misses takes three (`MoeLayer._native`): the policies
+choose victims and prefetches between them. The page is their reference: same output, loads, victims and counters.
 
 Three executors run this page with different backends: the lead (`dispatch.DeviceBackend`), another shard
 (`peers.shard`) and the simulator (`cluster.simulate.executor`).
@@ -24,7 +25,7 @@ from .stats import LayerStats
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
-    from ...kernels.expert_ffn import ExpertKernel
+    from ...kernels.expert_ffn import ExpertKernel, Needed
     from .dispatch import RemoteTask, Spans
     from .host_view import Routing
     from .serving.streams import SequenceRows
@@ -56,19 +57,37 @@ class View(Protocol):
         ...
 
 
-class ResidentRun(Protocol):
-    """A layer whose experts are all resident, in one native call (`kernels.expert_ffn.ResidentLayer`)."""
+class NativeRun(Protocol):
+    """A layer in native calls (`kernels.expert_ffn.NativeLayer`).
+
+    plans: layers with misses, too. waited_s: seconds that the last `finish` has waited for copies.
+    """
+
+    plans: bool
+    waited_s: float
 
     def run(self, *inputs: Any) -> Any | None:
-        """The output, and the pass recorded in `ExpertCache.passes`; None: nothing was done."""
+        """The output, and the pass recorded in `ExpertCache.passes`; or as `begin`."""
+        ...
+
+    def begin(self, *inputs: Any) -> Needed | None:
+        """What the pass needs; None: it is for the page."""
+        ...
+
+    def load(self, victims: list[int]) -> bool:
+        """Evict these, load the missing experts; False: the cache is closed."""
+        ...
+
+    def finish(self) -> Any | None:
+        """The output; None: a copy was cancelled."""
         ...
 
 
 class Backend(Protocol):
     """The executor of a layer: a GPU or the CPU in its place, a shard, a recorded trace."""
 
-    def resident(self, step: MoeLayer) -> ResidentRun | None:
-        """The short cut of a layer without misses; None: there is none."""
+    def native(self, step: MoeLayer) -> NativeRun | None:
+        """The short cut of a layer; None: there is none."""
         ...
 
     def look(self, layer: int, weighed: bool, *inputs: Any) -> Any:
@@ -194,9 +213,10 @@ class MoeLayer:
         self.hooks = Hooks() if hooks is None else hooks
         self._check, self._last = check, index == len(cache.stats.layers) - 1
         self.observers: list[Observer] = []
-        asks = self.hooks.reroute or self.hooks.watch or any(hook.always for hook in self.hooks.ahead)
-        decides = asks or type(placer) is not Placer
-        self.resident = None if decides else backend.resident(self)
+        decides = self.hooks.reroute or self.hooks.watch or type(placer) is not Placer
+        self.native = None if decides else backend.native(self)
+        if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
+            self.native = None
         self._promising = True  # the last pass had no miss
 
     @property
@@ -211,12 +231,13 @@ class MoeLayer:
             RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
         """
         index, cache, backend, hooks = self.index, self.cache, self.backend, self.hooks
-        if self.resident is not None:
-            if self._promising and not self.observers and cache.quiet and all(h.idle(index) for h in hooks.ahead):
-                out = self.resident.run(*inputs)
+        native = self.native
+        if native is not None:
+            if (self._promising or native.plans) and not self.observers and cache.quiet:
+                out = self._native(native, inputs)
                 if out is not None:
-                    return self._ran_resident(out)
-            if cache.passes.words[0] > 1:
+                    return out
+            if native.plans or cache.passes.words[0] > 1:
                 cache.count_passes()
         cache.settle_times()
         stats = cache.stats.layers[index]
@@ -253,6 +274,50 @@ class MoeLayer:
             cache.abandon()
             raise
         self._observe(stats, stats.blocked_io_s - blocked_s, stats.link_s - busy_s, tasks)  # observe
+        return out
+
+    def _native(self, native: NativeRun, inputs: tuple[Any, ...]) -> Any | None:
+        """The step in native calls; None: nothing was done that the page would not do."""
+        index, cache, ahead = self.index, self.cache, self.hooks.ahead
+        stats = cache.stats.layers[index]
+        needed: Needed | None = None
+        if self._promising and not cache.counters.vacant and all(hook.idle(index) for hook in ahead):
+            found: Any = native.run(*inputs)
+            if found is not None and not isinstance(found, tuple):
+                return self._ran_resident(found)
+            needed = found
+        elif native.plans:
+            needed = native.begin(*inputs)
+        if native.plans:
+            cache.count_passes()
+            cache.loads.dropped()
+        if needed is None:
+            return None
+        io_s, link_s = stats.blocked_io_s, stats.link_s
+        run, resident = needed.run, needed.resident
+        cache.eviction.routed(needed.keys, needed.counts, len(inputs[0]))
+        plan = LayerPlan(tuple(run), resident, needed.arriving, ())
+        self._promising = resident == len(run)
+        view = None
+        try:
+            cache.begin_native(index, needed, plan, native)
+            for hook in ahead:
+                if hook.idle(index):
+                    hook.skip(index)
+                else:
+                    view = self.backend.look(index, False, *inputs) if view is None else view
+                    hook.layer(index, view)
+            out = native.finish()
+            if out is None:
+                cache.loads.fail_cancelled(run)
+            stats.blocked_io_s += native.waited_s
+        except BaseException:
+            cache.abandon()
+            raise
+        cache.ran_native(run)
+        if self._last:
+            cache.count_passes()
+        self._observe(stats, stats.blocked_io_s - io_s, stats.link_s - link_s, ())
         return out
 
     def _ran_resident(self, out: Any) -> Any:

@@ -1,6 +1,7 @@
 """Which expert is in which slot: bookkeeping of the expert cache without tensors and threads.
 
-Where experts are split, "expert" here means a segment.
+Where experts are split, "expert" here means a segment. The state is in arrays, so that native code reads and changes it
+in place (`kernels/cpu/loads.hpp`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ class State(IntEnum):
     ABSENT = 0
     LOADING = 1
     RESIDENT = 2
+
+
+_STATES = tuple(State)
+_LOADING, _RESIDENT = int(State.LOADING), int(State.RESIDENT)
 
 
 class ResidencyError(AssertionError):
@@ -52,17 +57,15 @@ class Residency:
 
     Attributes:
         slots: of all classes together.
-        emptied: how often the last expert has left.
-        resident_slots: int32 [keys] for native code: the slot of each RESIDENT expert, -1 of others.
+        held_slot: `slot` of an expert that is known to be LOADING or RESIDENT, in a fraction of the time.
     """
 
     def __init__(self, keys: int, slots: int, slot_bytes: int) -> None:
         if slots < 1 or keys < 1:
             raise ResidencyError(f"a residency needs at least one key and one slot, got {keys} and {slots}")
-        self.slot_bytes, self.emptied = slot_bytes, 0
-        self._slot: dict[int, int] = {}  # key -> slot, for LOADING and RESIDENT
-        self.slot = self._slot.__getitem__  # of a LOADING or RESIDENT expert; KeyError otherwise
-        self._pins: dict[int, int] = {}  # key -> count, only counts above zero
+        self.slot_bytes = slot_bytes
+        self._state = bytearray()
+        self._counts = array("q", [0])
         self.divide([0] * keys, [slots], [slot_bytes])
 
     def divide(self, class_of: Sequence[int], slots: Sequence[int], class_bytes: Sequence[int]) -> None:
@@ -75,21 +78,48 @@ class Residency:
         Raises:
             ResidencyError: the pool is not empty, or the lengths differ.
         """
-        if self._slot or len(slots) != len(class_bytes) or not set(class_of) <= set(range(len(slots))):
-            raise ResidencyError(f"{len(slots)} classes for {len(class_of)} keys, {len(self._slot)} of them held")
+        held = len(self._state) - self._state.count(0)
+        if held or len(slots) != len(class_bytes) or not set(class_of) <= set(range(len(slots))):
+            raise ResidencyError(f"{len(slots)} classes for {len(class_of)} keys, {held} of them held")
         self.keys, self.slots = len(class_of), sum(slots)
         self.class_slots, self._class_bytes = tuple(slots), tuple(class_bytes)
         self._class_of = class_of
-        self._state = [State.ABSENT] * self.keys
-        self.state = self._state.__getitem__  # of a key
-        self._occupies = bytearray(self.keys)  # 1: LOADING or RESIDENT
+        self._state = bytearray(self.keys)  # `State` of each key
         self._evictable = bytearray(self.keys)  # 1: RESIDENT and not pinned
-        self.resident_slots = array("i", [-1]) * self.keys
+        self._slot = array("i", [-1]) * self.keys  # of LOADING and RESIDENT experts, else -1
+        self.held_slot = self._slot.__getitem__
+        self._pins = array("i", [0]) * self.keys
         self._class_of_slot = [number for number, count in enumerate(slots) for _ in range(count)]
-        self._free: list[list[int]] = [[] for _ in slots]  # by class, the lowest slot last
-        for slot in range(self.slots - 1, -1, -1):
-            self._free[self._class_of_slot[slot]].append(slot)
-        self._generation = [0] * self.slots
+        # Free slots of each class, the lowest last: a stack that begins at the class's first slot.
+        self._first = [sum(slots[:number]) for number in range(len(slots))]
+        self._free = array("i")
+        for first, count in zip(self._first, slots, strict=True):
+            self._free.extend(range(first + count - 1, first - 1, -1))
+        self._counts = array("q", [self._counts[0], *slots])  # how often the last has left; free slots of each class
+        self._generation = array("q", [0]) * self.slots
+
+    @property
+    def arrays(self) -> tuple[bytearray | array[int], ...]:
+        """The whole state, for native code: states [keys] (`State`), evictable [keys], slots [keys] (-1: none), pins
+        [keys], free slots [slots] (a stack), generations [slots], counts (see `emptied`, and free slots of each class).
+        They are other objects after `divide`.
+        """
+        return self._state, self._evictable, self._slot, self._pins, self._free, self._generation, self._counts
+
+    @property
+    def emptied(self) -> int:
+        """How often the last expert has left."""
+        return self._counts[0]
+
+    def state(self, key: int) -> State:
+        return _STATES[self._state[key]]
+
+    def slot(self, key: int) -> int:
+        """Of a LOADING or RESIDENT expert; KeyError otherwise."""
+        found = self._slot[key]
+        if found < 0:
+            raise KeyError(key)
+        return found
 
     def by_state(self, keys: Iterable[int]) -> tuple[list[int], list[int], list[int]]:
         """These keys in the given order: the RESIDENT, the LOADING and the ABSENT ones."""
@@ -108,22 +138,22 @@ class Residency:
 
     def states(self) -> list[State]:
         """A snapshot of all keys' states; from any thread."""
-        return self._state.copy()
+        return list(map(_STATES.__getitem__, bytes(self._state)))
 
     def occupied(self, first: int = 0, stop: int | None = None) -> NDArray[np.bool_]:
         """A snapshot of which keys from `first` to `stop` are LOADING or RESIDENT."""
-        return np.frombuffer(self._occupies, np.bool_)[first:stop].copy()
+        return np.frombuffer(self._state, np.uint8)[first:stop] != 0
 
     def absent(self, first: int, stop: int) -> int:
         """How many keys from `first` to `stop` are ABSENT."""
-        return self._occupies.count(0, first, stop)
+        return self._state.count(0, first, stop)
 
     def class_of(self, key: int) -> int:
         return self._class_of[key]
 
     def by_class(self, keys: Sequence[int]) -> dict[int, list[int]]:
         """These keys by their slot class, in the given order."""
-        if len(self._free) == 1:
+        if len(self._first) == 1:
             return {0: list(keys)}
         out: dict[int, list[int]] = {}
         for key in keys:
@@ -131,23 +161,23 @@ class Residency:
         return out
 
     def free_of(self, slot_class: int) -> int:
-        return len(self._free[slot_class])
+        return self._counts[1 + slot_class]
 
     @property
     def free_slots(self) -> int:
-        return sum(map(len, self._free))
+        return sum(self._counts[1:])
 
     @property
     def bytes_held(self) -> int:
-        used = zip(self.class_slots, self._free, self._class_bytes, strict=True)
-        return sum((slots - len(free)) * size for slots, free, size in used)
+        used = zip(self.class_slots, self._counts[1:], self._class_bytes, strict=True)
+        return sum((slots - free) * size for slots, free, size in used)
 
-    def held(self) -> Iterable[int]:
-        """Keys that occupy a slot, LOADING or RESIDENT."""
-        return self._slot.keys()
+    def held(self) -> list[int]:
+        """Keys that occupy a slot, LOADING or RESIDENT, in rising order."""
+        return np.frombuffer(self._state, np.uint8).nonzero()[0].tolist()
 
     def pinned(self, key: int) -> bool:
-        return key in self._pins
+        return self._pins[key] > 0
 
     def reserve(self, key: int) -> Reservation:
         """ABSENT -> LOADING in a free slot.
@@ -157,15 +187,15 @@ class Residency:
         """
         if not 0 <= key < self.keys:
             raise ResidencyError(f"there is no expert {key}: keys are 0 to {self.keys - 1}")
-        if self._state[key] != State.ABSENT:
-            raise ResidencyError(f"expert {key} is {self._state[key].name}, not ABSENT")
-        free = self._free[self._class_of[key]]
-        if not free:
+        if self._state[key]:
+            raise ResidencyError(f"expert {key} is {self.state(key).name}, not ABSENT")
+        slot_class, counts = self._class_of[key], self._counts
+        if not counts[1 + slot_class]:
             raise ResidencyError("no free slot; evict first")
-        slot = free.pop()
+        counts[1 + slot_class] -= 1
+        slot = self._free[self._first[slot_class] + counts[1 + slot_class]]
         self._generation[slot] += 1
-        self._state[key] = State.LOADING
-        self._occupies[key] = 1
+        self._state[key] = _LOADING
         self._slot[key] = slot
         return tuple.__new__(Reservation, (key, slot, self._generation[slot]))  # half the time of `Reservation(...)`
 
@@ -173,91 +203,89 @@ class Residency:
         """LOADING -> RESIDENT, each once its bytes are in its slot."""
         for reservation in reservations:
             key, slot, generation = reservation
-            if self._state[key] != State.LOADING or self._slot[key] != slot or self._generation[slot] != generation:
+            if self._state[key] != _LOADING or self._slot[key] != slot or self._generation[slot] != generation:
                 self._refuse(reservation)
-            self._state[key] = State.RESIDENT
-            self._evictable[key] = key not in self._pins
-            self.resident_slots[key] = slot
+            self._state[key] = _RESIDENT
+            self._evictable[key] = not self._pins[key]
 
     def release(self, reservation: Reservation) -> None:
         """LOADING -> ABSENT: the load was cancelled."""
         key, slot, generation = reservation
-        if self._state[key] != State.LOADING or self._slot[key] != slot or self._generation[slot] != generation:
+        if self._state[key] != _LOADING or self._slot[key] != slot or self._generation[slot] != generation:
             self._refuse(reservation)
         self._drop((key,))
 
     def evict(self, *keys: int) -> None:
         """RESIDENT -> ABSENT, one after the other; weights are read-only, so nothing is copied back."""
         for key in keys:
-            if self._state[key] != State.RESIDENT:
-                raise ResidencyError(f"expert {key} is {self._state[key].name}, not RESIDENT")
+            if self._state[key] != _RESIDENT:
+                raise ResidencyError(f"expert {key} is {self.state(key).name}, not RESIDENT")
         self._drop(keys)
 
     def pin(self, *keys: int) -> None:
         """Keep LOADING or RESIDENT experts in their slots until as many `unpin` calls."""
         states, pins, evictable = self._state, self._pins, self._evictable
         for key in keys:
-            if states[key] == State.ABSENT:
+            if not states[key]:
                 raise ResidencyError(f"expert {key} is ABSENT and cannot be pinned")
         for key in keys:
-            pins[key] = pins.get(key, 0) + 1
+            pins[key] += 1
             evictable[key] = 0
 
     def unpin(self, *keys: int) -> None:
         states, pins, evictable = self._state, self._pins, self._evictable
         for key in keys:
-            if key not in pins:
+            if not pins[key]:
                 raise ResidencyError(f"expert {key} is not pinned")
         for key in keys:
             pins[key] -= 1
             if not pins[key]:
-                del pins[key]
-                evictable[key] = states[key] == State.RESIDENT
+                evictable[key] = states[key] == _RESIDENT
 
     def unpin_all(self) -> None:
         """Drop every pin: the forward that pinned failed."""
-        for key in self._pins:
-            self._evictable[key] = self._state[key] == State.RESIDENT
-        self._pins.clear()
+        for key, count in enumerate(self._pins):
+            if count:
+                self._pins[key], self._evictable[key] = 0, self._state[key] == _RESIDENT
 
     def check_integrity(self) -> None:
         """Raise ResidencyError if an invariant is violated. O(keys + slots); for tests and idle time."""
-        used = sorted(self._slot.values())
-        free = sorted(slot for slots in self._free for slot in slots)
+        free = [
+            slot
+            for first, count in zip(self._first, self._counts[1:], strict=True)
+            for slot in self._free[first : first + count]
+        ]
+        used = [slot for slot in self._slot if slot >= 0]
         if sorted(used + free) != list(range(self.slots)):
-            raise ResidencyError(f"slots are lost or shared: used {used}, free {free}")
-        for slot_class, slots in enumerate(self._free):
+            raise ResidencyError(f"slots are lost or shared: used {sorted(used)}, free {sorted(free)}")
+        for slot_class, (first, count) in enumerate(zip(self._first, self._counts[1:], strict=True)):
+            slots = self._free[first : first + count]
             if any(self._class_of_slot[slot] != slot_class for slot in slots):
-                raise ResidencyError(f"free slots of class {slot_class} are of another: {slots}")
-        for key, slot in self._slot.items():
-            if self.resident_slots[key] not in (-1, slot):
-                raise ResidencyError(f"native code sees expert {key} in slot {self.resident_slots[key]}, not {slot}")
-            if self._class_of_slot[slot] != self._class_of[key]:
+                raise ResidencyError(f"free slots of class {slot_class} are of another: {slots.tolist()}")
+        for key, (slot, pins) in enumerate(zip(self._slot, self._pins, strict=True)):
+            state = self.state(key)
+            if (state == State.ABSENT) == (slot >= 0):
+                raise ResidencyError(f"expert {key} is {state.name} but its slot says otherwise")
+            if slot >= 0 and self._class_of_slot[slot] != self._class_of[key]:
                 raise ResidencyError(f"expert {key} is in slot {slot}, which is of another class")
-        for key in range(self.keys):
-            if (self._state[key] == State.ABSENT) == (key in self._slot) or self._occupies[key] != (key in self._slot):
-                raise ResidencyError(f"expert {key} is {self._state[key].name} but its slot says otherwise")
-            if (self.resident_slots[key] >= 0) != (self._state[key] == State.RESIDENT):
-                raise ResidencyError(f"expert {key} is {self._state[key].name}, native code sees otherwise")
-            if self._evictable[key] != (self._state[key] == State.RESIDENT and key not in self._pins):
-                raise ResidencyError(f"expert {key} is {self._state[key].name} and marked as evictable, or the reverse")
-        for key, count in self._pins.items():
-            if count < 1 or self._state[key] == State.ABSENT:
-                raise ResidencyError(f"expert {key} has {count} pins while {self._state[key].name}")
+            if self._evictable[key] != (state == State.RESIDENT and not pins):
+                raise ResidencyError(f"expert {key} is {state.name} and marked as evictable, or the reverse")
+            if pins < 0 or (pins and state == State.ABSENT):
+                raise ResidencyError(f"expert {key} has {pins} pins while {state.name}")
 
     def _refuse(self, reservation: Reservation) -> NoReturn:
         key, slot, generation = reservation
-        if self._state[key] != State.LOADING or self._slot[key] != slot:
+        if self._state[key] != _LOADING or self._slot[key] != slot:
             raise ResidencyError(f"expert {key} is not loading into slot {slot}")
         raise ResidencyError(f"slot {slot} was given away since generation {generation}")
 
     def _drop(self, keys: Sequence[int]) -> None:
-        pins, slots, free, class_of = self._pins, self._slot, self._free, self._class_of
+        pins, slots, counts = self._pins, self._slot, self._counts
         for key in keys:
-            if key in pins:
+            if pins[key]:
                 raise ResidencyError(f"expert {key} is pinned")
-            free[class_of[key]].append(slots.pop(key))
-            self._state[key] = State.ABSENT
-            self._occupies[key] = self._evictable[key] = 0
-            self.resident_slots[key] = -1
-            self.emptied += not slots
+            slot_class = self._class_of[key]
+            self._free[self._first[slot_class] + counts[1 + slot_class]] = slots[key]
+            counts[1 + slot_class] += 1
+            slots[key], self._state[key], self._evictable[key] = -1, 0, 0
+            counts[0] += sum(counts) - counts[0] == self.slots

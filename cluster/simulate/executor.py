@@ -223,7 +223,7 @@ class _RecordedBackend:
         self._clock, self._machine, self._runner = clock, machine, runner
         self._loader, self._submitted = loader, 0
 
-    def resident(self, step: MoeLayer) -> None:
+    def native(self, step: MoeLayer) -> None:
         return None
 
     def look(self, layer: int, weighed: bool, parts: Parts) -> RecordedLayer:

@@ -4,7 +4,17 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <memory>
+
+namespace tiermoe {
+class Link;
+struct Copy;
+}  // namespace tiermoe
+
 namespace tiermoe::bindings {
+
+Link* link_of(PyObject* capsule);                      // link_module.cpp
+PyObject* copy_capsule(std::shared_ptr<Copy> copy);
 
 template <typename T>
 T* address(PyObject* value) {
@@ -30,7 +40,7 @@ inline PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ss
 extern PyMethodDef neuron_methods[];    // neuron_module.cpp
 extern PyMethodDef measure_methods[];   // measure_module.cpp
 extern PyMethodDef link_methods[];      // link_module.cpp
-extern PyMethodDef resident_methods[];  // resident_module.cpp
+extern PyMethodDef layer_methods[];     // layer_module.cpp
 extern PyMethodDef dense_methods[];     // dense_module.cpp
 extern PyMethodDef importance_methods[];  // importance_module.cpp
 extern PyMethodDef rank_methods[];      // rank_module.cpp

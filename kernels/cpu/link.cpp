@@ -9,15 +9,16 @@
 #endif
 
 namespace tiermoe {
-namespace {
-
-constexpr double kNap = 15e-6, kLook = 4e-3;  // seconds: between looks for work, and of looking
 
 double now_s() {
     timespec at;
     clock_gettime(CLOCK_MONOTONIC, &at);
     return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
 }
+
+namespace {
+
+constexpr double kNap = 15e-6, kLook = 4e-3;  // seconds: between looks for work, and of looking
 
 void sleep_until(double end_s) {
     for (double left_s = end_s - now_s(); left_s > 0; left_s = end_s - now_s()) {

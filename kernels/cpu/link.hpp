@@ -13,6 +13,8 @@
 
 namespace tiermoe {
 
+double now_s();  // of CLOCK_MONOTONIC
+
 // `count` elements from `source` to `target`: bytes as they are, or bfloat16 widened to float.
 struct Piece {
     enum class Kind { bytes, widen_bfloat16 };

@@ -12,7 +12,6 @@ constexpr const char* kLink = "tiermoe.kernels.Link";
 constexpr const char* kCopy = "tiermoe.kernels.Copy";
 using Shared = std::shared_ptr<Copy>;
 
-Link* link_of(PyObject* capsule) { return static_cast<Link*>(PyCapsule_GetPointer(capsule, kLink)); }
 Shared* copy_of(PyObject* capsule) { return static_cast<Shared*>(PyCapsule_GetPointer(capsule, kCopy)); }
 
 void delete_link(PyObject* capsule) {
@@ -22,6 +21,19 @@ void delete_link(PyObject* capsule) {
     Py_END_ALLOW_THREADS;
 }
 void delete_copy(PyObject* capsule) { delete copy_of(capsule); }
+
+}  // namespace
+
+Link* link_of(PyObject* capsule) { return static_cast<Link*>(PyCapsule_GetPointer(capsule, kLink)); }
+
+PyObject* copy_capsule(std::shared_ptr<Copy> copy) {
+    auto* held = new Shared(std::move(copy));
+    PyObject* capsule = PyCapsule_New(held, kCopy, delete_copy);
+    if (!capsule) delete held;
+    return capsule;
+}
+
+namespace {
 
 // link(bytes_per_s, latency_s) -> capsule
 PyObject* link(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -91,9 +103,7 @@ PyObject* link_submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
             Py_DECREF(out);
             return nullptr;
         }
-        auto* held = new Shared(copy);
-        PyObject* capsule = PyCapsule_New(held, kCopy, delete_copy);
-        if (!capsule) delete held;
+        PyObject* capsule = copy_capsule(copy);
         if (!capsule || PyList_Append(out, capsule) < 0) {
             Py_XDECREF(capsule);
             Py_DECREF(out);

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ....errors import RuntimeFailure
 from ...policies.eviction import EvictionPolicy
 from ...policies.moepic.split import SplitLayout
 from ...policies.plan import LayerPlan, Load
@@ -27,8 +28,11 @@ from .loads import Loads
 from .slots import LowBitPart, SlotMap
 
 if TYPE_CHECKING:
+    from ....kernels.expert_ffn import Needed
+    from ..layer import NativeRun
     from .device import Device
     from .form_slots import FormPool
+    from .link_queue import NativeLoads
     from .slots import ExpertSource, SlotPool
 
 
@@ -71,7 +75,14 @@ class ExpertCache:
         self.counters = CacheCounters(stats, governor, timeline, self._map, self.divided, low_bit is not None)
         self.stats, self.governor, self.timeline, self.uses = stats, governor, timeline, self.counters.uses
         self._queue: CopyQueue = Loader(device) if loader is None else loader
-        self.loads = Loads(self._queue, device, residency, eviction, self._map, self.counters, clock, writeback)
+        make_native = getattr(self._queue, "native", None)
+        plain = cut is None and low_bit is None and not writeback
+        self.native: NativeLoads | None = None if make_native is None or not plain else make_native(
+            pool, weights, residency
+        )
+        self.loads = Loads(
+            self._queue, device, residency, eviction, self._map, self.counters, clock, writeback, self.native
+        )
         self._under_way = self.loads.under_way
         # Counts the times of GPU copies that have ended by now; on the forward's thread. Not between a layer's two
         # readings of its counters: late times belong to the layers before.
@@ -128,12 +139,13 @@ class ExpertCache:
 
     @property
     def quiet(self) -> bool:
-        """Whether a pass without misses changes only what `count_passes` counts."""
-        counters = self.counters
-        return not (self._under_way or counters.vacant or self.timeline.enabled)
+        """Whether native code may run a pass: all copies under way are its own, and nobody draws a timeline."""
+        return not (self._under_way or self.timeline.enabled)
 
     def count_passes(self) -> None:
         """Count the passes of native calls and tell the eviction policy: once a forward, and before any decision."""
+        if self.native is not None:
+            self.counters.landed_native(self.native.landed())
         if self.passes.words[0] == 1:
             return
         eviction = self.eviction
@@ -144,6 +156,8 @@ class ExpertCache:
 
     def poll(self) -> None:
         """Make every arrived copy resident; a failed one frees its slot."""
+        if self.native is not None:
+            self.loads.adopt()
         self._queue.poll()
         if self._under_way:
             self.loads.land_ended()
@@ -165,7 +179,7 @@ class ExpertCache:
         if not plan.arriving:
             return
         arriving = plan.run[plan.resident : here]
-        self.counters.arriving(layer, arriving, self._under_way)
+        self.counters.late(layer, [key for key in arriving if self._under_way[key].cause == "prefetch"])
         for key in arriving:
             job = self._under_way[key]
             # a recut's loads come after demand, too
@@ -186,8 +200,35 @@ class ExpertCache:
         jobs = self.loads.reserve(keys, "demand")
         self.residency.pin(*keys)
         if self.decode_only:
-            self.counters.demanded(jobs)
+            self.counters.demanded(self._layer_of(keys[0]), keys)
         self._queue.submit(jobs, DEMAND)
+
+    def begin_native(self, layer: int, needed: Needed, plan: LayerPlan, native: NativeRun) -> None:
+        """`begin` and `issue` of a pass that native code has planned."""
+        counters, eviction = self.counters, self.eviction
+        counters.begin(layer, plan)
+        here = plan.resident + plan.arriving
+        if plan.arriving:
+            counters.late(layer, needed.run[plan.resident : here])
+        elif here == len(plan.run):
+            return
+        missing = needed.run[here:]
+        victims = eviction.victims(needed.victims, self.residency.evictable()) if needed.victims else []
+        loading = native.load(victims)
+        for key in victims:
+            eviction.removed(key)
+        counters.evicted(victims)
+        for key in missing:
+            eviction.admitted(key)
+        if self.decode_only:
+            counters.demanded(layer, missing)
+        if not loading:
+            raise RuntimeFailure("the expert cache is closed", "start a new worker")
+
+    def ran_native(self, keys: Sequence[int]) -> None:
+        """`ran` of a pass that native code has finished, which has unpinned them."""
+        self.counters.ran(keys)
+        self.eviction.used(keys)
 
     def await_expert(self, key: int, layer: int) -> int:
         """The slot of a pinned expert; waits for its copy.
@@ -205,7 +246,7 @@ class ExpertCache:
             for key in keys:
                 if key in under_way:
                     self.loads.land_needed(under_way[key], layer)
-        return list(map(self.residency.slot, keys))
+        return list(map(self.residency.held_slot, keys))
 
     def await_first(self, keys: Sequence[int], layer: int) -> list[int]:
         """`await_expert` of the first; its slot, and the slots of those right behind it that have arrived by then."""
@@ -213,7 +254,7 @@ class ExpertCache:
         if keys[0] in self._under_way:
             loads.land_needed(self._under_way[keys[0]], layer)
         arrived = 1 + (loads.land_behind(keys[1:]) if len(keys) > 1 else 0)
-        return list(map(self.residency.slot, keys[:arrived]))
+        return list(map(self.residency.held_slot, keys[:arrived]))
 
     def ran(self, keys: Sequence[int]) -> None:
         """These experts of the present layer have run: unpin them and tell the eviction policy."""
@@ -239,7 +280,9 @@ class ExpertCache:
             kept += [key + experts for key in kept if key < experts]
         fit = self.loads.make_room(absent, residency.evictable(kept))
         self.counters.prefetched(fit, source)
-        if fit:
+        if self.native is not None and not self._under_way:
+            self.loads.prefetch_native(fit)
+        elif fit:
             self._queue.submit(self.loads.reserve(fit, "prefetch"), PREFETCH)
         return len(fit)
 
@@ -265,6 +308,7 @@ class ExpertCache:
             keep_others: evict other residents only where room is needed, for a prefill that uses them.
         """
         self.count_passes()
+        self.loads.adopt()
         residency, segments = self.residency, self.segments(keys)
         wanted = set(segments)
         absent = [k for k in segments if residency.state(k) == State.ABSENT]
@@ -290,6 +334,7 @@ class ExpertCache:
 
     def abandon(self) -> None:
         """The forward under way failed: unpin its experts. Its loads still arrive."""
+        self.loads.adopt()
         self.residency.unpin_all()
 
     def check_integrity(self) -> None:

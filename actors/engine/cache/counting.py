@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
@@ -100,22 +100,17 @@ class CacheCounters:
                 stats.prefetched_hits += 1
                 self.governor.used()
 
-    def arriving(self, layer: int, keys: Sequence[int], jobs: Mapping[int, LoadJob]) -> None:
-        """`layer` needs these, whose copies are under way: the prefetches among them are late."""
-        late, used = set[int](), 0  # experts, segments
+    def late(self, layer: int, keys: Sequence[int]) -> None:
+        """`layer` needs these, whose prefetches are under way."""
         for key in keys:
-            if jobs[key].cause == "prefetch":
-                late.add(key % self._keys)
-                if (source := self.pending.pop(key, None)) is not None:
-                    source.late += 1
-                used += 1
-        self.governor.used(used)
-        self.stats.layers[layer].late_prefetches += len(late)
+            if (source := self.pending.pop(key, None)) is not None:
+                source.late += 1
+        self.governor.used(len(keys))
+        self.stats.layers[layer].late_prefetches += len({key % self._keys for key in keys})
 
-    def demanded(self, jobs: Sequence[LoadJob]) -> None:
-        """A decode-only forward demands these loads."""
-        for job in jobs:
-            self.stats.layers[job.layer].bytes_demanded_decode += job.nbytes
+    def demanded(self, layer: int, keys: Sequence[int]) -> None:
+        """A decode-only forward demands loads of these."""
+        self.stats.layers[layer].bytes_demanded_decode += sum(map(self._bytes_of, keys))
 
     def waited(self, layer: int, start_s: float, end_s: float, writing_s: float) -> None:
         """The forward of `layer` waited for a copy, `writing_s` of it while the copy's slot was copied back."""
@@ -165,6 +160,16 @@ class CacheCounters:
                 stats.link_s += copied.link_s
                 if self.timeline.enabled:
                     self._show(job, copied)
+
+    def landed_native(self, found: Sequence[tuple[int, int, int, float, float, float]]) -> None:
+        """`NativeLoads.landed`."""
+        for layer, demands, prefetches, io_s, link_s, path_s in found:
+            stats, nbytes = self.stats.layers[layer], self._bytes_of(layer * self._experts)
+            stats.bytes_loaded_demand += demands * nbytes
+            stats.bytes_loaded_prefetch += prefetches * nbytes
+            stats.total_io_s += io_s
+            stats.link_s += link_s
+            stats.link_path_s += path_s
 
     def timed(self, job: LoadJob, copied: Copied) -> None:
         """A copy on a GPU's stream has ended, maybe after its layer (`loader.CopyTimes`)."""

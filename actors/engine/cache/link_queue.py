@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from ....errors import RuntimeFailure
 from ....kernels import _cpu
+from ...policies.residency import Reservation, Residency
 from ...settings import CopySettings, LinkSettings
 from .device import Copied, CpuDevice, Device, Tensors
 from .form_slots import FormPool, FormWeights
@@ -58,14 +60,27 @@ class LinkQueue(HostWaits):
                 job.cancelled = True
                 job.done.set()
             raise RuntimeFailure("the expert cache is closed", "start a new worker")
-        for job, copy in zip(jobs, copies, strict=True):
-            done = job.done
-            assert isinstance(done, LinkDone)  # made by `event`
-            done.job, done.copy = job, copy
         alive = self._alive
         while alive and (alive[0].copied is not None or alive[0].done.is_set()):
             alive.popleft()
-        alive.extend(jobs)
+        for job, copy in zip(jobs, copies, strict=True):
+            self.adopt(job, copy)
+
+    def adopt(self, job: LoadJob, copy: _cpu.Copy) -> None:
+        """This copy on the link is the job's."""
+        done = job.done
+        assert isinstance(done, LinkDone)  # made by `event`
+        done.job, done.copy = job, copy
+        self._alive.append(job)
+
+    def native(
+        self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], residency: Residency
+    ) -> NativeLoads | None:
+        """Loads of mapped experts in slots of one size and dtype; None: these are others."""
+        layers = [layer for layer in weights if isinstance(layer, LayerWeights)]
+        if not isinstance(pool, SlotPool) or len(layers) < len(weights):
+            return None
+        return NativeLoads(self, pool, layers, residency)
 
     def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
         ended, found = _cpu.copy_ended, list[LoadJob]()
@@ -107,6 +122,62 @@ class LinkQueue(HostWaits):
         self._closed = True
         _cpu.link_close(self._link)
         self._alive.clear()
+
+
+class NativeLoads:
+    """The slots of a cache of whole experts, and the copies that native code has under way (`kernels/cpu/loads.hpp`).
+
+    A copy under way is here or a `LoadJob`, never both. All methods are for the forward's thread.
+
+    Attributes:
+        queue: of the link. handle: for `CpuKernel.native`.
+    """
+
+    def __init__(
+        self, queue: LinkQueue, pool: SlotPool, weights: Sequence[LayerWeights], residency: Residency
+    ) -> None:
+        arrays = [np.frombuffer(array, np.uint8) for array in residency.arrays]
+        parts: list[_cpu.ExpertPart] = []
+        for target, *sources in zip(pool.tensors, *[layer.tensors for layer in weights], strict=True):
+            one, widen = target[0], sources[0].dtype != target.dtype
+            parts.append(
+                (target.data_ptr(), target.stride(0) * target.itemsize, sources[0].stride(0) * sources[0].itemsize,
+                 one.numel() if widen else one.nbytes, widen, tuple([source.data_ptr() for source in sources]))
+            )  # fmt: skip
+        experts = residency.keys // len(weights)
+        addresses = tuple([array.ctypes.data for array in arrays])
+        self.queue = queue
+        self.handle = _cpu.loads(queue._link, residency.keys, residency.slots, experts, addresses, parts)
+        self._held = pool, weights, arrays
+
+    @property
+    def under_way(self) -> list[int]:
+        """Keys, oldest copy first."""
+        return _cpu.loads_keys(self.handle)
+
+    def prefetch(self, keys: list[int]) -> None:
+        """Copy these absent experts into free slots, behind all demand. Raises RuntimeFailure: the link is closed."""
+        if not _cpu.loads_prefetch(self.handle, keys, []):
+            raise RuntimeFailure("the expert cache is closed", "start a new worker")
+
+    def land(self, key: int, layer: int) -> float | None:
+        """Wait for a copy under way, whose expert then is resident: the seconds. None: it was cancelled."""
+        return _cpu.loads_land(self.handle, key, layer)
+
+    def landed(self) -> list[tuple[int, int, int, float, float, float]]:
+        """What has landed since the last call: (layer, demand loads, prefetches, seconds that the link was busy by the
+        wall's clock and by its own, part of those while the layer ran).
+        """
+        return _cpu.loads_landed(self.handle)
+
+    def dropped(self) -> list[int]:
+        """Keys whose prefetches a layer has cancelled since the last call."""
+        return _cpu.loads_dropped(self.handle)
+
+    def take(self) -> list[tuple[Reservation, bool, _cpu.Copy]]:
+        """All copies under way, which are no longer known here: reservation, whether it is a prefetch, copy."""
+        taken = _cpu.loads_take(self.handle)
+        return [(Reservation(key, slot, generation), prefetch, copy) for key, slot, generation, prefetch, copy in taken]
 
 
 class LinkDone:

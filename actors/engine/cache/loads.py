@@ -20,6 +20,7 @@ from .slots import SlotMap
 
 if TYPE_CHECKING:
     from .device import Copied, Device
+    from .link_queue import NativeLoads
 
 
 def writing_s(copied: Copied | None, start_s: float, end_s: float) -> float:
@@ -48,12 +49,14 @@ class Loads:
 
     Attributes:
         under_way: the job of each LOADING key; the dict object never changes.
+        native: loads in native code, which are under way beside those until `adopt`; None: there are none.
     """
 
     def __init__(
         self, queue: CopyQueue, device: Device, residency: Residency, eviction: EvictionPolicy, slot_map: SlotMap,
-        counters: CacheCounters, clock: Callable[[], float], writeback: bool,
+        counters: CacheCounters, clock: Callable[[], float], writeback: bool, native: NativeLoads | None = None,
     ) -> None:  # fmt: skip
+        self.native = native
         self.queue, self._device, self._residency, self._eviction = queue, device, residency, eviction
         self._map, self._counters, self._clock = slot_map, counters, clock
         self.under_way: dict[int, LoadJob] = {}
@@ -87,6 +90,36 @@ class Loads:
             self._unwritten.remove(slot)
             job.writeback = True
         return job
+
+    def prefetch_native(self, keys: list[int]) -> None:
+        """`reserve` and queue prefetches of these absent experts in native code."""
+        assert self.native is not None
+        for key in keys:
+            self._eviction.admitted(key)
+        if keys:
+            self.native.prefetch(keys)
+
+    def adopt(self) -> None:
+        """What native code has under way becomes jobs."""
+        if self.native is not None:
+            for reservation, prefetch, copy in self.native.take():
+                job = self.new_job(reservation, "prefetch" if prefetch else "demand", None)
+                self.native.queue.adopt(job, copy)
+
+    def dropped(self) -> None:
+        """Count the prefetches that native code has cancelled."""
+        if self.native is not None:
+            for key in self.native.dropped():
+                self._counters.cancelled(key, 0.0)
+                self._eviction.removed(key)
+
+    def fail_cancelled(self, keys: Sequence[int]) -> NoReturn:
+        """A native pass found the copy of one of these cancelled. Raises RuntimeFailure."""
+        self.adopt()
+        for key in keys:
+            if key in self.under_way and self.under_way[key].done.is_set() and self.under_way[key].copied is None:
+                self._fail(self.under_way[key])
+        raise AssertionError(f"no copy of {keys} was cancelled")
 
     def land_ended(self) -> None:
         """Make every arrived copy resident; a failed one frees its slot."""
@@ -125,6 +158,13 @@ class Loads:
 
     def land_prefetch(self, key: int, layer: int) -> None:
         """Wait, at the cost of `layer`, for a copy that is under way."""
+        if self.native is not None and key in self.native.under_way:
+            waited_s = self.native.land(key, layer)
+            if waited_s is None:
+                self.fail_cancelled((key,))
+            if waited_s:
+                self._counters.waited(layer, 0.0, waited_s, 0.0)
+            return
         job = self.under_way.get(key)
         if job is not None:
             self._wait(job, layer)
@@ -132,6 +172,7 @@ class Loads:
 
     def land_all(self) -> None:
         """Wait on the host for every copy under way; counted in no layer."""
+        self.adopt()
         for job in list(self.under_way.values()):
             job.done.wait()
             self._land([job])
@@ -160,14 +201,17 @@ class Loads:
     def make_room(self, absent: Sequence[int], evictable: Callable[[int], bool]) -> list[int]:
         """Evict for these absent segments; returns those that fit now, in the same order."""
         residency, fit = self._residency, list[int]()
+        if len(residency.class_slots) == 1:
+            if (free := residency.free_of(0)) < len(absent):
+                self.evict(self._eviction.victims(len(absent) - free, evictable))
+                free = residency.free_of(0)
+            return list(absent[:free])
         for slot_class, keys in residency.by_class(absent).items():
             free = residency.free_of(slot_class)
             if free < len(keys):
                 self.evict(self._eviction.of_class(slot_class).victims(len(keys) - free, evictable))
                 free = residency.free_of(slot_class)
             fit += keys[:free]
-        if len(residency.class_slots) == 1:
-            return fit
         found = set(fit)
         return [key for key in absent if key in found]
 
@@ -191,8 +235,10 @@ class Loads:
         """Raise ResidencyError unless the loads under way are exactly the LOADING slots."""
         residency = self._residency
         loading = {key: residency.slot(key) for key in residency.held() if residency.state(key) == State.LOADING}
-        if loading != {key: job.reservation.slot for key, job in self.under_way.items()}:
-            raise ResidencyError(f"loading are {loading}, but loads are under way for {sorted(self.under_way)}")
+        here = {key: job.reservation.slot for key, job in self.under_way.items()}
+        native = [] if self.native is None else self.native.under_way
+        if here.keys() & native or loading != here | {key: loading.get(key) for key in native}:
+            raise ResidencyError(f"loading are {loading}, but loads are under way for {sorted(here)} and {native}")
 
     # -- inside ------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from .loader import HostWaits, LoadJob
 if TYPE_CHECKING:
     import torch
 
-    from ....kernels.expert_ffn import ExpertKernel, ResidentLayer
+    from ....kernels.expert_ffn import ExpertKernel, NativeLayer
 
 
 class VirtualClock:
@@ -213,20 +213,25 @@ class SteppedKernel:
         self._clock.advance(self._layer_s)
         return out
 
-    def resident(self, layer: int, slots: NDArray[np.int32], record: NDArray[np.int64]) -> SteppedResident | None:
-        """`CpuKernel.resident` on this clock; None: the kernel has no such call."""
-        make = getattr(self._kernel, "resident", None)
-        return None if make is None else SteppedResident(make(layer, slots, record), self._clock, self._layer_s)
+    def native(
+        self, layer: int, states: NDArray[np.uint8], slots: NDArray[np.int32], record: NDArray[np.int64], loads: None
+    ) -> SteppedNative | None:
+        """`CpuKernel.native` on this clock; None: the kernel has no such call."""
+        make = getattr(self._kernel, "native", None)
+        return None if make is None else SteppedNative(make(layer, states, slots, record), self._clock, self._layer_s)
 
 
-class SteppedResident:
-    """A `ResidentLayer` that advances the clock like `SteppedKernel`."""
+class SteppedNative:
+    """A `NativeLayer` for passes without misses that advances the clock like `SteppedKernel`."""
 
-    def __init__(self, layer: ResidentLayer, clock: VirtualClock, layer_s: float) -> None:
+    plans, waited_s = False, 0.0
+
+    def __init__(self, layer: NativeLayer, clock: VirtualClock, layer_s: float) -> None:
         self._layer, self._clock, self._layer_s = layer, clock, layer_s
 
     def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         out = self._layer.run(hidden, ids, weights)
+        assert not isinstance(out, tuple)  # it does not plan
         if out is not None:
             self._clock.advance(self._layer_s)
         return out

@@ -223,7 +223,10 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
     for hook in layer.hooks.ahead:
         yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, "layer"
     yield "run", backend, "run"
-    yield "kernels", layer.resident, "run"
+    yield "plan", layer.native, "begin"
+    yield "issue", layer.native, "load"
+    yield "kernels", layer.native, "run"
+    yield "kernels", layer.native, "finish"
     yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
 
 
@@ -349,7 +352,9 @@ def _timed_pass(
     forward = layer.forward
 
     def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        waited_s = layer.stats.blocked_io_s
+        waited_s, native = layer.stats.blocked_io_s, layer.native
+        if native is not None:
+            native.waited_s = 0.0
         clock.enter("other")
         try:
             return forward(hidden, ids, weights)
@@ -357,6 +362,8 @@ def _timed_pass(
             clock.leave()
             spent_s = clock.take(PARTS)
             waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
+            if native is not None and native.waited_s:
+                waiting = "kernels"
             if host_waits and clock.counts_waits:
                 spent_s["copies"] = min(layer.stats.blocked_io_s - waited_s, spent_s[waiting])
                 spent_s[waiting] -= spent_s["copies"]

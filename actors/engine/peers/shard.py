@@ -229,7 +229,7 @@ class _BatchBackend:
     def look(self, layer: int, weighed: bool, batch: ExpertBatch) -> _BatchView:
         return _BatchView(batch, self._device)
 
-    def resident(self, step: MoeLayer) -> None:
+    def native(self, step: MoeLayer) -> None:
         return None
 
     def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: _BatchView) -> list[RemoteTask]:

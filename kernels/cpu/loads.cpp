@@ -1,0 +1,109 @@
+#include "loads.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace tiermoe {
+
+Loads::Loads(Link* link, const SlotArrays& arrays, std::int64_t experts, std::vector<ExpertPart> parts)
+    : link_(link), arrays_(arrays), experts_(experts), parts_(std::move(parts)), landed_(arrays.keys / experts) {}
+
+std::int64_t Loads::evictable() const {
+    std::int64_t count = 0;
+    for (std::int64_t key = 0; key < arrays_.keys; ++key) count += arrays_.evictable[key];
+    return count;
+}
+
+void Loads::pin(std::int64_t key) {
+    ++arrays_.pins[key];
+    arrays_.evictable[key] = 0;
+}
+
+void Loads::unpin(std::int64_t key) {
+    if (!--arrays_.pins[key]) arrays_.evictable[key] = state(key) == SlotState::resident;
+}
+
+bool Loads::start(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& victims, bool prefetch) {
+    for (std::int64_t victim : victims) drop(victim);
+    std::vector<std::shared_ptr<Copy>> copies;
+    for (std::int64_t key : keys) {
+        const std::int32_t slot = arrays_.free[--arrays_.counts[1]];
+        ++arrays_.generation[slot];
+        arrays_.states[key] = static_cast<std::uint8_t>(SlotState::loading);
+        arrays_.slot[key] = slot;
+        auto copy = std::make_shared<Copy>();
+        copy->prefetch = prefetch;
+        for (const ExpertPart& part : parts_)
+            copy->pieces.push_back({part.target + slot * part.target_stride,
+                                    part.sources[key / experts_] + key % experts_ * part.source_stride, part.count,
+                                    part.kind});
+        flights_.push_back({key, prefetch, copy});
+        copies.push_back(std::move(copy));
+    }
+    return link_->submit(copies);
+}
+
+bool Loads::land_ended(std::int64_t layer) {
+    for (const Flight& flight : flights_)
+        if (flight.copy->state == Copy::cancelled) return false;
+    const auto ended = [&](const Flight& flight) {
+        if (flight.copy->state != Copy::done) return false;
+        publish(flight, layer);
+        return true;
+    };
+    flights_.erase(std::remove_if(flights_.begin(), flights_.end(), ended), flights_.end());
+    return true;
+}
+
+bool Loads::drop_stale(std::int64_t layer, const std::int64_t* counts) {
+    const std::size_t before = flights_.size();
+    const auto stale = [&](const Flight& flight) {
+        if (flight.key / experts_ != layer || !flight.prefetch || counts[flight.key % experts_]) return false;
+        if (!link_->cancel(flight.copy)) return false;
+        drop(flight.key);
+        dropped_.push_back(flight.key);
+        return true;
+    };
+    flights_.erase(std::remove_if(flights_.begin(), flights_.end(), stale), flights_.end());
+    return flights_.size() < before;
+}
+
+const Flight* Loads::flight(std::int64_t key) const {
+    for (const Flight& flight : flights_)
+        if (flight.key == key) return &flight;
+    return nullptr;
+}
+
+double Loads::await(const Copy& copy) {
+    if (copy.state >= Copy::done) return 0.0;
+    const double start_s = now_s();
+    link_->wait(copy);
+    return now_s() - start_s;
+}
+
+bool Loads::land(std::int64_t key, std::int64_t layer) {
+    const auto found = std::find_if(flights_.begin(), flights_.end(), [&](const Flight& f) { return f.key == key; });
+    if (found->copy->state == Copy::cancelled) return false;
+    publish(*found, layer);
+    flights_.erase(found);
+    return true;
+}
+
+void Loads::drop(std::int64_t key) {
+    arrays_.free[arrays_.counts[1]++] = arrays_.slot[key];
+    arrays_.slot[key] = -1;
+    arrays_.states[key] = arrays_.evictable[key] = 0;
+    arrays_.counts[0] += arrays_.counts[1] == arrays_.slots;
+}
+
+void Loads::publish(const Flight& flight, std::int64_t layer) {
+    arrays_.states[flight.key] = static_cast<std::uint8_t>(SlotState::resident);
+    arrays_.evictable[flight.key] = !pinned(flight.key);
+    Landed& landed = landed_[flight.key / experts_];
+    ++(flight.prefetch ? landed.prefetches : landed.demands);
+    landed.io_s += flight.copy->end_s - flight.copy->start_s;
+    landed.link_s += flight.copy->link_s;
+    if (flight.key / experts_ == layer) landed.path_s += flight.copy->link_s;
+}
+
+}  // namespace tiermoe

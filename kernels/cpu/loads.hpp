@@ -1,0 +1,98 @@
+// The slots of a cache of whole experts and the copies under way into them, for passes that Python does not plan.
+//
+// The state is that of `policies.residency.Residency`, in whose arrays it lies; a copy under way is here or a `LoadJob`
+// of `engine.cache.loads.Loads`, never both. Who calls these holds the interpreter's lock, except for `await`.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "link.hpp"
+
+namespace tiermoe {
+
+enum class SlotState : std::uint8_t { absent = 0, loading = 1, resident = 2 };
+
+// `Residency.arrays`; of one slot class.
+struct SlotArrays {
+    std::int64_t keys, slots;
+    std::uint8_t *states, *evictable;     // [keys]
+    std::int32_t *slot, *pins;            // [keys]
+    std::int32_t* free;                   // [slots], a stack
+    std::int64_t *generation, *counts;    // [slots]; how often the last expert has left, free slots
+};
+
+// One tensor of each expert: in the slots, and in host memory by layer.
+struct ExpertPart {
+    char* target;
+    std::int64_t target_stride, source_stride, count;  // bytes between slots, and between experts; elements of a piece
+    Piece::Kind kind;
+    std::vector<const char*> sources;  // [layers]
+};
+
+// A copy under way into the slot of a LOADING expert.
+struct Flight {
+    std::int64_t key;
+    bool prefetch;
+    std::shared_ptr<Copy> copy;
+};
+
+// What has landed for one layer since it was counted last.
+struct Landed {
+    std::int64_t demands = 0, prefetches = 0;
+    double io_s = 0.0, link_s = 0.0;  // the link was busy: by the wall's clock, by its own
+    double path_s = 0.0;              // part of link_s: the layer was running
+};
+
+class Loads {
+   public:
+    Loads(Link* link, const SlotArrays& arrays, std::int64_t experts, std::vector<ExpertPart> parts);
+
+    SlotState state(std::int64_t key) const { return static_cast<SlotState>(arrays_.states[key]); }
+    std::int32_t slot(std::int64_t key) const { return arrays_.slot[key]; }
+    std::int64_t keys() const { return arrays_.keys; }
+    std::int64_t experts() const { return experts_; }
+    std::int64_t free_slots() const { return arrays_.counts[1]; }
+    std::int64_t evictable() const;
+    bool may_evict(std::int64_t key) const { return arrays_.evictable[key] != 0; }
+    bool pinned(std::int64_t key) const { return arrays_.pins[key] != 0; }
+    void pin(std::int64_t key);
+    void unpin(std::int64_t key);
+
+    // Evict these, which `may_evict`, then copy these ABSENT ones in this order into free slots. False: the link is
+    // closed; then the copies are cancelled.
+    bool start(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& victims, bool prefetch);
+    // Copies that have ended: their experts are RESIDENT. layer: that runs. False: one was cancelled by the link's end.
+    bool land_ended(std::int64_t layer);
+    // Cancel the queued prefetches of experts of this layer that it does not need (counts [E] of 0); whether any was.
+    bool drop_stale(std::int64_t layer, const std::int64_t* counts);
+    std::vector<std::int64_t> take_dropped() { return std::exchange(dropped_, {}); }
+    // The copy of a key under way; null: there is none.
+    const Flight* flight(std::int64_t key) const;
+    void promote(const Flight& flight) { link_->promote(flight.copy); }
+    // Wait for a copy, without the interpreter's lock; the seconds waited.
+    double await(const Copy& copy);
+    // Make this key's copy, which has ended, resident. False: it was cancelled.
+    bool land(std::int64_t key, std::int64_t layer);
+    // All copies under way, oldest first, which are no longer known here.
+    std::vector<Flight> take() { return std::exchange(flights_, {}); }
+    std::vector<Landed>& landed() { return landed_; }
+    const std::vector<Flight>& flights() const { return flights_; }
+    std::int64_t generation(std::int64_t key) const { return arrays_.generation[arrays_.slot[key]]; }
+
+   private:
+    void drop(std::int64_t key);
+    void publish(const Flight& flight, std::int64_t layer);
+
+    Link* link_;
+    SlotArrays arrays_;
+    std::int64_t experts_;
+    std::vector<ExpertPart> parts_;
+    std::vector<Flight> flights_;
+    std::vector<Landed> landed_;  // [layers]
+    std::vector<std::int64_t> dropped_;
+};
+
+}  // namespace tiermoe

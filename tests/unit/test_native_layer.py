@@ -1,0 +1,314 @@
+"""A layer in native calls, against the step in Python: same outputs, loads, victims, counters and eviction order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
+
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
+from tiermoe.actors.engine.cache.link_queue import LinkQueue
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.dispatch import DeviceBackend
+from tiermoe.actors.engine.host_view import HostViews, Routing
+from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
+from tiermoe.actors.policies.prefetch import PrefetchGovernor
+from tiermoe.actors.policies.registry import PolicyContext, make, options
+from tiermoe.actors.policies.residency import Residency, ResidencyError, State
+from tiermoe.actors.settings import LinkSettings
+from tiermoe.errors import RuntimeFailure
+from tiermoe.kernels import _cpu
+from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel, NativeLayer, Operands, TorchKernel
+
+POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "least-stale", "lcp"]
+TIMES = {"blocked_io_s", "total_io_s", "link_s", "io_path_s", "link_path_s"}
+HOLD_S = 0.05  # for which a link is busy with a copy of the test's own
+RATE_GBPS = 1e-3
+
+
+def kernel_of(pool: SlotPool) -> CpuKernel:
+    operands = Operands(pool.gate_up, pool.down, None, None)
+
+    def gate(up: torch.Tensor) -> torch.Tensor:
+        pairs = up.view(len(up), -1, 2)
+        return torch.nn.functional.silu(pairs[..., 0]) * pairs[..., 1]
+
+    return CpuKernel(operands, "silu", TorchKernel(operands, gate))
+
+
+class Ahead:
+    """Prefetches what the test says, at the layer that the test names."""
+
+    always = True
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self._cache = cache
+        self.wanted: list[int] = []
+        self.queued: list[int] = []  # experts, by call
+
+    def layer(self, index: int, view: Any) -> None:
+        if self._cache.governor.allows() and self.wanted:
+            self.queued.append(self._cache.prefetch(self.wanted, source="test"))
+
+    def idle(self, index: int) -> bool:
+        return not self.wanted
+
+    def skip(self, index: int) -> None:
+        self._cache.governor.allows()
+
+
+class Stack:
+    """The layers of one tiny model on one cache."""
+
+    def __init__(self, slots: int, policy: str, gbps: float | None = None, min_useful: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(5)
+        weights = [
+            LayerWeights(tuple(torch.randn(s, generator=generator) for s in SHAPE.stacked().values()))
+            for _ in range(LAYERS)
+        ]
+        pool, device = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu")), CpuDevice(LinkSettings())
+        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
+        self.queue = LinkQueue(LinkSettings(gbps=gbps, latency_us=0))
+        self.governor = PrefetchGovernor(min_useful, window=8, rest=6)
+        self.cache = ExpertCache(
+            pool, weights, device, Residency(KEYS, slots, SHAPE.nbytes(4)),
+            make("eviction", options("eviction", policy), PolicyContext(LAYERS, EXPERTS)), self.governor,
+            self.stats, Timeline(False), self.queue,
+        )  # fmt: skip
+        backend = DeviceBackend(self.cache, HostViews(), PlainActivations(torch.device("cpu")))
+        kernel, placer, self.ahead = kernel_of(pool), Placer(self.cache), Ahead(self.cache)
+        self.layers = [
+            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=Hooks(ahead=(self.ahead,)))
+            for i in range(LAYERS)
+        ]
+        self.planned = 0  # passes in native calls that Python's policies took part in
+        for layer in self.layers:
+            self._watch(layer.native)
+
+    def _watch(self, native: Any) -> None:
+        finish = native.finish
+
+        def counted() -> Any:
+            self.planned += 1
+            return finish()
+
+        native.finish = counted
+
+    def in_python(self) -> Stack:
+        for layer in self.layers:
+            layer.native = None
+        self.cache.native = self.cache.loads.native = None
+        return self
+
+    def settle(self) -> None:
+        """Let all copies end."""
+        while self.queue.pending:
+            time.sleep(1e-4)
+
+    def hold(self) -> None:
+        """Keep the link busy for a while: what is queued behind does not start."""
+        self.settle()
+        memory = np.zeros(int(HOLD_S * RATE_GBPS * 1e9), np.uint8)
+        self._held = memory, _cpu.link_submit(
+            self.queue._link, [((memory.ctypes.data, memory.ctypes.data, memory.nbytes, False),)], False
+        )
+        time.sleep(1e-3)
+
+    def known(self) -> dict[str, Any]:
+        """What later decisions and counters depend on."""
+        cache, residency = self.cache, self.cache.residency
+        cache.check_integrity()
+        return {
+            "layers": [
+                {name: value for name, value in asdict(layer).items() if name not in TIMES}
+                for layer in self.stats.layers
+            ],
+            "sources": asdict(self.stats.source("test")),
+            "uses": list(cache.uses),
+            "pending": set(cache.counters.pending),
+            "order": cache.eviction.victims(KEYS, lambda key: True),
+            "states": residency.states(),
+            "slots": [residency.slot(key) for key in residency.held()],
+            "arrays": [bytes(array) for array in residency.arrays],
+            "governor": vars(self.governor),
+            "queued": self.ahead.queued,
+        }
+
+
+def routed(rng: np.random.Generator, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A layer's hidden rows, ids and weights, of at most so many tokens."""
+    tokens, top = int(rng.choice([t for t in (1, 1, 1, 2, 5, 8, 24) if t <= most])), int(rng.integers(1, EXPERTS))
+    ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :top].copy())
+    return torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, top)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("slots", [2, EXPERTS, KEYS - 5, KEYS - 2, KEYS])
+def test_native_calls_are_the_step_in_python(policy: str, slots: int) -> None:
+    """On demand, and with prefetches that have arrived: every decision is the same, step by step."""
+    native, python = Stack(slots, policy, min_useful=0.3), Stack(slots, policy, min_useful=0.3).in_python()
+    rng = np.random.default_rng(slots)
+    for step in range(60):
+        native.cache.decode_only = python.cache.decode_only = bool(rng.integers(2))
+        for index in range(LAYERS):
+            wanted = rng.permutation(KEYS)[: rng.integers(0, EXPERTS)].tolist() if step % 3 else []
+            inputs = routed(rng, 24)
+            native.ahead.wanted = python.ahead.wanted = wanted
+            assert torch.equal(native.layers[index].forward(*inputs), python.layers[index].forward(*inputs))
+            native.settle(), python.settle()  # copies under way: `test_prefetches_under_way`
+        assert native.known() == python.known()
+    assert native.planned > 40
+    assert sum(layer.forwards for layer in native.stats.layers) == 60 * LAYERS
+    native.cache.close(), python.cache.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "random"])
+@pytest.mark.parametrize("slots", [KEYS - 4, 7])
+def test_prefetches_under_way(policy: str, slots: int) -> None:
+    """Needed ones are promoted and late, stale ones dropped, others stay: as in Python."""
+    native, python = Stack(slots, policy, RATE_GBPS), Stack(slots, policy, RATE_GBPS).in_python()
+    rng = np.random.default_rng(3)
+    for _ in range(15):
+        index, inputs, wanted = int(rng.integers(LAYERS)), routed(rng, 8), rng.permutation(KEYS)[:5].tolist()
+        outs = []
+        for stack in (native, python):
+            stack.hold()
+            stack.ahead.queued.append(stack.cache.prefetch(wanted, source="test"))
+            outs.append(stack.layers[index].forward(*inputs))
+        assert torch.equal(*outs)
+        assert native.known() == python.known()
+    source = native.stats.source("test")
+    assert min(source.late, source.hits, source.cancelled, native.planned) > 0
+    native.cache.close(), python.cache.close()
+
+
+def test_a_synchronous_prefetch_lands() -> None:
+    native, python = Stack(8, "lru", RATE_GBPS), Stack(8, "lru", RATE_GBPS).in_python()
+    inputs = routed(np.random.default_rng(1), 1)
+    for stack in (native, python):
+        stack.cache.prefetch([0, 1, 2], source="test")
+        stack.cache.finish_prefetch([0, 2], 1)
+        assert [stack.cache.residency.state(key) for key in (0, 2)] == [State.RESIDENT] * 2
+        assert stack.stats.layers[1].blocked_io_s > 0
+        stack.layers[1].forward(*inputs)
+        stack.settle()
+        stack.layers[0].forward(*inputs)
+    assert native.known() == python.known()
+    assert native.planned == 2
+
+
+def test_jobs_take_over_what_native_code_has_under_way() -> None:
+    """A pass of many rows runs in Python; a flush waits for every copy."""
+    native, python = Stack(8, "lru", RATE_GBPS), Stack(8, "lru", RATE_GBPS).in_python()
+    rng = np.random.default_rng(2)
+    few, many = routed(rng, 1), routed(rng, 1)
+    many = tuple([one.expand(CPU_MAX_ROWS + 1, -1).contiguous() for one in many])
+    for stack in (native, python):
+        for inputs in (many, few):
+            stack.hold()
+            stack.ahead.queued.append(stack.cache.prefetch([0, 1, 2, 9], source="test"))
+            stack.layers[0].forward(*inputs)
+        stack.settle()
+    assert native.known() == python.known()
+    for stack in (native, python):
+        stack.cache.prefetch([3, 4, 5], source="test")
+        stack.cache.flush()
+    assert native.known() == python.known()
+
+
+@pytest.mark.parametrize("when", ["before", "while it waits", "in a hook"])
+def test_a_closed_cache_fails_the_pass_and_pins_nothing(when: str) -> None:
+    messages = []
+    for stack in (Stack(6, "lru", RATE_GBPS), Stack(6, "lru", RATE_GBPS).in_python()):
+        if when == "before":
+            stack.cache.close()
+        else:
+            stack.hold()
+        if when == "while it waits":
+            threading.Timer(HOLD_S / 3, stack.cache.close).start()
+        if when == "in a hook":
+            stack.ahead.idle = lambda index: False
+            stack.ahead.layer = lambda index, view, stack=stack: stack.cache.close()
+        with pytest.raises(RuntimeFailure) as failed:
+            stack.layers[0].forward(*routed(np.random.default_rng(1), 1))
+        messages.append(str(failed.value))
+        assert not any(map(stack.cache.residency.pinned, range(KEYS)))
+        stack.cache.residency.check_integrity()
+    assert messages[0] == messages[1]
+    assert "closed" in messages[0]
+
+
+def test_a_failing_hook_leaves_the_loads_to_arrive() -> None:
+    native, python = Stack(6, "lru", RATE_GBPS), Stack(6, "lru", RATE_GBPS).in_python()
+    inputs = routed(np.random.default_rng(1), 1)
+    for stack in (native, python):
+        stack.ahead.wanted = [99]
+        with pytest.raises((IndexError, ResidencyError)):
+            stack.layers[0].forward(*inputs)
+        assert not any(map(stack.cache.residency.pinned, range(KEYS)))
+        stack.ahead.wanted = []
+        stack.settle()
+        stack.layers[0].forward(*inputs)
+        assert stack.stats.layers[0].hits == len(inputs[1][0])
+    assert native.known() == python.known()
+
+
+Change = Callable[[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray], None]
+
+
+def _missing(hidden: torch.Tensor, ids: torch.Tensor, states: np.ndarray, record: np.ndarray) -> None:
+    states[1] = State.LOADING
+
+
+def _many_rows(hidden: torch.Tensor, ids: torch.Tensor, states: np.ndarray, record: np.ndarray) -> None:
+    ids[:] = torch.tensor([0, 1])
+
+
+def _full(hidden: torch.Tensor, ids: torch.Tensor, states: np.ndarray, record: np.ndarray) -> None:
+    record[0] = len(record) - 4
+
+
+def layer_of(index: int, record: np.ndarray) -> tuple[NativeLayer, np.ndarray]:
+    """A layer without loads, whose experts are all resident, and their states."""
+    pool = SlotPool.allocate(SHAPE, EXPERTS, torch.float32, torch.device("cpu"))
+    states = np.full(EXPERTS, State.RESIDENT, np.uint8)
+    return kernel_of(pool).native(index, states, np.arange(EXPERTS, dtype=np.int32), record), states
+
+
+@pytest.mark.parametrize("change", [_missing, _many_rows, _full])
+def test_it_leaves_the_pass_to_python(change: Change) -> None:
+    record = np.zeros(64, np.int64)
+    record[0] = 1
+    ids = torch.tensor([[0, 1], [1, 2], [2, 3]] * 3)  # 9 tokens, 6 at most for an expert
+    hidden = torch.randn(9, SHAPE.hidden)
+    layer, states = layer_of(0, record)
+    change(hidden, ids, states, record)
+    used = int(record[0])
+    assert layer.run(hidden, ids, torch.rand(9, 2)) is None
+    assert record[0] == used
+
+
+def test_it_refuses_experts_that_do_not_exist() -> None:
+    """A router's mistake reads no foreign memory."""
+    layer, _ = layer_of(0, np.ones(64, np.int64))
+    for ids in ([[0, EXPERTS]], [[-1, 0]]):
+        with pytest.raises(ValueError, match="no such expert"):
+            layer.run(torch.randn(1, SHAPE.hidden), torch.tensor(ids), torch.rand(1, 2))
+
+
+def test_one_token_keeps_its_order_in_the_record() -> None:
+    record = np.ones(64, np.int64)
+    layer, _ = layer_of(2, record)
+    ids = torch.tensor([[3, 0, 1]])
+    assert layer.run(torch.randn(1, SHAPE.hidden), ids, torch.rand(1, 3)) is not None
+    experts = Routing.of(ids.numpy(), torch.device("cpu")).experts
+    assert record[1 : int(record[0])].tolist() == [2, 1, 3, *[2 * EXPERTS + e for e in experts], 1, 1, 1]
