@@ -6,7 +6,7 @@ import ctypes
 import importlib.util
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,7 +156,7 @@ def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_file_type(0)  # all 32-bit floats
 
 
-def _parts(config: dict[str, Any], names: Sequence[str] | dict[str, Any]) -> dict[str, list[str]]:
+def _parts(config: dict[str, Any], names: Iterable[str]) -> dict[str, list[str]]:
     """The checkpoint's tensors of each GGUF tensor: one, or those of a layer's experts, which are stacked."""
     import gguf
 
