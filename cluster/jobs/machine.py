@@ -179,7 +179,8 @@ def probe(config: RunConfig, rounds: int, tokens: int = TOKENS) -> Probe:
                 serve(worker.submit, [prompt], tokens)
         copies, link_s = watch.copies, worker.stats().total().total_io_s
         decode = [step for step in steps if step.rows == 1]
-        layers, missing = [layer for step in decode for layer in step.layers], tuple(watch.missing)
+        layers = [layer for step in decode for layer in step.layers]
+        missing = tuple(watch.missing[: len(layers)])  # the last step may have delivered its token and not ended
         return Probe(
             step_s=median(sum(value for part, value in step.parts.items() if part != "dense") for step in decode),
             dense_s=median(step.parts["dense"] for step in decode),
