@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -285,7 +285,7 @@ class MoeLayer:
             found: Any = native.run(*inputs)
             if found is not None and not isinstance(found, tuple):
                 return self._ran_resident(found)
-            needed = found
+            needed = cast("Needed | None", found)
         elif native.plans:
             needed = native.begin(*inputs)
         if native.plans:
