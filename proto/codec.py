@@ -419,7 +419,8 @@ def _encode_prefetch(m: messages.PrefetchCommand) -> Parts:
 
 def _decode_prefetch(body: bytes, arrays: Arrays, limits: Limits) -> messages.PrefetchCommand:
     read = pb.PrefetchCommand.FromString(body)
-    made = messages.PrefetchCommand(read.iteration, read.layer, *arrays, read.hints, read.mapped)
+    keys, priorities = arrays
+    made = messages.PrefetchCommand(read.iteration, read.layer, keys, priorities, read.hints, read.mapped)
     _check_prefetch(made, limits)
     return made
 

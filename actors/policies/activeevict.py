@@ -188,7 +188,8 @@ class ImportanceEviction(EvictionPolicy):
         check_decay(gamma, window)
         self._alpha, self._clock = alpha, 0
         self.state = make_state(layers, experts, alpha, gamma, window, top_k)
-        self._resident, self._stamp = memoryview(self.state.resident), memoryview(self.state.stamp)
+        self._resident: Any = self.state.resident.data
+        self._stamp: Any = self.state.stamp.data
 
     def admitted(self, key: int) -> None:
         self._resident[key] = True

@@ -88,8 +88,9 @@ class ExpertMapEviction(EvictionPolicy):
         self._freqs, self._probabilities = np.zeros(keys), np.ones(keys)
         self._stamps, self._residents = np.zeros(keys, np.int64), np.zeros(keys, np.bool_)
         # the same memory, read and written one by one in a third of an array's time
-        self._freq, self._stamp = memoryview(self._freqs), memoryview(self._stamps)
-        self._resident = memoryview(self._residents)
+        self._freq: Any = self._freqs.data
+        self._stamp: Any = self._stamps.data
+        self._resident: Any = self._residents.data
         self._credit = [0.0] * keys  # of what freq holds, what admission lent until the first use
         self._clock, self._told = 0, False
 
