@@ -10,7 +10,7 @@ import torch
 from serving import greedy, prepared, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
-from tiermoe.actors.engine.model.native import MAX_ROWS
+from tiermoe.actors.engine.model.native import MAX_ROWS, _Head, _lowered
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
@@ -93,3 +93,15 @@ def test_a_program_that_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.
 def test_a_model_that_mixes_rows_is_refused_with_its_reason(tmp_path: Path) -> None:
     with serving(made("lfm2_moe", tmp_path), settings(0.5, kv=KV)) as worker:
         assert any("aten.convolution" in note for note in worker.engine.notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_the_output_embeddings_are_those_of_the_module(dtype: torch.dtype) -> None:
+    module = torch.nn.Linear(24, 50, bias=True, dtype=dtype)
+    head = _Head(module, _lowered(lambda states: module(states), 13, torch.ones(1, 13, 24, dtype=dtype)), 1)
+    for rows in (1, 13, MAX_ROWS, MAX_ROWS + 1):  # the last as the module runs it
+        states = torch.randn(1, rows, 24, dtype=dtype)
+        found = head.forward(states)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, module(states), atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)

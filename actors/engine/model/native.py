@@ -7,7 +7,8 @@
 
 A segment reaches from one layer's experts to the next layer's: residual, norms, projections, rotary embedding,
 attention on the cache's blocks in place, router. Before its first use the program is compared with the model on a step
-like that: its hidden states must be those of the model, and it must be faster.
+like that: its hidden states must be those of the model, and it must be faster. The output embeddings are a program of
+their own, by the same rule.
 
 Forwards of more than `MAX_ROWS` rows (mostly prompts), and those without a paged cache, run as before.
 """
@@ -15,7 +16,7 @@ Forwards of more than `MAX_ROWS` rows (mostly prompts), and those without a page
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +53,26 @@ class _StandIn:
         return hidden * ((ids + 1).to(weights.dtype) * weights).mean(-1, keepdim=True).to(hidden.dtype)
 
 
+class _Head:
+    """A model's output embeddings on few rows, as a program. threads: of it."""
+
+    def __init__(self, module: nn.Module, lowered: Lowering, threads: int) -> None:
+        self.eager = module.forward
+        ((self._stored,),) = lowered.stores
+        self._program = lowered.builder.build(MAX_ROWS, 0, {}, threads)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [1, T, V] of hidden states [1, T, H]."""
+        batch, rows, _ = states.shape
+        if batch > 1 or not 0 < rows <= MAX_ROWS:
+            return self.eager(states)
+        shape, dtype = self._stored
+        logits = torch.empty((1, rows, *shape), dtype=dtype)
+        self._program.begin(rows, torch.tensor([0, rows], dtype=torch.int32), [])
+        self._program.run(0, states.contiguous(), logits)
+        return logits
+
+
 class NativeDense:
     """A model's base module that runs small forwards natively.
 
@@ -69,6 +90,7 @@ class NativeDense:
         self._because = ""  # it is not used
         self._threads, self._required = threads, required
         self._base: Any = model.base_model
+        self._head: Any = model.get_output_embeddings()
         self._program: Program | None = None
         self._cache: Any = None
         self._decided: bool | None = None  # whether the program runs; None: no step has come yet
@@ -77,7 +99,7 @@ class NativeDense:
         try:
             if device.type != "cpu":
                 raise CannotLowerError(f"the model runs on {device}")
-            self._lowered, self._output = _trace(model, self._base)
+            self._lowered, self._output, self._lowered_head = _trace(model, self._base)
         except CannotLowerError as error:
             self._refuse(str(error))
             return
@@ -102,6 +124,8 @@ class NativeDense:
         """Restore the model. Safe to call twice."""
         if self._replaced:
             del self._base.forward  # the class's own again
+            if self._lowered_head is not None:
+                vars(self._head).pop("forward", None)  # where it was faster
             self._replaced = False
 
     def _refuse(self, because: str) -> None:
@@ -171,42 +195,61 @@ class NativeDense:
         spread = self._embedding.weight.shape[0] // (rows + 1)
         input_ids = (torch.arange(1, rows + 1, dtype=input_ids.dtype) * spread)[None]
         stand_ins = [stand_in] * len(self._layers)
-        times: dict[str, list[float]] = {"eager": [], "native": []}
         with replaced_layers(self._lowered.experts, stand_in):
-            for trial in range(_TRIALS):
-                for name, found in times.items():
-                    begun = time.perf_counter()
-                    if name == "eager":
-                        expected = self._eager(input_ids=input_ids, **kwargs).last_hidden_state
-                    else:
-                        states = self._run(input_ids, kwargs, stand_ins).last_hidden_state
-                    found.append(time.perf_counter() - begun)
-                if trial == 0:
-                    error = float((states.float() - expected.float()).abs().max() / expected.float().abs().max())
-                    if not error <= _TOLERANCE[expected.dtype]:
-                        self._refuse(f"the native program's hidden states differ by {error:.2g} of the largest")
-                        return
-                if sum(map(sum, times.values())) > _TRIAL_S:
-                    break
-        eager, native = (min(found) * 1e3 for found in times.values())
+            expected, states, times = _compared(
+                lambda: self._eager(input_ids=input_ids, **kwargs).last_hidden_state,
+                lambda: self._run(input_ids, kwargs, stand_ins).last_hidden_state,
+            )
+        if (error := _difference(states, expected)) > _TOLERANCE[expected.dtype]:
+            self._refuse(f"the native program's hidden states differ by {error:.2g} of the largest")
+            return
+        eager, native = times
         if native >= eager and not self._required:
             self._refuse(f"a step takes {eager:.2f} ms, the native program {native:.2f} ms")
             return
         self._decided = True
+        self._decide_head(expected)
         rule = "native" if self._required else "auto"
         self.notes.append(
             f"compile: {rule} runs the dense part natively ({native:.2f} ms a step, {eager:.2f} ms eagerly)"
         )
 
+    def _decide_head(self, states: torch.Tensor) -> None:
+        """Run the output embeddings natively where that is faster. states: hidden states of a step [1, T, H]."""
+        if self._lowered_head is None:
+            return
+        head = _Head(self._head, self._lowered_head, self._threads)
+        expected, logits, (eager, native) = _compared(lambda: head.eager(states), lambda: head.forward(states))
+        if native < eager and _difference(logits, expected) <= _TOLERANCE[expected.dtype]:
+            self._head.forward = head.forward
 
-def _trace(model: Any, base: Any) -> tuple[Lowering, Any]:
-    """The model's base module, lowered, and the class of its output.
+
+def _compared(eager: Callable[[], torch.Tensor], native: Callable[[], torch.Tensor]) -> tuple[Any, Any, list[float]]:
+    """The first results of both, and the least milliseconds of each in turn."""
+    results: list[torch.Tensor] = []
+    times: list[list[float]] = [[], []]
+    for _ in range(_TRIALS):
+        for run, found in zip((eager, native), times, strict=True):
+            begun = time.perf_counter()
+            results.append(run())
+            found.append(time.perf_counter() - begun)
+        if sum(map(sum, times)) > _TRIAL_S:
+            break
+    return results[0], results[1], [min(found) * 1e3 for found in times]
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference over the largest number; infinite where one is not a number."""
+    error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+    return error if error == error else float("inf")
+
+
+def _trace(model: Any, base: Any) -> tuple[Lowering, Any, Lowering | None]:
+    """The model's base module, lowered, the class of its output, and the output embeddings, lowered.
 
     Raises:
         CannotLowerError: the model has what a program cannot say.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     embedding = model.get_input_embeddings()
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     rows = next((n for n in _TRACED_ROWS if n not in sizes), None)
@@ -222,15 +265,25 @@ def _trace(model: Any, base: Any) -> tuple[Lowering, Any]:
     dtype, width = embedding.weight.dtype, embedding.weight.shape[1]
     if dtype not in (torch.float32, torch.bfloat16):
         raise CannotLowerError(f"numbers of type {dtype}")
-    inputs = torch.ones(1, rows, width, dtype=dtype), torch.arange(rows)[None]
+    states, positions = torch.ones(1, rows, width, dtype=dtype), torch.arange(rows)[None]
     handles = [module.tiermoe_handle for module in model.modules() if hasattr(module, "tiermoe_handle")]
+    with _traced_attention(model), replaced_layers(handles, _StandIn()):
+        dense = _lowered(forward, rows, states, positions)
+    head = model.get_output_embeddings()
+    return dense, output[0], None if head is None else _lowered(lambda states: head(states), rows, states)
+
+
+def _lowered(function: Callable[..., torch.Tensor], rows: int, *inputs: torch.Tensor) -> Lowering:
+    """What a function does with `rows` rows. Raises CannotLowerError."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     try:
-        with torch.no_grad(), _traced_attention(model), replaced_layers(handles, _StandIn()):
-            graph = make_fx(torch.func.functionalize(forward))(*inputs)
+        with torch.no_grad():
+            graph = make_fx(torch.func.functionalize(function))(*inputs)
     except Exception as error:  # what a model does in a trace is beyond any list
         raise CannotLowerError(f"{type(error).__name__} in a trace: {str(error).splitlines()[0][:120]}") from error
     graph.graph.eliminate_dead_code()
-    return Lowering(graph, rows), output[0]
+    return Lowering(graph, rows)
 
 
 @contextmanager
