@@ -67,10 +67,10 @@ class _Head:
         if batch > 1 or not 0 < rows <= MAX_ROWS:
             return self.eager(states)
         shape, dtype = self._stored
-        logits = torch.empty((1, rows, *shape), dtype=dtype)
+        logits = torch.empty((rows, *shape), dtype=dtype)
         self._program.begin(rows, torch.tensor([0, rows], dtype=torch.int32), [])
         self._program.run(0, states.contiguous(), logits)
-        return logits
+        return logits.view(1, rows, -1)
 
 
 class NativeDense:
