@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tiermoe.cluster.jobs.bench import command, micro, micro_serving
+from tiermoe.cluster.jobs.bench import command, metrics, micro, micro_serving
 from tiermoe.cluster.jobs.bench.finish import JsonCommand
 from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 from tiermoe.cluster.jobs.bench.serving import overridden, run_config
@@ -104,6 +104,11 @@ def test_every_benchmark_takes_the_common_options() -> None:
         assert {"out", "as_json", "check"} <= options, name
         assert ("config" in options) == (name in SERVING), name
         assert info.cls is JsonCommand, name
+
+
+def test_rows_need_not_have_the_same_columns() -> None:
+    report = Report("x", "emulated", [{"a": 0.5, "values": [1]}, {"b": 2}], [])
+    assert metrics.table_of(report) == (["a", "b"], [["0.5", ""], ["", "2"]])
 
 
 def test_json_has_no_nan() -> None:

@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +216,10 @@ def _without_nan(value: Any) -> Any:
 
 
 def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Head and cells of the report's rows."""
-    shown = list(report.shown) or [key for key in report.rows[0] if key != "values"]
-    cells = [[f"{row[k]:.5g}" if isinstance(row[k], float) else str(row[k]) for k in shown] for row in report.rows]
-    return shown, cells
+    """Head and cells of the report's rows; what a row does not have is empty."""
+    shown = list(report.shown) or [key for key in dict.fromkeys(chain(*report.rows)) if key != "values"]
+    found = [[row.get(key, "") for key in shown] for row in report.rows]
+    return shown, [[f"{cell:.5g}" if isinstance(cell, float) else str(cell) for cell in cells] for cells in found]
 
 
 def fill_report_page(page: Path, report: Report) -> None:
