@@ -293,7 +293,7 @@ class MoeLayer:
             cache.loads.dropped()
         if needed is None:
             return None
-        io_s, link_s = stats.blocked_io_s, stats.link_s
+        blocked_s = stats.blocked_io_s
         run, resident = needed.run, needed.resident
         cache.eviction.routed(needed.keys, needed.counts, len(inputs[0]))
         plan = LayerPlan(tuple(run), resident, needed.arriving, ())
@@ -317,7 +317,7 @@ class MoeLayer:
         cache.ran_native(run)
         if self._last:
             cache.count_passes()
-        self._observe(stats, stats.blocked_io_s - io_s, stats.link_s - link_s, ())
+        self._observe(stats, stats.blocked_io_s - blocked_s, 0.0, ())  # landings count their own share of the link
         return out
 
     def _ran_resident(self, out: Any) -> Any:

@@ -45,18 +45,22 @@ def test_a_layer_has_medians_over_steps_and_a_token_means_that_add_up() -> None:
 
 @pytest.mark.slow
 def test_the_parts_of_a_token_are_its_measured_time() -> None:
-    """Also that nothing stays replaced: the second preset runs on the same classes."""
-    report = host(Host(preset=("on-demand",), batch=(2,), repeats=1, ray=False), None)
-    table = {(row["per"], row["part"]): row["on-demand"] for row in report.rows}
+    """In native calls and in Python; also that nothing stays replaced: the second preset runs on the same classes."""
+    native, python = "on-demand", "activeevict"
+    report = host(Host(preset=(native, python), batch=(2,), repeats=1, ray=False), None)
     assert {row["batch"] for row in report.rows} == {2}
-    for part in ("schedule", "announce", "dense", "sample", "deliver", "manager", "layers, kernels"):
-        assert table["token", part] > 0, part
-        assert table["token, CPU", part] > 0, part
-    for part in ("read", "plan", "begin", "issue", "run", "kernels", "combine", "other"):
-        assert table["layer, by part", part] > 0, part
-    assert table["token", "layers, waits for copies"] > 0
-    assert ("layer, by part, CPU", "copies") not in table  # the thread sleeps
-    assert abs(table["token", "rest"]) < 0.1 * table["token", "measured"]
+    parts = {native: ("plan", "issue", "kernels", "other")}
+    parts[python] = ("read", "plan", "begin", "issue", "pre_evict", "run", "kernels", "combine", "other")
+    for preset, of_layer in parts.items():
+        table = {(row["per"], row["part"]): row[preset] for row in report.rows}
+        for part in ("schedule", "announce", "dense", "sample", "deliver", "manager", "layers, kernels"):
+            assert table["token", part] > 0, part
+            assert table["token, CPU", part] > 0, part
+        for part in of_layer:
+            assert table["layer, by part", part] > 0, part
+        assert table["token", "layers, waits for copies"] > 0
+        assert ("layer, by part, CPU", "copies") not in table  # the thread sleeps
+        assert abs(table["token", "rest"]) < 0.1 * table["token", "measured"]
     assert report.bars == []  # of batch 1 only
 
 

@@ -187,6 +187,7 @@ def test_the_benchmark_measures_its_inputs_and_its_cells(
     for row in report.rows:
         assert row["predicted"] > 0
         assert row["ratio"] == row["predicted"] / row["measured"]
-    costs = report.figures["costs"]["next-gate"]
-    assert costs["policies"]["next-gate"]["layer_us"] > 0
+    costs = report.figures["costs"]["next-gate"]["policies"]["next-gate"]
+    assert costs["step_us"] > 0
+    assert min(costs["layer_us"], costs["miss_us"], costs["load_us"]) >= 0  # a fit on a tiny model may find none
     assert [bar.limit for bar in report.bars] == [1.0]
