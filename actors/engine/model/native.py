@@ -58,7 +58,7 @@ class _Head:
 
     def __init__(self, module: nn.Module, lowered: Lowering, threads: int) -> None:
         self.eager = module.forward
-        ((self._stored,),) = lowered.stores
+        (((self._shape, self._dtype),),) = lowered.stores
         self._program = lowered.builder.build(MAX_ROWS, 0, {}, threads)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -66,8 +66,7 @@ class _Head:
         batch, rows, _ = states.shape
         if batch > 1 or not 0 < rows <= MAX_ROWS:
             return self.eager(states)
-        shape, dtype = self._stored
-        logits = torch.empty((rows, *shape), dtype=dtype)
+        logits = torch.empty((rows, *self._shape), dtype=self._dtype)
         self._program.begin(rows, torch.tensor([0, rows], dtype=torch.int32), [])
         self._program.run(0, states.contiguous(), logits)
         return logits.view(1, rows, -1)
@@ -196,14 +195,13 @@ class NativeDense:
         input_ids = (torch.arange(1, rows + 1, dtype=input_ids.dtype) * spread)[None]
         stand_ins = [stand_in] * len(self._layers)
         with replaced_layers(self._lowered.experts, stand_in):
-            expected, states, times = _compared(
+            expected, states, (eager, native) = _compared(
                 lambda: self._eager(input_ids=input_ids, **kwargs).last_hidden_state,
                 lambda: self._run(input_ids, kwargs, stand_ins).last_hidden_state,
             )
-        if (error := _difference(states, expected)) > _TOLERANCE[expected.dtype]:
+        if not (error := _difference(states, expected)) <= _TOLERANCE[expected.dtype]:
             self._refuse(f"the native program's hidden states differ by {error:.2g} of the largest")
             return
-        eager, native = times
         if native >= eager and not self._required:
             self._refuse(f"a step takes {eager:.2f} ms, the native program {native:.2f} ms")
             return
@@ -239,13 +237,12 @@ def _compared(eager: Callable[[], torch.Tensor], native: Callable[[], torch.Tens
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference over the largest number; infinite where one is not a number."""
-    error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
-    return error if error == error else float("inf")
+    """The largest difference over the largest number; NaN where one is not a number."""
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
 def _trace(model: Any, base: Any) -> tuple[Lowering, Any, Lowering | None]:
-    """The model's base module, lowered, the class of its output, and the output embeddings, lowered.
+    """The base module, lowered; the class of its output; the output embeddings, lowered, or None: they stay a module.
 
     Raises:
         CannotLowerError: the model has what a program cannot say.
@@ -270,7 +267,10 @@ def _trace(model: Any, base: Any) -> tuple[Lowering, Any, Lowering | None]:
     with _traced_attention(model), replaced_layers(handles, _StandIn()):
         dense = _lowered(forward, rows, states, positions)
     head = model.get_output_embeddings()
-    return dense, output[0], None if head is None else _lowered(lambda states: head(states), rows, states)
+    try:
+        return dense, output[0], _lowered(lambda states: head(states), rows, states)
+    except CannotLowerError:  # there is none, or it runs as a module
+        return dense, output[0], None
 
 
 def _lowered(function: Callable[..., torch.Tensor], rows: int, *inputs: torch.Tensor) -> Lowering:
