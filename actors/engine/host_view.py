@@ -176,6 +176,10 @@ class LayerView:
         self.ids, self._weights = ids, np.ascontiguousarray(weights, np.float32)
         self.device_weights = upload(self._weights, self.hidden.device).to(self.device_weights.dtype)
 
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """hidden [T, H], ids and weights [T, K'] of the pairs that run, on the device."""
+        return self.hidden, upload(self.ids, self.hidden.device), self.device_weights
+
     def routing(self) -> Routing:
         """The pairs that run, by expert."""
         return Routing.of(self.ids, self.hidden.device)

@@ -213,7 +213,7 @@ class MoeLayer:
         self.hooks = Hooks() if hooks is None else hooks
         self._check, self._last = check, index == len(cache.stats.layers) - 1
         self.observers: list[Observer] = []
-        decides = self.hooks.reroute or self.hooks.watch or type(placer) is not Placer
+        decides = self.hooks.watch or type(placer) is not Placer
         self.native = None if decides else backend.native(self)
         if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
             self.native = None
@@ -231,10 +231,14 @@ class MoeLayer:
             RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
         """
         index, cache, backend, hooks = self.index, self.cache, self.backend, self.hooks
-        native = self.native
+        native, low = self.native, NO_KEYS
+        view: Any = None
         if native is not None:
             if (self._promising or native.plans) and not self.observers and cache.quiet:
-                out = self._native(native, inputs)
+                if hooks.reroute:
+                    view = backend.look(index, False, *inputs)
+                    low = self._reroute(view)
+                out = self._native(native, inputs, view)
                 if out is not None:
                     return out
             if native.plans or cache.passes.words[0] > 1:
@@ -242,13 +246,14 @@ class MoeLayer:
         cache.settle_times()
         stats = cache.stats.layers[index]
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
-        view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
-        for observe in self.observers:
-            observe(index, view.picked, view.weights)
-        cache.poll()
-        low = NO_KEYS
-        for rule in hooks.reroute:  # reroute
-            low |= rule.layer(index, view)
+        if view is None:
+            view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
+            for observe in self.observers:
+                observe(index, view.picked, view.weights)
+            cache.poll()
+            low = self._reroute(view)  # reroute
+        else:
+            cache.poll()
         routing = view.routing()
         base = index * self.experts
         keys = list(map(base.__add__, routing.experts))
@@ -276,18 +281,28 @@ class MoeLayer:
         self._observe(stats, stats.blocked_io_s - blocked_s, stats.link_s - busy_s, tasks)  # observe
         return out
 
-    def _native(self, native: NativeRun, inputs: tuple[Any, ...]) -> Any | None:
-        """The step in native calls; None: nothing was done that the page would not do."""
+    def _reroute(self, view: Any) -> frozenset[int]:
+        """Change the view's routing; the keys of experts that run on low-bit replicas."""
+        low = NO_KEYS
+        for rule in self.hooks.reroute:
+            low |= rule.layer(self.index, view)
+        return low
+
+    def _native(self, native: NativeRun, inputs: tuple[Any, ...], view: Any) -> Any | None:
+        """The step in native calls; None: nothing was done that the page would not do.
+
+        view: of the inputs, rerouted; None: nothing reroutes.
+        """
         index, cache, ahead = self.index, self.cache, self.hooks.ahead
-        stats = cache.stats.layers[index]
+        stats, run_inputs = cache.stats.layers[index], inputs if view is None else view.operands()
         needed: Needed | None = None
         if self._promising and not cache.counters.vacant and all(hook.idle(index) for hook in ahead):
-            found: Any = native.run(*inputs)
+            found: Any = native.run(*run_inputs)
             if found is not None and not isinstance(found, tuple):
                 return self._ran_resident(found)
             needed = cast("Needed | None", found)
         elif native.plans:
-            needed = native.begin(*inputs)
+            needed = native.begin(*run_inputs)
         if native.plans:
             cache.count_passes()
             cache.loads.dropped()
@@ -298,7 +313,6 @@ class MoeLayer:
         cache.eviction.routed(needed.keys, needed.counts, len(inputs[0]))
         plan = LayerPlan(tuple(run), resident, needed.arriving, ())
         self._promising = resident == len(run)
-        view = None
         try:
             cache.begin_native(index, needed, plan, native)
             for hook in ahead:
