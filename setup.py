@@ -28,6 +28,7 @@ setup(
                 "kernels/cpu/neuron_ffn.cpp",
                 "kernels/cpu/neuron_module.cpp",
                 "kernels/cpu/neuron_portable.cpp",
+                "kernels/cpu/pages_module.cpp",
                 "kernels/cpu/rank_module.cpp",
                 "kernels/cpu/threads.cpp",
             ],

@@ -28,6 +28,7 @@ from ..proto.server import ChannelServer
 from .policies.cost import FULL_BITS, Work, batch_cost
 from .settings import NdpSettings
 from .store.files import ExpertStore, open_views
+from .store.pages import check_pages
 from .store.published import FormArrays
 from .store.replicas import describe_replicas, open_replicas
 
@@ -134,6 +135,7 @@ class NdpWorker:
         partial = partials[0] if partials else np.zeros(hidden.shape, np.float32)
         for other in partials[1:]:
             partial += other
+        check_pages()
         measured_s = time.perf_counter() - start_s
         modelled_s = self._modelled_s(batch, partial.nbytes)
         if self._settings.pace:

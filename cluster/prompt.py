@@ -20,6 +20,8 @@ from ..errors import CheckpointError, RequestError
 _MAX_TOKENS = 1_000_000
 _MAX_TEMPERATURE = 2.0
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # the names in use
+
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
     """The model's fast tokenizer.
@@ -38,11 +40,16 @@ def load_model_config(model_dir: Path) -> dict[str, Any]:
     """The text model's part of config.json.
 
     Raises:
-        CheckpointError: config.json is not a JSON object.
+        CheckpointError: config.json is not a JSON object, or gives two numbers of experts.
     """
     config = read_json_object(model_dir / "config.json")
     inner = config.get("text_config")  # multimodal checkpoints nest the language model
-    return inner if isinstance(inner, dict) else config
+    config = inner if isinstance(inner, dict) else config
+    counts = {name: config[name] for name in EXPERT_COUNTS if isinstance(config.get(name), int)}
+    if len(set(counts.values())) > 1:
+        found = " and ".join(f"{name} {count}" for name, count in counts.items())
+        raise CheckpointError(f"'{model_dir / 'config.json'}' has {found}", "download config.json again")
+    return config
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -17,8 +17,30 @@ from ..errors import ConfigError
 _UNPREFIXED = ("cluster", "kv")  # sections whose command-line options do not begin with their name
 
 
+_MOST_NODES = 100_000  # of a file, its aliases written out
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice: the second would silently win."""
+    """SafeLoader that refuses a key written twice, since the second would silently win, and aliases without end."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        sizes: dict[int, int] = {}  # by the node; 0: it is being counted
+
+        def size(node: yaml.Node) -> int:
+            if id(node) not in sizes:
+                sizes[id(node)] = 0
+                pairs = isinstance(node, yaml.MappingNode)
+                below = [n for pair in node.value for n in pair] if pairs else node.value
+                sizes[id(node)] = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(map(size, below))
+            if not 0 < sizes[id(node)] <= _MOST_NODES:
+                problem = "an alias contains itself, or aliases repeat too much"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            return sizes[id(node)]
+
+        if node is not None:
+            size(node)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()

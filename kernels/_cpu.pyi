@@ -320,3 +320,12 @@ def decode_next(inputs: int, tokens: list[int], /) -> list[tuple[int, int]]:
     """Raises ValueError: not one token for each row, or no column is left."""
 
 def argmax_rows(scores: int, rows: int, width: int, /) -> list[int]: ...
+
+def guard_pages(address: int, size: int, /) -> int:
+    """Survive bad pages of a mapped file; the file's number. Raises ValueError: too many files; OSError: no handler."""
+
+def release_pages(file: int, /) -> None:
+    """The file is about to be unmapped. Raises ValueError: there is no such file."""
+
+def bad_page() -> tuple[int, int] | None:
+    """The file and the offset of the first page that could not be read."""

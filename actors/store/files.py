@@ -40,6 +40,7 @@ from .format import (
     read_header,
     read_manifest,
 )
+from .pages import map_file
 from .published import (
     MAP_SUFFIX,
     FormArrays,
@@ -110,7 +111,7 @@ class FileView:
             with open(self.path, "rb") as file:
                 if FileStamp.of(os.fstat(file.fileno())) != self.stamp:
                     raise self._changed()
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                return map_file(file.fileno(), self.path)
         except (OSError, ValueError) as error:
             raise StoreError(f"{self.path} cannot be mapped ({error})", remedy) from error
 

@@ -27,6 +27,7 @@ from ...proto.peers import Directory, store_name
 from ...proto.server import ChannelServer
 from .files import ExpertStore, LayerArrays, StoreView
 from .format import MANIFEST_NAME, REBUILD, manifest_digest
+from .pages import check_pages, read_pages
 from .published import FormArrays, mapped_files
 from .remote import RefBook
 from .replicas import REPLICAS_NAME, read_replicas
@@ -118,10 +119,12 @@ class StoreWorker:
         tensors = _by_name(self._layer(layer, np.asarray(experts, np.int64)))
         nbytes = self._view.manifest.expert_nbytes()
         self._count(len(experts), len(experts) * nbytes)
-        return [
+        refs = [
             self._refs.get((layer, e), nbytes, lambda e=e: [array[e] for array in tensors.values()])  # type: ignore[misc]
             for e in experts
         ]
+        check_pages()
+        return refs
 
     def health(self) -> dict[str, Any]:
         """Layers, bytes and counters; `state` is "damaged" when files changed, and `problem` says how."""
@@ -163,9 +166,9 @@ class StoreWorker:
         if nbytes > self._most:  # before anything is copied
             raise too_large(nbytes, self._most)
         self._count(len(request.experts), nbytes)
-        return StoreReply(
-            request.layer, request.experts, {n: _rows(a, request.experts) for n, a in tensors.items()}, request.first
-        )
+        rows = {n: _rows(a, request.experts) for n, a in tensors.items()}
+        read_pages(rows.values())
+        return StoreReply(request.layer, request.experts, rows, request.first)
 
     def _layer(self, layer: int, experts: NDArray[np.integer[Any]]) -> LayerArrays | FormArrays:
         """The arrays of a layer that has all these experts, and whose files are unchanged."""

@@ -24,7 +24,7 @@ from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ..config import RunConfig
 from ..host import usable_cores
 from ..hub import headers, name_of, tensors_of
-from ..prompt import load_model_config, read_json_object
+from ..prompt import EXPERT_COUNTS, load_model_config, read_json_object
 from ..quantization import HF_QUANT_CONFIG, expected_experts, read_quantization
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
@@ -35,7 +35,6 @@ _BYTES = ("memory", "object_store_memory")
 _BYTE_SIZE = TypeAdapter(ByteSize)
 _GPU_DEVICES = "nvidia[0-9]*"  # in /dev, one for each GPU
 ROUTED = re.compile(r"\.experts\.")  # not `.shared_experts.`: those run for every token
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _SCALES = re.compile(r"(scale|scales|scale_inv|zero_point)$")  # of quantized weights
@@ -83,12 +82,12 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         CheckpointError: config.json is of no use. UnsupportedModelError: the model has no routed experts.
     """
     config = load_model_config(model_dir)
-    if not any(key in config for key in _EXPERTS):
+    if not any(key in config for key in EXPERT_COUNTS):
         raise UnsupportedModelError(
             f"'{model_dir}' has no routed experts in its config.json",
             "serve it with transformers or vLLM: tiermoe offloads routed experts",
         )
-    experts, hidden = _number(config, _EXPERTS, model_dir), _number(config, ("hidden_size",), model_dir)
+    experts, hidden = _number(config, EXPERT_COUNTS, model_dir), _number(config, ("hidden_size",), model_dir)
     width = _number(config, _WIDTH, model_dir)
     item = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), 2)
     layers = _moe_layers(config, model_dir)
@@ -214,7 +213,7 @@ def _dense_elements(config: Mapping[str, Any], model_dir: Path, moe_layers: int)
     shared = _count(config, "shared_expert_intermediate_size", model_dir)
     shared += _count(config, "n_shared_experts", model_dir) * width
     per_layer = 2 * hidden * size * (heads + kv_heads)
-    per_moe_layer = hidden * _number(config, _EXPERTS, model_dir) + 3 * hidden * shared
+    per_moe_layer = hidden * _number(config, EXPERT_COUNTS, model_dir) + 3 * hidden * shared
     per_dense_layer = 3 * hidden * _count(config, "intermediate_size", model_dir)
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
     dense_layers = total - moe_layers

@@ -45,5 +45,6 @@ extern PyMethodDef dense_methods[];     // dense_module.cpp
 extern PyMethodDef importance_methods[];  // importance_module.cpp
 extern PyMethodDef rank_methods[];      // rank_module.cpp
 extern PyMethodDef decode_methods[];    // decode_module.cpp
+extern PyMethodDef page_methods[];      // pages_module.cpp
 
 }  // namespace tiermoe::bindings

@@ -121,7 +121,8 @@ PyMODINIT_FUNC PyInit__cpu() {
     for (PyMethodDef* more : {tiermoe::bindings::neuron_methods, tiermoe::bindings::measure_methods,
                                tiermoe::bindings::link_methods, tiermoe::bindings::dense_methods,
                                tiermoe::bindings::layer_methods, tiermoe::bindings::importance_methods,
-                               tiermoe::bindings::rank_methods, tiermoe::bindings::decode_methods})
+                               tiermoe::bindings::rank_methods, tiermoe::bindings::decode_methods,
+                               tiermoe::bindings::page_methods})
         if (module && PyModule_AddFunctions(module, more) < 0) Py_CLEAR(module);
     return module;
 }

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,11 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     assert (config.budget, config.link.gbps, config.link.latency_us) == ("10%", 4.0, 7)
 
 
+_BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + below] * 9)}]\n" for below, name in pairwise("abcdefghi")
+)
+
+
 @pytest.mark.parametrize(
     ("yaml", "message"),
     [
@@ -87,6 +93,8 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         ("device: tpu", "key 'device' is 'tpu'; input should be 'auto', 'cpu' or 'cuda'"),
         ("ray: 3", "key 'ray' is 3"),
         ("threads: two", "key 'threads' is 'two'"),
+        ("model: &a [*a]", "line 1: an alias contains itself"),
+        (_BOMB + "model: *i", "aliases repeat too much"),
         ("model: a\nmodel: b", "line 2: key 'model' is there twice"),
         ("- 1", "is not a mapping"),
         ("a: [", "line 1"),

@@ -46,6 +46,12 @@ def test_characters_come_whole_and_prompts_without_any_are_refused(tokenizer: To
             encode_prompt(tokenizer, text)
 
 
+def test_two_numbers_of_experts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_local_experts": 32, "num_experts": 1000000000}')
+    with pytest.raises(CheckpointError, match="num_local_experts 32 and num_experts 1000000000"):
+        load_model_config(tmp_path)
+
+
 def test_length_limits() -> None:
     kv = KvSettings(page_size=4, num_blocks=4)
     check_length(8, 8, {"max_position_embeddings": 16}, kv)

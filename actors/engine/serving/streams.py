@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ....errors import RequestError, RuntimeFailure, TierMoeError
 from ...requests import MAX_LOGPROBS, FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
+from ...store.pages import check_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +175,14 @@ class Streams:
             stream.prompt_logprobs[place] = found
 
     def deliver(self, name: str, tokens: Sequence[int]) -> None:
-        """Send tokens that were generated."""
+        """Send tokens that were generated. Raises StoreError: weights could not be read."""
+        check_pages()
         if (stream := self._open.get(name)) is not None:
             stream.events.put(self._event(stream, tokens))
 
     def finish(self, name: str, tokens: Sequence[int] = ()) -> None:
-        """Send the last tokens: the request ended by a stop token or by length."""
+        """Send the last tokens: the request ended by a stop token or by length. Raises as `deliver`."""
+        check_pages()
         stream = self._close(name)
         if stream is None:
             return
