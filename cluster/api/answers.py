@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...actors.requests import TokenLogprob
-from .schema import ChatBody, CompletionBody, finite
+from .schema import ChatBody, CompletionBody, GenerationBody, finite
 from .service import Choice, Run, Service
 from .text import Delta, ScoredToken, TokenBytes
 
@@ -43,8 +43,8 @@ class Asked:
 
     choices: tuple[Choice, ...]
     prompt_tokens: int
-    include_usage: bool
     form: Form
+    body: GenerationBody
 
 
 def chat(service: Service, body: ChatBody) -> Asked:
@@ -56,7 +56,7 @@ def chat(service: Service, body: ChatBody) -> Asked:
     body.check()
     service.check_model(body.model)
     service.check_choices(body.choices)
-    ids = service.chat_ids(body.messages)
+    ids = service.chat_ids(body.messages, special=body.add_special_tokens)
     tokens = body.wanted_tokens
     if tokens is None:
         tokens = max(1, service.limit_tokens - len(ids))
@@ -64,7 +64,7 @@ def chat(service: Service, body: ChatBody) -> Asked:
     choices = tuple(
         Choice(ids, body.sampling(tokens, index, body.wanted_logprobs), body.stops) for index in range(body.choices)
     )
-    return Asked(choices, len(ids), body.include_usage, ChatForm(service.token_bytes, bool(body.logprobs)))
+    return Asked(choices, len(ids), ChatForm(service.token_bytes, bool(body.logprobs)), body)
 
 
 def completion(service: Service, body: CompletionBody) -> Asked:
@@ -77,7 +77,9 @@ def completion(service: Service, body: CompletionBody) -> Asked:
     service.check_model(body.model)
     given = body.prompts
     service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
-    prompts = tuple(service.prompt_ids(prompt) for prompt in given or [""])  # an empty list: says what is wrong
+    special = body.add_special_tokens
+    # an empty list: says what is wrong
+    prompts = tuple(service.prompt_ids(prompt, special=special) for prompt in given or [""])
     tokens = max(1, body.wanted_tokens)
     choices = []
     for ids in prompts:
@@ -90,7 +92,7 @@ def completion(service: Service, body: CompletionBody) -> Asked:
         decode = service.tokenizer.decode
         echoes = tuple(text if isinstance(text, str) else decode(text, skip_special_tokens=False) for text in given)
     form = CompletionForm(service.token_bytes, prompts, echoes, body.choices, body.logprobs is not None)
-    return Asked(tuple(choices), sum(map(len, prompts)), body.include_usage, form)
+    return Asked(tuple(choices), sum(map(len, prompts)), form, body)
 
 
 class Answer:
@@ -116,16 +118,22 @@ class Answer:
         """The answer as it comes. Raises ApiError."""
         tokens = [0] * self._run.choices
         begun: set[int] = set()
-        extra: Json = {"usage": None} if self._asked.include_usage else {}
+        body = self._asked.body
+
+        def usage() -> Json:
+            if body.running_usage:
+                return {"usage": self._usage(tokens)}
+            return {"usage": None} if body.include_usage else {}
+
         for index in range(self._run.choices):
             if (opening := self._form.opening(index)) is not None:
-                yield self._json(self._form.chunk, [opening]) | extra
+                yield self._json(self._form.chunk, [opening]) | usage()
         async for index, delta in self._run.deltas():
             tokens[index] = delta.tokens
             choice = self._form.choice(index, delta, first=index not in begun, streamed=True)
             begun.add(index)
-            yield self._json(self._form.chunk, [choice]) | extra
-        if self._asked.include_usage:
+            yield self._json(self._form.chunk, [choice]) | usage()
+        if body.include_usage:
             yield self._json(self._form.chunk, []) | {"usage": self._usage(tokens)}
 
     def _json(self, kind: str, choices: list[Json]) -> Json:

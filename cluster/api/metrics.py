@@ -65,6 +65,15 @@ class Metrics:
             "tiermoe_request_success", "Requests that ended: stop, length, abort (the client left) or error.",
             ["finished_reason"], registry=self._registry,
         )  # fmt: skip
+        self._ignored = Counter(
+            "tiermoe_ignored_parameters", "Parameters of requests that were accepted without effect.", ["name"],
+            registry=self._registry,
+        )  # fmt: skip
+
+    def count_ignored(self, names: Iterable[str]) -> None:
+        """A request had these parameters, and they had no effect."""
+        for name in names:
+            self._ignored.labels(name=name).inc()
 
     def choice(self, arrived_s: float, prompt_tokens: int) -> ChoiceTimer:
         """The timer of a choice that is submitted now, of a request that came at `arrived_s` (`time.perf_counter`)."""

@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from ...errors import TierMoeError
 from ..host import versions
 from .answers import Answer, Asked, Json, chat, completion
+from .parameters import warning
 from .schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 from .service import Service
 
@@ -118,11 +119,11 @@ def make_app(service: Service, key: str | None, *, answer_id: bool = True) -> Fa
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await _generate(service, request, completion(service, body), stream=bool(body.stream))
+        return await _generate(service, request, completion(service, body))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await _generate(service, request, chat(service, body), stream=bool(body.stream))
+        return await _generate(service, request, chat(service, body))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Json:
@@ -141,18 +142,19 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return {"prompt": service.tokenizer.decode(list(ids), skip_special_tokens=False)}
 
 
-async def _generate(service: Service, request: Request, asked: Asked, *, stream: bool) -> Response:
+async def _generate(service: Service, request: Request, asked: Asked) -> Response:
     """The whole answer, or a stream of chunks. A client that leaves ends what it asked for."""
-    name = request.state.request_id
+    name, headers = request.state.request_id, warning(asked.body.ignored)
+    service.metrics.count_ignored(asked.body.ignored)
     run = service.submit(asked.choices, name)
     answer = Answer(asked, run, name, service.model_name)
-    if stream:
-        return EventStream(_sse(answer.chunks()), run.close)
+    if asked.body.stream:
+        return EventStream(_sse(answer.chunks()), run.close, headers)
     whole = asyncio.ensure_future(answer.whole())
     gone = asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(whole.result()) if whole.done() else Response(status_code=_CLIENT_GONE)
+        return JSONResponse(whole.result(), headers=headers) if whole.done() else Response(status_code=_CLIENT_GONE)
     finally:
         whole.cancel()
         gone.cancel()
@@ -228,8 +230,8 @@ def _event(value: Any) -> str:
 class EventStream(StreamingResponse):
     """A stream of events that ends its work when its client leaves, even before the first one."""
 
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None], headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"} | headers)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

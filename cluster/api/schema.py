@@ -1,21 +1,28 @@
 """Refusals and failures in OpenAI's form: {"error": {"message", "type", "param", "code"}}.
 
-Requests as OpenAI's clients write them, checked: what is not here is refused by name.
-
-Parameters that would change nothing at the value that clients send by default (a penalty of 0, no tools) are accepted
-at that value only.
+Requests as OpenAI's clients write them, checked. A field is honoured; `parameters` says what else is accepted; any
+other name is refused, with the nearest known one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    StringConstraints,
+    model_validator,
+)
 
 from ...actors.requests import MAX_LOGPROBS, SamplingParams
 from ...errors import RequestError, RuntimeFailure, TierMoeError
+from .parameters import nearest, sift
 
 _INVALID = "invalid_request_error"
 _TYPES = {400: _INVALID, 401: "authentication_error", 404: "not_found_error", 405: _INVALID, 413: _INVALID,
@@ -70,7 +77,9 @@ def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     field = places[0] if places else None
     if finding["type"] == "extra_forbidden":
         name = ".".join(places)
-        message = f"'{name}' is not a parameter that this server knows; leave it out"
+        near = nearest(places[-1], _field_names(RequestBody))
+        remedy = "leave it out" if near is None else f"did you mean '{near}'?"
+        message = f"'{name}' is not a parameter that this server knows; {remedy}"
         return refused(message, name, "unsupported_parameter")
     if finding["type"] == "missing":
         return refused(f"'{'.'.join(places)}' is missing" if places else "the body is missing", field)
@@ -82,16 +91,6 @@ _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 Text = Annotated[str, StringConstraints(min_length=1)]
 
-# parameter -> the values at which it means nothing
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "frequency_penalty": (None, 0), "presence_penalty": (None, 0), "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}), "suffix": (None, ""), "tools": (None, []), "tool_choice": (None, "none", "auto"),
-    "functions": (None, []), "function_call": (None, "none", "auto"), "parallel_tool_calls": (None, True, False),
-    "response_format": (None, {"type": "text"}), "store": (None, False), "metadata": (None, {}),
-    "modalities": (None, ["text"]), "service_tier": (None, "auto", "default"), "min_p": (None, 0),
-}  # fmt: skip
-
 
 class Body(BaseModel):
     """Base: no unknown keys, no silent conversions."""
@@ -99,11 +98,40 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(Body):
+class RequestBody(Body):
+    """Base of what has parameters: those of other servers go through `parameters.sift`."""
+
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sift(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(given, dict):
+            return handler(given)
+        kept, ignored, off = sift(given, cls.model_fields)
+        if off is not None:
+            raise refused(f"'{off}' is not supported; leave it out", off, "unsupported_parameter")
+        body = handler(kept)
+        body._ignored = ignored
+        return body
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names that were accepted without effect."""
+        return self._ignored
+
+
+def _field_names(body: type[BaseModel]) -> set[str]:
+    """Of a body and of those that inherit it."""
+    return set(body.model_fields).union(*map(_field_names, body.__subclasses__()))
+
+
+class StreamOptions(RequestBody):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # in every chunk
 
 
-class GenerationBody(Body):
+class GenerationBody(RequestBody):
     """What both kinds of completions take."""
 
     model: str | None = None
@@ -118,14 +146,6 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    # neutral values only; see `_NEUTRAL`
-    best_of: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    min_p: Any = None
 
     def check(self) -> None:
         """Refuse what would have no effect.
@@ -133,9 +153,6 @@ class GenerationBody(Body):
         Raises:
             ApiError: 400 with the parameter's name.
         """
-        for name in type(self).model_fields:
-            if name in _NEUTRAL and getattr(self, name) not in _NEUTRAL[name]:
-                raise refused(f"'{name}' is not supported; leave it out", name, "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise refused("'stream_options' is for streams; set stream, or leave it out", "stream_options")
         if len(self.stops) > _MAX_STOPS:
@@ -157,6 +174,15 @@ class GenerationBody(Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def running_usage(self) -> bool:
+        """Whether every chunk says how many tokens have come."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return self._ignored + (() if self.stream_options is None else self.stream_options.ignored)
 
     def sampling(
         self, max_tokens: int, index: int, logprobs: int | None = None, prompt_logprobs: int | None = None
@@ -187,7 +213,7 @@ class CompletionBody(GenerationBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
-    suffix: Any = None
+    add_special_tokens: bool = True
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -232,16 +258,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    parallel_tool_calls: Any = None
-    response_format: Any = None
-    store: Any = None
-    metadata: Any = None
-    modalities: Any = None
-    service_tier: Any = None
+    add_special_tokens: bool = False  # a template writes its own
 
     def check(self) -> None:
         super().check()
@@ -262,7 +279,7 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """`POST /tokenize`: text as a completion's prompt, or messages as a chat's."""
 
     model: str | None = None
@@ -275,7 +292,7 @@ class TokenizeBody(Body):
             raise refused("give either prompt or messages", "prompt")
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     """`POST /detokenize`."""
 
     model: str | None = None

@@ -213,7 +213,7 @@ class Service:
             raise refused("the prompt is empty; give at least one token", "prompt")
         return ids
 
-    def chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def chat_ids(self, messages: Sequence[Message], *, special: bool = False) -> tuple[int, ...]:
         """Token ids of a chat by the template.
 
         Raises:
@@ -225,7 +225,7 @@ class Service:
                 "or use /v1/completions",
                 "messages",
             )
-        return self.prompt_ids(self.template.render([message.plain for message in messages]), special=False)
+        return self.prompt_ids(self.template.render([message.plain for message in messages]), special=special)
 
     def submit(self, choices: Sequence[Choice], request_id: str) -> Run:
         """Start all choices of a request.

@@ -200,6 +200,47 @@ def test_values_that_mean_nothing_are_no_reason_to_refuse() -> None:
     assert chat({"tools": [], "response_format": {"type": "text"}, "parallel_tool_calls": True})["choices"]
 
 
+_FOREIGN = {
+    "user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "priority": 5, "keep_alive": "5m",
+    "cache_prompt": True, "id_slot": 0, "safety_identifier": "x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_parameters_of_other_servers_are_ignored_named_and_counted(path: str, stream: bool) -> None:
+    async def call(http: httpx.AsyncClient) -> tuple[httpx.Response, str]:
+        body = (_CHAT if "chat" in path else {"prompt": "p"}) | {"stream": stream} | _FOREIGN
+        return await http.post(path, json=body), (await http.get("/metrics")).text
+
+    response, page = ask(FakeBackend(), call)
+    assert response.status_code == 200
+    assert response.headers["warning"] == f'299 tiermoe "ignored parameters: {", ".join(_FOREIGN)}"'
+    for name in _FOREIGN:
+        assert f'tiermoe_ignored_parameters_total{{name="{name}"}} 1.0' in page
+    assert "warning" not in post("/v1/completions", {"prompt": "p"}).headers
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("temprature", "temperature"), ("max_token", "max_tokens"), ("Top_P", "top_p"), ("qqq", None)],
+)
+def test_a_misspelt_parameter_is_refused_with_the_one_that_was_meant(written: str, meant: str | None) -> None:
+    status, param, message = error(post("/v1/completions", {"prompt": "p", written: 1}))
+    assert (status, param) == (400, written)
+    assert message.endswith(f"did you mean '{meant}'?" if meant else "leave it out")
+
+
+def test_the_request_of_guidellm() -> None:
+    """It was refused: every chunk's usage was unknown to the server."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "hello", "max_tokens": 3, "stream": True, "stream_options": options}
+    *chunks, last = events(post("/v1/completions", body))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+    assert all(chunk["usage"]["prompt_tokens"] == 5 for chunk in chunks)
+    assert (last["choices"], last["usage"]["total_tokens"]) == ([], 8)
+
+
 def test_other_refusals() -> None:
     assert error(post("/v1/completions", {"prompt": "p", "model": "other"}))[:2] == (404, "model")
     for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
