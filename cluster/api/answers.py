@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Asked:
     body: GenerationBody
 
 
-def chat(service: Service, body: ChatBody) -> Asked:
+async def chat(service: Service, body: ChatBody) -> Asked:
     """Check and tokenize a chat.
 
     Raises:
@@ -56,7 +57,7 @@ def chat(service: Service, body: ChatBody) -> Asked:
     body.check()
     service.check_model(body.model)
     service.check_choices(body.choices)
-    ids = service.chat_ids(body.messages, special=body.add_special_tokens)
+    ids = await service.chat_ids(body.messages, special=body.add_special_tokens)
     tokens = body.wanted_tokens
     if tokens is None:
         tokens = max(1, service.limit_tokens - len(ids))
@@ -67,7 +68,7 @@ def chat(service: Service, body: ChatBody) -> Asked:
     return Asked(choices, len(ids), ChatForm(service.token_bytes, bool(body.logprobs)), body)
 
 
-def completion(service: Service, body: CompletionBody) -> Asked:
+async def completion(service: Service, body: CompletionBody) -> Asked:
     """Check and tokenize the prompts of a completion.
 
     Raises:
@@ -79,7 +80,7 @@ def completion(service: Service, body: CompletionBody) -> Asked:
     service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
     special = body.add_special_tokens
     # an empty list: says what is wrong
-    prompts = tuple(service.prompt_ids(prompt, special=special) for prompt in given or [""])
+    prompts = tuple([await service.prompt_ids(prompt, special=special) for prompt in given or [""]])
     tokens = max(1, body.wanted_tokens)
     choices = []
     for ids in prompts:
@@ -89,8 +90,7 @@ def completion(service: Service, body: CompletionBody) -> Asked:
             choices.append(Choice(ids, sampling, body.stops, shown=body.wanted_tokens > 0))
     echoes: tuple[str, ...] | None = None
     if body.echo:
-        decode = service.tokenizer.decode
-        echoes = tuple(text if isinstance(text, str) else decode(text, skip_special_tokens=False) for text in given)
+        echoes = tuple([text if isinstance(text, str) else await service.text_of(text) for text in given])
     form = CompletionForm(service.token_bytes, prompts, echoes, body.choices, body.logprobs is not None)
     return Asked(tuple(choices), sum(map(len, prompts)), form, body)
 
@@ -212,10 +212,10 @@ def completion_logprobs(
         offset: characters before the generated text.
     """
     entries: list[tuple[int, TokenLogprob | None, int]] = []
-    before = b""
+    decoder, before = codecs.getincrementaldecoder("utf-8")("ignore"), 0
     for token, found in prompt:
-        entries.append((token, found, len(before.decode(errors="ignore"))))
-        before += names.of(token)
+        entries.append((token, found, before))
+        before += len(decoder.decode(names.of(token)))
     entries += [(score.found.token_id, score.found, offset + score.offset) for score in scores]
     return {
         "tokens": [names.shown(token) for token, _, _ in entries],

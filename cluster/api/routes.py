@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from ...errors import TierMoeError
 from ..host import versions
 from .answers import Answer, Asked, Json, chat, completion
+from .bodies import body_route
 from .parameters import warning
 from .schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 from .service import Service
@@ -109,6 +110,7 @@ def make_app(service: Service, key: str | None, *, answer_id: bool = True) -> Fa
         answer_id: whether answers carry their request's id; False behind a proxy that adds it.
     """
     app = FastAPI(title="tiermoe", version=versions()["tiermoe"])
+    app.router.route_class = body_route(service.offload, service.limit_tokens)
     app.add_middleware(Guard, key=key, body_bytes=service.limits.body_bytes, answer_id=answer_id)
     _add_error_handlers(app)
     _add_generation(app, service)
@@ -119,27 +121,27 @@ def make_app(service: Service, key: str | None, *, answer_id: bool = True) -> Fa
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await _generate(service, request, completion(service, body))
+        return await _generate(service, request, await completion(service, body))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await _generate(service, request, chat(service, body))
+        return await _generate(service, request, await chat(service, body))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Json:
         body.check()
         service.check_model(body.model)
         if body.messages is not None:
-            ids = service.chat_ids(body.messages)
+            ids = await service.chat_ids(body.messages)
         else:
-            ids = service.prompt_ids(body.prompt or "", special=body.add_special_tokens)
+            ids = await service.prompt_ids(body.prompt or "", special=body.add_special_tokens)
         return {"tokens": ids, "count": len(ids), "max_model_len": service.limit_tokens}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Json:
         service.check_model(body.model)
-        ids = service.prompt_ids(body.tokens)
-        return {"prompt": service.tokenizer.decode(list(ids), skip_special_tokens=False)}
+        ids = await service.prompt_ids(body.tokens)
+        return {"prompt": await service.text_of(ids)}
 
 
 async def _generate(service: Service, request: Request, asked: Asked) -> Response:
@@ -197,6 +199,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.body, error.status, error.headers)
+
+    @app.exception_handler(Exception)  # Starlette raises it once more, for the log
+    async def failed(request: Request, error: Exception) -> Response:
+        return await refuse(request, ApiError(500, f"the server failed: {type(error).__name__}; report it"))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:

@@ -13,20 +13,22 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     StringConstraints,
     model_validator,
 )
+from typing_extensions import TypeAliasType
 
 from ...actors.requests import MAX_LOGPROBS, SamplingParams
 from ...errors import RequestError, RuntimeFailure, TierMoeError
 from .parameters import nearest, sift
 
 _INVALID = "invalid_request_error"
-_TYPES = {400: _INVALID, 401: "authentication_error", 404: "not_found_error", 405: _INVALID, 413: _INVALID,
-          429: "rate_limit_error", 503: "service_unavailable"}  # fmt: skip
+_TYPES = {400: _INVALID, 401: "authentication_error", 404: "not_found_error", 405: _INVALID, 408: _INVALID,
+          413: _INVALID, 415: _INVALID, 429: "rate_limit_error", 503: "service_unavailable"}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -71,8 +73,6 @@ def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first finding of pydantic, with the parameter's name."""
     finding = findings[0]
     places = [str(part) for part in finding["loc"] if part != "body"]
-    if finding["type"] == "json_invalid":
-        return refused(f"the body is not valid JSON: {finding.get('ctx', {}).get('error', finding['msg'])}", None)
     # a union's members are named after the field: they are of no use to a client
     field = places[0] if places else None
     if finding["type"] == "extra_forbidden":
@@ -84,12 +84,16 @@ def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     if finding["type"] == "missing":
         return refused(f"'{'.'.join(places)}' is missing" if places else "the body is missing", field)
     message = str(finding["msg"])
-    return refused(f"'{field}': {message[:1].lower()}{message[1:]}", field)
+    return refused(f"{'the body' if field is None else repr(field)}: {message[:1].lower()}{message[1:]}", field)
 
 
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 Text = Annotated[str, StringConstraints(min_length=1)]
+# of a union's lists those that do not fit end at their first member, not after a finding for each
+TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
 
 
 class Body(BaseModel):
@@ -210,7 +214,7 @@ class GenerationBody(RequestBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | TokenIds | TokenIdLists
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool = True
@@ -296,7 +300,7 @@ class DetokenizeBody(RequestBody):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 def finite(logprob: float) -> float:

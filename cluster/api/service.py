@@ -15,9 +15,10 @@ from ...actors.requests import GenerationRequest, SamplingParams
 from ...errors import RuntimeFailure, TierMoeError
 from .backend import Backend
 from .metrics import Metrics
+from .offload import Offload
 from .schema import ApiError, Message, from_failure, refused
 from .settings import LimitSettings
-from .text import ChatTemplate, ChoiceText, Delta, TokenBytes
+from .text import ChatTemplate, ChoiceText, Delta, TokenBytes, longest_token
 
 _QUEUED_DELTAS = 64  # that a slow client may be behind, for each request
 
@@ -147,6 +148,8 @@ class Service:
         self.backend, self.tokenizer, self.template = backend, tokenizer, template
         self.model_name, self.limits = model_name, limits
         self.token_bytes = TokenBytes(tokenizer)
+        self.offload = Offload()
+        self._longest_token = longest_token(tokenizer)
         self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting)
         self.metrics = Metrics(backend.ask, sharded=bool(backend.plan.get("shards")))
         self.started_s = int(time.time())
@@ -191,41 +194,66 @@ class Service:
                 "context_length_exceeded",
             )
 
-    def prompt_ids(self, prompt: str | Sequence[int], *, special: bool = True) -> tuple[int, ...]:
+    async def prompt_ids(
+        self, prompt: str | Sequence[int], *, special: bool = True, parameter: str = "prompt"
+    ) -> tuple[int, ...]:
         """Token ids of text, or the given ids checked.
 
         Args:
             special: whether the tokenizer adds what it adds to a text (a beginning-of-text token).
+            parameter: that is named where the text is too long.
 
         Raises:
-            ApiError: 400, the prompt has no token, or one that the model does not have.
+            ApiError: 400, the prompt has no token, more than the limit, or one that the model does not have.
         """
         if isinstance(prompt, str):
-            try:
-                ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=special).ids)
-            except Exception as error:  # the library raises bare Exception; lone surrogates, for one
-                raise refused(f"the prompt cannot be encoded: {error}", "prompt") from error
+            size = len(prompt.encode())
+            if self._longest_token is not None and size > self.limit_tokens * self._longest_token:
+                raise self._too_long(f"the text's {size} bytes", parameter)
+            ids = await self.offload.run(size, lambda: self._encode(prompt, special, parameter))
         else:
             ids, known = tuple(prompt), self.tokenizer.get_vocab_size()
+            if len(ids) > self.limit_tokens:
+                raise self._too_long(f"{len(ids)} tokens", parameter)
             if unknown := [token for token in ids if not 0 <= token < known]:
-                raise refused(f"the model has no token {unknown[0]}; give ids from 0 to {known - 1}", "prompt")
+                raise refused(f"the model has no token {unknown[0]}; give ids from 0 to {known - 1}", parameter)
         if not ids:
-            raise refused("the prompt is empty; give at least one token", "prompt")
+            raise refused("the prompt is empty; give at least one token", parameter)
         return ids
 
-    def chat_ids(self, messages: Sequence[Message], *, special: bool = False) -> tuple[int, ...]:
+    def _encode(self, text: str, special: bool, parameter: str) -> tuple[int, ...]:
+        # not `encode`, which holds the interpreter's lock; the ids are a list of Python's only where they are few
+        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        if len(found) > self.limit_tokens:
+            raise self._too_long(f"{len(found)} tokens", parameter)
+        return tuple(found.ids)
+
+    def _too_long(self, what: str, parameter: str) -> ApiError:
+        message = f"{what} exceed the limit of {self.limit_tokens} tokens; shorten the prompt"
+        return refused(message, parameter, "context_length_exceeded")
+
+    async def text_of(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens with their names."""
+        given = list(ids)
+        return await self.offload.run(len(given), lambda: self.tokenizer.decode(given, skip_special_tokens=False))
+
+    async def chat_ids(self, messages: Sequence[Message], *, special: bool = False) -> tuple[int, ...]:
         """Token ids of a chat by the template.
 
         Raises:
-            ApiError: 400, there is no template, or it refuses the messages.
+            ApiError: 400, there is no template, it refuses the messages, or they are too long.
         """
-        if self.template is None:
+        template = self.template
+        if template is None:
             raise refused(
                 f"model '{self.model_name}' has no chat template; start the server with --chat-template FILE, "
                 "or use /v1/completions",
                 "messages",
             )
-        return self.prompt_ids(self.template.render([message.plain for message in messages]), special=special)
+        plain = [message.plain for message in messages]
+        size = sum(len(message["content"]) + len(message["role"]) for message in plain) + 64 * len(plain)
+        text = await self.offload.run(size, lambda: template.render(plain))
+        return await self.prompt_ids(text, special=special, parameter="messages")
 
     def submit(self, choices: Sequence[Choice], request_id: str) -> Run:
         """Start all choices of a request.

@@ -157,6 +157,41 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet
 
 
+_SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4}  # by so much at most: "𝐚" becomes "a"
+_KEEPING = {"ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split"}
+
+
+def longest_token(tokenizer: Tokenizer) -> int | None:
+    """Bytes of text that one token can stand for at most; None: there is no bound, since some text leaves no token.
+
+    With it a text is refused by its length before it is tokenized.
+    """
+    parts = json.loads(tokenizer.to_str())
+    model, factor = parts["model"], 1
+    steps = [*_steps(parts.get("normalizer")), *_steps(parts.get("pre_tokenizer"))]
+    for step in steps:
+        if step["type"] in _SHRINKING:
+            factor *= _SHRINKING[step["type"]]
+        elif step["type"] == "Replace":
+            pattern = step["pattern"].get("String")
+            if pattern is None or len(pattern.encode()) > len(step["content"].encode()):
+                return None
+        elif step["type"] not in _KEEPING or step.get("behavior") == "Removed":
+            return None
+    known = any(step["type"] == "ByteLevel" for step in steps) or model.get("byte_fallback")
+    added = tokenizer.get_added_tokens_decoder().values()
+    if model["type"] != "BPE" or not known or any(token.lstrip or token.rstrip for token in added):
+        return None
+    return factor * max(len(name.encode()) for name in tokenizer.get_vocab(with_added_tokens=True))
+
+
+def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The members of a normalizer or pre-tokenizer, which may be a sequence of others."""
+    if part is None or part["type"] != "Sequence":
+        return [] if part is None else [part]
+    return [step for inner in part.get("normalizers") or part.get("pretokenizers") or () for step in _steps(inner)]
+
+
 class TokenBytes:
     """Token ids into bytes, for byte-level and for SentencePiece-like vocabularies."""
 

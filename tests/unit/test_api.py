@@ -280,7 +280,8 @@ def test_bodies_are_bounded_whether_their_length_is_announced_or_not() -> None:
 
     async def call(http: httpx.AsyncClient) -> list[int]:
         said = await http.post("/v1/completions", content=b" " * 2000)
-        unsaid = await http.post("/v1/completions", content=stream())
+        headers = {"Content-Type": "application/json"}
+        unsaid = await http.post("/v1/completions", content=stream(), headers=headers)
         return [said.status_code, unsaid.status_code]
 
     assert ask(FakeBackend(), call, limits=LimitSettings(body_bytes=1024)) == [413, 413]

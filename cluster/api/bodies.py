@@ -1,0 +1,111 @@
+"""A request's body into JSON: its type, its text, its shape; before any model looks at it.
+
+Validation may take microseconds for each value, and a body of 4 MiB may hold two million. What no request needs is
+refused after parsing, which takes a tenth of a second at most: too many values, long names, token ids beyond the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+
+from .offload import Offload
+from .schema import ApiError, refused
+
+_MANY = 20_000  # values in a body, token ids apart
+_LONG_NAME = 512
+
+
+class _ParsedRequest(Request):
+    """A request whose body has been read and parsed."""
+
+    def __init__(self, request: Request, data: bytes, value: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._data, self._value = data, value
+
+    async def body(self) -> bytes:
+        return self._data
+
+    async def json(self) -> Any:
+        return self._value
+
+
+def body_route(offload: Offload, limit_tokens: int) -> type[APIRoute]:
+    """A class of routes that parse their bodies beside the event loop.
+
+    Args:
+        limit_tokens: ids that one prompt may have.
+    """
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+            handle = super().get_route_handler()
+            if self.body_field is None:
+                return handle
+
+            async def parsed(request: Request) -> Response:
+                check_type(request.headers.get("content-type"))
+                data = await request.body()
+                value = await offload.run(len(data), lambda: parse(data, limit_tokens))
+                return await handle(_ParsedRequest(request, data, value))
+
+            return parsed
+
+    return BodyRoute
+
+
+def check_type(given: str | None) -> None:
+    """Refuse a body that is not announced as JSON.
+
+    Raises:
+        ApiError: 415.
+    """
+    kind = (given or "").split(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    said = f"the content type is '{kind[:100]}'" if kind else "the request has no content type"
+    raise ApiError(415, f"{said}; send JSON, and 'Content-Type: application/json'", code="unsupported_media_type")
+
+
+def parse(data: bytes, limit_tokens: int) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ApiError: 400: it is missing or is no JSON (half of a surrogate pair is not), or has too many values.
+    """
+    if not data:
+        raise refused("the body is missing", None)
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise refused(f"the body is not valid JSON: {error}", None) from error
+    _check_shape(value, limit_tokens)
+    return value
+
+
+def _check_shape(value: Any, limit_tokens: int) -> None:
+    """Refuse more than `_MANY` values, where a list of integers is one, and long lists beyond `limit_tokens`."""
+    seen, containers = 0, [value]
+    while containers:
+        found = containers.pop()
+        seen += 1
+        if isinstance(found, list) and set(map(type, found)) == {int}:
+            if len(found) > max(limit_tokens, _MANY):
+                raise refused(
+                    f"{len(found)} token ids exceed the limit of {limit_tokens}; give fewer", None,
+                    "context_length_exceeded",
+                )  # fmt: skip
+            continue
+        if isinstance(found, dict) and max(map(len, found), default=0) > _LONG_NAME:
+            raise refused(f"a name in the body has more than {_LONG_NAME} characters; no parameter has", None)
+        if isinstance(found, (list, dict)):
+            members = found if isinstance(found, list) else found.values()
+            inner = [member for member in members if isinstance(member, (list, dict))]
+            seen += len(found) - len(inner)
+            containers.extend(inner)
+        if seen + len(containers) > _MANY:
+            raise refused(f"the body holds more than {_MANY} values; send less at a time", None)

@@ -1,0 +1,141 @@
+"""What stands between a client's bytes and the service: bodies, and work beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from fake_api import FakeBackend, ask, byte_tokenizer, error, serving
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from tiermoe.cluster.api.bodies import parse
+from tiermoe.cluster.api.schema import ApiError
+from tiermoe.cluster.api.text import longest_token
+from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.prompt import load_tokenizer
+
+_JSON = {"Content-Type": "application/json"}
+_BIG = 3_900_000
+
+
+def send(content: bytes, headers: dict[str, str] | None = None, path: str = "/v1/completions") -> httpx.Response:
+    announced = _JSON if headers is None else headers
+    return ask(FakeBackend(), lambda http: http.post(path, content=content, headers=announced))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [rb'{"model": "\ud800"}', rb'{"prompt": "\udfff"}', rb'{"\ud800": 1}', rb'{"prompt": ["a\ud83dz"]}', b'{"a": NaN}',
+     b"{", b"\xff\xfe", b'{"prompt": "\xed\xa0\x80"}', b"[" * 100_000, b'{"seed": ' + b"9" * 100_000 + b"}"],
+    ids=lambda content: repr(content[:24]),
+)  # fmt: skip
+def test_what_is_no_json_text_is_refused_in_words(content: bytes) -> None:
+    status, param, message = error(send(content))
+    assert (status, param) == (400, None)
+    assert message.startswith("the body is not valid JSON: ")
+
+
+def test_what_is_json_and_no_body() -> None:
+    assert error(send(b"")) == (400, None, "the body is missing")
+    assert error(send(b"[1]"))[2].startswith("the body: input should be")
+    assert error(send(b'{"prompt": "p", "x\\u0000": 1}'))[1] == "x\x00"
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded; charset=utf-8"])
+def test_another_content_type_is_named(kind: str | None) -> None:
+    status, _, message = error(send(b'{"prompt": "p"}', {} if kind is None else {"Content-Type": kind}))
+    assert status == 415
+    assert ("no content type" if kind is None else f"'{kind.split(';')[0]}'") in message
+    for known in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+        assert send(b'{"prompt": "p"}', {"Content-Type": known}).status_code == 200
+
+
+def test_a_failure_of_ours_is_json_too() -> None:
+    backend = FakeBackend()
+    backend.plan["max_prompt_tokens"] = 64
+
+    async def call() -> httpx.Response:
+        service, _ = serving(backend)
+        service.check_model = None  # type: ignore[assignment,method-assign]
+        from tiermoe.cluster.api.routes import make_app
+
+        transport = httpx.ASGITransport(make_app(service, None), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return await http.post("/v1/completions", json={"prompt": "p"})
+
+    status, _, message = error(asyncio.run(call()))
+    assert (status, message) == (500, "the server failed: TypeError; report it")
+
+
+def test_bodies_of_too_many_values_are_refused_and_lists_of_ids_are_not() -> None:
+    ids = {"prompt": [[1] * 4096] * 128}
+    assert parse(json.dumps(ids).encode(), 4096) == ids
+    with pytest.raises(ApiError, match="30000 token ids exceed the limit of 4096"):
+        parse(json.dumps({"prompt": [1] * 30_000}).encode(), 4096)
+    for many in ([True] * 30_000, [[1]] * 30_000, {str(i): 0 for i in range(30_000)}, [[[0.5] * 100] * 100] * 3):
+        with pytest.raises(ApiError, match="more than 20000 values"):
+            parse(json.dumps({"messages": many}).encode(), 4096)
+
+
+@pytest.mark.parametrize(
+    ("form", "item"),
+    [('{"prompt": "%s"}', "the quick brown "), ('{"prompt": [%s1]}', "1,"), ('{"prompt": [%strue]}', "true,"),
+     ('{"prompt": [%s[]]}', "[],"), ('{"prompt": [%s{}]}', "{},"), ('{"messages": [%s0]}', '{"role": 0},'),
+     ('{"%s": "p"}', "a"), ('{%s"prompt": "p"}', '"name": {"a": 0},')],
+)  # fmt: skip
+def test_no_body_holds_the_event_loop(form: str, item: str) -> None:
+    """3.9 MB of `true` took 26 s of validation on the event loop, and a text of that size 22 s of its tokenizer."""
+    path = "/v1/chat/completions" if "messages" in form else "/v1/completions"
+    content = (form % (item * (_BIG // len(item)))).encode()
+
+    async def call(http: httpx.AsyncClient) -> tuple[httpx.Response, float]:
+        work = asyncio.ensure_future(http.post(path, content=content, headers=_JSON))
+        longest_s, last_s = 0.0, time.thread_time()
+        while not work.done():
+            await asyncio.sleep(0.001)
+            longest_s, last_s = max(longest_s, time.thread_time() - last_s), time.thread_time()
+        return work.result(), longest_s
+
+    response, longest_s = ask(FakeBackend(), call)
+    assert response.status_code == 400
+    assert longest_s < 0.25  # seconds of the loop's thread
+
+
+def test_the_longest_token_bounds_a_text() -> None:
+    assert longest_token(byte_tokenizer()) == len("<end>")
+    for change in (normalizers.Strip(), normalizers.Replace("ab", "a")):
+        tokenizer = byte_tokenizer()
+        tokenizer.normalizer = change
+        assert longest_token(tokenizer) is None
+    tokenizer = byte_tokenizer()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")])
+    assert longest_token(tokenizer) == 4 * len("<end>")
+    words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert longest_token(words) is None
+
+
+def test_the_default_models_longest_token() -> None:
+    tokenizer = load_tokenizer(default_model_dir())
+    longest = longest_token(tokenizer)
+    assert longest is not None
+    name = max(tokenizer.get_vocab(), key=lambda name: len(name.encode()))
+    assert longest == len(name.encode())
+
+
+def test_a_long_text_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("tokenized")
+
+    async def call() -> None:
+        service, _ = serving(FakeBackend())
+        monkeypatch.setattr(service, "_encode", refuse)
+        with pytest.raises(ApiError) as caught:
+            await service.prompt_ids("x" * (64 * 5 + 1))
+        assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+    asyncio.run(call())
