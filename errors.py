@@ -60,6 +60,10 @@ class RuntimeFailure(TierMoeError):
     """The runtime itself failed: an actor died, a start-up or request deadline passed."""
 
 
+class NotServing(RuntimeFailure):
+    """The lead has died and is being started again; requests can be sent once it serves."""
+
+
 class ChannelError(RuntimeFailure):
     """A channel between two processes did not do what was asked."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
+from ..errors import ConfigError, NotServing, RuntimeFailure, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .engine.serving.streams import Stream
 from .requests import GenerationRequest, SamplingParams, TokenEvent
@@ -148,13 +148,13 @@ class GpuWorker:
         return MatcherLink(self._matcher, settings.matcher_settings, map_shape(manifest))
 
     def plan(self) -> dict[str, Any]:
-        """The result of `start`. Raises RuntimeFailure: not started."""
+        """The result of `start`. Raises NotServing: not started."""
         return self._started(self._plan)
 
     @staticmethod
     def _started(part: Any) -> Any:
         if part is None:
-            raise RuntimeFailure("the worker is not started", "call start first")
+            raise NotServing("the worker is not started", "call start first")
         return part
 
     def health(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class GpuWorker:
         """Queue a request now; the stream iterates over its tokens.
 
         Raises:
-            RequestError: malformed request. RuntimeFailure: not started, or the loop died.
+            RequestError: malformed request. NotServing: not started. RuntimeFailure: the loop died.
         """
         return self._started(self._batcher).submit(request)
 
@@ -212,7 +212,7 @@ class GpuWorker:
         Returns at once; from any thread, also while requests run. A known name changes nothing.
 
         Raises:
-            RuntimeFailure: not started. ConfigError: the policy uses no NDP worker.
+            NotServing: not started. ConfigError: the policy uses no NDP worker.
         """
         pool = self._started(self._engine).ndp
         if pool is None:
@@ -244,7 +244,7 @@ class GpuWorker:
         return None if matcher is None else matcher.account(_REPORT_S) | matcher.report()
 
     def residency(self) -> Any:
-        """A `LayerResidency` for each layer; also while requests run. Raises RuntimeFailure: not started."""
+        """A `LayerResidency` for each layer; also while requests run. Raises NotServing: not started."""
         return self._started(self._engine).residency()
 
     def reset_stats(self) -> None:

@@ -31,11 +31,26 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt as token ids."""
+    """One prompt as token ids.
+
+    generated: tokens that an earlier lead made of this request before it died. The request goes on behind them: they
+    count as generated (in `max_tokens`, `min_tokens` and the draws of a seed) and are not sent again.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+    generated: tuple[int, ...] = ()
+
+    @property
+    def fed_ids(self) -> tuple[int, ...]:
+        """Tokens that the model reads before it makes a new one."""
+        return self.prompt_ids + self.generated
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """`prompt_logprobs`, which went out with the first generated token."""
+        return None if self.generated else self.sampling.prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)

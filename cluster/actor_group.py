@@ -2,8 +2,9 @@
 
     directory -> stores, shards, NDP workers -> matcher -> the lead with its node's store -> all ready -> lead.start
 
-The actor classes are plain classes. Ray restarts all but the lead where they die, and they register anew. What it
-passes to a constructor again may not hold references, so workers get links (names in the directory), not handles.
+The actor classes are plain classes. Ray makes them anew where they die, and they register again; the lead also has to
+be started (`supervision.py`). What Ray passes to a constructor again may not hold references, so workers get links
+(names in the directory), not handles.
 """
 
 from __future__ import annotations
@@ -205,6 +206,7 @@ class ActorGroup:
             **{kind: found for kind, found in links.items() if found},
             **matcher,
             options={
+                "max_restarts": RESTART_ALWAYS,
                 "max_concurrency": self._settings.kv.max_num_seqs,
                 "concurrency_groups": {CONTROL: CONTROL_THREADS},
             },

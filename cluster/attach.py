@@ -82,19 +82,6 @@ class Lead:
         except ray.exceptions.RayError as error:
             raise as_failure(error, f"the worker did not answer '{method}'", deadline_s) from error
 
-    def alive(self) -> None:
-        """Return while the worker lives, busy or not.
-
-        Raises:
-            RuntimeFailure: it is dead, or its loop is.
-        """
-        try:
-            self._control("health", deadline_s=_CALL_DEADLINE_S)
-        except ray.exceptions.GetTimeoutError:
-            return  # a machine that is busy is not a death
-        except ray.exceptions.RayError as error:
-            raise as_failure(error, "the worker failed") from error
-
     def _control(self, method: str, *args: Any, deadline_s: float) -> Any:
         call = getattr(self.handle, method).options(concurrency_group=CONTROL)
         return ray.get(call.remote(*args), timeout=deadline_s)
@@ -181,6 +168,11 @@ def actor_records(table: Sequence[dict[str, Any]] | None = None) -> list[ActorRe
     return sorted((r for r in records if r.deployment in living), key=lambda r: (r.deployment, r.role))
 
 
+def lead_record(deployment: str) -> ActorRecord | None:
+    """The lead of a deployment as Ray's head node knows it; None: all actors of the deployment have ended."""
+    return next((r for r in actor_records() if r.deployment == deployment and r.role == LEAD), None)
+
+
 class Attachment:
     """This process as one more driver of a running Ray; leaving it leaves all actors as they are.
 
@@ -261,6 +253,16 @@ class Attachment:
             return ray.get(getattr(handle, method).remote(), timeout=_ANSWER_DEADLINE_S)
         except (ray.exceptions.RayError, ValueError, AttributeError) as error:  # ValueError: its name is gone by now
             raise as_failure(error, f"'{deployment}/{role}' did not answer", _ANSWER_DEADLINE_S) from error
+
+    def check(self, deployment: str) -> None:
+        """Return while the deployment's lead lives, is busy, or is started again after its death.
+
+        Raises:
+            RuntimeFailure: it has ended.
+        """
+        record = lead_record(deployment)
+        if record is None or record.state in _ENDED:
+            raise RuntimeFailure(f"deployment '{deployment}' has ended", "start it again")
 
     def health(self, record: ActorRecord) -> dict[str, Any]:
         """An actor's own account of its state; `error` is in it where it does not answer."""

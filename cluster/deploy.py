@@ -29,6 +29,7 @@ from .host import thread_limits
 from .placement import DeploymentEnded, Placement, new_id, role_of
 from .ray_session import as_failure, head_address, join, leave, refuse_second, start_local, without_ray_notices
 from .scratch import Scratch
+from .supervision import LeadKeeper
 from .topology.estimate import PlanResult, make_plan
 from .topology.inputs import facts_of_store, local_notes, local_ray, nodes_from_ray, this_machine
 from .topology.spec import ModelFacts, Topology, wants_gpu
@@ -86,6 +87,7 @@ class Deployment:
         self._placement: Placement | None = None
         self._group: ActorGroup | None = None
         self._watcher: NodeWatcher | None = None
+        self._keeper: LeadKeeper | None = None
         self._planned: PlanResult | None = None
         self.plan: dict[str, Any] = {}
         self.startup_s = 0.0
@@ -164,11 +166,14 @@ class Deployment:
     def watch(self) -> bool:
         """Whether the deployment still runs; False: it was ended in order (`Attachment.end`).
 
+        A lead that died or hangs is started again: call this about once a second.
+
         Raises:
-            RuntimeFailure: the worker died, or its loop did.
+            RuntimeFailure: the lead has ended for good, dies too often, or its loop died.
         """
+        assert self._keeper is not None
         try:
-            self._lead.alive()
+            self._keeper.look()
         except RuntimeFailure:
             if self._placement is not None and self._placement.ended:
                 return False
@@ -273,6 +278,7 @@ class Deployment:
             step=self._step,
         )  # fmt: skip
         self.plan = self._group.start(self._left)
+        self._keeper = LeadKeeper(self.id, self._group.lead, self._notify)
         if self._group.directory is not None:
             workers = [role_of(planned) for planned in self.topology.having("ndp")]
             grows = bool(workers) and self.config.cluster.ndp_workers == "per-node"

@@ -8,8 +8,10 @@ bound to the node that was planned, so that Ray may restart them on another node
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
+import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -159,3 +161,15 @@ def end(actor: Any) -> None:
     """Kill an actor for good. Never raises."""
     with contextlib.suppress(Exception):  # it is dead, or Ray is gone
         ray.kill(actor, no_restart=True)
+
+
+def remake(actor: Any, pid: int | None) -> None:
+    """End an actor's process, which Ray makes again.
+
+    Args:
+        pid: of the process where it is on this machine; None: it is not. A stopped one obeys only a signal.
+    """
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    else:
+        ray.kill(actor, no_restart=False)

@@ -51,5 +51,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         path = item.path
-        ray = path.parent.name in ("cluster", "multinode") or path.stem in _STARTS_RAY
+        ray = path.parent.name in ("cluster", "multinode", "chaos") or path.stem in _STARTS_RAY
         item.add_marker(pytest.mark.xdist_group("ray" if ray else str(path)))

@@ -8,6 +8,7 @@ A replica of the server that finds its lead dead is unhealthy: Serve starts it a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -48,6 +49,7 @@ _MANY = 4096  # requests of one replica at a time: the server's own queue refuse
 _LEAD_DEADLINE_S = 30.0
 _DRAIN_S = 120.0
 _COMMAND_DRAIN_S = 20.0  # of `tiermoe serve`
+_HEALTH_S = 5.0
 _POLL_S = 0.2
 _END_DEADLINE_S = 60.0
 
@@ -151,9 +153,12 @@ class ApiServer:
         return make_app(self._service, self._key, answer_id=False)
 
     async def check_health(self) -> None:
-        """Serve asks this; raises RuntimeFailure when the lead is dead, not when it is busy."""
+        """Serve asks this; raises RuntimeFailure when the lead is dead for good, not when it is busy or comes back."""
         try:
-            await self._lead.health.options(concurrency_group=CONTROL).remote()
+            async with asyncio.timeout(_HEALTH_S):
+                await self._lead.health.options(concurrency_group=CONTROL).remote()
+        except (TimeoutError, ray.exceptions.ActorUnavailableError):
+            return
         except ray.exceptions.RayError as error:
             raise as_failure(error, "the runtime failed") from error
 

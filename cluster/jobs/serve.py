@@ -89,7 +89,7 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, host:
         where = f"deployment {deployment} runs at {address}"
         with _http_server(server.model_copy(update={"deployment": deployment}), host, port, where) as check:
             while True:
-                attachment.ask(deployment, "plan")
+                attachment.check(deployment)
                 check()
                 time.sleep(_WATCH_S)
 

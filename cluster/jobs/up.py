@@ -18,7 +18,7 @@ from .options import RUNTIME, Config, checked_config, checked_settings, deployed
 if TYPE_CHECKING:
     from ..deploy import Deployment
 
-_WATCH_S = 2.0
+_WATCH_S = 1.0
 Check = Callable[[], None]  # raises where what stands beside the runtime has failed
 
 

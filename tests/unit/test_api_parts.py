@@ -14,7 +14,7 @@ import pytest
 from fake_api import EOS, byte_tokenizer, score
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
@@ -23,7 +23,7 @@ from tiermoe.cluster.api.text import ChoiceText, StopMatcher, TokenBytes, load_c
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir, default_model_dir
 from tiermoe.cluster.prompt import IncrementalText, load_tokenizer
-from tiermoe.errors import ConfigError, DeadlinePassed, RequestError, RuntimeFailure
+from tiermoe.errors import ConfigError, DeadlinePassed, NotServing, RequestError, RuntimeFailure
 
 
 def test_the_plain_template_that_ships() -> None:
@@ -116,14 +116,30 @@ class _Method:
 
 
 class FakeLead:
-    """Streams what it is given, each as an awaitable; the end is held until the request is cancelled."""
+    """Streams what it is given, each as an awaitable; the end is held until the request is cancelled.
 
-    def __init__(self, items: Sequence[TokenEvent | Exception], *, known_after: int = 0) -> None:
+    later: what the requests after the first get. states: what it says of itself, one a call, the last for good.
+    """
+
+    def __init__(
+        self, items: Sequence[TokenEvent | Exception], *, known_after: int = 0,
+        later: Sequence[Sequence[TokenEvent | Exception]] = (), states: Sequence[str | Exception] = ("serving",),
+    ) -> None:  # fmt: skip
+        self._items, self._states = [items, *later], list(states)
+        self.requests: list[GenerationRequest] = []
         self._known_after = known_after  # cancellations that find nothing, as before the request has begun
         self.cancelled: list[str] = []
         self.over = asyncio.Event()
-        self.generate, self.cancel = _Method(lambda request: _Stream(self, items)), _Method(self._cancel)
-        self.health = _Method(lambda: _answer({"state": "serving"}))
+        self.generate, self.cancel = _Method(self._generate), _Method(self._cancel)
+        self.health = _Method(self._health)
+
+    def _generate(self, request: GenerationRequest) -> _Stream:
+        self.requests.append(request)
+        return _Stream(self, self._items[len(self.requests) - 1])
+
+    async def _health(self) -> dict[str, str]:
+        state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
+        return await _answer(state if isinstance(state, Exception) else {"state": state})
 
     async def _cancel(self, request_id: str) -> bool:
         self.cancelled.append(request_id)
@@ -161,7 +177,7 @@ def run(lead: FakeLead, call: Callable[[LeadBackend], Any], cancelled: int, dead
         assert cancelled or not backend._reapers
         while backend._reapers:
             await asyncio.wait(backend._reapers)
-        assert lead.cancelled == ["r"] * cancelled
+        assert [name.partition(".")[0] for name in lead.cancelled] == ["r"] * cancelled
 
     asyncio.run(bounded())
 
@@ -201,10 +217,9 @@ def test_a_request_past_its_deadline_is_cancelled() -> None:
     ("item", "kind"),
     [
         (TokenEvent("r", (), "error", error="out of memory"), RuntimeFailure),
-        (ActorDiedError(), RuntimeFailure),
         (RayTaskError("generate", "traceback", RequestError("the prompt is empty", "give one")), RequestError),
     ],
-    ids=["event", "death", "refusal"],
+    ids=["event", "refusal"],
 )
 def test_failures_are_typed_and_need_no_cancellation(item: Any, kind: type[Exception]) -> None:
     async def call(backend: LeadBackend) -> None:
@@ -212,6 +227,45 @@ def test_failures_are_typed_and_need_no_cancellation(item: Any, kind: type[Excep
             await anext(backend.generate(_REQUEST))
 
     run(FakeLead([item]), call, cancelled=0)
+
+
+def test_a_request_goes_on_behind_its_last_token_once_a_lead_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiermoe.cluster.api.backend._RETRY_S", 0.001)
+    unavailable, not_started = ActorUnavailableError("it restarts", None), NotServing("not started", "wait")
+    lead = FakeLead(
+        [TokenEvent("r", (5,)), TokenEvent("r", (6,)), ActorDiedError()],
+        later=[[RayTaskError("generate", "traceback", not_started)], [TokenEvent("r.2", (7, 8), "length")]],
+        states=[unavailable, ActorDiedError(), "created", "loading weights", "serving"],
+    )
+
+    async def call(backend: LeadBackend) -> None:
+        events = [event async for event in backend.generate(_REQUEST)]
+        assert [event.token_ids for event in events] == [(5,), (6,), (7, 8)]
+        assert {event.request_id for event in events} == {"r"}
+
+    run(lead, call, cancelled=2)  # a process that Ray did not reach for a moment may still run it
+    first, *again = lead.requests
+    assert [request.generated for request in lead.requests] == [(), (5, 6), (5, 6)]
+    assert first.sampling.seed is not None
+    assert all(request.sampling == first.sampling for request in again)
+    assert len({request.request_id for request in lead.requests}) == 3
+
+
+@pytest.mark.parametrize(
+    ("states", "tries"), [([ActorDiedError()], 1), (["serving"], 4)], ids=["dead for good", "dies of the request"]
+)
+def test_a_request_fails_when_no_lead_lives_through_it(
+    states: list[str | Exception], tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiermoe.cluster.api.backend._RETRY_S", 0.001)
+    monkeypatch.setattr("tiermoe.cluster.api.backend._GONE_S", 0.01)
+    lead = FakeLead([ActorDiedError()], later=[[ActorDiedError()]] * 3, states=states)
+
+    async def call(backend: LeadBackend) -> None:
+        with pytest.raises(RuntimeFailure, match="during a request"):
+            await anext(backend.generate(_REQUEST))
+
+    run(lead, call, cancelled=tries)
 
 
 _TOKENIZER = byte_tokenizer()

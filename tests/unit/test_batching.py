@@ -9,6 +9,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,28 @@ def test_each_request_has_its_own_sampling(
     assert short == greedy[:3]
     assert hot == seeded
     assert hot != greedy
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 3.0, "seed": 1}, {"logprobs": 2, "prompt_logprobs": 1}], ids=str
+)
+def test_a_request_goes_on_behind_tokens_of_an_earlier_lead(
+    workers: dict[str, GpuWorker], batching: str, sampling: dict[str, Any]
+) -> None:
+    worker, request = workers[batching], numbered(1, min_tokens=4, **sampling)
+    whole = list(worker.submit(request))
+    tokens = tuple(token for event in whole for token in event.token_ids)
+    for known in (1, 17, TOKENS):
+        part = list(worker.submit(replace(request, request_id=f"r.{known}", generated=tokens[:known])))
+        assert tuple(token for event in part for token in event.token_ids) == tokens[known:]
+        assert part[-1].finish == "length"
+        assert not any(event.prompt_logprobs for event in part)
+        before, after = (
+            [scored for event in events for scored in event.logprobs] for events in (whole, part)
+        )
+        assert [s.token_id for s in after] == [s.token_id for s in before[known:]]
+        assert [s.logprob for s in after] == pytest.approx([s.logprob for s in before[known:]], abs=1e-4)
 
 
 @BOTH

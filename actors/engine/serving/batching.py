@@ -133,12 +133,14 @@ class ContinuousBatcher:
             RequestError: malformed request. RuntimeFailure: the generation loop died.
         """
         stream = self.streams.open(request)
+        if not self.streams.is_open(stream.name):
+            return stream
         self._revive()
         sampling = request.sampling
         accepted = self._manager.add_request(
-            list(request.prompt_ids),
+            list(request.fed_ids),
             request_id=stream.name,
-            max_new_tokens=sampling.max_tokens,
+            max_new_tokens=sampling.max_tokens - len(request.generated),
             eos_token_id=-1 if sampling.ignore_eos or not self.streams.eos else self.streams.eos,
         )
         # Asked again after queueing: a loop that dies in between would never look at the queue.
@@ -342,14 +344,14 @@ class SerialBatcher:
     def _generate(self, stream: Stream) -> None:
         request, sampling = stream.request, stream.request.sampling
         progress = _Progress(stream, self.streams)
-        ids = torch.tensor([request.prompt_ids], device=self._model.device)
+        ids = torch.tensor([request.fed_ids], device=self._model.device)
         config = GenerationConfig(
             do_sample=False,
-            max_new_tokens=sampling.max_tokens,
+            max_new_tokens=sampling.max_tokens - len(request.generated),
             eos_token_id=None if sampling.ignore_eos else (self.streams.eos or None),
             pad_token_id=0,
         )
-        wanted = prompt_rows(stream.name, request.prompt_ids, sampling.prompt_logprobs, 0, len(request.prompt_ids), 0)
+        wanted = prompt_rows(stream.name, request.prompt_ids, request.scored_prompt, 0, len(request.prompt_ids), 0)
         self._scorer.expect([wanted] if wanted is not None else [])
         self.streams.begin(stream.name)
         watching = self._model.register_forward_pre_hook(self._announce(stream.name), with_kwargs=True)

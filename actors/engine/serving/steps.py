@@ -181,10 +181,10 @@ class Steps:
         found = []
         for request, row in zip(batch.requests, batch.rows, strict=True):
             stream = self._streams.get(row.name)
-            if stream is None or stream.request.sampling.prompt_logprobs is None:
+            if stream is None or stream.request.scored_prompt is None:
                 continue
             offset = request.state.position_offset - request.query_length  # scheduling has moved it on
-            prompt, top = stream.request.prompt_ids, stream.request.sampling.prompt_logprobs
+            prompt, top = stream.request.prompt_ids, stream.request.scored_prompt
             wanted = prompt_rows(row.name, prompt, top, row.start, request.query_length, offset)
             found += [wanted] if wanted is not None else []
         return found

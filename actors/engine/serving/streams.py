@@ -55,7 +55,7 @@ class Stream:
     submitted_s: float
     seed: int  # of the draws: the request's, or a fresh one
     events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
-    sent: int = 0  # tokens
+    sent: int = 0  # tokens, those of an earlier lead too
     last: int | None = None  # token sent
     first_s: float | None = None
     begun_s: float | None = None  # when a forward carried it for the first time
@@ -109,7 +109,7 @@ class Streams:
         return self.capacity_tokens if self.positions is None else min(self.capacity_tokens, self.positions)
 
     def open(self, request: GenerationRequest) -> Stream:
-        """Admit a request.
+        """Admit a request. One whose last token was generated before ends at once.
 
         Raises:
             RequestError: empty prompt, unknown tokens, more tokens than fit, a sampling value out of range, or an id in
@@ -131,7 +131,7 @@ class Streams:
                 f"prompt and max_tokens are {total} tokens, the KV cache holds {self.capacity_tokens} of a request",
                 "shorten the prompt, lower max_tokens, or raise kv.max_model_len or kv.num_blocks",
             )
-        unknown = [t for t in request.prompt_ids if not 0 <= t < self.vocabulary]
+        unknown = [t for t in request.fed_ids if not 0 <= t < self.vocabulary]
         if unknown:
             raise RequestError(f"the model has no token {unknown[0]}", f"give ids from 0 to {self.vocabulary - 1}")
         _check_sampling(request.sampling)
@@ -142,9 +142,16 @@ class Streams:
                 raise RequestError(f"request id {request.request_id} is in use", "choose another")
             seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
             stream = Stream(request, f"{request.request_id}#{next(self._numbers)}", time.perf_counter(), seed)
+            if request.generated:
+                stream.sent, stream.last = len(request.generated), request.generated[-1]
             self._open[stream.name] = stream
             self._names[request.request_id] = stream.name
+        if stream.sent >= request.sampling.max_tokens or self._stopped(stream):
+            self.finish(stream.name)
         return stream
+
+    def _stopped(self, stream: Stream) -> bool:
+        return not stream.request.sampling.ignore_eos and stream.last in self.eos
 
     def is_open(self, name: str) -> bool:
         return name in self._open
@@ -189,13 +196,13 @@ class Streams:
         event = self._event(stream, tokens)
         now_s = time.perf_counter()
         first_s = stream.first_s if stream.first_s is not None else now_s
-        ended = not stream.request.sampling.ignore_eos and stream.last in self.eos
+        made = stream.sent - len(stream.request.generated)
         stream.events.put(
             replace(
                 event,
-                finish="stop" if ended else "length",
+                finish="stop" if self._stopped(stream) else "length",
                 ttft_s=first_s - stream.submitted_s,
-                tpot_s=(now_s - first_s) / (stream.sent - 1) if stream.sent > 1 else None,
+                tpot_s=(now_s - first_s) / (made - 1) if made > 1 else None,
                 queue_s=None if stream.begun_s is None else stream.begun_s - stream.submitted_s,
             )
         )

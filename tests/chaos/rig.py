@@ -1,0 +1,209 @@
+"""A real `tiermoe serve`, streams of it, and signals to one of its processes while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+START_S, WAIT_S = 180.0, 120.0
+SHM = Path("/dev/shm")
+_RETRY_S = 0.5
+
+
+@dataclass
+class Server:
+    """A server that is ready.
+
+    Attributes:
+        folder: of its output and its temporary files.
+        shared: what was in shared memory before it.
+    """
+
+    process: subprocess.Popen[str]
+    url: str
+    folder: Path
+    shared: set[str]
+
+    def family(self) -> list[psutil.Process]:
+        """Its processes, without itself."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def members(self, title: str) -> list[psutil.Process]:
+        """Those of its processes with such a title: `ray::CLASS` of an actor, or a program's name."""
+        return [process for process in self.family() if title_of(process) == title]
+
+    def said(self) -> str:
+        """What it wrote on standard error."""
+        return (self.folder / "stderr").read_text()
+
+    def leftovers(self, family: Sequence[psutil.Process], within_s: float = 10.0) -> list[str]:
+        """Processes of its family, shared memory and temporary folders that are there after its end."""
+        _, alive = psutil.wait_procs(family, timeout=within_s)
+        names = [f"process {process.pid}" for process in alive]
+        names += [f"/dev/shm/{name}" for name in sorted(_shared() - self.shared)]
+        return names + sorted(str(path) for path in (self.folder / "tmp").glob("tiermoe*"))
+
+
+@contextmanager
+def served(*options: str, wait: bool = True) -> Iterator[Server]:
+    """A server of the default model on a free port, in a session of its own; whatever is left of it is ended."""
+    with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as name:
+        folder = Path(name)
+        (folder / "tmp").mkdir()
+        variables = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"}
+        variables |= {"XDG_RUNTIME_DIR": name, "TMPDIR": str(folder / "tmp")}
+        command = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "serve", "--port", "0"]
+        shared = _shared()
+        with (folder / "stderr").open("w") as errors, (folder / "stdout").open("w") as out:
+            process = subprocess.Popen(
+                [*command, "--threads", "1", "--device", "cpu", *options],
+                env=variables, stdout=out, stderr=errors, text=True, start_new_session=True,
+            )  # fmt: skip
+        server, family = Server(process, "", folder, shared), []
+        try:
+            if wait:
+                server.url = _url(server)
+            yield server
+        finally:
+            if process.poll() is None:
+                family = server.family()
+                process.terminate()
+                try:
+                    process.wait(WAIT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            for left in psutil.wait_procs(family, timeout=20.0)[1]:
+                left.kill()
+
+
+def _url(server: Server) -> str:
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s and server.process.poll() is None:
+        found = re.search(r"http://\S+(?=/v1)", (server.folder / "stdout").read_text())
+        if found is not None:
+            return found[0]
+        time.sleep(0.2)
+    raise RuntimeError(f"the server did not start: {server.said()}")
+
+
+@dataclass
+class Stream:
+    """What came of one streamed completion.
+
+    Attributes:
+        error: why it failed; None: it did not.
+        retries: times that its client sent it again from the start.
+        times_s: when its events came, monotonic clock.
+    """
+
+    text: str = ""
+    error: str | None = None
+    retries: int = 0
+    times_s: list[float] = field(default_factory=list)
+
+
+async def _stream(http: httpx.AsyncClient, body: dict[str, Any], stream: Stream) -> None:
+    """One attempt. Raises HTTPError or RuntimeError: it failed."""
+    stream.text = ""
+    async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code} {(await response.aread())[:200]!r}")
+        ended = False
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                ended = True
+            elif line.startswith("data: "):
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise RuntimeError(chunk["error"]["message"])
+                stream.text += "".join(choice["text"] for choice in chunk["choices"])
+                stream.times_s.append(time.monotonic())
+        if not ended:
+            raise RuntimeError("the stream ended without [DONE]")
+
+
+async def _with_retries(http: httpx.AsyncClient, body: dict[str, Any], stream: Stream, tries: int) -> None:
+    for attempt in range(tries):
+        stream.retries = attempt
+        try:
+            await _stream(http, body, stream)
+            stream.error = None
+            return
+        except (httpx.HTTPError, RuntimeError, ValueError) as error:
+            stream.error = f"{type(error).__name__}: {error}"
+            if attempt + 1 < tries:
+                await asyncio.sleep(_RETRY_S * 2**attempt)
+
+
+def run_streams(
+    url: str, bodies: Sequence[dict[str, Any]], disturb: Callable[[], None] | None = None, *, after: int = 0,
+    tries: int = 1, timeout_s: float = WAIT_S,
+) -> list[Stream]:
+    """Stream all at once.
+
+    Args:
+        disturb: called once, in a thread, when `after` events have come.
+        tries: times that each is sent before it counts as failed.
+        timeout_s: of all of them.
+    """
+    streams = [Stream() for _ in bodies]
+
+    async def run() -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=limits) as http:
+            tasks = [
+                asyncio.create_task(_with_retries(http, body, stream, tries))
+                for body, stream in zip(bodies, streams, strict=True)
+            ]
+            if disturb is not None:
+                while sum(len(stream.times_s) for stream in streams) < after and not all(t.done() for t in tasks):
+                    await asyncio.sleep(0.02)
+                await asyncio.to_thread(disturb)
+            done, late = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            for task, stream in zip(tasks, streams, strict=True):
+                stream.error = f"not answered within {timeout_s:g} s" if task in late else stream.error
+            for task in done:
+                task.result()
+
+    asyncio.run(run())
+    return streams
+
+
+def pause(process: psutil.Process, seconds: float) -> None:
+    """Stop a process for so long."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def title_of(process: psutil.Process) -> str:
+    """`ray::CLASS` of an actor (Ray adds `.METHOD` while a method runs); else the program's name."""
+    try:
+        first = "".join(process.cmdline()[:1])
+        return first.partition(".")[0] if first.startswith("ray::") else process.name()
+    except psutil.Error:
+        return ""
+
+
+def _shared() -> set[str]:
+    return set(os.listdir(SHM)) if SHM.is_dir() else set()
