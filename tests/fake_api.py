@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent, TokenLogprob
+from tiermoe.cluster.api.keys import KeyRing
 from tiermoe.cluster.api.routes import make_app
 from tiermoe.cluster.api.service import Service
 from tiermoe.cluster.api.settings import LimitSettings
@@ -114,13 +116,13 @@ def serving(
     backend: FakeBackend,
     *,
     template: str | None = "{% for m in messages %}{{ m.content }}{% endfor %}",
-    key: str | None = None,
+    keys: Path | None = None,
     limits: LimitSettings | None = None,
 ) -> tuple[Service, Callable[[], httpx.AsyncClient]]:
     """The service, and clients of it."""
     chats = None if template is None else ChatTemplate(template, {"eos_token": "<end>"})
     service = Service(backend, byte_tokenizer(), chats, "fake", limits or LimitSettings())
-    app = make_app(service, key)
+    app = make_app(service, None if keys is None else KeyRing(keys))
 
     def client() -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")

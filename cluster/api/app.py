@@ -38,9 +38,10 @@ from ..ray_session import NAMESPACE, as_failure, head_address
 from ..registry import Registry
 from ..yaml_file import explain
 from .backend import LeadBackend
+from .keys import KeyRing
 from .routes import make_app
 from .service import Service
-from .settings import ApiSettings, read_key
+from .settings import ApiSettings
 from .text import load_chat_template
 
 SERVER, RUNTIME = "ApiServer", "Runtime"
@@ -146,11 +147,12 @@ class ApiServer:
         backend = LeadBackend(self._lead, plan, settings.limits.request_s)
         name = settings.model_name or Path(plan["model"]).name
         self._service = Service(backend, load_tokenizer(folder), template, name, settings.limits)
-        self._key = read_key(settings.api_key_file)
+        file = settings.api_key_file
+        self._keys = None if file is None else KeyRing(Path(file).expanduser())
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve calls this once the constructor is through."""
-        return make_app(self._service, self._key, answer_id=False)
+        return make_app(self._service, self._keys, answer_id=False)
 
     async def check_health(self) -> None:
         """Serve asks this; raises RuntimeFailure when the lead is dead for good, not when it is busy or comes back."""

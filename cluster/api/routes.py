@@ -1,4 +1,4 @@
-"""The FastAPI application over a `Service`: what stands before every route, and the routes.
+"""The FastAPI application over a `Service`: its routes, and how errors are told.
 
 A completion's way: `Guard` -> parsed by FastAPI -> checked and tokenized (`answers`) -> `Service.submit` -> `Answer`.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
-import re
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -24,94 +21,26 @@ from ...errors import TierMoeError
 from ..host import versions
 from .answers import Answer, Asked, Json, chat, completion
 from .bodies import body_route
+from .guard import Guard, Receive, Scope, Send
+from .keys import KeyRing
 from .parameters import warning
 from .schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 from .service import Service
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-_OPEN = frozenset({"/health"})  # needs no key
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _CLIENT_GONE = 499  # nginx's code
 
 
-class Guard:
-    """ASGI middleware.
-
-    Args:
-        app: what comes after.
-        key: the bearer key; None: none is asked for.
-        body_bytes: of one request's body, at most.
-        answer_id: whether to send the request's id back; Serve's proxy does that itself.
-    """
-
-    def __init__(self, app: App, key: str | None, body_bytes: int, answer_id: bool = True) -> None:
-        self._app, self._body_bytes, self._answer_id = app, body_bytes, answer_id
-        self._expected = None if key is None else f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._answer_id:
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
-            await send(message)
-
-        refusal = self._refusal(scope["path"], headers)
-        if refusal is None:
-            await self._app(scope, self._bounded(receive), named)
-        else:
-            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, named)
-
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        given = headers.get(b"authorization", b"")
-        if self._expected is not None and path not in _OPEN and not hmac.compare_digest(given, self._expected):
-            return ApiError(
-                401, "the key is missing or wrong; send 'Authorization: Bearer KEY'", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
-        length = headers.get(b"content-length", b"0")
-        return self._too_large() if not length.isdigit() or int(length) > self._body_bytes else None
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._body_bytes} bytes; send less at a time")
-
-    def _bounded(self, receive: Receive) -> Receive:
-        """Count what comes, also where no length was announced."""
-        taken = 0
-
-        async def bounded() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._body_bytes:
-                raise HTTPException(413, self._too_large().message)  # any other would be a 400 of FastAPI's
-            return message
-
-        return bounded
-
-
-def make_app(service: Service, key: str | None, *, answer_id: bool = True) -> FastAPI:
+def make_app(service: Service, keys: KeyRing | None, *, answer_id: bool = True) -> FastAPI:
     """The server.
 
     Args:
         service: what answers.
-        key: the bearer key for every route but /health; None: none is asked for.
+        keys: the bearer keys for every route but /health; None: none is asked for.
         answer_id: whether answers carry their request's id; False behind a proxy that adds it.
     """
     app = FastAPI(title="tiermoe", version=versions()["tiermoe"])
     app.router.route_class = body_route(service.offload, service.limit_tokens)
-    app.add_middleware(Guard, key=key, body_bytes=service.limits.body_bytes, answer_id=answer_id)
+    app.add_middleware(Guard, keys=keys, limits=service.limits, answer_id=answer_id)
     _add_error_handlers(app)
     _add_generation(app, service)
     _add_state(app, service)
@@ -148,7 +77,7 @@ async def _generate(service: Service, request: Request, asked: Asked) -> Respons
     """The whole answer, or a stream of chunks. A client that leaves ends what it asked for."""
     name, headers = request.state.request_id, warning(asked.body.ignored)
     service.metrics.count_ignored(asked.body.ignored)
-    run = service.submit(asked.choices, name)
+    run = service.submit(asked.choices, name, request.state.key)
     answer = Answer(asked, run, name, service.model_name)
     if asked.body.stream:
         return EventStream(_sse(answer.chunks()), run.close, headers)

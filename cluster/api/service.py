@@ -1,4 +1,4 @@
-"""What answers requests: tokens and limits, the queue before the runtime, and the choices of a request side by side."""
+"""What answers requests: tokens and limits, and the choices of a request side by side."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
 from ...actors.requests import GenerationRequest, SamplingParams
 from ...errors import RuntimeFailure, TierMoeError
+from .admission import Admission
 from .backend import Backend
+from .keys import ANYONE, Key
 from .metrics import Metrics
 from .offload import Offload
 from .schema import ApiError, Message, from_failure, refused
@@ -34,52 +36,6 @@ class Choice:
     sampling: SamplingParams
     stops: tuple[str, ...]
     shown: bool = True
-
-
-class Admission:
-    """How many choices run and wait, first come, first served; on one event loop.
-
-    Args:
-        running: choices that are with the runtime at a time.
-        waiting: choices that may wait for that.
-    """
-
-    def __init__(self, running: int, waiting: int) -> None:
-        self._limit = running + waiting
-        self._slots = asyncio.Semaphore(running)
-        self._admitted = 0
-        self.inside = 0  # choices that are with the runtime
-
-    @property
-    def waiting(self) -> int:
-        """Choices that were admitted and are not with the runtime yet."""
-        return self._admitted - self.inside
-
-    def admit(self, count: int) -> None:
-        """Admit all of `count` choices, each to be given back with `leave`.
-
-        Raises:
-            ApiError: 429, they do not fit; none is admitted.
-        """
-        if self._admitted + count > self._limit:
-            message = f"{self.waiting} requests wait already; try again in a moment"
-            # "1" is a hint: the queue moves with every request that ends
-            raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
-        self._admitted += count
-
-    def leave(self) -> None:
-        """One admitted choice is over, whether it ran or not."""
-        self._admitted -= 1
-
-    @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Inside the block, one admitted choice is with the runtime."""
-        async with self._slots:
-            self.inside += 1
-            try:
-                yield
-            finally:
-                self.inside -= 1
 
 
 class Run:
@@ -255,18 +211,21 @@ class Service:
         text = await self.offload.run(size, lambda: template.render(plain))
         return await self.prompt_ids(text, special=special, parameter="messages")
 
-    def submit(self, choices: Sequence[Choice], request_id: str) -> Run:
+    def submit(self, choices: Sequence[Choice], request_id: str, key: Key = ANYONE) -> Run:
         """Start all choices of a request.
 
+        Args:
+            key: whose it is.
+
         Raises:
-            ApiError: 429, the queue is full.
+            ApiError: 429, the queue is full, or what the key may have in it.
         """
         arrived_s = time.perf_counter()
-        self.admission.admit(len(choices))
+        self.admission.admit(key, [len(choice.prompt_ids) for choice in choices])
         # the runtime's own id: a client may send the same request id again while the first is under way
         name = f"{request_id}-{uuid.uuid4().hex[:12]}"
-        streams = [self._generate(choice, f"{name}-{i}", arrived_s) for i, choice in enumerate(choices)]
-        return Run(streams, self.admission.leave)
+        streams = [self._generate(choice, f"{name}-{i}", arrived_s, key) for i, choice in enumerate(choices)]
+        return Run(streams, lambda: self.admission.leave(key))
 
     async def not_ready(self) -> str | None:
         """Why requests would not be answered now; None: they would."""
@@ -282,17 +241,18 @@ class Service:
             return f"{running:g} requests run and no token has come for {silent_s:.0f} s"
         return None
 
-    async def _generate(self, choice: Choice, name: str, arrived_s: float) -> AsyncGenerator[Delta]:
+    async def _generate(self, choice: Choice, name: str, arrived_s: float, key: Key) -> AsyncGenerator[Delta]:
         """Wait for a slot, then generate under the id `name`; closing it early cancels the choice."""
         request = GenerationRequest(name, choice.prompt_ids, choice.sampling)
         text = ChoiceText(self.tokenizer, choice.stops, choice.sampling.min_tokens)
-        async with self.admission.slot():
+        async with self.admission.slot(key, len(choice.prompt_ids)):
             timer = self.metrics.choice(arrived_s, len(choice.prompt_ids))
             outcome = "abort"
             try:
                 async with aclosing(self.backend.generate(request)) as events:
                     async for event in events:
                         timer.event(event)
+                        self.admission.charge(key, len(event.token_ids))
                         if event.finish in ("cancelled", "error"):
                             raise RuntimeFailure("the request was cancelled in the runtime", "send it again")
                         if (delta := text.delta(event)) is None:

@@ -1,17 +1,15 @@
 """What a server needs to know: the `args` of a Serve application, and of `tiermoe serve`.
 
-The bearer key, from a file: what is an argument shows in process lists and in Ray's records.
+Keys are in a file (`keys.py`): what is an argument shows in process lists and in Ray's records.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from ...actors.base_settings import Settings
-from ...errors import ConfigError
 
 
 class LimitSettings(Settings):
@@ -20,6 +18,8 @@ class LimitSettings(Settings):
     waiting: int = Field(default=256, ge=0, description="choices that wait for the runtime; more get 429")
     choices: int = Field(default=128, ge=1, description="choices of one request: prompts times n")
     body_bytes: int = Field(default=4 * 2**20, ge=1024, description="bytes of a request's body; more get 413")
+    held_bytes: int = Field(default=2**28, ge=1024, description="bytes of all requests' bodies; more get 429")
+    body_s: float = Field(default=60.0, gt=0, description="seconds that a body may take to come; then 408")
     request_s: float = Field(default=3600.0, gt=0, description="seconds that one choice may take")
     stalled_s: float = Field(default=120.0, gt=0, description="/ready fails when running requests get no token so long")
 
@@ -37,7 +37,7 @@ class ApiSettings(Settings):
     model_name: str | None = Field(default=None, description="what clients call the model; none: its folder's name")
     tokenizer: str | None = Field(default=None, description="folder with tokenizer.json; none: the expert store")
     chat_template: str | None = Field(default=None, description="Jinja file; none: the model's own")
-    api_key_file: str | None = Field(default=None, description="file with the bearer key; none: no key is asked for")
+    api_key_file: str | None = Field(default=None, description="file of bearer keys, one a line; none: all may ask")
     limits: LimitSettings = LimitSettings()
 
     @model_validator(mode="after")
@@ -49,20 +49,3 @@ class ApiSettings(Settings):
     @property
     def starts_runtime(self) -> bool:
         return self.config is not None or bool(self.runtime)
-
-
-def read_key(file: str | None) -> str | None:
-    """The bearer key: the file's text without blanks around it; None: no file.
-
-    Raises:
-        ConfigError: unreadable, empty, or not one printable word.
-    """
-    if file is None:
-        return None
-    try:
-        key = Path(file).expanduser().read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"key file '{file}' cannot be read: {error}", "give a file with the key in it") from error
-    if not key or not all("!" <= letter <= "~" for letter in key):
-        raise ConfigError(f"key file '{file}' holds no key", "write one word of printable ASCII characters")
-    return key

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from ...errors import ConfigError
-from ..api.settings import ApiSettings, LimitSettings, read_key
+from ..api.keys import read_keys
+from ..api.settings import ApiSettings, LimitSettings
 from ..config import RunConfig
 from ..hub import locate
 from .options import (
@@ -117,7 +118,8 @@ def _check_files(server: ApiSettings) -> None:
     """Refuse a key or a template that the server would refuse, before anything is started."""
     from ..api.text import load_chat_template
 
-    read_key(server.api_key_file)
+    if server.api_key_file is not None:
+        read_keys(Path(server.api_key_file))
     if server.chat_template is not None:
         load_chat_template(Path("."), Path(server.chat_template))
 

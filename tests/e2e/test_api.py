@@ -69,6 +69,7 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serve")
     (folder / "key").write_text(f"{_KEY}\n")
+    (folder / "key").chmod(0o600)
     variables = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     variables |= {"XDG_RUNTIME_DIR": str(folder)}
     command = [_TIERMOE, "serve", "--threads", "1", "--device", "cpu", "--port", "0", "--api-key-file", folder / "key"]

@@ -258,21 +258,6 @@ def test_the_runtimes_failure_is_503_and_in_a_stream_an_event() -> None:
     assert "the worker died" in last["error"]["message"]
 
 
-def test_the_key_opens_everything_but_health() -> None:
-    async def call(http: httpx.AsyncClient) -> list[tuple[int, str]]:
-        good = {"Authorization": "Bearer sesame"}
-        paths = ["/v1/models", "/metrics", "/version", "/ready", "/docs", "/openapi.json"]
-        found = []
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}, good):
-            found += [(await http.get(path, headers=headers)).status_code for path in paths]
-            body = {"prompt": "hi"}
-            found.append((await http.post("/v1/completions", json=body, headers=headers)).status_code)
-        found.append((await http.get("/health")).status_code)
-        return found
-
-    assert ask(FakeBackend(), call, key="sesame") == [401] * 21 + [200] * 8
-
-
 def test_bodies_are_bounded_whether_their_length_is_announced_or_not() -> None:
     async def stream() -> AsyncIterator[bytes]:
         for _ in range(8):

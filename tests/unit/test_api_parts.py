@@ -18,7 +18,6 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
-from tiermoe.cluster.api.settings import read_key
 from tiermoe.cluster.api.text import ChoiceText, StopMatcher, TokenBytes, load_chat_template
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir, default_model_dir
@@ -46,16 +45,6 @@ def test_templates_are_found_in_transformers_order(tmp_path: Path) -> None:
     (tmp_path / "bad").write_text("{% for %}")
     with pytest.raises(ConfigError, match="does not compile"):
         load_chat_template(tmp_path, tmp_path / "bad")
-
-
-def test_key_files(tmp_path: Path) -> None:
-    assert read_key(None) is None
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_key("/nowhere/key")
-    for text in ("", " \n", "two words", "naïve"):
-        (tmp_path / "key").write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match="key file"):
-            read_key(str(tmp_path / "key"))
 
 
 def test_applications_are_checked_before_anything_starts() -> None:

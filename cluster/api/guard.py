@@ -1,0 +1,123 @@
+"""What stands before every route: the key, the request's id, and the size and time of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from .keys import ANYONE, KeyRing
+from .schema import ApiError
+from .settings import LimitSettings
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_OPEN = frozenset({"/health"})  # needs no key
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# the rest of a body that is not read any more must not be taken for the next request
+_CLOSE = {"Connection": "close"}
+
+
+class Guard:
+    """ASGI middleware. It leaves `request_id` and the `Key` as `key` in the request's state.
+
+    Args:
+        app: what comes after.
+        keys: the bearer keys; None: none is asked for.
+        limits: on bodies.
+        answer_id: whether to send the request's id back; Serve's proxy does that itself.
+    """
+
+    def __init__(self, app: App, keys: KeyRing | None, limits: LimitSettings, answer_id: bool = True) -> None:
+        self._app, self._keys, self._limits, self._answer_id = app, keys, limits, answer_id
+        self._held = 0  # bytes of the bodies of all requests under way
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._answer_id:
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        body = _Body(receive, self._limits, self._hold)
+        try:
+            state["key"] = self._check(scope["path"], headers)
+        except ApiError as refusal:
+            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, named)
+            return
+        try:
+            await self._app(scope, body.receive, named)
+        finally:
+            self._held -= body.taken
+
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> Any:
+        """The request's key. Raises ApiError 401 or 413."""
+        key = ANYONE if self._keys is None else self._keys.find(headers.get(b"authorization", b""))
+        if key is None and path not in _OPEN:
+            raise ApiError(
+                401, "the key is missing or wrong; send 'Authorization: Bearer KEY'", code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 20 or int(length) > self._limits.body_bytes:
+            raise _too_large(self._limits)
+        return key
+
+    def _hold(self, count: int) -> None:
+        if self._held + count > self._limits.held_bytes:
+            raise ApiError(
+                429, f"{self._held} bytes of requests are under way; try again in a moment",
+                code="rate_limit_exceeded", headers={"Retry-After": "1"} | _CLOSE,
+            )  # fmt: skip
+        self._held += count
+
+
+class _Body:
+    """The body of one request as it comes: counted also where no length was announced, and within its time."""
+
+    def __init__(self, receive: Receive, limits: LimitSettings, hold: Callable[[int], None]) -> None:
+        self._receive, self._limits, self._hold = receive, limits, hold
+        self._due_s: float | None = asyncio.get_running_loop().time() + limits.body_s
+        self.taken = 0
+
+    async def receive(self) -> Message:
+        """The next message.
+
+        Raises:
+            ApiError: 408, 413 or 429.
+        """
+        try:
+            async with asyncio.timeout_at(self._due_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not come within {self._limits.body_s:g} s; send it again", headers=_CLOSE
+            ) from None
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            self._due_s = None  # what comes after it is the end of the connection
+        count = len(message.get("body", b""))
+        if self.taken + count > self._limits.body_bytes:
+            raise _too_large(self._limits)
+        self._hold(count)
+        self.taken += count
+        return message
+
+
+def _too_large(limits: LimitSettings) -> ApiError:
+    return ApiError(413, f"the body is larger than {limits.body_bytes} bytes; send less at a time", headers=_CLOSE)

@@ -1,0 +1,140 @@
+"""API keys: who may ask, and for how much. A key itself is in its file and in this module, and in no message.
+
+    # one key a line; what follows it is optional
+    b3c8d1...   name=web    requests=64
+    77aa02...   name=batch  requests=16 tokens=200000
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...errors import ConfigError
+
+_LOG = logging.getLogger("ray.serve")
+_EVERY_S = 1.0
+_MAX_BYTES = 2**20
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One client.
+
+    Attributes:
+        name: by which logs and messages call it.
+        requests: choices that may wait or run for it; None: as many as the server takes.
+        tokens: prompt tokens that may wait for it; None: no limit.
+    """
+
+    name: str
+    secret: bytes = field(default=b"", repr=False)
+    requests: int | None = None
+    tokens: int | None = None
+
+
+ANYONE = Key("anyone")  # where no key is asked for
+
+
+def read_keys(file: Path) -> tuple[Key, ...]:
+    """The keys of a file.
+
+    Raises:
+        ConfigError: it is unreadable, others may read it, or a line is malformed.
+    """
+    try:
+        with file.open("rb") as opened:
+            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+            if mode & 0o077:
+                raise ConfigError(f"others may read key file '{file}' (mode {mode:04o})", f"chmod 600 {file}")
+            text = opened.read(_MAX_BYTES + 1)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"key file '{file}' cannot be read: {reason}", "give a file with a key a line") from error
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"key file '{file}' is larger than {_MAX_BYTES} bytes", "give a file with a key a line")
+    lines = enumerate(text.splitlines(), 1)
+    keys = tuple(_key(line.split(), f"key file '{file}', line {i}") for i, line in lines if line.split(b"#")[0].strip())
+    if not keys:
+        raise ConfigError(f"key file '{file}' holds no key", "write one word of printable ASCII characters a line")
+    for what, found in (("key", [key.secret for key in keys]), ("name", [key.name for key in keys])):
+        if len(set(found)) < len(found):
+            raise ConfigError(f"key file '{file}' has the same {what} in two lines", "remove one of them")
+    return keys
+
+
+def _key(words: list[bytes], where: str) -> Key:
+    secret, *options = words
+    if not all(0x21 <= byte <= 0x7E for byte in secret):
+        raise ConfigError(f"{where}: the key is not printable ASCII", "write one word of printable ASCII characters")
+    found: dict[str, str] = {}
+    for option in options:
+        name, _, value = option.decode("ascii", "replace").partition("=")
+        known = _NAME.fullmatch(value) if name == "name" else value.isdecimal() and int(value) > 0
+        if name not in ("name", "requests", "tokens") or name in found or not known:
+            raise ConfigError(  # the word is not shown: it may be a part of a key
+                f"{where}: word {len(found) + 2} is no option", "use name=WORD, requests=COUNT and tokens=COUNT"
+            )
+        found[name] = value
+    limits = {name: int(found[name]) for name in ("requests", "tokens") if name in found}
+    return Key(found.get("name", f"key-{where.rsplit(' ', 1)[1]}"), secret, **limits)
+
+
+class KeyRing:
+    """The keys of a file, read again when the file changes.
+
+    A file that has become unreadable or malformed is named in the log, and the keys before it stay in force.
+
+    Args:
+        file: see `read_keys`.
+        clock: seconds, monotonic.
+
+    Raises:
+        ConfigError: the file is refused.
+    """
+
+    def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._clock = file, clock
+        self._version = self._look()
+        self._looked_s = clock()
+        self._keys = read_keys(file)
+
+    def find(self, authorization: bytes) -> Key | None:
+        """The key of an `Authorization` header; None: it has none that is known. All keys take the same time."""
+        self._refresh()
+        scheme, _, given = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":
+            return None
+        given, found = given.strip(), None
+        for key in self._keys:
+            if hmac.compare_digest(given, key.secret):
+                found = key
+        return found
+
+    def _look(self) -> tuple[int, ...] | None:
+        """What changes when the file does; None: it is not there."""
+        try:
+            seen = self._file.stat()
+        except OSError:
+            return None
+        return (seen.st_mtime_ns, seen.st_ctime_ns, seen.st_size, seen.st_ino)
+
+    def _refresh(self) -> None:
+        if self._clock() - self._looked_s < _EVERY_S:
+            return
+        self._looked_s = self._clock()
+        if (version := self._look()) == self._version:
+            return
+        self._version = version
+        try:
+            self._keys = read_keys(self._file)
+        except ConfigError as error:
+            _LOG.error("the keys before stay in force: %s", error)

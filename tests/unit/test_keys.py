@@ -1,0 +1,276 @@
+"""Keys and their files, the limits of each, and turns between keys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_api import FakeBackend, ask, error, serving
+
+from tiermoe.cluster.api.admission import Admission
+from tiermoe.cluster.api.keys import Key, KeyRing, read_keys
+from tiermoe.cluster.api.schema import ApiError
+from tiermoe.errors import ConfigError
+
+_FILE = """
+# who may ask
+sesame-open
+0123456789abcdef  name=batch tokens=50 requests=3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "keys", _FILE)
+
+
+def write(file: Path, text: str) -> Path:
+    file.write_text(text, encoding="utf-8")
+    file.chmod(0o600)
+    return file
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_a_line_is_a_key_and_its_limits(file: Path) -> None:
+    first, second = read_keys(file)
+    assert (first, first.secret) == (Key("key-3", b"sesame-open"), b"sesame-open")
+    assert second == Key("batch", b"0123456789abcdef", requests=3, tokens=50)
+    assert "sesame" not in repr((first, second))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "holds no key"), (" \n# only words\n", "holds no key"), ("naïve", "line 1: the key is not printable"),
+     ("a\nhush words", "line 2: word 2 is no option"), ("a requests=0", "no option"), ("a tokens=many", "no option"),
+     ("a name=a/b", "no option"), ("a name=b name=c", "word 3 is no option"), ("a\nb\na", "same key"),
+     ("a name=x\nb name=x", "same name")],
+)  # fmt: skip
+def test_what_is_no_key_file(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_keys(write(tmp_path / "keys", text))
+    assert "words" not in str(caught.value)  # what looks like a part of a key is not shown
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o660])
+def test_a_file_that_others_may_read_is_refused(file: Path, mode: int) -> None:
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match="others may read"):
+        read_keys(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(file.with_name("none"))
+
+
+def test_a_file_is_read_again_when_it_changes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    ring = KeyRing(file, lambda: now_s)
+
+    def known() -> list[str]:
+        keys = ("sesame-open", "0123456789abcdef", "new")
+        return [key for key in keys if ring.find(f"Bearer {key}".encode()) is not None]
+
+    assert known() == ["sesame-open", "0123456789abcdef"]
+    write(file.with_name("next"), "new").replace(file)
+    assert known() == ["sesame-open", "0123456789abcdef"]  # it looks once a second
+    now_s = 1.0
+    assert known() == ["new"]
+    with caplog.at_level(logging.ERROR, "ray.serve"):
+        logging.getLogger("ray.serve").propagate = True
+        for now_s, text in ((2.0, "new secret-option"), (3.0, None)):
+            file.unlink() if text is None else write(file, text)
+            assert known() == ["new"]
+            now_s += 0.5
+            assert known() == ["new"]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert "secret-option" not in caplog.text
+    now_s = 5.0
+    write(file, "sesame-open")
+    assert known() == ["sesame-open"]
+
+
+def test_keys_open_everything_but_health(file: Path) -> None:
+    good = [bearer("sesame-open"), bearer("0123456789abcdef"), {"Authorization": "bEARER  sesame-open"}]
+    bad: list[dict[str, str]] = [{}, bearer("wrong"), {"Authorization": "sesame-open"}, bearer(""),
+                                 {"Authorization": "Basic sesame-open"}]  # fmt: skip
+
+    async def call(http: httpx.AsyncClient) -> list[int]:
+        paths = ["/v1/models", "/metrics", "/version", "/ready", "/docs", "/openapi.json", "/nothing"]
+        found = []
+        for headers in (*bad, *good):
+            found += [(await http.get(path, headers=headers)).status_code for path in paths]
+            found.append((await http.post("/v1/completions", json={"prompt": "hi"}, headers=headers)).status_code)
+        found.append((await http.get("/health")).status_code)
+        return found
+
+    answers = [200] * 6 + [404, 200]
+    assert ask(FakeBackend(), call, keys=file) == [401] * 8 * len(bad) + answers * len(good) + [200]
+
+
+def test_a_key_has_its_own_limits(file: Path) -> None:
+    backend = FakeBackend(max_requests=1)
+
+    async def call() -> None:
+        service, client = serving(backend, keys=file)
+        backend.hold = asyncio.Event()
+
+        def start(key: str, prompt: str, n: int = 1) -> asyncio.Task[httpx.Response]:
+            body = {"prompt": prompt, "n": n}
+            return asyncio.create_task(http.post("/v1/completions", json=body, headers=bearer(key)))
+
+        async with client() as http:
+            first = start("sesame-open", "a")
+            await until(lambda: service.admission.inside == 1)
+            batch = [start("0123456789abcdef", "b" * 40)]
+            await until(lambda: service.admission.waiting == 1)
+            status, _, message = error(await start("0123456789abcdef", "c" * 20))
+            assert (status, message) == (
+                429, "40 of 50 prompt tokens wait for key 'batch'; try again in a moment"
+            )  # fmt: skip
+            batch.append(start("0123456789abcdef", "d" * 5, 2))
+            await until(lambda: service.admission.waiting == 3)
+            status, _, message = error(await start("0123456789abcdef", "e"))
+            assert (status, "3 of 3 requests under way" in message) == (429, True)
+            others = [start("sesame-open", "f") for _ in range(4)]  # whom that does not concern
+            await until(lambda: service.admission.waiting == 7)
+            backend.hold.set()
+            assert {task.status_code for task in await asyncio.gather(first, *batch, *others)} == {200}
+        assert service.admission.waiting == service.admission.inside == 0
+
+    asyncio.run(asyncio.wait_for(call(), 20))
+
+
+async def until(met: Callable[[], bool]) -> None:
+    while not met():
+        await asyncio.sleep(0)
+
+
+def turns(running: int, asked: list[tuple[str, int]], generated: int = 0) -> list[str]:
+    """Whose choices run, in order, where all of them have come before the first one is served."""
+    order: list[str] = []
+
+    async def choice(admission: Admission, key: Key, tokens: int) -> None:
+        async with admission.slot(key, tokens):
+            order.append(key.name)
+            admission.charge(key, generated)
+            await asyncio.sleep(0)
+        admission.leave(key)
+
+    async def all_of() -> None:
+        admission = Admission(running, 100)
+        blocker = Key("blocker")
+        admission.admit(blocker, [0] * running)
+        async with admission.slot(blocker, 0):
+            tasks = []
+            for name, tokens in asked:
+                admission.admit(Key(name), [tokens])
+                tasks.append(asyncio.create_task(choice(admission, Key(name), tokens)))
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        assert (admission.inside, admission._free) == (0, running)
+
+    asyncio.run(asyncio.wait_for(all_of(), 20))
+    return order
+
+
+def test_turns_go_by_tokens_served() -> None:
+    assert turns(1, [("a", 1)] * 3 + [("b", 1)] * 3) == ["a", "b", "a", "b", "a", "b"]
+    assert turns(1, [("a", 3)] * 2 + [("b", 1)] * 5) == ["a", "b", "b", "b", "a", "b", "b"]
+    assert turns(1, [("a", 0)] * 4 + [("b", 8)] * 2, generated=4) == ["a", "b", "a", "a", "b", "a"]
+    assert turns(1, [("a", 5), ("a", 1), ("a", 9)]) == ["a", "a", "a"]
+
+
+def test_a_rest_saves_nothing_up() -> None:
+    async def call() -> list[str]:
+        admission, order = Admission(1, 100), []
+
+        async def choice(name: str, tokens: int) -> None:
+            admission.admit(Key(name), [tokens])
+            async with admission.slot(Key(name), tokens):
+                order.append(name)
+                await asyncio.sleep(0)
+            admission.leave(Key(name))
+
+        for _ in range(10):
+            await choice("busy", 100)
+        await asyncio.gather(*(choice(name, 100) for name in ["busy"] * 4 + ["late"] * 4))
+        return order[10:]
+
+    # the thousand tokens that `late` did not ask for are no credit
+    assert asyncio.run(call()) == ["busy"] + ["busy", "late"] * 3 + ["late"]
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_who_leaves_the_queue_keeps_no_slot(served: bool) -> None:
+    async def call() -> None:
+        admission, key = Admission(1, 10), Key("a", tokens=100)
+
+        async def choice() -> None:
+            async with admission.slot(key, 5):
+                pass
+
+        admission.admit(key, [5, 5, 5])
+        async with admission.slot(key, 5):
+            waiting = asyncio.create_task(choice())
+            await asyncio.sleep(0)
+            if not served:
+                waiting.cancel()
+                await asyncio.sleep(0)
+        waiting.cancel()  # its turn has come, and it has not noticed
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.wait_for(choice(), 5)
+        assert admission._shares["a"].waiting_tokens == 0
+
+    asyncio.run(call())
+
+
+def test_the_servers_limit_is_for_all_keys() -> None:
+    admission = Admission(1, 2)
+    admission.admit(Key("a"), [1, 1])
+    with pytest.raises(ApiError, match="2 requests wait already"):
+        admission.admit(Key("b"), [1, 1])
+    admission.admit(Key("b"), [1])
+
+
+def test_slow_bodies_end_and_bodies_together_are_bounded() -> None:
+    from tiermoe.cluster.api.settings import LimitSettings
+
+    def run(limits: LimitSettings, call: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+        return ask(FakeBackend(), call, limits=limits)
+
+    async def slow(http: httpx.AsyncClient) -> httpx.Response:
+        async def never() -> Any:
+            yield b'{"prompt": '
+            await asyncio.Event().wait()
+
+        return await http.post("/v1/completions", content=never(), headers={"Content-Type": "application/json"})
+
+    response = run(LimitSettings(body_s=0.05), slow)
+    assert error(response)[::2] == (408, "the body did not come within 0.05 s; send it again")
+    assert response.headers["connection"] == "close"
+
+    async def held(http: httpx.AsyncClient) -> list[int]:
+        begun, over = asyncio.Event(), asyncio.Event()
+
+        async def half() -> Any:
+            yield b" " * 900
+            begun.set()
+            await over.wait()
+            yield b'{"prompt": "p"}'
+
+        headers = {"Content-Type": "application/json"}
+        task = asyncio.create_task(http.post("/v1/completions", content=half(), headers=headers))
+        await begun.wait()
+        other = await http.post("/v1/completions", content=b'{"prompt": "p"}' + b" " * 200, headers=headers)
+        over.set()
+        again = await http.post("/v1/completions", json={"prompt": "p"})
+        return [other.status_code, (await task).status_code, again.status_code]
+
+    assert run(LimitSettings(held_bytes=1024), held) == [429, 200, 200]
