@@ -300,6 +300,21 @@ def importance_target(
     """Raises ValueError: no such layer, no rows, or other experts."""
 
 def importance_lowest(state: Importance, count: int, /) -> list[int]: ...
+def importance_release(
+    state: Importance, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.float32],
+    states: bytearray, evictable: bytearray, free: int, tau: float, most: int, /,
+) -> list[int]:  # fmt: skip
+    """Raises ValueError: as `importance_saw` and `importance_target`."""
+
+def misses_fit(ids: NDArray[np.int64], present: NDArray[np.bool_], vacant: int, /) -> bool:
+    """Raises ValueError: there is no such expert."""
+
+def budget_top_k(
+    ids: NDArray[np.int64], weights: NDArray[np.float32], top_k: int, present: NDArray[np.bool_], vacant: int,
+    narrowest: int, renormalise: bool, ids_out: NDArray[np.int64], weights_out: NDArray[np.float32], /,
+) -> int:  # fmt: skip
+    """The number of dropped pairs. Raises ValueError: no such expert, or other pairs."""
+
 def rank_by_votes(scores: NDArray[np.floating], top: int, base: int, /) -> list[int]:
     """`predicted_experts` of scores [T, E], float32 or float64, with `base` added to each."""
 

@@ -1,4 +1,4 @@
-"""Orders of eviction in C++: ActiveEvict's state and decisions, and fMoE's order.
+"""Decisions of policies in C++: those of ActiveEvict and its state, and fMoE's order of eviction.
 
 The references, with the equations, are `actors/policies/activeevict.py` and `actors/policies/fmoe`.
 """
@@ -11,6 +11,24 @@ from numpy.typing import NDArray
 from . import _cpu
 
 lowest_products = _cpu.lowest_products  # as `policies.fmoe.lowest_products`
+
+
+class NativeBudget:
+    """As `activeevict.BudgetDrops`, one native call for each method."""
+
+    def fits(self, ids: NDArray[np.int64], resident: NDArray[np.bool_], available: int) -> bool:
+        return _cpu.misses_fit(np.ascontiguousarray(ids, np.int64), resident, available)
+
+    def drop(
+        self, ids: NDArray[np.int64], weights: NDArray[np.float32], resident: NDArray[np.bool_], available: int,
+        narrowest: int, renormalise: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:  # fmt: skip
+        ids, weights = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(weights, np.float32)
+        kept, scaled = np.empty_like(ids), np.empty_like(weights)
+        dropped = _cpu.budget_top_k(
+            ids, weights, ids.shape[1], resident, available, narrowest, renormalise, kept, scaled
+        )  # fmt: skip
+        return (kept, scaled, dropped) if dropped else (ids, weights, 0)
 
 
 class NativeImportance:
@@ -30,6 +48,15 @@ class NativeImportance:
 
     def saw(self, layer: int, ids: NDArray[np.int64]) -> None:
         _cpu.importance_saw(self._made, layer, np.ascontiguousarray(ids, np.int64))
+
+    def release(
+        self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating], states: bytearray,
+        evictable: bytearray, free: int, threshold: float, most: int,
+    ) -> list[int]:  # fmt: skip
+        ids, logits = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(logits, np.float32)
+        return _cpu.importance_release(
+            self._made, seen, ids, layer, logits, states, evictable, free, threshold, most
+        )  # fmt: skip
 
     def target(
         self, layer: int, logits: NDArray[np.floating], held: NDArray[np.bool_], threshold: float, most: int

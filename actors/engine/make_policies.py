@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
+from ...kernels.importance import NativeBudget
 from ...kernels.router import LinearRouter
 from ...kernels.substitute import replaceable_arrays, substitute_arrays
 from ..policies.baselines import Predictor
@@ -61,6 +62,7 @@ def make_rerouting(
     context = PolicyContext(
         layers, experts, renormalise=normalised, sensitivity=artifacts.sensitivity, profile=artifacts.profile,
         expert_bytes=expert_bytes, gpus=gpus, replaceable=replaceable_arrays, substitute=substitute_arrays,
+        budget=NativeBudget(),
     )  # fmt: skip
     with _configured(policy):
         rule: Rerouting | None = make("routing", policy.routing, context)

@@ -48,16 +48,25 @@ class PreEvicting:
 
     def layer(self, index: int, view: Any) -> None:
         """A layer's routing is known and its loads are queued: free slots."""
-        if self._importance is not None:
-            self._importance.saw(index, view.picked)
         if index == 0:
             logits, rows, self._last_rows = self._score(0, view), self._last_rows, None
             announced = logits is not None and rows and rows[-1] == len(logits) - 1
             self._first = logits[rows] if logits is not None and announced else logits
-        if index + 1 < self._layers:
-            self._release(index + 1, self._score(index + 1, view))
+        following = index + 1 if index + 1 < self._layers else 0
+        logits = self._score(following, view) if following else self._first
+        if self._importance is None:
+            if logits is not None:
+                self._release(following, logits)
+        elif logits is None:
+            self._importance.saw(index, view.picked)
         else:
-            self._release(0, self._first)
+            cache, decide, (states, evictable, *_) = self._cache, self._decide, self._cache.residency.arrays
+            victims = self._importance.release(
+                index, view.picked, following, logits, states, evictable, cache.residency.free_slots,
+                decide.threshold, decide.most,
+            )  # fmt: skip
+            if victims:
+                cache.leave(victims, following)
 
     def idle(self, index: int) -> bool:
         return False
@@ -65,15 +74,11 @@ class PreEvicting:
     def skip(self, index: int) -> None:
         return None
 
-    def _release(self, layer: int, logits: NDArray[np.floating] | None) -> None:
-        if logits is None:
-            return
-        residency, decide, first = self._cache.residency, self._decide, layer * self._experts
+    def _release(self, layer: int, logits: NDArray[np.floating]) -> None:
+        """Free the release target of a layer, in the order of an eviction that knows no prediction."""
+        residency, first = self._cache.residency, layer * self._experts
         held = residency.occupied(first, first + self._experts)
-        if self._importance is not None:
-            slots = self._importance.target(layer, logits, held, decide.threshold, decide.most)
-        else:
-            slots = decide.slots(logits, predicted_distribution(logits), held)
+        slots = self._decide.slots(logits, predicted_distribution(logits), held)
         if slots > residency.free_slots:
             self._cache.vacate(slots, layer)
 

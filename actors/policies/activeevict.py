@@ -102,6 +102,17 @@ class Importance(Protocol):
         """Predict a layer from its router's logits [T, E]; the slots of its release target, as `PreEviction.slots`."""
         ...
 
+    def release(
+        self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating], states: bytearray,
+        evictable: bytearray, free: int, threshold: float, most: int,
+    ) -> list[int]:  # fmt: skip
+        """`saw` of the layer `seen`, `target` of `layer`, and the evictable residents of least s that free its slots.
+
+        Args:
+            states, evictable: as `Residency.arrays` [L*E]. free: slots that are free.
+        """
+        ...
+
     def lowest(self, count: int) -> list[int]:
         """The first `count` residents by rising s, then least recently used, then by key."""
         ...
@@ -130,6 +141,16 @@ class ImportanceState:
     ) -> int:
         self.predicted[layer] = predicted_distribution(logits)
         return PreEviction(self._top_k, threshold, most).slots(logits, self.predicted[layer], held)
+
+    def release(
+        self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating], states: bytearray,
+        evictable: bytearray, free: int, threshold: float, most: int,
+    ) -> list[int]:  # fmt: skip
+        self.saw(seen, ids)
+        experts = self.values.shape[1]
+        held = np.frombuffer(states, np.uint8)[layer * experts : (layer + 1) * experts] != 0
+        slots = self.target(layer, logits, held, threshold, most)
+        return lowest_evictable(self.lowest, slots - free, evictable.__getitem__)  # type: ignore[arg-type]  # 0 or 1
 
     def lowest(self, count: int) -> list[int]:
         scores = importance(self.values, self.predicted, self.resident, self._alpha)
@@ -384,6 +405,25 @@ def kept_pairs(weights: NDArray[np.floating], widths: NDArray[np.int64]) -> NDAr
     return kept
 
 
+class BudgetDrops:
+    """The decisions of `BudgetAwareTopK`, in NumPy: the reference. State: none."""
+
+    def fits(self, ids: Ids, resident: NDArray[np.bool_], available: int) -> bool:
+        """`misses_fit`."""
+        return misses_fit(ids, resident, available)
+
+    def drop(
+        self, ids: Ids, weights: Weights, resident: NDArray[np.bool_], available: int, narrowest: int,
+        renormalise: bool,
+    ) -> tuple[Ids, Weights, int]:  # fmt: skip
+        """The routing without the pairs beyond `routing_widths`, as of `drop_pairs`, and how many they are."""
+        widths = routing_widths(ids, weights, resident, available, narrowest)
+        if widths.min() == ids.shape[1]:
+            return ids, weights, 0
+        found = drop_pairs(ids, weights, ~kept_pairs(weights, widths), renormalise)
+        return found.ids, found.weights, found.dropped
+
+
 @register("routing", "budget-aware")
 class BudgetAwareTopK(Rerouting):
     """Each token runs as many of its experts as are resident or fit into free slots (ActiveEvict, section 3.4).
@@ -395,6 +435,7 @@ class BudgetAwareTopK(Rerouting):
     Args:
         renormalise: whether the model normalises the weights of the experts that it picks (equation 4).
         narrowest: k_min, experts that every token keeps.
+        drops: `BudgetDrops`, or the same in native code.
     """
 
     class Options(RoutingOptions):
@@ -407,18 +448,18 @@ class BudgetAwareTopK(Rerouting):
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> Rerouting:
-        return cls(context.renormalise, options.narrowest)
+        return cls(context.renormalise, options.narrowest, context.budget)
 
-    def __init__(self, renormalise: bool = True, narrowest: int = 1) -> None:
+    def __init__(self, renormalise: bool = True, narrowest: int = 1, drops: BudgetDrops | None = None) -> None:
         self._renormalise, self._narrowest = renormalise, narrowest
+        self._drops = BudgetDrops() if drops is None else drops
 
     def keeps(self, ids: Ids, view: RerouteView) -> bool:
-        return misses_fit(ids, view.available, view.vacant)
+        return self._drops.fits(ids, view.available, view.vacant)
 
     def reroute(
         self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
     ) -> Rerouted:
-        widths = routing_widths(ids, weights, view.available, view.vacant, self._narrowest)
-        if widths.min() == ids.shape[1]:
-            return Rerouted(ids, weights)
-        return drop_pairs(ids, weights, ~kept_pairs(weights, widths), self._renormalise)
+        found = self._drops.drop(ids, weights, view.available, view.vacant, self._narrowest, self._renormalise)
+        kept, scaled, dropped = found
+        return Rerouted(kept, scaled, dropped=dropped)

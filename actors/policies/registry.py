@@ -68,6 +68,7 @@ class PolicyContext:
         expert_bytes: of one expert. gpus: that share the experts.
         replaceable, substitute: implementations for `MissRule`; None: those in NumPy.
         importance: makes the state of `ImportanceEviction`; None: in NumPy.
+        budget: `BudgetDrops` of `BudgetAwareTopK`; None: in NumPy.
         lowest: of `ExpertMapEviction`; None: in NumPy.
     """
 
@@ -88,6 +89,7 @@ class PolicyContext:
     replaceable: Callable[..., NDArray[np.bool_]] | None = None
     substitute: Callable[..., Any] | None = None
     importance: Callable[..., Any] | None = None
+    budget: Any = None
     lowest: Callable[..., list[int]] | None = None
 
 

@@ -70,7 +70,7 @@ std::int64_t importance_target(Importance& state, std::int64_t layer, const floa
     return std::min(slots, absent);
 }
 
-std::int64_t importance_lowest(Importance& state, std::int64_t count) {
+std::int64_t importance_lowest(Importance& state, std::int64_t count, const std::uint8_t* allowed) {
     const std::int64_t experts = state.experts;
     state.score.resize(static_cast<std::size_t>(state.layers * experts));
     state.order.clear();
@@ -80,7 +80,7 @@ std::int64_t importance_lowest(Importance& state, std::int64_t count) {
         for (std::int64_t key = first; key < first + experts; ++key)
             if (state.resident[key]) {
                 sum += state.values[key];
-                state.order.push_back(key);
+                if (!allowed || allowed[key]) state.order.push_back(key);
             }
         for (auto i = begin; i < state.order.size(); ++i) {
             const std::int64_t key = state.order[i];
@@ -95,6 +95,86 @@ std::int64_t importance_lowest(Importance& state, std::int64_t count) {
         return score[a] != score[b] ? score[a] < score[b] : stamp[a] != stamp[b] ? stamp[a] < stamp[b] : a < b;
     });
     return found;
+}
+
+bool misses_fit(const std::int64_t* ids, std::int64_t pairs, const std::uint8_t* present, std::int64_t experts,
+                std::int64_t vacant) {
+    static thread_local std::vector<std::uint8_t> seen;
+    seen.assign(present, present + experts);
+    for (std::int64_t i = 0; i < pairs && vacant >= 0; ++i) {
+        vacant -= !seen[ids[i]];
+        seen[ids[i]] = 1;
+    }
+    return vacant >= 0;
+}
+
+namespace {
+
+// k of each token (equations 18 to 21). order: of each token its places by falling weight [tokens, top_k].
+void routing_widths(const std::int64_t* ids, const float* weights, std::int64_t tokens, std::int64_t top_k,
+                    const std::int64_t* order, const std::uint8_t* present, std::int64_t experts, std::int64_t vacant,
+                    std::int64_t narrowest, std::vector<std::int64_t>& widths) {
+    const auto at = [&](std::int64_t t, std::int64_t rank) { return t * top_k + order[t * top_k + rank]; };
+    std::vector<std::uint8_t> granted(present, present + experts);  // of them the present ones take no slot
+    std::int64_t taken = 0;
+    const auto grant = [&](std::int64_t expert) {
+        taken += !granted[expert];
+        granted[expert] = 1;
+    };
+    widths.assign(static_cast<std::size_t>(tokens), top_k);
+    for (std::int64_t t = 0; t < tokens; ++t)
+        for (std::int64_t rank = 0; rank < narrowest; ++rank) grant(ids[at(t, rank)]);
+    std::vector<std::int64_t> turn(static_cast<std::size_t>(tokens));
+    for (std::int64_t rank = narrowest; rank < top_k; ++rank) {
+        std::iota(turn.begin(), turn.end(), 0);
+        std::stable_sort(turn.begin(), turn.end(),
+                         [&](auto a, auto b) { return weights[at(a, rank)] > weights[at(b, rank)]; });
+        for (std::int64_t t : turn) {
+            const std::int64_t expert = ids[at(t, rank)];
+            if (widths[t] < rank || granted[expert]) continue;
+            if (taken < vacant)
+                grant(expert);
+            else
+                widths[t] = rank;
+        }
+    }
+}
+
+}  // namespace
+
+std::int64_t budget_top_k(const std::int64_t* ids, const float* weights, std::int64_t tokens, std::int64_t top_k,
+                          const std::uint8_t* present, std::int64_t experts, std::int64_t vacant, std::int64_t narrowest,
+                          bool renormalise, std::int64_t* ids_out, float* weights_out) {
+    std::vector<std::int64_t> order(static_cast<std::size_t>(tokens * top_k)), widths;
+    for (std::int64_t t = 0; t < tokens; ++t) {
+        const auto row = order.begin() + t * top_k;
+        std::iota(row, row + top_k, 0);
+        const float* of = weights + t * top_k;
+        std::stable_sort(row, row + top_k, [of](auto a, auto b) { return of[a] > of[b]; });
+    }
+    routing_widths(ids, weights, tokens, top_k, order.data(), present, experts, vacant, std::min(narrowest, top_k),
+                   widths);
+    std::copy(ids, ids + tokens * top_k, ids_out);
+    std::copy(weights, weights + tokens * top_k, weights_out);
+    std::int64_t dropped = 0;
+    for (std::int64_t t = 0; t < tokens; ++t) {
+        if (widths[t] == top_k) continue;
+        const std::int64_t* places = order.data() + t * top_k;
+        std::int64_t* row_ids = ids_out + t * top_k;
+        float* row = weights_out + t * top_k;
+        double whole = 0.0, left = 0.0;
+        for (std::int64_t rank = widths[t]; rank < top_k; ++rank, ++dropped) {
+            row[places[rank]] = 0.0f;
+            row_ids[places[rank]] = ids[t * top_k + places[0]];
+        }
+        for (std::int64_t j = 0; j < top_k; ++j) {
+            whole += weights[t * top_k + j];
+            left += row[j];
+        }
+        if (!renormalise || left == 0.0) continue;
+        for (std::int64_t j = 0; j < top_k; ++j) row[j] = static_cast<float>(row[j] * (whole / left));
+    }
+    return dropped;
 }
 
 }  // namespace tiermoe

@@ -1,5 +1,5 @@
-// ActiveEvict on arrays: time-decayed use, predicted probabilities, the release target, and the residents of least
-// importance. The reference, with the equations, is actors/policies/activeevict.py; it differs in the last bits of sums.
+// ActiveEvict on arrays: time-decayed use, predicted probabilities, the release target, the residents of least importance,
+// and routing by available slots. The reference, with the equations, is actors/policies/activeevict.py; it differs in the last bits of sums.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,18 @@ void importance_saw(Importance& state, std::int64_t layer, const std::int64_t* i
 std::int64_t importance_target(Importance& state, std::int64_t layer, const float* logits, std::int64_t rows,
                                const std::uint8_t* held, double tau, std::int64_t most);
 
-// The first `count` residents, least important first, then least recently used: keys in state.order.
-std::int64_t importance_lowest(Importance& state, std::int64_t count);
+// The first `count` residents, least important first, then least recently used: keys in state.order. allowed: of which
+// [L * E]; null: all.
+std::int64_t importance_lowest(Importance& state, std::int64_t count, const std::uint8_t* allowed = nullptr);
+
+// Whether all experts of a routing that are not present [E] fit into `vacant` slots.
+bool misses_fit(const std::int64_t* ids, std::int64_t pairs, const std::uint8_t* present, std::int64_t experts,
+                std::int64_t vacant);
+
+// Budget-aware top-k of a routing [tokens, top_k], ids distinct in a row: writes ids and weights as they run, and returns
+// how many pairs are dropped, whose weight is 0 and whose id is that of the token's heaviest kept expert.
+std::int64_t budget_top_k(const std::int64_t* ids, const float* weights, std::int64_t tokens, std::int64_t top_k,
+                          const std::uint8_t* present, std::int64_t experts, std::int64_t vacant, std::int64_t narrowest,
+                          bool renormalise, std::int64_t* ids_out, float* weights_out);
 
 }  // namespace tiermoe

@@ -22,14 +22,14 @@ class Rows {
     ~Rows() {
         if (held_) PyBuffer_Release(&view_);
     }
-    bool take(PyObject* object, std::int64_t row_bytes) {
-        if (PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS) != 0) return false;
+    bool take(PyObject* object, std::int64_t row_bytes, bool writable = false) {
+        if (PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) != 0) return false;
         held_ = true;
         return view_.len % row_bytes == 0 || refuse("a buffer has another row", static_cast<long long>(view_.len));
     }
     template <typename T>
-    const T* data() const {
-        return static_cast<const T*>(view_.buf);
+    T* data() const {
+        return static_cast<T*>(view_.buf);
     }
     std::int64_t bytes() const { return view_.len; }
 
@@ -63,6 +63,15 @@ bool is_layer(const Importance& state, std::int64_t layer) {
     return (layer >= 0 && layer < state.layers) || refuse("there is no such layer", layer);
 }
 
+// ids: int64 [n, K], in range.
+bool take_ids(const Importance& state, PyObject* given, Rows& ids) {
+    if (!ids.take(given, state.top_k * 8)) return false;
+    for (std::int64_t i = 0; i < ids.bytes() / 8; ++i)
+        if (const std::int64_t id = ids.data<std::int64_t>()[i]; id < 0 || id >= state.experts)
+            return refuse("there is no such expert", id);
+    return true;
+}
+
 // importance_saw(state, layer, ids: int64 [n, K])
 PyObject* saw(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 3)) return nullptr;
@@ -70,12 +79,7 @@ PyObject* saw(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!state) return nullptr;
     const std::int64_t layer = PyLong_AsLongLong(args[1]);
     Rows ids;
-    if (PyErr_Occurred() || !is_layer(*state, layer) || !ids.take(args[2], state->top_k * 8)) return nullptr;
-    for (std::int64_t i = 0; i < ids.bytes() / 8; ++i)
-        if (const std::int64_t id = ids.data<std::int64_t>()[i]; id < 0 || id >= state->experts) {
-            refuse("there is no such expert", id);
-            return nullptr;
-        }
+    if (PyErr_Occurred() || !is_layer(*state, layer) || !take_ids(*state, args[2], ids)) return nullptr;
     importance_saw(*state, layer, ids.data<std::int64_t>(), ids.bytes() / 8 / state->top_k);
     Py_RETURN_NONE;
 }
@@ -152,12 +156,83 @@ PyObject* lowest(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return list_of(state->order.data(), found);
 }
 
+// importance_release(state, seen layer, ids: int64 [n, K], layer, logits: float32 [T, E], states: uint8 [L * E],
+//                    evictable: uint8 [L * E], free slots, tau, r_max) -> keys
+PyObject* release(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 10)) return nullptr;
+    auto* state = static_cast<Importance*>(PyCapsule_GetPointer(args[0], kImportance));
+    if (!state) return nullptr;
+    const std::int64_t seen = PyLong_AsLongLong(args[1]), layer = PyLong_AsLongLong(args[3]);
+    const std::int64_t free = PyLong_AsLongLong(args[7]), most = PyLong_AsLongLong(args[9]);
+    const double tau = PyFloat_AsDouble(args[8]);
+    const std::int64_t keys = state->layers * state->experts;
+    Rows ids, logits, states, evictable;
+    if (PyErr_Occurred() || !is_layer(*state, seen) || !is_layer(*state, layer) || !take_ids(*state, args[2], ids) ||
+        !logits.take(args[4], state->experts * 4) || !states.take(args[5], keys) || !evictable.take(args[6], keys))
+        return nullptr;
+    if (states.bytes() != keys || evictable.bytes() != keys || logits.bytes() == 0 || most < 0) {
+        refuse("a release has no rows, other experts, or a negative redundancy", most);
+        return nullptr;
+    }
+    importance_saw(*state, seen, ids.data<std::int64_t>(), ids.bytes() / 8 / state->top_k);
+    const std::int64_t slots =
+        importance_target(*state, layer, logits.data<float>(), logits.bytes() / 4 / state->experts,
+                          states.data<std::uint8_t>() + layer * state->experts, tau, most);
+    const std::int64_t found =
+        slots > free ? importance_lowest(*state, slots - free, evictable.data<std::uint8_t>()) : 0;
+    return list_of(state->order.data(), found);
+}
+
+// ids: int64 [T, K] of experts that there are; present: uint8 or bool [E].
+bool take_routing(PyObject* of_ids, PyObject* of_present, Rows& ids, Rows& present) {
+    if (!ids.take(of_ids, 8) || !present.take(of_present, 1)) return false;
+    for (std::int64_t i = 0; i < ids.bytes() / 8; ++i)
+        if (const std::int64_t id = ids.data<std::int64_t>()[i]; id < 0 || id >= present.bytes())
+            return refuse("there is no such expert", id);
+    return true;
+}
+
+// misses_fit(ids, present, vacant) -> bool
+PyObject* fit_misses(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 3)) return nullptr;
+    Rows ids, present;
+    const std::int64_t vacant = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred() || !take_routing(args[0], args[1], ids, present)) return nullptr;
+    return PyBool_FromLong(misses_fit(ids.data<std::int64_t>(), ids.bytes() / 8, present.data<std::uint8_t>(),
+                                      present.bytes(), vacant));
+}
+
+// budget_top_k(ids, weights: float32 [T, K], top_k, present, vacant, narrowest, renormalise, ids out, weights out) ->
+// pairs dropped
+PyObject* budget(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 9)) return nullptr;
+    Rows ids, weights, present, ids_out, weights_out;
+    const std::int64_t top_k = PyLong_AsLongLong(args[2]), vacant = PyLong_AsLongLong(args[4]);
+    const std::int64_t narrowest = PyLong_AsLongLong(args[5]);
+    const int renormalise = PyObject_IsTrue(args[6]);
+    if (PyErr_Occurred() || !take_routing(args[0], args[3], ids, present) || !weights.take(args[1], 4) ||
+        !ids_out.take(args[7], 8, true) || !weights_out.take(args[8], 4, true))
+        return nullptr;
+    const std::int64_t pairs = ids.bytes() / 8;
+    if (top_k < 1 || pairs % top_k || narrowest < 1 || weights.bytes() != 4 * pairs || ids_out.bytes() != 8 * pairs ||
+        weights_out.bytes() != 4 * pairs) {
+        refuse("a routing has other pairs, or a token keeps none of", top_k);
+        return nullptr;
+    }
+    return PyLong_FromLongLong(budget_top_k(
+        ids.data<std::int64_t>(), weights.data<float>(), pairs / top_k, top_k, present.data<std::uint8_t>(),
+        present.bytes(), vacant, narrowest, renormalise, ids_out.data<std::int64_t>(), weights_out.data<float>()));
+}
+
 }  // namespace
 
 PyMethodDef importance_methods[] = {
     {"importance", fast(importance), METH_FASTCALL, "The state of ActiveEvict's eviction; see importance.hpp."},
     {"importance_saw", fast(saw), METH_FASTCALL, "Count a layer's routing; see importance.hpp."},
     {"importance_target", fast(target), METH_FASTCALL, "Predict a layer; its release target in slots."},
+    {"importance_release", fast(release), METH_FASTCALL, "The residents that make room for a layer."},
+    {"misses_fit", fast(fit_misses), METH_FASTCALL, "Whether all missing experts of a routing fit."},
+    {"budget_top_k", fast(budget), METH_FASTCALL, "Budget-aware top-k of a routing."},
     {"importance_lowest", fast(lowest), METH_FASTCALL, "The least important residents."},
     {"lowest_products", fast(products), METH_FASTCALL, "The present keys of the lowest products."},
     {nullptr, nullptr, 0, nullptr},

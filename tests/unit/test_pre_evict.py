@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tiermoe.actors.policies.activeevict import (
+    BudgetDrops,
     Hotness,
     ImportanceEviction,
     ImportanceState,
     PreEviction,
+    importance,
     kept_pairs,
     predicted_distribution,
     routing_widths,
 )
-from tiermoe.kernels.importance import NativeImportance
+from tiermoe.kernels.importance import NativeBudget, NativeImportance
 
 E, K = 8, 3
 SEEDS = st.integers(0, 2**32 - 1)
@@ -102,6 +104,35 @@ def test_the_native_state_is_the_reference(
         theirs.predicted[:] = ours.predicted  # so that ties are ties
         for count in (0, 3, 2 * E + 1):
             assert theirs.lowest(count) == ours.lowest(count)
+        states = bytearray(rng.integers(0, 3, layers * E).astype(np.uint8))
+        evictable = bytearray((resident & (rng.random(layers * E) < 0.7)).astype(np.uint8))
+        step = layer, ids, 1 - layer, np.round(logits), states, evictable, int(rng.integers(0, 3)), tau, most
+        mine, native = (state.release(*step) for state in (ours, theirs))
+        scores = importance(ours.values, ours.predicted, resident, alpha)  # equal but for the last bits: ties differ
+        np.testing.assert_allclose(scores[native], scores[mine], rtol=1e-12)
+        assert all(evictable[key] for key in native)
+        assert len(set(native)) == len(native)
+        theirs.values[:], theirs.predicted[:] = ours.values, ours.predicted
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=SEEDS, tokens=st.integers(1, 6), top_k=st.integers(1, E), vacant=st.integers(0, E), ties=st.booleans(),
+    narrowest=st.integers(1, E + 1), renormalise=st.booleans(),
+)  # fmt: skip
+def test_the_native_drops_are_the_reference(
+    seed: int, tokens: int, top_k: int, vacant: int, ties: bool, narrowest: int, renormalise: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    ids, resident = picks(rng, tokens, E, top_k), rng.random(E) < rng.random()
+    weights = rng.dirichlet(np.ones(top_k), tokens).astype(np.float32)
+    if ties:
+        weights = np.round(weights * 4).astype(np.float32) / 4
+    ours, theirs = BudgetDrops(), NativeBudget()
+    assert ours.fits(ids, resident, vacant) == theirs.fits(ids, resident, vacant)
+    asked = ids, weights, resident, vacant, narrowest, renormalise
+    for mine, native in zip(ours.drop(*asked), theirs.drop(*asked), strict=True):
+        np.testing.assert_array_equal(mine, native)
 
 
 def test_the_native_state_refuses() -> None:
@@ -114,6 +145,13 @@ def test_the_native_state_refuses() -> None:
         state.saw(0, np.zeros((1, K + 1), np.int64))
     with pytest.raises(ValueError, match="no rows, other experts"):
         state.target(0, np.zeros((1, E), np.float32), np.zeros(2 * E, bool), 0.0, 1)
+    one, states = np.zeros((1, K), np.int64), bytearray(2 * E)
+    with pytest.raises(ValueError, match="another row"):
+        state.release(0, one, 1, np.zeros((1, E), np.float32), states, bytearray(E), 0, 0.0, 1)
+    with pytest.raises(ValueError, match=f"no such expert: {E}"):
+        NativeBudget().fits(np.array([[0, E]]), np.zeros(E, bool), 1)
+    with pytest.raises(ValueError, match="other pairs"):
+        NativeBudget().drop(one, np.zeros((2, K), np.float32), np.zeros(E, bool), 1, 1, True)
 
 
 def filled(keys: Iterable[int], layers: int, experts: int, alpha: float = 0.5) -> ImportanceEviction:

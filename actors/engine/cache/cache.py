@@ -294,7 +294,10 @@ class ExpertCache:
     def vacate(self, slots: int, layer: int) -> None:
         """Before `layer` runs: evict unpinned experts until `slots` are free; for a cache of whole experts."""
         residency = self.residency
-        victims = self.eviction.victims(slots - residency.free_slots, residency.evictable())
+        self.leave(self.eviction.victims(slots - residency.free_slots, residency.evictable()), layer)
+
+    def leave(self, victims: Sequence[int], layer: int) -> None:
+        """`vacate` of these evictable experts."""
         self.loads.evict(victims, layer)
         self.counters.vacated(layer, victims)
 
