@@ -159,12 +159,12 @@ class IncrementalText:
     """Token ids into text as they arrive.
 
     A character of several bytes may be spread over tokens: its text comes when it is whole. The pieces together are
-    `tokenizer.decode(all ids)`.
+    `tokenizer.decode(all ids)`. skip_special: special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._ids: list[int] = []
         self._emitted = ""
 
@@ -184,7 +184,7 @@ class IncrementalText:
 
     @property
     def text(self) -> str:
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special))
 
 
 def _line(error: BaseException) -> str:

@@ -56,14 +56,15 @@ async def chat(service: Service, body: ChatBody) -> Asked:
     """
     body.check()
     service.check_model(body.model)
+    body.check_tokens(service.tokenizer.get_vocab_size())
     service.check_choices(body.choices)
-    ids = await service.chat_ids(body.messages, special=body.add_special_tokens)
+    ids = await service.chat_ids(body.messages, special=body.add_special_tokens, options=body.chat_template_kwargs)
     tokens = body.wanted_tokens
     if tokens is None:
         tokens = max(1, service.limit_tokens - len(ids))
     service.check_length(len(ids), tokens, "messages")
     choices = tuple(
-        Choice(ids, body.sampling(tokens, index, body.wanted_logprobs), body.stops) for index in range(body.choices)
+        Choice(ids, body.sampling(tokens, index, body.wanted_logprobs), body.display) for index in range(body.choices)
     )
     return Asked(choices, len(ids), ChatForm(service.token_bytes, bool(body.logprobs)), body)
 
@@ -76,6 +77,7 @@ async def completion(service: Service, body: CompletionBody) -> Asked:
     """
     body.check()
     service.check_model(body.model)
+    body.check_tokens(service.tokenizer.get_vocab_size())
     given = body.prompts
     service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
     special = body.add_special_tokens
@@ -87,7 +89,7 @@ async def completion(service: Service, body: CompletionBody) -> Asked:
         service.check_length(len(ids), tokens, "prompt")
         for index in range(body.choices):
             sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None)
-            choices.append(Choice(ids, sampling, body.stops, shown=body.wanted_tokens > 0))
+            choices.append(Choice(ids, sampling, body.display, shown=body.wanted_tokens > 0))
     echoes: tuple[str, ...] | None = None
     if body.echo:
         echoes = tuple([text if isinstance(text, str) else await service.text_of(text) for text in given])

@@ -29,17 +29,16 @@ IGNORED = frozenset({
 # parameter -> the values at which it changes nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI
-    "best_of": (None, 1), "frequency_penalty": (None, 0), "presence_penalty": (None, 0), "logit_bias": (None, {}),
-    "suffix": (None, ""), "tools": (None, []), "tool_choice": (None, "none", "auto"), "functions": (None, []),
+    "best_of": (None, 1), "suffix": (None, ""), "tools": (None, []), "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
     "function_call": (None, "none", "auto"), "parallel_tool_calls": (None, True, False), "audio": (None,),
     "response_format": (None, {"type": "text"}), "modalities": (None, ["text"]), "reasoning_effort": (None,),
     "verbosity": (None, "medium"), "web_search_options": (None,),
     # vLLM
-    "repetition_penalty": (None, 1), "min_p": (None, 0), "use_beam_search": (None, False), "echo": (None, False),
-    "stop_token_ids": (None, []), "include_stop_str_in_output": (None, False), "skip_special_tokens": (None, True),
+    "use_beam_search": (None, False), "echo": (None, False),
     "truncate_prompt_tokens": (None,), "prompt_logprobs": (None,), "allowed_token_ids": (None,),
     "bad_words": (None, []), "add_generation_prompt": (None, True), "continue_final_message": (None, False),
-    "documents": (None,), "chat_template": (None,), "chat_template_kwargs": (None, {}), "mm_processor_kwargs": (None,),
+    "documents": (None,), "chat_template": (None,), "mm_processor_kwargs": (None,),
     "guided_json": (None,), "guided_regex": (None,), "guided_choice": (None,), "guided_grammar": (None,),
     "guided_whitespace_pattern": (None,), "structural_tag": (None,), "structured_outputs": (None,),
     "include_reasoning": (None, True), "return_token_ids": (None, False), "return_tokens_as_token_ids": (None, False),

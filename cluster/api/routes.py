@@ -61,7 +61,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         body.check()
         service.check_model(body.model)
         if body.messages is not None:
-            ids = await service.chat_ids(body.messages)
+            ids = await service.chat_ids(body.messages, options=body.chat_template_kwargs)
         else:
             ids = await service.prompt_ids(body.prompt or "", special=body.add_special_tokens)
         return {"tokens": ids, "count": len(ids), "max_model_len": service.limit_tokens}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -130,6 +131,21 @@ def _field_names(body: type[BaseModel]) -> set[str]:
     return set(body.model_fields).union(*map(_field_names, body.__subclasses__()))
 
 
+@dataclass(frozen=True)
+class Display:
+    """How a choice's tokens become the text that is shown.
+
+    Attributes:
+        stops: strings that end it.
+        include_stop: whether the stop string, or the text of a stop token, is shown.
+        skip_special: whether special tokens are not.
+    """
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+
+
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # in every chunk
@@ -148,6 +164,14 @@ class GenerationBody(RequestBody):
     n: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -164,11 +188,32 @@ class GenerationBody(RequestBody):
         for stop in self.stops:
             if not 1 <= len(stop) <= _MAX_STOP_CHARS:
                 raise refused(f"a stop string of {len(stop)} characters; give 1 to {_MAX_STOP_CHARS}", "stop")
+        for name, value in (self.logit_bias or {}).items():
+            if not (name.isascii() and name.isdigit() and -100 <= value <= 100):
+                raise refused("'logit_bias': give token ids with numbers from -100 to 100", "logit_bias")
+
+    def check_tokens(self, known: int) -> None:
+        """Refuse tokens that are not in a vocabulary of `known`.
+
+        Raises:
+            ApiError: 400 with the parameter's name.
+        """
+        for name, tokens in (
+            ("logit_bias", [int(token) for token in self.logit_bias or ()]),
+            ("stop_token_ids", self.stop_token_ids or ()),
+        ):
+            if unknown := [token for token in tokens if not 0 <= token < known]:
+                raise refused(f"'{name}': no token {unknown[0]}; give ids from 0 to {known - 1}", name)
 
     @property
     def stops(self) -> tuple[str, ...]:
         found = self.stop
         return () if found is None else (found,) if isinstance(found, str) else tuple(found)
+
+    @property
+    def display(self) -> Display:
+        """How tokens become text."""
+        return Display(self.stops, bool(self.include_stop_str_in_output), self.skip_special_tokens is not False)
 
     @property
     def choices(self) -> int:
@@ -208,6 +253,12 @@ class GenerationBody(RequestBody):
             min_tokens=self.min_tokens or 0,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            min_p=float(self.min_p or 0.0),
+            presence_penalty=float(self.presence_penalty or 0.0),
+            frequency_penalty=float(self.frequency_penalty or 0.0),
+            repetition_penalty=1.0 if self.repetition_penalty is None else float(self.repetition_penalty),
+            logit_bias=tuple((int(token), float(value)) for token, value in (self.logit_bias or {}).items()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
         )
 
 
@@ -263,6 +314,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = False  # a template writes its own
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
@@ -272,6 +324,7 @@ class ChatBody(GenerationBody):
             raise refused("'max_tokens' is 0; ask for at least one token", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise refused("'top_logprobs' needs logprobs; set it, or leave this out", "top_logprobs")
+        check_template_options(self.chat_template_kwargs)
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -283,6 +336,19 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt")
+
+
+def check_template_options(options: Mapping[str, Any] | None) -> None:
+    """Refuse variables of a template that the server sets itself.
+
+    Raises:
+        ApiError: 400.
+    """
+    if taken := [name for name in _TEMPLATE_NAMES if name in (options or {})]:
+        raise refused(f"'chat_template_kwargs': the server sets '{taken[0]}'; leave it out", "chat_template_kwargs")
+
+
 class TokenizeBody(RequestBody):
     """`POST /tokenize`: text as a completion's prompt, or messages as a chat's."""
 
@@ -290,8 +356,10 @@ class TokenizeBody(RequestBody):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
+        check_template_options(self.chat_template_kwargs)
         if (self.prompt is None) == (self.messages is None):
             raise refused("give either prompt or messages", "prompt")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -18,7 +19,7 @@ from .backend import Backend
 from .keys import ANYONE, Key
 from .metrics import Metrics
 from .offload import Offload
-from .schema import ApiError, Message, from_failure, refused
+from .schema import ApiError, Display, Message, from_failure, refused
 from .settings import LimitSettings
 from .text import ChatTemplate, ChoiceText, Delta, TokenBytes, longest_token
 
@@ -34,7 +35,7 @@ class Choice:
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    stops: tuple[str, ...]
+    display: Display
     shown: bool = True
 
 
@@ -193,8 +194,13 @@ class Service:
         given = list(ids)
         return await self.offload.run(len(given), lambda: self.tokenizer.decode(given, skip_special_tokens=False))
 
-    async def chat_ids(self, messages: Sequence[Message], *, special: bool = False) -> tuple[int, ...]:
+    async def chat_ids(
+        self, messages: Sequence[Message], *, special: bool = False, options: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
         """Token ids of a chat by the template.
+
+        Args:
+            options: more variables for the template.
 
         Raises:
             ApiError: 400, there is no template, it refuses the messages, or they are too long.
@@ -208,7 +214,7 @@ class Service:
             )
         plain = [message.plain for message in messages]
         size = sum(len(message["content"]) + len(message["role"]) for message in plain) + 64 * len(plain)
-        text = await self.offload.run(size, lambda: template.render(plain))
+        text = await self.offload.run(size, lambda: template.render(plain, options))
         return await self.prompt_ids(text, special=special, parameter="messages")
 
     def submit(self, choices: Sequence[Choice], request_id: str, key: Key = ANYONE) -> Run:
@@ -244,7 +250,7 @@ class Service:
     async def _generate(self, choice: Choice, name: str, arrived_s: float, key: Key) -> AsyncGenerator[Delta]:
         """Wait for a slot, then generate under the id `name`; closing it early cancels the choice."""
         request = GenerationRequest(name, choice.prompt_ids, choice.sampling)
-        text = ChoiceText(self.tokenizer, choice.stops, choice.sampling.min_tokens)
+        text = ChoiceText(self.tokenizer, choice.display, choice.sampling.min_tokens)
         async with self.admission.slot(key, len(choice.prompt_ids)):
             timer = self.metrics.choice(arrived_s, len(choice.prompt_ids))
             outcome = "abort"

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from ...actors.requests import TokenEvent, TokenLogprob
 from ...errors import ConfigError
 from ..prompt import IncrementalText, read_json_object
-from .schema import refused
+from .schema import Display, refused
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -51,14 +51,18 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}", "correct it") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
         """The prompt, ready for the assistant's answer.
+
+        Args:
+            options: more variables for the template, such as `enable_thinking`.
 
         Raises:
             ApiError: 400, the template refuses these messages.
         """
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
+            given = self._tokens | dict(options or {}) | {"messages": list(messages), "add_generation_prompt": True}
+            return self._template.render(given)
         except Exception as error:  # a template is a program, and this one came with a checkpoint
             raise refused(f"the model's chat template refuses the messages: {error}", "messages") from error
 
@@ -113,10 +117,11 @@ class StopMatcher:
 
     Args:
         stops: the strings, none of them empty.
+        include: whether the stop string itself is shown.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops, self._include = tuple(stops), include
         self._pending = ""
         self.matched: str | None = None
 
@@ -129,7 +134,8 @@ class StopMatcher:
         if found:
             place, i = min(found)
             self.matched = self._stops[i]
-            shown, self._pending = self._pending[:place], ""
+            end = place + len(self.matched) if self._include else place
+            shown, self._pending = self._pending[:end], ""
             return shown
         safe = len(self._pending) - max((_overlap(self._pending, stop) for stop in self._stops), default=0)
         shown, self._pending = self._pending[:safe], self._pending[safe:]
@@ -258,10 +264,10 @@ class Delta:
 class ChoiceText:
     """Tokens into shown text: whole characters only, no part of a stop string, scores with the text they belong to."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int = 0) -> None:
-        self._text = IncrementalText(tokenizer)
-        self._stops = StopMatcher(stops)
-        self._min_tokens = min_tokens
+    def __init__(self, tokenizer: Tokenizer, display: Display, min_tokens: int = 0) -> None:
+        self._text = IncrementalText(tokenizer, skip_special=display.skip_special)
+        self._stops = StopMatcher(display.stops, display.include_stop)
+        self._display, self._min_tokens = display, min_tokens
         self._decoded = self._shown = 0  # characters
         self._scores: list[ScoredToken] = []
         self.tokens = 0
@@ -287,10 +293,14 @@ class ChoiceText:
     def add(self, event: TokenEvent) -> str:
         """The text of an event's tokens that may be shown; ends at a stop string."""
         shown = []
+        # the last token of a request that a token stopped is that token
+        hidden = len(event.token_ids) - 1 if event.finish == "stop" and not self._display.include_stop else None
         for i, token in enumerate(event.token_ids):
             if event.logprobs:
                 self._scores.append(ScoredToken(event.logprobs[i], self._decoded))
             self.tokens += 1
+            if i == hidden:
+                break
             shown.append(self._feed(self._text.add((token,))))
             if self.stopped:
                 break

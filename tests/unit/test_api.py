@@ -13,6 +13,7 @@ import pytest
 from fake_api import EOS, WAIT_S, FakeBackend, ask, chat, complete, error, events, post, serving
 from prometheus_client.parser import text_string_to_metric_families
 
+from tiermoe.actors.requests import SamplingParams
 from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
 
@@ -48,8 +49,14 @@ def test_what_the_runtime_is_asked() -> None:
     assert len({request.request_id for request in backend.requests}) == 2
     backend = FakeBackend()
     complete({"prompt": "p", "temperature": None}, backend)
-    defaults = backend.requests[0].sampling
-    assert (defaults.max_tokens, defaults.temperature, defaults.seed) == (16, 1.0, None)
+    assert backend.requests[0].sampling == SamplingParams(16, temperature=1.0)
+    backend = FakeBackend()
+    shaped = {"min_p": 0.1, "presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.2,
+              "stop_token_ids": [7]}  # fmt: skip
+    complete({"prompt": "p", "logit_bias": {"5": -100, "6": 2.5}} | shaped, backend)
+    asked = backend.requests[0].sampling
+    assert {name: getattr(asked, name) for name in shaped} == shaped | {"stop_token_ids": (7,)}
+    assert asked.logit_bias == ((5, -100.0), (6, 2.5))
 
 
 def test_a_stop_string_ends_the_request_in_the_runtime() -> None:
@@ -146,6 +153,16 @@ def test_the_template_makes_the_prompt() -> None:
     assert backend.requests == []
 
 
+def test_variables_for_the_template() -> None:
+    template = "{% if enable_thinking %}think{% else %}do{% endif %}"
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"enable_thinking": True}}
+    backend = FakeBackend()
+    post("/v1/chat/completions", body, backend, template=template)
+    assert bytes(backend.requests[0].prompt_ids) == b"think"
+    body["chat_template_kwargs"] = {"messages": []}
+    assert error(post("/v1/chat/completions", body, template=template))[:2] == (400, "chat_template_kwargs")
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -166,7 +183,9 @@ _BAD_COMPLETIONS: dict[str, list[Any]] = {
     "prompt": ["", [], [[]], [257], [-1], 5, None, "x" * 64, ["a"] * 129], "max_tokens": [-1, "5"],
     "temperature": [-0.1, 2.1], "top_p": [0], "top_k": [-2], "n": [0, 129, True], "logprobs": [21], "min_tokens": [17],
     "seed": [2**64], "stop": [[""], ["a"] * 17], "stream_options": [{"include_usage": True}], "best_of": [2],
-    "frequency_penalty": [0.5], "presence_penalty": [1], "logit_bias": [{"5": 1}], "suffix": ["x"], "temprature": [1],
+    "frequency_penalty": [2.5], "presence_penalty": [-3], "repetition_penalty": [0], "min_p": [1.1],
+    "logit_bias": [{"5": 101}, {"x": 1}, {"-1": 1}, {"257": 1}, [1]], "stop_token_ids": [[257], 5], "typical_p": [0.5],
+    "mirostat": [2], "use_beam_search": [True], "bad_words": [["x"]], "suffix": ["x"], "temprature": [1],
 }  # fmt: skip
 _BAD_CHATS: dict[str, list[Any]] = {
     "messages": [[], [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]],

@@ -18,6 +18,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
+from tiermoe.cluster.api.schema import Display
 from tiermoe.cluster.api.text import ChoiceText, StopMatcher, TokenBytes, load_chat_template
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir, default_model_dir
@@ -323,7 +324,7 @@ def _events(tokens: list[int]) -> list[TokenEvent]:
 
 
 def test_scores_come_with_their_text_and_stop_with_it_or_come_at_the_end() -> None:
-    text = ChoiceText(_TOKENIZER, ["lo!"])
+    text = ChoiceText(_TOKENIZER, Display(("lo!",)))
     shown, offsets = [], []
     for event in _events([*"hé".encode(), *b"llo!", *b"more"]):
         shown.append(text.add(event))
@@ -333,14 +334,36 @@ def test_scores_come_with_their_text_and_stop_with_it_or_come_at_the_end() -> No
     assert shown == ["h", "", "é", "", "l", "", ""]
     assert offsets == [[0], [], [1, 1], [], [2], [], []]  # the stop string's tokens are not shown
     assert text.tokens == 7
-    text = ChoiceText(_TOKENIZER, [])
+    text = ChoiceText(_TOKENIZER, Display())
     for event in _events([ord("a"), 0xC3]):
         text.add(event)
     assert text.finish() == "\ufffd"
     assert len(text.take_scores(last=True)) == 2
-    text = ChoiceText(_TOKENIZER, ["b"], min_tokens=3)  # below the minimal length a stop string is text
+    text = ChoiceText(_TOKENIZER, Display(("b",)), min_tokens=3)  # below the minimal length a stop string is text
     shown = "".join(text.add(event) for event in _events(list(b"abcdb")))
     assert (shown, text.stopped, text.tokens) == ("abcd", True, 5)
+
+
+@pytest.mark.parametrize(
+    ("display", "shown"),
+    [
+        (Display(("lo",)), "hel"),
+        (Display(("lo",), include_stop=True), "hello"),
+        (Display(), "hel<lo!"),  # the stop token is the last
+        (Display(include_stop=True), "hel<lo!?"),
+        (Display(skip_special=False), "hel<end><lo!"),
+    ],
+    ids=str,
+)
+def test_what_of_stops_and_special_tokens_is_shown(display: Display, shown: str) -> None:
+    word = b"hello" if display.stops else b"hel<lo!"
+    text = ChoiceText(_TOKENIZER, display)
+    deltas = [text.delta(TokenEvent("r", (token,))) for token in word[:3]]
+    deltas += [text.delta(TokenEvent("r", (EOS, *word[3:]))), text.delta(TokenEvent("r", (ord("?"),), "stop"))]
+    found = [delta for delta in deltas if delta is not None]
+    ends = [i for i, delta in enumerate(found) if delta.finish is not None]
+    whole = "".join(delta.text for delta in found[: ends[0] + 1])
+    assert (whole, found[ends[0]].finish) == (shown, "stop")
 
 
 def test_bytes_of_tokens() -> None:

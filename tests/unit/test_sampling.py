@@ -14,6 +14,7 @@ from serving import prepared, serving
 from serving import settings as engine_settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
+from tiermoe.actors.engine.serving.logits import processor_of
 from tiermoe.actors.engine.serving.sampling import Pick, draw, next_tokens, pick_of
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -53,6 +54,10 @@ def sample(picks: Sequence[Pick | None], scores: torch.Tensor) -> list[int]:
         ({"top_p": 1e-9}, {1}),
         ({"top_k": 2, "top_p": 0.6}, {1}),  # 0.4 of the 0.65 that top-k left is 0.615
         ({"top_k": 2, "top_p": 0.62}, {1, 3}),
+        ({"min_p": 0.49}, {1, 3, 4}),  # of the likeliest token's 0.4
+        ({"min_p": 1.0}, {1}),
+        ({"min_p": 0.49, "top_p": 0.75}, {1, 3}),  # 0.65 of the 0.85 that min-p left is 0.765
+        ({"min_p": 0.5, "temperature": 0.5}, {1}),
         ({"temperature": 0.01}, {1}),
         ({"temperature": 1e-300}, {1}),
         ({"temperature": 100.0}, {0, 1, 2, 3, 4}),
@@ -154,10 +159,11 @@ def test_the_step_of_a_draw_is_the_number_of_tokens_sent() -> None:
 @pytest.mark.parametrize(
     ("params", "sent", "plain"),
     [({}, 0, True), ({"temperature": 1.0}, 0, False), ({"logprobs": 0}, 0, False), ({"min_tokens": 2}, 1, False),
-     ({"min_tokens": 2}, 2, True)],
+     ({"min_tokens": 2}, 2, True), ({"presence_penalty": 1.0}, 0, False), ({"logit_bias": ((4, 1.0),)}, 3, False),
+     ({"stop_token_ids": (4,), "ignore_eos": True}, 3, True)],
 )  # fmt: skip
 def test_when_the_argmax_suffices(params: dict[str, Any], sent: int, plain: bool) -> None:
-    streams = Streams(20, [2], 100)
+    streams = Streams(20, [2], 100, processor_of=processor_of)
     stream = streams.open(GenerationRequest("r", (5,), SamplingParams(**{"max_tokens": 8, **params})))
     streams.deliver(stream.name, range(10, 10 + sent))
     assert (pick_of(stream) is None) == plain

@@ -26,6 +26,7 @@ from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
 from ..model.attention import plain_attention_of, use_paged
 from ..model.model import quiet_logger
+from .logits import processor_of
 from .sampling import PromptScorer, pick_of, prompt_rows
 from .steps import StepManager, Steps
 from .streams import SequenceRows, SequenceWatcher, Stream, Streams
@@ -141,7 +142,7 @@ class ContinuousBatcher:
             list(request.fed_ids),
             request_id=stream.name,
             max_new_tokens=sampling.max_tokens - len(request.generated),
-            eos_token_id=-1 if sampling.ignore_eos or not self.streams.eos else self.streams.eos,
+            eos_token_id=list(stream.stops) or -1,
         )
         # Asked again after queueing: a loop that dies in between would never look at the queue.
         if accepted is None or self._manager.background_thread_status.can_accept_new_requests() is not None:
@@ -221,6 +222,7 @@ def open_streams(model: Any, kv: KvSettings, watcher: SequenceWatcher | None = N
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
         positions=positions if isinstance(positions, int) and positions > 0 else None,
         ended=watcher.end_sequence if watcher is not None else None,
+        processor_of=processor_of,
     )
 
 
@@ -261,7 +263,9 @@ class _Progress(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         if self._prompt_seen:
-            self._streams.deliver(self._stream.name, value.reshape(-1).tolist())
+            tokens = value.reshape(-1).tolist()
+            last = tokens[-1] in self._stream.stops
+            (self._streams.finish if last else self._streams.deliver)(self._stream.name, tokens)
         self._prompt_seen = True
 
     def end(self) -> None:
@@ -348,7 +352,7 @@ class SerialBatcher:
         config = GenerationConfig(
             do_sample=False,
             max_new_tokens=sampling.max_tokens - len(request.generated),
-            eos_token_id=None if sampling.ignore_eos else (self.streams.eos or None),
+            eos_token_id=list(stream.stops) or None,
             pad_token_id=0,
         )
         wanted = prompt_rows(stream.name, request.prompt_ids, request.scored_prompt, 0, len(request.prompt_ids), 0)

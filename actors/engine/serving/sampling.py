@@ -1,7 +1,7 @@
 """The next token of each request, by its own parameters, and log-probabilities.
 
-Sampling is greedy, or by temperature, top-k, top-p and seed; greedy and sampled requests share a batch. A seeded
-request's n-th draw depends on (seed, n) alone.
+Sampling is greedy, or by temperature, min-p, top-k, top-p and seed; greedy and sampled requests share a batch. A seeded
+request's n-th draw depends on (seed, n) alone. What a request changes in its scores before that is in `logits`.
 
 The sampler reads the log-probabilities of generated tokens from the logits [V] before it changes them. The model
 computes only the logits of rows that predict a next token; for a prompt's log-probabilities it is asked for the
@@ -128,13 +128,15 @@ class PromptScorer:
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> int:
-    """One token of logits [V]: temperature, then top-k, then top-p, then inverse transform sampling.
+    """One token of logits [V]: temperature, then min-p, top-k and top-p, then inverse transform sampling.
 
     Tokens are ordered by probability, ties by number. The uniform variate is Philox(key=seed, counter=step).
     """
     scaled = (logits.double() - logits.max()) / params.temperature  # the largest is 0: no temperature overflows it
     probabilities, tokens = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
     keep = probabilities.shape[0] if params.top_k == 0 else min(params.top_k, probabilities.shape[0])
+    if params.min_p > 0.0:
+        keep = min(keep, int((probabilities >= params.min_p * probabilities[0]).sum()))
     cumulative = probabilities[:keep].cumsum(0)
     if params.top_p < 1.0:
         # the smallest head whose mass reaches top_p of what top-k left
@@ -147,12 +149,16 @@ def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The `step`-th token (from 0) of stream `name`, to be picked by its request's parameters."""
+    """The `step`-th token (from 0) of stream `name`, to be picked by its request's parameters.
+
+    process: changes its scores [V], not in place.
+    """
 
     params: SamplingParams
     seed: int
     step: int
     name: str
+    process: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def token(self, scores: torch.Tensor, eos: Sequence[int], note: Note) -> int:
         """Pick from scores [V].
@@ -161,10 +167,11 @@ class Pick:
             eos: tokens that may not come before `min_tokens`.
             note: called with the token's log-probability by `scores`, where the request wants it.
         """
-        open_ = scores
-        if self.step < self.params.min_tokens and eos:
-            open_ = scores.clone()
-            open_[list(eos)] = float("-inf")
+        open_ = scores if self.process is None else self.process(scores)
+        stops = [*eos, *self.params.stop_token_ids]
+        if self.step < self.params.min_tokens and stops:
+            open_ = open_.clone()
+            open_[stops] = float("-inf")
         greedy = self.params.temperature == 0
         token = int(open_.argmax()) if greedy else draw(open_, self.params, self.seed, self.step)
         if self.params.logprobs is not None:
@@ -176,10 +183,12 @@ def pick_of(stream: Stream | None) -> Pick | None:
     """How the next token of a stream is picked; None: by the argmax of the scores, as for one that has ended."""
     if stream is None:
         return None
-    params = stream.request.sampling
-    if params.temperature == 0 and params.logprobs is None and stream.sent >= params.min_tokens:
-        return None
-    return Pick(params, stream.seed, stream.sent, stream.name)
+    params, processor, step = stream.request.sampling, stream.processor, len(stream.generated)
+    if processor is None:
+        if params.temperature == 0 and params.logprobs is None and step >= params.min_tokens:
+            return None
+        return Pick(params, stream.seed, step, stream.name)
+    return Pick(params, stream.seed, step, stream.name, lambda scores: processor(scores, stream.generated))
 
 
 def next_tokens(

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from ....errors import RequestError, RuntimeFailure, TierMoeError
 from ...requests import MAX_LOGPROBS, FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
@@ -55,12 +55,18 @@ class Stream:
     submitted_s: float
     seed: int  # of the draws: the request's, or a fresh one
     events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
-    sent: int = 0  # tokens, those of an earlier lead too
-    last: int | None = None  # token sent
+    stops: frozenset[int] = frozenset()  # tokens that end it
+    processor: Callable[[Any, Sequence[int]], Any] | None = None  # of its scores, see `logits`
+    generated: list[int] = field(default_factory=list)  # tokens sent, those of an earlier lead too
     first_s: float | None = None
     begun_s: float | None = None  # when a forward carried it for the first time
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by place among the generated tokens
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its last token ended it."""
+        return bool(self.generated) and self.generated[-1] in self.stops
 
     def __iter__(self) -> Iterator[TokenEvent]:
         """Events as they come, until the one with `finish`."""
@@ -80,15 +86,16 @@ class Streams:
         vocabulary: number of token ids that the model can embed.
         positions: positions that the model was made for; None: no limit.
         ended: called with the name of each ended stream, on the thread that ended it.
+        processor_of: makes a request's processor of scores; None: it needs none.
     """
 
     def __init__(
         self, capacity_tokens: int, eos: Sequence[int], vocabulary: int, positions: int | None = None,
-        ended: Callable[[str], None] | None = None,
+        ended: Callable[[str], None] | None = None, processor_of: Callable[[GenerationRequest], Any] | None = None,
     ) -> None:  # fmt: skip
         self.capacity_tokens, self.vocabulary, self.positions = capacity_tokens, vocabulary, positions
         self.eos = list(eos)
-        self._ended = ended
+        self._ended, self._processor_of = ended, processor_of
         self._open: dict[str, Stream] = {}  # by name
         self._names: dict[str, str] = {}  # request id -> name, of open streams
         self._numbers = itertools.count()
@@ -134,7 +141,8 @@ class Streams:
         unknown = [t for t in request.fed_ids if not 0 <= t < self.vocabulary]
         if unknown:
             raise RequestError(f"the model has no token {unknown[0]}", f"give ids from 0 to {self.vocabulary - 1}")
-        _check_sampling(request.sampling)
+        _check_sampling(request.sampling, self.vocabulary)
+        processor = None if self._processor_of is None else self._processor_of(request)
         with self._lock:
             if self._closed:
                 raise RuntimeFailure("generation was stopped", "start a new worker")
@@ -142,16 +150,15 @@ class Streams:
                 raise RequestError(f"request id {request.request_id} is in use", "choose another")
             seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
             stream = Stream(request, f"{request.request_id}#{next(self._numbers)}", time.perf_counter(), seed)
-            if request.generated:
-                stream.sent, stream.last = len(request.generated), request.generated[-1]
+            stream.stops = frozenset(() if request.sampling.ignore_eos else self.eos).union(
+                request.sampling.stop_token_ids
+            )
+            stream.processor, stream.generated = processor, list(request.generated)
             self._open[stream.name] = stream
             self._names[request.request_id] = stream.name
-        if stream.sent >= request.sampling.max_tokens or self._stopped(stream):
+        if len(stream.generated) >= request.sampling.max_tokens or stream.stopped:
             self.finish(stream.name)
         return stream
-
-    def _stopped(self, stream: Stream) -> bool:
-        return not stream.request.sampling.ignore_eos and stream.last in self.eos
 
     def is_open(self, name: str) -> bool:
         return name in self._open
@@ -196,11 +203,11 @@ class Streams:
         event = self._event(stream, tokens)
         now_s = time.perf_counter()
         first_s = stream.first_s if stream.first_s is not None else now_s
-        made = stream.sent - len(stream.request.generated)
+        made = len(stream.generated) - len(stream.request.generated)
         stream.events.put(
             replace(
                 event,
-                finish="stop" if self._stopped(stream) else "length",
+                finish="stop" if stream.stopped else "length",
                 ttft_s=first_s - stream.submitted_s,
                 tpot_s=(now_s - first_s) / (made - 1) if made > 1 else None,
                 queue_s=None if stream.begun_s is None else stream.begun_s - stream.submitted_s,
@@ -248,22 +255,20 @@ class Streams:
     @staticmethod
     def _event(stream: Stream, tokens: Sequence[int]) -> TokenEvent:
         """New tokens with the requested log-probabilities."""
-        begin = stream.sent
-        stream.sent += len(tokens)
-        if tokens:
-            stream.last = tokens[-1]
-            if stream.first_s is None:
-                stream.first_s = time.perf_counter()
-        found, prompt = stream.logprobs, stream.prompt_logprobs
+        begin = len(stream.generated)
+        stream.generated += tokens
+        if tokens and stream.first_s is None:
+            stream.first_s = time.perf_counter()
+        found, prompt, end = stream.logprobs, stream.prompt_logprobs, len(stream.generated)
         return TokenEvent(
             stream.request.request_id,
             tuple(tokens),
-            logprobs=tuple(found.pop(place) for place in range(begin, stream.sent) if place in found) if found else (),
+            logprobs=tuple(found.pop(place) for place in range(begin, end) if place in found) if found else (),
             prompt_logprobs=tuple(prompt[place] for place in sorted(prompt)) if begin == 0 else (),
         )
 
 
-def _check_sampling(sampling: SamplingParams) -> None:
+def _check_sampling(sampling: SamplingParams, vocabulary: int) -> None:
     """Refuse values that would fail inside a batch, and other requests with them."""
     if not 0.0 <= sampling.temperature < math.inf:
         raise RequestError(f"temperature is {sampling.temperature}", "give 0 for greedy or a positive number")
@@ -275,6 +280,20 @@ def _check_sampling(sampling: SamplingParams) -> None:
         raise RequestError(f"seed is {sampling.seed}", "give a number from 0 to 2**64 - 1")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise RequestError(f"min_tokens is {sampling.min_tokens}", "give a number from 0 to max_tokens")
+    if not 0.0 <= sampling.min_p <= 1.0:
+        raise RequestError(f"min_p is {sampling.min_p}", "give a number from 0 to 1")
+    if not 0.0 < sampling.repetition_penalty < math.inf:
+        raise RequestError(f"repetition_penalty is {sampling.repetition_penalty}", "give a positive number; 1 is none")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not math.isfinite(value := getattr(sampling, name)):
+            raise RequestError(f"{name} is {value}", "give 0 for none or a finite number")
+    if not all(math.isfinite(value) for _, value in sampling.logit_bias):
+        raise RequestError("a value of logit_bias is not finite", "give numbers from -100 to 100")
+    for name, tokens in (
+        ("logit_bias", [token for token, _ in sampling.logit_bias]), ("stop_token_ids", sampling.stop_token_ids)
+    ):  # fmt: skip
+        if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
+            raise RequestError(f"{name}: the model has no token {unknown[0]}", f"give ids from 0 to {vocabulary - 1}")
     for name in ("logprobs", "prompt_logprobs"):
         if (count := getattr(sampling, name)) is not None and not 0 <= count <= MAX_LOGPROBS:
             raise RequestError(f"{name} is {count}", f"give a number from 0 to {MAX_LOGPROBS}")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import Progress
 
 from ....actors.requests import GenerationRequest, SamplingParams, TokenEvent
+from ...api.schema import Display
 from ...api.text import ChoiceText
 from ...config import RunConfig, engine_settings, load_policy
 from ...prompt import IncrementalText, load_tokenizer
@@ -213,7 +214,7 @@ def _service(config: RunConfig, prompt: Prompt, repeats: int) -> Column:
                     text.add((token,))
 
             def api_text() -> None:
-                text = ChoiceText(tokenizer, ())
+                text = ChoiceText(tokenizer, Display())
                 for token in tokens:
                     text.delta(piece(token))
 
