@@ -314,7 +314,7 @@ def check_published(policy: PolicySettings, form: str | None) -> None:
         form: such as "fp8_block"; None: the store has neurons in full precision, which all policies can use.
 
     Raises:
-        ConfigError: the policy splits experts, or needs replicas of lower precision, which are made of full precision.
+        ConfigError: the policy splits experts, copies them back, loads replicas, or needs calibrated ones.
     """
     if form is None:
         return
@@ -329,13 +329,18 @@ def check_published(policy: PolicySettings, form: str | None) -> None:
             f"this checkpoint publishes its experts as {form}",
             "leave evict_writeback out, or use the unquantized checkpoint",
         )
-    if policy.replica_widths:
-        widths = ", ".join(map(str, policy.replica_widths))
+    if policy.low_bit is not None:
         raise ConfigError(
-            f"policy '{policy.name}' needs replicas of {widths} bits beside the experts, and this checkpoint publishes "
-            f"them as {form} already",
-            "choose a policy that computes the experts as they are, such as next-gate or context-ndp-full, or use the "
-            "unquantized checkpoint",
+            f"policy '{policy.name}' loads misses as replicas of {policy.low_bit.bits} bits beside slots of full "
+            f"precision, and this checkpoint publishes its experts as {form}",
+            "choose a policy that loads experts as they are, such as next-gate, or one that computes replicas on NDP "
+            "workers, such as context-ndp-3bit, or use the unquantized checkpoint",
+        )
+    if policy.needs_popularity:
+        raise ConfigError(
+            f"policy '{policy.name}' needs the popularity of experts, which calibrated replicas know; replicas of "
+            f"experts that are published as {form} are data-free",
+            "choose context-ndp-full, or use the unquantized checkpoint",
         )
 
 

@@ -10,20 +10,24 @@ import math
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..actors.store.format import first_problem
-from ..errors import CheckpointError
+from ..errors import CheckpointError, FormError, UnsupportedModelError
+from ..kernels.forms import KINDS, ExpertForm, MatrixForm
 
 SUFFIX = ".gguf"
 REFETCH = "download the checkpoint again"
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+EXPERT_REMEDY = "use a GGUF file of Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4, F16 or BF16"
+_EXPERTS = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>(?:gate|up|down|gate_up)_exps\.(?:weight|bias))")
+_FORMS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "MXFP4": "mxfp4_gguf", "Q5_0": "q8_0"}
 _MOST = 1 << 24  # strings of a vocabulary, tensors, keys
 
 
@@ -179,18 +183,36 @@ def parts_of(path: Path) -> list[Path]:
     return files
 
 
-def expert_facts(folder: Path) -> tuple[str, int, bool]:
-    """Of the experts of a folder's GGUF files, by their headers: types, bytes of the largest, and that they are mapped.
+def expert_forms(folder: Path) -> list[tuple[ExpertForm, bool]]:
+    """By the headers of a folder's GGUF files: the form of each MoE layer's experts, and whether they are mapped.
 
     Raises:
-        CheckpointError: a file is malformed.
+        CheckpointError: a file is malformed, or a layer lacks a matrix. UnsupportedModelError: of an unknown type.
     """
-    kinds: dict[str, None] = {}
-    layers: dict[str, int] = {}
+    layers: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for path in gguf_files(folder):
         for name, (shape, kind, _) in read_gguf_header(path).tensors.items():
-            if re.search(r"\.ffn_(gate|up|down|gate_up)_exps\.weight$", name):
-                kinds[GGMLQuantizationType(kind).name.lower()] = None
-                layer = name.split(".")[1]
-                layers[layer] = layers.get(layer, 0) + tensor_bytes(name, shape, kind) // shape[0]
-    return ", ".join(kinds), max(layers.values(), default=0), "q5_0" not in kinds
+            if match := _EXPERTS.fullmatch(name):
+                part = match["part"].replace("_exps", "")
+                layers.setdefault(int(match["layer"]), {})[part] = (GGMLQuantizationType(kind).name, shape)
+    try:
+        return [_expert_form(parts) for _, parts in sorted(layers.items())]
+    except (FormError, KeyError, IndexError, TypeError) as error:
+        what = f"the experts of {folder.name} are no gate, up and down ({first_problem(error)})"
+        raise CheckpointError(what, REFETCH) from error
+
+
+def _expert_form(parts: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[ExpertForm, bool]:
+    """The form of a layer's experts, and whether slots want it as it lies: Q5_0 and gpt-oss's layout are repacked."""
+    matrices = {}
+    for name, (kind, shape) in parts.items():
+        form = _FORMS.get(kind, kind.lower())
+        if form not in KINDS:
+            raise UnsupportedModelError(f"the experts have the GGUF type {kind}, which is not supported", EXPERT_REMEDY)
+        if name.endswith("weight"):
+            matrices[name.removesuffix(".weight")] = MatrixForm(form, shape[1], shape[2])
+    if "down.bias" not in parts:
+        return ExpertForm(**matrices), all(kind != "Q5_0" for kind, _ in parts.values())
+    gate, _ = matrices.pop("gate"), matrices.pop("up")
+    both = replace(gate, outputs=2 * gate.outputs)
+    return ExpertForm(gate_up=both, **matrices, bias=parts["down.bias"][0]), False

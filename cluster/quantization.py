@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..actors.store.format import first_problem
 from ..errors import CheckpointError, FormError, UnsupportedModelError
-from ..kernels.forms import ExpertForm, MatrixForm
+from ..kernels.forms import FLOATS, ExpertForm, MatrixForm
 from .prompt import read_json_object
 
 HF_QUANT_CONFIG = "hf_quant_config.json"  # ModelOpt's own file
@@ -334,6 +334,13 @@ def expected_experts(quantization: Quantization, layer: int, hidden: int, width:
         raise UnsupportedModelError(
             f"experts of {hidden} x {width} cannot be quantized as config.json says: {error.what}", error.remedy
         ) from error
+
+
+def plain_experts(code: str, hidden: int, width: int) -> ExpertForm:
+    """The form of experts that a release leaves unquantized. code: their type, such as "BF16"."""
+    kind = next(kind for kind, of_kind in FLOATS.items() if of_kind == code)
+    gate = MatrixForm(kind, width, hidden)
+    return ExpertForm(down=MatrixForm(kind, hidden, width), gate=gate, up=gate)
 
 
 def _expected_matrix(scheme: Scheme, outputs: int, inputs: int) -> MatrixForm:

@@ -162,6 +162,11 @@ class MatrixForm:
         """Bytes of all parts."""
         return layout_bytes(self.parts())
 
+    @property
+    def width(self) -> int:
+        """Whole bits of a weight, without its scales."""
+        return 8 * layout_bytes({"weight": self.parts()["weight"]}) // (self.outputs * self.inputs)
+
     def check(self, parts: Parts) -> None:
         """Raise FormError unless `parts` are `parts()`: names, types and shapes, not values."""
         check_layout(self.parts(), parts)
@@ -309,6 +314,13 @@ class ExpertForm:
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return layout_bytes(self.parts())
+
+    @property
+    def width(self) -> int:
+        """Whole bits of a weight, without scales, on the average of the matrices."""
+        sizes = [matrix.outputs * matrix.inputs for matrix in self.matrices.values()]
+        bits = sum(m.width * n for m, n in zip(self.matrices.values(), sizes, strict=True))
+        return bits // sum(sizes)
 
     def check(self, parts: Parts, *, leading: int = 0) -> None:
         """Raise FormError unless `parts` are `parts()`, after `leading` common axes: types and shapes, not values."""

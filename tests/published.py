@@ -37,6 +37,8 @@ from tiermoe.cluster.jobs.bench.quantizers import (
     mxfp4,
 )
 
+PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31], [8, 120, 33, 60, 60, 2, 71]]
+TOKENS = 10
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
 _KEPT = re.compile(r"(embed_tokens|lm_head|norm|\.gate|gate\.wg|router|shared_expert_gate|conv1d|sinks)\b")
 
@@ -150,6 +152,25 @@ RELEASES = (
 
 
 # --- GGUF ----------------------------------------------------------------------------------------------------------
+
+def q4_k_m(name: str) -> str:
+    """As in published files of the mix: some layers' down projections and values are wider than the others'."""
+    if "ffn_gate_inp" in name:
+        return "F32"
+    if "ffn_down_exps" in name or "attn_v" in name:
+        return "Q6_K" if "blk.0." in name or "blk.1." in name else "Q4_K"
+    return "Q6_K" if name.startswith("output") else "Q4_K"
+
+
+def all_forms(name: str) -> str:
+    """Each matrix of the experts of each layer in a form of its own."""
+    forms = {"gate": ("Q5_K", "Q4_0", "Q5_0"), "up": ("BF16", "Q8_0", "Q4_K"), "down": ("MXFP4", "F16", "Q6_K")}
+    for which, kinds in forms.items():
+        for layer, kind in enumerate(kinds):
+            if name == f"blk.{layer}.ffn_{which}_exps.weight":
+                return kind
+    return "F32" if "ffn_gate_inp" in name else "F16"
+
 
 BLOCK_TYPES = {"q4_k": "Q4_K", "q5_k": "Q5_K", "q6_k": "Q6_K", "mxfp4": "MXFP4", "q5_0": "Q5_0"}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..settings import EngineSettings
 from ..store.files import StoreView
+from ..store.format import Published
 from .cache.device import PinReport
 from .engine import ExpertEngine
 from .peers.shards import account, owners
@@ -96,6 +97,7 @@ def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | Non
     policy, pool = settings.policy, engine.ndp
     if pool is None:
         return None
+    published: Published | None = getattr(engine.cache.pool, "published", None)
     workers = [
         {"worker": peer.name, "experts": pool.experts_of(peer.name), "transport": peer.transport}
         for peer in pool.members
@@ -107,6 +109,8 @@ def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | Non
         "hot_per_layer": engine.hot_per_layer,
         "precision": policy.precision.kind,
         "bits": policy.precision.bits,
+        "form": None if published is None else published.label(),
+        "form_width": None if published is None else published.width,
         "group_size": settings.ndp.group_size if policy.precision.kind != "full" else None,
         "threads": settings.ndp.worker_threads,
         "transport": ", ".join(sorted({str(worker["transport"]) for worker in workers})),

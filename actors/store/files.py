@@ -42,7 +42,6 @@ from .format import (
 )
 from .pages import map_file
 from .published import (
-    MAP_SUFFIX,
     FormArrays,
     LayerMap,
     head_digest,
@@ -405,7 +404,7 @@ def _layer_view(files: VerifiedFiles, manifest: Manifest, layer: LayerFile) -> L
     published, stamp, path = manifest.published, files.stamp(layer), files.folder / layer.file
     if published is None:
         arrays = files.arrays(layer.file, manifest.expert_tensors())
-    elif layer.file.endswith(MAP_SUFFIX):
+    elif layer.mapped:
         where = LayerMap.read(path, published.of(layer.index), manifest.experts.num_experts, manifest.source)
         return LayerView(str(path), stamp, {}, layer.index, layer.module, where)
     else:

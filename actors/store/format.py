@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -252,6 +252,9 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,199}$")]
 
 
+MAP_SUFFIX = ".json"  # of the file of a layer whose experts stay in the checkpoint (`store.published`)
+
+
 def layer_name(index: int) -> str:
     """File name of MoE layer `index`."""
     return f"layer-{index:03d}.safetensors"
@@ -273,6 +276,11 @@ class LayerFile(FileRecord):
 
     index: Annotated[int, Field(ge=0, le=1 << 16)]
     module: str
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the experts stay in the checkpoint, and the file says where."""
+        return self.file.endswith(MAP_SUFFIX)
 
 
 class TiedWeight(Record):
@@ -388,6 +396,12 @@ class Published(Record):
     layers: tuple[Annotated[int, Field(ge=0)], ...]
     checkpoint: str | None
 
+    @staticmethod
+    def of_layers(forms: Sequence[ExpertForm], checkpoint: str | None = None) -> Published:
+        """Of the forms of the layers' experts, in their order."""
+        different = tuple(dict.fromkeys(forms))
+        return Published(forms=different, layers=tuple(map(different.index, forms)), checkpoint=checkpoint)
+
     @model_validator(mode="after")
     def _consistent(self) -> Published:
         if set(self.layers) != set(range(len(self.forms))):
@@ -406,6 +420,15 @@ class Published(Record):
         """Bits of a weight with its scales, rounded up, of the largest form."""
         elements = 3 * self.forms[0].hidden * self.forms[0].intermediate
         return math.ceil(8 * max(form.nbytes() for form in self.forms) / elements)
+
+    @property
+    def width(self) -> int:
+        """Whole bits of a weight, without scales, in the layer with the fewest."""
+        return min(form.width for form in self.forms)
+
+    def narrower(self, widths: Sequence[int]) -> tuple[int, ...]:
+        """Those of some widths that replicas may have: at and above its own width a form serves itself."""
+        return tuple(b for b in widths if b < self.width)
 
     @staticmethod
     def places(form: ExpertForm) -> list[tuple[int, int]]:
@@ -501,6 +524,11 @@ class Manifest(ChecksummedManifest):
         if self.published is not None:
             return self.published.slot_bytes
         return self.experts.nbytes(ITEM_BYTES[DTYPE_CODES[self.dtype]])
+
+    def layer_nbytes(self, layer: int) -> int:
+        """Bytes of a layer's experts as stored."""
+        nbytes = self.expert_nbytes() if self.published is None else self.published.of(layer).nbytes()
+        return self.experts.num_experts * nbytes
 
     def expert_tensors(self, layer: int = 0) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Type code and shape of each tensor of a layer's experts, stacked; published forms may differ by layer."""

@@ -26,9 +26,8 @@ from pydantic import Field, ValidationError
 
 from ...errors import StoreError
 from ...kernels.forms import DTYPES, ExpertForm
-from .format import REBUILD, Bytes, Count, Record, SourceFile, first_problem, part_bytes, read_header
+from .format import MAP_SUFFIX, REBUILD, Bytes, Count, Record, SourceFile, first_problem, part_bytes, read_header
 
-MAP_SUFFIX = ".json"
 _GGUF_HEAD_BYTES = 16 << 20  # of a GGUF file: its header and tensor names, without parsing them
 
 
@@ -145,6 +144,11 @@ class FormArrays:
     def typed(self, index: int) -> dict[str, NDArray[Any]]:
         """The parts of one expert, with the shapes and types that `ExpertForm.dequantize` takes."""
         return typed_parts(self.form, self.expert(index))
+
+    def neurons(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The dequantized weights of one expert, neuron-major as `LayerArrays` has them: [I, 2, H] and [I, H]."""
+        expert = self.form.dequantize(self.typed(index))
+        return np.stack([expert.gate, expert.up], axis=1), np.ascontiguousarray(expert.down.T)
 
     def aligned(self, index: int) -> dict[str, NDArray[Any]]:
         """As `typed`, for kernels: a part that lies unaligned in its file, such as scales, is copied."""

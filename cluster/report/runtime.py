@@ -122,6 +122,9 @@ def _ndp(ndp: Mapping[str, Any]) -> str:
         "uniform": f"at {ndp['bits'] or 0:g} bits",
         "prefix-split": f"at {ndp['bits'] or 0:g} bits on average",
     }[ndp["precision"]]
+    if ndp["form"] is not None:
+        as_is = f"as published ({ndp['form']})"
+        precision = as_is if ndp["precision"] == "full" else f"{precision}, from {ndp['form_width']} bits on {as_is}"
     hot = f", all but {ndp['hot_per_layer']} experts a layer" if ndp["hot_per_layer"] is not None else ""
     each = f"{len(ndp['workers'])} workers with " if len(ndp["workers"]) > 1 else ""
     threads = f"{each}{count(ndp['threads'], 'thread')}"
@@ -151,15 +154,17 @@ def _notes(record: Mapping[str, Any]) -> list[Table]:
 
 def _summary(record: Mapping[str, Any]) -> Table:
     model, spec = record["model"], record["spec"]
-    total = model["layers"] * model["experts"] * model["expert_bytes"]
     each, low = spec["budget_bytes"] // spec["slot_bytes"], spec["low_bit"]
     slots = f"{count(each, 'slot')} of {size(spec['slot_bytes'])}" if low is None else (
         f"{low['share']:.0%} of it for replicas of {size(low['replica_bytes'])}, the rest for experts in full of "
         f"{size(spec['slot_bytes'])}"
     )  # fmt: skip
+    stored = model["layer_form_bytes"] or [model["expert_bytes"]]
+    range_of = " to ".join(dict.fromkeys(size(n) for n in (min(stored), max(stored))))
+    stay = f"; {size(model['mapped_bytes'])} of experts stay in the checkpoint" if model["mapped_bytes"] else ""
     return facts("Planned, not started", [
         ("model", f"{model['name']}: {model['layers']} layers x {model['experts']} experts, top-{model['top_k']}, "
-                  f"{size(model['expert_bytes'])} each as stored{_form(model)}, {size(total)} in all"),
+                  f"{range_of} each as stored{_form(model)}, {size(model['all_bytes'])} in all"),
         ("sizes from", model["source"]),
         ("nodes", record["nodes_from"]),
         ("policy", spec["policy"]),
@@ -167,9 +172,19 @@ def _summary(record: Mapping[str, Any]) -> Table:
                     f"{count(spec['threads'], 'thread')} each, strategy {spec['strategy']}, "
                     f"experts by '{spec['ownership']}'"),
         ("budget of each", f"{size(spec['budget_bytes'])}, {slots}"),
-        ("store", f"{spec['store_layout']}, on {spec['store_nodes']} nodes; {size(model['store_bytes'])} on disk"
-                  f"{', experts stay in the checkpoint' if model['mapped'] else ''}"),
+        ("store", f"{spec['store_layout']}, on {spec['store_nodes']} nodes; "
+                  f"{size(model['store_bytes'])} on disk{stay}"),
+        *([("NDP workers compute", _near_data(spec["ndp"], model))] if spec["ndp"] else []),
     ])  # fmt: skip
+
+
+def _near_data(ndp: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """What NDP workers compute on."""
+    form = f"the published form ({model['form']})" if model["form"] else "experts in full precision"
+    if not ndp["widths"]:
+        return form
+    replicas = f"replicas of {', '.join(map(str, ndp['widths']))} bits, {size(ndp['replica_bytes'])} an expert"
+    return f"{replicas}; {form} from {model['form_width']} bits on" if ndp["stored"] else replicas
 
 
 def _actors(actors: Iterable[Mapping[str, Any]], title: str, *, scheduled: bool) -> Table:

@@ -223,15 +223,17 @@ def _layer(
         return parts, ahead_s + max(here_s, parts["ndp_s"]), 0.0
     mapped = sum(len(worker.layers) for worker in workers) / (len(workers) * facts.layers)
     parts["miss_s"] = (1 - share) * experts_s
-    nbytes = facts.expert_bytes if costs is None or spec.gpu else spec.slot_bytes  # the stand-in copies what slots hold
+    stored = facts.all_bytes / (facts.layers * facts.experts)
+    exact = costs is None or spec.gpu or facts.form is not None
+    nbytes = stored if exact else spec.slot_bytes  # the stand-in copies what slots hold
     each_load_s = _load_s(hardware, nbytes, mapped)
     parts["load_s"] = missing / parallel * (each_load_s if costs is None else max(each_load_s, costs.copy_s(nbytes)))
     early_s = parts["load_s"] * (hardware.prefetch_useful if spec.prefetch else 0.0)
     layer_s = max(ahead_s, early_s) + max(here_s, parts["load_s"] - early_s) + parts["miss_s"]
-    return parts, layer_s, missing * facts.expert_bytes * facts.layers
+    return parts, layer_s, missing * stored * facts.layers
 
 
-def _load_s(hardware: Hardware, nbytes: int, mapped: float) -> float:
+def _load_s(hardware: Hardware, nbytes: float, mapped: float) -> float:
     """Seconds of one expert's load, with `mapped` the share of layers that lie on the worker's own node."""
     here_s = hardware.link_latency_us * 1e-6 + nbytes / (hardware.link_gbps * 1e9)
     slower = min(hardware.link_gbps, hardware.network_gbps)
@@ -267,7 +269,7 @@ class PlanResult:
         """The plan as one JSON object."""
         return {
             "model": asdict(self.facts)
-            | {"expert_bytes": self.facts.expert_bytes, "store_bytes": self.facts.store_bytes},
+            | {name: getattr(self.facts, name) for name in ("expert_bytes", "all_bytes", "store_bytes")},
             "spec": asdict(self.spec),
             "nodes_from": self.nodes_from,
             "topology": self.topology.as_dict(),

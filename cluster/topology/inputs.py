@@ -19,13 +19,14 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_valida
 
 from ...actors.base_settings import Settings
 from ...actors.settings import EngineSettings
-from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, read_manifest
+from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
+from ...kernels.forms import ExpertForm
 from ..config import RunConfig
 from ..host import usable_cores
 from ..hub import headers, name_of, tensors_of
 from ..prompt import EXPERT_COUNTS, load_model_config, read_json_object
-from ..quantization import HF_QUANT_CONFIG, expected_experts, read_quantization
+from ..quantization import HF_QUANT_CONFIG, expected_experts, plain_experts, read_quantization
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
 from .spec import NODE_ID_LABEL, ModelFacts, NodeInfo
@@ -39,6 +40,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _SCALES = re.compile(r"(scale|scales|scale_inv|zero_point)$")  # of quantized weights
 _NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_PLAIN = frozenset(("F32", "F16", "BF16"))
 _DTYPES: Mapping[str, Literal[2, 4]] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -67,9 +69,7 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
         kv_elements=_kv_elements(config, model_dir),
         item_bytes=item,
         source=f"store {store}",
-        form=manifest.expert_form,
-        form_bytes=manifest.expert_nbytes(),
-        mapped=manifest.published is not None and manifest.published.checkpoint is not None,
+        **_published_facts(manifest.published, shape.num_experts, [layer.mapped for layer in manifest.layers]),
     )
 
 
@@ -90,11 +90,16 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     experts, hidden = _number(config, EXPERT_COUNTS, model_dir), _number(config, ("hidden_size",), model_dir)
     width = _number(config, _WIDTH, model_dir)
     item = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), 2)
-    layers = _moe_layers(config, model_dir)
-    form = _expected_form(config, model_dir, hidden, width)
+    numbers = _moe_layers(config, model_dir)
+    layers = len(numbers)
     tensors = headers(model_dir) or {}
     source = "config.json and the headers of the weights" if tensors else "config.json"
     routed = {name: found for name, found in tensors.items() if ROUTED.search(name)}
+    forms = _expected_forms(config, model_dir, numbers, hidden, width, routed)
+    if forms is not None and len(forms) != layers:
+        what = f"'{model_dir}' has {len(forms)} layers with experts, its config.json says {layers}"
+        raise CheckpointError(what, "download the checkpoint again")
+    form = None if forms is None else Published.of_layers([form for form, _ in forms])
     each = 3 * hidden * width
     found = _elements(shape for _, shape in routed.values()) / (layers * experts)
     if form is None and each / 2 < found < 2 * each:
@@ -116,29 +121,54 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         item_bytes=item,
         source=source,
         dense_estimated=estimated,
-        form=None if form is None else form[0],
-        form_bytes=0 if form is None else form[1],
-        mapped=form is not None and form[2],
+        **_published_facts(form, experts, [mapped for _, mapped in forms or ()]),
     )
 
 
-def _expected_form(
-    config: Mapping[str, Any], model_dir: Path, hidden: int, width: int
-) -> tuple[str, int, bool] | None:
-    """Form of the experts, bytes of one, and whether they stay in the checkpoint; None: they are plain numbers."""
-    if any(model_dir.glob("*.gguf")):
-        from ..gguf_header import expert_facts
+def _published_facts(published: Published | None, experts: int, mapped: Sequence[bool]) -> dict[str, Any]:
+    """The fields of `ModelFacts` about published forms. mapped: the layers that stay in the checkpoint."""
+    if published is None:
+        return {}
+    each = tuple(published.of(layer).nbytes() for layer in range(len(mapped)))
+    return {
+        "form": published.label(), "form_bytes": published.slot_bytes, "form_width": published.width,
+        "layer_form_bytes": each,
+        "mapped_bytes": experts * sum(n for n, is_mapped in zip(each, mapped, strict=True) if is_mapped),
+    }  # fmt: skip
 
-        return expert_facts(model_dir)
+
+def _expected_forms(
+    config: Mapping[str, Any], model_dir: Path, layers: Sequence[int], hidden: int, width: int,
+    routed: Mapping[str, tuple[str, tuple[int, ...]]],
+) -> list[tuple[ExpertForm, bool]] | None:  # fmt: skip
+    """The form of each MoE layer's experts, and whether they stay in the checkpoint; None: all are plain numbers.
+
+    Args:
+        layers: numbers of the MoE layers.
+        routed: type code and shape of the tensors of routed experts; empty where they are not known.
+    """
+    if any(model_dir.glob("*.gguf")):
+        from ..gguf_header import expert_forms
+
+        return expert_forms(model_dir)
     beside = model_dir / HF_QUANT_CONFIG
-    found = read_quantization(config, read_json_object(beside) if beside.is_file() else None)
-    last = _number(config, ("num_hidden_layers",), model_dir) - 1
-    expected = None if found is None else expected_experts(found, last, hidden, width)
-    if expected is None:
+    quantization = read_quantization(config, read_json_object(beside) if beside.is_file() else None)
+    if quantization is None:
         return None
-    form, mapped = expected
-    kinds = dict.fromkeys(f"{matrix.kind}{matrix.bits or ''}" for matrix in form.matrices.values())
-    return ", ".join(kinds), form.nbytes(), mapped
+    codes: dict[int, set[str]] = {}
+    for name, (code, _) in routed.items():
+        if (match := re.search(r"\.layers\.(\d+)\.", name)) is not None:
+            codes.setdefault(int(match[1]), set()).add(code)
+    plain_code = DTYPE_CODES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), "BF16")
+    found: list[tuple[ExpertForm, bool]] = []
+    kept = 0  # layers that the release leaves unquantized
+    for layer in layers:
+        there = codes.get(layer, set())
+        expected = None if there and there <= _PLAIN else expected_experts(quantization, layer, hidden, width)
+        kept += expected is None
+        code = next(iter(there & _PLAIN), plain_code)
+        found.append(expected or (plain_experts(code, hidden, width), True))
+    return None if kept == len(layers) else found
 
 
 def _elements(shapes: Iterable[Sequence[int]]) -> int:
@@ -170,8 +200,8 @@ def _malformed(name: str, value: Any, model_dir: Path) -> CheckpointError:
     return CheckpointError(f"'{model_dir / 'config.json'}': {name} is {value!r}", "download config.json again")
 
 
-def _moe_layers(config: Mapping[str, Any], model_dir: Path) -> int:
-    """Layers with routed experts, by the fields with which configurations name the dense ones."""
+def _moe_layers(config: Mapping[str, Any], model_dir: Path) -> list[int]:
+    """Numbers of the layers with routed experts, by the fields with which configurations name the dense ones."""
     total = _number(config, ("num_hidden_layers",), model_dir)
     first = _count(config, "first_k_dense_replace", model_dir)
     # Qwen's and Llama's steps count from layer 1, DeepSeek's from layer 0
@@ -181,7 +211,7 @@ def _moe_layers(config: Mapping[str, Any], model_dir: Path) -> int:
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise _malformed("mlp_only_layers", dense, model_dir)
-    found = sum(i >= first and i not in dense and (i + offset) % step == 0 for i in range(total))
+    found = [i for i in range(total) if i >= first and i not in dense and (i + offset) % step == 0]
     if not found:
         raise UnsupportedModelError(f"'{model_dir}' has no layer with routed experts", "check its config.json")
     return found

@@ -126,8 +126,8 @@ class NodeUsage:
         return mapped + after.replicas + after.copied + (0 if self._gpu else after.device)
 
     def _mapped(self, layers: frozenset[int], partly: Mapping[int, int]) -> int:
-        experts = len(layers) * self._facts.experts + sum(n for layer, n in partly.items() if layer not in layers)
-        return experts * self._facts.expert_bytes
+        counts = dict(partly) | dict.fromkeys(layers, self._facts.experts)
+        return sum(count * self._facts.stored_bytes(layer) for layer, count in counts.items())
 
 
 def _sum(a: Mapping[int, int], b: Mapping[int, int]) -> dict[int, int]:
@@ -249,32 +249,35 @@ class _Planner:
                 "start a node with `ray start ... --resources '{\"ndp\": 1}'`, lower cluster.ndp_workers, or choose "
                 "another policy",
             )
-        facts, full = self._facts, not ndp.widths
-        each = facts.expert_bytes if full else ndp.replica_bytes
-        self._ndp_of = spread_by_bytes([each] * (facts.layers * facts.experts), wanted)
+        facts = self._facts
+        stored = [facts.stored_bytes(layer) if ndp.stored else 0 for layer in range(facts.layers)]
+        sizes = [nbytes + ndp.replica_bytes for nbytes in stored for _ in range(facts.experts)]
+        self._ndp_of = spread_by_bytes(sizes, wanted)
         actors, placed = [], dict.fromkeys((node.id for node in marked), 0)
         for index in range(wanted):
             counts = _per_layer(self._ndp_of, index, facts)
             experts = sum(counts.values())
-            if experts * each > ndp.capacity_bytes:
+            mapped = sum(count * stored[layer] for layer, count in counts.items())
+            replicas = experts * ndp.replica_bytes
+            if mapped + replicas > ndp.capacity_bytes:
                 raise ConfigError(
-                    f"NDP worker {index} holds {size(experts * each)} of experts, ndp.hardware has "
-                    f"{size(ndp.capacity_bytes)}: short of {size(experts * each - ndp.capacity_bytes)}",
+                    f"NDP worker {index} holds {size(mapped + replicas)} of experts, ndp.hardware has "
+                    f"{size(ndp.capacity_bytes)}: short of {size(mapped + replicas - ndp.capacity_bytes)}",
                     "raise cluster.ndp_workers, choose narrower replicas, or another ndp.hardware",
                 )
             need = Need(
                 {"CPU": float(ndp.threads), "ndp": 1.0},
-                PlannedBytes(replicas=0 if full else experts * each),
-                partly=counts if full else {},
+                PlannedBytes(replicas=replicas),
+                partly=counts if ndp.stored else {},
             )
             order = [marked[index]] if ndp.workers is None else sorted(marked, key=lambda n: (placed[n.id], n.id))
             node = self._first_fit(f"NDP worker {index}", order, need)
             placed[node] += 1
-            nbytes = PlannedBytes(mapped=experts * each) if full else need.nbytes
             actors.append(
                 PlannedActor(
                     f"ndp-{index}", "ndp", index, node, need.resources,
-                    nbytes=nbytes, experts=experts, layers=tuple(sorted(counts)) if full else (),
+                    nbytes=PlannedBytes(mapped=mapped, replicas=replicas), experts=experts,
+                    layers=tuple(sorted(counts)) if ndp.stored else (),
                 )
             )  # fmt: skip
         return actors
@@ -329,8 +332,8 @@ class _Planner:
     def _store(
         self, index: int, node: str, resources: Mapping[str, float], layers: tuple[int, ...], group: str | None
     ) -> PlannedActor:
-        mapped = PlannedBytes(mapped=len(layers) * self._facts.layer_bytes)
         experts = len(layers) * self._facts.experts
+        mapped = PlannedBytes(mapped=self._facts.experts * sum(map(self._facts.stored_bytes, layers)))
         return PlannedActor(f"store-{index}", "store", index, node, resources, group, None, mapped, experts, layers)
 
     # lead and shards
@@ -393,7 +396,8 @@ class _Planner:
 
     def _copied(self, node: str) -> int:
         """Bytes of a worker's pinned copy of the experts of its node's store."""
-        return min(self._spec.copied_most, len(self._usage[node].layers) * self._facts.layer_bytes)
+        every = self._facts.experts * sum(map(self._facts.stored_bytes, self._usage[node].layers))
+        return min(self._spec.copied_most, every)
 
     def _workers(self, homes: Sequence[str]) -> list[PlannedActor]:
         resources = self._worker_resources()

@@ -57,8 +57,10 @@ class ModelFacts:
         source: where the figures come from, for people.
         dense_estimated: whether `dense_elements` is computed from the configuration and not read from files.
         form: published form in which experts stay, such as "fp8_block"; None: they are numbers of `item_bytes`.
-        form_bytes: of one expert in that form, as stored and as a slot holds it.
-        mapped: whether a store leaves the experts in the checkpoint.
+        form_bytes: of one expert in that form as a slot holds it; of the largest, where layers differ.
+        form_width: whole bits of a weight in that form, of the narrowest layer; NDP workers use replicas below it.
+        layer_form_bytes: of one expert of each layer as stored, where experts stay in a published form.
+        mapped_bytes: of experts that a store leaves in the checkpoint.
     """
 
     name: str
@@ -76,12 +78,23 @@ class ModelFacts:
     dense_estimated: bool = False
     form: str | None = None
     form_bytes: int = 0
-    mapped: bool = False
+    form_width: int = FULL_BITS
+    layer_form_bytes: tuple[int, ...] = ()
+    mapped_bytes: int = 0
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert as stored."""
+        """Bytes of one expert as a slot holds it in the type of the store; of the largest, where layers differ."""
         return self.form_bytes if self.form is not None else self.expert_elements * self.item_bytes
+
+    def stored_bytes(self, layer: int) -> int:
+        """Bytes of one expert of a layer as stored."""
+        return self.layer_form_bytes[layer] if self.layer_form_bytes else self.expert_bytes
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all experts as stored."""
+        return self.experts * sum(map(self.stored_bytes, range(self.layers)))
 
     @property
     def full_bits(self) -> int:
@@ -91,13 +104,7 @@ class ModelFacts:
     @property
     def store_bytes(self) -> int:
         """Bytes that the store takes on disk."""
-        experts = 0 if self.mapped else self.layers * self.layer_bytes
-        return experts + self.dense_elements * self.item_bytes
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's experts as stored."""
-        return self.experts * self.expert_bytes
+        return self.all_bytes - self.mapped_bytes + self.dense_elements * self.item_bytes
 
 
 @dataclass(frozen=True)
@@ -107,13 +114,14 @@ class NdpSpec:
     Attributes:
         workers: how many; None: one on each node with the resource `ndp`.
         threads: CPUs of each.
-        widths: bits of the replicas; empty: full precision, on the store's own files.
+        widths: bits of the replicas.
         replica_bytes: of one expert, all widths together.
         capacity_bytes: of the modelled device.
         hardware: the modelled device.
         bits: average bits of a weight that is computed on, for the prediction.
         group: inputs that share a scale.
         hot_per_layer: experts that never go to NDP; None: as many as the budget holds.
+        stored: whether experts are computed as the store has them, too: in full precision, or in a published form.
     """
 
     workers: int | None
@@ -125,6 +133,7 @@ class NdpSpec:
     bits: float
     group: int
     hot_per_layer: int | None
+    stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,24 +248,25 @@ def cluster_spec(
 def _copied_most(copies: CopySettings, facts: ModelFacts) -> int:
     if copies.pin != "copy":
         return 0
-    every = facts.layers * facts.layer_bytes
-    return every if copies.pinned_gib is None else min(every, int(copies.pinned_gib * (1 << 30)))
+    return facts.all_bytes if copies.pinned_gib is None else min(facts.all_bytes, int(copies.pinned_gib * (1 << 30)))
 
 
 def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) -> NdpSpec:
-    policy, group = settings.policy, settings.ndp.group_size
+    precision, group = settings.policy.precision, settings.ndp.group_size
     wanted = config.cluster.ndp_workers
+    # static placement needs replicas for their table of popularity only: it computes in full precision
+    widths = tuple(b for b in precision.widths if facts.form is None or b < facts.form_width)
     return NdpSpec(
         workers=None if wanted == "per-node" else wanted,
         threads=settings.ndp.worker_threads,
-        # static placement needs replicas for their table of popularity only: it computes in full precision
-        widths=policy.precision.widths,
-        replica_bytes=sum(replica_bytes(facts, bits, group) for bits in policy.precision.widths),
+        widths=widths,
+        replica_bytes=sum(replica_bytes(facts, bits, group) for bits in widths),
         capacity_bytes=settings.ndp.profile.capacity_bytes,
         hardware=settings.ndp.profile,
-        bits=float(policy.precision.bits or facts.full_bits),
+        bits=float(facts.full_bits if precision.bits is None or not widths else precision.bits),
         group=group,
-        hot_per_layer=policy.placement.hot_per_layer,
+        hot_per_layer=settings.policy.placement.hot_per_layer,
+        stored=not widths or widths != precision.widths,
     )
 
 

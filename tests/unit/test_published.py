@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import FP8_CONFIG, RELEASES, SIZES, Release, write, write_gguf
+from published import FP8_CONFIG, PROMPTS, RELEASES, SIZES, TOKENS, Release, all_forms, q4_k_m, write, write_gguf
 from serving import greedy, serving, settings
 from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
@@ -32,8 +32,6 @@ from tiermoe.errors import ConfigError
 from tiermoe.proto.peers import LocalDirectory, PeerLink
 
 torch.set_num_threads(1)
-PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31], [8, 120, 33, 60, 60, 2, 71]]
-TOKENS = 10
 _FAST = ("DeepSeek-V3", "gpt-oss-20b", "TheBloke/Mixtral-8x7B-v0.1-GPTQ", "w4a16", "nvidia/Qwen3-30B-A3B-NVFP4")
 
 
@@ -70,30 +68,8 @@ def test_a_release_gives_the_tokens_of_its_dequantized_self(release: Release, tm
             assert loaded % store.manifest.expert_nbytes() == 0
 
 
-MIXED = {"ffn_down_exps": "Q6_K", "ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K"}
-
-
-def q4_k_m(name: str) -> str:
-    """As in published files of the mix: some layers' down projections and values are wider than the others'."""
-    if "ffn_gate_inp" in name:
-        return "F32"
-    if "ffn_down_exps" in name or "attn_v" in name:
-        return "Q6_K" if "blk.0." in name or "blk.1." in name else "Q4_K"
-    return "Q6_K" if name.startswith("output") else "Q4_K"
-
-
 def q8_and_q6(name: str) -> str:
     return "F32" if "ffn_gate_inp" in name else "Q6_K" if "ffn_up_exps" in name else "Q8_0"
-
-
-def all_forms(name: str) -> str:
-    """Each matrix of the experts of each layer in a form of its own."""
-    forms = {"gate": ("Q5_K", "Q4_0", "Q5_0"), "up": ("BF16", "Q8_0", "Q4_K"), "down": ("MXFP4", "F16", "Q6_K")}
-    for which, kinds in forms.items():
-        for layer, kind in enumerate(kinds):
-            if name == f"blk.{layer}.ffn_{which}_exps.weight":
-                return kind
-    return "F32" if "ffn_gate_inp" in name else "F16"
 
 
 GGUFS = [  # name, model type, architecture, types, parts, config beside, sizes
@@ -193,13 +169,14 @@ def test_ndp_workers_compute_the_published_form(name: str, tmp_path: Path) -> No
             assert sum(layer.ndp_tokens for layer in worker.stats().layers) > 0
 
 
-@pytest.mark.parametrize("preset", ["moepic", "context-ndp-2bit", "hobbit", "mixtral-offloading-swap"])
+@pytest.mark.parametrize("preset", ["moepic", "static-ndp", "hobbit", "mixtral-offloading-swap"])
 def test_policies_that_need_full_precision_are_refused(preset: str) -> None:
     policy = load_policy(preset)
     with pytest.raises(ConfigError, match="fp8_block"):
         check_published(policy, "fp8_block")
     check_published(policy, None)
-    check_published(load_policy("next-gate"), "fp8_block")
+    for usable in ("next-gate", "context-ndp-full", "context-ndp-2bit", "context-ndp-uniform"):
+        check_published(load_policy(usable), "fp8_block")
 
 
 def test_the_plan_from_a_configuration_alone(tmp_path: Path) -> None:
@@ -217,6 +194,6 @@ def test_the_plan_from_a_configuration_alone(tmp_path: Path) -> None:
     for name, (nbytes, mapped) in expected.items():
         (tmp_path / "config.json").write_text(json.dumps({**head, "quantization_config": configs[name]}))
         facts = facts_of_checkpoint(tmp_path)
-        assert (facts.expert_bytes, facts.mapped) == (nbytes, mapped)
+        assert (facts.expert_bytes, facts.mapped_bytes) == (nbytes, 48 * 128 * nbytes if mapped else 0)
         assert (facts.store_bytes < 10e9) == mapped
         assert published_as(tmp_path) is not None

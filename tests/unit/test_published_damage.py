@@ -7,19 +7,23 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from published import RELEASES, SIZES, Release, write, write_gguf
+from gguf import GGMLQuantizationType
+from published import RELEASES, SIZES, Release, all_forms, q4_k_m, write, write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.gguf_header import read_gguf_header
 from tiermoe.cluster.jobs.prepare import convert, prepare
 from tiermoe.cluster.jobs.prepare.checkpoint import open_checkpoint
+from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import StoreError, TierMoeError, UnsupportedModelError
 
 torch.set_num_threads(1)
@@ -46,7 +50,9 @@ def read_all(folder: Path) -> None:
 
 
 def refused(folder: Path) -> bool:
-    """Whether a checkpoint is refused with a typed error; any other error is raised."""
+    """Whether a checkpoint is refused with a typed error; any other error is raised, and one of its plan, too."""
+    with suppress(TierMoeError):
+        facts_of_checkpoint(folder)
     try:
         read_all(folder)
     except TierMoeError:
@@ -134,16 +140,33 @@ def test_damaged_checkpoints_are_refused(release: Release, tmp_path: Path) -> No
     assert count >= EACH // 3  # codes may be anything, so not every mutation can be seen
 
 
-def test_damaged_ggufs_are_refused(tmp_path: Path) -> None:
-    sizes = {**SIZES, **SMALL, "head_dim": 64}
-    plain = save_tiny_checkpoint("qwen3_moe", tmp_path / "plain", **sizes)
-    kinds = lambda name: "F32" if "gate_inp" in name else "Q6_K" if "down" in name else "Q4_K"  # noqa: E731
-    file, _ = write_gguf(plain, tmp_path / "whole", "qwen3moe", kinds)
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "kinds", "layers"),
+    [("qwen3_moe", "qwen3moe", q4_k_m, 2), ("olmoe", "olmoe", all_forms, 3)],
+    ids=["Q4_K_M", "every type"],
+)
+def test_damaged_ggufs_are_refused(
+    model_type: str, architecture: str, kinds: Callable[[str], str], layers: int, tmp_path: Path
+) -> None:
+    sizes = {**SIZES, **SMALL, "head_dim": 64, "num_hidden_layers": layers}
+    plain = save_tiny_checkpoint(model_type, tmp_path / "plain", **sizes)
+    file, _ = write_gguf(plain, tmp_path / "whole", architecture, kinds)
     shutil.copy(plain / "config.json", file.parent)
     assert not refused(file.parent)
-    mutations = (truncate, damage_header, damage_header, poison_gguf)
-    count = sum(mutate(file.parent, tmp_path / "mutated", seed, mutations) for seed in range(2 * EACH))
-    assert count >= EACH // 2
+    mutations = (truncate, damage_header, relabel_gguf, poison_gguf)
+    count = sum(mutate(file.parent, tmp_path / "mutated", seed, mutations) for seed in range(EACH))
+    assert count >= EACH // 3
+
+
+def relabel_gguf(path: Path, rng: random.Random) -> None:
+    """Another type for one tensor of the experts."""
+    tensors = read_gguf_header(path).tensors
+    name = rng.choice([name for name in tensors if "_exps" in name]).encode()
+    data = bytearray(path.read_bytes())
+    at = data.index(name) + len(name) + 4 + 3 * 8  # after the number of dimensions, and those
+    other = rng.choice([int(kind) for kind in GGMLQuantizationType if int(kind) != data[at]])
+    data[at : at + 4] = other.to_bytes(4, "little")
+    path.write_bytes(data)
 
 
 def poison_gguf(path: Path, rng: random.Random) -> None:

@@ -180,7 +180,7 @@ def test_ndp_experts_are_spread_over_the_workers() -> None:
     nodes = [a_node("a", CPU=6, GPU=2, ndp=1), a_node("b", CPU=3, GPU=1)]
     assert [a.node for a in plan(nodes, shards=2, ndp=NDP).having("lead", "shard")] == ["a", "b"]
     # in full precision they share the pages of their node's store
-    full = replace(NDP, widths=(), replica_bytes=0, bits=16.0)
+    full = replace(NDP, widths=(), replica_bytes=0, bits=16.0, stored=True)
     beside, alone = a_node("a", CPU=5, GPU=1, ndp=1), a_node("b", CPU=2, ndp=1)
     topology = plan([beside, alone], ndp=full)
     assert [(load.node, load.host_bytes) for load in topology.loads] == [("a", 3072), ("b", 16 * 96)]

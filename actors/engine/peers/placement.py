@@ -32,7 +32,7 @@ from ...policies.plan import LayerPlan, Remote
 from ...policies.residency import State
 from ...policy_settings import PolicySettings
 from ...settings import EngineSettings
-from ...store.format import ExpertShape
+from ...store.format import ExpertShape, Published
 from ...store.replicas import ReplicaTables
 from ..cache.cache import ExpertCache
 from ..host_view import LayerView, Routing
@@ -336,7 +336,8 @@ def make_placer(
     """
     policy, experts = settings.policy, shape.num_experts
     placement = policy.placement
-    bits, widest = _bits(policy.precision, policy.name, tables)
+    published: Published | None = getattr(cache.pool, "published", None)
+    bits, widest = _bits(policy.precision, policy.name, tables, published)
     if placement.kind == "monde":
         return MondePlacer(cache, experts, pool, _monde_choice(settings, cache, shape, kernel), widest)
     hot_slots = _hot_slots(settings, cache, experts)
@@ -377,36 +378,45 @@ def _hot_slots(settings: EngineSettings, cache: ExpertCache, experts: int) -> Ho
         ) from error
 
 
-def _bits(precision: PrecisionOptions, name: str, tables: ReplicaTables | None) -> tuple[Bits, int]:
-    """Chooses the widths of a layer's cold experts; and the width of a hot expert that is on no GPU."""
-    if precision.kind == "full":
+def _bits(
+    precision: PrecisionOptions, name: str, tables: ReplicaTables | None, published: Published | None
+) -> tuple[Bits, int]:
+    """Chooses the widths of a layer's cold experts; and the width of a hot expert that is on no GPU.
+
+    Experts in a published form are their own replicas at and above that form's width: without loss, and 0 bits here.
+    """
+    widths = precision.widths
+    below = widths if published is None else published.narrower(widths)
+    if not below:
         return lambda layer, order: dict.fromkeys(order, 0), 0
-    have = _tables(tables, name, "quantized replicas").widths
-    lacking = [b for b in precision.widths if b not in have]
-    if lacking:
+    tables = _tables(tables, name, "quantized replicas", below)
+    have = tables.widths
+    if any(b not in have for b in below):
         raise ConfigError(
-            f"policy {name} needs replicas of {', '.join(map(str, precision.widths))} bits, the store has {have}",
-            f"run `tiermoe prepare MODEL OUT --bits {','.join(map(str, precision.widths))}`",
+            f"policy {name} needs replicas of {', '.join(map(str, below))} bits, the store has {have}",
+            f"run `tiermoe prepare MODEL OUT --bits {','.join(map(str, below))}`",
         )
     if precision.kind == "uniform":
-        width = precision.widths[0]
-        return lambda layer, order: dict.fromkeys(order, width), width
-    assert tables is not None  # `_tables` refused
+        return lambda layer, order: dict.fromkeys(order, below[0]), below[0]
     assert precision.bits is not None  # the settings refused
-    losses = tables.losses[:, :, [have.index(b) for b in (1, 2, 3, 4)]]  # [L, E, 4]
     average = precision.bits
+    losses = np.zeros((*tables.counts.shape, len(widths)))  # [L, E, W]
+    losses[..., : len(below)] = tables.losses[..., [have.index(b) for b in below]]
 
     def split(layer: int, order: Sequence[int]) -> dict[int, int]:
-        return dict(zip(order, prefix_split(losses[layer, list(order)], (1, 2, 3, 4), average), strict=True))
+        chosen = prefix_split(losses[layer, list(order)], widths, average)
+        return {expert: width if width in below else 0 for expert, width in zip(order, chosen, strict=True)}
 
-    return split, 4
+    return split, widths[-1] if below == widths else 0
 
 
-def _tables(tables: ReplicaTables | None, name: str, what: str) -> ReplicaTables:
+def _tables(
+    tables: ReplicaTables | None, name: str, what: str, widths: Sequence[int] = (1, 2, 3, 4)
+) -> ReplicaTables:
     if tables is None:
         raise ConfigError(
             f"policy {name} needs {what}, which the store lacks",
-            "run `tiermoe prepare MODEL OUT --bits 1,2,3,4`",
+            f"run `tiermoe prepare MODEL OUT --bits {','.join(map(str, widths))}`",
         )
     return tables
 

@@ -112,9 +112,10 @@ def measure_form(form: Form, shape: MoeShape, folder: Path, kill: bool = True) -
         whole.run()
         row: dict[str, Any] = {
             "form": str(form), "layers": shape.layers, "checkpoint_gb": _bytes_of(model) / 1e9,
-            "layer_mb": facts.layer_bytes / 1e6, "peak_mb": whole.peak_bytes / 1e6, "seconds": whole.seconds,
+            "layer_mb": facts.all_bytes / facts.layers / 1e6, "peak_mb": whole.peak_bytes / 1e6,
+            "seconds": whole.seconds,
             "plan_mb": facts.store_bytes / 1e6, "disk_mb": _bytes_of(whole.out) / 1e6,
-            "mapped": "yes" if facts.mapped else "no",
+            "mapped": "yes" if facts.mapped_bytes else "no",
         }  # fmt: skip
         if kill:
             killed = Preparation(model, folder / "killed")

@@ -128,7 +128,7 @@ def prepare_command(
         store = model
     else:
         store = prepare(model, out if out is not None else default_store_dir(model, cache_dir), force=force)
-    if (options, neuron_order, gates, sensitivity) != (None,) * 4 and read_manifest(store).published is not None:
+    if (neuron_order, gates, sensitivity) != (None,) * 3 and read_manifest(store).published is not None:
         raise published_refused(f"store {store}")
     for add in additions():
         add(store)

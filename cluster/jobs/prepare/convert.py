@@ -166,12 +166,9 @@ def _published(conversion: Conversion) -> Published | None:
     layers = conversion.published
     if layers is None:
         return None
-    forms = list(dict.fromkeys(layer.form for layer in layers))
     mapped = any(layer.mapped for layer in layers)
-    return Published(
-        forms=tuple(forms), layers=tuple(forms.index(layer.form) for layer in layers),
-        checkpoint=str(conversion.checkpoint.path) if mapped else None,
-    )  # fmt: skip
+    checkpoint = str(conversion.checkpoint.path) if mapped else None
+    return Published.of_layers([layer.form for layer in layers], checkpoint)
 
 
 def _write_published(

@@ -20,11 +20,11 @@ from ....actors.store.format import part_bytes
 from ....actors.store.published import LayerMap, runs_of
 from ....errors import CheckpointError, FormError, UnsupportedModelError
 from ....kernels.forms import DTYPES, ExpertForm, MatrixForm
+from ...gguf_header import EXPERT_REMEDY
 from .checkpoint import REFETCH, Entry, TensorEntry, read_bytes
 from .plan import ExpertsModule, Group, Plan
 from .published import QuantizedEntry, Raw, plain_form
 
-_REMEDY_GGUF = "use a GGUF file of Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4, F16 or BF16"
 _REMEDY = "pass another release of the model, such as its bfloat16 one"
 
 
@@ -251,7 +251,7 @@ def _form(entry: Entry) -> MatrixForm:
     if isinstance(entry, QuantizedEntry):
         if entry.repack is not None and entry.form.kind == "float32":
             name = entry.spec.name
-            raise UnsupportedModelError(f"{name!r} has a GGUF type that is not supported for experts", _REMEDY_GGUF)
+            raise UnsupportedModelError(f"{name!r} has a GGUF type that is not supported for experts", EXPERT_REMEDY)
         return entry.form
     outputs, inputs = entry.spec.shape[-2:]
     return plain_form(entry, outputs, inputs)

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn import functional
 
 from ....actors.engine.cache.sources import host_weights
-from ....actors.store.files import ExpertStore, LayerArrays
+from ....actors.store.files import ExpertStore
 from ....actors.store.replicas import Calibration, ReplicaTables
 from ....kernels.pack import PackedShape, pack_expert, unpack_expert
 from ....kernels.quantize import QuantizedBatch, damped, damping_for, gptq, round_to_nearest
@@ -310,11 +310,12 @@ class Calibrated(ReplicaJob):
             journal.add(record)
 
     def _quantize(
-        self, arrays: LayerArrays, widths: Sequence[int], folder: Path, advance: Callable[[float], None]
+        self, opened: ExpertStore, layer: int, widths: Sequence[int], folder: Path, advance: Callable[[float], None]
     ) -> dict[int, Made]:
+        arrays = opened.layers[layer]
         gate_up, down = host_weights([arrays])[0].tensors[:2]
         made: dict[int, Made] = {bits: Made() for bits in widths}
-        activation, inputs = self.activations[arrays.index], open_inputs(folder, arrays.index)
+        activation, inputs = self.activations[layer], open_inputs(folder, layer)
         group, act_order = self.options.group, self.options.act_order
         results = widths_of(gate_up, down, inputs, activation, tuple(widths), group, act_order)
         each = self._costs()[1] / len(self.widths)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -25,6 +25,7 @@ from rich.progress import Progress
 
 from ....actors.store.files import ExpertStore, LayerArrays
 from ....actors.store.format import MANIFEST_NAME, FileRecord
+from ....actors.store.published import FormArrays
 from ....actors.store.replicas import (
     REPLICA_VERSION,
     REPLICAS_NAME,
@@ -47,6 +48,7 @@ from ....kernels.pack import PackedShape
 from ....kernels.packed_ffn import Threads
 from ...host import usable_cores
 from ...report.tables import byte_progress
+from .expert_forms import in_order
 from .job import REPLICA_WORK
 from .replicas import ReplicaOptions
 from .writer import Journal, beside, disk_errors, publish, require_space, write_file, write_tensors
@@ -54,7 +56,7 @@ from .writer import Journal, beside, disk_errors, publish, require_space, write_
 _ALGORITHM = "2"  # changed when the same inputs give other replicas: an unfinished run then starts over
 _REPLICA_FILE = re.compile(r"(replicas-b\d+-g\d+-\d+|losses-b\d+-g\d+)\.safetensors")
 _TYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32, "U8": np.uint8}
-_PART_BYTES = 64 << 20  # of weights that are fitted in one step, for the time left to be known soon
+_PART_BYTES = 128 << 20  # of float32 weights that are fitted in one step, for the time left to be known soon
 
 
 @dataclass
@@ -107,7 +109,7 @@ class ReplicaJob(ABC):
 
     @abstractmethod
     def _quantize(
-        self, arrays: LayerArrays, widths: Sequence[int], folder: Path, advance: Callable[[float], None]
+        self, opened: ExpertStore, layer: int, widths: Sequence[int], folder: Path, advance: Callable[[float], None]
     ) -> dict[int, Made]:
         """One layer at some widths. Raises ValueError: a weight or an input is not finite."""
 
@@ -122,7 +124,7 @@ class ReplicaJob(ABC):
     def make(self, console: Console) -> None:
         """Quantize and publish. Raises StoreError: as `add_replicas`."""
         opened, folder = ExpertStore(self.store, verify="stamp"), beside(self.store, REPLICA_WORK)
-        layers = range(len(opened.layers))  # refused before anything is written where experts are in a published form
+        layers = range(len(opened.mapped))
         options = [self.method, self.options.group, self.options.act_order]
         inputs = {
             MANIFEST_NAME: store_digest(self.store),
@@ -165,7 +167,7 @@ class ReplicaJob(ABC):
 
     def _require_space(self, opened: ExpertStore, folder: Path) -> None:
         experts = opened.manifest.experts.num_experts
-        packed = sum(self._shape(opened, bits).nbytes() for bits in self.widths) * experts * len(opened.layers)
+        packed = sum(self._shape(opened, bits).nbytes() for bits in self.widths) * experts * len(opened.mapped)
         needed = packed + self._left_bytes(opened)
         remedy = "free some space, or make fewer widths"
         require_space(folder, needed, f"making replicas needs {needed / 1e9:.1f} GB", folder.parent, remedy)
@@ -181,7 +183,7 @@ class ReplicaJob(ABC):
             return
         folder = journal.folder
         try:
-            made = self._quantize(opened.layers[layer], left, folder, advance)
+            made = self._quantize(opened, layer, left, folder, advance)
         except ValueError as error:
             raise StoreError(f"layer {layer} cannot be quantized ({error})", "do without replicas") from error
         for bits in left:
@@ -196,7 +198,7 @@ class ReplicaJob(ABC):
 
     def _tables(self, opened: ExpertStore, folder: Path) -> ReplicaTables:
         """Tables of the new widths and of those that stay."""
-        layers, experts = len(opened.layers), opened.manifest.experts.num_experts
+        layers, experts = len(opened.mapped), opened.manifest.experts.num_experts
         counts, scores = self._popularity(opened, folder)
 
         def figures(bits: int, layer: int) -> np.ndarray:
@@ -239,7 +241,7 @@ class ReplicaJob(ABC):
 class DataFree(ReplicaJob):
     """Replicas that need no text: scales of least squared error, all widths in one pass over the weights.
 
-    Losses are those expected for inputs of unit variance.
+    Losses are those expected for inputs of unit variance. Experts in a published form are dequantized first.
     """
 
     method = "data-free"
@@ -252,36 +254,39 @@ class DataFree(ReplicaJob):
         return byte_progress(console)
 
     def _work(self, opened: ExpertStore) -> tuple[str, float]:
-        weights = sum(layer.gate_up.nbytes + layer.down.nbytes for layer in opened.layers)
-        return f"quantizing to {_words(self.widths)} bits", weights
+        layers = range(len(opened.mapped))
+        return f"quantizing to {_words(self.widths)} bits", sum(map(opened.manifest.layer_nbytes, layers))
 
     def _quantize(
-        self, arrays: LayerArrays, widths: Sequence[int], folder: Path, advance: Callable[[float], None]
+        self, opened: ExpertStore, layer: int, widths: Sequence[int], folder: Path, advance: Callable[[float], None]
     ) -> dict[int, Made]:
-        threads = Threads(usable_cores())
+        threads, experts = Threads(usable_cores()), opened.manifest.experts
         made: dict[int, Made] = {bits: Made() for bits in widths}
-        hidden, activation = arrays.down.shape[2], self.activations[arrays.index]
-        for part in _parts(arrays):
-            gate_up, down = (np.ascontiguousarray(a[part]) for a in (arrays.gate_up, arrays.down))
-            fitted, powers = fit_layer(gate_up, down, arrays.dtype, widths, self.options.group, threads)
+        each_nbytes = opened.manifest.layer_nbytes(layer) / experts.num_experts
+        count = max(1, _PART_BYTES // (4 * experts.elements()))
+        for start in range(0, experts.num_experts, count):
+            part = range(start, min(start + count, experts.num_experts))
+            gate_up, down, dtype = _neurons(opened.mapped[layer], part)
+            fitted, powers = fit_layer(gate_up, down, dtype, widths, self.options.group, threads)
             for each in fitted:
-                losses = expected_losses(each.errors, powers, hidden, activation)
+                losses = expected_losses(each.errors, powers, experts.hidden, self.activations[layer])
                 made[each.bits].arrays.append(each.arrays)
                 made[each.bits].figures.append(np.stack([losses, losses, np.ones_like(losses)]))
-            advance(gate_up.nbytes + down.nbytes)
+            advance(each_nbytes * len(part))
         return made
 
     def _popularity(self, opened: ExpertStore, folder: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        shape = len(opened.layers), opened.manifest.experts.num_experts
+        shape = len(opened.mapped), opened.manifest.experts.num_experts
         return np.zeros(shape, np.int64), np.zeros(shape, np.float64)
 
 
-def _parts(arrays: LayerArrays) -> Iterator[slice]:
-    """Runs of experts of about `_PART_BYTES`."""
-    each = arrays.gate_up[0].nbytes + arrays.down[0].nbytes
-    size = max(1, _PART_BYTES // each)
-    for start in range(0, len(arrays.down), size):
-        yield slice(start, start + size)
+def _neurons(arrays: LayerArrays | FormArrays, part: range) -> tuple[NDArray[Any], NDArray[Any], str]:
+    """Some experts of a layer as `fit_layer` takes them: gate_up [n, I, 2, H], down [n, I, H], and their type."""
+    if isinstance(arrays, LayerArrays):
+        some = slice(part.start, part.stop)
+        return np.ascontiguousarray(arrays.gate_up[some]), np.ascontiguousarray(arrays.down[some]), arrays.dtype
+    gate_up, down = zip(*in_order(arrays.neurons, part), strict=True)
+    return np.stack(gate_up), np.stack(down), "float32"
 
 
 def _words(widths: Sequence[int]) -> str:

@@ -88,7 +88,8 @@ def ensure_replicas(
 ) -> Path:
     """The store, with replicas of at least these widths in this group size; missing ones are made now.
 
-    They are made as those that are there; without any, data-free.
+    They are made as those that are there; without any, data-free. Experts in a published form need none at and above
+    that form's width.
 
     Args:
         model_dir: the checkpoint, whose shipped calibration text is used.
@@ -101,9 +102,12 @@ def ensure_replicas(
     """
     from .calibration import shipped_calibration
 
+    manifest = read_manifest(store)
+    if manifest.published is not None and not (bits := manifest.published.narrower(bits)):
+        return store
     options = ReplicaOptions(tuple(bits), group)
     try:
-        present = read_replicas(store, read_manifest(store))
+        present = read_replicas(store, manifest)
         enough = present is not None and (present.method == "gptq" or not calibrated)
         if enough and present is not None and present.group == group and set(options.bits) <= set(present.widths):
             describe_replicas(store, verify="stamp")
@@ -145,11 +149,13 @@ def add_replicas(
         calibration: text file or folder, see `read_texts`, for GPTQ; None: data-free.
 
     Raises:
-        ConfigError: the calibration text is of no use. UnsupportedModelError: no kernel runs replicas of such experts.
+        ConfigError: the calibration text is of no use; or the store's experts are in a published form, and the replicas
+            are to be calibrated or as wide. UnsupportedModelError: no kernel runs replicas of such experts.
         StoreError: the store is damaged, or the disk is full.
     """
     console = Console(stderr=True, quiet=not progress)
     manifest = read_manifest(store)
+    _check_published(manifest, options, calibration)
     shape = manifest.experts
     if shape.gates != 2 or shape.has_bias:
         what = "have no gate" if shape.gates != 2 else "have biases"
@@ -184,6 +190,25 @@ def add_replicas(
             console.print("interrupted: the same command resumes after the last finished layer")
             raise
     return store
+
+
+def _check_published(manifest: Manifest, options: ReplicaOptions, calibration: Path | None) -> None:
+    """Refuse replicas of experts in a published form that would be calibrated, or no smaller than that form."""
+    if (published := manifest.published) is None:
+        return
+    what = f"{manifest.model} publishes its experts as {published.label()}"
+    below = published.narrower(options.bits)
+    if below != options.bits:
+        wide = ", ".join(str(b) for b in options.bits if b not in below)
+        narrower = ",".join(map(str, published.narrower(get_args(Width))))
+        raise ConfigError(
+            f"{what}, {published.width} bits a weight: replicas of {wide} bits are no smaller",
+            f"give --bits some of {narrower}; from {published.width} bits on, NDP workers compute the published form",
+        )
+    if calibration is not None:
+        raise ConfigError(
+            f"{what}, of which replicas are made without a text", "leave --calibrated and --calibration out"
+        )
 
 
 def _activations(store: Path, manifest: Manifest) -> list[str]:
