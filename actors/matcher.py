@@ -4,6 +4,8 @@
     Context (probabilities of layer n - 1) -> trajectory search          -> PrefetchCommand for layer n + d
     Context (probabilities of the last)    -> the iteration is stored    -> done
 
+The last layers, of which no search is left to depend, come in one context.
+
 A context is a request whose answer is the command. The lead looks for answers at each layer without waiting, so it
 needs no server whose thread would take the interpreter from the forward; the iteration and the layer in an answer tell
 whether it is late. Commands for experts of other shards are posted to those, which drop late ones themselves.
@@ -207,12 +209,14 @@ class Matcher:
                 raise ConfigError(why, "send the embedding first, then each layer once") from error
             self._search_s += time.perf_counter() - begin_s
             command = None if forecast is None else self._command(context.iteration, forecast)
-            if context.layer == self._shape.layers - 1 and context.probabilities.shape[1]:
+            seen = context.probabilities.shape[1] // self._shape.experts
+            if seen and context.layer + seen == self._shape.layers:
                 self._end(context)
             return command
 
     def _forecast(self, context: Context) -> Forecast | None:
         sequences = context.sequences.tolist()
+        forecast: Forecast | None = None
         if context.embedding.shape[1]:
             self._iteration, self._sequences = context.iteration, sequences
             forecast = self._prefetch.begin(context.embedding)
@@ -220,7 +224,10 @@ class Matcher:
             self._counts["unknown_iterations"] += 1  # it began before this matcher started
             return None
         else:
-            forecast = self._prefetch.observe(context.layer, context.probabilities)
+            experts, probabilities = self._shape.experts, context.probabilities
+            for number in range(probabilities.shape[1] // experts):  # the last one's forecast is the answer
+                of_layer = probabilities[:, number * experts : (number + 1) * experts]
+                forecast = self._prefetch.observe(context.layer + number, of_layer)
         if forecast is not None:
             total = self._scores["semantic" if forecast.semantic else "trajectory"]
             total[0] += float(forecast.scores.sum())
@@ -257,14 +264,15 @@ class Matcher:
         embedding, probabilities = context.embedding.shape[1], context.probabilities.shape[1]
         if bool(embedding) == bool(probabilities):
             raise ConfigError("a context has both an embedding and probabilities, or neither", "send one of them")
-        if embedding not in (0, shape.hidden) or probabilities not in (0, shape.experts):
+        if embedding not in (0, shape.hidden) or probabilities % shape.experts:
             raise ConfigError(
                 f"a context of {probabilities} experts and embeddings of {embedding} is for another model",
                 f"this matcher is for {shape.experts} experts and embeddings of {shape.hidden}",
             )
-        if context.layer >= shape.layers or not len(context.sequences):
+        layers = max(1, probabilities // shape.experts)
+        if context.layer + layers > shape.layers or not len(context.sequences):
             raise ConfigError(
-                f"a context of layer {context.layer} with {len(context.sequences)} sequences",
+                f"a context of {layers} layers from layer {context.layer} with {len(context.sequences)} sequences",
                 f"the model has {shape.layers} MoE layers",
             )
 

@@ -331,6 +331,12 @@ def lowest_products(
 ) -> list[int]:
     """The first `count` present keys by rising a * b, then stamp, then key. Raises ValueError: lengths differ."""
 
+def expect_map(
+    probabilities: NDArray[np.float64], keys: NDArray[np.int32], priorities: NDArray[np.float32], now: int,
+    experts: int, /,
+) -> None:  # fmt: skip
+    """Sets the probabilities of those keys that there are. Raises ValueError: lengths differ."""
+
 def decode_next(inputs: int, tokens: list[int], /) -> list[tuple[int, int]]:
     """Raises ValueError: not one token for each row, or no column is left."""
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from . import _cpu
 
 lowest_products = _cpu.lowest_products  # as `policies.fmoe.lowest_products`
+expect_map = _cpu.expect_map  # as `policies.fmoe.ExpertMapEviction.expect_map`, once a map was told
 
 
 class NativeBudget:

@@ -257,8 +257,8 @@ def _check_placement(m: messages.PlacementCommand, limits: Limits) -> None:
 
 
 def _check_context(m: messages.Context, limits: Limits) -> None:
-    _below("the number of experts", m.probabilities.shape[1], limits.experts + 1)
     _below("layer", m.layer, limits.layers)
+    _below("the number of experts", m.probabilities.shape[1], (limits.layers - m.layer) * limits.experts + 1)
     _finite("embedding", m.embedding)
     _finite("probabilities", m.probabilities)
 

@@ -103,7 +103,8 @@ class Context:
     Attributes:
         sequences: [S] sequence ids.
         embedding: [S, D] semantic embeddings; D is 0 in a message with probabilities.
-        probabilities: [S, E] router probabilities of this layer; E is 0 in a message with embeddings.
+        probabilities: [S, n*E] router probabilities of this layer and the n - 1 behind it; n is 0 in a message with
+            embeddings.
     """
 
     iteration: int

@@ -69,7 +69,7 @@ class PolicyContext:
         replaceable, substitute: implementations for `MissRule`; None: those in NumPy.
         importance: makes the state of `ImportanceEviction`; None: in NumPy.
         budget: `BudgetDrops` of `BudgetAwareTopK`; None: in NumPy.
-        lowest: of `ExpertMapEviction`; None: in NumPy.
+        lowest, expect_map: of `ExpertMapEviction`; None: in NumPy.
     """
 
     layers: int
@@ -91,6 +91,7 @@ class PolicyContext:
     importance: Callable[..., Any] | None = None
     budget: Any = None
     lowest: Callable[..., list[int]] | None = None
+    expect_map: Callable[..., None] | None = None
 
 
 class NotPrepared(ValueError):

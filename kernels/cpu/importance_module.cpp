@@ -145,6 +145,30 @@ PyObject* products(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return list_of(keys.data(), found);
 }
 
+// expect_map(probabilities: float64 [keys], keys: int32 [n], priorities: float32 [n], now, experts): of each key that
+// there is, its probability in a map of which `now` layers were seen
+PyObject* expect_map(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 5)) return nullptr;
+    Rows probabilities, keys, priorities;
+    const std::int64_t now = PyLong_AsLongLong(args[3]), experts = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred() || !probabilities.take(args[0], 8, true) || !keys.take(args[1], 4) ||
+        !priorities.take(args[2], 4))
+        return nullptr;
+    if (keys.bytes() != priorities.bytes() || experts < 1) {
+        refuse("a map has other priorities than keys, or layers of", experts);
+        return nullptr;
+    }
+    constexpr double kLeast = 0x1p-150;  // below every positive probability in float32
+    for (std::int64_t i = 0; i < keys.bytes() / 4; ++i) {
+        const std::int64_t key = keys.data<std::int32_t>()[i];
+        if (key < 0 || key >= probabilities.bytes() / 8) continue;
+        const auto ahead = static_cast<float>(key / experts + 1 - now);
+        const auto found = static_cast<double>(priorities.data<float>()[i] * ahead);
+        probabilities.data<double>()[key] = std::max(found, kLeast);
+    }
+    Py_RETURN_NONE;
+}
+
 // importance_lowest(state, count) -> keys
 PyObject* lowest(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
@@ -234,6 +258,7 @@ PyMethodDef importance_methods[] = {
     {"misses_fit", fast(fit_misses), METH_FASTCALL, "Whether all missing experts of a routing fit."},
     {"budget_top_k", fast(budget), METH_FASTCALL, "Budget-aware top-k of a routing."},
     {"importance_lowest", fast(lowest), METH_FASTCALL, "The least important residents."},
+    {"expect_map", fast(expect_map), METH_FASTCALL, "The probabilities of a matched map."},
     {"lowest_products", fast(products), METH_FASTCALL, "The present keys of the lowest products."},
     {nullptr, nullptr, 0, nullptr},
 };

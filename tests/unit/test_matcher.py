@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,20 @@ def test_answers_are_the_forecasts(served: Matcher, sequences: int) -> None:
     assert 0.0 < health["mean_trajectory_score"] <= 1.0
 
 
+def test_the_last_layers_in_one_context(served: Matcher) -> None:
+    """Stored like those that come alone; the answer is that of the last."""
+    policy, first = reference(), SHAPE.layers - 1 - SETTINGS.distance
+    for number in range(3):
+        shown = iteration(number, 2)
+        expected = forecasts(policy, shown)
+        for context, forecast in zip(shown.contexts()[: first + 1], expected, strict=False):
+            check(served.handle(context), forecast, number)
+        rest = np.concatenate(shown.probabilities[first:], axis=1)
+        assert served.handle(replace(shown.at(first), probabilities=rest)) is None
+    assert served.health()["iterations"] == 3
+    np.testing.assert_array_equal(served.arrays()["maps"], policy.store.arrays()["maps"])
+
+
 def test_over_a_channel() -> None:
     board, policy = LocalDirectory(), reference()
     with closing(matcher(directory=board)), open_channel(board.addresses[MATCHER]) as channel:
@@ -107,6 +122,7 @@ def test_what_is_not_for_it_is_refused(served: Matcher) -> None:
         (0, good.sequences, good.embedding, p[0], "both"),
         (0, good.sequences, nothing, nothing, "neither"),
         (SHAPE.layers, good.sequences, nothing, p[0], "layer 6"),
+        (SHAPE.layers - 1, good.sequences, nothing, np.concatenate(p[:2], axis=1), "2 layers from layer 5"),
         (0, good.sequences[:0], good.embedding[:0], nothing[:0], "0 sequences"),
     ):
         with pytest.raises(ConfigError, match=why):

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 from numpy.typing import NDArray
 
@@ -27,11 +29,13 @@ from tiermoe.actors.policies.prefetch import LayerSeen, NextGatePrefetch, Span, 
 from tiermoe.actors.settings import ShardSettings
 from tiermoe.actors.store.artifacts import MapShape
 from tiermoe.errors import DeadlinePassed, PeerLost
+from tiermoe.kernels.importance import expect_map
 from tiermoe.proto.messages import Context, HealthReport, Message, PrefetchCommand
 from tiermoe.proto.peers import MATCHER, LocalDirectory, PeerLink, shard_name
 
 _PATIENCE_S = 20.0
 _DEEP = 6 * 8  # keys of all layers
+TAIL = SHAPE.layers - 1 - SETTINGS.distance  # the first layer on which no forecast depends
 
 
 class FakePending:
@@ -134,8 +138,25 @@ class TestPublish:
     def test_a_forward_that_it_joins_midway(self) -> None:
         """Nothing was published of its beginning: no other number of sequences is assumed."""
         with linked() as (link, _, channel):
-            link.observe(0, 3, np.zeros(2, np.int64), np.ones((2, SHAPE.experts), np.float32))
+            link.observe(0, 2, np.zeros(2, np.int64), np.ones((2, SHAPE.experts), np.float32))
             assert channel.sent[0].context.embedding.shape == (2, 0)
+
+    @pytest.mark.parametrize("first", [0, TAIL, TAIL + 1])
+    def test_the_layers_behind_the_last_forecast_go_together(self, first: int) -> None:
+        """Also of a forward that began before the link, and none of one that failed."""
+        rng = np.random.default_rng(first)
+        shown = rng.random((SHAPE.layers, 2, SHAPE.experts)).astype(np.float32)
+        with linked() as (link, _, channel):
+            begin(link, 0)
+            observe(link, 0, TAIL)  # the forward fails behind it
+            begin(link, 1)
+            channel.sent.clear()
+            for layer in range(first, SHAPE.layers):
+                link.observe(1, layer, np.arange(2), shown[layer])
+            sent = [pending.context for pending in channel.sent]
+            tail = max(first, TAIL)
+            assert [context.layer for context in sent] == [*range(first, TAIL), tail]
+            np.testing.assert_array_equal(sent[-1].probabilities, np.concatenate(shown[tail:], axis=1))
 
     def test_nothing_waits_for_a_matcher_that_does_not_answer(self) -> None:
         with linked() as (link, _, channel):
@@ -145,8 +166,8 @@ class TestPublish:
                     observe(link, number, layer)
                     assert link.take(number, layer) == []
             report = link.report()
-            assert len(channel.sent) == report["published"] == 2 * (SHAPE.layers + 1)
-            assert report["dropped"] == 7 * (SHAPE.layers + 1)
+            assert len(channel.sent) == report["published"] == 2 * (TAIL + 2)
+            assert report["dropped"] == 7 * (TAIL + 2)
             assert "slow" in report["problem"]
 
 
@@ -325,6 +346,19 @@ def test_eviction_is_told_what_a_map_says_and_nothing_else() -> None:
     assert eviction.victims(3, lambda key: True) == [10, 8, 9]
     assert eviction._probabilities[9] == pytest.approx(0.7)  # layer 1 with none seen: l - l_now is 2
     tell_eviction(Lru(), guess, 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 12), now=st.integers(0, 2))
+def test_native_probabilities_are_the_reference(seed: int, n: int, now: int) -> None:
+    """Also of experts that the model lacks."""
+    rng, evictions = np.random.default_rng(seed), [ExpertMapEviction(20), ExpertMapEviction(20, expect=expect_map)]
+    for size in (4, n):
+        keys = rng.permutation(np.arange(8 * now, 24))[:size].astype(np.int32)
+        priorities = rng.random(len(keys)).astype(np.float32) * rng.integers(0, 2, len(keys))
+        for eviction in evictions:
+            eviction.expect_map(keys, priorities.astype(np.float32), now, 8)
+        np.testing.assert_array_equal(*(eviction._probabilities for eviction in evictions))
 
 
 L, E, K = SHAPE.layers, SHAPE.experts, 2

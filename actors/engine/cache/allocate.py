@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ....errors import BudgetError, ConfigError
-from ....kernels.importance import NativeImportance, lowest_products
+from ....kernels.importance import NativeImportance, expect_map, lowest_products
 from ...policies.cost import Link
 from ...policies.eviction import make_eviction
 from ...policies.moepic.split import SplitLayout, SplitOptions, buffer_for
@@ -83,7 +83,10 @@ def make_cache(
         Residency(keys, bought.slots, slot_bytes),
         make_eviction(
             policy.eviction,
-            PolicyContext(layers, shape.num_experts, top_k, importance=NativeImportance, lowest=lowest_products),
+            PolicyContext(
+                layers, shape.num_experts, top_k, importance=NativeImportance, lowest=lowest_products,
+                expect_map=expect_map,
+            ),
             split=bought.cut is not None, low_bit=replicas is not None,
         ),
         PrefetchGovernor(policy.prefetch.min_useful),

@@ -27,7 +27,7 @@ from ....proto.channel import Channel, Pending
 from ....proto.messages import Context, HealthReport, HealthRequest, PrefetchCommand
 from ....proto.peers import PeerLink, ReconnectingChannel
 from ...policies.eviction import EvictionPolicy
-from ...policies.fmoe import BlendPrefetch, ExpertMapEviction, probability_of
+from ...policies.fmoe import BlendPrefetch, ExpertMapEviction
 from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...settings import MatcherSettings
 from ...store.artifacts import MapShape
@@ -66,7 +66,9 @@ class MatcherLink:
         self._semantic = settings.semantic  # False: the first forecast of an iteration comes with its first layer
         expected = asdict(shape) | {"distance": settings.distance}
         self._peer = ReconnectingChannel("matcher", link, settings.transport, expected)
-        self._most = 2 * (shape.layers + 1)  # contexts without answer: two iterations
+        self._tail_from = max(0, shape.layers - 1 - settings.distance)  # from here on no forecast is left to ask for
+        self._tail: list[NDArray[np.float32]] = []  # probabilities of the layers from there on, which go together
+        self._most = 2 * (self._tail_from + 2)  # contexts without answer: two iterations
         self._channel: Channel | None = None  # of the last publish
         self._asked: deque[_Asked] = deque()
         self._outcomes: deque[bool] = deque(maxlen=_WINDOW)  # whether a command came in time
@@ -129,12 +131,23 @@ class MatcherLink:
 
         iteration: number of this forward; numbers rise. sequences: ids [S]. embeddings: [S, H].
         """
+        self._tail.clear()
         self._publish(Context(iteration, 0, sequences, embeddings, self._none_for(sequences)), True)
 
     def observe(
         self, iteration: int, layer: int, sequences: NDArray[np.int64], probabilities: NDArray[np.float32]
     ) -> None:
-        """Publish a layer's router probabilities [S, E]: each sequence's mean over its tokens."""
+        """Publish a layer's router probabilities [S, E]: each sequence's mean over its tokens.
+
+        Those of the last layers, on which no forecast of this iteration depends, go in one message with the last.
+        """
+        tail, last = self._tail, layer == self.shape.layers - 1
+        if layer >= self._tail_from:
+            tail.append(probabilities)
+            if not last:
+                return
+            layer, probabilities = layer + 1 - len(tail), np.concatenate(tail, axis=1)
+            tail.clear()
         self._publish(Context(iteration, layer, sequences, self._none_for(sequences), probabilities), False)
 
     def take(self, iteration: int, layer: int) -> list[PrefetchCommand]:
@@ -288,11 +301,7 @@ def wanted_keys(command: PrefetchCommand) -> tuple[list[int], list[float]]:
 def tell_eviction(eviction: EvictionPolicy, command: PrefetchCommand, experts: int) -> None:
     """Give an expert-map eviction the probabilities of a mapped command. experts: of a layer."""
     if command.mapped and isinstance(eviction, ExpertMapEviction):
-        keys, listed = command.keys, command.keys.tolist() or [0]
-        first = min(listed) // experts
-        layers = first if first == max(listed) // experts else keys // experts  # one number for one layer is faster
-        eviction.expect(keys, probability_of(command.priorities, layers, command.layer))
-
+        eviction.expect_map(command.keys, command.priorities, command.layer, experts)
 
 def sequence_means(values: NDArray[np.floating], starts: Sequence[int]) -> NDArray[np.float32]:
     """Mean over each sequence's rows [S, X] of values [T, X] where sequence s has rows starts[s]:starts[s + 1]."""

@@ -69,6 +69,7 @@ class ExpertMapEviction(EvictionPolicy):
         keys: experts of all layers.
         half_life: of a use, see `Lfu`; None, as in the paper: no decay.
         lowest: `lowest_products`, or the same in native code.
+        expect: `expect_map` in native code, from the second map on; None: there is none.
     """
 
     Options = _MapEvictionOptions
@@ -79,10 +80,13 @@ class ExpertMapEviction(EvictionPolicy):
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> ExpertMapEviction:
         lowest = lowest_products if context.lowest is None else context.lowest
-        return cls(context.layers * context.experts, options.half_life, lowest)
+        return cls(context.layers * context.experts, options.half_life, lowest, context.expect_map)
 
-    def __init__(self, keys: int, half_life: float | None = None, lowest: Lowest | None = None) -> None:
-        self._lowest_of = lowest_products if lowest is None else lowest
+    def __init__(
+        self, keys: int, half_life: float | None = None, lowest: Lowest | None = None,
+        expect: Callable[[Floats, NDArray[np.int32], NDArray[np.float32], int, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._lowest_of, self._expect_of = lowest_products if lowest is None else lowest, expect
         self._growth = decay_growth(half_life)
         self._unit = 1.0  # what a use counts now
         self._freqs, self._probabilities = np.zeros(keys), np.ones(keys)
@@ -138,6 +142,15 @@ class ExpertMapEviction(EvictionPolicy):
             self._told = True
             self._probabilities[:] = max(_LEAST, sum(probabilities.tolist()) / len(keys))
         self._probabilities[keys] = np.maximum(probabilities, _LEAST, dtype=np.float64)
+
+    def expect_map(
+        self, keys: NDArray[np.int32], priorities: NDArray[np.float32], now: int, experts: int
+    ) -> None:
+        """`expect` of a map's experts by their priorities (`prefetch_priority`), `now` layers seen."""
+        if self._told and self._expect_of is not None:
+            self._expect_of(self._probabilities, keys, priorities, now, experts)
+        else:
+            self.expect(keys, probability_of(priorities, keys // experts, now))
 
     def _lowest(self, count: int) -> list[int]:
         return self._lowest_of(self._probabilities, self._freqs, self._stamps, self._residents, count)
