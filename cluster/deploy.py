@@ -29,7 +29,7 @@ from .host import thread_limits
 from .placement import DeploymentEnded, Placement, new_id, role_of
 from .ray_session import as_failure, head_address, join, leave, refuse_second, start_local, without_ray_notices
 from .scratch import Scratch
-from .supervision import LeadKeeper
+from .supervision import LeadKeeper, RayWatch
 from .topology.estimate import PlanResult, make_plan
 from .topology.inputs import facts_of_store, local_notes, local_ray, nodes_from_ray, this_machine
 from .topology.spec import ModelFacts, Topology, wants_gpu
@@ -55,6 +55,7 @@ class Deployment:
         notify: called with a line about what the start waits for, and about nodes that join.
         on_ray: called once there is a Ray and before anything is placed on it.
         step: called with each step of the start.
+        lost: called from a thread with the reason when Ray itself has ended or hangs; None: nobody looks.
 
     Attributes:
         id: what the names of its actors begin with.
@@ -76,11 +77,12 @@ class Deployment:
         notify: Callable[[str], None] = say,
         on_ray: Callable[[Deployment], None] | None = None,
         step: Callable[[str], None] = lambda step: None,
+        lost: Callable[[str], None] | None = None,
     ) -> None:
         self.id = new_id()
         self.config, self._settings, self._store_path = config, settings, store_path
         self._classes, self._facts = (worker_class, store_class), facts
-        self._notify, self._on_ray, self._step = notify, on_ray, step
+        self._notify, self._on_ray, self._step, self._lost = notify, on_ray, step, lost
         self._deadline_s = 0.0  # on the monotonic clock, once started
         self._quiet = contextlib.ExitStack()
         self._scratch: Scratch | None = None
@@ -88,6 +90,7 @@ class Deployment:
         self._group: ActorGroup | None = None
         self._watcher: NodeWatcher | None = None
         self._keeper: LeadKeeper | None = None
+        self._ray_watch: RayWatch | None = None
         self._planned: PlanResult | None = None
         self.plan: dict[str, Any] = {}
         self.startup_s = 0.0
@@ -110,6 +113,8 @@ class Deployment:
             self._quiet.enter_context(without_ray_notices())
             self._step("starting Ray" if self._local else f"joining the Ray at {self.config.ray.address}")
             self._start_ray()
+            if self._lost is not None:
+                self._ray_watch = RayWatch(self.id, self._local, self._notify, self._lost)
             if self._on_ray is not None:
                 self._on_ray(self)
             self._planned = self._plan(facts)
@@ -174,6 +179,8 @@ class Deployment:
         assert self._keeper is not None
         try:
             self._keeper.look()
+            if self._ray_watch is not None:
+                self._ray_watch.look()
         except RuntimeFailure:
             if self._placement is not None and self._placement.ended:
                 return False
@@ -220,9 +227,9 @@ class Deployment:
     def close(self) -> None:
         """End the actors, and Ray where it was started here. Idempotent; never raises."""
         watcher, self._watcher = self._watcher, None
+        ray_watch, self._ray_watch = self._ray_watch, None
         group, self._group = self._group, None
         placement, self._placement = self._placement, None
-        scratch, self._scratch = self._scratch, None
         try:
             if watcher is not None:
                 watcher.close()
@@ -231,11 +238,20 @@ class Deployment:
                     group.close()
                 if placement is not None:
                     placement.release()
+                if ray_watch is not None:
+                    ray_watch.close()
                 leave()
         finally:  # also when a second Ctrl-C cuts the above short
             self._quiet.close()
-            if scratch is not None:
-                scratch.close()
+            if self._scratch is not None:
+                self._scratch.close()
+
+    def abandon(self) -> bool:
+        """End a local Ray by force, without asking it; False: there is none. For the end of a process only."""
+        if self._scratch is None:
+            return False
+        self._scratch.close()
+        return True
 
     @property
     def _lead(self) -> Lead:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from typing import Any, TextIO, cast
 
 import ray
 import ray._private.node as ray_node
+import ray._private.ray_constants as ray_constants
+import ray._private.worker
 import ray.exceptions as rex
 
 from .. import errors
@@ -29,6 +32,7 @@ NAMESPACE = "tiermoe"  # of the actors' names: other processes look them up here
 _RAY_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` would build a second environment for every actor
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three failures replace a proxy: Ray's 10 s made that 40 s
 }
 _OPTIONS = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
 _RAY_THREADS = "ray_"
@@ -142,6 +146,21 @@ def leave() -> None:
     with contextlib.suppress(Exception):
         if ray.is_initialized():
             ray.shutdown()
+
+
+def ray_processes() -> dict[str, subprocess.Popen[bytes]]:
+    """GCS and raylet by name, where they were started here."""
+    node = ray._private.worker._global_node
+    found = {} if node is None else node.all_processes
+    kinds = {"GCS": ray_constants.PROCESS_TYPE_GCS_SERVER, "raylet": ray_constants.PROCESS_TYPE_RAYLET}
+    return {name: found[kind][0].process for name, kind in kinds.items() if found.get(kind)}
+
+
+def ray_addresses() -> dict[str, str]:
+    """HOST:PORT of the GCS, and of the raylet of this node, by name."""
+    here = ray.get_runtime_context().get_node_id()
+    raylets = {n["NodeID"]: f"{n['NodeManagerAddress']}:{n['NodeManagerPort']}" for n in ray.nodes() if n["Alive"]}
+    return {"GCS": head_address()} | ({"raylet": raylets[here]} if here in raylets else {})
 
 
 def head_address() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,9 +45,11 @@ class Scratch:
         if self._helper.stdin is not None:
             self._helper.stdin.close()
         try:
-            self._helper.wait(timeout=2 * _SWEEP_DEADLINE_S)
+            ended = self._helper.wait(timeout=2 * _SWEEP_DEADLINE_S)
         except subprocess.TimeoutExpired:
             self._helper.kill()
+            ended = self._helper.wait()
+        if ended != 0:  # somebody killed it
             sweep(self.path)
 
 
@@ -83,6 +86,7 @@ def sweep(directory: Path, spare: int | None = None) -> None:
 
 
 def _main() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager sends it to every process, and this one ends last
     driver = os.getppid()
     sys.stdin.buffer.read()  # returns at the end of the pipe: closed by the driver, or by its death
     sweep(Path(sys.argv[1]), spare=driver if os.getppid() == driver else None)

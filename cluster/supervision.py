@@ -1,26 +1,43 @@
-"""What the process that started a runtime watches: its lead, which it starts again after a death.
+"""What the process that started a runtime watches: its lead, which it starts again, and every process below it.
 
-Ray makes a dead lead's process anew, without its weights. The keeper notices, starts it, and gives up when it dies too
-often. The other actors register and serve again by themselves.
+Ray makes a dead lead's process anew, without its weights. `LeadKeeper` notices, starts it, and gives up when it dies
+too often. The other actors register and serve again by themselves; Serve replaces its proxy and its replicas.
+`RayWatch` says so, ends what hangs, and finds out when Ray itself is lost, which nothing mends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+import psutil
 import ray
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray._private import state as gcs
 
 from ..errors import RuntimeFailure
 from .attach import CONTROL, ActorRecord, Lead, lead_record
-from .placement import remake
-from .ray_session import as_failure
+from .placement import LEAD, remake, split_name
+from .ray_session import as_failure, ray_addresses, ray_processes
 
 DEATHS, WITHIN_S = 3, 60.0  # a lead that dies so often so soon is not started again
 SILENT_S = 8.0  # without an answer: said
 HUNG_S = 30.0  # ended, and started again
+REFUSALS = 3  # of Ray's own processes
+_STEP_S = 1.0
+_ANSWER_S = 1.0
+_SERVE = {
+    "ServeController": "Serve's controller",
+    "ProxyActor": "the HTTP proxy",
+    "ServeReplica:tiermoe:ApiServer": "a server replica",
+}
 _LOG = "see the lead's log in Ray's session folder, or lower --budget"
 
 
@@ -107,3 +124,145 @@ class LeadKeeper:
 
     def _call(self, method: str) -> Any:
         return getattr(self._lead.handle, method).options(concurrency_group=CONTROL).remote()
+
+
+@dataclass(eq=False)
+class _Process:
+    """A process of Ray's, which answers gRPC's health check whatever Python does in it.
+
+    Attributes:
+        name: for people.
+        actor: its process, where it is an actor's on this machine.
+    """
+
+    name: str
+    address: str
+    actor: psutil.Process | None = None
+    answered_s: float = field(default_factory=time.monotonic)
+    silent: bool = False
+    refused: int = 0  # times that nobody listened there, in a row
+
+    def __post_init__(self) -> None:
+        self.channel = grpc.insecure_channel(self.address)
+        self._check = health_pb2_grpc.HealthStub(self.channel).Check
+
+    def ask(self) -> Any:
+        return self._check.future(health_pb2.HealthCheckRequest(), timeout=_ANSWER_S)
+
+
+class RayWatch:
+    """Looks once a second whether Ray's processes live and answer; a thread.
+
+    - GCS or raylet has ended, or was silent for `HUNG_S`: `lost` is called with the reason, once.
+    - An actor's process was silent for `HUNG_S`: it is killed, and Ray or Serve starts another.
+    - Any was silent for `SILENT_S`, or an actor has died: a line says so.
+
+    Args:
+        deployment: its id; the actors of others are left alone unless Ray was started for this one.
+        local: whether it was.
+        notify: called with each line.
+        lost: called on the thread.
+    """
+
+    def __init__(
+        self, deployment: str, local: bool, notify: Callable[[str], None], lost: Callable[[str], None]
+    ) -> None:
+        self._deployment, self._local, self._notify, self._lost = deployment, local, notify, lost
+        self._own: dict[str, subprocess.Popen[bytes]] = ray_processes()
+        self._here = ray.get_runtime_context().get_node_id()
+        found = [_Process(f"Ray's {name}", address) for name, address in ray_addresses().items()]
+        self._servers = [server for server in found if _answers(server.ask())]  # not with Ray's own TLS
+        self._actors: dict[str, _Process] = {}  # by Ray's id and the times that it was started
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tiermoe-ray-watch", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Bring the list of actors up to date, and say which died. Blocks while the GCS does."""
+        found: dict[str, _Process] = {}
+        for actor_id, entry in gcs.actors().items():
+            name = self._name(entry)
+            if name is None or entry["State"] != "ALIVE":
+                continue
+            key, address = f"{actor_id}/{entry['NumRestarts']}", entry["Address"]
+            found[key] = self._actors.get(key) or _Process(
+                name, f"{address['IPAddress']}:{address['Port']}",
+                _process(entry["Pid"]) if address["NodeID"] == self._here else None,
+            )  # fmt: skip
+        for key, process in self._actors.items():
+            if key not in found:
+                process.channel.close()
+                if process.name != LEAD:  # its keeper says that
+                    self._notify(f"{process.name} died; it is started again")
+        self._actors = found
+
+    def close(self) -> None:
+        """Stop looking. Bounded."""
+        self._end.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _ANSWER_S)
+
+    def _run(self) -> None:
+        while not self._end.wait(_STEP_S):
+            reason = self._ended() or self._silence()
+            if reason is not None and not self._end.is_set():
+                self._lost(reason)
+                return
+
+    def _ended(self) -> str | None:
+        for name, process in self._own.items():
+            if (code := process.poll()) is not None:
+                return f"Ray's {name} ended (exit code {code})"
+        return None
+
+    def _silence(self) -> str | None:
+        """Ask all; why Ray is lost, or None."""
+        processes = [*self._servers, *self._actors.values()]
+        with contextlib.suppress(ValueError):  # the channel of an actor that was taken off the list meanwhile
+            asked = [(process, process.ask()) for process in processes]
+            for process, answer in asked:
+                if _answers(answer):
+                    process.answered_s = time.monotonic()
+                    process.refused = 0
+                    if process.silent:
+                        process.silent = False
+                        self._notify(f"{process.name} answers again")
+                elif answer.code() is grpc.StatusCode.UNAVAILABLE:
+                    process.refused += 1
+        for process in processes:
+            silent_s = time.monotonic() - process.answered_s
+            if self._own and process in self._servers and process.refused >= REFUSALS:
+                return f"{process.name} ends"  # asked to by somebody, it takes ten seconds
+            if silent_s > HUNG_S:
+                if process in self._servers:
+                    return f"{process.name} has not answered for {silent_s:.0f} s"  # it hangs
+                if process.actor is not None:
+                    self._notify(f"{process.name} has not answered for {silent_s:.0f} s and is ended")
+                    with contextlib.suppress(psutil.Error):
+                        process.actor.kill()
+                process.answered_s = time.monotonic()
+            elif silent_s > SILENT_S and not process.silent:
+                process.silent = True
+                self._notify(f"{process.name} has not answered for {silent_s:.0f} s")
+        return None
+
+    def _name(self, entry: dict[str, Any]) -> str | None:
+        """Of an actor that belongs here, for people."""
+        parts = split_name(str(entry.get("Name") or ""))
+        if parts is not None:
+            return parts[1] if parts[0] == self._deployment else None
+        return _SERVE.get(str(entry.get("ActorClassName"))) if self._local else None
+
+
+def _answers(answer: Any) -> bool:
+    try:
+        return bool(answer.result().status == health_pb2.HealthCheckResponse.SERVING)
+    except (grpc.RpcError, grpc.FutureCancelledError):
+        return False
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.Error:
+        return None

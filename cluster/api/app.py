@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +52,7 @@ _LEAD_DEADLINE_S = 30.0
 _DRAIN_S = 120.0
 _COMMAND_DRAIN_S = 20.0  # of `tiermoe serve`
 _HEALTH_S = 5.0
+_FAILED_S = 3.0  # a controller that was started again forgets applications for less
 _POLL_S = 0.2
 _END_DEADLINE_S = 60.0
 
@@ -289,6 +291,9 @@ class HttpServer:
         self._settings, self._host = settings, host
         self._port = PortReservation(host, port)
         self._started = False
+        self._asking: threading.Thread | None = None
+        self._failed: str | None = None  # as Serve said last
+        self._failed_s: float | None = None  # since when
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._port.port}"
 
@@ -319,10 +324,24 @@ class HttpServer:
         Raises:
             RuntimeFailure: it does not.
         """
-        state = serve.status().applications.get(APPLICATION)
-        if state is None or state.status.value in ("DEPLOY_FAILED", "DELETING", "NOT_STARTED"):
-            why = "it is gone" if state is None else state.message or state.status.value
-            raise RuntimeFailure(f"the HTTP server ended: {' '.join(why.split())[:300]}", "start it again")
+        if self._asking is None or not self._asking.is_alive():  # it waits while the controller hangs
+            self._asking = threading.Thread(target=self._ask, name="tiermoe-serve-status", daemon=True)
+            self._asking.start()
+        if self._failed is None:
+            self._failed_s = None
+        elif self._failed_s is None:
+            self._failed_s = time.monotonic()
+        elif time.monotonic() - self._failed_s > _FAILED_S:
+            raise RuntimeFailure(f"the HTTP server ended: {self._failed}", "start it again")
+
+    def _ask(self) -> None:
+        try:
+            state = serve.status().applications.get(APPLICATION)
+        except Exception:  # the controller has died: Ray starts another, and `RayWatch` says so
+            return
+        failed = state is None or state.status.value in ("DEPLOY_FAILED", "DELETING", "NOT_STARTED")
+        why = "it is gone" if state is None else state.message or state.status.value
+        self._failed = " ".join(why.split())[:300] if failed else None
 
     def close(self) -> None:
         """End Serve, once the requests under way have ended, or 20 s have passed. Idempotent; never raises."""

@@ -159,14 +159,14 @@ def attached(address: str) -> Attachment:
 
 def deployed(
     config: RunConfig, settings: EngineSettings, notices: Console, step: Callable[[str], None],
-    on_ray: Callable[[Deployment], None] | None = None,
+    on_ray: Callable[[Deployment], None] | None = None, lost: Callable[[str], None] | None = None,
 ) -> Deployment:
     """The runtime of a checked configuration, with its store made where it is missing; it starts in a `with` block.
 
     Args:
         notices: where lines about the start, and about nodes that join, go.
         step: called with each step of the start.
-        on_ray: as for `Deployment`.
+        on_ray, lost: as for `Deployment`.
 
     Raises:
         TierMoeError: the checkpoint, the store or the budget was refused.
@@ -177,7 +177,7 @@ def deployed(
 
     store = _prepared(config, settings, progress=not notices.quiet)
     notify = functools.partial(notices.print, markup=False, soft_wrap=True)
-    return Deployment(config, settings, str(store), notify=notify, on_ray=on_ray, step=step)
+    return Deployment(config, settings, str(store), notify=notify, on_ray=on_ray, step=step, lost=lost)
 
 
 def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConfig, EngineSettings]:

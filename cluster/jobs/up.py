@@ -13,6 +13,7 @@ from ..config import RunConfig
 from ..registry import Entry, Registry
 from ..report.runtime import placed_tables, plan_table
 from ..report.steps import Steps
+from .ending import BoundedEnd
 from .options import RUNTIME, Config, checked_config, checked_settings, deployed, with_options
 
 if TYPE_CHECKING:
@@ -47,20 +48,28 @@ def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], Abstract
     Args:
         beside: entered once the runtime is ready, left before it ends.
 
+    SIGTERM ends it in order, with exit code 0. Ray's own end, or a hang of it, ends the process with exit code 1.
+
     Raises:
         TierMoeError: an input was refused, the runtime did not start, or its lead or what is beside it has failed.
-        SystemExit: SIGTERM.
     """
     config, settings = checked_settings(config)
     notices, local = Console(stderr=True), config.ray.address is None
     entries: list[Entry] = []
-    with ExitStack() as listed:
+    deployment: Deployment | None = None
+
+    def force() -> bool:
+        for entry in entries:
+            Registry().withdraw(entry.deployment)
+        return deployment is not None and deployment.abandon()
+
+    with ExitStack() as listed, BoundedEnd(force) as ending:
 
         def enter(it: Deployment) -> None:
             entries.append(listed.enter_context(Registry().entered(it.id, it.address, local)))
 
         steps = Steps(notices)
-        deployment = deployed(config, settings, notices, steps, enter)
+        deployment = deployed(config, settings, notices, steps, enter, ending.lost)
         from ..placement import DeploymentEnded  # Ray
 
         try:
@@ -69,6 +78,7 @@ def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], Abstract
                     stack.enter_context(deployment)
                 Console().print(plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
                 check = stack.enter_context(beside(deployment))
+                ending.serving()
                 while deployment.watch():
                     check()
                     time.sleep(_WATCH_S)
@@ -76,5 +86,6 @@ def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], Abstract
             pass
         except SystemExit:  # of SIGTERM: `down` withdraws the entry before it sends one
             if not entries or Registry().lists(deployment.id):
-                raise
+                Console().print("ended by SIGTERM")
+                return
     Console().print(f"deployment {deployment.id} was ended by `tiermoe down`")

@@ -1,0 +1,111 @@
+"""The end of a service, bounded: whatever Ray does, its processes are gone within seconds of a signal.
+
+Ray's calls return late, or never, when Ray is starting, or when its processes have ended or hang. The end in order gets
+its time; then everything is ended by force.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+_START_S = 1.0  # to end in order while it starts
+_SERVING_S = 40.0  # afterwards: requests under way have 20 s
+_AGAIN_S = 1.0  # after a second signal
+_SIGNAL_S = 1.0  # between the end of Ray's processes and a signal that ended them too, and this process
+_CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}
+
+
+class BoundedEnd:
+    """Inside the block, SIGINT and SIGTERM bound the time until the process ends; main thread only, else no effect.
+
+    Args:
+        force: ends by force what the process started, and says whether there was something; called on a thread.
+    """
+
+    def __init__(self, force: Callable[[], bool]) -> None:
+        self._force = force
+        self._code: int | None = None  # of the first signal
+        self._until_s = 0.0
+        self._lost: str | None = None
+        self._lost_s = 0.0
+        self._patience_s = _START_S
+        self._wake, self._seen = socket.socketpair()
+        self._before: int | None = None
+        self._over = False
+
+    def __enter__(self) -> BoundedEnd:
+        if threading.current_thread() is threading.main_thread():
+            self._seen.setblocking(False)
+            self._before = signal.set_wakeup_fd(self._seen.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._run, name="tiermoe-ending", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = True
+        if self._before is not None:
+            signal.set_wakeup_fd(self._before)
+        self._seen.close()  # wakes the thread
+
+    @property
+    def terminated(self) -> bool:
+        """Whether SIGTERM came first."""
+        return self._code == _CODES[signal.SIGTERM]
+
+    def serving(self) -> None:
+        """It is ready: requests under way have their time to end."""
+        self._patience_s = _SERVING_S
+
+    def lost(self, reason: str) -> None:
+        """Ray has ended or hangs: nothing can end in order. Called on any thread."""
+        self._lost_s, self._lost = time.monotonic(), reason
+        with contextlib.suppress(OSError):
+            self._seen.send(b"\0")
+
+    def _run(self) -> None:
+        while not self._over:
+            self._wake.settimeout(0.1 if self._code is not None or self._lost is not None else None)
+            with contextlib.suppress(TimeoutError, OSError):
+                for number in self._wake.recv(64):
+                    self._signalled(number)
+            now_s = time.monotonic()
+            if self._over:
+                break
+            if self._lost is not None and (self._code is not None or now_s > self._lost_s + _SIGNAL_S):
+                self._end(1 if self._code is None else self._code)
+            elif self._code is not None and now_s > self._until_s:
+                self._end(self._code)
+        self._wake.close()
+
+    def _signalled(self, number: int) -> None:
+        if number not in _CODES:
+            return
+        patience_s = self._patience_s if self._code is None else _AGAIN_S
+        self._until_s = time.monotonic() + patience_s
+        if self._code is None:
+            self._code = _CODES[signal.Signals(number)]
+
+    def _end(self, code: int) -> None:
+        """End by force, unless there is nothing to be ended so."""
+        if code == 1:
+            print(f"error: {self._lost}; start it again", file=sys.stderr, flush=True)
+        if self._lost is not None:  # Ray's client in this process has much to say about it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        if not self._force() and self._lost is None:
+            self._until_s = time.monotonic() + _AGAIN_S  # Ray was not started yet
+            return
+        if sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")  # the cursor, which a status line hides
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
