@@ -2,6 +2,7 @@
 # make test    the test suite, two files at a time, but for what the next two run
 # make test-slow    real runs of many presets, most architectures, benchmarks, replicas, and the sanitizers
 # make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs, a Serve application
+# make fuzz-api    10,000 generated requests and 10,000 broken ones against the HTTP edge
 # make readme-times README's commands, one after the other, from an empty cache, with their times
 # make train-default-model    train the model that ships with the project, 80 minutes (docs/default-model.md)
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
@@ -31,7 +32,7 @@ PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
-.PHONY: run test test-slow test-nodes readme-times gpu lint proto clean train-default-model
+.PHONY: run test test-slow test-nodes fuzz-api readme-times gpu lint proto clean train-default-model
 export PROMPT
 
 run: $(VENV)/.installed
@@ -45,6 +46,9 @@ test-slow: $(VENV)/.installed-dev
 
 test-nodes: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -rs -m nodes
+
+fuzz-api: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --fuzz-cases 10000 tests/e2e/test_fuzz.py
 
 readme-times: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -s --cold tests/e2e/test_readme.py -k "command or start"

@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--on-cpu", action="store_true", help="tests/cuda/test_identity.py on the CPU stand-in: to try the test itself"
     )
     parser.addoption("--cold", action="store_true", help="README's commands: with an empty cache, each within a minute")
+    parser.addoption("--fuzz-cases", type=int, default=80, help="tests/e2e/test_fuzz.py: requests of each kind")
     parser.addoption("--renew", help="tests/golden: freeze these anew: FILE, FILE/NAME, several with commas, or all")
 
 

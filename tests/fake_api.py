@@ -69,7 +69,7 @@ class FakeBackend:
         self.requests.append(request)
         self.open += 1
         name, params, ended = request.request_id, request.sampling, False
-        prompt = bytes(request.prompt_ids).decode()
+        prompt = bytes(token for token in request.prompt_ids if token < EOS).decode(errors="replace")
         tokens = [*self.answers.get(prompt, prompt.upper().encode())]
         if not params.ignore_eos:
             tokens.append(EOS)

@@ -53,6 +53,7 @@ _DRAIN_S = 120.0
 _COMMAND_DRAIN_S = 20.0  # of `tiermoe serve`
 _HEALTH_S = 5.0
 _FAILED_S = 3.0  # a controller that was started again forgets applications for less
+_SILENCE_S = 60  # of a connection; see `connections.py`
 _POLL_S = 0.2
 _END_DEADLINE_S = 60.0
 
@@ -366,7 +367,7 @@ class HttpServer:
         quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
         serve.start(
             proxy_location="EveryNode",  # on nodes with a replica: here
-            http_options={"host": self._host, "port": self._port.port},
+            http_options={"host": self._host, "port": self._port.port, "keep_alive_timeout_s": _SILENCE_S},
             logging_config=quiet,
         )
         # beside this process: key, template and tokenizer are files of this machine

@@ -74,6 +74,10 @@ def test_a_failure_of_ours_is_json_too() -> None:
 def test_bodies_of_too_many_values_are_refused_and_lists_of_ids_are_not() -> None:
     ids = {"prompt": [[1] * 4096] * 128}
     assert parse(json.dumps(ids).encode(), 4096) == ids
+    text = {"prompt": 'a,\\"' * 600_000}
+    assert parse(json.dumps(text).encode(), 4096) == text
+    with pytest.raises(ApiError, match="more than 544288 values"):
+        parse(b"[" + b"1," * 600_000 + b"1", 4096)
     with pytest.raises(ApiError, match="30000 token ids exceed the limit of 4096"):
         parse(json.dumps({"prompt": [1] * 30_000}).encode(), 4096)
     for many in ([True] * 30_000, [[1]] * 30_000, {str(i): 0 for i in range(30_000)}, [[[0.5] * 100] * 100] * 3):

@@ -44,6 +44,7 @@ _FIELDS = {
     "template": "metadata spec",
     "template.spec": "affinity containers nodeSelector securityContext serviceAccountName "
     "terminationGracePeriodSeconds tolerations topologySpreadConstraints volumes",
+    "template.spec.containers[].env[]": "name value valueFrom",
     "template.spec.containers[]": "args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports "
     "readinessProbe resources securityContext startupProbe volumeDevices volumeMounts workingDir",
     "template.spec.containers[].ports[]": "containerPort hostIP hostPort name protocol",

@@ -1,0 +1,197 @@
+"""Connections of the HTTP proxy: their time limits, and its own errors as JSON.
+
+Ray Serve's proxy is a process of its own with uvicorn in it. It hands requests to a replica once their headers are
+complete, so what a client does before, and what Serve says when no replica answers, is out of the application's reach.
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `install`, which the proxy calls before it opens its port.
+
+One duration, `keep_alive_timeout_s` of Serve's `http_options`, bounds every silence: a connection without a request,
+the headers of a request (together, however many bytes trickle in), and a client that does not read what it asked for.
+Bodies have their own (`limits.body_s`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import uvicorn.config
+from starlette.middleware import Middleware
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from .guard import App, Message, Receive, Scope, Send
+from .schema import ApiError
+
+_MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, as in h11
+_TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is gone is noticed within a minute
+_JSON = b"application/json"
+_WORDS = {
+    404: "this server has no such route",
+    408: "the request took too long; ask for less at a time",
+    429: "too many requests are under way; try again in a moment",
+    503: "the server cannot carry the request out at the moment; send it again",
+}
+
+
+def install() -> list[Middleware]:
+    """Make the proxy's connections `TimedConnection`s; its middleware is `JsonErrors`."""
+    # Serve leaves uvicorn's `http` at "auto", and has no option for it
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{TimedConnection.__name__}"
+    return [Middleware(JsonErrors)]
+
+
+class TimedConnection(HttpToolsProtocol):
+    """uvicorn's connection, with an end to every silence and a bound on headers."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._due: asyncio.TimerHandle | None = None  # until a request's headers are complete
+        self._write_due: asyncio.TimerHandle | None = None  # while the client reads nothing
+        self._head_bytes: int | None = 0  # None: headers are complete
+        self._begun = False  # whether a request's first byte has come
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if (found := transport.get_extra_info("socket")) is not None and found.family != socket.AF_UNIX:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _TCP.items():
+                if hasattr(socket, name):
+                    found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_bytes is not None:
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self._refuse(431, f"the request's headers exceed {_MAX_HEAD_BYTES} bytes; send fewer")
+                return
+            self._head_bytes += len(data)
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_request()
+        self._begun = True
+
+    def on_headers_complete(self) -> None:
+        self._stop()
+        self._head_bytes = None
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self._expect_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_due = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._write_due is not None:
+            self._write_due.cancel()
+            self._write_due = None
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is no HTTP request that the server can read")
+
+    def _expect_request(self) -> None:
+        self._stop()
+        self._head_bytes, self._begun = 0, False
+        self._due = self.loop.call_later(self.timeout_keep_alive, self._expired)
+
+    def _stop(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def _expired(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:  # this one is pipelined behind it
+            self._due = self.loop.call_later(self.timeout_keep_alive, self._expired)
+        elif self._begun:
+            self._refuse(408, f"the headers did not come within {self.timeout_keep_alive} s")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Say why, unless an answer is under way, and close."""
+        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+            body = json.dumps(ApiError(status, message).body).encode()
+            head = [b"content-type: " + _JSON, b"content-length: %d" % len(body), b"connection: close"]
+            self.transport.write(STATUS_LINE[status] + b"\r\n".join(head) + b"\r\n\r\n" + body)
+        self.transport.close()
+
+
+class JsonErrors:
+    """ASGI middleware of the proxy: what Serve says itself, in OpenAI's form.
+
+    A request that Serve could not carry out, which is its 500 or no answer at all, is a 503: the same request may go
+    well a moment later. A stream that breaks off ends with an error event.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = _ProxyAnswer(scope, send)
+        await self._app(scope, receive, answer.send)
+        await answer.finish()
+
+
+class _ProxyAnswer:
+    """One answer on its way through the proxy."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope, self._send = scope, send
+        self._started = self._ended = self._replaced = False
+        self._streams = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._start(message)
+        elif not self._replaced:
+            self._ended = not message.get("more_body", False)
+            await self._send(message)
+
+    async def finish(self) -> None:
+        """The application has returned: end what it left open."""
+        if not self._started:
+            await self._fail(503, {})
+        elif self._streams and not self._ended:
+            body = json.dumps(_failure(503, self._scope).body).encode()
+            await self._send({"type": "http.response.body", "body": b"data: %s\n\ndata: [DONE]\n\n" % body})
+
+    async def _start(self, message: Message) -> None:
+        headers = {name.lower(): value for name, value in message["headers"]}
+        kind, status = headers.get(b"content-type", b""), int(message["status"])
+        self._started = True
+        # the application's errors are JSON, Serve's are not
+        if status >= 400 and not kind.startswith(_JSON) and not self._scope["path"].startswith("/-/"):
+            await self._fail(503 if status >= 500 else status, headers)
+            return
+        self._streams = kind.startswith(b"text/event-stream")
+        await self._send(message)
+
+    async def _fail(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self._started = self._ended = self._replaced = True
+        retry = {b"retry-after": b"1"} if status == 503 else {}
+        headers = retry | dict(headers)
+        body = json.dumps(_failure(status, self._scope).body).encode()
+        kept = [(b"content-type", _JSON), (b"content-length", b"%d" % len(body))]
+        kept += [(name, headers[name]) for name in (b"retry-after", b"x-request-id", b"connection") if name in headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": kept})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _failure(status: int, scope: Scope) -> ApiError:
+    return ApiError(status, _WORDS.get(status, f"{scope['method']} {scope['path']}: refused"))

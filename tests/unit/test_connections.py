@@ -1,0 +1,186 @@
+"""The proxy's connections over real sockets: silences, headers without end, and errors of the proxy itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+uvicorn = pytest.importorskip("uvicorn")
+
+from tiermoe.cluster.api.connections import JsonErrors, TimedConnection, install  # noqa: E402
+
+_SILENCE_S = 0.2
+_WAIT_S = 10.0
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Any]]
+
+
+async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """What Serve's proxy does, by path."""
+    start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]}
+    match scope["path"]:
+        case "/json":
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"17")]
+            await send(start | {"status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "mine"}'})
+        case "/text" | "/-/healthz":
+            await send(start | {"status": 500 if scope["path"] == "/text" else 503})
+            await send({"type": "http.response.body", "body": b"Internal"})
+        case "/missing":
+            await send(start | {"status": 404})
+            await send({"type": "http.response.body", "body": b"Path '/missing' not found."})
+        case "/nothing":
+            pass
+        case "/broken":
+            await send(start | {"headers": [(b"content-type", b"text/event-stream")]})
+            await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+        case "/slow":
+            await asyncio.sleep(3 * _SILENCE_S)
+            await send(start)
+            await send({"type": "http.response.body", "body": b"done"})
+        case "/flood":
+            await send(start)
+            for _ in range(1000):
+                await send({"type": "http.response.body", "body": b"x" * 2**16, "more_body": True})
+            await send({"type": "http.response.body"})
+        case _:
+            await send(start)
+            await send({"type": "http.response.body", "body": b"fine"})
+
+
+def talk(*calls: Talk, silence_s: float = _SILENCE_S) -> list[Any]:
+    """What each call returns, each on a connection of its own, at once."""
+
+    async def run() -> list[Any]:
+        config = uvicorn.Config(JsonErrors(application), http=TimedConnection, timeout_keep_alive=silence_s,
+                                lifespan="off", log_config=None, port=0)  # fmt: skip
+        server = uvicorn.Server(config)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            serving = asyncio.create_task(server._serve([listener]))
+            try:
+                return await asyncio.gather(*(_one(listener.getsockname(), call) for call in calls))
+            finally:
+                server.should_exit = True
+                await serving
+
+    return asyncio.run(run())
+
+
+async def _one(address: Any, call: Talk) -> Any:
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        return await asyncio.wait_for(call(reader, writer), _WAIT_S)
+    finally:
+        writer.close()
+
+
+def asks(*pieces: bytes, pause_s: float = 0.0) -> Talk:
+    """Send the pieces, and return all that comes until the server closes."""
+
+    async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        async def write() -> None:
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(pause_s)
+
+        writing = asyncio.create_task(write())
+        try:
+            return await reader.read()
+        finally:
+            writing.cancel()
+
+    return call
+
+
+def get(path: str, *more: str) -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: a", *more, "", ""]).encode()
+
+
+def parsed(answer: bytes) -> tuple[int, Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"] if b"application/json" in head else body
+
+
+def test_silences_end() -> None:
+    trickle = [b"GET / HTTP/1.1\r\n", *[b"X-A: b\r\n"] * 200]
+    nothing, lines, half, trickled, kept = talk(
+        asks(), asks(*[b"\r\n"] * 200, pause_s=0.02), asks(b"GET / HTT"), asks(*trickle, pause_s=0.02), asks(get("/"))
+    )
+    assert (nothing, lines) == (b"", b"")
+    for answer in (half, trickled):
+        status, error = parsed(answer)
+        assert (status, error["message"]) == (408, f"the headers did not come within {_SILENCE_S} s")
+    assert kept.endswith(b"fine\r\n0\r\n\r\n")  # and then nothing more was asked
+
+
+def test_what_takes_long_is_no_silence() -> None:
+    closing = "Connection: close"
+    slow, pipelined, rest = talk(
+        asks(get("/slow", closing)),
+        asks(get("/slow"), b"GET /"),
+        asks(get("/", "Content-Length: 100"), *[b"x"] * 99, pause_s=0.05),  # its answer has been sent
+    )
+    assert slow.endswith(b"done\r\n0\r\n\r\n")
+    assert b"done" in pipelined
+    assert b"fine" in rest
+
+
+def test_headers_have_a_bound() -> None:
+    many, one, legal = talk(
+        asks(b"GET / HTTP/1.1\r\n", *[b"X-A: " + b"b" * 1000 + b"\r\n"] * 200, pause_s=0.0005),
+        asks(b"GET / HTTP/1.1\r\nX-A: ", *[b"b" * 1000] * 200, pause_s=0.0005),
+        asks(get("/", "X-A: " + "b" * 60_000, "Connection: close")),
+        silence_s=5,
+    )
+    assert [parsed(answer)[0] for answer in (many, one)] == [431, 431]
+    assert b"fine" in legal
+
+
+def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(get("/flood"))
+        await asyncio.sleep(5 * _SILENCE_S)
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        return len(await reader.read())
+
+    assert talk(call)[0] < 32 * 2**20  # of 64 MiB
+
+
+def test_what_serve_says_itself_is_json() -> None:
+    closing = "Connection: close"
+    paths = ("/text", "/missing", "/nothing", "/json", "/-/healthz", "/broken")
+    text, missing, nothing, own, serves, broken = map(parsed, talk(*(asks(get(path, closing)) for path in paths)))
+    assert [found[0] for found in (text, missing, nothing, own, serves)] == [503, 404, 503, 503, 503]
+    assert text[1] == nothing[1]
+    assert text[1]["type"] == "service_unavailable"
+    assert missing[1]["message"] == "this server has no such route"
+    assert own[1] == "mine"
+    assert b"Internal" in serves[1]
+    assert broken[0] == 200
+    assert b'"type": "service_unavailable"' in broken[1]
+    assert b"data: [DONE]\n\n" in broken[1]
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00", b"\x00" * 64, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
+             b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+             b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n"],
+)  # fmt: skip
+def test_raw_bytes_get_a_json_refusal(sent: bytes) -> None:
+    (answer,) = talk(asks(sent))
+    status, error = parsed(answer)
+    assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+def test_the_proxy_takes_these_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("uvicorn.config.HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
+    (middleware,) = install()
+    assert middleware.cls is JsonErrors
+    config = uvicorn.Config(application, log_config=None)
+    config.load()
+    assert config.http_protocol_class is TimedConnection
