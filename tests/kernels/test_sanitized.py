@@ -49,6 +49,7 @@ PROGRAMS = {
     # each instruction set of this processor; also that they agree, and threads with each other, bit by bit
     "packed": Program("packed", CPU, NEURONS, flags=("-O1", *FAST_MATH)),
     "forms": Program("form", CPU, FORMS, flags=("-O1", *FAST_MATH)),
+    "importance": Program("importance", CPU, ("importance.cpp",), flags=("-O1", "-g", *FAST_MATH)),
     "link": Program("link", CPU, ("link.cpp",)),
     "link, threads": Program("link", CPU, ("link.cpp",), sanitizers="thread"),
     # random problems with every option; input out of range is refused before it is used

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,10 @@ from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.host_view import HostViews, Routing
 from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer
+from tiermoe.actors.engine.pre_evicting import PreEvicting
+from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
+from tiermoe.actors.policies.activeevict import BudgetAwareTopK, PreEviction
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.registry import PolicyContext, make, options
 from tiermoe.actors.policies.residency import Residency, ResidencyError, State
@@ -28,6 +32,7 @@ from tiermoe.actors.settings import LinkSettings
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels import _cpu
 from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel, NativeLayer, Operands, TorchKernel
+from tiermoe.kernels.importance import NativeBudget, NativeImportance
 
 POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "least-stale", "lcp"]
 TIMES = {"blocked_io_s", "total_io_s", "link_s", "io_path_s", "link_path_s"}
@@ -69,7 +74,10 @@ class Ahead:
 class Stack:
     """The layers of one tiny model on one cache."""
 
-    def __init__(self, slots: int, policy: str, gbps: float | None = None, min_useful: float = 0.0) -> None:
+    def __init__(
+        self, slots: int, policy: str, gbps: float | None = None, min_useful: float = 0.0,
+        hooks: Callable[[ExpertCache], Hooks] | None = None, **context: Any,
+    ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(5)
         weights = [
             LayerWeights(tuple(torch.randn(s, generator=generator) for s in SHAPE.stacked().values()))
@@ -81,13 +89,14 @@ class Stack:
         self.governor = PrefetchGovernor(min_useful, window=8, rest=6)
         self.cache = ExpertCache(
             pool, weights, device, Residency(KEYS, slots, SHAPE.nbytes(4)),
-            make("eviction", options("eviction", policy), PolicyContext(LAYERS, EXPERTS)), self.governor,
+            make("eviction", options("eviction", policy), PolicyContext(LAYERS, EXPERTS, **context)), self.governor,
             self.stats, Timeline(False), self.queue,
         )  # fmt: skip
         backend = DeviceBackend(self.cache, HostViews(), PlainActivations(torch.device("cpu")))
         kernel, placer, self.ahead = kernel_of(pool), Placer(self.cache), Ahead(self.cache)
+        made = Hooks(ahead=(self.ahead,)) if hooks is None else hooks(self.cache)
         self.layers = [
-            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=Hooks(ahead=(self.ahead,)))
+            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=made)
             for i in range(LAYERS)
         ]
         self.planned = 0  # passes in native calls that Python's policies took part in
@@ -133,6 +142,7 @@ class Stack:
                 for layer in self.stats.layers
             ],
             "sources": asdict(self.stats.source("test")),
+            "changed": (self.stats.substitutions, self.stats.dropped, set(cache.counters.vacant)),
             "uses": list(cache.uses),
             "pending": set(cache.counters.pending),
             "order": cache.eviction.victims(KEYS, lambda key: True),
@@ -188,6 +198,43 @@ def test_prefetches_under_way(policy: str, slots: int) -> None:
         assert native.known() == python.known()
     source = native.stats.source("test")
     assert min(source.late, source.hits, source.cancelled, native.planned) > 0
+    native.cache.close(), python.cache.close()
+
+
+TOP = 3
+
+
+def active(drops: Any) -> Callable[[ExpertCache], Hooks]:
+    """ActiveEvict's hooks, with the next layer's scores by a matrix of the test's."""
+    routers = np.random.default_rng(4).standard_normal((LAYERS, SHAPE.hidden, EXPERTS)).astype(np.float32)
+
+    def hooks(cache: ExpertCache) -> Hooks:
+        rule, blocks = BudgetAwareTopK(drops=drops), [SimpleNamespace(router=None)] * LAYERS
+        ahead = PreEvicting(
+            PreEviction(TOP), cache, LAYERS, EXPERTS, lambda layer, view: view.hidden.numpy() @ routers[layer]
+        )
+        return Hooks((Rerouter(rule, cache, blocks, TOP),), (), (ahead,))  # type: ignore[arg-type]
+
+    return hooks
+
+
+@pytest.mark.parametrize("slots", [TOP + 1, EXPERTS, KEYS - 5])
+def test_active_evict_in_native_calls(slots: int) -> None:
+    """Dropped experts, vacated slots, victims and counters are those of the reference, and where Python runs a pass."""
+    native = Stack(slots, "importance", hooks=active(NativeBudget()), importance=NativeImportance, top_k=TOP)
+    python = Stack(slots, "importance", hooks=active(None), top_k=TOP).in_python()
+    rng = np.random.default_rng(slots)
+    for step in range(50):
+        for index in range(LAYERS):
+            tokens = int(rng.choice([1, 1, 2, 5])) if step % 9 else CPU_MAX_ROWS + 20
+            ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP].copy())
+            inputs = torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, TOP)
+            assert torch.equal(native.layers[index].forward(*inputs), python.layers[index].forward(*inputs))
+            native.settle(), python.settle()
+        assert native.known() == python.known()
+    assert native.planned > 40
+    assert native.stats.dropped > 0
+    assert sum(layer.vacated for layer in native.stats.layers) > 0
     native.cache.close(), python.cache.close()
 
 
