@@ -10,6 +10,7 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,26 +184,33 @@ def parts_of(path: Path) -> list[Path]:
     return files
 
 
-def expert_forms(folder: Path) -> list[tuple[ExpertForm, bool]]:
-    """By the headers of a folder's GGUF files: the form of each MoE layer's experts, and whether they are mapped.
+def tensors_of_gguf(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type, such as "Q4_K", and shape of every tensor of a folder's GGUF files. Raises CheckpointError: malformed."""
+    return {
+        name: (GGMLQuantizationType(kind).name, shape)
+        for path in gguf_files(folder)
+        for name, (shape, kind, _) in read_gguf_header(path).tensors.items()
+    }
+
+
+def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tuple[ExpertForm, bool]]:
+    """The form of each MoE layer's experts, and whether they are mapped. tensors: as `tensors_of_gguf` has them.
 
     Raises:
-        CheckpointError: a file is malformed, or a layer lacks a matrix. UnsupportedModelError: of an unknown type.
+        CheckpointError: a layer lacks a matrix, or one has another shape. UnsupportedModelError: of an unknown type.
     """
     layers: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    for path in gguf_files(folder):
-        for name, (shape, kind, _) in read_gguf_header(path).tensors.items():
-            if match := _EXPERTS.fullmatch(name):
-                part = match["part"].replace("_exps", "")
-                layers.setdefault(int(match["layer"]), {})[part] = (GGMLQuantizationType(kind).name, shape)
+    for name, found in tensors.items():
+        if match := _EXPERTS.fullmatch(name):
+            layers.setdefault(int(match["layer"]), {})[match["part"].replace("_exps", "")] = found
     try:
         return [_expert_form(parts) for _, parts in sorted(layers.items())]
     except (FormError, KeyError, IndexError, TypeError) as error:
-        what = f"the experts of {folder.name} are no gate, up and down ({first_problem(error)})"
+        what = f"the experts of the GGUF file are no gate, up and down ({first_problem(error)})"
         raise CheckpointError(what, REFETCH) from error
 
 
-def _expert_form(parts: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[ExpertForm, bool]:
+def _expert_form(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[ExpertForm, bool]:
     """The form of a layer's experts, and whether slots want it as it lies: Q5_0 and gpt-oss's layout are repacked."""
     matrices = {}
     for name, (kind, shape) in parts.items():

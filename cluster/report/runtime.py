@@ -162,6 +162,8 @@ def _summary(record: Mapping[str, Any]) -> Table:
     stored = model["layer_form_bytes"] or [model["expert_bytes"]]
     range_of = " to ".join(dict.fromkeys(size(n) for n in (min(stored), max(stored))))
     stay = f"; {size(model['mapped_bytes'])} of experts stay in the checkpoint" if model["mapped_bytes"] else ""
+    replicas = sum(part["replica_bytes"] for part in (spec["ndp"], low) if part) * model["layers"] * model["experts"]
+    more = f" and {size(replicas)} of replicas" if replicas else ""
     return facts("Planned, not started", [
         ("model", f"{model['name']}: {model['layers']} layers x {model['experts']} experts, top-{model['top_k']}, "
                   f"{range_of} each as stored{_form(model)}, {size(model['all_bytes'])} in all"),
@@ -173,7 +175,7 @@ def _summary(record: Mapping[str, Any]) -> Table:
                     f"experts by '{spec['ownership']}'"),
         ("budget of each", f"{size(spec['budget_bytes'])}, {slots}"),
         ("store", f"{spec['store_layout']}, on {spec['store_nodes']} nodes; "
-                  f"{size(model['store_bytes'])} on disk{stay}"),
+                  f"{size(model['store_bytes'])} on disk{more}{stay}"),
         *([("NDP workers compute", _near_data(spec["ndp"], model))] if spec["ndp"] else []),
     ])  # fmt: skip
 

@@ -35,7 +35,7 @@ _ANSWER_DEADLINE_S = 10
 _BYTES = ("memory", "object_store_memory")
 _BYTE_SIZE = TypeAdapter(ByteSize)
 _GPU_DEVICES = "nvidia[0-9]*"  # in /dev, one for each GPU
-ROUTED = re.compile(r"\.experts\.")  # not `.shared_experts.`: those run for every token
+ROUTED = re.compile(r"\.experts\.|_exps\.")  # not `.shared_experts.`: those run for every token
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _SCALES = re.compile(r"(scale|scales|scale_inv|zero_point)$")  # of quantized weights
@@ -92,10 +92,15 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     item = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), 2)
     numbers = _moe_layers(config, model_dir)
     layers = len(numbers)
-    tensors = headers(model_dir) or {}
+    if gguf := any(model_dir.glob("*.gguf")):
+        from ..gguf_header import expert_forms, tensors_of_gguf  # the package takes a fifth of a second
+
+        tensors = tensors_of_gguf(model_dir)
+    else:
+        tensors = headers(model_dir) or {}
     source = "config.json and the headers of the weights" if tensors else "config.json"
     routed = {name: found for name, found in tensors.items() if ROUTED.search(name)}
-    forms = _expected_forms(config, model_dir, numbers, hidden, width, routed)
+    forms = expert_forms(routed) if gguf else _expected_forms(config, model_dir, numbers, hidden, width, routed)
     if forms is not None and len(forms) != layers:
         what = f"'{model_dir}' has {len(forms)} layers with experts, its config.json says {layers}"
         raise CheckpointError(what, "download the checkpoint again")
@@ -105,7 +110,8 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     if form is None and each / 2 < found < 2 * each:
         each = round(found)  # with biases, without a gate
     rest = [found for name, found in tensors.items() if name not in routed and not _SCALES.search(name)]
-    estimated = not rest or any(code not in _NUMBERS for code, _ in rest)  # packed: several numbers in one
+    packed = not gguf and any(code not in _NUMBERS for code, _ in rest)  # several numbers in one
+    estimated = not rest or packed
     dense = _dense_elements(config, model_dir, layers) if estimated else _elements(shape for _, shape in rest)
     return ModelFacts(
         name=name_of(model_dir),
@@ -147,10 +153,6 @@ def _expected_forms(
         layers: numbers of the MoE layers.
         routed: type code and shape of the tensors of routed experts; empty where they are not known.
     """
-    if any(model_dir.glob("*.gguf")):
-        from ..gguf_header import expert_forms
-
-        return expert_forms(model_dir)
     beside = model_dir / HF_QUANT_CONFIG
     quantization = read_quantization(config, read_json_object(beside) if beside.is_file() else None)
     if quantization is None:

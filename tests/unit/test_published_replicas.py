@@ -29,7 +29,7 @@ from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import load_hardware, load_policy
 from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.prepare import ensure_replicas, prepare
-from tiermoe.errors import ConfigError
+from tiermoe.errors import ConfigError, TierMoeError
 from tiermoe.kernels.fit import fit_layer
 from tiermoe.kernels.pack import PackedShape
 from tiermoe.kernels.packed_ffn import PackedLayer, Threads
@@ -198,9 +198,13 @@ def test_what_is_refused_and_what_is_said(tmp_path: Path) -> None:
         raise wide.exception  # type: ignore[misc]
     text = tmp_path / "text.txt"
     text.write_text("a text " * 100)
-    calibrated = run.invoke(app, ["prepare", str(published), str(store), "--bits", "2", "--calibration", str(text)])
-    with pytest.raises(ConfigError, match="replicas are made without a text"):
-        raise calibrated.exception  # type: ignore[misc]
+    calibrated = ["--bits", "2", "--calibration", str(text)]
+    for paths, said in (((published, tmp_path / "new"), "unquantized checkpoint"), ((store,), "made without a text")):
+        refused = run.invoke(app, ["prepare", *map(str, paths), *calibrated])
+        with pytest.raises(TierMoeError, match="mxfp4|quantized form") as error:
+            raise refused.exception  # type: ignore[misc]
+        assert said in str(error.value)
+    assert not (tmp_path / "new").exists()
     assert run.invoke(app, ["prepare", str(published), str(store), "--bits", "2"]).exit_code == 0
     view = describe_replicas(store)
     assert view is not None

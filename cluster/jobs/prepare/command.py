@@ -12,6 +12,7 @@ from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError
 from ...hub import locate
+from ...quantization import published_as
 from ..profile.command import profile_request
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
@@ -96,9 +97,11 @@ def prepare_command(
     options = replica_options(bits, group_size, act_order, calibrated, calibration_tokens)
     model = locate(checkpoint)
     text = calibration_text(model, calibration) if calibrated else None
-    for measured in (neuron_order, gates, sensitivity):
-        if measured is not None:
-            read_texts(measured)
+    texts = [text for text in (neuron_order, gates, sensitivity) if text is not None]
+    for measured in texts:
+        read_texts(measured)
+    if published_as(model) is not None and (texts or calibrated):  # refused before minutes are spent on the store
+        raise published_refused(f"checkpoint {model}")
 
     def additions() -> Iterator[Callable[[Path], object]]:
         if neuron_order is not None:  # before replicas, which are fitted to the order
@@ -128,7 +131,7 @@ def prepare_command(
         store = model
     else:
         store = prepare(model, out if out is not None else default_store_dir(model, cache_dir), force=force)
-    if (neuron_order, gates, sensitivity) != (None,) * 3 and read_manifest(store).published is not None:
+    if texts and read_manifest(store).published is not None:
         raise published_refused(f"store {store}")
     for add in additions():
         add(store)

@@ -12,7 +12,7 @@ from rich.console import Console
 from ....actors.store.format import DENSE_NAME, MANIFEST_NAME, SourceFile, layer_name, read_manifest
 from ....errors import StoreError
 from ...hub import complete
-from ...report.tables import byte_progress
+from ...report.tables import byte_progress, size
 from .checkpoint import Checkpoint, open_checkpoint, refuse_unsupported
 from .writer import beside, discard, disk_errors, locked, require_space, sync_folder
 
@@ -118,8 +118,7 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
         conversion = plan_store(checkpoint)
     needed, total = conversion.written_bytes(), conversion.total_bytes()
     if needed < total:
-        stay = f"{(total - needed) / 1e9:.2f} GB of experts stay in the checkpoint"
-        console.print(f"{stay}; {needed / 1e9:.2f} GB are written")
+        console.print(f"{size(total - needed)} of experts stay in the checkpoint; {size(needed)} are written")
     remedy = "free some space, or name a folder on another disk as OUT"
     require_space(partial, needed, f"the store needs {needed / 1e9:.1f} GB", partial.parent, remedy)
     with byte_progress(console) as bar:
