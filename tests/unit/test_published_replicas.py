@@ -201,7 +201,7 @@ def test_what_is_refused_and_what_is_said(tmp_path: Path) -> None:
     calibrated = ["--bits", "2", "--calibration", str(text)]
     for paths, said in (((published, tmp_path / "new"), "unquantized checkpoint"), ((store,), "made without a text")):
         refused = run.invoke(app, ["prepare", *map(str, paths), *calibrated])
-        with pytest.raises(TierMoeError, match="mxfp4|quantized form") as error:
+        with pytest.raises(TierMoeError, match=r"mxfp4|quantized form") as error:
             raise refused.exception  # type: ignore[misc]
         assert said in str(error.value)
     assert not (tmp_path / "new").exists()
