@@ -117,6 +117,8 @@ class GpuWorker:
             if "predictors" in settings.policy.needs:
                 predictors = predictors_of(folder, manifest, settings.policy.prefetch.distance)
             artifacts = read_policy_artifacts(settings.policy, folder, manifest)
+            tokenizer = folder / "tokenizer.json"
+            vocabulary = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
         blocks = find_blocks(self._model, manifest)
         top_k = experts_per_token(self._model.config)
         self._stage = "probing"
@@ -128,7 +130,7 @@ class GpuWorker:
             self._engine.prefetching.watch_embeddings(self._model)
         experts = [block.experts for block in blocks]
         self._dense = CompiledDense(self._model, experts, settings.compile, threads=settings.threads)
-        self._batcher = make_batcher(self._model, settings.kv, self._engine, settings.attention)
+        self._batcher = make_batcher(self._model, settings.kv, self._engine, settings.attention, vocabulary)
         _warm_up(self._batcher, self._dense.warm_up)
         self._engine.notes += self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
@@ -293,11 +295,14 @@ def _warm_up(batcher: Any, prompts: Sequence[Sequence[int]]) -> None:
                 raise RuntimeFailure(f"a forward of {len(prompt)} rows failed: {event.error}", "use compile: off")
 
 
-def make_batcher(model: Any, kv: KvSettings, watcher: Any = None, attention: Attention = "auto") -> Any:
+def make_batcher(
+    model: Any, kv: KvSettings, watcher: Any = None, attention: Attention = "auto", tokenizer: str | None = None
+) -> Any:
     """Continuous batching if the model allows it, else one request after another.
 
     Args:
         watcher: a `SequenceWatcher`, which gets the rows of each forward pass.
+        tokenizer: the text of tokenizer.json, for grammars.
 
     Raises:
         UnsupportedModelError: `kv.batching` is continuous and the model does not allow it.
@@ -305,10 +310,10 @@ def make_batcher(model: Any, kv: KvSettings, watcher: Any = None, attention: Att
     from .engine.serving.batching import ContinuousBatcher, SerialBatcher
 
     if kv.batching == "serial":
-        return SerialBatcher(model, kv, "asked for", watcher)
+        return SerialBatcher(model, kv, "asked for", watcher, tokenizer)
     try:
-        return ContinuousBatcher(model, kv, watcher, attention)
+        return ContinuousBatcher(model, kv, watcher, attention, tokenizer)
     except UnsupportedModelError as error:
         if kv.batching == "continuous":
             raise
-        return SerialBatcher(model, kv, error.what, watcher)
+        return SerialBatcher(model, kv, error.what, watcher, tokenizer)

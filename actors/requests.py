@@ -36,6 +36,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str | None = None
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,8 @@ class FakeBackend:
         name, params, ended = request.request_id, request.sampling, False
         prompt = bytes(token for token in request.prompt_ids if token < EOS).decode(errors="replace")
         tokens = [*self.answers.get(prompt, prompt.upper().encode())]
-        if not params.ignore_eos:
-            tokens.append(EOS)
-        finish = "stop" if len(tokens) <= params.max_tokens and not params.ignore_eos else "length"
-        tokens = tokens[: params.max_tokens]
+        finish = "stop" if len(tokens) < params.max_tokens and not params.ignore_eos else "length"
+        tokens, last = tokens[: params.max_tokens], (EOS,) if finish == "stop" else ()
         try:
             for begin in range(0, len(tokens), self.step):
                 part = tuple(tokens[begin : begin + self.step])
@@ -88,7 +86,7 @@ class FakeBackend:
                     raise RuntimeFailure(self.failure, "send it again")
                 await asyncio.sleep(0)
             ended = True
-            yield TokenEvent(name, (), finish, ttft_s=0.01, queue_s=0.002)
+            yield TokenEvent(name, last, finish, ttft_s=0.01, queue_s=0.002, logprobs=score(last, params.logprobs))
         finally:
             self.open -= 1
             if not ended:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ...actors.requests import TokenLogprob
-from .schema import ChatBody, CompletionBody, GenerationBody, finite
+from .grammar import compiled, forced_call
+from .schema import ChatBody, CompletionBody, GenerationBody, finite, refused
 from .service import Choice, Run, Service
 from .text import Delta, ScoredToken, TokenBytes
+from .tools import Parser, PlainParser, ToolCall
 
 Json = dict[str, Any]
+_GRAMMAR_BYTES = 4096  # its compilation takes as long as a text of this size, at least
 
 
 class Form(Protocol):
@@ -58,15 +62,60 @@ async def chat(service: Service, body: ChatBody) -> Asked:
     service.check_model(body.model)
     body.check_tokens(service.tokenizer.get_vocab_size())
     service.check_choices(body.choices)
-    ids = await service.chat_ids(body.messages, special=body.add_special_tokens, options=body.chat_template_kwargs)
+    parser, display = _tool_parser(service, body), body.display
+    if parser is not PlainParser and service.tool_format is not None and service.tool_format.special:
+        display = replace(display, skip_special=False)
+    grammar = await _grammar(service, body)
+    options = dict(body.chat_template_kwargs or {}) | ({"tools": body.offered_tools} if body.offered_tools else {})
+    ids = await service.chat_ids(body.messages, special=body.add_special_tokens, options=options)
     tokens = body.wanted_tokens
     if tokens is None:
         tokens = max(1, service.limit_tokens - len(ids))
     service.check_length(len(ids), tokens, "messages")
     choices = tuple(
-        Choice(ids, body.sampling(tokens, index, body.wanted_logprobs), body.display) for index in range(body.choices)
+        Choice(ids, body.sampling(tokens, index, body.wanted_logprobs, grammar=grammar), display)
+        for index in range(body.choices)
     )
-    return Asked(choices, len(ids), ChatForm(service.token_bytes, bool(body.logprobs)), body)
+    parsers = tuple(parser() for _ in choices)
+    form = ChatForm(service.token_bytes, bool(body.logprobs), parsers, body.parallel_tool_calls is not False)
+    return Asked(choices, len(ids), form, body)
+
+
+async def _grammar(service: Service, body: GenerationBody) -> str | None:
+    """What the text must follow: the request's grammar, or that of a tool call that must come.
+
+    Raises:
+        ApiError: 400, it is refused.
+    """
+    forced = body.forced_functions if isinstance(body, ChatBody) else {}
+    if not forced:
+        return await service.offload.run(_GRAMMAR_BYTES, lambda: compiled(body)) if body.constraint else None
+    if body.constraint is not None:
+        raise refused(f"'{body.constraint[0]}' and a tool call that must come; leave one out", body.constraint[0])
+    assert isinstance(body, ChatBody)
+    found, several = service.tool_format, body.parallel_tool_calls is not False
+    if found is None or found.grammar is None:
+        raise refused("this model's tool calls cannot be forced; set tool_choice to auto", "tool_choice")
+    lark = found.grammar(forced, several and body.tool_choice == "required")
+    return await service.offload.run(_GRAMMAR_BYTES, lambda: forced_call(lark, forced))
+
+
+def _tool_parser(service: Service, body: ChatBody) -> Callable[[], Parser]:
+    """What makes a parser of a choice's text.
+
+    Raises:
+        ApiError: 400, there are tools and the model cannot call any.
+    """
+    found = service.tool_format
+    if body.offered_tools and (service.template is not None):
+        if "tools" not in service.template.variables:
+            raise refused("the model's chat template takes no tools; leave 'tools' out", "tools")
+        if found is None:
+            raise refused(
+                "the chat template does not show how the model writes tool calls; start the server with --tool-format",
+                "tools",
+            )
+    return found.parser if found is not None and (found.always or body.offered_tools) else PlainParser
 
 
 async def completion(service: Service, body: CompletionBody) -> Asked:
@@ -82,13 +131,14 @@ async def completion(service: Service, body: CompletionBody) -> Asked:
     service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
     special = body.add_special_tokens
     # an empty list: says what is wrong
+    grammar = await _grammar(service, body)
     prompts = tuple([await service.prompt_ids(prompt, special=special) for prompt in given or [""]])
     tokens = max(1, body.wanted_tokens)
     choices = []
     for ids in prompts:
         service.check_length(len(ids), tokens, "prompt")
         for index in range(body.choices):
-            sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None)
+            sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None, grammar)
             choices.append(Choice(ids, sampling, body.display, shown=body.wanted_tokens > 0))
     echoes: tuple[str, ...] | None = None
     if body.echo:
@@ -147,28 +197,55 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
-@dataclass(frozen=True)
 class ChatForm:
-    """The assistant's messages."""
+    """The assistant's messages.
 
-    names: TokenBytes
-    logprobs: bool
+    Args:
+        parsers: of each choice's text.
+        several: whether a message may have more than one tool call.
+    """
+
     id_prefix = "chatcmpl"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
+    def __init__(self, names: TokenBytes, logprobs: bool, parsers: Sequence[Parser], several: bool = True) -> None:
+        self._names, self._logprobs, self._parsers, self._several = names, logprobs, parsers, several
+        self._calls = [0] * len(parsers)  # so far
+
     def opening(self, index: int) -> Json:
-        return {
-            "index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None,
-        }  # fmt: skip
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def choice(self, index: int, delta: Delta, *, first: bool, streamed: bool) -> Json:
+        parsed, finish = self._parsers[index].feed(delta.text), delta.finish
+        if finish is not None:
+            parsed = parsed.then(self._parsers[index].finish())
+        calls = self._numbered(index, parsed.calls)
+        if finish == "stop" and self._calls[index]:
+            finish = "tool_calls"
+        reasoning = {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}
         if streamed:
-            content: Json = {"delta": {"content": delta.text} if delta.text else {}}
+            content: Json = reasoning | ({"content": parsed.content} if parsed.content else {})
+            content = {"delta": content | ({"tool_calls": calls} if calls else {})}
         else:
-            content = {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
-        scores = chat_logprobs(self.names, delta.scores) if self.logprobs else None
-        return {"index": index} | content | {"logprobs": scores, "finish_reason": delta.finish}
+            text = None if calls and not parsed.content else parsed.content
+            made = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+            message = {"role": "assistant", "content": text, "refusal": None} | reasoning
+            content = {"message": message | ({"tool_calls": made} if made else {})}
+        scores = chat_logprobs(self._names, delta.scores) if self._logprobs else None
+        return {"index": index} | content | {"logprobs": scores, "finish_reason": finish}
+
+    def _numbered(self, index: int, calls: Sequence[ToolCall]) -> list[Json]:
+        begin = self._calls[index]
+        if not self._several:
+            calls = calls[: max(0, 1 - begin)]
+        self._calls[index] += len(calls)
+        return [
+            {"index": begin + i, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+             "function": {"name": call.name, "arguments": call.arguments}}
+            for i, call in enumerate(calls)
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True)

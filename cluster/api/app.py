@@ -149,7 +149,7 @@ class ApiServer:
         template = load_chat_template(folder, Path(settings.chat_template) if settings.chat_template else None)
         backend = LeadBackend(self._lead, plan, settings.limits.request_s)
         name = settings.model_name or Path(plan["model"]).name
-        self._service = Service(backend, load_tokenizer(folder), template, name, settings.limits)
+        self._service = Service(backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format)
         file = settings.api_key_file
         self._keys = None if file is None else KeyRing(Path(file).expanduser())
 

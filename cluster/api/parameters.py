@@ -29,24 +29,22 @@ IGNORED = frozenset({
 # parameter -> the values at which it changes nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI
-    "best_of": (None, 1), "suffix": (None, ""), "tools": (None, []), "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"), "parallel_tool_calls": (None, True, False), "audio": (None,),
-    "response_format": (None, {"type": "text"}), "modalities": (None, ["text"]), "reasoning_effort": (None,),
+    "best_of": (None, 1), "suffix": (None, ""), "functions": (None, []),
+    "function_call": (None, "none", "auto"), "audio": (None,),
+    "modalities": (None, ["text"]), "reasoning_effort": (None,),
     "verbosity": (None, "medium"), "web_search_options": (None,),
     # vLLM
     "use_beam_search": (None, False), "echo": (None, False),
     "truncate_prompt_tokens": (None,), "prompt_logprobs": (None,), "allowed_token_ids": (None,),
     "bad_words": (None, []), "add_generation_prompt": (None, True), "continue_final_message": (None, False),
     "documents": (None,), "chat_template": (None,), "mm_processor_kwargs": (None,),
-    "guided_json": (None,), "guided_regex": (None,), "guided_choice": (None,), "guided_grammar": (None,),
-    "guided_whitespace_pattern": (None,), "structural_tag": (None,), "structured_outputs": (None,),
+    "guided_whitespace_pattern": (None,), "structural_tag": (None,),
     "include_reasoning": (None, True), "return_token_ids": (None, False), "return_tokens_as_token_ids": (None, False),
     "kv_transfer_params": (None,), "vllm_xargs": (None, {}), "logits_processors": (None, []),
     # llama.cpp
     "n_predict": (None, -1), "n_probs": (None, 0), "min_keep": (None, 0), "typical_p": (None, 1), "tfs_z": (None, 1),
     "repeat_penalty": (None, 1), "mirostat": (None, 0), "dynatemp_range": (None, 0), "xtc_probability": (None, 0),
-    "dry_multiplier": (None, 0), "grammar": (None, ""), "json_schema": (None,), "samplers": (None,),
+    "dry_multiplier": (None, 0), "samplers": (None,),
     "timings_per_token": (None, False), "return_tokens": (None, False), "return_progress": (None, False),
     "post_sampling_probs": (None, False), "reasoning_format": (None, "none", "auto"), "lora": (None, []),
     # TGI

@@ -6,6 +6,7 @@ other name is refused, with the nearest known one.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -151,6 +152,50 @@ class StreamOptions(RequestBody):
     continuous_usage_stats: bool = False  # in every chunk
 
 
+Grammar = tuple[str, str | None]  # llguidance's name for the kind, and the text
+
+
+class StructuredOutputs(RequestBody):
+    """vLLM's form of a grammar."""
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    choice: list[str] | None = Field(default=None, min_length=1)
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+    @property
+    def given(self) -> dict[str, Grammar]:
+        return {
+            "structured_outputs.json": _schema_text(self.json_), "structured_outputs.regex": ("regex", self.regex),
+            "structured_outputs.choice": ("choice", self.choice and json.dumps(self.choice)),
+            "structured_outputs.grammar": ("grammar", self.grammar),
+            "structured_outputs.json_object": _schema_text(_ANY_OBJECT if self.json_object else None),
+        }  # fmt: skip
+
+
+_ANY_OBJECT = {"type": "object"}
+
+
+def _schema_text(schema: str | dict[str, Any] | None) -> Grammar:
+    return "json_schema", json.dumps(schema) if isinstance(schema, dict) else schema
+
+
+def _response_schema(given: dict[str, Any] | None) -> Grammar:
+    """Of OpenAI's `response_format`. Raises ApiError: 400, an unknown form."""
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "text":
+        return "json_schema", None
+    if kind == "json_object":
+        return _schema_text(given.get("schema", _ANY_OBJECT))  # llama.cpp gives a schema with it
+    wrapped = given.get("json_schema")
+    schema = wrapped.get("schema") if kind == "json_schema" and isinstance(wrapped, dict) else None
+    if not isinstance(schema, dict):
+        message = "'response_format' is not known; give type text, json_object, or json_schema with json_schema.schema"
+        raise refused(message, "response_format")
+    return _schema_text(schema)
+
+
 class GenerationBody(RequestBody):
     """What both kinds of completions take."""
 
@@ -172,6 +217,14 @@ class GenerationBody(RequestBody):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    guided_grammar: Text | None = None
+    structured_outputs: StructuredOutputs | None = None
+    grammar: Text | None = None
+    json_schema: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -211,6 +264,29 @@ class GenerationBody(RequestBody):
         return () if found is None else (found,) if isinstance(found, str) else tuple(found)
 
     @property
+    def constraint(self) -> tuple[str, str, str] | None:
+        """(the parameter, llguidance's name for its kind, its text) of the grammar that the text must follow.
+
+        Raises:
+            ApiError: 400, there are several, or an unknown `response_format`.
+        """
+        structured = self.structured_outputs or StructuredOutputs()
+        given = {
+            "response_format": _response_schema(self.response_format),
+            "guided_json": _schema_text(self.guided_json), "guided_regex": ("regex", self.guided_regex),
+            "guided_choice": ("choice", self.guided_choice and json.dumps(self.guided_choice)),
+            "guided_grammar": ("grammar", self.guided_grammar), "grammar": ("grammar", self.grammar),
+            "json_schema": _schema_text(self.json_schema), **structured.given,
+        }  # fmt: skip
+        found = [(name, kind, text) for name, (kind, text) in given.items() if text is not None]
+        if len(found) > 1:
+            raise refused(f"'{found[0][0]}' and '{found[1][0]}' both give a grammar; leave one out", found[1][0])
+        if found and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise refused(f"'{found[0][0]}' says when the text ends; leave '{name}' out", name)
+        return found[0] if found else None
+
+    @property
     def display(self) -> Display:
         """How tokens become text."""
         return Display(self.stops, bool(self.include_stop_str_in_output), self.skip_special_tokens is not False)
@@ -234,8 +310,9 @@ class GenerationBody(RequestBody):
         return self._ignored + (() if self.stream_options is None else self.stream_options.ignored)
 
     def sampling(
-        self, max_tokens: int, index: int, logprobs: int | None = None, prompt_logprobs: int | None = None
-    ) -> SamplingParams:
+        self, max_tokens: int, index: int, logprobs: int | None = None, prompt_logprobs: int | None = None,
+        grammar: str | None = None,
+    ) -> SamplingParams:  # fmt: skip
         """How choice number `index` of a prompt picks its tokens.
 
         Choice 0 draws with the seed itself, choice i with seed + i: the same prompt gives the same choices, alone and
@@ -259,6 +336,7 @@ class GenerationBody(RequestBody):
             repetition_penalty=1.0 if self.repetition_penalty is None else float(self.repetition_penalty),
             logit_bias=tuple((int(token), float(value)) for token, value in (self.logit_bias or {}).items()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            grammar=grammar,
         )
 
 
@@ -291,19 +369,87 @@ class ContentPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    name: Text
+    arguments: str
+
+
+class Call(Body):
+    """A call that an assistant's message made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As templates expect it: the arguments are an object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise refused(f"'messages': the arguments of call '{self.id}' are no JSON: {error}", "messages") from error
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
 class Message(Body):
-    """One message of a chat; a template decides which roles it knows."""
+    """One message of a chat; a template decides which roles it knows. An assistant's comes back as it was answered."""
 
     role: Text
-    content: str | list[ContentPart]
+    content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs content")
+        return self
 
     @property
     def plain(self) -> dict[str, Any]:
         """As templates expect it."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+        content = self.content if not isinstance(self.content, list) else "".join(part.text for part in self.content)
+        calls = None if not self.tool_calls else [call.plain for call in self.tool_calls]
+        rest = {
+            "name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }  # fmt: skip
+        plain = {"role": self.role, "content": content or ""}
+        return plain | {name: value for name, value in rest.items() if value is not None}
+
+
+class Function(Body):
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As templates expect it."""
+        given = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {"type": "function", "function": {"description": "", "parameters": {"type": "object"}} | given}
+
+
+class NamedFunction(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatBody(GenerationBody):
@@ -315,6 +461,9 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = False  # a template writes its own
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
         super().check()
@@ -325,6 +474,27 @@ class ChatBody(GenerationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise refused("'top_logprobs' needs logprobs; set it, or leave this out", "top_logprobs")
         check_template_options(self.chat_template_kwargs)
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self.functions:
+            raise refused(f"'tool_choice': no tool '{self.tool_choice.function.name}' in 'tools'", "tool_choice")
+        if self.tool_choice == "required" and not self.tools:
+            raise refused("'tool_choice' is required and there are no tools; give some", "tool_choice")
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The JSON schema of each tool's arguments."""
+        return {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or ()}
+
+    @property
+    def forced_functions(self) -> dict[str, Any]:
+        """Those of which one must be called; none: the model decides."""
+        if isinstance(self.tool_choice, NamedTool):
+            return {self.tool_choice.function.name: self.functions[self.tool_choice.function.name]}
+        return self.functions if self.tool_choice == "required" else {}
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """What the template shows to the model."""
+        return [] if self.tool_choice == "none" else [tool.plain for tool in self.tools or ()]
 
     @property
     def wanted_tokens(self) -> int | None:

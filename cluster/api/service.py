@@ -22,6 +22,7 @@ from .offload import Offload
 from .schema import ApiError, Display, Message, from_failure, refused
 from .settings import LimitSettings
 from .text import ChatTemplate, ChoiceText, Delta, TokenBytes, longest_token
+from .tools import tool_format as find_tool_format
 
 _QUEUED_DELTAS = 64  # that a slow client may be behind, for each request
 
@@ -96,12 +97,14 @@ class Service:
         template: of chats; None: the model has none and none was given.
         model_name: what clients call the model.
         limits: on requests.
+        tool_format: how the model writes tool calls; None: as its template shows.
     """
 
     def __init__(
         self, backend: Backend, tokenizer: Tokenizer, template: ChatTemplate | None, model_name: str,
-        limits: LimitSettings,
+        limits: LimitSettings, tool_format: str | None = None,
     ) -> None:  # fmt: skip
+        self.tool_format = None if template is None else find_tool_format(template.source, tool_format)
         self.backend, self.tokenizer, self.template = backend, tokenizer, template
         self.model_name, self.limits = model_name, limits
         self.token_bytes = TokenBytes(tokenizer)
@@ -214,6 +217,8 @@ class Service:
             )
         plain = [message.plain for message in messages]
         size = sum(len(message["content"]) + len(message["role"]) for message in plain) + 64 * len(plain)
+        size += sum(len(str(message["tool_calls"])) for message in plain if "tool_calls" in message)
+        size += len(str(options)) if options else 0
         text = await self.offload.run(size, lambda: template.render(plain, options))
         return await self.prompt_ids(text, special=special, parameter="messages")
 

@@ -5,11 +5,13 @@ Keys are in a file (`keys.py`): what is an argument shows in process lists and i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from ...actors.base_settings import Settings
+
+ToolFormatName = Literal["hermes", "llama-json", "pythonic", "harmony"]  # keys of `tools.TOOL_FORMATS`
 
 
 class LimitSettings(Settings):
@@ -37,6 +39,9 @@ class ApiSettings(Settings):
     model_name: str | None = Field(default=None, description="what clients call the model; none: its folder's name")
     tokenizer: str | None = Field(default=None, description="folder with tokenizer.json; none: the expert store")
     chat_template: str | None = Field(default=None, description="Jinja file; none: the model's own")
+    tool_format: ToolFormatName | None = Field(
+        default=None, description="how the model writes tool calls; none: as its chat template shows"
+    )
     api_key_file: str | None = Field(default=None, description="file of bearer keys, one a line; none: all may ask")
     limits: LimitSettings = LimitSettings()
 

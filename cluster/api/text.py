@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
@@ -35,6 +36,9 @@ class ChatTemplate:
         source: Jinja.
         tokens: texts of special tokens, by the names that templates use.
 
+    Attributes:
+        variables: that it reads.
+
     Raises:
         ConfigError: it does not compile.
     """
@@ -45,9 +49,10 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-        self._tokens = dict(tokens)
+        self._tokens, self.source = dict(tokens), source
         try:
             self._template = environment.from_string(source)
+            self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}", "correct it") from error
 
@@ -137,7 +142,7 @@ class StopMatcher:
             end = place + len(self.matched) if self._include else place
             shown, self._pending = self._pending[:end], ""
             return shown
-        safe = len(self._pending) - max((_overlap(self._pending, stop) for stop in self._stops), default=0)
+        safe = len(self._pending) - max((overlap(self._pending, stop) for stop in self._stops), default=0)
         shown, self._pending = self._pending[:safe], self._pending[safe:]
         return shown
 
@@ -147,7 +152,7 @@ class StopMatcher:
         return rest
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that `stop` begins with, and is longer than."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

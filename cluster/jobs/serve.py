@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
 
 from ...errors import ConfigError
 from ..api.keys import read_keys
-from ..api.settings import ApiSettings, LimitSettings
+from ..api.settings import ApiSettings, LimitSettings, ToolFormatName
 from ..config import RunConfig
 from ..hub import locate
 from .options import (
@@ -44,6 +44,7 @@ def serve_command(
     api_key_file: Annotated[Path | None, option_of(ApiSettings, "api_key_file")] = None,
     model_name: Annotated[str | None, option_of(ApiSettings, "model_name")] = None,
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
+    tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
     max_waiting: Annotated[int, option_of(LimitSettings, "waiting", min=0)] = LimitSettings().waiting,
     attach: Attach = None,
     deployment: DeploymentId = None,
@@ -54,6 +55,7 @@ def serve_command(
         model_name=model_name,
         chat_template=None if chat_template is None else str(chat_template.expanduser().absolute()),
         api_key_file=None if api_key_file is None else str(api_key_file.expanduser().absolute()),
+        tool_format=_tool_format(tool_format),
         limits=LimitSettings(waiting=max_waiting),
     )
     if attach is not None:
@@ -67,6 +69,12 @@ def serve_command(
         chosen = checked_config(config, options)
         _check_files(server)
         _serve_own(chosen, server, host, port)
+
+
+def _tool_format(name: str | None) -> ToolFormatName | None:
+    if name is not None and name not in get_args(ToolFormatName):
+        raise ConfigError(f"--tool-format is '{name}'", f"give one of {', '.join(get_args(ToolFormatName))}")
+    return cast("ToolFormatName | None", name)
 
 
 def _serve_own(config: RunConfig, server: ApiSettings, host: str, port: int) -> None:

@@ -190,7 +190,7 @@ _BAD_COMPLETIONS: dict[str, list[Any]] = {
 _BAD_CHATS: dict[str, list[Any]] = {
     "messages": [[], [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]],
     "top_logprobs": [2], "max_tokens": [0], "tools": [[{"type": "function"}]], "echo": [True],
-    "response_format": [{"type": "json_object"}],
+    "response_format": [{"type": "xml"}],
 }  # fmt: skip
 _CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

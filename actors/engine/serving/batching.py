@@ -26,6 +26,7 @@ from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
 from ..model.attention import plain_attention_of, use_paged
 from ..model.model import quiet_logger
+from .grammar import Grammars
 from .logits import processor_of
 from .sampling import PromptScorer, pick_of, prompt_rows
 from .steps import StepManager, Steps
@@ -76,6 +77,7 @@ class ContinuousBatcher:
         kv: size of the cache and of a batch.
         watcher: told before each forward pass whose rows it carries.
         attention: the implementation on the paged cache.
+        tokenizer: the text of tokenizer.json, for grammars.
 
     Raises:
         UnsupportedModelError: transformers cannot batch this model continuously, as one request shows.
@@ -88,9 +90,10 @@ class ContinuousBatcher:
     serial_because: str | None = None
 
     def __init__(
-        self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None, attention: Attention = "auto"
-    ) -> None:
-        self.streams = open_streams(model, kv, watcher)
+        self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None, attention: Attention = "auto",
+        tokenizer: str | None = None,
+    ) -> None:  # fmt: skip
+        self.streams = open_streams(model, kv, watcher, tokenizer)
         self._reviving = threading.Lock()
         self._model, self._plain = model, plain_attention_of(model)
         if not _LATER:
@@ -209,20 +212,29 @@ class ContinuousBatcher:
             self._model.set_attn_implementation(self._plain)
 
 
-def open_streams(model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None) -> Streams:
-    """The table of requests for a model, with its stop tokens, vocabulary and limits."""
+def open_streams(
+    model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None, tokenizer: str | None = None
+) -> Streams:
+    """The table of requests for a model, with its stop tokens, vocabulary and limits.
+
+    Args:
+        tokenizer: the text of tokenizer.json, for grammars.
+    """
     text = model.config.get_text_config()
     eos = model.generation_config.eos_token_id
     if eos is None:
         eos = text.eos_token_id
     positions = getattr(text, "max_position_embeddings", None)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    ends = [eos] if isinstance(eos, int) else list(eos or [])
+    grammars = Grammars(tokenizer, vocabulary, ends)
     return Streams(
         capacity_tokens=kv.request_tokens,
-        eos=[eos] if isinstance(eos, int) else list(eos or []),
-        vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+        eos=ends,
+        vocabulary=vocabulary,
         positions=positions if isinstance(positions, int) and positions > 0 else None,
         ended=watcher.end_sequence if watcher is not None else None,
-        processor_of=processor_of,
+        processor_of=lambda request: processor_of(request, grammars),
     )
 
 
@@ -292,11 +304,15 @@ class SerialBatcher:
         kv: its token capacity bounds a request, as with continuous batching.
         because: why requests are not batched, for the plan's notes.
         watcher: told before each forward pass whose rows it carries.
+        tokenizer: the text of tokenizer.json, for grammars.
     """
 
-    def __init__(self, model: Any, kv: KvSettings, because: str, watcher: SequenceWatcher | None = None) -> None:
+    def __init__(
+        self, model: Any, kv: KvSettings, because: str, watcher: SequenceWatcher | None = None,
+        tokenizer: str | None = None,
+    ) -> None:  # fmt: skip
         self.serial_because = because
-        self.streams = open_streams(model, kv, watcher)
+        self.streams = open_streams(model, kv, watcher, tokenizer)
         self._watcher = watcher
         self.failure: str | None = None
         self._model = model

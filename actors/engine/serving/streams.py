@@ -56,7 +56,7 @@ class Stream:
     seed: int  # of the draws: the request's, or a fresh one
     events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
     stops: frozenset[int] = frozenset()  # tokens that end it
-    processor: Callable[[Any, Sequence[int]], Any] | None = None  # of its scores, see `logits`
+    processor: Any = None  # of its scores: a `LogitsProcessor`, or None
     generated: list[int] = field(default_factory=list)  # tokens sent, those of an earlier lead too
     first_s: float | None = None
     begun_s: float | None = None  # when a forward carried it for the first time
@@ -201,6 +201,9 @@ class Streams:
         if stream is None:
             return
         event = self._event(stream, tokens)
+        if stream.processor is not None and (error := stream.processor.error) is not None:
+            stream.events.put(replace(event, token_ids=(), finish="error", error=error, error_type="RequestError"))
+            return
         now_s = time.perf_counter()
         first_s = stream.first_s if stream.first_s is not None else now_s
         made = len(stream.generated) - len(stream.request.generated)
@@ -280,6 +283,8 @@ def _check_sampling(sampling: SamplingParams, vocabulary: int) -> None:
         raise RequestError(f"seed is {sampling.seed}", "give a number from 0 to 2**64 - 1")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise RequestError(f"min_tokens is {sampling.min_tokens}", "give a number from 0 to max_tokens")
+    if sampling.grammar is not None and (sampling.ignore_eos or sampling.min_tokens):
+        raise RequestError("a grammar says when the text ends", "leave ignore_eos and min_tokens out")
     if not 0.0 <= sampling.min_p <= 1.0:
         raise RequestError(f"min_p is {sampling.min_p}", "give a number from 0 to 1")
     if not 0.0 < sampling.repetition_penalty < math.inf:

@@ -1,0 +1,196 @@
+"""Structured output: text that follows its grammar, from a model with random weights; requests that give one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from fake_api import EOS, FakeBackend, byte_tokenizer, error, post
+from serving import prepared, serving, settings
+from tiny_models import save_tiny_checkpoint
+
+from tiermoe.actors.engine.serving.grammar import Grammars
+from tiermoe.actors.engine.serving.streams import Streams
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
+from tiermoe.actors.settings import KvSettings
+from tiermoe.cluster.api.grammar import compiled
+from tiermoe.cluster.api.schema import CompletionBody
+from tiermoe.cluster.api.tools import TOOL_FORMATS
+from tiermoe.errors import RequestError
+
+llguidance = pytest.importorskip("llguidance")
+
+PROMPT = tuple(b"go: ")
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}, "fine": {"type": "boolean"},
+                   "kind": {"enum": ["cat", "dog"]}},
+    "required": ["age", "fine", "kind"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, GpuWorker]]:
+    folder = tmp_path_factory.mktemp("grammar")
+    checkpoint = save_tiny_checkpoint("mixtral", folder / "checkpoint", vocab_size=264, eos_token_id=EOS)
+    byte_tokenizer().save(str(checkpoint / "tokenizer.json"))
+    store = prepared(checkpoint, folder / "store")
+    shape = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 16}
+    with (
+        serving(store, settings(0.5, kv=KvSettings(batching="continuous", **shape))) as continuous,
+        serving(store, settings(0.5, kv=KvSettings(batching="serial", **shape))) as serial,
+    ):
+        yield {"continuous": continuous, "serial": serial}
+
+
+def grammar_of(**parameters: Any) -> str:
+    found = compiled(CompletionBody.model_validate({"prompt": "p"} | parameters))
+    assert found is not None
+    return found
+
+
+def tokens_of(events: list[TokenEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+def texts(worker: GpuWorker, *asked: SamplingParams) -> list[str]:
+    streams = [worker.submit(GenerationRequest(f"r{i}", PROMPT, params)) for i, params in enumerate(asked)]
+    out = []
+    for events in [list(stream) for stream in streams]:
+        assert events[-1].error is None
+        tokens = tokens_of(events)
+        out.append(bytes(token for token in tokens if token < 256).decode(errors="replace") + f" {events[-1].finish}")
+    return out
+
+
+@pytest.mark.parametrize("batching", ["continuous", "serial"])
+def test_text_follows_its_grammar_beside_requests_without_one(workers: dict[str, GpuWorker], batching: str) -> None:
+    wrapped = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
+    asked = [
+        SamplingParams(8, ignore_eos=True, temperature=1.0, seed=3),
+        SamplingParams(240, grammar=grammar_of(response_format=wrapped)),
+        SamplingParams(90, temperature=1.2, seed=1, grammar=grammar_of(guided_regex="[a-c]{3}-[0-9]{2}")),
+        SamplingParams(90, temperature=1.0, seed=2, grammar=grammar_of(guided_choice=["yes", "no"])),
+        SamplingParams(90, frequency_penalty=1.0, grammar=grammar_of(grammar='root ::= "x" [0-9] root?')),
+    ]
+    free, whole, pattern, choice, calls = texts(workers[batching], *asked)
+    jsonschema.validate(json.loads(whole.removesuffix(" stop")), SCHEMA)
+    assert re.fullmatch("[a-c]{3}-[0-9]{2} stop", pattern)
+    assert choice in ("yes stop", "no stop")
+    assert set(calls.split(" ")[0][::2]) == {"x"}
+    assert texts(workers[batching], asked[0]) == [free]  # undisturbed
+    assert texts(workers[batching], asked[2]) == [pattern]
+
+
+def test_a_request_that_is_fed_again_goes_on_as_it_would_have(workers: dict[str, GpuWorker]) -> None:
+    params = SamplingParams(60, temperature=1.0, seed=5, grammar=grammar_of(guided_json=SCHEMA), frequency_penalty=0.3)
+    worker = workers["continuous"]
+    whole = tokens_of(list(worker.submit(GenerationRequest("a", PROMPT, params))))
+    rest = tokens_of(list(worker.submit(GenerationRequest("b", PROMPT, params, tuple(whole[:9])))))
+    assert whole[:9] + rest == whole
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama-json"])
+def test_a_call_that_must_come_comes(workers: dict[str, GpuWorker], form: str) -> None:
+    found = TOOL_FORMATS[form]
+    assert found.grammar is not None
+    lark = found.grammar({"f": SCHEMA, "g": {"type": "object", "additionalProperties": False}}, False)
+    grammar = llguidance.grammar_from("lark", lark)
+    (text,) = texts(workers["continuous"], SamplingParams(240, temperature=1.0, seed=7, grammar=grammar))
+    parser = found.parser()
+    (call,) = parser.feed(text.removesuffix(" stop")).then(parser.finish()).calls
+    jsonschema.validate(json.loads(call.arguments), {"f": SCHEMA, "g": {"type": "object"}}[call.name])
+
+
+def test_the_grammar_of_harmony_calls() -> None:
+    """By their special tokens."""
+    tokenizer = byte_tokenizer()
+    names = ["<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"]
+    tokenizer.add_special_tokens(names)
+    places = [tokenizer.token_to_id(name) for name in names]
+    grammar = TOOL_FORMATS["harmony"].grammar
+    assert grammar is not None
+    matcher = Grammars(tokenizer.to_str(), 270, [places[3]]).matcher(
+        llguidance.grammar_from("lark", grammar({"f": SCHEMA, "g": {"type": "object"}}, True))
+    )
+    text = [places[0], *b"commentary to=functions.f ", places[1], *b"json", places[2]]
+    matcher.consume([*text, *b'{"age": 1, "fine": true, "kind": "cat"}', places[3]])
+    assert matcher.error is None
+    matcher.consume(b"x")
+    assert matcher.error is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [({"grammar": "{"}, "refused"), ({"ignore_eos": True}, "ignore_eos"), ({"min_tokens": 2}, "min_tokens")],
+    ids=str,
+)
+def test_what_the_lead_refuses(workers: dict[str, GpuWorker], change: dict[str, Any], match: str) -> None:
+    params = SamplingParams(**({"max_tokens": 8, "grammar": grammar_of(guided_choice=["a"])} | change))
+    with pytest.raises(RequestError, match=match):
+        workers["serial"].submit(GenerationRequest("r", PROMPT, params))
+
+
+def test_a_model_without_a_tokenizer_is_held_to_no_grammar() -> None:
+    with pytest.raises(RequestError, match=r"tokenizer\.json"):
+        Grammars(None, 10, [2]).matcher("")
+    with pytest.raises(RequestError, match="stop token"):
+        Grammars("{}", 10, []).matcher("")
+
+
+def test_a_text_that_leaves_its_grammar_is_an_error_of_its_request() -> None:
+    """Not of the batch."""
+    grammars = Grammars(byte_tokenizer().to_str(), 264, [EOS])
+    processor = type("P", (), {"error": "too complex"})()
+    streams = Streams(50, [EOS], 264, processor_of=lambda request: processor)
+    stream = streams.open(GenerationRequest("r", PROMPT, SamplingParams(8)))
+    streams.finish(stream.name, (EOS,))
+    assert (event := stream.events.get()).finish == "error"
+    assert (event.error, event.error_type) == ("too complex", "RequestError")
+    assert grammars.matcher(grammar_of(guided_choice=["a"])).error is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_object"}}, {"response_format": {"type": "text"}}, {"guided_json": {}},
+        {"guided_json": '{"type": "integer"}'}, {"structured_outputs": {"choice": ["a"]}},
+        {"structured_outputs": {"json": SCHEMA}}, {"structured_outputs": {"json_object": True}}, {"json_schema": {}},
+        {"guided_grammar": 'root ::= "a"'},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_way_to_give_one(body: dict[str, Any]) -> None:
+    backend = FakeBackend()
+    assert post("/v1/completions", {"prompt": "p"} | body, backend).status_code == 200
+    assert (backend.requests[0].sampling.grammar is None) == ("text" in str(body))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"guided_json": {"type": "foo"}}, "guided_json"), ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": "(("}, "guided_regex"), ({"guided_grammar": "root ::= ((("}, "guided_grammar"),
+        ({"guided_choice": []}, "guided_choice"), ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"), ({"guided_regex": "a" * 300_000}, "guided_regex"),
+        ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_refused_with_the_parameters_name(body: dict[str, Any], param: str) -> None:
+    assert error(post("/v1/completions", {"prompt": "p"} | body))[:2] == (400, param)
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    status, param, message = error(post("/v1/completions", {"prompt": "p", "guided_regex": "a"}))
+    assert (status, param, "tiermoe[grammar]" in message) == (400, "guided_regex", True)
+    with pytest.raises(RequestError, match="llguidance"):
+        Grammars("{}", 10, [2]).matcher("")
