@@ -33,6 +33,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"), "audio": (None,),
     "modalities": (None, ["text"]), "reasoning_effort": (None,),
     "verbosity": (None, "medium"), "web_search_options": (None,),
+    "previous_response_id": (None,), "conversation": (None,), "background": (None, False), "include": (None, []),
+    "reasoning": (None,), "prompt": (None,), "truncation": (None, "disabled"), "max_tool_calls": (None,),
+    "tools": (None, []), "tool_choice": (None, "none", "auto"), "parallel_tool_calls": (None, True, False),
     # vLLM
     "use_beam_search": (None, False), "echo": (None, False),
     "truncate_prompt_tokens": (None,), "prompt_logprobs": (None,), "allowed_token_ids": (None,),

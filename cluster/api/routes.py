@@ -24,6 +24,7 @@ from .bodies import body_route
 from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
 from .parameters import warning
+from .responses import ResponsesAnswer, ResponsesBody
 from .schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 from .service import Service
 
@@ -56,6 +57,15 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await _generate(service, request, await chat(service, body))
 
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        return await _generate(service, request, await chat(service, body.chat), ResponsesAnswer)
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        message = "this server generates text and gives no embeddings; ask a server with an embedding model for them"
+        raise ApiError(400, message, code="unsupported_endpoint")
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Json:
         body.check()
@@ -73,12 +83,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return {"prompt": await service.text_of(ids)}
 
 
-async def _generate(service: Service, request: Request, asked: Asked) -> Response:
+async def _generate(
+    service: Service, request: Request, asked: Asked, form: Callable[..., Answer | ResponsesAnswer] = Answer
+) -> Response:
     """The whole answer, or a stream of chunks. A client that leaves ends what it asked for."""
     name, headers = request.state.request_id, warning(asked.body.ignored)
     service.metrics.count_ignored(asked.body.ignored)
     run = service.submit(asked.choices, name, request.state.key)
-    answer = Answer(asked, run, name, service.model_name)
+    answer = form(asked, run, name, service.model_name)
     if asked.body.stream:
         return EventStream(_sse(answer.chunks()), run.close, headers)
     whole = asyncio.ensure_future(answer.whole())
@@ -159,7 +171,8 @@ async def _sse(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
 
 
 def _event(value: Any) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    kind = f"event: {value['type']}\n" if "sequence_number" in value else ""  # of /v1/responses
+    return kind + f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 class EventStream(StreamingResponse):

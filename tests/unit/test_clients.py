@@ -1,0 +1,100 @@
+"""OpenAI's client, unmodified, before the server in this process: its models check every answer and every event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fake_api import WAIT_S, FakeBackend, error, post, serving
+from pydantic import BaseModel
+
+openai = pytest.importorskip("openai")
+
+_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{# <tool_call> #}"
+)
+_TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def with_client(call: Callable[[Any], Awaitable[Any]], answers: dict[str, bytes] | None = None) -> Any:
+    """What a call on a client of a fresh server returns."""
+
+    async def run() -> Any:
+        backend = FakeBackend(answers, step=2)
+        backend.plan["max_prompt_tokens"] = 500
+        _, http = serving(backend, template=_TEMPLATE)
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="k", http_client=http(), max_retries=0)
+        async with client:
+            return await asyncio.wait_for(call(client), WAIT_S)
+
+    return asyncio.run(run())
+
+
+def test_responses_whole_and_streamed() -> None:
+    messages = [{"role": "user", "content": [{"type": "input_text", "text": "h"}]}, {"role": "user", "content": "i"}]
+
+    async def call(client: Any) -> tuple[Any, list[Any], Any]:
+        whole = await client.responses.create(model="fake", input="hi", instructions="x", store=False)
+        stream = await client.responses.create(model="fake", input=messages, stream=True)
+        short = await client.responses.create(model="fake", input="hello", max_output_tokens=2)
+        return whole, [event async for event in stream], short
+
+    whole, events, short = with_client(call)
+    assert (whole.output_text, whole.status, whole.usage.total_tokens) == ("XHI", "completed", 7)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "HI"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    last = events[-1].response
+    assert (last.output_text, last.usage.input_tokens, last.usage.output_tokens) == ("HI", 2, 3)
+    assert (short.status, short.output_text) == ("incomplete", "HE")
+    assert short.incomplete_details.reason == "max_output_tokens"
+
+
+def test_tool_calls_and_parsed_answers() -> None:
+    class Pet(BaseModel):
+        age: int
+
+    async def call(client: Any) -> tuple[Any, Any, Any]:
+        chat = client.chat.completions
+        ask: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+        tooled = await chat.create(**ask, tools=_TOOLS)
+        async with chat.stream(**ask, tools=_TOOLS) as stream:
+            streamed = await stream.get_final_completion()
+        parsed = await chat.parse(model="fake", messages=[{"role": "user", "content": "pet"}], response_format=Pet)
+        return tooled, streamed, parsed
+
+    pytest.importorskip("llguidance")
+    found = b'so <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    tooled, streamed, parsed = with_client(call, {"f;hi": found, "pet": b'{"age": 3}'})
+    for answer in (tooled, streamed):
+        (choice,) = answer.choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "so")
+        (made,) = choice.message.tool_calls
+        assert (made.function.name, made.function.arguments) == ("f", '{"x": 1}')
+    assert parsed.choices[0].message.parsed == Pet(age=3)
+
+
+def test_embeddings_are_refused_in_words() -> None:
+    async def call(client: Any) -> None:
+        with pytest.raises(openai.BadRequestError, match="embedding model"):
+            await client.embeddings.create(model="fake", input="hi")
+
+    with_client(call)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"), ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "x", "previous_response_id": "r"}, "previous_response_id"), ({"input": "x", "inputs": 1}, "inputs"),
+        ({"input": [{"type": "message", "role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "response_format"),
+    ],
+)  # fmt: skip
+def test_what_responses_refuses(body: dict[str, Any], param: str) -> None:
+    assert error(post("/v1/responses", body))[:2] == (400, param)
