@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import edge_attack
 import httpx
 import psutil
 import pytest
@@ -182,6 +183,17 @@ def test_ids_and_errors_pass_the_proxy(server: Server) -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
         assert response.headers.get_list("x-request-id") == ["mine"]
         assert http.post("/v1/completions", content=b" " * (5 * 2**20)).status_code == 413
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", edge_attack.KINDS)
+def test_big_bodies_delay_nobody(server: Server, kind: str) -> None:
+    """One text of 3.9 MB froze /health for 22 s and a stream of another client for 23 s; eight ended the replica."""
+    found = edge_attack.measure(server.url, kind, key_file=server.folder / "key")
+    assert found["failures"] == []
+    assert found["statuses"] == {"400": 16}
+    assert found["health_p99_ms"] < 250
+    assert found["stream_gap_max_ms"] < 1000
 
 
 def test_metrics_of_server_and_runtime(server: Server) -> None:

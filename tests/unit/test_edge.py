@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from fake_api import FakeBackend, ask, byte_tokenizer, error, serving
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tiermoe.cluster.api.bodies import parse
+from tiermoe.cluster.api.offload import Offload
 from tiermoe.cluster.api.schema import ApiError
 from tiermoe.cluster.api.text import longest_token
 from tiermoe.cluster.config import default_model_dir
@@ -143,3 +145,39 @@ def test_a_long_text_is_refused_before_it_is_tokenized(monkeypatch: pytest.Monke
         assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
     asyncio.run(call())
+
+
+def test_a_long_text_is_tokenized_without_the_interpreters_lock() -> None:
+    async def call() -> int:
+        backend = FakeBackend()
+        backend.plan["max_prompt_tokens"] = 10**7
+        service, _ = serving(backend)
+        work = asyncio.ensure_future(service.prompt_ids("the quick brown " * 30_000))
+        turns = 0
+        while not work.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert len(work.result()) == 16 * 30_000
+        return turns
+
+    assert asyncio.run(asyncio.wait_for(call(), 60)) > 1000
+
+
+def test_short_texts_pass_long_ones_and_the_long_are_bounded() -> None:
+    async def call() -> None:
+        offload, over = Offload(), threading.Event()
+        waiting = [asyncio.ensure_future(offload.run(_BIG, over.wait)) for _ in range(64)]
+        await asyncio.sleep(0)
+        assert await offload.run(1000, lambda: "inline") == "inline"
+        assert await offload.run(60_000, lambda: "short") == "short"
+        with pytest.raises(ApiError, match="64 long texts wait"):
+            await offload.run(_BIG, over.wait)
+        for task in waiting[1:]:  # their clients have left
+            task.cancel()
+        await asyncio.gather(*waiting[1:], return_exceptions=True)
+        last = asyncio.ensure_future(offload.run(_BIG, lambda: "long"))
+        over.set()
+        assert await last == "long"
+        offload.close()
+
+    asyncio.run(asyncio.wait_for(call(), 60))
