@@ -3,6 +3,7 @@
 # make test-slow    real runs of many presets, most architectures, benchmarks, replicas, and the sanitizers
 # make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs, a Serve application
 # make fuzz-api    10,000 generated requests and 10,000 broken ones against the HTTP edge
+# make chaos   kill and stop each process of a server under load: docs/results/reliability.md
 # make readme-times README's commands, one after the other, from an empty cache, with their times
 # make train-default-model    train the model that ships with the project, 80 minutes (docs/default-model.md)
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
@@ -32,7 +33,7 @@ PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
-.PHONY: run test test-slow test-nodes fuzz-api readme-times gpu lint proto clean train-default-model
+.PHONY: run test test-slow test-nodes fuzz-api chaos readme-times gpu lint proto clean train-default-model
 export PROMPT
 
 run: $(VENV)/.installed
@@ -49,6 +50,9 @@ test-nodes: $(VENV)/.installed-dev
 
 fuzz-api: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --fuzz-cases 10000 tests/e2e/test_fuzz.py
+
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python tests/chaos/run.py --out docs/results
 
 readme-times: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -s --cold tests/e2e/test_readme.py -k "command or start"

@@ -191,9 +191,10 @@ def application(settings: ApiSettings, *, drain_s: float = _DRAIN_S, resources: 
         drain_s: seconds that requests under way may take when it ends.
         resources: Ray resources of each replica of the server, by which it is placed.
     """
-    common: dict[str, Any] = {"num_replicas": 1, "graceful_shutdown_timeout_s": drain_s}
+    common: dict[str, Any] = {"graceful_shutdown_timeout_s": drain_s}
     server = serve.deployment(
         name=SERVER,
+        num_replicas=settings.replicas,
         max_ongoing_requests=_MANY,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
@@ -203,7 +204,8 @@ def application(settings: ApiSettings, *, drain_s: float = _DRAIN_S, resources: 
     )(serve.ingress()(ApiServer))
     if not settings.starts_runtime:
         return server.bind(settings)
-    runtime = serve.deployment(name=RUNTIME, ray_actor_options={"num_cpus": 0}, **common)(RuntimeProcess)
+    one = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
+    runtime = serve.deployment(name=RUNTIME, **one, **common)(RuntimeProcess)
     return server.bind(settings, runtime.bind(settings.config, settings.runtime))
 
 

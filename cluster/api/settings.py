@@ -43,6 +43,7 @@ class ApiSettings(Settings):
         default=None, description="how the model writes tool calls; none: as its chat template shows"
     )
     api_key_file: str | None = Field(default=None, description="file of bearer keys, one a line; none: all may ask")
+    replicas: int = Field(default=1, ge=1, description="server processes; each has limits and /metrics of its own")
     limits: LimitSettings = LimitSettings()
 
     @model_validator(mode="after")

@@ -46,6 +46,7 @@ def serve_command(
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
     tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
     max_waiting: Annotated[int, option_of(LimitSettings, "waiting", min=0)] = LimitSettings().waiting,
+    edge_replicas: Annotated[int, option_of(ApiSettings, "replicas", min=1)] = 1,
     attach: Attach = None,
     deployment: DeploymentId = None,
 ) -> None:
@@ -56,6 +57,7 @@ def serve_command(
         chat_template=None if chat_template is None else str(chat_template.expanduser().absolute()),
         api_key_file=None if api_key_file is None else str(api_key_file.expanduser().absolute()),
         tool_format=_tool_format(tool_format),
+        replicas=edge_replicas,
         limits=LimitSettings(waiting=max_waiting),
     )
     if attach is not None:

@@ -1,0 +1,235 @@
+"""Kill and stop each process of `tiermoe serve` under twenty streams; what the clients saw, as JSON and a table.
+
+    python tests/chaos/run.py --out docs/results            (make chaos)
+
+For each process x (SIGKILL, SIGSTOP for 5 s): twenty streamed completions, half greedy, half sampled with seeds; the
+signal comes when 200 of their 1,280 tokens have come. Then: how many failed, how many are what an undisturbed server
+gives, the longest silence of a stream, when `serve` said something, whether it still serves, what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from rig import Server, Stream, pause, run_streams, served
+
+from tiermoe.cluster.host import cpu, versions
+from tiermoe.cluster.jobs.bench.metrics import fill_tables, markdown
+
+STREAMS, TOKENS, AFTER, STOP_S = 20, 64, 200, 5.0
+NOTICED_S, READY_S = 10.0, 60.0
+EDGE_TRIES = 5  # of a client, where the process that it is connected to dies
+_NEAR_DATA = ("--policy", "context-ndp-full", "--budget", "25%", "--shards", "2", "--ndp-workers", "2",
+              "--edge-replicas", "2")  # fmt: skip
+_MAPS = ("--policy", "fmoe", "--budget", "25%")
+# name -> (title, options, whether a client's retry is allowed, whether the server lives on)
+PROCESSES: dict[str, tuple[str, tuple[str, ...], bool, bool]] = {
+    "NDP worker": ("ray::NdpWorker", _NEAR_DATA, False, True),
+    "shard": ("ray::ShardWorker", _NEAR_DATA, False, True),
+    "store": ("ray::StoreWorker", _NEAR_DATA, False, True),
+    "endpoint directory": ("ray::EndpointDirectory", _NEAR_DATA, False, True),
+    "lead": ("ray::GpuWorker", _NEAR_DATA, False, True),
+    "Serve controller": ("ray::ServeController", _NEAR_DATA, False, True),
+    "one of two server replicas": ("ray::ServeReplica:tiermoe:ApiServer", _NEAR_DATA, True, True),
+    "HTTP proxy": ("ray::ProxyActor", _NEAR_DATA, True, True),
+    "matcher": ("ray::Matcher", _MAPS, False, True),
+    "GCS": ("gcs_server", _NEAR_DATA, False, False),
+    "raylet": ("raylet", _NEAR_DATA, False, False),
+}
+_PAGE = "# Reliability\n\n<!-- table: rows -->\n<!-- end -->\n\n<!-- table: bars -->\n<!-- end -->\n"
+_NO_FAILURE = ("NDP worker", "shard", "store", "matcher", "lead", "one of two server replicas")
+
+
+def bodies() -> list[dict[str, Any]]:
+    """The requests."""
+    sampled = [{"temperature": 0.9, "seed": i} if i % 2 else {"temperature": 0} for i in range(STREAMS)]
+    prompts = [f"def read_{i}(path):" for i in range(STREAMS)]
+    return [
+        {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True} | how
+        for prompt, how in zip(prompts, sampled, strict=True)
+    ]
+
+
+class Signalled:
+    """What a signal did, as the server's output and its process show it."""
+
+    def __init__(self, server: Server, victim: psutil.Process, number: signal.Signals) -> None:
+        self._server, self._victim, self._number = server, victim, number
+        self.at_s = 0.0
+        self.noticed_s: float | None = None
+        self.said: list[str] = []
+        self._over = threading.Event()
+
+    def __call__(self) -> None:
+        before = len(self._server.said())
+        self.at_s = time.monotonic()
+        threading.Thread(target=self._listen, args=(before,), daemon=True).start()
+        if self._number == signal.SIGKILL:
+            self._victim.kill()
+        else:
+            pause(self._victim, STOP_S)
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _listen(self, before: int) -> None:
+        while not self._over.wait(0.1):
+            self.said = self._server.said()[before:].splitlines()
+            if self.said and self.noticed_s is None:
+                self.noticed_s = time.monotonic() - self.at_s
+
+
+def cell(server: Server, name: str, number: signal.Signals, expected: list[str]) -> dict[str, Any]:
+    """One row: a process, a signal."""
+    title, _, retried, lives = PROCESSES[name]
+    victim = server.members(title)[0]
+    family = server.family()
+    act = Signalled(server, victim, number)
+    ends = not lives and number == signal.SIGKILL
+    streams = run_streams(
+        server.url, bodies(), act, after=AFTER, tries=EDGE_TRIES if retried else 1, timeout_s=30.0 if ends else 120.0
+    )
+    row: dict[str, Any] = {
+        "process": name, "signal": number.name, "streams": STREAMS,
+        "failed": sum(stream.error is not None for stream in streams),
+        "retried": sum(stream.retries > 0 for stream in streams),
+        "identical": sum(stream.text == text for stream, text in zip(streams, expected, strict=True)),
+        "longest_silence_s": round(max(map(_silence, streams)), 2),
+        "errors": sorted({stream.error for stream in streams if stream.error is not None})[:2],
+    }  # fmt: skip
+    if ends:
+        try:
+            row["exit_code"] = server.process.wait(60)
+        except subprocess.TimeoutExpired:
+            row["exit_code"] = None
+        row["ended_s"] = round(time.monotonic() - act.at_s, 2)
+        row["left"] = server.leftovers(family)
+    else:
+        row["ready_s"] = _ready_s(server, act.at_s)
+    act.close()
+    row |= {"noticed_s": act.noticed_s and round(act.noticed_s, 2), "said": act.said}
+    return row
+
+
+def _silence(stream: Stream) -> float:
+    """The longest time between two events of a stream, in seconds."""
+    times = stream.times_s
+    return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+
+
+def _ready_s(server: Server, since_s: float) -> float | None:
+    """Seconds from then until /ready says yes; None: it does not within a minute."""
+    end_s = time.monotonic() + READY_S
+    while time.monotonic() < end_s:
+        try:
+            if httpx.get(f"{server.url}/ready", timeout=5.0).status_code == 200:
+                return round(time.monotonic() - since_s, 2)
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.25)
+    return None
+
+
+def rows(names: list[str], show: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """All of them; processes with the same options share a server until one ends it."""
+    wanted = [(name, number) for name in names for number in (signal.SIGSTOP, signal.SIGKILL)]
+    found: list[dict[str, Any]] = []
+    expected: dict[tuple[str, ...], list[str]] = {}
+    while len(found) < len(wanted):
+        options, first = PROCESSES[wanted[len(found)][0]][1], len(found)
+        with served(*options) as server:
+            if options not in expected:
+                undisturbed = run_streams(server.url, bodies())
+                assert all(stream.error is None for stream in undisturbed), undisturbed
+                expected[options] = [stream.text for stream in undisturbed]
+            for name, number in wanted[first:]:
+                if server.process.poll() is not None or PROCESSES[name][1] != options:
+                    break
+                found.append(cell(server, name, number, expected[options]))
+                show(found[-1])
+            if server.process.poll() is None:
+                family = server.family()
+                server.process.terminate()
+                server.process.wait(60)
+                left = server.leftovers(family)
+                for row in found[first:]:
+                    row["left"] = left
+    return found
+
+
+def bars(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must hold, and whether it does."""
+    made = []
+    for row in found:
+        what = f"{row['process']}, {row['signal']}"
+        if row["process"] in _NO_FAILURE:
+            fine = row["failed"] == 0 and row["identical"] == STREAMS
+            made.append({"bar": f"{what}: 0 failed, all identical", "passed": fine})
+        if row["process"] in ("HTTP proxy", "raylet") and row["signal"] == "SIGKILL":
+            fine = row["noticed_s"] is not None and row["noticed_s"] <= NOTICED_S and not row.get("left")
+            made.append({"bar": f"{what}: noticed within {NOTICED_S:g} s, nothing left", "passed": fine})
+    return made
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    """The rows, in Markdown."""
+    head = ("process", "signal", "failed", "sent again", "identical", "longest silence, s", "said after, s", "after it")
+    body = []
+    for row in found:
+        if "exit_code" in row:
+            after = f"exit {row['exit_code']} after {row['ended_s']} s, {len(row['left'])} left"
+        else:
+            after = "not ready" if row["ready_s"] is None else f"serves; at its end {len(row.get('left', ()))} left"
+        said = "-" if row["noticed_s"] is None else str(row["noticed_s"])
+        counts = [f"{row[key]}/{row['streams']}" for key in ("failed", "retried", "identical")]
+        body.append((row["process"], row["signal"], *counts, str(row["longest_silence_s"]), said, after))
+    return markdown(head, body)
+
+
+def main() -> None:
+    """Run, write, and exit with 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of reliability.json and reliability.md")
+    parser.add_argument("--only", nargs="*", choices=list(PROCESSES), default=list(PROCESSES), help="these processes")
+    given = parser.parse_args()
+    begin_s = time.monotonic()
+    found = rows(given.only, lambda row: print(json.dumps(row), flush=True))
+    held = bars(found)
+    silences = [row["longest_silence_s"] for row in found if row["process"] == "lead" and row["signal"] == "SIGKILL"]
+    record = {
+        "name": "reliability", "hardware": cpu(), "versions": versions(), "executor": "emulated on cpu",
+        "settings": {"streams": STREAMS, "tokens": TOKENS, "after_tokens": AFTER, "stop_s": STOP_S,
+                     "edge_tries": EDGE_TRIES},
+        "minutes": round((time.monotonic() - begin_s) / 60, 1),
+        "lead_recovers_s": statistics.median(silences) if silences else None,
+        "rows": found, "bars": held,
+    }  # fmt: skip
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "reliability.json").write_text(json.dumps(record, indent=1) + "\n")
+    page = given.out / "reliability.md"
+    before = page.read_text() if page.is_file() else _PAGE
+    tables = {
+        "rows": table(found),
+        "bars": markdown(("bar", ""), [(bar["bar"], "holds" if bar["passed"] else "missed") for bar in held]),
+    }
+    page.write_text(fill_tables(before, tables.__getitem__))
+    for bar in held:
+        print("pass" if bar["passed"] else "MISS", bar["bar"])
+    sys.exit(not all(bar["passed"] for bar in held))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""A lead that dies is started again, but not for ever. A service ends in time, whatever its main thread waits for."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from tiermoe.cluster import supervision
+from tiermoe.cluster.attach import ActorRecord, Lead
+from tiermoe.cluster.supervision import LeadKeeper
+from tiermoe.errors import RuntimeFailure
+
+
+class FakeRay:
+    """Calls of a lead give what `answers` has for the method; None: no answer yet.
+
+    Attributes:
+        record: what the head node says of the lead.
+        calls: methods that were called.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.record: ActorRecord | None = self.lead(0, "ALIVE")
+        self.calls: list[str] = []
+        self.answers: dict[str, Any] = {"health": {"state": "serving"}, "start": {}}
+        self.now_s = 100.0
+        self.remade: list[int | None] = []
+        monkeypatch.setattr(supervision, "lead_record", lambda deployment: self.record)
+        monkeypatch.setattr(supervision, "remake", lambda actor, pid: self.remade.append(pid))
+        monkeypatch.setattr(supervision.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(supervision.ray, "wait", self._wait)
+        monkeypatch.setattr(supervision.ray, "get", self._get)
+        context = SimpleNamespace(get_node_id=lambda: "here")
+        monkeypatch.setattr(supervision.ray, "get_runtime_context", lambda: context)
+
+    @staticmethod
+    def lead(restarts: int, state: str) -> ActorRecord:
+        return ActorRecord("abcdef", "lead", "GpuWorker", state, "127.0.0.1", "here", 7 + restarts, restarts)
+
+    @property
+    def handle(self) -> Any:
+        def method(name: str) -> Any:
+            return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: self.calls.append(name) or name))
+
+        return SimpleNamespace(start=method("start"), health=method("health"))
+
+    def _wait(self, refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        assert timeout == 0  # a look never blocks
+        return (refs, []) if self.answers[refs[0]] is not None else ([], refs)
+
+    def _get(self, ref: str) -> Any:
+        if isinstance(self.answers[ref], Exception):
+            raise self.answers[ref]
+        return self.answers[ref]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    return FakeRay(monkeypatch)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def keeper(fake: FakeRay, said: list[str]) -> LeadKeeper:
+    return LeadKeeper("abcdef", Lead(fake.handle), said.append)
+
+
+def test_a_dead_lead_is_started_once_ray_has_made_it_again(fake: FakeRay, keeper: LeadKeeper, said: list[str]) -> None:
+    keeper.look()
+    fake.answers["start"] = None
+    for state in ("RESTARTING", "ALIVE", "ALIVE"):
+        fake.record = fake.lead(1, state)
+        keeper.look()
+    assert fake.calls == ["health", "start"]
+    assert said == ["the lead died; it is started again, and requests wait"]
+    fake.answers["start"], fake.now_s = {}, fake.now_s + 12
+    keeper.look()
+    assert said[1:] == ["the lead serves again, 12 s after it died"]
+    keeper.look()
+    assert fake.calls[2:] == ["health"]
+
+
+@pytest.mark.parametrize(("apart_s", "ends"), [(10.0, True), (40.0, False)])
+def test_three_deaths_within_a_minute_are_the_end(
+    fake: FakeRay, keeper: LeadKeeper, apart_s: float, ends: bool
+) -> None:
+    for deaths in (1, 2):
+        fake.record, fake.now_s = fake.lead(deaths, "ALIVE"), fake.now_s + apart_s
+        fake.answers["start"] = ActorDiedError() if deaths == 2 else {}  # also while it starts
+        keeper.look()
+    fake.record, fake.now_s = fake.lead(3, "RESTARTING"), fake.now_s + apart_s
+    if ends:
+        with pytest.raises(RuntimeFailure, match="died 3 times within 60 s"):
+            keeper.look()
+    else:
+        keeper.look()
+
+
+@pytest.mark.parametrize("record", [None, FakeRay.lead(0, "DEAD")])
+def test_a_lead_that_ray_gave_up_is_the_end(fake: FakeRay, keeper: LeadKeeper, record: ActorRecord | None) -> None:
+    fake.record = record
+    with pytest.raises(RuntimeFailure, match="its process ended"):
+        keeper.look()
+
+
+def test_what_a_lead_refuses_is_raised(fake: FakeRay, keeper: LeadKeeper) -> None:
+    fake.record = fake.lead(1, "ALIVE")
+    fake.answers["start"] = RayTaskError("start", "traceback", RuntimeFailure("the disk is gone", "mount it"))
+    with pytest.raises(RuntimeFailure, match="the disk is gone"):
+        keeper.look()
+
+
+def test_a_lead_that_hangs_is_said_then_killed(fake: FakeRay, keeper: LeadKeeper, said: list[str]) -> None:
+    fake.answers["health"] = None
+    for _ in range(32):
+        keeper.look()
+        fake.now_s += 1
+    assert said == ["the lead has not answered for 9 s", "the lead has not answered for 31 s and is ended"]
+    assert fake.remade == [7]
+
+
+_STUCK = """
+import signal, time
+from tiermoe.cluster.jobs.ending import BoundedEnd
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: None)  # as in a call of Ray's that returns late
+with BoundedEnd(lambda: print("forced", flush=True) or True) as ending:
+    {before}
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "signals", "code", "words"),
+    [
+        ("pass", [signal.SIGINT], 130, ""),
+        ("pass", [signal.SIGTERM], 0, ""),
+        ("ending.serving()", [signal.SIGINT, signal.SIGINT], 130, ""),
+        ("ending.serving(); ending.lost('Ray ended')", [], 1, "error: Ray ended; start it again\n"),
+    ],
+    ids=["ctrl-c while it starts", "sigterm while it starts", "ctrl-c twice", "ray is lost"],
+)
+def test_the_end_is_bounded(before: str, signals: list[signal.Signals], code: int, words: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STUCK.format(before=before)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.2)  # two signals that are pending at once are one
+        out, errors = process.communicate(timeout=20)
+        assert (process.returncode, out, errors) == (code, "forced\n", words)
+    finally:
+        process.kill()
