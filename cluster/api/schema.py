@@ -168,7 +168,7 @@ class StructuredOutputs(RequestBody):
     def given(self) -> dict[str, Grammar]:
         return {
             "structured_outputs.json": _schema_text(self.json_), "structured_outputs.regex": ("regex", self.regex),
-            "structured_outputs.choice": ("choice", self.choice and json.dumps(self.choice)),
+            "structured_outputs.choice": _choice_text(self.choice),
             "structured_outputs.grammar": ("grammar", self.grammar),
             "structured_outputs.json_object": _schema_text(_ANY_OBJECT if self.json_object else None),
         }  # fmt: skip
@@ -179,6 +179,10 @@ _ANY_OBJECT = {"type": "object"}
 
 def _schema_text(schema: str | dict[str, Any] | None) -> Grammar:
     return "json_schema", json.dumps(schema) if isinstance(schema, dict) else schema
+
+
+def _choice_text(choices: list[str] | None) -> Grammar:
+    return "choice", None if choices is None else json.dumps(choices)
 
 
 def _response_schema(given: dict[str, Any] | None) -> Grammar:
@@ -274,7 +278,7 @@ class GenerationBody(RequestBody):
         given = {
             "response_format": _response_schema(self.response_format),
             "guided_json": _schema_text(self.guided_json), "guided_regex": ("regex", self.guided_regex),
-            "guided_choice": ("choice", self.guided_choice and json.dumps(self.guided_choice)),
+            "guided_choice": _choice_text(self.guided_choice),
             "guided_grammar": ("grammar", self.guided_grammar), "grammar": ("grammar", self.grammar),
             "json_schema": _schema_text(self.json_schema), **structured.given,
         }  # fmt: skip
