@@ -45,12 +45,14 @@ class GenerationRequest:
 
     generated: tokens that an earlier lead made of this request before it died. The request goes on behind them: they
     count as generated (in `max_tokens`, `min_tokens` and the draws of a seed) and are not sent again.
+    read_prefix_cache: False: every token of the prompt runs, whatever the KV cache holds of earlier requests.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     generated: tuple[int, ...] = ()
+    read_prefix_cache: bool = True
 
     @property
     def fed_ids(self) -> tuple[int, ...]:
@@ -89,6 +91,7 @@ class TokenEvent:
     queue_s: float | None = None  # seconds from submit to the first forward that carried it; on the last event
     logprobs: tuple[TokenLogprob, ...] = ()  # of `token_ids`, if requested
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on; on the first event
+    cached_tokens: int = 0  # prompt tokens that the KV cache had of earlier requests; on the first event with tokens
 
 
 @dataclass
@@ -101,9 +104,11 @@ class Generation:
     error: str | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    cached_tokens: int = 0
 
     def add(self, event: TokenEvent) -> None:
         self.token_ids.extend(event.token_ids)
+        self.cached_tokens += event.cached_tokens
         if event.finish is not None:
             self.finish, self.error = event.finish, event.error
             self.ttft_s, self.tpot_s = event.ttft_s, event.tpot_s

@@ -177,7 +177,11 @@ class KvSettings(Settings):
     page_size: int = Field(default=32, ge=4, description="tokens per page")
     num_blocks: int = Field(default=256, ge=2, le=1 << 20, description="pages per layer in all")
     max_batch_tokens: int = Field(default=512, ge=1, description="tokens of one forward pass")
+    prefill_chunk: int | None = Field(
+        default=None, ge=1, description="prompt tokens of a forward pass that also decodes; none: max_batch_tokens"
+    )
     max_num_seqs: int = Field(default=64, ge=1, description="requests of one forward pass at most")
+    prefix_cache: bool = Field(default=True, description="share the KV cache of equal beginnings of prompts")
     max_model_len: int | None = Field(
         default=None, ge=2, description="tokens of a request, prompt and text; none: the model's, within the KV cache"
     )

@@ -46,17 +46,20 @@ class FakeBackend:
 
     Attributes:
         answers: prompt text -> answer; others are answered with their own text in upper case.
+        cached: prompt tokens of each request that it says were cached.
         hold: while set to an event, every answer waits for it after its first event.
         cancelled: ids of requests whose consumer left.
         requests: all that came.
     """
 
-    def __init__(self, answers: dict[str, bytes] | None = None, *, step: int = 1, max_requests: int = 4) -> None:
+    def __init__(
+        self, answers: dict[str, bytes] | None = None, *, step: int = 1, max_requests: int = 4, cached: int = 0
+    ) -> None:
         self.plan: dict[str, Any] = {
             "model": "/models/fake", "max_requests": max_requests, "max_prompt_tokens": 64, "policy": "next-gate",
             "lossless": True, "shards": None,
         }  # fmt: skip
-        self.answers, self.step = answers or {}, step
+        self.answers, self.step, self.cached = answers or {}, step, cached
         self.last_event_s = time.monotonic()
         self.hold: asyncio.Event | None = None
         self.cancelled: list[str] = []
@@ -78,8 +81,9 @@ class FakeBackend:
                 part = tuple(tokens[begin : begin + self.step])
                 prompt_scores = score(request.prompt_ids[1:], params.prompt_logprobs) if begin == 0 else ()
                 yield TokenEvent(
-                    name, part, logprobs=score(part, params.logprobs), prompt_logprobs=prompt_scores
-                )
+                    name, part, logprobs=score(part, params.logprobs), prompt_logprobs=prompt_scores,
+                    cached_tokens=self.cached if begin == 0 else 0,
+                )  # fmt: skip
                 if self.hold is not None:
                     await self.hold.wait()
                 if self.failure is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -44,12 +44,16 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """A checked request: what to generate and how to write it."""
+    """A checked request: what to generate and how to write it.
+
+    prompts: each has equally many choices, one after the other. prompt_tokens: of all prompts.
+    """
 
     choices: tuple[Choice, ...]
     prompt_tokens: int
     form: Form
     body: GenerationBody
+    prompts: int = 1
 
 
 async def chat(service: Service, body: ChatBody) -> Asked:
@@ -144,7 +148,7 @@ async def completion(service: Service, body: CompletionBody) -> Asked:
     if body.echo:
         echoes = tuple([text if isinstance(text, str) else await service.text_of(text) for text in given])
     form = CompletionForm(service.token_bytes, prompts, echoes, body.choices, body.logprobs is not None)
-    return Asked(tuple(choices), sum(map(len, prompts)), form, body)
+    return Asked(tuple(choices), sum(map(len, prompts)), form, body, len(prompts))
 
 
 class Answer:
@@ -164,17 +168,18 @@ class Answer:
         async for index, delta in self._run.deltas():
             gathered[index] = gathered[index].then(delta)
         choices = [self._form.choice(i, all_of, first=True, streamed=False) for i, all_of in enumerate(gathered)]
-        return self._json(self._form.whole, choices) | {"usage": self._usage(one.tokens for one in gathered)}
+        usage = self._usage([one.tokens for one in gathered], [one.cached_tokens for one in gathered])
+        return self._json(self._form.whole, choices) | {"usage": usage}
 
     async def chunks(self) -> AsyncIterator[Json]:
         """The answer as it comes. Raises ApiError."""
-        tokens = [0] * self._run.choices
+        tokens, cached = ([0] * self._run.choices for _ in range(2))
         begun: set[int] = set()
         body = self._asked.body
 
         def usage() -> Json:
             if body.running_usage:
-                return {"usage": self._usage(tokens)}
+                return {"usage": self._usage(tokens, cached)}
             return {"usage": None} if body.include_usage else {}
 
         for index in range(self._run.choices):
@@ -182,19 +187,25 @@ class Answer:
                 yield self._json(self._form.chunk, [opening]) | usage()
         async for index, delta in self._run.deltas():
             tokens[index] = delta.tokens
+            cached[index] += delta.cached_tokens
             choice = self._form.choice(index, delta, first=index not in begun, streamed=True)
             begun.add(index)
             yield self._json(self._form.chunk, [choice]) | usage()
         if body.include_usage:
-            yield self._json(self._form.chunk, []) | {"usage": self._usage(tokens)}
+            yield self._json(self._form.chunk, []) | {"usage": self._usage(tokens, cached)}
 
     def _json(self, kind: str, choices: list[Json]) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created_s, "model": self._model}
         return head | {"choices": choices}
 
-    def _usage(self, tokens: Iterable[int]) -> Json:
+    def _usage(self, tokens: Sequence[int], cached: Sequence[int]) -> Json:
+        """Of the tokens generated of each choice, and the cached ones of its prompt; a prompt counts once."""
         prompt, generated = self._asked.prompt_tokens, sum(tokens)
-        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        each = len(cached) // self._asked.prompts
+        return {
+            "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(cached[::each])},
+        }  # fmt: skip
 
 
 class ChatForm:

@@ -60,6 +60,8 @@ class Metrics:
         self.total = histogram("e2e_request_latency_seconds", "From arrival to the end of a request.", _TOTAL_S)
         self.queue = histogram("request_queue_time_seconds", "From arrival to its first forward.", _FIRST_S)
         self.prompt = Counter("tiermoe_prompt_tokens", "Prompt tokens processed.", registry=self._registry)
+        self.queried = self._named("prefix_cache_queries", "Prompt tokens of requests that began.")
+        self.cached = self._named("prefix_cache_hits", "Prompt tokens that the KV cache had of earlier requests.")
         self.generated = Counter("tiermoe_generation_tokens", "Tokens generated.", registry=self._registry)
         self.ended = Counter(
             "tiermoe_request_success", "Requests that ended: stop, length, abort (the client left) or error.",
@@ -75,9 +77,19 @@ class Metrics:
         for name in names:
             self._ignored.labels(name=name).inc()
 
+    def _named(self, name: str, about: str) -> list[Counter]:
+        """A counter with our prefix, and one under vLLM's name."""
+        return [Counter(f"{prefix}{name}", about, registry=self._registry) for prefix in ("tiermoe_", "vllm:")]
+
     def choice(self, arrived_s: float, prompt_tokens: int) -> ChoiceTimer:
         """The timer of a choice that is submitted now, of a request that came at `arrived_s` (`time.perf_counter`)."""
         return ChoiceTimer(self, arrived_s, prompt_tokens)
+
+    def prefix(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """A prompt of so many tokens has run, but for those that were cached."""
+        for queried, cached in zip(self.queried, self.cached, strict=True):
+            queried.inc(prompt_tokens)
+            cached.inc(cached_tokens)
 
     def page(self) -> bytes:
         """All of it in Prometheus' text format."""
@@ -119,6 +131,7 @@ class ChoiceTimer:
             now_s = time.perf_counter()
             if self._last_s is None:
                 self._metrics.first.observe(now_s - self._arrived_s)
+                self._metrics.prefix(self._prompt_tokens, event.cached_tokens)
             else:  # they came together: each gets its share
                 for _ in range(tokens):
                     self._metrics.between.observe((now_s - self._last_s) / tokens)

@@ -251,6 +251,7 @@ class Delta:
         scores: of the tokens whose text has been shown.
         prompt_scores: of the prompt's tokens from the second on; on the first delta.
         tokens: generated so far.
+        cached_tokens: of the prompt, that the KV cache had; on the first delta.
         finish: stop or length, on the last delta and only there.
     """
 
@@ -259,11 +260,13 @@ class Delta:
     prompt_scores: tuple[TokenLogprob, ...] = ()
     tokens: int = 0
     finish: str | None = None
+    cached_tokens: int = 0
 
     def then(self, later: Delta) -> Delta:
         """Both as one."""
         scores, prompt_scores = (*self.scores, *later.scores), self.prompt_scores or later.prompt_scores
-        return Delta(self.text + later.text, scores, prompt_scores, later.tokens, later.finish)
+        cached = self.cached_tokens + later.cached_tokens
+        return Delta(self.text + later.text, scores, prompt_scores, later.tokens, later.finish, cached)
 
 
 class ChoiceText:
@@ -274,12 +277,14 @@ class ChoiceText:
         self._stops = StopMatcher(display.stops, display.include_stop)
         self._display, self._min_tokens = display, min_tokens
         self._decoded = self._shown = 0  # characters
+        self._cached = 0  # prompt tokens; not told yet
         self._scores: list[ScoredToken] = []
         self.tokens = 0
 
     def delta(self, event: TokenEvent) -> Delta | None:
         """What an event lets be shown; None: nothing yet. The last one has a finish."""
         shown, finish = self.add(event), event.finish
+        self._cached += event.cached_tokens
         if self.stopped:
             finish = "stop"
         elif finish is not None:
@@ -288,7 +293,8 @@ class ChoiceText:
         scores = self.take_scores(last=finish is not None)
         if not (shown or scores or event.prompt_logprobs or finish is not None):
             return None
-        return Delta(shown, scores, event.prompt_logprobs, self.tokens, finish)
+        cached, self._cached = self._cached, 0
+        return Delta(shown, scores, event.prompt_logprobs, self.tokens, finish, cached)
 
     @property
     def stopped(self) -> bool:

@@ -23,7 +23,8 @@ def test_a_completion() -> None:
     assert answer["object"] == "text_completion"
     assert answer["model"] == "fake"
     assert answer["choices"] == [{"index": 0, "text": "HI", "logprobs": None, "finish_reason": "stop"}]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    usage = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     short = complete({"prompt": "hello", "max_tokens": 3})
     assert short["choices"][0] == {"index": 0, "text": "HEL", "logprobs": None, "finish_reason": "length"}
 
@@ -34,7 +35,19 @@ def test_prompts_as_text_and_as_ids_alone_and_in_lists() -> None:
         assert complete({"prompt": prompt})["choices"][0]["text"] == "HI"
     answer = complete({"prompt": ["a", "b"], "n": 2})
     assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "A"), (1, "A"), (2, "B"), (3, "B")]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    usage = {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+
+
+def test_cached_tokens_of_each_prompt_count_once() -> None:
+    backend = FakeBackend(cached=2)
+    answer = complete({"prompt": ["abc", "abcd"], "n": 2}, backend)
+    assert answer["usage"]["prompt_tokens"] == 7
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    *_, last = events(
+        post("/v1/completions", {"prompt": "abc", "stream": True, "stream_options": {"include_usage": True}}, backend)
+    )
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
 def test_what_the_runtime_is_asked() -> None:
@@ -91,7 +104,7 @@ def test_usage_in_a_stream() -> None:
     *chunks, last = events(post("/v1/completions", body))
     assert all(chunk["usage"] is None for chunk in chunks)
     usage = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
-    assert (last["choices"], last["usage"]) == ([], usage)
+    assert (last["choices"], last["usage"]) == ([], usage | {"prompt_tokens_details": {"cached_tokens": 0}})
 
 
 def test_echo_with_logprobs_scores_the_prompt() -> None:
@@ -386,7 +399,7 @@ def test_metrics_parse_and_count() -> None:
         assert backend.asked == asked  # the runtime is not asked at every scrape
         return first.text
 
-    backend = FakeBackend()
+    backend = FakeBackend(cached=1)
     found = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(ask(backend, call))
@@ -398,8 +411,11 @@ def test_metrics_parse_and_count() -> None:
         ("inter_token_latency_seconds_count",): 5, ("e2e_request_latency_seconds_count",): 3,
         ("request_queue_time_seconds_count",): 3, ("expert_hits_total",): 5,
         ("expert_bytes_loaded_total", "prefetch"): 64, ("kv_cache_usage_ratio",): 0.25,
+        ("prefix_cache_queries_total",): 9, ("prefix_cache_hits_total",): 3,
     }  # fmt: skip
     assert {key: found[f"tiermoe_{key[0]}", *key[1:]] for key in values} == values
+    assert found["vllm:prefix_cache_queries_total",] == 9
+    assert found["vllm:prefix_cache_hits_total",] == 3
     counters = ("expert_misses", "expert_bytes_wasted", "blocked_io_seconds", "ndp_tokens", "substitutions")
     wanted = [*(f"{name}_total" for name in counters), "num_requests_running", "num_requests_waiting"]
     assert {(f"tiermoe_{name}",) for name in wanted} <= set(found)

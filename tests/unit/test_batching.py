@@ -287,7 +287,7 @@ def batcher_of(worker: GpuWorker) -> Batcher:
 
 
 def free_kv(worker: GpuWorker) -> float:
-    return worker._batcher._manager.batch_processor.cache.compute_free_capacity()
+    return 1.0 - worker.load()["kv_usage"]
 
 
 @BOTH

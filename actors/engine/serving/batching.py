@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.streamers import BaseStreamer
 
@@ -29,10 +30,12 @@ from ..model.model import quiet_logger
 from .grammar import Grammars
 from .logits import processor_of
 from .sampling import PromptScorer, pick_of, prompt_rows
+from .scheduler import NAME, used_share
 from .steps import StepManager, Steps
 from .streams import SequenceRows, SequenceWatcher, Stream, Streams
 
 _LATER = "auto_switch_to_flash" in inspect.signature(ContinuousBatchingConfig).parameters
+_SHARES = hasattr(PagedAttentionCache, "mark_complete_blocks")  # transformers 5.17 counts blocks otherwise
 _END_S = 30.0  # seconds for a loop that failed to end
 
 
@@ -108,6 +111,7 @@ class ContinuousBatcher:
         if _LATER and attention == "triton":  # its managers choose among their own implementations, and run any
             use_paged(model, attention, prefixed=False)
         self._scorer = PromptScorer(model, self.streams.note_prompt)
+        self._manager.prefill_chunk = kv.prefill_chunk
         self._manager.steps = Steps(model, self.streams, watcher, self._scorer)
         self._manager.output_router = _Failures(self.streams)
         try:
@@ -158,12 +162,7 @@ class ContinuousBatcher:
     def kv_usage(self) -> float:
         """Share of the KV cache that open requests use."""
         processor = self._manager.batch_processor
-        if processor is None:
-            return 0.0
-        cache = processor.cache
-        if not hasattr(cache, "compute_free_capacity"):  # transformers 5.17
-            return 1.0 - float(cache.get_num_free_blocks()) / cache.num_blocks
-        return 1.0 - float(cache.compute_free_capacity())
+        return 0.0 if processor is None else used_share(processor.cache)
 
     def parts(self) -> Iterator[tuple[str, Any, str]]:
         """The methods of a step by part, as (part, owner, method), for `model.profile`; "manager" is the whole step."""
@@ -254,7 +253,8 @@ def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
         max_requests_per_batch=kv.max_num_seqs,
         use_cuda_graph=False,  # routing is read on the host in every layer
         use_async_batching=False,
-        allow_block_sharing=False,
+        allow_block_sharing=kv.prefix_cache and _SHARES,
+        scheduler_type=NAME,
         **later,
     )
 

@@ -29,6 +29,13 @@ class StepManager(ContinuousBatchingManager):
     """transformers' manager, with its thread, queues and errors, running `Steps`; `steps` is set before it starts."""
 
     steps: Steps
+    prefill_chunk: int | None = None
+
+    def _create_batch_processor(self) -> Any:
+        processor = super()._create_batch_processor()
+        processor.scheduler.prefill_chunk = self.prefill_chunk
+        processor.scheduler.reads_prefix = self.steps.reads_prefix
+        return processor
 
     def add_request(self, *args: Any, **kwargs: Any) -> str | None:
         """Queue a request; see transformers."""
@@ -95,6 +102,10 @@ class Steps:
         self._last: Batch | None = None  # the next step may repeat it
         self._disturbed = self._ends = False
 
+    def reads_prefix(self, name: str) -> bool:
+        """See `StepScheduler.reads_prefix`."""
+        return self._streams.reads_prefix(name)
+
     def disturb(self) -> None:
         """A request was queued or cancelled: the manager is to look."""
         self._disturbed = True
@@ -109,18 +120,23 @@ class Steps:
         if batch is None:
             return False
         if batch.repeat is None:
-            for row in batch.rows:
-                self._streams.begin(row.name)
+            for request, row in zip(batch.requests, batch.rows, strict=True):
+                self._streams.begin(row.name, request.state.position_offset - request.query_length)
             self._scorer.expect(self._wanted(batch))
         if self._watcher is not None:
             self._watcher.begin_forward(batch.rows)
         batch.tokens = self.compute(batch, processor.inputs_and_outputs.compute_stream)
-        delivered = []
+        scheduler, delivered = processor.scheduler, []
+        if batch.repeat is None:
+            for request in batch.requests:
+                if request.complete_blocks:
+                    scheduler.register(request.state)
         for state, token in zip(batch.states, batch.tokens, strict=True):
             ended = state.update_and_check_completion(token, None)
             if ended:
-                processor.scheduler.finish_request(state.request_id)
-                processor.scheduler.block_new_requests = batch.repeats = False
+                scheduler.register(state)
+                scheduler.finish_request(state.request_id)
+                scheduler.block_new_requests = batch.repeats = False
             delivered.append((state.request_id, token, ended))
         self.deliver(delivered)
         self._last = batch if batch.repeats else None

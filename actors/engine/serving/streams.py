@@ -60,6 +60,7 @@ class Stream:
     generated: list[int] = field(default_factory=list)  # tokens sent, those of an earlier lead too
     first_s: float | None = None
     begun_s: float | None = None  # when a forward carried it for the first time
+    cached_tokens: int = 0  # of its prompt, that the KV cache held then
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by place among the generated tokens
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt
 
@@ -167,11 +168,18 @@ class Streams:
         """The open stream of this name; None if it has ended."""
         return self._open.get(name)
 
-    def begin(self, name: str) -> None:
-        """A forward is about to carry the request; only the first call counts."""
+    def begin(self, name: str, cached_tokens: int = 0) -> None:
+        """A forward is about to carry the request's prompt after `cached_tokens`; only the first call counts."""
         stream = self._open.get(name)
         if stream is not None and stream.begun_s is None:
-            stream.begun_s = time.perf_counter()
+            stream.begun_s, stream.cached_tokens = time.perf_counter(), cached_tokens
+
+    def reads_prefix(self, name: str) -> bool:
+        """Whether the request may leave out rows of its prompt; not one that reports their log-probabilities."""
+        stream = self._open.get(name)
+        if stream is None:
+            return True
+        return stream.request.read_prefix_cache and stream.request.scored_prompt is None
 
     @property
     def waiting(self) -> int:
@@ -268,6 +276,7 @@ class Streams:
             tuple(tokens),
             logprobs=tuple(found.pop(place) for place in range(begin, end) if place in found) if found else (),
             prompt_logprobs=tuple(prompt[place] for place in sorted(prompt)) if begin == 0 else (),
+            cached_tokens=stream.cached_tokens if begin == 0 and tokens else 0,
         )
 
 

@@ -41,8 +41,13 @@ _ids = itertools.count()
 
 
 def run_config(model: str | None, file: str | None = None, **options: Any) -> RunConfig:
-    """The configuration of a file (None: the defaults) with these options on top, on one thread and one GPU."""
-    return located(load_run_config(file, {"model": model, "threads": 1, "cluster": {"shards": 1}, **options}))
+    """The configuration of a file (None: the defaults) with these options on top, on one thread and one GPU.
+
+    Without the prefix cache, unless `options` say so: a repetition runs its prompts again.
+    """
+    kv = {"prefix_cache": False} | options.pop("kv", {})
+    fixed = {"model": model, "threads": 1, "cluster": {"shards": 1}, "kv": kv}
+    return located(load_run_config(file, fixed | options))
 
 
 def overridden(file: str, fixed: Collection[str]) -> list[str]:

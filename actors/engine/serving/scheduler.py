@@ -1,0 +1,90 @@
+"""Which requests a step carries: transformers' first-come scheduler, with a bound on prompt rows and a prefix cache.
+
+A block is a page of every layer. transformers' cache hashes each full block with the tokens before it, and keeps the
+blocks of ended requests. A new request shares the longest run of blocks that its prompt begins with, and runs the rest:
+one row at least, whose logits give the first token. Blocks of sliding windows are overwritten and are not shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
+
+NAME = "tiermoe"  # of `StepScheduler`, in transformers' registry
+
+
+class StepScheduler(FIFOScheduler):
+    """Running requests first, then prompts in the order in which they came.
+
+    Attributes:
+        prefill_chunk: prompt rows of a step that also carries running requests, at most; None: no bound of its own.
+        reads_prefix: whether the request of this name may share the blocks of earlier ones.
+    """
+
+    prefill_chunk: int | None = None
+    reads_prefix: Callable[[str], bool]
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        """See transformers; token_budget: rows of the step."""
+        decoding = sum(state.status == RequestStatus.DECODING for state in self.active_requests.values())
+        if decoding and self.prefill_chunk is not None:
+            token_budget = min(token_budget, decoding + self.prefill_chunk)
+        self._rows = token_budget
+        return super().schedule_batch(token_budget, cache_budget)
+
+    def register(self, state: Any) -> None:
+        """Let later requests share the blocks that a forward filled.
+
+        state: transformers' `RequestState`, after the forward; its next token, if known, has no row yet.
+        """
+        if not self.cache.use_prefix_sharing:
+            return
+        tokens = (state.initial_tokens + state.generated_tokens)[: state.position_offset]
+        for allocator in self.cache.cache_allocators.values():
+            allocator.mark_complete_blocks(state.request_id, tokens, len(tokens) // allocator.tokens_per_page)
+
+    def _infer_request_tokens(self, state: Any, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
+        if state.status == RequestStatus.PENDING and not self.reads_prefix(state.request_id):
+            tokens: list[int] = state.remaining_prefill_tokens
+        else:
+            tokens = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
+        if self.cache.use_prefix_sharing:  # the request holds the blocks that it shares: they are not evicted
+            needed = (state.request_id, state.current_len(), min(len(tokens), self._rows))
+            for allocator in self.cache.cache_allocators.values():
+                self._evict(allocator, allocator.needs_new_blocks(*needed))
+        return tokens
+
+    def _try_to_meet_safety_margin(self) -> bool:
+        if self.cache.use_prefix_sharing:
+            for allocator in self.cache.cache_allocators.values():
+                self._evict(allocator, math.ceil(self.safety_margin * allocator.num_blocks))
+        return bool(super()._try_to_meet_safety_margin())
+
+    def _evict(self, allocator: Any, wanted: int) -> None:
+        """Free the least recently used blocks that no request holds, until `wanted` are free or none is left.
+
+        transformers would evict all of them at once.
+        """
+        pool, ledger = self.cache.pool, allocator.ledger
+        free = pool.count_free_blocks(allocator.index) + pool.num_free_sectors * allocator.blocks_per_sector
+        oldest = list(islice(ledger.cached_blocks, max(0, wanted - free)))
+        for block in oldest:
+            del ledger.cached_blocks[block], ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+        pool.free_blocks(allocator.index, oldest)
+
+
+def used_share(cache: Any) -> float:
+    """Share of transformers' paged cache that open requests hold; what only the prefix cache holds counts as free."""
+    if not hasattr(cache, "compute_free_capacity"):  # transformers 5.17
+        return 1.0 - float(cache.get_num_free_blocks()) / cache.num_blocks
+    free = cache.compute_free_capacity(relative=False)
+    free += sum(len(part.ledger.cached_blocks) * part.bytes_per_block for part in cache.cache_allocators.values())
+    return 1.0 - float(free) / (cache.num_sectors * cache.bytes_per_sector)
+
+
+SCHEDULER_MAPPING[NAME] = StepScheduler
