@@ -290,7 +290,8 @@ def _warm_up(batcher: Any, prompts: Sequence[Sequence[int]]) -> None:
     """Run prompts one after the other. Raises RuntimeFailure: one failed."""
     for i, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        for event in batcher.submit(GenerationRequest(f"warm-{i}", tuple(prompt), sampling, read_prefix_cache=False)):
+        request = GenerationRequest(f"warm-{i}", tuple(prompt), sampling, read_prefix_cache=False)
+        for event in batcher.submit(request):
             if event.error is not None:
                 raise RuntimeFailure(f"a forward of {len(prompt)} rows failed: {event.error}", "use compile: off")
 

@@ -113,6 +113,24 @@ class Ttft(Options):
     config: Config = None
 
 
+class Turns(Options):
+    """A conversation's second turn with the prefix cache, and the gap that a long prompt makes in running streams."""
+
+    measure = "micro_prompts.turns"
+    own_keys = ("policy", "budget", "link", "kv")
+    model: Model = None
+    repeats: Repeats = 5
+    policy: str = Field("next-gate", description="Of all cases.")
+    turn_tokens: int = Field(1500, ge=1, description="Tokens of the first turn's prompt.")
+    prompt_tokens: int = Field(2000, ge=1, description="Tokens of the prompt that comes while four streams run.")
+    chunk: tuple[Annotated[int, Ge(1)], ...] = Field(
+        (256, 512, 128, 64), description="kv.prefill_chunk; the bar judges the first; repeat it."
+    )
+    budget: str = Field("0.25", description="Device memory for experts.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    config: Config = None
+
+
 class Scale(Options):
     """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
 
@@ -239,8 +257,8 @@ class Substitute(Options):
 
 
 CASES: dict[str, type[Options]] = {
-    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "scale": Scale, "quantize": Quantize,
-    "predict": Predict, "forms": Forms, "prepare": Prepare, "gguf": Gguf,
+    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "scale": Scale,
+    "quantize": Quantize, "predict": Predict, "forms": Forms, "prepare": Prepare, "gguf": Gguf,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
 

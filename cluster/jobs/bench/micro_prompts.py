@@ -1,4 +1,4 @@
-"""What a long prompt costs: a conversation's second turn, and the pause that a long prompt makes for running streams."""
+"""What a long prompt costs: a conversation's second turn, and the pause of streams that run meanwhile."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def turns(options: Turns, progress: Progress | None) -> Report:
     gap, four streams decode while a long prompt comes in, in chunks of each size and in one; `gap_ms` is the longest
     time between two tokens of a stream from the prompt's arrival to its first token.
 
-    Bars: TTFT of the second turn over the first's < 1/3; the longest gap with the first chunk over that with none <= 0.5
-    (medians of the rounds' ratios).
+    Bars: TTFT of the second turn over the first's < 1/3; the longest gap with the first chunk over that with none
+    <= 0.5 (medians of the rounds' ratios).
 
     Raises:
         RuntimeFailure: the tokens differ, or a request failed.
