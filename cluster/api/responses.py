@@ -80,7 +80,7 @@ class ResponsesAnswer:
     def __init__(self, asked: Asked, run: Run, request_id: str, model: str) -> None:
         self._asked, self._run, self._model = asked, run, model
         self._id, self._item, self._created_s = f"resp_{request_id}", f"msg_{request_id}", int(time.time())
-        self._text, self._tokens, self._finish = "", 0, "stop"
+        self._text, self._tokens, self._cached, self._finish = "", 0, 0, "stop"
 
     async def whole(self) -> Json:
         """The whole answer. Raises ApiError."""
@@ -116,6 +116,7 @@ class ResponsesAnswer:
             choice = self._asked.form.choice(index, delta, first=False, streamed=True)
             text = choice["delta"].get("content", "")
             self._text, self._tokens = self._text + text, delta.tokens
+            self._cached += delta.cached_tokens
             self._finish = delta.finish or self._finish
             yield text
 
@@ -132,7 +133,8 @@ class ResponsesAnswer:
     def _response(self, status: str) -> Json:
         ended, prompt, body = status != "in_progress", self._asked.prompt_tokens, self._asked.body
         usage = {
-            "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
             "output_tokens": self._tokens, "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + self._tokens,
         }  # fmt: skip
