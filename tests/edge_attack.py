@@ -3,6 +3,8 @@
     python tests/edge_attack.py http://127.0.0.1:8000 [--key-file FILE] [--bodies 16] [--bytes 3900000]
     python tests/edge_attack.py http://127.0.0.1:8000 --bytes 50 --kind words    what the machine does without an attack
 
+    python tests/edge_attack.py --held           seconds of CPU for which a body holds the event loop, in this process
+
 Prints one JSON object for each kind of body. Kinds: `words` and `letters` are texts, `ids` a list of token ids, `bools`
 a list of what no prompt may be. Nothing but loopback is attacked.
 """
@@ -10,6 +12,7 @@ a list of what no prompt may be. Nothing but loopback is attacked.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -139,6 +142,29 @@ def measure(url: str, kind: str, bodies: int = 16, size: int = 3_900_000, key_fi
     }  # fmt: skip
 
 
+async def held(kind: str, size: int = 3_900_000) -> Figures:
+    """For how long the event loop is held while the application refuses one body: a figure that no load changes."""
+    from fake_api import FakeBackend
+
+    from tiermoe.cluster.api.routes import make_app
+    from tiermoe.cluster.api.service import Service
+    from tiermoe.cluster.api.settings import LimitSettings
+    from tiermoe.cluster.config import default_model_dir
+    from tiermoe.cluster.prompt import load_tokenizer
+
+    backend = FakeBackend()
+    backend.plan["max_prompt_tokens"] = 2048
+    app = make_app(Service(backend, load_tokenizer(default_model_dir()), None, "fake", LimitSettings()), None)
+    content = body(kind, size)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        work = asyncio.ensure_future(http.post("/v1/completions", content=content, headers=_headers(None)))
+        longest_s, last_s = 0.0, time.thread_time()
+        while not work.done():
+            await asyncio.sleep(0.001)
+            longest_s, last_s = max(longest_s, time.thread_time() - last_s), time.thread_time()
+    return {"kind": kind, "bytes": size, "status": work.result().status_code, "held_ms": round(1e3 * longest_s, 1)}
+
+
 def _at(values: list[float], share: float) -> float | None:
     return round(1e3 * values[min(len(values) - 1, int(share * len(values)))], 1) if values else None
 
@@ -150,7 +176,8 @@ def _headers(key_file: Path | None) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+    parser.add_argument("--held", action="store_true", help="no server: how long the event loop is held")
     parser.add_argument("--key-file", type=Path)
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--bodies", type=int, default=16)
@@ -160,8 +187,10 @@ def main() -> None:
     if urlsplit(given.url).hostname not in ("127.0.0.1", "localhost", "::1"):
         parser.error("only a server on loopback may be attacked")
     for kind in given.kind or KINDS:
-        if given.attack:
-            found: Figures = attack(given.url, _headers(given.key_file), kind, given.bodies, given.bytes)
+        if given.held:
+            found: Any = asyncio.run(held(kind, given.bytes))
+        elif given.attack:
+            found = attack(given.url, _headers(given.key_file), kind, given.bodies, given.bytes)
         else:
             found = measure(given.url, kind, given.bodies, given.bytes, given.key_file)
         print(json.dumps(found), flush=True)
