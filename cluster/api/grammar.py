@@ -8,6 +8,7 @@ from typing import Any
 
 from .schema import GenerationBody, refused
 
+_SPACE = r"[ \n\r\t]{0,32}"  # between the parts of a JSON text
 _MAX_CHARS = 256 * 1024
 
 
@@ -25,7 +26,7 @@ def compiled(body: GenerationBody) -> str | None:
     if len(text) > _MAX_CHARS:
         raise refused(f"'{parameter}': the grammar has {len(text)} characters; give at most {_MAX_CHARS}", parameter)
     try:
-        grammar = str(library.grammar_from(kind, text))
+        grammar = _json(library, text) if kind == "json_schema" else str(library.grammar_from(kind, text))
     except Exception as error:  # its converters are programs that meet a client's text
         raise refused(f"'{parameter}': {str(error)[:500]}", parameter) from error
     _check(library, grammar, parameter)
@@ -44,8 +45,13 @@ def forced_call(lark: str, functions: Mapping[str, Any]) -> str:
     """
     library = _library("tool_choice")
     for schema in functions.values():
-        _check(library, str(library.grammar_from("json_schema", json.dumps(schema))), "tools")
+        _check(library, _json(library, json.dumps(schema)), "tools")
     return str(library.grammar_from("lark", lark))
+
+
+def _json(library: Any, schema: str) -> str:
+    # without a bound a model may write space until max_tokens
+    return str(library.LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": _SPACE}))
 
 
 def _library(parameter: str) -> Any:

@@ -49,7 +49,7 @@ class Grammars:
                 self._tokens = LLTokenizer(self._json, n_vocab=self._vocabulary, eos_token=self._eos)
         found = LLMatcher(self._tokens, grammar, log_level=0)
         if found.is_error():
-            raise RequestError(f"the grammar is refused: {found.get_error()[:500]}", "correct it")
+            raise RequestError(f"the grammar is refused: {_first_line(found)}", "correct it")
         return Matcher(found, self._eos)
 
 
@@ -67,7 +67,7 @@ class Matcher:
     def consume(self, tokens: Sequence[int]) -> None:
         """These tokens have been generated."""
         if self.error is None and not self._matcher.consume_tokens(list(tokens)):
-            self.error = f"the text does not follow its grammar: {self._matcher.get_error()[:500]}"
+            self.error = f"the text does not follow its grammar: {_first_line(self._matcher)}"
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [V] with minus infinity for the tokens that may not come next."""
@@ -77,8 +77,13 @@ class Matcher:
             count = min(len(bits), len(allowed))
             allowed[:count] = bits[:count]
             if self._matcher.is_error():
-                self.error = f"the grammar is too complex: {self._matcher.get_error()[:500]}"
+                self.error = f"the grammar is too complex: {_first_line(self._matcher)}"
         if self.error is not None:
             allowed[:] = False
             allowed[self._eos] = True
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), float("-inf"))
+
+
+def _first_line(matcher: Any) -> str:
+    """Of its error; the rest is the parser's state."""
+    return str(matcher.get_error()).partition("\n")[0][:300]
