@@ -179,7 +179,7 @@ def bars(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             fine = row["failed"] == 0 and row["identical"] == STREAMS
             made.append({"bar": f"{what}: 0 failed, all identical", "passed": fine})
         if row["process"] in ("HTTP proxy", "raylet") and row["signal"] == "SIGKILL":
-            fine = row["noticed_s"] is not None and row["noticed_s"] <= NOTICED_S and not row.get("left")
+            fine = row["noticed_s"] is not None and row["noticed_s"] <= NOTICED_S and row.get("left") == []
             made.append({"bar": f"{what}: noticed within {NOTICED_S:g} s, nothing left", "passed": fine})
     return made
 
@@ -192,7 +192,9 @@ def table(found: list[dict[str, Any]]) -> list[str]:
         if "exit_code" in row:
             after = f"exit {row['exit_code']} after {row['ended_s']} s, {len(row['left'])} left"
         else:
-            after = "not ready" if row["ready_s"] is None else f"serves; at its end {len(row.get('left', ()))} left"
+            after = "not ready" if row["ready_s"] is None else "serves"
+            if "left" in row:  # else the next signal ended the server
+                after += f"; at its end {len(row['left'])} left"
         said = "-" if row["noticed_s"] is None else str(row["noticed_s"])
         counts = [f"{row[key]}/{row['streams']}" for key in ("failed", "retried", "identical")]
         body.append((row["process"], row["signal"], *counts, str(row["longest_silence_s"]), said, after))
