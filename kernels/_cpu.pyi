@@ -28,11 +28,24 @@ class Loads:
 class Layer:
     """A layer on a pool: an opaque capsule."""
 
+class SplitOrder:
+    """The order of eviction of split experts: an opaque capsule."""
+
+class Split:
+    """A cache of split experts: an opaque capsule."""
+
+class SplitLayer:
+    """A layer of it: an opaque capsule."""
+
 class Importance:
     """The state of ActiveEvict's eviction: an opaque capsule."""
 
-# target, bytes between slots, bytes between experts of a source, count and widen as of `Piece`, source of each layer
-ExpertPart = tuple[int, int, int, int, bool, tuple[int, ...]]
+# target, bytes of a unit (an expert, or a neuron) in the pool, bytes between experts of a source, of a unit there,
+# count and widen as of `Piece` for a unit, source of each layer
+ExpertPart = tuple[int, int, int, int, int, bool, tuple[int, ...]]
+# slot class of each key, first slot of each class, first unit of each slot; of each key its first unit in the expert,
+# and its units
+Layout = tuple[list[int], list[int], list[int], list[int], list[int]]
 Piece = tuple[int, int, int, bool]  # target, source, count of bytes, or of bfloat16 numbers to widen
 
 def expert_ffn(
@@ -53,10 +66,24 @@ def expert_ffn(
 
 def combine(y: int, weights: int, tokens: int, top_k: int, width: int, out: int, /) -> None: ...
 def loads(
-    link: Link, keys: int, slots: int, experts: int, arrays: tuple[int, ...], parts: list[ExpertPart], /
+    link: Link,
+    experts: int,
+    layers: int,
+    parts: list[ExpertPart],
+    keys: int,
+    slots: int,
+    arrays: tuple[int, ...],
+    layout: Layout | None,
+    /,
 ) -> Loads:
     """arrays: the addresses of `Residency.arrays`. The caller keeps link and buffers alive. Raises ValueError: numbers
     that do not fit each other."""
+
+def loads_divide(loads: Loads, keys: int, slots: int, arrays: tuple[int, ...], layout: Layout | None, /) -> None:
+    """Raises ValueError: copies are under way, or the keys are others."""
+
+def loads_give(loads: Loads, key: int, prefetch: bool, copy: Copy, /) -> None:
+    """Raises ValueError: the key is not LOADING, or its copy is known."""
 
 def loads_prefetch(loads: Loads, keys: list[int], victims: list[int], /) -> bool:
     """Evict, and queue copies behind all demand; False: the link is closed. Raises ValueError: a key is not absent, a
@@ -70,8 +97,8 @@ def loads_land(loads: Loads, key: int, layer: int, /) -> float | None:
     """Wait for a copy: the seconds; None: it was cancelled. Raises ValueError: none is under way."""
 
 def loads_landed(loads: Loads, /) -> list[tuple[int, int, int, float, float, float]]:
-    """(layer, demand loads, prefetches, seconds of the link by the wall's clock, by its own, part while the layer ran)
-    since the last call."""
+    """(layer, units of demand loads, of prefetches, seconds of the link by the wall's clock, by its own, part while the
+    layer ran) since the last call."""
 
 def loads_dropped(loads: Loads, /) -> list[int]:
     """The keys whose prefetches `layer_begin` has cancelled since the last call."""
@@ -105,6 +132,69 @@ def layer_load(layer: Layer, victims: list[int], /) -> bool:
 
 def layer_finish(layer: Layer, hidden: int, weights: int, out: int, /) -> float | None:
     """Seconds waited for copies; None: one was cancelled."""
+
+def split_order(layers: int, experts: int, rate: float, /) -> SplitOrder: ...
+def split_routed(order: SplitOrder, keys: list[int], counts: list[int], tokens: int, /) -> None:
+    """Raises ValueError: keys of several layers, or of none."""
+
+def split_moved(order: SplitOrder, keys: list[int], admitted: bool, /) -> None:
+    """They got slots, or lost them. Raises ValueError: a segment has one, or none."""
+
+def split_used(order: SplitOrder, keys: list[int], /) -> None: ...
+def split_leaving(order: SplitOrder, slot_class: int, /) -> list[int]:
+    """The segments with slots of this class, in order of eviction."""
+
+def split_value(order: SplitOrder, key: int, /) -> float:
+    """The priority of an expert; -inf: it was never picked."""
+
+def split(
+    loads: Loads,
+    order: SplitOrder,
+    marks: int,
+    words: int,
+    size: int,
+    moments: int,
+    predicted: int,
+    rows: int,
+    /,
+) -> Split:
+    """marks: uint8 [2 N]; words: int64 [size]; moments: float64 [rows, 4]; predicted: float32 [rows, E]."""
+
+def split_layer(
+    split: Split,
+    index: int,
+    experts: int,
+    layers: int,
+    gate_up: int,
+    down: int,
+    width: int,
+    activation: int,
+    max_rows: int,
+    probe_weight: int,
+    probe_bias: int,
+    probe_layer: int,
+    probe_top: int,
+    /,
+) -> SplitLayer: ...
+def split_begin(
+    layer: SplitLayer,
+    hidden: int,
+    ids: int,
+    weights: int,
+    tokens: int,
+    top_k: int,
+    decode: bool,
+    source: int,
+    /,
+) -> tuple[int, int, int, int]:
+    """State (0: Python's step must run the pass, 1: begun, 2: the link is closed), prefetches used, wasted, and wasted
+    by the pass's own prefetch. Raises ValueError: there is no such expert."""
+
+def split_finish(layer: SplitLayer, hidden: int, weights: int, out: int, cpu: bool, /) -> tuple[float, float] | None:
+    """Seconds waited for copies, and in kernels; None: a copy was cancelled."""
+
+def split_take(split: Split, /) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Counters by layer and by source since the last call, see `split_module.cpp`."""
 
 def instruction_sets() -> tuple[str, ...]:
     """What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable"."""

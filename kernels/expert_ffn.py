@@ -204,6 +204,22 @@ class CpuKernel:
         return NativeLayer(made, self._width, loads is not None, (states, slots, record, loads, self))
 
 
+    def split_layer(
+        self, split: _cpu.Split, layer: int, layers: int, experts: int, probe: tuple[int, int, int, int]
+    ) -> _cpu.SplitLayer:
+        """One layer of split experts in native calls. probe: address of a router's weight, 0: none; of its bias; whose
+        layer it is; experts that each row names.
+        """
+        return _cpu.split_layer(
+            split, layer, experts, layers, *self._addresses, self._width, self._activation, CPU_MAX_ROWS, *probe
+        )
+
+    @property
+    def width(self) -> int:
+        """Of rows: H."""
+        return self._width
+
+
 class Needed(NamedTuple):
     """What a pass needs, once its routing is known.
 
@@ -228,6 +244,8 @@ class NativeLayer:
         plans: whether passes with misses run.
         waited_s: seconds that the last `finish` has waited for copies.
     """
+
+    decides = False
 
     def __init__(self, made: _cpu.Layer, width: int, plans: bool, held: object) -> None:
         self._made, self._width, self._held, self.plans, self.waited_s = made, width, held, plans, 0.0

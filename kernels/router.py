@@ -12,7 +12,7 @@ from torch import nn
 
 from . import _cpu
 
-_MOST_ROWS = 64  # above, BLAS is as fast
+MOST_ROWS = 64  # above, BLAS is as fast
 
 
 class LinearRouter:
@@ -34,10 +34,17 @@ class LinearRouter:
         found = nn.functional.linear(hidden.to(self._weight.dtype), self._weight, self._bias)
         return found if self.layers == 1 else found.view(-1, self.layers, self._experts)
 
+    @property
+    def addresses(self) -> tuple[int, int] | None:
+        """Of weight and bias (0: none), for native code; None: they are not for it."""
+        if not self._native or self.layers > 1:
+            return None
+        return self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+
     def on_host(self, hidden: torch.Tensor, softmax: bool) -> NDArray[np.float32] | None:
         """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it."""
         weight, (rows, width) = self._weight, hidden.shape
-        fits = self._native and 0 < rows <= _MOST_ROWS and width == self._width
+        fits = self._native and 0 < rows <= MOST_ROWS and width == self._width
         if not (fits and hidden.dtype == torch.float32 and hidden.is_contiguous()):
             return None
         layers, experts = self.layers, self._experts

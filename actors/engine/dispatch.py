@@ -156,10 +156,16 @@ class DeviceBackend:
         self._activations, self._peer_named = activations, peer_named
 
     def native(self, step: MoeLayer) -> NativeRun | None:
-        """The layer in native calls, on the CPU with whole experts in one precision and no norm after each."""
+        """The layer in native calls, on the CPU with experts in one precision and no norm after each."""
         make = getattr(step.kernel, "native", None)
         plain = self._peer_named is None and self.runner.low_bit is None and step.post is None
-        if make is None or not plain or self.cache.divided:
+        if make is None or not plain:
+            return None
+        if self.cache.divided:
+            from .split_layer import SplitLayer
+
+            return SplitLayer.of(step, self)
+        if step.hooks.watch:
             return None
         cache, mine = self.cache, slice(step.index * step.experts, (step.index + 1) * step.experts)
         states, _, slots, *_ = cache.residency.arrays

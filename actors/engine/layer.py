@@ -58,11 +58,13 @@ class View(Protocol):
 
 
 class NativeRun(Protocol):
-    """A layer in native calls (`kernels.expert_ffn.NativeLayer`).
+    """A layer in native calls: `kernels.expert_ffn.NativeLayer`, or `native_split.SplitLayer`, which `decides`.
 
-    plans: layers with misses, too. waited_s: seconds that the last `finish` has waited for copies.
+    decides: victims and prefetches, too; then only `run` is called. plans: layers with misses, too. waited_s: seconds
+    that the last `finish` has waited for copies.
     """
 
+    decides: bool
     plans: bool
     waited_s: float
 
@@ -211,10 +213,9 @@ class MoeLayer:
         self.index, self.experts, self.kernel, self.post = index, experts, kernel, post
         self.cache, self.backend, self.placer = cache, backend, placer
         self.hooks = Hooks() if hooks is None else hooks
-        self._check, self._last = check, index == len(cache.stats.layers) - 1
         self.observers: list[Observer] = []
-        decides = self.hooks.watch or type(placer) is not Placer
-        self.native = None if decides else backend.native(self)
+        self.check, self._last = check, index == len(cache.stats.layers) - 1
+        self.native = backend.native(self) if type(placer) is Placer else None
         if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
             self.native = None
         self._promising = True  # the last pass had no miss
@@ -238,7 +239,7 @@ class MoeLayer:
                 if hooks.reroute:
                     view = backend.look(index, False, *inputs)
                     low = self._reroute(view)
-                out = self._native(native, inputs, view)
+                out = native.run(*inputs) if native.decides else self._native(native, inputs, view)
                 if out is not None:
                     return out
             if native.plans or cache.passes.words[0] > 1:
@@ -336,11 +337,11 @@ class MoeLayer:
 
     def _ran_resident(self, out: Any) -> Any:
         cache = self.cache
-        if self._last or self._check or cache.counters.pending:  # the governor of prefetch counts hits at once
+        if self._last or self.check or cache.counters.pending:  # the governor of prefetch counts hits at once
             cache.count_passes()
         for hook in self.hooks.ahead:
             hook.skip(self.index)
-        if self._check:
+        if self.check:
             cache.check_integrity()
         return out
 
@@ -354,5 +355,5 @@ class MoeLayer:
         stats.link_path_s += link_s
         for watcher in self.hooks.watch:
             watcher.ran(self.index)
-        if self._check:
+        if self.check:
             self.cache.check_integrity()

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels import _cpu
+from ..policies.moepic import SpeculativePrefetch
 from ..policies.prefetch import LayerSeen, PrefetchPolicy, Ranking, Span, Wanted, runs
 from .cache.cache import ExpertCache
 from .host_view import Asked, Fetch, LayerView, share
@@ -25,6 +26,7 @@ from .serving.streams import SequenceRows
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
+    from ...kernels.router import LinearRouter
     from .model.model import MoeBlock, RouterProbe
     from .peers.shards import Shards
 
@@ -78,7 +80,7 @@ class Prefetching:
         if self.on_predicted is not None and policy.predicted is not None:
             self.on_predicted(0 if index == self._last else index + 1, policy.predicted)
         if index == self._last:
-            self._forward_ended()
+            self.ended()
 
     def idle(self, index: int, allowed: bool = True) -> bool:
         """Whether a stateless policy need not be asked: prefetch rests, or every expert in its reach is in a slot.
@@ -106,7 +108,15 @@ class Prefetching:
     def skip(self, index: int) -> None:
         self._cache.governor.allows()
 
-    def _forward_ended(self) -> None:
+    def probe(self, index: int) -> tuple[LinearRouter, int, int] | None:
+        """The router by whose scores alone native code may prefetch at a layer, its layer, and experts for each row."""
+        return None
+
+    def takes(self, index: int, tokens: int) -> bool:
+        """Whether the scores of all of the layer's rows decide now."""
+        return False
+
+    def ended(self) -> None:
         """The last layer was observed."""
 
     def _ask(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
@@ -199,7 +209,20 @@ class RouterPrefetching(Prefetching):
             found.append(self._own[layer])
         return [asked for asked in found if asked is not None]
 
-    def _forward_ended(self) -> None:
+    def probe(self, index: int) -> tuple[LinearRouter, int, int] | None:
+        from ...kernels.router import LinearRouter
+
+        policy, layer = self.policy, (index + 1) % (self._last + 1)
+        router = self._routers[layer]
+        plain = type(policy) is SpeculativePrefetch and not policy.synchronous and self._shards is None
+        if not plain or not self._cache.governor.always or type(router) is not LinearRouter:
+            return None
+        return router, layer, policy.top
+
+    def takes(self, index: int, tokens: int) -> bool:
+        return self._announced(tokens) and (index < self._last or len(self._spans) == tokens)
+
+    def ended(self) -> None:
         self._rows, self._running = (), False
 
     def _announced(self, tokens: int) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
@@ -24,6 +25,7 @@ from ..policies.moepic.configure import Configured, Room, Times, configure
 from ..policies.moepic.split import LayerStatistics, Picks, Priorities, SplitOptions, observe
 from ..policy_settings import PolicySettings
 from .cache.cache import ExpertCache
+from .cache.native_split import Passed
 from .host_view import Routing
 from .prefetching import Prefetching
 from .stats import ConfiguratorStats
@@ -175,6 +177,7 @@ class Recorder:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._cache, self._ended, self._clock, self._last = cache, ended, clock, layers - 1
+        self._experts = len(cache.uses) // layers
         self.spent_s = 0.0
         self._scores: list[NDArray[np.floating] | None] = [None] * layers
         self._step: Step | None = None
@@ -183,20 +186,19 @@ class Recorder:
 
     def routed(self, layer: int, routing: Routing) -> None:
         """A layer's routing is known, as its experts will run."""
-        now_s = self._entered_s = self._clock()
-        if layer == 0:
-            self._step = Step(self._cache.decode_only, routing.tokens, now_s - self._left_s if self._follows else None)
-            self._follows = False
-        step = self._step
-        if step is None or len(step.experts) != layer:
-            return
-        if layer:
-            step.attention_s += now_s - self._left_s
-        step.experts.append(routing.experts)
-        step.starts.append(routing.starts)
-        step.scores.append(self._scores[layer])
-        self._scores[layer] = None
+        now_s = self._clock()
+        self._began(layer, routing.tokens, routing.experts, routing.starts, now_s)
         self._blocked_s = self._cache.stats.layers[layer].blocked_io_s
+        self.spent_s += self._clock() - now_s
+
+    def passed(self, found: Passed) -> None:
+        """A layer's pass that native code has run; in place of `routed`, `predicted` and `ran`."""
+        now_s, base = self._clock(), found.layer * self._experts
+        experts = [key - base for key in found.keys]
+        self._began(found.layer, found.tokens, experts, [0, *accumulate(found.counts)], found.began_s)
+        if found.scores is not None:
+            self.predicted((found.layer + 1) % (self._last + 1), found.scores)
+        self._ended_pass(found.layer, found.ended_s, found.waited_s)
         self.spent_s += self._clock() - now_s
 
     def predicted(self, layer: int, scores: NDArray[np.floating]) -> None:
@@ -205,16 +207,34 @@ class Recorder:
 
     def ran(self, layer: int) -> None:
         """A layer's experts have run."""
-        now_s = self._left_s = self._clock()
+        now_s = self._clock()
+        self._ended_pass(layer, now_s, max(0.0, self._cache.stats.layers[layer].blocked_io_s - self._blocked_s))
+        self.spent_s += self._clock() - now_s
+
+    def _began(self, layer: int, tokens: int, experts: list[int], starts: list[int], now_s: float) -> None:
+        self._entered_s = now_s
+        if layer == 0:
+            self._step = Step(self._cache.decode_only, tokens, now_s - self._left_s if self._follows else None)
+            self._follows = False
+        step = self._step
+        if step is None or len(step.experts) != layer:
+            return
+        if layer:
+            step.attention_s += now_s - self._left_s
+        step.experts.append(experts)
+        step.starts.append(starts)
+        step.scores.append(self._scores[layer])
+        self._scores[layer] = None
+
+    def _ended_pass(self, layer: int, now_s: float, waited_s: float) -> None:
+        self._left_s = now_s
         step = self._step
         if step is None or len(step.experts) != layer + 1:
             return
-        waited_s = max(0.0, self._cache.stats.layers[layer].blocked_io_s - self._blocked_s)
         step.moe_s += max(0.0, now_s - self._entered_s - waited_s)
         if layer == self._last:
             self._step, self._follows = None, step.decode
             self._ended(step)
-        self.spent_s += self._clock() - now_s
 
 
 class Configuring:
@@ -234,6 +254,7 @@ class Configuring:
         self._configurator, self._tau, self._batch = configurator, tau, batch
         self._recorder = recorder = Recorder(cache, configurator.layers, self._add, clock)
         self.routed, self.predicted, self.ran = recorder.routed, recorder.predicted, recorder.ran
+        self.passed = recorder.passed
         self._lock = Lock()  # of `_steps`: handed over by the forward's thread or by `ask`
         self._steps: list[Step] = []
         self._tokens = 0  # of `_steps`

@@ -329,6 +329,11 @@ class PrefetchGovernor:
         self._wasted += count
 
     @property
+    def always(self) -> bool:
+        """Whether it never pauses."""
+        return self.min_useful <= 0
+
+    @property
     def resting(self) -> bool:
         return self._resting > 0
 
@@ -364,6 +369,11 @@ class LayeredPrefetch(PrefetchPolicy):
     def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
         self._layers, self._experts, self._top = layers, experts, top
         self.distance, self.synchronous = distance, synchronous
+
+    @property
+    def top(self) -> int:
+        """Experts per token, or per layer."""
+        return self._top
 
 
 @register("prefetch", "next-gate")

@@ -4,10 +4,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace tiermoe {
 class Link;
+class Loads;
 struct Copy;
 }  // namespace tiermoe
 
@@ -15,6 +18,10 @@ namespace tiermoe::bindings {
 
 Link* link_of(PyObject* capsule);                      // link_module.cpp
 PyObject* copy_capsule(std::shared_ptr<Copy> copy);
+const std::shared_ptr<Copy>* copy_of(PyObject* capsule);
+
+constexpr const char* kLoads = "tiermoe.kernels.Loads";
+Loads* loads_of(PyObject* capsule);  // layer_module.cpp
 
 template <typename T>
 T* address(PyObject* value) {
@@ -36,6 +43,25 @@ inline PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ss
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
+inline bool read_keys(PyObject* list, std::vector<std::int64_t>& keys) {
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "keys must be a list");
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) keys.push_back(PyLong_AsLongLong(PyList_GET_ITEM(list, i)));
+    return !PyErr_Occurred();
+}
+
+inline PyObject* list_of(const std::vector<std::int64_t>& numbers) {
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(numbers.size()));
+    for (std::size_t i = 0; list && i < numbers.size(); ++i) {
+        PyObject* number = PyLong_FromLongLong(numbers[i]);
+        if (!number) Py_CLEAR(list);
+        if (list) PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), number);
+    }
+    return list;
+}
+
 // Each ends with a null entry.
 extern PyMethodDef neuron_methods[];    // neuron_module.cpp
 extern PyMethodDef measure_methods[];   // measure_module.cpp
@@ -43,6 +69,7 @@ extern PyMethodDef link_methods[];      // link_module.cpp
 extern PyMethodDef layer_methods[];     // layer_module.cpp
 extern PyMethodDef dense_methods[];     // dense_module.cpp
 extern PyMethodDef importance_methods[];  // importance_module.cpp
+extern PyMethodDef split_methods[];     // split_module.cpp
 extern PyMethodDef rank_methods[];      // rank_module.cpp
 extern PyMethodDef decode_methods[];    // decode_module.cpp
 extern PyMethodDef page_methods[];      // pages_module.cpp

@@ -12,51 +12,18 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "expert_ffn.hpp"
+#include "layer.hpp"
 #include "loads.hpp"
 
 namespace tiermoe::bindings {
 namespace {
 
-constexpr const char* kLoads = "tiermoe.kernels.Loads";
 constexpr const char* kLayer = "tiermoe.kernels.Layer";
-constexpr std::int64_t kMaxPairs = 1 << 12;
-
-Loads* loads_of(PyObject* capsule) { return static_cast<Loads*>(PyCapsule_GetPointer(capsule, kLoads)); }
 void delete_loads(PyObject* capsule) { delete loads_of(capsule); }
 
-bool read_keys(PyObject* list, std::vector<std::int64_t>& keys) {
-    if (!PyList_Check(list)) {
-        PyErr_SetString(PyExc_TypeError, "keys must be a list");
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) keys.push_back(PyLong_AsLongLong(PyList_GET_ITEM(list, i)));
-    return !PyErr_Occurred();
-}
-
-PyObject* list_of(const std::vector<std::int64_t>& numbers) {
-    PyObject* list = PyList_New(static_cast<Py_ssize_t>(numbers.size()));
-    for (std::size_t i = 0; list && i < numbers.size(); ++i) {
-        PyObject* number = PyLong_FromLongLong(numbers[i]);
-        if (!number) Py_CLEAR(list);
-        if (list) PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), number);
-    }
-    return list;
-}
-
-// loads(link, keys, slots, experts, (states, evictable, slot, pins, free, generation, counts),
-//       [(target, target_stride, source_stride, count, widen, (source, ...)), ...]) -> capsule; the link outlives it
-PyObject* loads(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 6)) return nullptr;
-    Link* link = link_of(args[0]);
-    if (!link) return nullptr;
-    SlotArrays of{};
-    of.keys = PyLong_AsLongLong(args[1]);
-    of.slots = PyLong_AsLongLong(args[2]);
-    const std::int64_t experts = PyLong_AsLongLong(args[3]);
+bool read_arrays(PyObject* given, SlotArrays& of) {
     unsigned long long at[7];
-    if (PyErr_Occurred() || !PyArg_ParseTuple(args[4], "KKKKKKK", at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6))
-        return nullptr;
+    if (!PyArg_ParseTuple(given, "KKKKKKK", at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6)) return false;
     of.states = reinterpret_cast<std::uint8_t*>(at[0]);
     of.evictable = reinterpret_cast<std::uint8_t*>(at[1]);
     of.slot = reinterpret_cast<std::int32_t*>(at[2]);
@@ -64,34 +31,93 @@ PyObject* loads(PyObject*, PyObject* const* args, Py_ssize_t count) {
     of.free = reinterpret_cast<std::int32_t*>(at[4]);
     of.generation = reinterpret_cast<std::int64_t*>(at[5]);
     of.counts = reinterpret_cast<std::int64_t*>(at[6]);
-    if (experts < 1 || of.keys < experts || of.keys % experts) {
-        refuse("experts of a layer do not divide the keys", experts);
-        return nullptr;
-    }
-    std::vector<ExpertPart> parts;
-    for (Py_ssize_t i = 0; PyList_Check(args[5]) && i < PyList_GET_SIZE(args[5]); ++i) {
+    return true;
+}
+
+// (classes of keys, first slot of each class, first unit of each slot, first unit of each key in its expert, units of
+// each key), or None
+bool read_layout(PyObject* given, const SlotArrays& of, Layout& layout) {
+    if (given == Py_None) return true;
+    PyObject* lists[5];
+    if (!PyArg_ParseTuple(given, "OOOOO", lists, lists + 1, lists + 2, lists + 3, lists + 4)) return false;
+    std::vector<std::int64_t>* into[] = {&layout.class_of, &layout.class_first, &layout.first, &layout.begin,
+                                         &layout.units};
+    for (int i = 0; i < 5; ++i)
+        if (!read_keys(lists[i], *into[i])) return false;
+    const auto is = [](const std::vector<std::int64_t>& list, std::int64_t size) {
+        return static_cast<std::int64_t>(list.size()) == size;
+    };
+    if (!is(layout.class_of, of.keys) || !is(layout.first, of.slots) || !is(layout.begin, of.keys) ||
+        !is(layout.units, of.keys))
+        return refuse("a layout is not that of all keys and slots", of.keys);
+    for (std::int64_t slot_class : layout.class_of)
+        if (slot_class < 0 || !(slot_class < static_cast<std::int64_t>(layout.class_first.size())))
+            return refuse("there is no such slot class", slot_class);
+    return true;
+}
+
+bool read_parts(PyObject* list, std::int64_t layers, std::vector<ExpertPart>& parts) {
+    for (Py_ssize_t i = 0; PyList_Check(list) && i < PyList_GET_SIZE(list); ++i) {
         unsigned long long target;
-        long long target_stride, source_stride, elements;
+        long long target_unit, source_stride, source_unit, elements;
         int widen;
         PyObject* sources;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(args[5], i), "KLLLpO!", &target, &target_stride, &source_stride, &elements,
-                              &widen, &PyTuple_Type, &sources))
-            return nullptr;
-        ExpertPart part{reinterpret_cast<char*>(target), target_stride, source_stride, elements,
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "KLLLLpO!", &target, &target_unit, &source_stride, &source_unit,
+                              &elements, &widen, &PyTuple_Type, &sources))
+            return false;
+        ExpertPart part{reinterpret_cast<char*>(target), target_unit, source_stride, source_unit, elements,
                         widen ? Piece::Kind::widen_bfloat16 : Piece::Kind::bytes, {}};
         for (Py_ssize_t layer = 0; layer < PyTuple_GET_SIZE(sources); ++layer)
             part.sources.push_back(address<const char>(PyTuple_GET_ITEM(sources, layer)));
-        if (PyErr_Occurred()) return nullptr;
-        if (static_cast<std::int64_t>(part.sources.size()) != of.keys / experts) {
-            refuse("sources are not those of all layers", static_cast<long long>(part.sources.size()));
-            return nullptr;
-        }
+        if (PyErr_Occurred()) return false;
+        if (static_cast<std::int64_t>(part.sources.size()) != layers)
+            return refuse("sources are not those of all layers", static_cast<long long>(part.sources.size()));
         parts.push_back(std::move(part));
     }
-    auto* made = new Loads(link, of, experts, std::move(parts));
+    return true;
+}
+
+bool read_slots(PyObject* const* args, SlotArrays& of, Layout& layout) {
+    of.keys = PyLong_AsLongLong(args[0]);
+    of.slots = PyLong_AsLongLong(args[1]);
+    return !PyErr_Occurred() && read_arrays(args[2], of) && read_layout(args[3], of, layout);
+}
+
+// loads(link, experts, layers, [(target, target_unit, source_stride, source_unit, count, widen, (source, ...)), ...],
+//       keys, slots, (states, evictable, slot, pins, free, generation, counts), layout or None)
+// -> capsule; the link outlives it
+PyObject* loads(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 8)) return nullptr;
+    Link* link = link_of(args[0]);
+    if (!link) return nullptr;
+    const std::int64_t experts = PyLong_AsLongLong(args[1]), layers = PyLong_AsLongLong(args[2]);
+    SlotArrays of{};
+    Layout layout;
+    std::vector<ExpertPart> parts;
+    if (PyErr_Occurred() || !read_slots(args + 4, of, layout) || !read_parts(args[3], layers, parts)) return nullptr;
+    if (experts < 1 || of.keys != experts * layers * (layout.first.empty() ? 1 : 2)) {
+        refuse("experts of a layer do not divide the keys", experts);
+        return nullptr;
+    }
+    auto* made = new Loads(link, of, experts, std::move(parts), std::move(layout));
     PyObject* capsule = PyCapsule_New(made, kLoads, delete_loads);
     if (!capsule) delete made;
     return capsule;
+}
+
+// loads_divide(loads, keys, slots, arrays, layout)
+PyObject* loads_divide(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 5)) return nullptr;
+    Loads* of = loads_of(args[0]);
+    SlotArrays arrays{};
+    Layout layout;
+    if (!of || !read_slots(args + 1, arrays, layout)) return nullptr;
+    if (arrays.keys != of->keys() || layout.first.empty() == of->split() || !of->flights().empty()) {
+        refuse("slots cannot be divided so under copies", static_cast<long long>(of->flights().size()));
+        return nullptr;
+    }
+    of->divide(arrays, std::move(layout));
+    Py_RETURN_NONE;
 }
 
 // Whether these keys can take slots, those of the victims included.
@@ -100,8 +126,12 @@ bool check_start(const Loads& of, const std::vector<std::int64_t>& keys, const s
         if (key < 0 || key >= of.keys() || of.state(key) != SlotState::absent) return refuse("not an absent expert", key);
     for (std::int64_t key : victims)
         if (key < 0 || key >= of.keys() || !of.may_evict(key)) return refuse("the expert cannot be evicted", key);
-    if (static_cast<std::int64_t>(keys.size()) > of.free_slots() + static_cast<std::int64_t>(victims.size()))
-        return refuse("there are too few slots for experts, which are", static_cast<long long>(keys.size()));
+    std::vector<std::int64_t> room;
+    for (std::int64_t i = 0; i < of.classes(); ++i) room.push_back(of.free_slots(i));
+    for (std::int64_t key : victims) ++room[of.class_of(key)];
+    for (std::int64_t key : keys)
+        if (--room[of.class_of(key)] < 0)
+            return refuse("there are too few slots for experts, which are", static_cast<long long>(keys.size()));
     return true;
 }
 
@@ -123,6 +153,22 @@ PyObject* loads_keys(PyObject*, PyObject* const* args, Py_ssize_t count) {
     std::vector<std::int64_t> keys;
     for (const Flight& flight : of->flights()) keys.push_back(flight.key);
     return list_of(keys);
+}
+
+// loads_give(loads, key, prefetch, copy): a copy into the slot of a LOADING expert is known here from now on
+PyObject* loads_give(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 4)) return nullptr;
+    Loads* of = loads_of(args[0]);
+    const std::int64_t key = of ? PyLong_AsLongLong(args[1]) : 0;
+    const int prefetch = of ? PyObject_IsTrue(args[2]) : 0;
+    const std::shared_ptr<Copy>* copy = of ? copy_of(args[3]) : nullptr;
+    if (!copy || PyErr_Occurred()) return nullptr;
+    if (key < 0 || key >= of->keys() || of->state(key) != SlotState::loading || of->flight(key)) {
+        refuse("not an expert whose copy is known elsewhere", key);
+        return nullptr;
+    }
+    of->give({key, prefetch != 0, *copy});
+    Py_RETURN_NONE;
 }
 
 // loads_take(loads) -> list of (key, slot, generation, prefetch, copy) of the copies under way, which are forgotten here
@@ -196,22 +242,16 @@ PyObject* loads_dropped(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return of ? list_of(of->take_dropped()) : nullptr;
 }
 
-struct Layer {
-    std::int64_t index, experts, neurons, width, max_rows, record_words;
+struct Layer : Pass {
+    std::int64_t neurons, record_words;
     const std::uint8_t* states;  // `SlotState` of each expert of the layer [E]
     const std::int32_t* slots;   // [E]
-    const float* gate_up;
-    const float* down;
     std::int64_t* record;
-    Activation activation;
     Loads* loads;  // null: only passes without misses run here
     // of one pass
-    std::int64_t tokens, top_k, resident, arriving;
-    std::vector<std::int64_t> counts, order, used, run, missing;  // counts [E], order [N]; experts, but missing: keys
-    std::vector<Group> groups;                                    // of `used`, then of `run`
-    std::vector<float> y;
+    std::int64_t resident, arriving;
+    std::vector<std::int64_t> run, missing;  // experts, but missing: keys
 
-    std::int64_t key(std::int64_t expert) const { return index * experts + expert; }
     SlotState state(std::int64_t expert) const { return static_cast<SlotState>(states[expert]); }
 };
 
@@ -247,59 +287,23 @@ PyObject* layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return capsule;
 }
 
-// Sorts the pairs by expert; false: an expert has too many rows.
-bool sort_pairs(Layer& of, const std::int64_t* ids, std::int64_t pairs) {
-    of.counts.assign(static_cast<std::size_t>(of.experts), 0);
-    bool distinct = true;
-    for (std::int64_t i = 0; i < pairs; ++i) {
-        if (++of.counts[ids[i]] > of.max_rows) return false;
-        distinct &= of.counts[ids[i]] == 1;
-    }
-    of.used.clear();
-    if (of.tokens == 1 && distinct)
-        of.used.assign(ids, ids + pairs);
-    else
-        for (std::int64_t e = 0; e < of.experts; ++e)
-            if (of.counts[e]) of.used.push_back(e);
+// A group for each of `used`.
+void group_pairs(Layer& of) {
     of.groups.clear();
-    of.order.resize(static_cast<std::size_t>(pairs));
-    std::int64_t at = 0;
-    for (std::int64_t expert : of.used) {
-        const std::int64_t start = at;
-        for (std::int64_t i = 0; i < pairs; ++i)
-            if (ids[i] == expert) of.order[at++] = i;
-        of.groups.push_back({start, at, of.slots[expert] * of.neurons, of.neurons, false});
-    }
-    return true;
-}
-
-void run_groups(Layer& of, const float* hidden, std::size_t begin, std::size_t end) {
-    expert_ffn_f32(hidden, of.gate_up, of.down, of.order.data(), of.groups.data() + begin,
-                   static_cast<std::int64_t>(end - begin), of.top_k, of.width, of.activation, of.y.data(), nullptr);
-}
-
-void size_rows(Layer& of) {
-    const auto size = static_cast<std::size_t>(of.tokens * of.top_k * of.width);
-    if (of.y.size() < size) of.y.resize(size);
+    for (std::size_t i = 0; i < of.used.size(); ++i)
+        of.groups.push_back(
+            {of.starts[i], of.starts[i + 1], of.slots[of.used[i]] * of.neurons, of.neurons, false});
 }
 
 // Runs a pass without misses and records it; false: the record is full.
 bool run_resident(Layer& of, const float* hidden, const float* weights, float* out) {
-    const auto used = static_cast<std::int64_t>(of.used.size());
-    std::int64_t* record = of.record;
-    if (record[0] + 3 + 2 * used > of.record_words) return false;
+    if (!record_fits(of, of.record, of.record_words)) return false;
     size_rows(of);
     Py_BEGIN_ALLOW_THREADS;
     run_groups(of, hidden, 0, of.groups.size());
     combine_f32(of.y.data(), weights, of.tokens, of.top_k, of.width, out);
     Py_END_ALLOW_THREADS;
-    std::int64_t* entry = record + record[0];
-    *entry++ = of.index;
-    *entry++ = of.tokens;
-    *entry++ = used;
-    for (std::int64_t expert : of.used) *entry++ = of.key(expert);
-    for (std::int64_t expert : of.used) *entry++ = of.counts[expert];
-    record[0] += 3 + 2 * used;
+    write_record(of, of.record);
     return true;
 }
 
@@ -355,14 +359,13 @@ PyObject* layer_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
     float* out = address<float>(args[6]);
     const int runs = PyObject_IsTrue(args[7]);
     if (PyErr_Occurred()) return nullptr;
-    const std::int64_t pairs = of->tokens * of->top_k;
-    if (of->tokens < 1 || of->top_k < 1 || pairs > kMaxPairs) Py_RETURN_NONE;
-    for (std::int64_t i = 0; i < pairs; ++i)
-        if (ids[i] < 0 || ids[i] >= of->experts) {
-            refuse("there is no such expert", ids[i]);
-            return nullptr;
-        }
-    if (!sort_pairs(*of, ids, pairs)) Py_RETURN_NONE;
+    if (of->tokens < 1 || of->top_k < 1 || of->tokens * of->top_k > kMaxPairs) Py_RETURN_NONE;
+    if (const std::int64_t at = foreign(*of, ids); at >= 0) {
+        refuse("there is no such expert", ids[at]);
+        return nullptr;
+    }
+    if (!sort_pairs(*of, ids)) Py_RETURN_NONE;
+    group_pairs(*of);
     Loads* loads = of->loads;
     bool dropped = false;
     if (loads && !loads->flights().empty()) {
@@ -443,8 +446,12 @@ PyObject* layer_finish(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 }  // namespace
 
+Loads* loads_of(PyObject* capsule) { return static_cast<Loads*>(PyCapsule_GetPointer(capsule, kLoads)); }
+
 PyMethodDef layer_methods[] = {
     {"loads", fast(loads), METH_FASTCALL, "The slots of a cache and the copies into them; see loads.hpp."},
+    {"loads_divide", fast(loads_divide), METH_FASTCALL, "Other slots of the same pool."},
+    {"loads_give", fast(loads_give), METH_FASTCALL, "Take a copy over."},
     {"loads_prefetch", fast(loads_prefetch), METH_FASTCALL, "Evict, and queue copies behind all demand."},
     {"loads_keys", fast(loads_keys), METH_FASTCALL, "Whose copies are under way."},
     {"loads_take", fast(loads_take), METH_FASTCALL, "Hand over the copies under way."},

@@ -12,19 +12,19 @@ constexpr const char* kLink = "tiermoe.kernels.Link";
 constexpr const char* kCopy = "tiermoe.kernels.Copy";
 using Shared = std::shared_ptr<Copy>;
 
-Shared* copy_of(PyObject* capsule) { return static_cast<Shared*>(PyCapsule_GetPointer(capsule, kCopy)); }
-
 void delete_link(PyObject* capsule) {
     Link* link = link_of(capsule);
     Py_BEGIN_ALLOW_THREADS;
     delete link;
     Py_END_ALLOW_THREADS;
 }
-void delete_copy(PyObject* capsule) { delete copy_of(capsule); }
+void delete_copy(PyObject* capsule) { delete static_cast<Shared*>(PyCapsule_GetPointer(capsule, kCopy)); }
 
 }  // namespace
 
 Link* link_of(PyObject* capsule) { return static_cast<Link*>(PyCapsule_GetPointer(capsule, kLink)); }
+
+const Shared* copy_of(PyObject* capsule) { return static_cast<Shared*>(PyCapsule_GetPointer(capsule, kCopy)); }
 
 PyObject* copy_capsule(std::shared_ptr<Copy> copy) {
     auto* held = new Shared(std::move(copy));
@@ -121,7 +121,7 @@ PyObject* link_submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* link_promote(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
     Link* link = link_of(args[0]);
-    Shared* copy = link ? copy_of(args[1]) : nullptr;
+    const Shared* copy = link ? copy_of(args[1]) : nullptr;
     if (!copy) return nullptr;
     link->promote(*copy);
     Py_RETURN_NONE;
@@ -131,7 +131,7 @@ PyObject* link_promote(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* link_cancel(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
     Link* link = link_of(args[0]);
-    Shared* copy = link ? copy_of(args[1]) : nullptr;
+    const Shared* copy = link ? copy_of(args[1]) : nullptr;
     if (!copy) return nullptr;
     return PyBool_FromLong(link->cancel(*copy));
 }
@@ -140,7 +140,7 @@ PyObject* link_cancel(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* link_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
     Link* link = link_of(args[0]);
-    Shared* copy = link ? copy_of(args[1]) : nullptr;
+    const Shared* copy = link ? copy_of(args[1]) : nullptr;
     if (!copy) return nullptr;
     Py_BEGIN_ALLOW_THREADS;
     link->wait(**copy);
@@ -169,14 +169,14 @@ PyObject* link_close(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // copy_ended(copy) -> bool
 PyObject* copy_ended(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 1)) return nullptr;
-    Shared* copy = copy_of(args[0]);
+    const Shared* copy = copy_of(args[0]);
     return copy ? PyBool_FromLong((*copy)->state >= Copy::done) : nullptr;
 }
 
 // copy_times(copy) -> (start_s, end_s, link_s) of a copy that is done; None: it was cancelled
 PyObject* copy_times(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 1)) return nullptr;
-    Shared* copy = copy_of(args[0]);
+    const Shared* copy = copy_of(args[0]);
     if (!copy) return nullptr;
     if ((*copy)->state != Copy::done) Py_RETURN_NONE;
     return Py_BuildValue("(ddd)", (*copy)->start_s, (*copy)->end_s, (*copy)->link_s);

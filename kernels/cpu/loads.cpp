@@ -5,8 +5,14 @@
 
 namespace tiermoe {
 
-Loads::Loads(Link* link, const SlotArrays& arrays, std::int64_t experts, std::vector<ExpertPart> parts)
-    : link_(link), arrays_(arrays), experts_(experts), parts_(std::move(parts)), landed_(arrays.keys / experts) {}
+Loads::Loads(Link* link, const SlotArrays& arrays, std::int64_t experts, std::vector<ExpertPart> parts, Layout layout)
+    : link_(link), arrays_(arrays), experts_(experts), parts_(std::move(parts)), layout_(std::move(layout)),
+      landed_(whole() / experts) {}
+
+void Loads::divide(const SlotArrays& arrays, Layout layout) {
+    arrays_ = arrays;
+    layout_ = std::move(layout);
+}
 
 std::int64_t Loads::evictable() const {
     std::int64_t count = 0;
@@ -27,16 +33,20 @@ bool Loads::start(const std::vector<std::int64_t>& keys, const std::vector<std::
     for (std::int64_t victim : victims) drop(victim);
     std::vector<std::shared_ptr<Copy>> copies;
     for (std::int64_t key : keys) {
-        const std::int32_t slot = arrays_.free[--arrays_.counts[1]];
+        const std::int64_t slot_class = class_of(key), expert = key % whole();
+        const std::int64_t first_slot = split() ? layout_.class_first[slot_class] : 0;
+        const std::int32_t slot = arrays_.free[first_slot + --arrays_.counts[1 + slot_class]];
+        const std::int64_t begin = split() ? layout_.begin[key] : 0;
         ++arrays_.generation[slot];
         arrays_.states[key] = static_cast<std::uint8_t>(SlotState::loading);
         arrays_.slot[key] = slot;
         auto copy = std::make_shared<Copy>();
         copy->prefetch = prefetch;
         for (const ExpertPart& part : parts_)
-            copy->pieces.push_back({part.target + slot * part.target_stride,
-                                    part.sources[key / experts_] + key % experts_ * part.source_stride, part.count,
-                                    part.kind});
+            copy->pieces.push_back({part.target + first_unit(slot) * part.target_unit,
+                                    part.sources[expert / experts_] + expert % experts_ * part.source_stride +
+                                        begin * part.source_unit,
+                                    units(key) * part.count, part.kind});
         flights_.push_back({key, prefetch, copy});
         copies.push_back(std::move(copy));
     }
@@ -58,7 +68,7 @@ bool Loads::land_ended(std::int64_t layer) {
 bool Loads::drop_stale(std::int64_t layer, const std::int64_t* counts) {
     const std::size_t before = flights_.size();
     const auto stale = [&](const Flight& flight) {
-        if (flight.key / experts_ != layer || !flight.prefetch || counts[flight.key % experts_]) return false;
+        if (layer_of(flight.key) != layer || !flight.prefetch || counts[flight.key % experts_]) return false;
         if (!link_->cancel(flight.copy)) return false;
         drop(flight.key);
         dropped_.push_back(flight.key);
@@ -90,20 +100,23 @@ bool Loads::land(std::int64_t key, std::int64_t layer) {
 }
 
 void Loads::drop(std::int64_t key) {
-    arrays_.free[arrays_.counts[1]++] = arrays_.slot[key];
+    const std::int64_t slot_class = class_of(key), first_slot = split() ? layout_.class_first[slot_class] : 0;
+    arrays_.free[first_slot + arrays_.counts[1 + slot_class]++] = arrays_.slot[key];
     arrays_.slot[key] = -1;
     arrays_.states[key] = arrays_.evictable[key] = 0;
-    arrays_.counts[0] += arrays_.counts[1] == arrays_.slots;
+    std::int64_t free = 0;
+    for (std::int64_t i = 0; i < classes(); ++i) free += free_slots(i);
+    arrays_.counts[0] += free == arrays_.slots;
 }
 
 void Loads::publish(const Flight& flight, std::int64_t layer) {
     arrays_.states[flight.key] = static_cast<std::uint8_t>(SlotState::resident);
     arrays_.evictable[flight.key] = !pinned(flight.key);
-    Landed& landed = landed_[flight.key / experts_];
-    ++(flight.prefetch ? landed.prefetches : landed.demands);
+    Landed& landed = landed_[layer_of(flight.key)];
+    (flight.prefetch ? landed.prefetches : landed.demands) += units(flight.key);
     landed.io_s += flight.copy->end_s - flight.copy->start_s;
     landed.link_s += flight.copy->link_s;
-    if (flight.key / experts_ == layer) landed.path_s += flight.copy->link_s;
+    if (layer_of(flight.key) == layer) landed.path_s += flight.copy->link_s;
 }
 
 }  // namespace tiermoe

@@ -120,9 +120,9 @@ PyMODINIT_FUNC PyInit__cpu() {
     PyObject* module = PyModule_Create(&definition);
     for (PyMethodDef* more : {tiermoe::bindings::neuron_methods, tiermoe::bindings::measure_methods,
                                tiermoe::bindings::link_methods, tiermoe::bindings::dense_methods,
-                               tiermoe::bindings::layer_methods, tiermoe::bindings::importance_methods,
-                               tiermoe::bindings::rank_methods, tiermoe::bindings::decode_methods,
-                               tiermoe::bindings::page_methods})
+                               tiermoe::bindings::layer_methods, tiermoe::bindings::split_methods,
+                               tiermoe::bindings::importance_methods, tiermoe::bindings::rank_methods,
+                               tiermoe::bindings::decode_methods, tiermoe::bindings::page_methods})
         if (module && PyModule_AddFunctions(module, more) < 0) Py_CLEAR(module);
     return module;
 }

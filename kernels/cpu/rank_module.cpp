@@ -1,12 +1,10 @@
-// The order of experts by router scores, as `policies/prefetch.py` defines it: `predicted_experts` and `by_score`, whose
-// results these are to the last expert. Rows are tokens; ties go to the lowest number.
-#include <algorithm>
+// Bindings of rank.hpp; rows are tokens.
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "bindings.hpp"
+#include "rank.hpp"
 
 namespace tiermoe::bindings {
 namespace {
@@ -49,44 +47,9 @@ class Scores {
     bool held_ = false, wide_ = false;
 };
 
-struct Order {  // of the experts named by at least one row
-    std::vector<int> experts;
-    std::vector<double> best;  // of each expert [E]: its highest score
-};
-
-// Each row names its `top` experts. by_votes: experts by rows that name them, then as without: by highest score.
 Order order_of(const Scores& scores, std::int64_t top, bool by_votes) {
-    const auto experts = static_cast<std::size_t>(scores.experts());
-    const auto count = static_cast<std::size_t>(std::min<std::int64_t>(top, scores.experts()));
-    Order found;
-    found.best.assign(experts, -std::numeric_limits<double>::infinity());
-    std::vector<double> row(experts);
-    std::vector<std::int64_t> votes(experts, 0);
-    std::vector<int> places;
-    for (std::int64_t t = 0; t < scores.tokens(); ++t) {
-        scores.row(t, row);
-        places.clear();
-        const auto before = [&row](int a, int b) { return row[a] > row[b]; };
-        for (std::size_t e = 0; e < experts; ++e) {
-            found.best[e] = std::max(found.best[e], row[e]);
-            if (places.size() == count && !before(static_cast<int>(e), places.back())) continue;
-            if (places.size() == count) places.pop_back();
-            places.insert(std::upper_bound(places.begin(), places.end(), static_cast<int>(e), before),
-                          static_cast<int>(e));
-        }
-        for (int e : places) ++votes[static_cast<std::size_t>(e)];
-    }
-    if (scores.tokens() == 1) {
-        found.experts = places;
-        return found;
-    }
-    for (std::size_t e = 0; e < experts; ++e)
-        if (votes[e]) found.experts.push_back(static_cast<int>(e));
-    std::stable_sort(found.experts.begin(), found.experts.end(), [&](int a, int b) {
-        if (by_votes && votes[a] != votes[b]) return votes[a] > votes[b];
-        return found.best[a] > found.best[b];
-    });
-    return found;
+    return tiermoe::order_of(scores.tokens(), scores.experts(), top, by_votes,
+                    [&](std::int64_t t, std::vector<double>& row) { scores.row(t, row); });
 }
 
 PyObject* keys_of(const std::vector<int>& experts, long long base) {
@@ -120,9 +83,8 @@ PyObject* rank_by_score(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Scores scores;
     long long top, base;
     if (!take(args, count, scores, top, base)) return nullptr;
-    Order found = order_of(scores, top, false);
-    auto& experts = found.experts;
-    while (!experts.empty() && !(found.best[static_cast<std::size_t>(experts.back())] > 0)) experts.pop_back();
+    const Order found = positive(order_of(scores, top, false));
+    const auto& experts = found.experts;
     PyObject* keys = keys_of(experts, base);
     PyObject* best = keys ? PyList_New(static_cast<Py_ssize_t>(experts.size())) : nullptr;
     for (std::size_t i = 0; best && i < experts.size(); ++i) {

@@ -25,6 +25,7 @@ from ..stats import EngineStats, LayerResidency, Timeline
 from .counting import CacheCounters, PassRecord
 from .loader import DEMAND, PREFETCH, CopyQueue, Loader
 from .loads import Loads
+from .native_split import NativeSplit, SplitOrder
 from .slots import LowBitPart, SlotMap
 
 if TYPE_CHECKING:
@@ -75,11 +76,16 @@ class ExpertCache:
         self.counters = CacheCounters(stats, governor, timeline, self._map, self.divided, low_bit is not None)
         self.stats, self.governor, self.timeline, self.uses = stats, governor, timeline, self.counters.uses
         self._queue: CopyQueue = Loader(device) if loader is None else loader
+        if cut is not None:
+            self._map.divide(cut)
         make_native = getattr(self._queue, "native", None)
-        plain = cut is None and low_bit is None and not writeback
-        self.native: NativeLoads | None = None if make_native is None or not plain else make_native(
-            pool, weights, residency
-        )
+        plain = low_bit is None and not writeback and (cut is None or isinstance(eviction, SplitOrder))
+        self.native: NativeLoads | None = None
+        if make_native is not None and plain:
+            self.native = make_native(pool, weights, residency, self._map.segment_layout)
+        self.split: NativeSplit | None = None
+        if self.native is not None and isinstance(eviction, SplitOrder):
+            self.split = NativeSplit(self.native.handle, eviction, self.counters, self.passes)
         self.loads = Loads(
             self._queue, device, residency, eviction, self._map, self.counters, clock, writeback, self.native
         )
@@ -87,8 +93,6 @@ class ExpertCache:
         # Counts the times of GPU copies that have ended by now; on the forward's thread. Not between a layer's two
         # readings of its counters: late times belong to the layers before.
         self.settle_times = partial(self._queue.tell, self.counters)
-        if cut is not None:
-            self._map.divide(cut)
         self.low_bit = low_bit
         if low_bit is not None:
             self._map.add_low_bit(low_bit)
@@ -127,6 +131,8 @@ class ExpertCache:
         self.loads.drop(self._under_way)
         self.flush()
         self._map.divide(cut)
+        if self.native is not None and self._map.segment_layout is not None:
+            self.native.divide(self.residency, self._map.segment_layout)
         room, loads = list(self.residency.class_slots), list[int]()
         for key in dict.fromkeys(fill):
             layer = self._layer_of(key)
@@ -139,13 +145,16 @@ class ExpertCache:
 
     @property
     def quiet(self) -> bool:
-        """Whether native code may run a pass: all copies under way are its own, and nobody draws a timeline."""
-        return not (self._under_way or self.timeline.enabled)
+        """Whether native code may run a pass: it knows all copies under way, and nobody draws a timeline."""
+        return not self.timeline.enabled and (not self._under_way or self.loads.hand_back())
 
     def count_passes(self) -> None:
         """Count the passes of native calls and tell the eviction policy: once a forward, and before any decision."""
         if self.native is not None:
             self.counters.landed_native(self.native.landed())
+        if self.split is not None:
+            self.split.count()
+            return
         if self.passes.words[0] == 1:
             return
         eviction = self.eviction

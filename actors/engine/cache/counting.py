@@ -40,6 +40,55 @@ class PassRecord:
             yield layer, tokens, words[first : first + n], words[first + n : at]
 
 
+class Pending:
+    """The source of each key that was prefetched and not used yet.
+
+    Attributes:
+        marks: number of the source by key, 0: none; shared with native code.
+    """
+
+    def __init__(self, keys: int) -> None:
+        self.marks, self._none = bytearray(keys), bytes(keys)
+        self._sources: list[SourceStats] = [SourceStats()]
+
+    def __bool__(self) -> bool:
+        return self.marks != self._none
+
+    def __iter__(self) -> Iterator[int]:
+        return (key for key, number in enumerate(self.marks) if number)
+
+    def __contains__(self, key: int) -> bool:
+        return self.marks[key] != 0
+
+    def number(self, source: SourceStats) -> int:
+        """Of these counters in `marks`."""
+        for number, known in enumerate(self._sources):
+            if known is source:
+                return number
+        if len(self._sources) == 256:  # counters of resets long ago
+            self.marks[:] = self._none
+            del self._sources[1:]
+        self._sources.append(source)
+        return len(self._sources) - 1
+
+    def source(self, number: int) -> SourceStats:
+        return self._sources[number]
+
+    def mark(self, keys: Sequence[int], source: SourceStats) -> None:
+        """These were prefetched for it."""
+        number = self.number(source)
+        for key in keys:
+            self.marks[key] = number
+
+    def take(self, key: int) -> SourceStats | None:
+        """It is used or gone: whose prefetch it was."""
+        number = self.marks[key]
+        if not number:
+            return None
+        self.marks[key] = 0
+        return self._sources[number]
+
+
 class CacheCounters:
     """Counts the events of one `ExpertCache`, on the forward's thread.
 
@@ -52,7 +101,7 @@ class CacheCounters:
 
     Attributes:
         uses: forwards that ran each expert since the counters were reset; the list object never changes.
-        pending: source of each key that was prefetched and not used yet.
+        pending: prefetched keys that were not used yet.
         vacant: keys that pre-eviction removed since their layers last ran.
     """
 
@@ -65,7 +114,7 @@ class CacheCounters:
         self._map, self._keys, self._experts = slot_map, slot_map.keys, slot_map.experts
         self._bytes_of = slot_map.bytes_of
         self._divided, self._replicas = divided, replicas
-        self.pending: dict[int, SourceStats] = {}
+        self.pending = Pending(2 * slot_map.keys)  # segments, or experts and replicas
         self.vacant: set[int] = set()
 
     # -- a layer's forward -------------------------------------------------------------------------------
@@ -95,15 +144,15 @@ class CacheCounters:
         stats.hits += len(keys)
         for key in keys:
             uses[key] += 1
-            if key in self.pending:
-                self.pending.pop(key).hits += 1
+            if (source := self.pending.take(key)) is not None:
+                source.hits += 1
                 stats.prefetched_hits += 1
                 self.governor.used()
 
     def late(self, layer: int, keys: Sequence[int]) -> None:
         """`layer` needs these, whose prefetches are under way."""
         for key in keys:
-            if (source := self.pending.pop(key, None)) is not None:
+            if (source := self.pending.take(key)) is not None:
                 source.late += 1
         self.governor.used(len(keys))
         self.stats.layers[layer].late_prefetches += len({key % self._keys for key in keys})
@@ -134,7 +183,7 @@ class CacheCounters:
         """Prefetches of these keys are queued for `source`."""
         counters = self.stats.source(source)
         counters.queued += len(keys)
-        self.pending.update(dict.fromkeys(keys, counters))
+        self.pending.mark(keys, counters)
 
     def landed(self, jobs: Sequence[LoadJob]) -> None:
         """Copies became resident, or failed: count their bytes by cause, and the link's seconds where known."""
@@ -162,14 +211,35 @@ class CacheCounters:
                     self._show(job, copied)
 
     def landed_native(self, found: Sequence[tuple[int, int, int, float, float, float]]) -> None:
-        """`NativeLoads.landed`."""
+        """`NativeLoads.landed`, in `SlotMap.unit_bytes`."""
         for layer, demands, prefetches, io_s, link_s, path_s in found:
-            stats, nbytes = self.stats.layers[layer], self._bytes_of(layer * self._experts)
+            stats, nbytes = self.stats.layers[layer], self._map.unit_bytes(layer)
             stats.bytes_loaded_demand += demands * nbytes
             stats.bytes_loaded_prefetch += prefetches * nbytes
             stats.total_io_s += io_s
             stats.link_s += link_s
             stats.link_path_s += path_s
+
+    def passed_split(self, layers: Sequence[tuple[int, ...]], sources: Sequence[tuple[int, ...]]) -> None:
+        """What native passes of split experts have counted (`_cpu.split_take`)."""
+        for layer, forwards, hits, misses, top_hits, prefetched, late, demanded, wasted in layers:
+            stats, unit = self.stats.layers[layer], self._map.unit_bytes(layer)
+            stats.forwards += forwards
+            stats.waves += forwards
+            stats.hits += hits
+            stats.misses += misses
+            stats.top_hits += top_hits
+            stats.prefetched_hits += prefetched
+            stats.late_prefetches += late
+            stats.bytes_demanded_decode += demanded * unit
+            stats.bytes_wasted += wasted * unit
+        for number, queued, hits, late, wasted, cancelled in sources:
+            source = self.pending.source(number)
+            source.queued += queued
+            source.hits += hits
+            source.late += late
+            source.wasted += wasted
+            source.cancelled += cancelled
 
     def timed(self, job: LoadJob, copied: Copied) -> None:
         """A copy on a GPU's stream has ended, maybe after its layer (`loader.CopyTimes`)."""
@@ -201,12 +271,13 @@ class CacheCounters:
         """They left the cache: a prefetch that no layer used was wasted."""
         if not self.pending:
             return
-        before = len(self.pending)
+        wasted = 0
         for key in keys:
-            if (source := self.pending.pop(key, None)) is not None:
+            if (source := self.pending.take(key)) is not None:
+                wasted += 1
                 source.wasted += 1
                 self.stats.layers[self._map.layer_of(key)].bytes_wasted += self._bytes_of(key)
-        self.governor.wasted(before - len(self.pending))
+        self.governor.wasted(wasted)
 
     def cancelled(self, key: int, moved_share: float) -> None:
         """Its load was dropped or failed, and no forward waits for it; of its bytes count those moved, as wasted."""
@@ -214,13 +285,13 @@ class CacheCounters:
             stats, moved = self.stats.layers[self._map.layer_of(key)], round(self._bytes_of(key) * moved_share)
             stats.bytes_loaded_prefetch += moved
             stats.bytes_wasted += moved
-        if (source := self.pending.pop(key, None)) is not None:
+        if (source := self.pending.take(key)) is not None:
             self.governor.wasted()
             source.cancelled += 1
 
     def forget(self, key: int) -> None:
         """Its load was given up: a pending prefetch counts as neither used nor wasted."""
-        self.pending.pop(key, None)
+        self.pending.take(key)
 
     def vacated(self, layer: int, keys: Sequence[int]) -> None:
         """Pre-eviction removed these experts before `layer`."""
@@ -229,7 +300,7 @@ class CacheCounters:
 
     def check_integrity(self, held: AbstractSet[int]) -> None:
         """Raise ResidencyError unless every pending prefetch occupies a slot."""
-        if not self.pending.keys() <= held:
+        if not held.issuperset(self.pending):
             raise ResidencyError(f"unused prefetches {sorted(self.pending)} are not all held")
 
     # -- inside ------------------------------------------------------------------------------------------
@@ -261,13 +332,14 @@ class CacheCounters:
 
     def _count_prefetched(self, stats: LayerStats, plan: LayerPlan) -> None:
         keys, pending, used, lacking = self._keys, self.pending, set[int](), set[int]()
-        before = len(pending)
+        count = 0
         for key in plan.run[: plan.resident]:
-            if key in pending:
+            if (source := pending.take(key)) is not None:
+                count += 1
                 used.add(key % keys)
-                pending.pop(key).hits += 1
+                source.hits += 1
         if used:
-            self.governor.used(before - len(pending))
+            self.governor.used(count)
             for key in plan.run[plan.resident :]:  # experts, of which a segment may be there
                 lacking.add(key % keys)
             stats.prefetched_hits += len(used - lacking)

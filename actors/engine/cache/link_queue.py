@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from ....errors import RuntimeFailure
 from ....kernels import _cpu
+from ...policies.moepic.split import Segments
 from ...policies.residency import Reservation, Residency
 from ...settings import CopySettings, LinkSettings
 from .device import Copied, CpuDevice, Device, Tensors
@@ -74,13 +76,14 @@ class LinkQueue(HostWaits):
         self._alive.append(job)
 
     def native(
-        self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], residency: Residency
-    ) -> NativeLoads | None:
-        """Loads of mapped experts in slots of one size and dtype; None: these are others."""
+        self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], residency: Residency,
+        segments: Segments | None,
+    ) -> NativeLoads | None:  # fmt: skip
+        """Loads of mapped experts, or of their segments, in slots of one dtype; None: these are others."""
         layers = [layer for layer in weights if isinstance(layer, LayerWeights)]
         if not isinstance(pool, SlotPool) or len(layers) < len(weights):
             return None
-        return NativeLoads(self, pool, layers, residency)
+        return NativeLoads(self, pool, layers, residency, segments)
 
     def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
         ended, found = _cpu.copy_ended, list[LoadJob]()
@@ -125,7 +128,7 @@ class LinkQueue(HostWaits):
 
 
 class NativeLoads:
-    """The slots of a cache of whole experts, and the copies that native code has under way (`kernels/cpu/loads.hpp`).
+    """The slots of a cache, and the copies that native code has under way (`kernels/cpu/loads.hpp`).
 
     A copy under way is here or a `LoadJob`, never both. All methods are for the forward's thread.
 
@@ -134,21 +137,42 @@ class NativeLoads:
     """
 
     def __init__(
-        self, queue: LinkQueue, pool: SlotPool, weights: Sequence[LayerWeights], residency: Residency
-    ) -> None:
-        arrays = [np.frombuffer(array, np.uint8) for array in residency.arrays]
+        self, queue: LinkQueue, pool: SlotPool, weights: Sequence[LayerWeights], residency: Residency,
+        segments: Segments | None = None,
+    ) -> None:  # fmt: skip
         parts: list[_cpu.ExpertPart] = []
         for target, *sources in zip(pool.tensors, *[layer.tensors for layer in weights], strict=True):
-            one, widen = target[0], sources[0].dtype != target.dtype
+            source, widen = sources[0], sources[0].dtype != target.dtype
+            one = target[0] if segments is None else target[0, 0]  # of the units of a slot: an expert, or a neuron
             parts.append(
-                (target.data_ptr(), target.stride(0) * target.itemsize, sources[0].stride(0) * sources[0].itemsize,
+                (target.data_ptr(), target.stride(0 if segments is None else 1) * target.itemsize,
+                 source.stride(0) * source.itemsize, 0 if segments is None else source.stride(1) * source.itemsize,
                  one.numel() if widen else one.nbytes, widen, tuple([source.data_ptr() for source in sources]))
             )  # fmt: skip
-        experts = residency.keys // len(weights)
-        addresses = tuple([array.ctypes.data for array in arrays])
+        layers = len(weights)
+        experts = (residency.keys if segments is None else segments.keys) // layers
         self.queue = queue
-        self.handle = _cpu.loads(queue._link, residency.keys, residency.slots, experts, addresses, parts)
-        self._held = pool, weights, arrays
+        self.handle = _cpu.loads(queue._link, experts, layers, parts, *self._slots_of(residency, segments))
+        self._held = pool, weights
+
+    def divide(self, residency: Residency, segments: Segments) -> None:
+        """Other slots of the same pool; no copy is under way."""
+        _cpu.loads_divide(self.handle, *self._slots_of(residency, segments))
+
+    def _slots_of(
+        self, residency: Residency, segments: Segments | None
+    ) -> tuple[int, int, tuple[int, ...], _cpu.Layout | None]:
+        """Keys, slots, addresses of the arrays, which stay alive here, and the layout."""
+        self._arrays = [np.frombuffer(array, np.uint8) for array in residency.arrays]
+        layout = None
+        if segments is not None:
+            firsts = [0, *accumulate(segments.slots)][:-1]
+            layout = segments.class_of, firsts, segments.first, segments.begins, segments.neurons
+        return residency.keys, residency.slots, tuple([array.ctypes.data for array in self._arrays]), layout
+
+    def give(self, job: LoadJob) -> None:
+        """The copy of a job on the link is known here from now on."""
+        _cpu.loads_give(self.handle, job.reservation.key, job.prefetch, _copy(job))
 
     @property
     def under_way(self) -> list[int]:
@@ -165,8 +189,8 @@ class NativeLoads:
         return _cpu.loads_land(self.handle, key, layer)
 
     def landed(self) -> list[tuple[int, int, int, float, float, float]]:
-        """What has landed since the last call: (layer, demand loads, prefetches, seconds that the link was busy by the
-        wall's clock and by its own, part of those while the layer ran).
+        """What has landed since the last call: (layer, units of demand loads, of prefetches, seconds that the link was
+        busy by the wall's clock and by its own, part of those while the layer ran).
         """
         return _cpu.loads_landed(self.handle)
 

@@ -106,6 +106,16 @@ class Loads:
                 job = self.new_job(reservation, "prefetch" if prefetch else "demand", None)
                 self.native.queue.adopt(job, copy)
 
+    def hand_back(self) -> bool:
+        """All jobs become what native code has under way; False: they do not, since one is of another kind."""
+        jobs = list(self.under_way.values())
+        if self.native is None or any(job.cause == "migration" or job.writeback for job in jobs):
+            return False
+        for job in jobs:
+            self.native.give(job)
+        self.under_way.clear()
+        return True
+
     def dropped(self) -> None:
         """Count the prefetches that native code has cancelled."""
         if self.native is not None:

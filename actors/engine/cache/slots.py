@@ -310,6 +310,17 @@ class SlotMap:
         shown, residency, key = self.shown, self._residency, layer * self.experts
         return residency.free_of(residency.class_of(key if shown is None else shown[key]))
 
+    def unit_bytes(self, layer: int) -> int:
+        """Of a whole expert of the layer, or of one neuron where experts are split."""
+        if self._segments is None:
+            return self._bytes[layer * self.experts]
+        return self._expert_bytes // self._neurons
+
+    @property
+    def segment_layout(self) -> Segments | None:
+        """Where experts are split: the segments and their slots."""
+        return self._segments
+
     @property
     def layout(self) -> tuple[list[int], list[int]]:
         """Where experts are split: the first neuron of each slot in the pool, and the neurons of each segment."""

@@ -223,10 +223,12 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
     for hook in layer.hooks.ahead:
         yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, "layer"
     yield "run", backend, "run"
+    decides = layer.native is not None and layer.native.decides
     yield "plan", layer.native, "begin"
     yield "issue", layer.native, "load"
-    yield "kernels", layer.native, "run"
-    yield "kernels", layer.native, "finish"
+    if not decides:
+        yield "kernels", layer.native, "run"
+    yield "run" if decides else "kernels", layer.native, "finish"
     yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
 
 
@@ -355,6 +357,8 @@ def _timed_pass(
         waited_s, native = layer.stats.blocked_io_s, layer.native
         if native is not None:
             native.waited_s = 0.0
+            if native.decides:
+                native.kernels_s, native.by_cpu = 0.0, not clock.counts_waits
         clock.enter("other")
         try:
             return forward(hidden, ids, weights)
@@ -362,7 +366,10 @@ def _timed_pass(
             clock.leave()
             spent_s = clock.take(PARTS)
             waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
-            if native is not None and native.waited_s:
+            if native is not None and native.decides:
+                spent_s[waiting] -= native.kernels_s
+                spent_s["kernels"] += native.kernels_s
+            elif native is not None and native.waited_s:
                 waiting = "kernels"
             if host_waits and clock.counts_waits:
                 spent_s["copies"] = min(layer.stats.blocked_io_s - waited_s, spent_s[waiting])

@@ -1,0 +1,136 @@
+"""A layer of split experts in native calls, which decide everything: victims, loads, and prefetch for the next layer.
+
+What it does is the page of `layer.MoeLayer.forward`; where prefetch is not the speculative one, its hook runs between
+the two calls.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ...errors import RuntimeFailure
+from ...kernels import _cpu
+from ...kernels.expert_ffn import CpuKernel
+from ...kernels.router import MOST_ROWS
+from .prefetching import Prefetching
+from .split import Configuring
+
+if TYPE_CHECKING:
+    from .dispatch import DeviceBackend
+    from .layer import MoeLayer
+
+_PAGE, _OPEN = 0, 1  # states of `_cpu.split_begin`
+
+
+class SplitLayer:
+    """As `layer.NativeRun`.
+
+    Attributes:
+        waited_s, kernels_s: seconds that the last `finish` has waited for copies, and run kernels.
+        by_cpu: kernels by the thread's CPU time.
+    """
+
+    decides = plans = True
+
+    @staticmethod
+    def of(step: MoeLayer, backend: DeviceBackend) -> SplitLayer | None:
+        """None: the policies of this layer are not for native code."""
+        hooks, split = step.hooks, backend.cache.split
+        ahead = hooks.ahead[0] if len(hooks.ahead) == 1 else None
+        known = all(isinstance(watcher, Configuring) for watcher in hooks.watch)
+        layers = len(backend.cache.stats.layers)
+        if split is None or not known or layers < 2 or not isinstance(step.kernel, CpuKernel):
+            return None
+        if hooks.reroute or (hooks.ahead and not isinstance(ahead, Prefetching)):
+            return None
+        for watcher in hooks.watch:
+            split.on_passed = cast(Configuring, watcher).passed
+        return SplitLayer(step, backend, ahead, split.handle, layers)
+
+    def __init__(
+        self, step: MoeLayer, backend: DeviceBackend, ahead: Prefetching | None, split: _cpu.Split, layers: int
+    ) -> None:
+        assert isinstance(step.kernel, CpuKernel)
+        self._index, self._backend, self._cache, self._ahead = step.index, backend, backend.cache, ahead
+        self._last, self._check, self._width = step.index == layers - 1, step.check, step.kernel.width
+        found = None if ahead is None else ahead.probe(step.index)
+        at = None if found is None else found[0].addresses
+        self._probes = found is not None and at is not None
+        probe = (0, 0, 0, 1) if found is None or at is None else (*at, *found[1:])
+        self._made = step.kernel.split_layer(split, step.index, layers, step.experts, probe)
+        self._held = split, step.kernel, found  # the layer's memory
+        self.waited_s = self.kernels_s = 0.0
+        self.by_cpu = False
+
+    def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; None: the page must run the pass."""
+        float32 = torch.float32
+        if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
+            return None
+        tokens, top_k = ids.shape
+        if hidden.shape != (tokens, self._width) or weights.shape != ids.shape:
+            raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(ids.shape)} ids and {tuple(weights.shape)} weights")
+        hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
+        cache, ahead, index = self._cache, self._ahead, self._index
+        probes = self._probes and tokens <= MOST_ROWS and ahead is not None and ahead.takes(index, tokens)
+        source = 0
+        if probes and ahead is not None and not ahead.idle(index):
+            source = cache.counters.pending.number(cache.stats.source(ahead.policy.name))
+        try:
+            if not self.begin(hidden, ids, weights, tokens, top_k, source, probes):
+                return None
+            if probes and ahead is not None:
+                if self._last:
+                    ahead.ended()
+            elif ahead is not None:
+                cache.count_passes()  # before what it predicts
+                ahead.layer(index, self._backend.look(index, False, hidden, ids, weights))
+            out = self.finish(hidden, weights)
+        except BaseException:
+            cache.abandon()
+            raise
+        if self.waited_s:
+            stats = cache.stats.layers[index]
+            stats.blocked_io_s += self.waited_s
+            stats.io_path_s += self.waited_s
+        if self._last:
+            cache.count_passes()
+        if self._check:
+            cache.check_integrity()
+        return out
+
+    def begin(self, hidden: Any, ids: Any, weights: Any, tokens: int, top_k: int, source: int, probes: bool) -> bool:
+        """Plan, queue loads and the probe's prefetches; False: the page must run the pass."""
+        cache = self._cache
+        state, used, wasted, later = _cpu.split_begin(
+            self._made, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, cache.decode_only, source
+        )  # fmt: skip
+        governor = cache.governor
+        if used:
+            governor.used(used)
+        if wasted:
+            governor.wasted(wasted)
+        if state == _PAGE:
+            return False
+        if probes:
+            governor.allows()
+            if later:
+                governor.wasted(later)
+        if state != _OPEN:
+            raise RuntimeFailure("the expert cache is closed", "start a new worker")
+        return True
+
+    def finish(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Run the pass, arrivals as they land. Raises RuntimeFailure: a copy was cancelled."""
+        out = torch.empty_like(hidden)
+        found = _cpu.split_finish(
+            self._made, hidden.data_ptr(), weights.data_ptr(), out.data_ptr(), self.by_cpu
+        )
+        if found is None:
+            loads = self._cache.loads
+            assert loads.native is not None
+            loads.fail_cancelled(loads.native.under_way)
+        self.waited_s, self.kernels_s = found
+        return out

@@ -1,0 +1,273 @@
+"""Layers of split experts in native calls, against the step in Python: same outputs, decisions, counters, records."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cache_rigs import EXPERTS, KEYS, LAYERS, NEURONS, SHAPE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_rigs import HOLD_S, RATE_GBPS, TIMES, Stack, kernel_of, routed
+
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
+from tiermoe.actors.engine.cache.link_queue import LinkQueue
+from tiermoe.actors.engine.cache.native_split import SplitOrder
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.dispatch import DeviceBackend
+from tiermoe.actors.engine.host_view import HostViews
+from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer
+from tiermoe.actors.engine.prefetching import RouterPrefetching
+from tiermoe.actors.engine.serving.streams import SequenceRows
+from tiermoe.actors.engine.split import Configuring, Step
+from tiermoe.actors.engine.stats import ConfiguratorStats, EngineStats, LayerStats, Timeline
+from tiermoe.actors.policies.eviction import split_eviction
+from tiermoe.actors.policies.moepic import Lcp, SpeculativePrefetch
+from tiermoe.actors.policies.moepic.split import SplitLayout
+from tiermoe.actors.policies.prefetch import PrefetchGovernor, RandomPrefetch
+from tiermoe.actors.policies.residency import Residency
+from tiermoe.actors.settings import LinkSettings
+from tiermoe.errors import RuntimeFailure
+from tiermoe.kernels.router import LinearRouter
+
+RHO, OMEGA = 0.25, 8
+CUTS = {
+    "halves": SplitLayout(NEURONS, (2, 2, 2), (2, 3, 2), 6),
+    "uneven": SplitLayout(NEURONS, (4, 0, 3), (2, 0, 3), 3),
+    "no bottoms": SplitLayout(NEURONS, (4, 4, 4), (3, 2, 2), 0),
+    "no tops": SplitLayout(NEURONS, (0, 0, 0), (0, 0, 0), 7),
+    "tight": SplitLayout(NEURONS, (2, 2, 2), (1, 1, 1), 2),
+}
+
+
+class SplitStack(Stack):
+    """The layers of one tiny model on a cache of split experts, with MoEpic's policies."""
+
+    def __init__(
+        self, cut: SplitLayout, native: bool, gbps: float | None = None, prefetch: str = "speculative",
+        min_useful: float = 0.0, configured: bool = True,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(5)
+        weights = [
+            LayerWeights(tuple(torch.randn(s, generator=generator) for s in SHAPE.stacked().values()))
+            for _ in range(LAYERS)
+        ]
+        slots = 9
+        pool, device = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu")), CpuDevice(LinkSettings())
+        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
+        self.queue = LinkQueue(LinkSettings(gbps=gbps, latency_us=0))
+        self.governor = PrefetchGovernor(min_useful, window=8, rest=6)
+        order = split_eviction(lambda: Lcp(RHO, OMEGA, one_layer=True), LAYERS, EXPERTS)
+        self.cache = ExpertCache(
+            pool, weights, device, Residency(KEYS, slots, SHAPE.nbytes(4)),
+            SplitOrder(LAYERS, EXPERTS, RHO, OMEGA) if native else order, self.governor,
+            self.stats, Timeline(False), self.queue, cut=cut,
+        )  # fmt: skip
+        self.steps: list[Step] = []
+        configurator = SimpleNamespace(
+            layers=LAYERS, stats=ConfiguratorStats(), add=self.steps.extend, due=False,
+        )  # fmt: skip
+        self.configuring = Configuring(configurator, self.cache, 1, threaded=False)  # type: ignore[arg-type]
+        blocks: Any = [
+            SimpleNamespace(router=LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None))
+            for _ in range(LAYERS)
+        ]
+        policies = {
+            "speculative": SpeculativePrefetch(LAYERS, EXPERTS, 2),
+            "random": RandomPrefetch(LAYERS, EXPERTS, 2, seed=3),
+        }
+        self.ahead = None
+        if prefetch != "none":
+            self.ahead = RouterPrefetching(policies[prefetch], self.cache, blocks, EXPERTS)
+            if configured:
+                self.ahead.on_predicted = self.configuring.predicted
+        backend = DeviceBackend(self.cache, HostViews(), PlainActivations(torch.device("cpu")))
+        hooks = Hooks(
+            watch=(self.configuring,) if configured else (), ahead=() if self.ahead is None else (self.ahead,)
+        )
+        kernel, placer = kernel_of(pool), Placer(self.cache)
+        self.layers = [
+            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=hooks) for i in range(LAYERS)
+        ]
+        assert all((layer.native is not None) == native for layer in self.layers)
+        self.planned = 0
+        for layer in self.layers:
+            if native:
+                self._watch(layer.native)
+
+    def forward(self, passes: list[tuple[torch.Tensor, ...]], spans: list[SequenceRows]) -> list[torch.Tensor]:
+        self.cache.decode_only = all(span.decode for span in spans)
+        if self.ahead is not None:
+            self.ahead.begin_forward(spans)
+        found = []
+        for layer, inputs in zip(self.layers, passes, strict=True):
+            found.append(layer.forward(*inputs))
+            if self.queue.pending and not self.held:
+                self.settle()
+        return found
+
+    held = False
+
+    def known(self) -> dict[str, Any]:
+        cache, residency = self.cache, self.cache.residency
+        cache.check_integrity()
+        return {
+            "layers": [
+                {name: value for name, value in asdict(layer).items() if name not in TIMES}
+                for layer in self.stats.layers
+            ],
+            "sources": {name: asdict(found) for name, found in self.stats.prefetch_sources.items()},
+            "uses": list(cache.uses),
+            "pending": list(cache.counters.pending),
+            "order": [cache.eviction.of_class(c).victims(KEYS, lambda key: True) for c in range(LAYERS + 1)],
+            "ranked": cache.eviction.ranked(range(KEYS)),
+            "states": residency.states(),
+            "arrays": [bytes(array) for array in residency.arrays],
+            "governor": vars(self.governor),
+            "steps": [
+                (step.decode, step.tokens, step.experts, step.starts, step.head_s is None,
+                 [None if s is None else s.max(axis=0).tolist() for s in step.scores])
+                for step in self.steps
+            ],
+        }  # fmt: skip
+
+
+def forwards(seed: int, count: int, most: int) -> list[tuple[list[tuple[torch.Tensor, ...]], list[SequenceRows]]]:
+    rng, found = np.random.default_rng(seed), []
+    torch.manual_seed(seed)
+    for _ in range(count):
+        first = routed(rng, most)
+        tokens, top = first[1].shape
+        passes = [first]
+        while len(passes) < LAYERS:
+            ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :top].copy())
+            passes.append((torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, top)))
+        decode = bool(rng.integers(4))
+        stops = list(range(1, tokens + 1)) if decode else [tokens]
+        spans = [SequenceRows(f"s{i}", i if decode else 0, stop, decode) for i, stop in enumerate(stops)]
+        found.append((passes, spans))
+    return found
+
+
+@pytest.mark.parametrize("prefetch", ["speculative", "random", "none"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_native_calls_are_the_step_in_python(cut: str, prefetch: str) -> None:
+    """Every decision is the same, forward by forward, also where single passes are Python's."""
+    native, python = (SplitStack(CUTS[cut], on, prefetch=prefetch) for on in (True, False))
+    for passes, spans in forwards(len(cut), 40, 24):
+        for one, other in zip(native.forward(passes, spans), python.forward(passes, spans), strict=True):
+            assert torch.equal(one, other)
+        assert native.known() == python.known()
+    assert native.planned > (2 if cut in ("tight", "no bottoms", "uneven") else 30)
+    native.cache.close(), python.cache.close()
+
+
+@pytest.mark.parametrize(("min_useful", "configured"), [(0.6, True), (0.0, False)])
+def test_a_governor_that_judges_and_a_fixed_cut(min_useful: float, configured: bool) -> None:
+    native, python = (
+        SplitStack(CUTS["halves"], on, min_useful=min_useful, configured=configured) for on in (True, False)
+    )
+    for passes, spans in forwards(1, 40, 2):
+        native.forward(passes, spans), python.forward(passes, spans)
+        assert native.known() == python.known()
+    assert native.planned > 60
+    native.cache.close(), python.cache.close()
+
+
+def test_a_new_cut_between_forwards() -> None:
+    native, python = (SplitStack(CUTS["halves"], on) for on in (True, False))
+    for number, (passes, spans) in enumerate(forwards(2, 24, 2)):
+        if number % 6 == 5:
+            for stack in (native, python):
+                cut = CUTS["uneven" if number % 12 == 5 else "halves"]
+                stack.cache.recut(cut, stack.cache.eviction.ranked(range(KEYS)))
+                stack.settle()
+        for one, other in zip(native.forward(passes, spans), python.forward(passes, spans), strict=True):
+            assert torch.equal(one, other)
+        assert native.known() == python.known()
+    assert native.planned > 30
+    native.cache.close(), python.cache.close()
+
+
+def test_prefetches_under_way() -> None:
+    """Needed ones are promoted and late, stale ones dropped: as in Python."""
+    native, python = (SplitStack(CUTS["halves"], on, RATE_GBPS, configured=False) for on in (True, False))
+    rng = np.random.default_rng(3)
+    for passes, spans in forwards(3, 6, 2):
+        for stack in (native, python):
+            stack.ahead.begin_forward(spans)
+        for index, inputs in enumerate(passes):
+            wanted, outs = (rng.permutation(EXPERTS)[:2] + index * EXPERTS).tolist(), []
+            for stack in (native, python):
+                stack.hold()
+                stack.cache.prefetch(wanted, source="test")
+                outs.append(stack.layers[index].forward(*inputs))
+                stack.settle()
+            assert torch.equal(*outs)
+            assert native.known() == python.known()
+    source = native.stats.source("test")
+    assert min(source.late, source.cancelled, native.planned) > 0
+    native.cache.close(), python.cache.close()
+
+
+@pytest.mark.parametrize("when", ["before", "while it waits"])
+def test_a_closed_cache_fails_the_pass_and_pins_nothing(when: str) -> None:
+    stack = SplitStack(CUTS["halves"], True, RATE_GBPS)
+    if when == "before":
+        stack.cache.close()
+    else:
+        stack.hold()
+        threading.Timer(HOLD_S / 3, stack.cache.close).start()
+    passes, spans = forwards(4, 1, 1)[0]
+    with pytest.raises(RuntimeFailure, match="closed"):
+        stack.forward(passes, spans)
+    assert not any(map(stack.cache.residency.pinned, range(2 * KEYS)))
+    stack.cache.residency.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_native_order_is_the_policy(data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    layers, experts = int(rng.integers(1, 4)), int(rng.integers(1, 7))
+    keys, rho, omega = layers * experts, float(rng.choice([0.25, 0.5, 0.9])), float(rng.choice([1, 4, 128]))
+    native = SplitOrder(layers, experts, rho, omega)
+    policy = split_eviction(lambda: Lcp(rho, omega, one_layer=True), layers, experts)
+    held = set[int]()
+    for _ in range(80):
+        layer = int(rng.integers(layers))
+        some = rng.permutation(experts)[: rng.integers(1, experts + 1)] + layer * experts
+        counts, tokens = rng.integers(1, 5, len(some)).tolist(), int(rng.integers(1, 6))
+        change = rng.permutation(2 * keys)[:4].tolist()
+        for order in (native, policy):
+            order.routed(some.tolist(), counts, tokens)
+            for key in change:
+                (order.removed if key in held else order.admitted)(key)
+        held ^= set(change)
+        ran = [key for key in rng.permutation(sorted(held)).tolist() if key % keys // experts == layer]
+        native.used(ran), policy.used(ran)
+        allowed = set(rng.permutation(2 * keys)[: keys].tolist())
+        count = int(rng.integers(0, keys + 1))
+        for slot_class in range(layers + 1):
+            mine, theirs = native.of_class(slot_class), policy.of_class(slot_class)
+            assert mine.victims(count, allowed.__contains__) == theirs.victims(count, allowed.__contains__)
+        assert native.victims(count, allowed.__contains__) == policy.victims(count, allowed.__contains__)
+        assert native.ranked(range(keys)) == policy.ranked(range(keys))
+
+
+def test_the_order_refuses_what_cannot_be() -> None:
+    order = SplitOrder(2, 3, RHO, OMEGA)
+    order.admitted(0)
+    for wrong in (
+        lambda: order.admitted(0), lambda: order.removed(1), lambda: order.used([7]), lambda: order.admitted(12),
+        lambda: order.routed([2, 3], [1, 1], 1), lambda: order.routed([6], [1], 1),
+        lambda: order.of_class(3).victims(1, bool),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"slot|segment|expert|class"):
+            wrong()
