@@ -190,6 +190,21 @@ def split_begin(
     """State (0: Python's step must run the pass, 1: begun, 2: the link is closed), prefetches used, wasted, and wasted
     by the pass's own prefetch. Raises ValueError: there is no such expert."""
 
+def split_pass(
+    layer: SplitLayer,
+    hidden: int,
+    ids: int,
+    weights: int,
+    tokens: int,
+    top_k: int,
+    decode: bool,
+    source: int,
+    out: int,
+    cpu: bool,
+    /,
+) -> tuple[int, int, int, int, float, float]:
+    """What `split_begin` gives, and where it has begun what `split_finish` gives; state 3: a copy was cancelled."""
+
 def split_finish(layer: SplitLayer, hidden: int, weights: int, out: int, cpu: bool, /) -> tuple[float, float] | None:
     """Seconds waited for copies, and in kernels; None: a copy was cancelled."""
 

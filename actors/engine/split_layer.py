@@ -6,7 +6,7 @@ the two calls.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from .dispatch import DeviceBackend
     from .layer import MoeLayer
 
-_PAGE, _OPEN = 0, 1  # states of `_cpu.split_begin`
+_PAGE, _CLOSED, _CANCELLED = 0, 2, 3  # states of `_cpu.split_pass`
 
 
 class SplitLayer:
     """As `layer.NativeRun`.
 
     Attributes:
-        waited_s, kernels_s: seconds that the last `finish` has waited for copies, and run kernels.
+        waited_s, kernels_s: seconds that the last pass has waited for copies, and run kernels.
         by_cpu: kernels by the thread's CPU time.
     """
 
@@ -69,30 +69,25 @@ class SplitLayer:
         float32 = torch.float32
         if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
             return None
-        tokens, top_k = ids.shape
+        tokens = len(ids)
         if hidden.shape != (tokens, self._width) or weights.shape != ids.shape:
             raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(ids.shape)} ids and {tuple(weights.shape)} weights")
         hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
-        cache, ahead, index = self._cache, self._ahead, self._index
-        probes = self._probes and tokens <= MOST_ROWS and ahead is not None and ahead.takes(index, tokens)
-        source = 0
-        if probes and ahead is not None and not ahead.idle(index):
-            source = cache.counters.pending.number(cache.stats.source(ahead.policy.name))
+        self.waited_s = self.kernels_s = 0.0
+        cache, ahead = self._cache, self._ahead
+        probes = self._probes and tokens <= MOST_ROWS and ahead is not None and ahead.takes(self._index, tokens)
         try:
-            if not self.begin(hidden, ids, weights, tokens, top_k, source, probes):
-                return None
-            if probes and ahead is not None:
-                if self._last:
-                    ahead.ended()
-            elif ahead is not None:
-                cache.count_passes()  # before what it predicts
-                ahead.layer(index, self._backend.look(index, False, hidden, ids, weights))
-            out = self.finish(hidden, weights)
+            if probes or ahead is None:
+                out = self._whole(hidden, ids, weights, probes)
+            else:
+                out = self._in_turn(ahead, hidden, ids, weights)
         except BaseException:
             cache.abandon()
             raise
+        if out is None:
+            return None
         if self.waited_s:
-            stats = cache.stats.layers[index]
+            stats = cache.stats.layers[self._index]
             stats.blocked_io_s += self.waited_s
             stats.io_path_s += self.waited_s
         if self._last:
@@ -101,36 +96,70 @@ class SplitLayer:
             cache.check_integrity()
         return out
 
-    def begin(self, hidden: Any, ids: Any, weights: Any, tokens: int, top_k: int, source: int, probes: bool) -> bool:
-        """Plan, queue loads and the probe's prefetches; False: the page must run the pass."""
-        cache = self._cache
-        state, used, wasted, later = _cpu.split_begin(
-            self._made, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, cache.decode_only, source
-        )  # fmt: skip
-        governor = cache.governor
-        if used:
-            governor.used(used)
-        if wasted:
-            governor.wasted(wasted)
-        if state == _PAGE:
-            return False
-        if probes:
-            governor.allows()
-            if later:
-                governor.wasted(later)
-        if state != _OPEN:
-            raise RuntimeFailure("the expert cache is closed", "start a new worker")
-        return True
-
-    def finish(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Run the pass, arrivals as they land. Raises RuntimeFailure: a copy was cancelled."""
+    def _whole(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, probes: bool
+    ) -> torch.Tensor | None:
+        """One native call; probes: it prefetches by the router's scores."""
+        cache, ahead, source = self._cache, self._ahead, 0
+        if probes and ahead is not None and not ahead.idle(self._index):
+            source = cache.counters.pending.number(cache.stats.source(ahead.policy.name))
         out = torch.empty_like(hidden)
-        found = _cpu.split_finish(
-            self._made, hidden.data_ptr(), weights.data_ptr(), out.data_ptr(), self.by_cpu
+        state, used, wasted, later, self.waited_s, self.kernels_s = self.step(hidden, ids, weights, source, out)
+        self._judge(used, wasted)
+        if state == _PAGE:
+            return None
+        if probes and ahead is not None:
+            cache.governor.allows()
+            self._judge(0, later)
+            if self._last:
+                ahead.ended()
+        if state == _CLOSED:
+            self._fail_closed()
+        if state == _CANCELLED:
+            self._fail_cancelled()
+        return out
+
+    def step(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, source: int, out: torch.Tensor
+    ) -> tuple[int, int, int, int, float, float]:
+        tokens, top_k = ids.shape
+        return _cpu.split_pass(
+            self._made, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, self._cache.decode_only,
+            source, out.data_ptr(), self.by_cpu,
+        )  # fmt: skip
+
+    def _in_turn(
+        self, ahead: Prefetching, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Two native calls, and Python's prefetch between them."""
+        cache, (tokens, top_k) = self._cache, ids.shape
+        state, used, wasted, _ = _cpu.split_begin(
+            self._made, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, cache.decode_only, 0
         )
+        self._judge(used, wasted)
+        if state == _PAGE:
+            return None
+        if state == _CLOSED:
+            self._fail_closed()
+        cache.count_passes()  # before what it predicts
+        ahead.layer(self._index, self._backend.look(self._index, False, hidden, ids, weights))
+        out = torch.empty_like(hidden)
+        found = _cpu.split_finish(self._made, hidden.data_ptr(), weights.data_ptr(), out.data_ptr(), self.by_cpu)
         if found is None:
-            loads = self._cache.loads
-            assert loads.native is not None
-            loads.fail_cancelled(loads.native.under_way)
+            self._fail_cancelled()
         self.waited_s, self.kernels_s = found
         return out
+
+    def _judge(self, used: int, wasted: int) -> None:
+        if used:
+            self._cache.governor.used(used)
+        if wasted:
+            self._cache.governor.wasted(wasted)
+
+    def _fail_closed(self) -> NoReturn:
+        raise RuntimeFailure("the expert cache is closed", "start a new worker")
+
+    def _fail_cancelled(self) -> NoReturn:
+        loads = self._cache.loads
+        assert loads.native is not None
+        loads.fail_cancelled(loads.native.under_way)

@@ -1,5 +1,6 @@
-// Bindings of split.hpp and split_order.hpp. A pass of a layer is two calls, since a policy of
-// Python may prefetch between them:
+// Bindings of split.hpp and split_order.hpp. A pass of a layer is one call:
+//     split_pass    split_begin and split_finish
+// or, where a policy of Python prefetches between them, two:
 //     split_begin   routing -> copies land, loads and the probe's prefetches are queued
 //     split_finish  residents run, arrivals as they land; combine; unpin
 //
@@ -292,6 +293,26 @@ PyObject* split_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
                          static_cast<long long>(told.first.wasted), static_cast<long long>(told.later.wasted));
 }
 
+// split_pass(layer, hidden, ids, weights, tokens, top_k, decode, source or 0, out, cpu) -> (state, used, wasted, wasted by
+// prefetch, seconds waited, seconds in kernels): `split_begin` and, where it has begun, `split_finish`; state 3: a copy was
+// cancelled
+PyObject* split_pass(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 10)) return nullptr;
+    SplitLayer* of = layer_of(args[0]);
+    const int cpu = of ? PyObject_IsTrue(args[9]) : -1;
+    if (cpu < 0) return nullptr;
+    Told told{};
+    int state = static_cast<int>(begin(*of, args + 1, told));
+    if (state < 0) return nullptr;
+    if (state == static_cast<int>(Begun::open)) {
+        PyObject* const given[] = {args[1], args[3], args[8]};
+        if (!finish(*of, given, cpu)) state = 3;
+    }
+    return Py_BuildValue("(iLLLdd)", state, static_cast<long long>(told.first.used),
+                         static_cast<long long>(told.first.wasted), static_cast<long long>(told.later.wasted),
+                         of->waited_s, of->kernels_s);
+}
+
 // split_finish(layer, hidden, weights, out, cpu) -> (seconds waited for copies, seconds in kernels, by the thread's CPU
 // time where `cpu`) | None: a copy was cancelled
 PyObject* split_finish(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -351,6 +372,7 @@ PyMethodDef split_methods[] = {
     {"split", fast(split), METH_FASTCALL, "A cache of split experts; see split.hpp."},
     {"split_layer", fast(split_layer), METH_FASTCALL, "A layer of it."},
     {"split_begin", fast(split_begin), METH_FASTCALL, "Plan, load, prefetch."},
+    {"split_pass", fast(split_pass), METH_FASTCALL, "Both in one call."},
     {"split_finish", fast(split_finish), METH_FASTCALL, "Run, arrivals as they land."},
     {"split_take", fast(split_take), METH_FASTCALL, "The counters since the last call."},
     {nullptr, nullptr, 0, nullptr},

@@ -101,6 +101,16 @@ class SplitStack(Stack):
             if native:
                 self._watch(layer.native)
 
+    def _watch(self, native: Any) -> None:
+        run = native.run
+
+        def counted(*inputs: Any) -> Any:
+            found = run(*inputs)
+            self.planned += found is not None
+            return found
+
+        native.run = counted
+
     def forward(self, passes: list[tuple[torch.Tensor, ...]], spans: list[SequenceRows]) -> list[torch.Tensor]:
         self.cache.decode_only = all(span.decode for span in spans)
         if self.ahead is not None:

@@ -224,11 +224,11 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
         yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, "layer"
     yield "run", backend, "run"
     decides = layer.native is not None and layer.native.decides
-    yield "plan", layer.native, "begin"
+    yield "plan", layer.native, "step" if decides else "begin"
     yield "issue", layer.native, "load"
     if not decides:
         yield "kernels", layer.native, "run"
-    yield "run" if decides else "kernels", layer.native, "finish"
+        yield "kernels", layer.native, "finish"
     yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
 
 
@@ -366,6 +366,8 @@ def _timed_pass(
             clock.leave()
             spent_s = clock.take(PARTS)
             waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
+            if native is not None and native.decides and spent_s["plan"] > 0:
+                waiting = "plan"
             if native is not None and native.decides:
                 spent_s[waiting] -= native.kernels_s
                 spent_s["kernels"] += native.kernels_s
