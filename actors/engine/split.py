@@ -177,7 +177,6 @@ class Recorder:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._cache, self._ended, self._clock, self._last = cache, ended, clock, layers - 1
-        self._experts = len(cache.uses) // layers
         self.spent_s = 0.0
         self._scores: list[NDArray[np.floating] | None] = [None] * layers
         self._step: Step | None = None
@@ -193,7 +192,7 @@ class Recorder:
 
     def passed(self, found: Passed) -> None:
         """A layer's pass that native code has run; in place of `routed`, `predicted` and `ran`."""
-        now_s, base = self._clock(), found.layer * self._experts
+        now_s, base = self._clock(), found.layer * (len(self._cache.uses) // (self._last + 1))
         experts = [key - base for key in found.keys]
         self._began(found.layer, found.tokens, experts, [0, *accumulate(found.counts)], found.began_s)
         if found.scores is not None:
