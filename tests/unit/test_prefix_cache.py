@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from golden_rig import emulated
 from serving import prepared, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
 from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
-from tiermoe.actors.settings import KvSettings
+from tiermoe.actors.settings import KvSettings, NdpSettings
+from tiermoe.cluster.config import load_hardware, load_policy
 
 PAGE = 8
 SAMPLED = {"temperature": 1.5, "seed": 7}
@@ -248,3 +252,48 @@ def test_the_engine_sees_the_rows_that_run(store: Any) -> None:
         assert forwards.prompt_rows() == [5 * PAGE + 3, 3]
         total, plan = worker.stats().total(), worker.plan()
         assert 0 < total.hits + total.misses <= 3 * plan["top_k"] * plan["moe_layers"]  # experts of three rows
+
+
+# -- policies that read the prompt's routing ---------------------------------------------------------------------------
+
+
+def test_ndp_guidance_counts_the_rows_that_run(tmp_path: Path) -> None:
+    """Prefill-guided placement of a prompt whose beginning is cached: by the routing of its other rows."""
+    folder = save_tiny_checkpoint("qwen3_moe", tmp_path / "model")
+    store = prepared(folder, tmp_path / "store")
+    ndp = NdpSettings(hardware=asdict(load_hardware("paper-ndp")))
+    with emulated(store, settings(0.5, kv=kv(), policy=load_policy("context-ndp-full"), ndp=ndp)) as worker:
+        placer, counted = worker.engine._placer, list[float]()
+        admit = placer._hot.admit
+
+        def noted(name: str, counts: Any) -> None:
+            counted.append(float(counts.P[0].sum()))
+            admit(name, counts)
+
+        placer._hot.admit = noted
+        prompt = text(120, 5 * PAGE + 3)
+        first, again = (generated(worker, asked(name, prompt))[0] for name in ("first", "again"))
+        top_k = worker.plan()["top_k"]
+        assert counted == [(5 * PAGE + 3) * top_k, 3 * top_k]
+        assert again.token_ids == first.token_ids
+
+
+def test_expert_maps_describe_the_rows_that_run(tmp_path: Path) -> None:
+    """fMoE's context of a prompt whose beginning is cached: the mean embedding of its other rows."""
+    store = prepared(save_tiny_checkpoint("qwen3_moe", tmp_path / "model"), tmp_path / "store")
+    with emulated(store, settings(0.5, kv=kv(), policy=load_policy("fmoe"))) as worker:
+        link, begun = worker.engine.matcher, list[Any]()
+        begin = link.begin
+
+        def noted(iteration: int, sequences: Any, embeddings: Any) -> None:
+            begun.append(embeddings[0].copy())
+            begin(iteration, sequences, embeddings)
+
+        link.begin = noted
+        prompt = text(121, 4 * PAGE + 2)
+        first, again = (generated(worker, asked(name, prompt, max_tokens=1))[0] for name in ("first", "again"))
+        assert again.token_ids == first.token_ids
+        with torch.no_grad():
+            rows = worker.model.get_input_embeddings()(torch.tensor(prompt)).float()
+        for found, expected in zip(begun, (rows.mean(0), rows[4 * PAGE :].mean(0)), strict=True):
+            torch.testing.assert_close(torch.from_numpy(found).float(), expected, rtol=1e-3, atol=1e-4)
