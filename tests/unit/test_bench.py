@@ -91,8 +91,8 @@ def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pyte
 
 
 SERVING = {
-    "overhead", "host", "prefetch", "ttft", "turns", "scale", "ndp", "compare", "fmoe", "moepic", "activeevict",
-    "buddymoe",
+    "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "ndp", "compare", "fmoe", "moepic",
+    "activeevict", "buddymoe",
 }  # fmt: skip
 
 
@@ -139,9 +139,8 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     """They are written in several files; the help begins with the system as a whole."""
     names = [info.name or info.callback.__name__ for info in command.bench_app.registered_commands if info.callback]
     assert names == [
-        "overhead", "host", "prefetch", "ttft", "turns", "scale", "compare", "ndp", "fmoe", "moepic", "activeevict",
-        "buddymoe",
-        "gpu",
+        "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "compare", "ndp", "fmoe", "moepic",
+        "activeevict", "buddymoe", "gpu",
         "quantize", "predict", "forms", "prepare", "gguf", "channel", "transfer", "kernel", "matcher", "substitute",
     ]  # fmt: skip
     for name in names:

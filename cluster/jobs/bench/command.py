@@ -164,7 +164,7 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
         yield run
 
 
-_FIRST = ("overhead", "host", "prefetch", "ttft", "turns", "scale")  # in the help
+_FIRST = ("overhead", "host", "prefetch", "ttft", "turns", "serve", "scale")  # in the help
 for _name in _FIRST:
     bench_app.command(cls=JsonCommand)(micro.command(_name))
 for _name in EXPERIMENTS:

@@ -131,6 +131,23 @@ class Turns(Options):
     config: Config = None
 
 
+class Serve(Options):
+    """`tiermoe serve` against `transformers serve` over HTTP: throughput, TTFT and TPOT by the number of clients."""
+
+    measure = "micro_serve.serve"
+    model: Model = None
+    repeats: Repeats = 5
+    streams: tuple[Annotated[int, Ge(1)], ...] = Field((1, 4, 8, 16), description="Clients at once; repeat it.")
+    budget: tuple[str, ...] = Field(
+        ("0.25", "0.5"), description="Device memory for experts; the bars judge the first and the last; repeat it."
+    )
+    policy: str = Field("next-gate", description="Of `tiermoe serve`.")
+    requests: int = Field(2, ge=1, description="Of each client in a round, one after the other.")
+    max_tokens: int = Field(48, ge=2, description="Tokens of each answer, at most.")
+    threads: int = Field(1, ge=1, description="Compute threads of each server.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link of ours, 1e9 bytes per second.")
+
+
 class Scale(Options):
     """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
 
@@ -257,8 +274,8 @@ class Substitute(Options):
 
 
 CASES: dict[str, type[Options]] = {
-    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "scale": Scale,
-    "quantize": Quantize, "predict": Predict, "forms": Forms, "prepare": Prepare, "gguf": Gguf,
+    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "serve": Serve,
+    "scale": Scale, "quantize": Quantize, "predict": Predict, "forms": Forms, "prepare": Prepare, "gguf": Gguf,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
 
