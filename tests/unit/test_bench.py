@@ -91,7 +91,7 @@ def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pyte
 
 
 SERVING = {
-    "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "ndp", "compare", "fmoe", "moepic",
+    "overhead", "host", "prefetch", "ttft", "turns", "scale", "ndp", "compare", "fmoe", "moepic",
     "activeevict", "buddymoe",
 }  # fmt: skip
 
