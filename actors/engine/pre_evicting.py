@@ -60,7 +60,9 @@ class PreEvicting:
         elif logits is None:
             self._importance.saw(index, view.picked)
         else:
-            cache, decide, (states, evictable, *_) = self._cache, self._decide, self._cache.residency.arrays
+            cache, decide = self._cache, self._decide
+            arrays: Any = cache.residency.arrays
+            states, evictable, *_ = arrays
             victims = self._importance.release(
                 index, view.picked, following, logits, states, evictable, cache.residency.free_slots,
                 decide.threshold, decide.most,
