@@ -170,7 +170,7 @@ class LayerView:
     def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
         """From now on the layer runs these [T, K]. dropped: remove columns without weight: [T, K'], 1 <= K' <= K."""
         if dropped:
-            used: NDArray[np.bool_] = weights.any(axis=0) if len(weights) > 1 else weights[0] != 0  # [K]
+            used: Any = weights.any(axis=0) if len(weights) > 1 else weights[0] != 0  # [K]
             if 0 < np.count_nonzero(used) < len(used):
                 ids, weights = ids.compress(used, axis=1), weights.compress(used, axis=1)
         self.ids, self._weights = ids, np.ascontiguousarray(weights, np.float32)
