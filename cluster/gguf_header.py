@@ -212,7 +212,7 @@ def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tup
 
 def _expert_form(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[ExpertForm, bool]:
     """The form of a layer's experts, and whether slots want it as it lies: Q5_0 and gpt-oss's layout are repacked."""
-    matrices = {}
+    matrices: dict[str, Any] = {}
     for name, (kind, shape) in parts.items():
         form = _FORMS.get(kind, kind.lower())
         if form not in KINDS:

@@ -36,7 +36,7 @@ def summary_table(result: Mapping[str, Any]) -> Table:
         _executor_row(result),
     ]  # fmt: skip
     if not result["lossless"]:
-        quantized = f"{result['ndp_tokens']} pairs on quantized replicas, " if result["ndp_tokens"] else ""
+        quantized = f"{result['ndp_tokens']} pairs on NDP workers, " if result["ndp_tokens"] else ""
         rows.append(("lossy", f"{quantized}{result['substitutions']} substitutions, {result['dropped']} dropped"))
     return facts("Summary", rows)
 
