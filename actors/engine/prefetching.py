@@ -109,6 +109,8 @@ class Prefetching:
         self._cache.governor.allows()
 
     def probe(self, index: int) -> tuple[LinearRouter, int, int] | None:
+        """The router that a native pass of layer `index` asks for its prefetches, its layer, and how many experts it
+        names; None: they are not for native code."""
         """The router by whose scores alone native code may prefetch at a layer, its layer, and experts for each row."""
         return None
 
@@ -214,8 +216,9 @@ class RouterPrefetching(Prefetching):
 
         policy, layer = self.policy, (index + 1) % (self._last + 1)
         router = self._routers[layer]
-        plain = type(policy) is SpeculativePrefetch and not policy.synchronous and self._shards is None
-        if not plain or not self._cache.governor.always or type(router) is not LinearRouter:
+        if type(policy) is not SpeculativePrefetch or policy.synchronous or self._shards is not None:
+            return None
+        if not self._cache.governor.always or type(router) is not LinearRouter:
             return None
         return router, layer, policy.top
 

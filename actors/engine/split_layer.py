@@ -43,7 +43,7 @@ class SplitLayer:
         layers = len(backend.cache.stats.layers)
         if split is None or not known or layers < 2 or not isinstance(step.kernel, CpuKernel):
             return None
-        if hooks.reroute or (hooks.ahead and not isinstance(ahead, Prefetching)):
+        if hooks.reroute or len(hooks.ahead) > 1 or not (ahead is None or isinstance(ahead, Prefetching)):
             return None
         for watcher in hooks.watch:
             split.on_passed = cast(Configuring, watcher).passed

@@ -300,7 +300,7 @@ class CacheCounters:
 
     def check_integrity(self, held: AbstractSet[int]) -> None:
         """Raise ResidencyError unless every pending prefetch occupies a slot."""
-        if not held.issuperset(self.pending):
+        if any(key not in held for key in self.pending):
             raise ResidencyError(f"unused prefetches {sorted(self.pending)} are not all held")
 
     # -- inside ------------------------------------------------------------------------------------------
