@@ -53,9 +53,8 @@ class _Node(ray_node.Node):
     shadow modules (`profile`, `trace`, `triton`). `start_local` goes back.
     """
 
-    def __init__(self, ray_params: Any, **options: Any) -> None:
-        ray_params.node_ip_address = "127.0.0.1"  # `ray.init` puts the machine's address here, and ports open to all
-        super().__init__(ray_params, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         os.chdir("/")
 
 

@@ -80,11 +80,9 @@ def test_a_second_deployment_leaves_the_first_alone(runtime: Deployment) -> None
 
 
 def test_death_of_the_worker_is_one_typed_error(runtime: Deployment) -> None:
-    """Last of this module: the worker is gone afterwards."""
+    """Last of this module: the worker that Ray makes anew has no weights."""
     with pytest.raises(RuntimeFailure, match="worker failed during a request: its process ended"):
         list(runtime.generate(_request("doomed", behaviour=7)))
-    with pytest.raises(RuntimeFailure, match="did not answer 'stats'"):
-        runtime.stats()
 
 
 @pytest.mark.usefixtures("_after_runtime")

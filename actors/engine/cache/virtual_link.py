@@ -224,7 +224,7 @@ class SteppedKernel:
 class SteppedNative:
     """A `NativeLayer` for passes without misses that advances the clock like `SteppedKernel`."""
 
-    plans, waited_s = False, 0.0
+    decides, plans, waited_s = False, False, 0.0
 
     def __init__(self, layer: NativeLayer, clock: VirtualClock, layer_s: float) -> None:
         self._layer, self._clock, self._layer_s = layer, clock, layer_s

@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -25,6 +25,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -323,12 +325,36 @@ class Group:
     def blocks(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
         """Parameters in contiguous runs along their first dimension, one after the other. Raises as `convert`.
 
-        A renamed tensor is streamed from its file, a converted one is made as a whole first.
+        A renamed tensor is streamed from its file, and experts with tensors of their own are stacked some at a time.
+        What else is converted is made as a whole first.
         """
         if self.converter is None and self.transform is None:
             for block in read_blocks(self.sources[0][2]):
                 yield block.to(self.dtype)
             return
+        for part in self._some_experts():
+            yield from part._made(model, names)
+
+    def _some_experts(self) -> Iterator[Group]:
+        """The conversion of some experts after the other where it stacks them; else this one."""
+        operations = [] if self.converter is None else self.converter.operations
+        merge, *rest = operations or [None]
+        by_pattern: dict[str, list[tuple[str, str, Entry]]] = {}
+        for source in self.sources:
+            by_pattern.setdefault(source[0], []).append(source)
+        target, *others = self.targets.values()
+        counts = {len(sources) for sources in by_pattern.values()}
+        within = all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in rest)
+        stacks = isinstance(merge, MergeModulelist) and merge.dim == 0 and within and not others
+        if not stacks or not target.dim() or counts != {len(target)}:
+            yield self
+            return
+        step = max(1, BLOCK_BYTES * len(target) // max(1, target.nbytes))
+        for first in range(0, len(target), step):
+            sources = [source for each in by_pattern.values() for source in each[first : first + step]]
+            yield replace(self, sources=sources)
+
+    def _made(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
         made = self.convert(model, lambda entry: read_rows(entry, 0, entry.rows))
         for name in names:
             tensor = made.pop(name)
