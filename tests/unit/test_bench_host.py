@@ -46,11 +46,11 @@ def test_a_layer_has_medians_over_steps_and_a_token_means_that_add_up() -> None:
 @pytest.mark.slow
 def test_the_parts_of_a_token_are_its_measured_time() -> None:
     """In native calls and in Python; also that nothing stays replaced: the second preset runs on the same classes."""
-    native, python = "on-demand", "activeevict"
+    native, python = "on-demand", "moepic-no-lcp"
     report = host(Host(preset=(native, python), batch=(2,), repeats=1, ray=False), None)
     assert {row["batch"] for row in report.rows} == {2}
     parts = {native: ("plan", "issue", "kernels", "other")}
-    parts[python] = ("read", "plan", "begin", "issue", "pre_evict", "run", "kernels", "combine", "other")
+    parts[python] = ("read", "plan", "begin", "issue", "prefetch", "run", "kernels", "combine", "other")
     for preset, of_layer in parts.items():
         table = {(row["per"], row["part"]): row[preset] for row in report.rows}
         for part in ("schedule", "announce", "dense", "sample", "deliver", "manager", "layers, kernels"):
