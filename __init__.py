@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # torch then asks for huge pages for large CPU tensors, such as weights and slots: decode reads them once a token,
 # a quarter faster where they are not cut into pages of 4 KiB. torch reads the variable when it first allocates.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# gRPC, in grpcio and in Ray, then writes errors only to standard error: no lines about a connection that its peer ends.
+# It reads the variable when it is first used.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "__version__", "plan", "replay"]
