@@ -18,7 +18,7 @@ from ...actors.policies.registry import PolicyContext, kinds, make, options, opt
 from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import DEFAULT_LINK, load_policy, parse_budget
-from ..report.tables import grid, progress_on, seconds, size
+from ..report.tables import grid, progress_on, seconds, share, size
 from ..simulate.executor import Machine, context_of, engine_of, eviction_of, first_cut, load_machine, replays_routing
 from ..simulate.hit_rates import result, serve
 from ..simulate.predictors import Recall, load_predictors, recall, split, train_predictors
@@ -29,8 +29,9 @@ RECALL_SOURCES = ("next-gate", "popularity", "activation-matrix", "stride")
 RECALL_DISTANCE = 6
 _PREFETCH, _EVICTION = ", ".join(kinds("prefetch")), ", ".join(kinds("eviction"))
 _SHOWN = (
-    "hit_rate", "hits", "misses", "prefetched_hits", "late_prefetches", "bytes_loaded_demand", "bytes_loaded_prefetch",
-    "bytes_wasted", "blocked_io_s", "total_io_s", "ttft_s", "tpot_s", "virtual_s",
+    "hit_rate", "prefill_hit_rate", "decode_hit_rate", "hits", "misses", "prefetched_hits", "late_prefetches",
+    "bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_wasted", "blocked_io_s", "total_io_s", "ttft_s",
+    "tpot_s", "virtual_s",
 )  # fmt: skip
 
 
@@ -310,17 +311,20 @@ def _figures(record: dict[str, Any]) -> Table:
     table = Table("figure", "value", title=title)
     for name in _SHOWN:
         value = record[name]
-        table.add_row(name, f"{value:.5g}" if isinstance(value, float) else f"{value}")
+        table.add_row(name, f"{value:.5g}" if isinstance(value, float) else "-" if value is None else f"{value}")
     return table
 
 
 def _policies_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each policy of a replay."""
     title = f"{rows[0]['trace']}, budget {rows[0]['budget']}: simulated"
-    columns = ("policy", "hit rate", "loaded", "of it prefetched", "wasted", "blocked", "TTFT", "TPOT")
+    columns = (
+        "policy", "hit rate", "in prefill", "in decode", "loaded", "of it prefetched", "wasted", "blocked",
+        "TTFT", "TPOT",
+    )  # fmt: skip
     cells = [
         (
-            row["policy"], f"{row['hit_rate']:.1%}",
+            row["policy"], share(row["hit_rate"]), share(row["prefill_hit_rate"]), share(row["decode_hit_rate"]),
             size(row["bytes_loaded_demand"] + row["bytes_loaded_prefetch"]), size(row["bytes_loaded_prefetch"]),
             size(row["bytes_wasted"]), seconds(row["blocked_io_s"]), seconds(row["ttft_s"]), seconds(row["tpot_s"]),
         )

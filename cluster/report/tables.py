@@ -53,6 +53,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def share(value: float | None) -> str:
+    """A share in percent; `-`: nothing to count it from."""
+    return "-" if value is None else f"{value:.1%}"
+
+
 def seconds(value: float | None) -> str:
     """Seconds in the unit that reads best; `none` where there is no measurement."""
     if value is None:

@@ -7,7 +7,7 @@ single layers, as in MoEpic's Table 1, with Belady's optimum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -17,8 +17,45 @@ from numpy.typing import NDArray
 
 from ...actors.policies.eviction import Belady, EvictionPolicy
 from ...actors.policies.registry import PolicyContext, make, options
-from .executor import SimulatedEngine
+from .executor import Parts, SimulatedEngine
 from .trace import Iteration, Request, TraceHeader
+
+
+@dataclass
+class PhaseHits:
+    """Needs of the forwards of one phase: decode has no row of any prompt, prefill has one at least."""
+
+    hits: int = 0
+    misses: int = 0
+
+    @property
+    def rate(self) -> float | None:
+        """Share of hits; None: nothing was needed."""
+        needs = self.hits + self.misses
+        return self.hits / needs if needs else None
+
+
+@dataclass
+class _PhaseMeter:
+    """Adds what a forward counted to its phase."""
+
+    engine: SimulatedEngine
+    prefill: PhaseHits = field(default_factory=PhaseHits)
+    decode: PhaseHits = field(default_factory=PhaseHits)
+
+    def __post_init__(self) -> None:
+        self._hits, self._misses = self._counted()
+
+    def _counted(self) -> tuple[int, int]:
+        layers = self.engine.cache.live_stats().layers
+        return sum(layer.hits for layer in layers), sum(layer.misses for layer in layers)
+
+    def after(self, parts: Parts) -> None:
+        phase = self.decode if all(part.decode for _, part in parts) else self.prefill
+        hits, misses = self._counted()
+        phase.hits += hits - self._hits
+        phase.misses += misses - self._misses
+        self._hits, self._misses = hits, misses
 
 
 @dataclass(frozen=True)
@@ -32,6 +69,8 @@ class Served:
     wall_s: float
     ttft_s: float  # mean over requests; 0: none
     tpot_s: float  # mean over requests with two tokens or more; 0: none
+    prefill: PhaseHits
+    decode: PhaseHits
 
 
 @dataclass(eq=False)
@@ -49,7 +88,7 @@ def serve(
 ) -> Served:
     """Run recorded requests, up to `at_once` in each forward. advanced: called after each request."""
     waiting, running = iter(requests), list[_Running]()
-    ttft_s, tpot_s = [], []
+    ttft_s, tpot_s, meter = [], [], _PhaseMeter(engine)
     start_s, forwards, tokens, generated, done = engine.clock.now_s, 0, 0, 0, 0
     while True:
         while len(running) < at_once and (request := next(waiting, None)) is not None:
@@ -59,6 +98,7 @@ def serve(
             break
         parts = [(r.name, r.next) for r in running if r.next is not None]
         engine.forward(parts)
+        meter.after(parts)
         now_s = engine.clock.now_s
         forwards += 1
         tokens += sum(len(part.tokens) for _, part in parts)
@@ -79,8 +119,9 @@ def serve(
                     advanced()
     wall_s = engine.clock.now_s - start_s
     return Served(
-        done, forwards, tokens, generated, wall_s, mean(ttft_s) if ttft_s else 0.0, mean(tpot_s) if tpot_s else 0.0
-    )
+        done, forwards, tokens, generated, wall_s, mean(ttft_s) if ttft_s else 0.0, mean(tpot_s) if tpot_s else 0.0,
+        meter.prefill, meter.decode,
+    )  # fmt: skip
 
 
 def result(engine: SimulatedEngine, served: Served) -> dict[str, Any]:
@@ -88,7 +129,7 @@ def result(engine: SimulatedEngine, served: Served) -> dict[str, Any]:
     return engine.cache.live_stats().as_dict() | {
         "requests": served.requests, "forwards_run": served.forwards, "tokens": served.tokens,
         "generated_tokens": served.generated, "virtual_s": served.wall_s, "ttft_s": served.ttft_s,
-        "tpot_s": served.tpot_s,
+        "tpot_s": served.tpot_s, "prefill_hit_rate": served.prefill.rate, "decode_hit_rate": served.decode.rate,
     }  # fmt: skip
 
 

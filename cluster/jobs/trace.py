@@ -1,0 +1,86 @@
+"""`tiermoe trace`: statistics of routing traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ...errors import ConfigError
+from ..report.tables import facts, grid, share
+from ..simulate.statistics import CACHES, PHASES, figures_of, routing_of
+from ..simulate.trace import Trace, TraceHeader
+from .options import AsJson
+
+trace_app = typer.Typer(
+    help="Statistics of routing traces.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+
+@trace_app.callback()
+def _top() -> None: ...
+
+
+@trace_app.command("stats")
+def stats_command(
+    trace: Annotated[Path, typer.Argument(help="Trace folder.", metavar="TRACE")],
+    slots: Annotated[str | None, typer.Option(help="Cache slots of each layer: 16,32. (25, 50, 75%)")] = None,
+    seed: Annotated[int, typer.Option(help="Of random replacement.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """How skewed, sticky and predictable a model's routing is, and the hit rates of caches of single layers."""
+    found = Trace(trace)
+    sizes = None if slots is None else _slots(slots, found.header)
+    record = {
+        "name": "trace-stats", "trace": str(trace), "model": found.header.model, "complete": found.header.complete,
+    } | figures_of(routing_of(found.header, found.requests()), sizes, seed)  # fmt: skip
+    _show(record, Console(stderr=True))
+    if as_json:
+        print(json.dumps(record))
+
+
+def _slots(text: str, header: TraceHeader) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or any(not header.top_k <= size <= header.experts for size in sizes):
+        what = f"--slots is '{text}' for layers of {header.experts} experts, top-{header.top_k}"
+        raise ConfigError(what, f"give whole numbers from {header.top_k} to {header.experts}, such as 16,32")
+    return sizes
+
+
+def _show(record: dict[str, Any], console: Console) -> None:
+    skew, reuse, cosine = record["popularity"], record["reuse"], record["prefill_decode_cosine"]
+    names = {"lognormal_sigma": "sigma of its logarithm", "max_over_mean": "maximum over mean"}
+    rows = [
+        ("shape", f"{record['layers']} layers of {record['experts']} experts, top-{record['top_k']}"),
+        ("tokens", f"{record['tokens']} of {record['requests']} requests, {record['decode_tokens']} in decode"),
+        *((f"popularity: {names.get(name, name.replace('_', ' '))}", _figure(value)) for name, value in skew.items()),
+        ("entropy of a token's router", _figure(record["token_entropy"])),
+        ("overlap by chance", _figure(record["overlap_by_chance"])),
+        *((f"overlap with the token {d} before", _figure(value)) for d, value in record["overlap"].items()),
+        *((f"distinct experts in {w} tokens", _figure(value)) for w, value in record["distinct"].items()),
+        ("first uses", share(reuse["first_uses"])),
+        *((f"reused within {d} tokens", share(value)) for d, value in reuse["within"].items()),
+        ("experts since the last use, median and 90%",
+         f"{_figure(reuse['experts_quantiles']['0.5'])}, {_figure(reuse['experts_quantiles']['0.9'])}"),
+        *((f"next-router recall, {d} ahead", _figure(value))
+          for d, value in enumerate(record["next_router"] or [], start=1)),
+        ("cosine of decode and prefill, own request", _figure(None if cosine is None else cosine["own"])),
+        ("cosine of decode and prefill, other request", _figure(None if cosine is None else cosine["other"])),
+    ]  # fmt: skip
+    console.print(facts(f"{record['trace']}, {record['model']}", rows))
+    table = [
+        (f"{line['size']} of {record['experts']}", phase, *(share(line.get(f"{name}{key}")) for name in CACHES))
+        for line in record["hit_rates"]
+        for phase, key in (("all", ""), *((phase, f"_{phase}") for phase in PHASES))
+    ]
+    console.print(grid("hit rates of caches of single layers", ("slots", "phase", *CACHES), table))
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
