@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 import ray
@@ -147,6 +148,11 @@ def leave() -> None:
     with contextlib.suppress(Exception):
         if ray.is_initialized():
             ray.shutdown()
+
+
+def session_folder() -> Path:
+    """Where the Ray of this process keeps its sockets and logs on this machine; it goes with that Ray."""
+    return Path(ray._private.worker._global_node.get_session_dir_path())
 
 
 def ray_processes() -> dict[str, subprocess.Popen[bytes]]:

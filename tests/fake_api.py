@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent, TokenLogprob
 from tiermoe.cluster.api.keys import KeyRing
+from tiermoe.cluster.api.records import Sink
 from tiermoe.cluster.api.routes import make_app
 from tiermoe.cluster.api.service import Service
 from tiermoe.cluster.api.settings import LimitSettings
@@ -120,11 +121,12 @@ def serving(
     template: str | None = "{% for m in messages %}{{ m.content }}{% endfor %}",
     keys: Path | None = None,
     limits: LimitSettings | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> tuple[Service, Callable[[], httpx.AsyncClient]]:
     """The service, and clients of it."""
     chats = None if template is None else ChatTemplate(template, {"eos_token": "<end>"})
     service = Service(backend, byte_tokenizer(), chats, "fake", limits or LimitSettings())
-    app = make_app(service, None if keys is None else KeyRing(keys))
+    app = make_app(service, None if keys is None else KeyRing(keys), sinks=sinks)
 
     def client() -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")

@@ -28,10 +28,12 @@ class Form(Protocol):
 
     Attributes:
         id_prefix: of the answer's id.
+        operation: in OpenTelemetry's words (`gen_ai.operation.name`).
         whole, chunk: `object` of a whole answer and of a chunk.
     """
 
     id_prefix: str
+    operation: str
     whole: str
     chunk: str
 
@@ -217,6 +219,7 @@ class ChatForm:
     """
 
     id_prefix = "chatcmpl"
+    operation = "chat"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
@@ -274,7 +277,7 @@ class CompletionForm:
     each: int
     logprobs: bool
     id_prefix = "cmpl"
-    whole = chunk = "text_completion"
+    operation = whole = chunk = "text_completion"
 
     def opening(self, index: int) -> None:
         return None

@@ -40,6 +40,7 @@ from ..registry import Registry
 from ..yaml_file import explain
 from .backend import LeadBackend
 from .keys import KeyRing
+from .request_log import RequestLog
 from .routes import make_app
 from .service import Service
 from .settings import ApiSettings
@@ -152,10 +153,21 @@ class ApiServer:
         self._service = Service(backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format)
         file = settings.api_key_file
         self._keys = None if file is None else KeyRing(Path(file).expanduser())
+        self._log: RequestLog | None = None
+        if settings.request_log != "off":
+            written = settings.request_log_file
+            log = None if written is None else Path(written).expanduser()
+            self._log = RequestLog(settings.request_log, log, self._service.metrics.line_dropped)
+
+    def __del__(self) -> None:
+        """Serve calls this when the replica shall end."""
+        if getattr(self, "_log", None) is not None:
+            self._log.close()
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve calls this once the constructor is through."""
-        return make_app(self._service, self._keys, answer_id=False)
+        sinks = [sink for sink in (self._log,) if sink is not None]
+        return make_app(self._service, self._keys, sinks=sinks, answer_id=False)
 
     async def check_health(self) -> None:
         """Serve asks this; raises RuntimeFailure when the lead is dead for good, not when it is busy or comes back."""

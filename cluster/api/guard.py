@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from .keys import ANYONE, KeyRing
+from .keys import ANYONE, Key, KeyRing, fingerprint
+from .records import CLIENT_GONE, RequestRecord, Sink
 from .schema import ApiError
 from .settings import LimitSettings
 
@@ -21,23 +23,29 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _OPEN = frozenset({"/health"})  # needs no key
+_TRACE = ("traceparent", "tracestate")  # W3C Trace Context
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # the rest of a body that is not read any more must not be taken for the next request
 _CLOSE = {"Connection": "close"}
 
 
 class Guard:
-    """ASGI middleware. It leaves `request_id` and the `Key` as `key` in the request's state.
+    """ASGI middleware. It leaves the `RequestRecord` as `record` and the `Key` as `key` in the request's state.
 
     Args:
         app: what comes after.
         keys: the bearer keys; None: none is asked for.
         limits: on bodies.
+        sinks: what gets the record of each request at its end; they must not block.
         answer_id: whether to send the request's id back; Serve's proxy does that itself.
     """
 
-    def __init__(self, app: App, keys: KeyRing | None, limits: LimitSettings, answer_id: bool = True) -> None:
+    def __init__(
+        self, app: App, keys: KeyRing | None, limits: LimitSettings, sinks: Sequence[Sink] = (),
+        answer_id: bool = True,
+    ) -> None:  # fmt: skip
         self._app, self._keys, self._limits, self._answer_id = app, keys, limits, answer_id
+        self._sinks = tuple(sinks)
         self._held = 0  # bytes of the bodies of all requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,29 +55,49 @@ class Guard:
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        state = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        trace = {name: headers[name.encode()].decode("latin-1") for name in _TRACE if name.encode() in headers}
+        record = RequestRecord(request_id, scope["method"], scope["path"], trace)
+        scope.setdefault("state", {})["record"] = record
 
         async def named(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._answer_id:
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                if self._answer_id:
+                    message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
             await send(message)
 
+        try:
+            await self._answer(scope, receive, named, headers, record)
+        except Exception:  # Starlette answers 500 outside of this
+            record.status = 500 if record.status == CLIENT_GONE else record.status
+            record.reason = "server_error"
+            raise
+        finally:
+            record.ended_s = time.perf_counter()
+            for sink in self._sinks:
+                sink(record)
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], record: RequestRecord
+    ) -> None:
+        try:
+            scope["state"]["key"] = self._check(record, headers)
+        except ApiError as refusal:
+            record.refuse(refusal)
+            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send)
+            return
         body = _Body(receive, self._limits, self._hold)
         try:
-            state["key"] = self._check(scope["path"], headers)
-        except ApiError as refusal:
-            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, named)
-            return
-        try:
-            await self._app(scope, body.receive, named)
+            await self._app(scope, body.receive, send)
         finally:
             self._held -= body.taken
 
-    def _check(self, path: str, headers: dict[bytes, bytes]) -> Any:
+    def _check(self, record: RequestRecord, headers: dict[bytes, bytes]) -> Key | None:
         """The request's key. Raises ApiError 401 or 413."""
-        key = ANYONE if self._keys is None else self._keys.find(headers.get(b"authorization", b""))
-        if key is None and path not in _OPEN:
+        authorization = headers.get(b"authorization", b"")
+        key = ANYONE if self._keys is None else self._keys.find(authorization)
+        record.key = key.name if key is not None else fingerprint(authorization)
+        if key is None and record.path not in _OPEN:
             raise ApiError(
                 401, "the key is missing or wrong; send 'Authorization: Bearer KEY'", code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},

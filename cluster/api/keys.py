@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import os
@@ -86,6 +87,12 @@ def _key(words: list[bytes], where: str) -> Key:
         found[name] = value
     limits = {name: int(found[name]) for name in ("requests", "tokens") if name in found}
     return Key(found.get("name", f"key-{where.rsplit(' ', 1)[1]}"), secret, **limits)
+
+
+def fingerprint(authorization: bytes) -> str | None:
+    """By what a log calls a key that is not known: the beginning of its SHA-256; None: the header has none."""
+    given = authorization.split()[-1:]
+    return f"sha256:{hashlib.sha256(given[0]).hexdigest()[:8]}" if given else None
 
 
 class KeyRing:

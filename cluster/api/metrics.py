@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ...actors.requests import TokenEvent
+from .records import ChoiceTimes, RequestRecord
 
 Ask = Callable[[str], Awaitable[Any]]
 
@@ -72,6 +73,14 @@ class Metrics:
             registry=self._registry,
         )  # fmt: skip
 
+        self._refused = Counter(
+            "tiermoe_requests_refused", "HTTP requests that were refused or failed, also at the end of a stream.",
+            ["reason"], registry=self._registry,
+        )  # fmt: skip
+        self._dropped = Counter(
+            "tiermoe_request_log_dropped", "Lines of the request log that found no room.", registry=self._registry
+        )
+
     def count_ignored(self, names: Iterable[str]) -> None:
         """A request had these parameters, and they had no effect."""
         for name in names:
@@ -81,9 +90,18 @@ class Metrics:
         """A counter with our prefix, and one under vLLM's name."""
         return [Counter(f"{prefix}{name}", about, registry=self._registry) for prefix in ("tiermoe_", "vllm:")]
 
-    def choice(self, arrived_s: float, prompt_tokens: int) -> ChoiceTimer:
-        """The timer of a choice that is submitted now, of a request that came at `arrived_s` (`time.perf_counter`)."""
-        return ChoiceTimer(self, arrived_s, prompt_tokens)
+    def choice(self, prompt_tokens: int) -> ChoiceTimer:
+        """The timer of a choice that is submitted now."""
+        return ChoiceTimer(self, time.perf_counter(), prompt_tokens)
+
+    def request(self, record: RequestRecord) -> None:
+        """A request has ended: a sink of records."""
+        if record.reason is not None:
+            self._refused.labels(reason=record.reason).inc()
+
+    def line_dropped(self) -> None:
+        """A line of the request log found no room."""
+        self._dropped.inc()
 
     def prefix(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A prompt of so many tokens has run, but for those that were cached."""
@@ -115,35 +133,33 @@ class Metrics:
             self._read_s = time.monotonic()
 
 
-class ChoiceTimer:
-    """The times of one choice, from its request's arrival to its end."""
+class ChoiceTimer(ChoiceTimes):
+    """The times of one choice, which it counts."""
 
-    def __init__(self, metrics: Metrics, arrived_s: float, prompt_tokens: int) -> None:
-        self._metrics, self._arrived_s, self._prompt_tokens = metrics, arrived_s, prompt_tokens
-        self._waited_s = time.perf_counter() - arrived_s
-        self._queue_s = 0.0
-        self._last_s: float | None = None  # when the last token came
+    def __init__(self, metrics: Metrics, submitted_s: float, prompt_tokens: int) -> None:
+        super().__init__(prompt_tokens, submitted_s)
+        self._metrics = metrics
 
-    def event(self, event: TokenEvent) -> None:
+    def came(self, event: TokenEvent) -> None:
         """An event has come."""
-        self._queue_s = event.queue_s or self._queue_s
+        now_s, before_s = time.perf_counter(), self.last_s
+        self.event(event, now_s)
         if tokens := len(event.token_ids):
-            now_s = time.perf_counter()
-            if self._last_s is None:
-                self._metrics.first.observe(now_s - self._arrived_s)
-                self._metrics.prefix(self._prompt_tokens, event.cached_tokens)
+            if before_s is None:
+                self._metrics.first.observe(now_s - self.submitted_s)
+                self._metrics.prefix(self.prompt_tokens, event.cached_tokens)
             else:  # they came together: each gets its share
                 for _ in range(tokens):
-                    self._metrics.between.observe((now_s - self._last_s) / tokens)
-            self._last_s = now_s
+                    self._metrics.between.observe((now_s - before_s) / tokens)
 
-    def ended(self, reason: str, tokens: int) -> None:
-        """The choice is over, after so many tokens."""
-        self._metrics.total.observe(time.perf_counter() - self._arrived_s)
-        self._metrics.queue.observe(max(0.0, self._waited_s + self._queue_s))
-        self._metrics.prompt.inc(self._prompt_tokens)
-        self._metrics.generated.inc(tokens)
-        self._metrics.ended.labels(finished_reason=reason).inc()
+    def ended(self) -> None:
+        """The choice is over, for `finish`."""
+        self.ended_s = time.perf_counter()
+        self._metrics.total.observe(self.ended_s - self.submitted_s)
+        self._metrics.queue.observe(self.waited_s)
+        self._metrics.prompt.inc(self.prompt_tokens)
+        self._metrics.generated.inc(self.tokens)
+        self._metrics.ended.labels(finished_reason=self.finish or "abort").inc()
 
 
 class RuntimeCounters(Collector):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -24,24 +24,27 @@ from .bodies import body_route
 from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
 from .parameters import warning
+from .records import CLIENT_GONE, Generation, RequestRecord, Sink
 from .responses import ResponsesAnswer, ResponsesBody
 from .schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 from .service import Service
 
-_CLIENT_GONE = 499  # nginx's code
 
-
-def make_app(service: Service, keys: KeyRing | None, *, answer_id: bool = True) -> FastAPI:
+def make_app(
+    service: Service, keys: KeyRing | None, *, sinks: Sequence[Sink] = (), answer_id: bool = True
+) -> FastAPI:
     """The server.
 
     Args:
         service: what answers.
         keys: the bearer keys for every route but /health; None: none is asked for.
+        sinks: what gets the record of each request at its end, besides the metrics.
         answer_id: whether answers carry their request's id; False behind a proxy that adds it.
     """
     app = FastAPI(title="tiermoe", version=versions()["tiermoe"])
     app.router.route_class = body_route(service.offload, service.limit_tokens)
-    app.add_middleware(Guard, keys=keys, limits=service.limits, answer_id=answer_id)
+    sinks = (service.metrics.request, *sinks)
+    app.add_middleware(Guard, keys=keys, limits=service.limits, sinks=sinks, answer_id=answer_id)
     _add_error_handlers(app)
     _add_generation(app, service)
     _add_state(app, service)
@@ -87,17 +90,22 @@ async def _generate(
     service: Service, request: Request, asked: Asked, form: Callable[..., Answer | ResponsesAnswer] = Answer
 ) -> Response:
     """The whole answer, or a stream of chunks. A client that leaves ends what it asked for."""
-    name, headers = request.state.request_id, warning(asked.body.ignored)
+    record: RequestRecord = request.state.record
+    name, headers = record.request_id, warning(asked.body.ignored)
     service.metrics.count_ignored(asked.body.ignored)
+    record.asked = Generation(
+        asked.form.operation, service.model_name, asked.choices[0].sampling, asked.body.stream, asked.prompts
+    )
     run = service.submit(asked.choices, name, request.state.key)
+    record.choices = run.times
     answer = form(asked, run, name, service.model_name)
     if asked.body.stream:
-        return EventStream(_sse(answer.chunks()), run.close, headers)
+        return EventStream(_sse(answer.chunks(), record), run.close, headers)
     whole = asyncio.ensure_future(answer.whole())
     gone = asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(whole.result(), headers=headers) if whole.done() else Response(status_code=_CLIENT_GONE)
+        return JSONResponse(whole.result(), headers=headers) if whole.done() else Response(status_code=CLIENT_GONE)
     finally:
         whole.cancel()
         gone.cancel()
@@ -139,6 +147,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
+        request.state.record.refuse(error)
         return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(Exception)  # Starlette raises it once more, for the log
@@ -160,12 +169,13 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def _sse(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
+async def _sse(chunks: AsyncIterator[Json], record: RequestRecord) -> AsyncIterator[str]:
     """Server-sent events; what fails once the stream has begun is an event too."""
     try:
         async for chunk in chunks:
             yield _event(chunk)
     except ApiError as error:
+        record.refuse(error)
         yield _event(error.body)
     yield "data: [DONE]\n\n"
 

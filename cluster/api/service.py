@@ -17,8 +17,9 @@ from ...errors import RuntimeFailure, TierMoeError
 from .admission import Admission
 from .backend import Backend
 from .keys import ANYONE, Key
-from .metrics import Metrics
+from .metrics import ChoiceTimer, Metrics
 from .offload import Offload
+from .records import ChoiceTimes
 from .schema import ApiError, Display, Message, from_failure, refused
 from .settings import LimitSettings
 from .text import ChatTemplate, ChoiceText, Delta, TokenBytes, longest_token
@@ -45,11 +46,14 @@ class Run:
 
     Args:
         choices: the deltas of each.
+        times: of each choice.
         ended: called as each choice ends, however it ends.
     """
 
-    def __init__(self, choices: Sequence[AsyncGenerator[Delta]], ended: Callable[[], None]) -> None:
-        self.choices = len(choices)
+    def __init__(
+        self, choices: Sequence[AsyncGenerator[Delta]], times: Sequence[ChoiceTimes], ended: Callable[[], None]
+    ) -> None:
+        self.choices, self.times = len(choices), list(times)
         self._queue: asyncio.Queue[tuple[int, Delta | ApiError]] = asyncio.Queue(_QUEUED_DELTAS)
         self._tasks = []
         for index, deltas in enumerate(choices):
@@ -231,12 +235,13 @@ class Service:
         Raises:
             ApiError: 429, the queue is full, or what the key may have in it.
         """
-        arrived_s = time.perf_counter()
         self.admission.admit(key, [len(choice.prompt_ids) for choice in choices])
         # the runtime's own id: a client may send the same request id again while the first is under way
         name = f"{request_id}-{uuid.uuid4().hex[:12]}"
-        streams = [self._generate(choice, f"{name}-{i}", arrived_s, key) for i, choice in enumerate(choices)]
-        return Run(streams, lambda: self.admission.leave(key))
+        timers = [self.metrics.choice(len(choice.prompt_ids)) for choice in choices]
+        each = enumerate(zip(choices, timers, strict=True))
+        streams = [self._generate(choice, f"{name}-{i}", timer, key) for i, (choice, timer) in each]
+        return Run(streams, timers, lambda: self.admission.leave(key))
 
     async def not_ready(self) -> str | None:
         """Why requests would not be answered now; None: they would."""
@@ -252,31 +257,30 @@ class Service:
             return f"{running:g} requests run and no token has come for {silent_s:.0f} s"
         return None
 
-    async def _generate(self, choice: Choice, name: str, arrived_s: float, key: Key) -> AsyncGenerator[Delta]:
+    async def _generate(self, choice: Choice, name: str, timer: ChoiceTimer, key: Key) -> AsyncGenerator[Delta]:
         """Wait for a slot, then generate under the id `name`; closing it early cancels the choice."""
         request = GenerationRequest(name, choice.prompt_ids, choice.sampling)
         text = ChoiceText(self.tokenizer, choice.display, choice.sampling.min_tokens)
         async with self.admission.slot(key, len(choice.prompt_ids)):
-            timer = self.metrics.choice(arrived_s, len(choice.prompt_ids))
-            outcome = "abort"
+            timer.started_s = time.perf_counter()
             try:
                 async with aclosing(self.backend.generate(request)) as events:
                     async for event in events:
-                        timer.event(event)
+                        timer.came(event)
                         self.admission.charge(key, len(event.token_ids))
                         if event.finish in ("cancelled", "error"):
                             raise RuntimeFailure("the request was cancelled in the runtime", "send it again")
-                        if (delta := text.delta(event)) is None:
+                        delta, timer.tokens = text.delta(event), text.tokens  # none behind a stop string
+                        if delta is None:
                             continue
-                        if delta.finish is not None:
-                            outcome = delta.finish
+                        timer.finish = delta.finish
                         if not choice.shown:
                             delta = replace(delta, text="", scores=(), tokens=0, finish=delta.finish and "length")
                         yield delta
                         if delta.finish is not None:
                             return
             except TierMoeError:
-                outcome = "error"
+                timer.finish = "error"
                 raise
             finally:
-                timer.ended(outcome, text.tokens)
+                timer.ended()

@@ -13,6 +13,8 @@ from ...actors.base_settings import Settings
 
 ToolFormatName = Literal["hermes", "llama-json", "pythonic", "harmony"]  # keys of `tools.TOOL_FORMATS`
 
+RequestLogFormat = Literal["text", "json", "off"]
+
 
 class LimitSettings(Settings):
     """What one client may ask for, and how much may wait."""
@@ -43,6 +45,8 @@ class ApiSettings(Settings):
         default=None, description="how the model writes tool calls; none: as its chat template shows"
     )
     api_key_file: str | None = Field(default=None, description="file of bearer keys, one a line; none: all may ask")
+    request_log: RequestLogFormat = Field(default="text", description="a line a request: text, json or off")
+    request_log_file: str | None = Field(default=None, description="file of the request log; none: standard error")
     replicas: int = Field(default=1, ge=1, description="server processes; each has limits and /metrics of its own")
     limits: LimitSettings = LimitSettings()
 

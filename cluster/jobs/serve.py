@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -13,7 +13,8 @@ from rich.console import Console
 
 from ...errors import ConfigError
 from ..api.keys import read_keys
-from ..api.settings import ApiSettings, LimitSettings, ToolFormatName
+from ..api.request_log import Forwarded, check_file
+from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
 from ..config import RunConfig
 from ..hub import locate
 from .options import (
@@ -46,6 +47,8 @@ def serve_command(
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
     tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
     max_waiting: Annotated[int, option_of(LimitSettings, "waiting", min=0)] = LimitSettings().waiting,
+    request_log: Annotated[str, option_of(ApiSettings, "request_log")] = "text",
+    request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
     edge_replicas: Annotated[int, option_of(ApiSettings, "replicas", min=1)] = 1,
     attach: Attach = None,
     deployment: DeploymentId = None,
@@ -54,9 +57,11 @@ def serve_command(
     _check_installed()
     server = ApiSettings(
         model_name=model_name,
-        chat_template=None if chat_template is None else str(chat_template.expanduser().absolute()),
-        api_key_file=None if api_key_file is None else str(api_key_file.expanduser().absolute()),
-        tool_format=_tool_format(tool_format),
+        chat_template=_absolute(chat_template),
+        api_key_file=_absolute(api_key_file),
+        tool_format=cast("ToolFormatName | None", _one_of("--tool-format", tool_format, ToolFormatName)),
+        request_log=cast("RequestLogFormat", _one_of("--request-log", request_log, RequestLogFormat)),
+        request_log_file=_absolute(request_log_file),
         replicas=edge_replicas,
         limits=LimitSettings(waiting=max_waiting),
     )
@@ -73,10 +78,14 @@ def serve_command(
         _serve_own(chosen, server, host, port)
 
 
-def _tool_format(name: str | None) -> ToolFormatName | None:
-    if name is not None and name not in get_args(ToolFormatName):
-        raise ConfigError(f"--tool-format is '{name}'", f"give one of {', '.join(get_args(ToolFormatName))}")
-    return cast("ToolFormatName | None", name)
+def _absolute(file: Path | None) -> str | None:
+    return None if file is None else str(file.expanduser().absolute())
+
+
+def _one_of(option: str, given: str | None, names: Any) -> str | None:
+    if given is not None and given not in get_args(names):
+        raise ConfigError(f"{option} is '{given}'", f"give one of {', '.join(get_args(names))}")
+    return given
 
 
 def _serve_own(config: RunConfig, server: ApiSettings, host: str, port: int) -> None:
@@ -109,8 +118,12 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, host:
 def _http_server(server: ApiSettings, host: str, port: int, where: str) -> Iterator[Check]:
     """The server, announced once it is ready, with the line `where` about its runtime."""
     from ..api.app import HttpServer
+    from ..ray_session import session_folder
 
     with ExitStack() as stack:
+        if server.request_log != "off" and server.request_log_file is None:
+            lines = stack.enter_context(closing(Forwarded(session_folder())))
+            server = server.model_copy(update={"request_log_file": str(lines.file)})
         with Console(stderr=True).status("starting the server ..."):
             http = stack.enter_context(HttpServer(server, host, port))
         out = Console()
@@ -130,6 +143,8 @@ def _check_files(server: ApiSettings) -> None:
 
     if server.api_key_file is not None:
         read_keys(Path(server.api_key_file))
+    if server.request_log_file is not None:
+        check_file(Path(server.request_log_file))
     if server.chat_template is not None:
         load_chat_template(Path("."), Path(server.chat_template))
 
