@@ -1,4 +1,5 @@
-"""Prometheus metrics of the server, under vLLM's names with our prefix, and the runtime's counters beside them."""
+"""Prometheus metrics of the server under vLLM's names with our prefix, the runtime's counters beside them, and once
+more what vLLM has too, as vLLM 0.32 writes it, so that its dashboards work."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ Ask = Callable[[str], Awaitable[Any]]
 
 _FIRST_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
 _BETWEEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 5.0)
+_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _TOTAL_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 # name -> (help, counter of the engine)
@@ -30,6 +32,20 @@ _EXPERTS = {
     "substitutions": ("Experts that another one stood in for.", "substitutions"),
 }
 _CAUSES = ("demand", "prefetch", "migration")
+_LINK = "total_io_s"
+
+# ours -> vLLM's, where the names differ or an older one is in use too
+_OTHER_NAMES = {
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "kv_cache_usage_ratio": ("kv_cache_usage_perc",),
+}
+_SAME_NAMES = (
+    "num_requests_running", "num_requests_waiting", "prompt_tokens", "generation_tokens", "request_success",
+    "prefix_cache_queries", "prefix_cache_hits", "time_to_first_token_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens",
+)  # fmt: skip
+_VLLM = {name: (name,) for name in _SAME_NAMES} | _OTHER_NAMES
 
 disable_created_metrics()  # a second series for each metric, which has no use here
 
@@ -42,16 +58,19 @@ class Metrics:
     Args:
         ask: what a control method of the lead returns.
         sharded: whether other GPUs count as well.
+        model_name: in the label that vLLM's metrics have.
         every_s: seconds for which the runtime's answer is good, however often the server is scraped.
     """
 
-    def __init__(self, ask: Ask, *, sharded: bool, every_s: float = 1.0) -> None:
+    def __init__(self, ask: Ask, *, sharded: bool, model_name: str = "", every_s: float = 1.0) -> None:
         self._ask, self._sharded, self._every_s = ask, sharded, every_s
         self._read_s: float | None = None
         self._lock = asyncio.Lock()
         self._registry = CollectorRegistry()
         self._runtime = RuntimeCounters()
         self._registry.register(self._runtime)
+        self._vllm = CollectorRegistry()
+        self._vllm.register(UnderVllmsNames(self._registry, model_name))
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"tiermoe_{name}", about, buckets=buckets, registry=self._registry)
@@ -60,10 +79,21 @@ class Metrics:
         self.between = histogram("inter_token_latency_seconds", "Between tokens of a request.", _BETWEEN_S)
         self.total = histogram("e2e_request_latency_seconds", "From arrival to the end of a request.", _TOTAL_S)
         self.queue = histogram("request_queue_time_seconds", "From arrival to its first forward.", _FIRST_S)
-        self.prompt = Counter("tiermoe_prompt_tokens", "Prompt tokens processed.", registry=self._registry)
-        self.queried = self._named("prefix_cache_queries", "Prompt tokens of requests that began.")
-        self.cached = self._named("prefix_cache_hits", "Prompt tokens that the KV cache had of earlier requests.")
-        self.generated = Counter("tiermoe_generation_tokens", "Tokens generated.", registry=self._registry)
+        self.prefill = histogram("request_prefill_time_seconds", "From first forward to first token.", _FIRST_S)
+        self.decode = histogram("request_decode_time_seconds", "From first token to last token.", _TOTAL_S)
+        self.pace = histogram(
+            "request_time_per_output_token_seconds", "A request's mean seconds between tokens.", _BETWEEN_S
+        )
+        self.prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", _COUNTS)
+        self.answers = histogram("request_generation_tokens", "Tokens generated for a request.", _COUNTS)
+
+        def counter(name: str, about: str) -> Counter:
+            return Counter(f"tiermoe_{name}", about, registry=self._registry)
+
+        self.prompt = counter("prompt_tokens", "Prompt tokens processed.")
+        self.queried = counter("prefix_cache_queries", "Prompt tokens of requests that began.")
+        self.cached = counter("prefix_cache_hits", "Prompt tokens that the KV cache had of earlier requests.")
+        self.generated = counter("generation_tokens", "Tokens generated.")
         self.ended = Counter(
             "tiermoe_request_success", "Requests that ended: stop, length, abort (the client left) or error.",
             ["finished_reason"], registry=self._registry,
@@ -77,18 +107,12 @@ class Metrics:
             "tiermoe_requests_refused", "HTTP requests that were refused or failed, also at the end of a stream.",
             ["reason"], registry=self._registry,
         )  # fmt: skip
-        self._dropped = Counter(
-            "tiermoe_request_log_dropped", "Lines of the request log that found no room.", registry=self._registry
-        )
+        self._dropped = counter("request_log_dropped", "Lines of the request log that found no room.")
 
     def count_ignored(self, names: Iterable[str]) -> None:
         """A request had these parameters, and they had no effect."""
         for name in names:
             self._ignored.labels(name=name).inc()
-
-    def _named(self, name: str, about: str) -> list[Counter]:
-        """A counter with our prefix, and one under vLLM's name."""
-        return [Counter(f"{prefix}{name}", about, registry=self._registry) for prefix in ("tiermoe_", "vllm:")]
 
     def choice(self, prompt_tokens: int) -> ChoiceTimer:
         """The timer of a choice that is submitted now."""
@@ -103,15 +127,9 @@ class Metrics:
         """A line of the request log found no room."""
         self._dropped.inc()
 
-    def prefix(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A prompt of so many tokens has run, but for those that were cached."""
-        for queried, cached in zip(self.queried, self.cached, strict=True):
-            queried.inc(prompt_tokens)
-            cached.inc(cached_tokens)
-
     def page(self) -> bytes:
         """All of it in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._vllm)
 
     async def refresh(self, waiting_here: int) -> None:
         """Bring the runtime's counters up to date.
@@ -124,12 +142,14 @@ class Metrics:
             if self._read_s is not None and time.monotonic() - self._read_s < self._every_s:
                 return
             stats, load = (await self._ask("stats")).as_dict(), await self._ask("load")
+            links = {"shard/0": stats.get(_LINK, 0.0)}
             if self._sharded:  # the lead's are among them
                 parts = await self._ask("shard_stats")
+                links = {str(part["shard"]): part[_LINK] for part in parts if _LINK in part}
                 for key in {key for _, key in _EXPERTS.values()} | {f"bytes_loaded_{cause}" for cause in _CAUSES}:
                     if any(key in part for part in parts):
                         stats[key] = sum(part.get(key, 0) for part in parts)
-            self._runtime.stats, self._runtime.load = stats, load
+            self._runtime.stats, self._runtime.load, self._runtime.links = stats, load, links
             self._read_s = time.monotonic()
 
 
@@ -145,9 +165,12 @@ class ChoiceTimer(ChoiceTimes):
         now_s, before_s = time.perf_counter(), self.last_s
         self.event(event, now_s)
         if tokens := len(event.token_ids):
+            self._metrics.generated.inc(tokens)
             if before_s is None:
                 self._metrics.first.observe(now_s - self.submitted_s)
-                self._metrics.prefix(self.prompt_tokens, event.cached_tokens)
+                self._metrics.prompt.inc(self.prompt_tokens)
+                self._metrics.queried.inc(self.prompt_tokens)
+                self._metrics.cached.inc(event.cached_tokens)
             else:  # they came together: each gets its share
                 for _ in range(tokens):
                     self._metrics.between.observe((now_s - before_s) / tokens)
@@ -157,8 +180,13 @@ class ChoiceTimer(ChoiceTimes):
         self.ended_s = time.perf_counter()
         self._metrics.total.observe(self.ended_s - self.submitted_s)
         self._metrics.queue.observe(self.waited_s)
-        self._metrics.prompt.inc(self.prompt_tokens)
-        self._metrics.generated.inc(self.tokens)
+        self._metrics.prompts.observe(self.prompt_tokens)
+        self._metrics.answers.observe(self.tokens)
+        if self.ttft_s is not None and self.first_s is not None and self.last_s is not None:
+            self._metrics.prefill.observe(max(0.0, self.ttft_s - self.waited_s))
+            self._metrics.decode.observe(self.last_s - self.first_s)
+        if self.tpot_s is not None:
+            self._metrics.pace.observe(self.tpot_s)
         self._metrics.ended.labels(finished_reason=self.finish or "abort").inc()
 
 
@@ -168,6 +196,7 @@ class RuntimeCounters(Collector):
     def __init__(self) -> None:
         self.stats: dict[str, Any] | None = None
         self.load: dict[str, float] | None = None
+        self.links: dict[str, float] = {}  # seconds that each GPU's link was busy
         self.waiting_here = 0
 
     def collect(self) -> Iterable[Metric]:
@@ -186,3 +215,26 @@ class RuntimeCounters(Collector):
             for cause in _CAUSES:
                 loaded.add_metric([cause], stats.get(f"bytes_loaded_{cause}", 0))
             yield loaded
+            busy = CounterMetricFamily("tiermoe_link_busy_seconds", "Seconds that a GPU's link copied.", labels=["gpu"])
+            for name, seconds in self.links.items():
+                busy.add_metric([name], seconds)
+            yield busy
+
+
+class UnderVllmsNames(Collector):
+    """What a registry has, under vLLM's names and with its labels; each observation is counted once, there."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry, self._labels = registry, {"model_name": model_name, "engine": "0"}
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            for name in _VLLM.get(family.name.removeprefix("tiermoe_"), ()):
+                copied = Metric(f"vllm:{name}", family.documentation, family.type)
+                copied.samples = [
+                    sample._replace(
+                        name=f"vllm:{name}{sample.name.removeprefix(family.name)}", labels=sample.labels | self._labels
+                    )
+                    for sample in family.samples
+                ]
+                yield copied

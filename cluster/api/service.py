@@ -115,7 +115,7 @@ class Service:
         self.offload = Offload()
         self._longest_token = longest_token(tokenizer)
         self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting)
-        self.metrics = Metrics(backend.ask, sharded=bool(backend.plan.get("shards")))
+        self.metrics = Metrics(backend.ask, sharded=bool(backend.plan.get("shards")), model_name=model_name)
         self.started_s = int(time.time())
 
     @property

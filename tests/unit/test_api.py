@@ -414,8 +414,6 @@ def test_metrics_parse_and_count() -> None:
         ("prefix_cache_queries_total",): 9, ("prefix_cache_hits_total",): 3,
     }  # fmt: skip
     assert {key: found[f"tiermoe_{key[0]}", *key[1:]] for key in values} == values
-    assert found["vllm:prefix_cache_queries_total",] == 9
-    assert found["vllm:prefix_cache_hits_total",] == 3
     counters = ("expert_misses", "expert_bytes_wasted", "blocked_io_seconds", "ndp_tokens", "substitutions")
     wanted = [*(f"{name}_total" for name in counters), "num_requests_running", "num_requests_waiting"]
     assert {(f"tiermoe_{name}",) for name in wanted} <= set(found)

@@ -1,0 +1,110 @@
+"""/metrics as Prometheus reads it: ours, the same under vLLM's names, and the dashboard that asks for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_api import FakeBackend, ask
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+import tiermoe
+
+_DASHBOARD = Path(tiermoe.__file__).parent / "configs" / "grafana" / "tiermoe.json"
+# families of vLLM 0.32 (docs.vllm.ai/en/v0.32.0/usage/metrics), and what its examples' older dashboards ask for
+_VLLM = {
+    "num_requests_running": "gauge", "num_requests_waiting": "gauge", "kv_cache_usage_perc": "gauge",
+    "prompt_tokens": "counter", "generation_tokens": "counter", "request_success": "counter",
+    "prefix_cache_queries": "counter", "prefix_cache_hits": "counter", "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram", "time_per_output_token_seconds": "histogram",
+    "request_time_per_output_token_seconds": "histogram", "e2e_request_latency_seconds": "histogram",
+    "request_queue_time_seconds": "histogram", "request_prefill_time_seconds": "histogram",
+    "request_decode_time_seconds": "histogram", "request_prompt_tokens": "histogram",
+    "request_generation_tokens": "histogram",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    """After two requests, one refused."""
+
+    async def call(http: httpx.AsyncClient) -> str:
+        await http.post("/v1/completions", json={"prompt": "hi", "n": 2, "keep_alive": 5})
+        await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2})
+        await http.post("/v1/completions", json={"prompt": ""})
+        return (await http.get("/metrics")).text
+
+    return ask(FakeBackend(cached=1), call)
+
+
+@pytest.fixture(scope="module")
+def families(page: str) -> dict[str, Metric]:
+    found = list(text_string_to_metric_families(page))
+    assert len({family.name for family in found}) == len(found)
+    return {family.name: family for family in found}
+
+
+def test_vllms_names_have_its_types_and_labels_and_our_values(families: dict[str, Metric]) -> None:
+    others = {
+        "kv_cache_usage_perc": "kv_cache_usage_ratio", "time_per_output_token_seconds": "inter_token_latency_seconds",
+    }  # fmt: skip
+    assert {name for name in families if name.startswith("vllm:")} == {f"vllm:{name}" for name in _VLLM}
+    for name, kind in _VLLM.items():
+        theirs, ours = families[f"vllm:{name}"], families[f"tiermoe_{others.get(name, name)}"]
+        assert (theirs.type, ours.type) == (kind, kind), name
+        labels = {"model_name": "fake", "engine": "0"}
+        assert [(s.labels, s.value) for s in theirs.samples] == [(s.labels | labels, s.value) for s in ours.samples]
+        assert all(sample.name.startswith(f"vllm:{name}") for sample in theirs.samples)
+    success = {sample.labels["finished_reason"]: sample.value for sample in families["vllm:request_success"].samples}
+    assert success == {"stop": 2, "length": 1}
+
+
+def test_histograms_of_requests(families: dict[str, Metric]) -> None:
+    def value(name: str, part: str) -> float:
+        (found,) = [s.value for s in families[f"tiermoe_{name}"].samples if s.name == f"tiermoe_{name}_{part}"]
+        return found
+
+    assert [value("request_prompt_tokens", part) for part in ("count", "sum")] == [3, 9]
+    assert [value("request_generation_tokens", part) for part in ("count", "sum")] == [3, 8]
+    for name in ("prefill_time", "decode_time", "time_per_output_token"):
+        assert value(f"request_{name}_seconds", "count") == 3
+
+
+def test_every_query_of_the_dashboard_is_of_a_metric_and_labels_that_are_there(page: str) -> None:
+    board: dict[str, Any] = json.loads(_DASHBOARD.read_text(encoding="utf-8"))
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    labels: dict[str, set[str]] = {}
+    for sample in samples:
+        labels.setdefault(sample.name, {"instance"}).update(sample.labels)
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [item["definition"] for item in board["templating"]["list"] if "definition" in item]
+    assert len(queries) > 20
+    asked: set[str] = set()
+    for query in queries:
+        names = set(re.findall(r"tiermoe_\w+|vllm:\w+", query))
+        assert names, query
+        assert names <= set(labels), (query, names - set(labels))
+        by = {word for group in re.findall(r"by \(([^)]*)\)", query) for word in group.split(", ")}
+        assert by <= set().union(*(labels[name] for name in names)), query
+        assert query.count("(") == query.count(")")
+        asked |= names
+    ours = {name for name in labels if name.startswith("tiermoe_") and not name.endswith(("_sum", "_count"))}
+    shown_as_mean = {"tiermoe_request_time_per_output_token_seconds_bucket"}
+    assert ours - asked == shown_as_mean  # else it is on no panel
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+    panels = json.loads(_DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        own = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not own & cells
+        assert at["x"] + at["w"] <= 24
+        cells |= own
