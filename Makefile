@@ -4,6 +4,7 @@
 # make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs, a Serve application
 # make fuzz-api    10,000 generated requests and 10,000 broken ones against the HTTP edge
 # make chaos   kill and stop each process of a server under load: docs/results/reliability.md
+# make soak    an hour of mixed load on a server, then idle: memory, descriptors, slots, KV blocks: docs/results/soak.md
 # make readme-times README's commands, one after the other, from an empty cache, with their times
 # make train-default-model    train the model that ships with the project, 80 minutes (docs/default-model.md)
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
@@ -12,7 +13,7 @@
 # make clean   remove .venv and everything that was generated
 #
 # Variables: PYTHON (3.11 or newer), VENV, PROMPT, ARGS (more options for `tiermoe run`), TRAIN_ARGS, PIP_ARGS (for `pip install`),
-# JOBS (test files at a time).
+# JOBS (test files at a time), MINUTES (of `make soak`).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,6 +26,7 @@ endif
 ARGS ?= --temperature 0.7 --top-p 0.9 --seed 1
 PIP_ARGS ?=
 JOBS ?= 2
+MINUTES ?= 60
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
@@ -33,7 +35,7 @@ PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
-.PHONY: run test test-slow test-nodes fuzz-api chaos readme-times gpu lint proto clean train-default-model
+.PHONY: run test test-slow test-nodes fuzz-api chaos soak readme-times gpu lint proto clean train-default-model
 export PROMPT
 
 run: $(VENV)/.installed
@@ -53,6 +55,9 @@ fuzz-api: $(VENV)/.installed-dev
 
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python tests/chaos/run.py --out docs/results
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python tests/chaos/soak.py --out docs/results --minutes $(MINUTES)
 
 readme-times: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -s --cold tests/e2e/test_readme.py -k "command or start"

@@ -178,12 +178,18 @@ class GpuWorker:
         return {"state": "serving", "running": len(self._batcher.streams)} | peers
 
     def load(self) -> dict[str, float]:
-        """Requests `running` and `waiting` for their first forward, and `kv_usage` in [0, 1]."""
+        """Requests `running` and `waiting` for their first forward, and their `kv_usage` in [0, 1].
+
+        Of the expert cache `slots_used` and `pins`.
+        """
         if self._batcher is None:
-            return {"running": 0, "waiting": 0, "kv_usage": 0.0}
-        streams = self._batcher.streams
+            return {"running": 0, "waiting": 0, "kv_usage": 0.0, "slots_used": 0, "pins": 0}
+        streams, residency = self._batcher.streams, self._engine.cache.residency
         waiting = streams.waiting
-        return {"running": len(streams) - waiting, "waiting": waiting, "kv_usage": self._batcher.kv_usage}
+        return {
+            "running": len(streams) - waiting, "waiting": waiting, "kv_usage": self._batcher.kv_usage,
+            "slots_used": residency.slots - residency.free_slots, "pins": residency.pins,
+        }  # fmt: skip
 
     def submit(self, request: GenerationRequest) -> Stream:
         """Queue a request now; the stream iterates over its tokens.

@@ -103,7 +103,7 @@ class FakeBackend:
             raise RuntimeFailure(self.failure, "start it again")
         return {
             "health": {"state": "serving", "running": self.open},
-            "load": {"running": self.open, "waiting": 0, "kv_usage": 0.25},
+            "load": {"running": self.open, "waiting": 0, "kv_usage": 0.25, "slots_used": 3, "pins": 0},
             "stats": EngineStats(layers=[LayerStats(hits=5, misses=2, bytes_loaded_prefetch=64)]),
         }[method]
 

@@ -179,6 +179,11 @@ class Residency:
     def pinned(self, key: int) -> bool:
         return self._pins[key] > 0
 
+    @property
+    def pins(self) -> int:
+        """Pins of all experts: 0 between forwards."""
+        return sum(self._pins)
+
     def reserve(self, key: int) -> Reservation:
         """ABSENT -> LOADING in a free slot.
 

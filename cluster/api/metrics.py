@@ -206,6 +206,9 @@ class RuntimeCounters(Collector):
             yield GaugeMetricFamily("tiermoe_num_requests_running", "Requests in forwards.", load["running"])
             yield GaugeMetricFamily("tiermoe_num_requests_waiting", "Requests before their first forward.", waiting)
             yield GaugeMetricFamily("tiermoe_kv_cache_usage_ratio", "Share of the KV cache in use.", load["kv_usage"])
+            used, pins = load["slots_used"], load["pins"]
+            yield GaugeMetricFamily("tiermoe_expert_slots_used", "Slots of the lead's expert cache in use.", used)
+            yield GaugeMetricFamily("tiermoe_expert_pins", "Experts' pins by the forward that runs, on the lead.", pins)
         if stats is not None:
             for name, (about, key) in _EXPERTS.items():
                 yield CounterMetricFamily(f"tiermoe_{name}", about, stats.get(key, 0))

@@ -29,7 +29,7 @@ uvicorn = pytest.importorskip("uvicorn")
 
 _HANG_S = 20.0
 _SILENCE_S = 1
-_POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+_POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 _MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
 
 
