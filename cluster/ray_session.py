@@ -24,10 +24,12 @@ import ray.exceptions as rex
 
 from .. import errors
 from ..errors import RuntimeFailure, TierMoeError
+from ..proto.options import is_loopback
 from .host import thread_limits
 from .ray_auth import check_joinable, ensure_private_token
 from .scratch import Scratch
 
+LOOPBACK = "127.0.0.1"  # of every port of a local Ray
 NAMESPACE = "tiermoe"  # of the actors' names: other processes look them up here
 # Ray's own switches, which it reads from the environment only.
 _RAY_SWITCHES = {
@@ -85,11 +87,26 @@ def _head_of(kind: type[ray_node.Node]) -> Iterator[None]:
         os.chdir(folder)
 
 
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Inside the block, `ray.init` takes a loopback address as it is.
+
+    Ray puts the machine's own address in its place, at which a Ray on loopback does not listen. The constant is Ray's
+    switch for systems whose firewall asks at each port; it reads its environment variable at import only.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
 def start_local(
     scratch: Scratch, cpus: int, resources: dict[str, float], store_bytes: int, threads: int, dashboard: bool = False,
     memory: int | None = None,
 ) -> None:
-    """Start a Ray of this process's own; it ends with the process.
+    """Start a Ray of this process's own, on loopback; it ends with the process.
 
     Args:
         scratch: where its files go.
@@ -108,9 +125,10 @@ def start_local(
     # torch makes a directory for compiled code when it is imported: it is removed with the scratch directory
     inductor = {"TORCHINDUCTOR_CACHE_DIR": str(scratch.path / "inductor")}
     head = _Node if dashboard else _Head
-    with _surroundings(_RAY_SWITCHES | thread_limits(threads) | inductor), _head_of(head):
+    with _surroundings(_RAY_SWITCHES | thread_limits(threads) | inductor), _head_of(head), _on_loopback():
         ray.init(
             address="local",  # also inside a Ray job, whose environment names the cluster that runs it
+            _node_ip_address=LOOPBACK,  # Ray's servers bind the address of their node, or all where it is no loopback
             num_cpus=cpus,
             resources=resources or None,
             include_dashboard=dashboard,
@@ -133,7 +151,9 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
     if address != "auto":
         check_joinable(address)
     options: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
-    with _surroundings(_RAY_SWITCHES), contextlib.chdir("/"):  # see `_Node`
+    # `auto` and a name are resolved as Ray does
+    bound = _on_loopback() if is_loopback(address.rpartition(":")[0]) else contextlib.nullcontext()
+    with _surroundings(_RAY_SWITCHES), bound, contextlib.chdir("/"):  # see `_Node`
         try:
             ray.init(address=address, **options, **_OPTIONS)
         except Exception as error:

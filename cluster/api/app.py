@@ -28,9 +28,13 @@ import ray
 import yaml
 from pydantic import ValidationError
 from ray import serve
+from ray._common.network_utils import build_address
+from ray._common.tls_utils import add_port_to_grpc_server
+from ray.serve._private import replica
 from ray.serve.schema import LoggingConfig
 
 from ...errors import ConfigError, RuntimeFailure, TierMoeError
+from ...proto.options import is_loopback
 from ..attach import CONTROL, lead_of
 from ..config import load_run_config
 from ..placement import LEAD, split_name
@@ -140,6 +144,7 @@ class ApiServer:
     """
 
     async def __init__(self, settings: ApiSettings, runtime: Any = None) -> None:  # type: ignore[misc]  # Serve awaits
+        _keep_port_local()
         wanted = settings.deployment if runtime is None else await runtime.runtime_id.remote()
         self._lead = find_lead(wanted)
         try:
@@ -178,6 +183,16 @@ class ApiServer:
             return
         except ray.exceptions.RayError as error:
             raise as_failure(error, "the runtime failed") from error
+
+
+def _keep_port_local() -> None:
+    """In a replica on a loopback node, before Serve opens the replica's own port: bind that port to loopback, too.
+
+    The proxy calls it there. Serve binds it to all interfaces, and has no option for it.
+    """
+    node = ray.util.get_node_ip_address()
+    if is_loopback(node):
+        replica.add_port_to_grpc_server = lambda server, _: add_port_to_grpc_server(server, build_address(node, 0))
 
 
 def build(args: dict[str, Any]) -> serve.Application:

@@ -18,6 +18,7 @@ import edge_attack
 import httpx
 import psutil
 import pytest
+from listening import off_loopback
 from prometheus_client.parser import text_string_to_metric_families
 
 from tiermoe.cluster.config import default_model_dir
@@ -91,6 +92,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     finally:
         process.terminate()
         process.communicate(timeout=_WAIT_S)
+
+
+def test_a_local_runtime_listens_on_loopback_only(server: Server) -> None:
+    assert off_loopback(server.process.pid) == {}
 
 
 def test_greedy_text_is_that_of_run(server: Server) -> None:
