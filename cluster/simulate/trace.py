@@ -81,6 +81,8 @@ class TraceHeader(_Frozen):
         layers, experts, top_k, hidden: L, E, K and H. distances: D.
         slot_bytes: of one expert in `expert_dtype`, its compute dtype.
         complete: False while recording and after an interrupt.
+        origin: where the tokens come from, such as "text, teacher-forced" or "sampled at 0.8".
+        repeated_8grams: share of the 8-grams that occur earlier in their request; None: not known.
     """
 
     format_version: Literal[1] = 1
@@ -95,6 +97,8 @@ class TraceHeader(_Frozen):
     expert_dtype: str
     costs: Costs | None = None
     complete: bool = False
+    origin: str = ""
+    repeated_8grams: Annotated[float, Field(ge=0, le=1)] | None = None
     chunks: tuple[ChunkRecord, ...] = ()
 
     @model_validator(mode="after")

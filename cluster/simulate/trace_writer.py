@@ -18,6 +18,8 @@ from ...errors import ConfigError, TraceError
 from .trace import DECODE, HEADER_NAME, PREFILL, ChunkRecord, Costs, TraceHeader, read_header
 
 CHUNK_BYTES = 16 << 20
+NGRAM = 8
+MOST_REPEATED = 0.15  # of the 8-grams; held-out text has 0.05 to 0.09, greedy continuations of small models 0.8
 Embed = Callable[[NDArray[np.int32]], NDArray[np.floating]]  # tokens [n] -> input embeddings [n, H]
 
 
@@ -31,6 +33,33 @@ class Rows:
     weights: NDArray[np.floating]
     next_ids: NDArray[np.integer]
     next_probabilities: NDArray[np.floating]
+
+
+class Repeats:
+    """Counts the 8-grams that occur earlier in their request. A model in a loop makes everything look recently used."""
+
+    def __init__(self) -> None:
+        self.ngrams = self.repeated = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """The next request begins."""
+        self._seen: set[tuple[int, ...]] = set()
+        self._last: tuple[int, ...] = ()
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """The next tokens of the request."""
+        for token in tokens:
+            self._last = (*self._last[-NGRAM + 1 :], token)
+            if len(self._last) == NGRAM:
+                self.ngrams += 1
+                self.repeated += self._last in self._seen
+                self._seen.add(self._last)
+
+    @property
+    def share(self) -> float | None:
+        """None: no request has eight tokens."""
+        return self.repeated / self.ngrams if self.ngrams else None
 
 
 class TraceWriter:
@@ -51,6 +80,7 @@ class TraceWriter:
         self._embedded: set[int] = set()
         self._request = -1
         self._iteration = 0
+        self._repeats = Repeats()
         self._clear()
         fresh_folder(out)
         self._write_header()
@@ -59,6 +89,7 @@ class TraceWriter:
         """The next request begins."""
         self._request += 1
         self._iteration = 0
+        self._repeats.begin()
         self._requests.append((self._request, len(prompt)))
         tokens = np.asarray(prompt, np.int32)
         self._prompts.append(np.asarray(self._embed(tokens), np.float32).mean(axis=0))
@@ -67,6 +98,7 @@ class TraceWriter:
         """A forward pass of the request that began last."""
         self._iterations.append((self._request, self._iteration, len(rows.tokens), DECODE if decode else PREFILL))
         self._iteration += 1
+        self._repeats.add(rows.tokens.tolist())
         for name, (dtype, _) in self.header.row_arrays().items():
             self._rows[name].append(getattr(rows, name).astype(dtype))
         for token in np.unique(rows.tokens).tolist():
@@ -81,7 +113,9 @@ class TraceWriter:
         """Write the last chunk and the header. complete: everything requested was recorded."""
         if self._iterations:
             self._flush()
-        self.header = self.header.model_copy(update={"complete": complete, "costs": costs})
+        self.header = self.header.model_copy(
+            update={"complete": complete, "costs": costs, "repeated_8grams": self._repeats.share}
+        )
         self._write_header()
         return self.header
 
@@ -141,9 +175,17 @@ def merge_traces(traces: Sequence[Path], out: Path) -> TraceHeader:
             _copy(path / chunk.file, out / moved.file)
             chunks.append(moved)
         first += header.requests
+    shares = [(header.repeated_8grams, header.rows) for header in headers]
+    known = [(share, rows) for share, rows in shares if share is not None]
+    rows = sum(rows for _, rows in known)
     merged = headers[0].model_copy(
-        update={"chunks": tuple(chunks), "complete": all(header.complete for header in headers)}
-    )
+        update={
+            "chunks": tuple(chunks), "complete": all(header.complete for header in headers),
+            "origin": "; ".join(dict.fromkeys(header.origin for header in headers)),
+            "repeated_8grams": sum(share * count for share, count in known) / rows
+            if rows and len(known) == len(shares) else None,
+        }
+    )  # fmt: skip
     replace_file(out / HEADER_NAME, merged.model_dump_json(indent=1).encode() + b"\n")
     return merged
 

@@ -149,14 +149,17 @@ def test_eval_refuses_a_model_without_heldout_text(command: Command, tmp_path: P
     ("args", "message"),
     [
         (["--max-tokens", "0"], "--max-tokens is 0"),
-        (["--max-tokens", "5000"], "prompt 1: "),
+        (["--max-tokens", "5000", "--sample", "1"], "prompt 1: "),
         (["--distances", "9"], "--distances is 9"),
         (["--limit", "0"], "--limit is 0"),
+        (["--sample", "-1"], "--sample is -1"),
+        (["--seed", "1"], "--seed and --ignore-eos are of sampled tokens"),
+        ([], "in '"),
     ],
 )
 def test_record_refuses(args: list[str], message: str, command: Command, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("hello\n")
+    prompts.write_text("so and " * 30 + "\n")
     code, out, err = command("record", prompts, tmp_path / "out", *args)
     assert (code, out) == (2, "")
     assert message in err
@@ -362,14 +365,16 @@ scoring.score_with = score_with
 def test_record_prepare_replay(command: Command, tmp_path: Path) -> None:
     prompts, trace = tmp_path / "prompts.txt", tmp_path / "trace"
     prompts.write_text("def add(a, b):\n\nThe linker searches the folders\n")
-    code, out, err = command("record", prompts, trace, "--max-tokens", 5, "--distances", 2, "--ignore-eos", "--json")
+    code, out, err = command("record", prompts, trace, "--max-tokens", 5, "--distances", 2, "--json")
     assert code == 0, err
     said = json.loads(out)
+    assert (said["origin"], said["repeated_8grams"]) == ("text, teacher-forced", 0.0)
     assert (said["requests"], said["layers"], said["experts"], said["top_k"]) == (2, 8, 32, 4)
-    assert (said["forwards"], said["complete"]) == (10, True)
+    assert said["complete"]
     assert said["bytes"] < 3 * said["rows"] * said["bytes_per_row"]
     requests = list(Trace(trace).requests())
-    assert [len(r.iterations) for r in requests] == [5, 5]
+    assert all(not r.iterations[0].decode and len(r.iterations) > 2 for r in requests)
+    assert all(step.decode and len(step.tokens) == 1 for r in requests for step in r.iterations[1:])
 
     code, out, err = command("record", prompts, trace)
     assert code == 2

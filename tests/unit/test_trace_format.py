@@ -262,6 +262,38 @@ def test_the_trace_holds_each_token_in_its_phase(recorded: tuple[Path, Path, dic
         np.testing.assert_allclose(request.embedding, request.iterations[0].embedding, atol=1e-3)
 
 
+def test_forced_text_is_routed_as_the_same_tokens_sampled(recorded: tuple[Path, Path, dict], tmp_path: Path) -> None:
+    """Teacher-forced: the first tokens are prefilled, the others decoded one by one, and the trace says so."""
+    from tiermoe.actors.store.files import ExpertStore
+
+    store, path, _ = recorded
+    sampled = list(Trace(path).requests())
+    tokens = [np.concatenate([step.tokens for step in request.iterations]).tolist() for request in sampled]
+    rest = [[*all_[len(prompt) :], 0] for all_, prompt in zip(tokens, RECORDED, strict=True)]
+    with serving.serving(ExpertStore(str(store)), serving.settings(1.0)) as worker:
+        header = record_with(
+            worker, read_manifest(store), RECORDED, tmp_path / "t", SamplingParams(), continuations=rest
+        )
+    assert (header.origin, header.complete) == ("text, teacher-forced", True)
+    assert header.costs is not None
+    assert Trace(path).header.origin == "sampled at 0"
+    for request, other in zip(Trace(tmp_path / "t").requests(), sampled, strict=True):
+        assert request.prompt_tokens == other.prompt_tokens
+        for step, same in zip(request.iterations, other.iterations, strict=True):
+            assert step.decode == same.decode
+            assert step.tokens.tolist() == same.tokens.tolist()
+            assert step.ids.tolist() == same.ids.tolist()
+            np.testing.assert_allclose(step.probabilities, same.probabilities, atol=2e-3)
+
+
+def test_repeated_ngrams_are_counted_in_each_request(tmp_path: Path) -> None:
+    loop, text = [1, 2] * 8, list(range(16))
+    traces.write(tmp_path / "t", traces.header(), [loop, text, text], decodes=0)
+    assert Trace(tmp_path / "t").header.repeated_8grams == pytest.approx(7 / 27)  # 9 in each; 7 in the loop
+    merged = merge_traces([tmp_path / "t", tmp_path / "t"], tmp_path / "both")
+    assert merged.repeated_8grams == pytest.approx(7 / 27)
+
+
 def test_recorded_routing_is_the_model_s_own(recorded: tuple[Path, Path, dict]) -> None:
     """Probabilities, choices and look-ahead, against the router's weights on the hidden states of a plain forward."""
     store, path, _ = recorded

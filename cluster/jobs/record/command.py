@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +11,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ....errors import ConfigError, RequestError
+from ....errors import ConfigError, RequestError, TraceError
 from ...config import check_model_dir, engine_settings
 from ...prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
-from ...report.tables import progress_on
+from ...report.tables import progress_on, share
 from ...simulate.trace import MAX_DISTANCE, TraceHeader
-from ...simulate.trace_writer import merge_traces
+from ...simulate.trace_writer import MOST_REPEATED, NGRAM, Repeats, merge_traces
 from ..bench.serving import run_config
 from ..options import AsJson, Model, Threads
 
@@ -67,36 +68,50 @@ def _prompt_of(line: str, where: str) -> str | tuple[int, ...]:
 def record_command(
     prompts: Annotated[Path, typer.Argument(help="Text, one prompt a line, or JSON lines.", metavar="PROMPTS")],
     out: Annotated[Path, typer.Argument(help="Trace folder to make.", metavar="OUT")],
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt at most.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each prompt to decode at most.")] = 64,
     model: Model = None,
     limit: Annotated[int | None, typer.Option(help="Prompts to take at most. (all)")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Cut prompts to so many tokens.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens to prefill. (half the text; sampled: all)")] = None,
     distances: Annotated[int, typer.Option(help="Layers ahead with next-gate predictions.")] = 4,
     budget: Annotated[str, typer.Option(help="Device memory for experts while recording.")] = "1.0",
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate past stop tokens.")] = False,
+    sample: Annotated[
+        float | None, typer.Option(help="Decode sampled tokens at this temperature, not the text; 0.8 or more.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of --sample.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="With --sample: past stop tokens.")] = False,
+    allow_loops: Annotated[bool, typer.Option("--allow-loops", help="Accept tokens that repeat themselves.")] = False,
     threads: Threads = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Write a routing trace: what the model's routers say for each prompt and what is generated after it.
+    """Write a routing trace: what the model's routers say for each text.
 
-    Interrupted, it leaves a valid trace of what ran.
+    The first tokens of a text are prefilled, the others decoded one by one as they stand (teacher-forced). With
+    --sample a text is a prompt, and what the model draws is decoded. Interrupted, it leaves a valid trace of what ran.
     """
     for option, value in (("limit", limit), ("prompt-tokens", prompt_tokens)):
         if value is not None and value < 1:
             raise ConfigError(f"--{option} is {value}", "give a number of at least 1")
     if not 0 <= distances <= MAX_DISTANCE:
         raise ConfigError(f"--distances is {distances}", f"give a number from 0 to {MAX_DISTANCE}")
-    sampling = sampling_params(max_tokens, temperature, 1.0, 0, seed)
+    if sample is None and (seed is not None or ignore_eos):
+        raise ConfigError("--seed and --ignore-eos are of sampled tokens", "leave them out, or pass --sample 0.8")
+    try:
+        sampling = sampling_params(max_tokens, sample or 0.0, 1.0, 0, seed)
+    except RequestError as error:
+        raise RequestError(error.what.replace("--temperature", "--sample"), error.remedy) from error
     config = run_config(model, policy="on-demand", budget=budget, threads=threads, link={"gbps": None})
     engine_settings(config)
     check_model_dir(config.model_dir)
-    ids = [prompt[:prompt_tokens] for prompt in read_prompts(prompts, config.model_dir, limit)]
+    found = read_prompts(prompts, config.model_dir, limit)
+    if sample is None:
+        ids, rest = forced(found, prompt_tokens, max_tokens)
+        _refuse_loops(_repeated(ids, rest), f"'{prompts}'", "give other text", allow_loops)
+    else:
+        ids, rest = [prompt[:prompt_tokens] for prompt in found], None
     model_config = load_model_config(config.model_dir)
     for number, prompt in enumerate(ids, start=1):
         try:
-            check_length(len(prompt), max_tokens, model_config, config.kv)
+            check_length(len(prompt), max_tokens if rest is None else len(rest[number - 1]), model_config, config.kv)
         except RequestError as error:
             raise RequestError(f"prompt {number}: {error.what}", f"{error.remedy}, or pass --prompt-tokens") from error
     from .job import record  # torch takes seconds: imported after the options are checked
@@ -104,11 +119,47 @@ def record_command(
     console = Console(stderr=True)
     try:
         with progress_on(console) as progress:
-            header = record(config, ids, out, replace(sampling, ignore_eos=ignore_eos), distances, progress)
+            header = record(
+                config, ids, out, replace(sampling, ignore_eos=ignore_eos), distances, progress, continuations=rest
+            )
     except (KeyboardInterrupt, SystemExit):
         console.print(f"interrupted; '{out}' keeps what ran", highlight=False)
         raise
     _say(header, out, console, as_json)
+    _refuse_loops(header.repeated_8grams, f"'{out}', which is kept,", "sample at --sample 0.8 or more", allow_loops)
+
+
+def forced(
+    texts: Sequence[Sequence[int]], prompt_tokens: int | None, max_tokens: int
+) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """Each text's tokens to prefill, half of them or `prompt_tokens`, and the next ones, which are decoded.
+
+    Raises:
+        RequestError: a text has no two tokens.
+    """
+    prompts, rest = [], []
+    for number, text in enumerate(texts, start=1):
+        if len(text) < 2:
+            what = f"prompt {number} has {len(text)} tokens, and one at least is prefilled and one decoded"
+            raise RequestError(what, "give longer text, or pass --sample 0.8")
+        first = min(len(text) // 2 if prompt_tokens is None else prompt_tokens, len(text) - 1)
+        prompts.append(text[:first])
+        rest.append(text[first : first + max_tokens])
+    return prompts, rest
+
+
+def _repeated(prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]) -> float | None:
+    repeats = Repeats()
+    for prompt, continuation in zip(prompts, rest, strict=True):
+        repeats.begin()
+        repeats.add([*prompt, *continuation])
+    return repeats.share
+
+
+def _refuse_loops(repeated: float | None, where: str, remedy: str, allowed: bool) -> None:
+    if repeated is not None and repeated > MOST_REPEATED and not allowed:
+        what = f"{repeated:.0%} of the {NGRAM}-grams in {where} are repeated, and caches look better on them than on text"
+        raise TraceError(what, f"{remedy}, or pass --allow-loops")
 
 
 def merge_command(
@@ -126,12 +177,14 @@ def _say(header: TraceHeader, out: Path, console: Console, as_json: bool) -> Non
         "trace": str(out), "model": header.model, "layers": header.layers, "experts": header.experts,
         "top_k": header.top_k, "requests": header.requests, "rows": header.rows,
         "forwards": sum(chunk.forwards for chunk in header.chunks), "bytes": stored,
-        "bytes_per_row": header.row_bytes, "complete": header.complete,
+        "bytes_per_row": header.row_bytes, "complete": header.complete, "origin": header.origin,
+        "repeated_8grams": header.repeated_8grams,
         "costs": None if header.costs is None else header.costs.model_dump(),
     }  # fmt: skip
     console.print(
         f"{out}: {record['rows']} rows in {record['forwards']} forwards, {stored / 1e6:.1f} MB, "
-        f"{header.row_bytes} bytes a row of {header.layers} layers",
+        f"{header.row_bytes} bytes a row of {header.layers} layers; {header.origin}, repeated {NGRAM}-grams: "
+        f"{share(header.repeated_8grams)}",
         highlight=False,
     )
     if as_json:

@@ -18,6 +18,7 @@ from rich.progress import Progress
 
 from ....actors.engine.layer import MoeLayer
 from ....actors.engine.model.model import RouterProbe, find_blocks
+from ....actors.engine.serving.scoring import score_with
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.store.format import Manifest, model_fingerprint, read_manifest
 from ....errors import RuntimeFailure, UnsupportedModelError
@@ -212,14 +213,16 @@ def record(
     distances: int = 4,
     progress: Progress | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    continuations: Sequence[Sequence[int]] | None = None,
 ) -> TraceHeader:
-    """Record the routing of each prompt and of what is generated after it.
+    """Record the routing of each prompt and of what comes after it.
 
     After any error or Ctrl-C, `out` holds a valid trace of the finished forwards.
 
     Args:
         config: its policy must load on demand.
         distances: D, layers ahead for which next-gate predictions are recorded.
+        continuations: tokens after each prompt, which are decoded one by one (teacher-forced); None: sampled ones.
 
     Raises:
         UnsupportedModelError: a layer exposes no router. ConfigError: `out` is not empty.
@@ -229,7 +232,9 @@ def record(
     store = prepared_store(config, settings)
     with closing(LocalWorker(settings, store)) as worker:
         worker.start()
-        return record_with(worker, read_manifest(store), prompts, out, sampling, distances, progress, chunk_bytes)
+        return record_with(
+            worker, read_manifest(store), prompts, out, sampling, distances, progress, chunk_bytes, continuations
+        )
 
 
 def record_with(
@@ -241,6 +246,7 @@ def record_with(
     distances: int = 4,
     progress: Progress | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    continuations: Sequence[Sequence[int]] | None = None,
 ) -> TraceHeader:
     """`record` on a started, idle `GpuWorker`. Raises like `record`."""
     model, engine = worker.model, worker.engine
@@ -263,6 +269,7 @@ def record_with(
         distances=distances,
         slot_bytes=engine.slot_bytes,
         expert_dtype=str(engine.cache.pool.dtype).removeprefix("torch."),
+        origin=f"sampled at {sampling.temperature:g}" if continuations is None else "text, teacher-forced",
     )
     writer = TraceWriter(out, header, embed, chunk_bytes)
     capture = Capture(model, engine.layers, routers, engine.top_k, writer)
@@ -272,7 +279,10 @@ def record_with(
             shown = prompts if progress is None else progress.track(prompts, description="recording requests")
             for number, prompt in enumerate(shown):
                 capture.begin(prompt)
-                _run(worker, capture, GenerationRequest(f"record-{number}", tuple(prompt), sampling))
+                if continuations is None:
+                    _run(worker, capture, GenerationRequest(f"record-{number}", tuple(prompt), sampling))
+                else:
+                    score_with(worker, [*prompt, *continuations[number]], len(prompt), rows=1)
         complete = True
     finally:
         if not complete:
