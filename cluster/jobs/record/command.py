@@ -158,7 +158,7 @@ def _repeated(prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]) -
 
 def _refuse_loops(repeated: float | None, where: str, remedy: str, allowed: bool) -> None:
     if repeated is not None and repeated > MOST_REPEATED and not allowed:
-        what = f"{repeated:.0%} of the {NGRAM}-grams in {where} are repeated, and caches look better on them than on text"
+        what = f"{repeated:.0%} of the {NGRAM}-grams in {where} are repeated; caches look better on them than on text"
         raise TraceError(what, f"{remedy}, or pass --allow-loops")
 
 
