@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ...actors.policies.cost import Link
 from ...errors import ConfigError, TierMoeError
 from ..config import RunConfig, load_policy
-from ..simulate.executor import Machine, context_of
+from ..simulate.executor import context_of
+from ..simulate.machine import Machine, machine_of
 from ..simulate.trace import Trace, TraceHeader
 from ..topology.estimate import WITHIN, PlanResult, Prediction, layer_bytes
 from ..topology.machine import MachineCosts, PolicyCosts, known_costs
@@ -94,22 +96,17 @@ def predict_by_trace(
 
 def simulated_machine(
     header: TraceHeader, spec: ClusterSpec, facts: ModelFacts, costs: MachineCosts, assumed: Prediction,
-    policy: PolicyCosts,
+    policy: PolicyCosts, grows: bool = False,
 ) -> Machine:  # fmt: skip
-    """The machine on which a trace is replayed. The host's time of a layer counts as dense: prefetches overlap it."""
+    """The machine on which a trace is replayed. grows: attention reads the trace's contexts, not `CONTEXT_TOKENS`."""
     hardware = assumed.hardware
-    dense_s = costs.dense_s(layer_bytes(spec, facts)) + policy.layer_us * 1e-6
-    expert_s = costs.expert_s(spec.slot_bytes)
-    # a copy's bytes are those of this run's slots, not of the recording's
-    nbytes = facts.expert_bytes if spec.gpu else spec.slot_bytes
-    latency_us, gbps = hardware.link_latency_us, hardware.link_gbps
-    if latency_us * 1e-6 + nbytes / (gbps * 1e9) < costs.copy_s(nbytes):  # the link is faster than the copies on it
-        latency_us, gbps = costs.copy_us, costs.copy_gbps
-    return Machine(
-        name=costs.machine, forward_s=policy.step_us * 1e-6, dense_s=dense_s, dense_row_s=dense_s / 16,
-        expert_s=expert_s, expert_row_s=expert_s / 4, link_gbps=gbps * header.slot_bytes / nbytes,
-        link_latency_us=latency_us, miss_s=policy.miss_us * 1e-6, load_s=policy.load_us * 1e-6,
-        wait_s=costs.wait_us * 1e-6,
+    kv_bytes = facts.kv_elements * spec.compute_item_bytes / facts.layers if grows else 0.0
+    return machine_of(
+        costs, policy, header, dense_bytes=spec.dense_bytes / facts.layers if grows else layer_bytes(spec, facts),
+        kv_bytes=kv_bytes, slot_bytes=spec.slot_bytes,
+        # a copy's bytes are those of this run's slots, not of the recording's
+        copy_bytes=facts.expert_bytes if spec.gpu else spec.slot_bytes,
+        link=Link(hardware.link_gbps, hardware.link_latency_us),
     )  # fmt: skip
 
 

@@ -19,8 +19,9 @@ from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import DEFAULT_LINK, load_policy, parse_budget
 from ..report.tables import grid, progress_on, seconds, share, size
-from ..simulate.executor import Machine, context_of, engine_of, eviction_of, first_cut, load_machine, replays_routing
+from ..simulate.executor import context_of, engine_of, eviction_of, first_cut, replays_routing
 from ..simulate.hit_rates import result, serve
+from ..simulate.machine import Machine, load_machine
 from ..simulate.predictors import Recall, load_predictors, recall, split, train_predictors
 from ..simulate.trace import Trace, TraceHeader
 from .options import AsJson, Policy
@@ -47,7 +48,9 @@ def replay_command(
     budget: Annotated[str, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB.")] = "0.25",
     link_gbps: Annotated[float | None, typer.Option(help="1e9 bytes/s; none: the machine's, or 16.")] = None,
     link_latency_us: Annotated[float | None, typer.Option(help="Of each copy; none: the machine's, or 10.")] = None,
-    machine: Annotated[Path | None, typer.Option(help="YAML file of costs; none: as recorded.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Name in configs/machines, YAML file, or this; none: as recorded.")
+    ] = None,
     at_once: Annotated[int, typer.Option(help="Requests in each forward.")] = 1,
     learn: Annotated[float | None, typer.Option(help="Share of the requests run first, uncounted. (0)")] = None,
     as_recall: Annotated[bool, typer.Option("--recall", help="Only: how well sources predict, by distance.")] = False,
@@ -104,7 +107,7 @@ def replay_trace(
         prefetch, distance, synchronous, eviction: in place of the policy's.
         predictors: file, for stride prefetch; None: trained on the `learn` share.
         link_gbps, link_latency_us: None: the machine's; where there is no machine, those of `tiermoe run`.
-        machine: YAML file of costs; None: as recorded.
+        machine: name in configs/machines, a YAML file, or "this" (`tiermoe doctor --save`); None: as recorded.
         at_once: requests in each forward.
         learn: share of the requests that are run first and not counted.
         console: where progress goes; None: nowhere.
@@ -128,8 +131,7 @@ def replay_trace(
     waits = synchronous or (prefetch is None and settings.prefetch.synchronous)
     settings = with_prefetch(settings, chosen, distance=ahead, synchronous=waits)
     context = _context(found, settings, None if predictors is None else Path(predictors), first)
-    file = None if machine is None else Path(machine)
-    simulated = load_machine(found.header, file, link_gbps, link_latency_us)
+    simulated = load_machine(found.header, machine, link_gbps, link_latency_us, settings.name)
     record = {
         "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
         "policy": settings.name, "eviction": settings.eviction.kind, "prefetch": chosen, "distance": ahead,

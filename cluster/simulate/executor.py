@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
 
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.slots import LowBitPart
@@ -27,7 +25,6 @@ from ...actors.engine.rerouting import LowBits, Rerouter
 from ...actors.engine.split import Configuring, make_configuring
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.activeevict import PreEviction
-from ...actors.policies.cost import Link
 from ...actors.policies.eviction import EvictionPolicy, make_eviction
 from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout, buffer_for
@@ -40,57 +37,11 @@ from ...actors.policy_settings import PolicySettings
 from ...actors.settings import budget_bytes, mixed_slots
 from ...errors import BudgetError, ConfigError, TraceError
 from ...kernels.pack import PackedShape
-from ..yaml_file import explain, read_yaml
-from .trace import Costs, Iteration, TraceHeader
+from .machine import Machine
+from .trace import Iteration, TraceHeader
 
 _BATCH = 64  # forwards that the configurator counts together
 Parts = Sequence[tuple[str, Iteration]]  # a forward's iterations with the names of their sequences
-
-
-class Machine(Costs):
-    """A simulated machine: costs of compute, and the link. Experts run one after another."""
-
-    name: Annotated[str, Field(min_length=1)]
-    link_gbps: Annotated[float, Field(gt=0)] | None = None  # gigabytes (1e9) per second; None: copies take no time
-    link_latency_us: Annotated[float, Field(ge=0)] = 0.0  # of each copy
-    miss_s: Annotated[float, Field(ge=0)] = 0.0  # of the host in a layer that misses an expert
-    load_s: Annotated[float, Field(ge=0)] = 0.0  # of the host for each expert that is loaded
-    wait_s: Annotated[float, Field(ge=0)] = 0.0  # from a copy's end until a layer that waits for it goes on
-
-    @property
-    def link(self) -> Link | None:
-        return None if self.link_gbps is None else Link(self.link_gbps, self.link_latency_us)
-
-    def dense(self, rows: int) -> float:
-        """Seconds of a layer's attention, norms and router."""
-        return self.dense_s + (rows - 1) * self.dense_row_s
-
-    def experts(self, experts: int, pairs: int) -> float:
-        """Seconds of `experts` experts on `pairs` rows in total."""
-        return experts * self.expert_s + (pairs - experts) * self.expert_row_s
-
-
-def load_machine(
-    header: TraceHeader, file: Path | None, link_gbps: float | None, link_latency_us: float | None
-) -> Machine:
-    """The machine of a YAML file, or the recorded one; with another link if one is given.
-
-    Raises:
-        ConfigError: the file is refused, or there is none and the trace was recorded without costs.
-    """
-    given = {"link_gbps": link_gbps, "link_latency_us": link_latency_us}
-    link = {key: value for key, value in given.items() if value is not None}
-    if file is not None:
-        try:
-            return Machine(**(read_yaml(file) | link))
-        except ValidationError as error:
-            raise explain(error, Machine, str(file)) from error
-    if header.costs is None:
-        raise ConfigError("the trace says nothing of what computing took", "give a machine with --machine FILE")
-    try:
-        return Machine(name="recorded", **header.costs.model_dump(), **link)
-    except ValidationError as error:
-        raise explain(error, Machine, "the trace", link) from error
 
 
 def neurons_of(header: TraceHeader) -> int:
@@ -153,11 +104,29 @@ class _NoDevice:
         return None
 
 
-class _TimedKernel:
-    """Advances the clock by the time of a kernel call (`ExpertKernel.run`); a segment takes its share of an expert."""
+class Compute:
+    """The compute of one simulated GPU: lets time pass while kernels run, slower while a copy shares their memory."""
 
-    def __init__(self, clock: VirtualClock, machine: Machine, neurons: int) -> None:
-        self._clock, self._machine, self._neurons = clock, machine, neurons
+    def __init__(self, clock: VirtualClock, loader: VirtualLoader, share: float) -> None:
+        self._clock, self._loader, self._share = clock, loader, share
+
+    def run(self, seconds: float) -> None:
+        """Kernels that take so long without a copy beside them."""
+        clock, share = self._clock, self._share
+        if share < 1:
+            while seconds > 0 and (end_s := self._loader.busy_until()) is not None:
+                beside_s = min(seconds / share, end_s - clock.now_s)
+                clock.now_s = end_s if beside_s < seconds / share else clock.now_s + beside_s
+                seconds -= beside_s * share
+        if seconds > 0:
+            clock.now_s += seconds
+
+
+class TimedKernel:
+    """Lets the time of a kernel call pass (`ExpertKernel.run`); a segment takes its share of an expert."""
+
+    def __init__(self, compute: Compute, machine: Machine, neurons: int) -> None:
+        self._compute, self._machine, self._neurons = compute, machine, neurons
 
     def run(
         self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int, int, bool]], top_k: int, y: Any
@@ -167,17 +136,17 @@ class _TimedKernel:
         for start, stop, _, neurons, _ in groups:
             if neurons != self._neurons:
                 seconds += self._machine.experts(1, stop - start) * (neurons / self._neurons)
-        self._clock.advance(seconds)
+        self._compute.run(seconds)
 
 
 class _TimedReplicas:
     """The same for low-bit replicas (`PackedKernel.run`)."""
 
-    def __init__(self, clock: VirtualClock, machine: Machine) -> None:
-        self._clock, self._machine = clock, machine
+    def __init__(self, compute: Compute, machine: Machine) -> None:
+        self._compute, self._machine = compute, machine
 
     def run(self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int]], top_k: int, y: Any) -> None:
-        self._clock.advance(self._machine.experts(len(groups), sum(stop - start for start, stop, _ in groups)))
+        self._compute.run(self._machine.experts(len(groups), sum(stop - start for start, stop, _ in groups)))
 
 
 class RecordedLayer:
@@ -219,16 +188,19 @@ class RecordedLayer:
 class _RecordedBackend:
     """Runs plans of recorded layers on the virtual clock (`engine.layer.Backend`)."""
 
-    def __init__(self, clock: VirtualClock, machine: Machine, runner: ExpertRunner, loader: VirtualLoader) -> None:
+    def __init__(
+        self, clock: VirtualClock, machine: Machine, runner: ExpertRunner, loader: VirtualLoader, compute: Compute
+    ) -> None:
         self._clock, self._machine, self._runner = clock, machine, runner
-        self._loader, self._submitted = loader, 0
+        self._loader, self._submitted, self._compute = loader, 0, compute
+        self.context = 0  # tokens whose keys and values the present forward reads in each layer
 
     def native(self, step: MoeLayer) -> None:
         return None
 
     def look(self, layer: int, weighed: bool, parts: Parts) -> RecordedLayer:
         view = RecordedLayer(layer, parts)
-        self._clock.advance(self._machine.dense(view.tokens))
+        self._compute.run(self._machine.dense(view.tokens, self.context))
         return view
 
     def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: RecordedLayer) -> list[Any]:
@@ -306,12 +278,13 @@ class SimulatedEngine:
             loader, self.clock, cut, writeback,
             replicas,
         )  # fmt: skip
-        runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, _TimedReplicas(self.clock, machine)))
+        compute = Compute(self.clock, loader, machine.kernel_share)
+        runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, _TimedReplicas(compute, machine)))
         self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(prefetch, pre_evict, adaptive)
         hooks = self._hooks(rerouting, low_bit)
-        kernel, backend = _TimedKernel(self.clock, machine, neurons), _RecordedBackend(
-            self.clock, machine, runner, loader
-        )
+        kernel = TimedKernel(compute, machine, neurons)
+        self._backend = backend = _RecordedBackend(self.clock, machine, runner, loader, compute)
+        self._context: dict[str, int] = {}  # tokens so far, by sequence
         self.layers = [
             MoeLayer(
                 i, header.experts, self.cache, backend, Placer(self.cache), cast(Any, kernel), None, hooks, check
@@ -356,11 +329,15 @@ class SimulatedEngine:
         if self._pre_evicting is not None:
             self._pre_evicting.begin_forward(last_rows(spans))
         self.clock.advance(self.machine.forward_s)
+        for name, part in parts:
+            self._context[name] = self._context.get(name, 0) + len(part.tokens)
+        self._backend.context = sum(self._context[name] for name, _ in parts)
         for layer in self.layers:
             layer.forward(parts)
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over."""
+        self._context.pop(name, None)
         if self._prefetching is not None:
             self._prefetching.end_sequence(name)
 

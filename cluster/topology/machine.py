@@ -1,8 +1,9 @@
 """What a machine takes to run a step, measured: the inputs of a prediction, kept for each machine.
 
 `tiermoe doctor --save` measures them on random models (`jobs/machine.py`) and writes them into the user's cache folder;
-`configs/machines/` has those of known machines. With L MoE layers and K experts a token, the seconds of one decode step
-of one request without waits are
+`configs/machines/` has tables of other machines: measured ones, and YAML files with figures from data sheets and papers
+for the simulator. This table is the only description of a machine: `plan`, `run` and `replay` read it. With L MoE
+layers and K experts a token, the seconds of one decode step of one request without waits are
 
     step(policy) + L (dense_layer + dense bytes / L / dense_gbps + layer(policy) + m miss(policy) + n load(policy)
                       + K (expert + slot bytes / expert_gbps))
@@ -22,10 +23,13 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from ...actors.base_settings import Settings
+from ...errors import ConfigError
 from ..config import configs_dir
 from ..host import cpu
+from ..yaml_file import explain, read_yaml
 
 MACHINE_FILE = "machine.json"
+THIS = "this"  # names the machine that runs the program
 _FOLDER = "machines"
 
 
@@ -43,9 +47,9 @@ class MachineCosts(Settings):
 
     version: Literal[2] = 2
     machine: str = Field(min_length=1, description="processor or GPU, and cores")
-    executor: Literal["real", "emulated"] = "emulated"
+    executor: Literal["real", "emulated", "simulated"] = "emulated"
     tiermoe: str = Field(min_length=1, description="version that was measured")
-    threads: int = Field(ge=1)
+    threads: int = Field(default=1, ge=1)
     copy_us: float = Field(ge=0, description="of an expert's copy to the device, whatever its size")
     copy_gbps: float = Field(gt=0, description="at which experts are copied to the device")
     wait_us: float = Field(ge=0, description="from a copy's end until a waiting layer goes on")
@@ -54,6 +58,16 @@ class MachineCosts(Settings):
     expert_us: float = Field(ge=0, description="of an expert's kernel, whatever its size")
     expert_gbps: float = Field(gt=0, description="at which kernels read experts")
     policies: Mapping[str, PolicyCosts] = Field(min_length=1, description="by preset")
+    tflops: float | None = Field(default=None, gt=0, description="1e12 a second, for many rows; none: not known")
+    host_gbps: float | None = Field(
+        default=None, gt=0, description="of host memory where kernels share it with copies; none: they do not"
+    )
+    gpus: int = Field(default=1, ge=1)
+    peer_gbps: float | None = Field(default=None, gt=0, description="between two GPUs; none: at no cost")
+    peer_us: float = Field(default=0.0, ge=0, description="of a message between two GPUs, one direction")
+    matcher_us: float = Field(default=0.0, ge=0, description="from a published layer to the matcher's command")
+    ndp: str | None = Field(default=None, description="near-data device: a name in configs/hardware")
+    ndp_workers: int = Field(default=1, ge=1, description="near-data devices, where there is one")
 
     def of_policy(self, name: str) -> tuple[PolicyCosts, str | None]:
         """A preset's costs, or those of the measured preset that costs most; and a note where they are another's."""
@@ -99,6 +113,30 @@ def known_costs(name: str | None = None) -> tuple[MachineCosts | None, str]:
         if found is not None and found.machine == name:
             return found, source
     return None, "not measured: run `tiermoe doctor --save`"
+
+
+def costs_of(machine: str | Path) -> MachineCosts:
+    """The costs of `this` machine, of a name in configs/machines, or of a YAML or JSON file.
+
+    Raises:
+        ConfigError: the table is missing or refused; this machine was not measured.
+    """
+    if str(machine) == THIS:
+        found, why = known_costs()
+        if found is None:
+            raise ConfigError(f"this machine is {why}", "run `tiermoe doctor --save`, or name a file")
+        return found
+    path = machine_file(machine)
+    try:
+        return MachineCosts(**read_yaml(path))
+    except ValidationError as error:
+        raise explain(error, MachineCosts, str(path)) from error
+
+
+def machine_file(machine: str | Path) -> Path:
+    """A file, or that of a name in configs/machines."""
+    shipped = configs_dir() / _FOLDER / f"{machine}.yaml"
+    return shipped if not Path(machine).suffix and shipped.is_file() else Path(machine)
 
 
 def read_costs(path: Path) -> MachineCosts | None:

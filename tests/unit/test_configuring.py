@@ -19,8 +19,9 @@ from tiermoe.actors.policies.moepic.split import SplitOptions
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy, with_prefetch
 from tiermoe.cluster.report.status import configurator_rows
-from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine, context_of, first_cut, neurons_of
+from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_cut, neurons_of
 from tiermoe.cluster.simulate.hit_rates import serve
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import BudgetError, ConfigError, TraceError
 

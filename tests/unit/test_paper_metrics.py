@@ -45,7 +45,7 @@ from tiermoe.cluster.jobs.bench.trace_metrics import (
 )
 from tiermoe.cluster.jobs.evaluate.quality import SUMS, EvaluationOptions, Quality
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
-from tiermoe.cluster.simulate.executor import Machine
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.errors import CheckpointError, ConfigError, RuntimeFailure
 
 _CALIBRATION = Calibration(

@@ -33,8 +33,9 @@ from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine, engine_of, eviction_of
+from tiermoe.cluster.simulate.executor import SimulatedEngine, engine_of, eviction_of
 from tiermoe.cluster.simulate.hit_rates import serve
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import ConfigError
 

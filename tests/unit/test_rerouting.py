@@ -41,8 +41,9 @@ from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.actors.store.format import ExpertShape
-from tiermoe.cluster.simulate.executor import Machine, engine_of, eviction_of, replica_bytes
+from tiermoe.cluster.simulate.executor import engine_of, eviction_of, replica_bytes
 from tiermoe.cluster.simulate.hit_rates import serve
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import ConfigError
 from tiermoe.kernels.expert_ffn import Operands, TorchKernel

@@ -27,11 +27,13 @@ from tiermoe.actors.policies.residency import Reservation
 from tiermoe.actors.store.artifacts import encode_predictors
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine, layer_seen, load_machine, spans_of
+from tiermoe.cluster.simulate.executor import Compute, SimulatedEngine, layer_seen, spans_of
 from tiermoe.cluster.simulate.hit_rates import POLICIES, hit_rates, policies, result, serve
+from tiermoe.cluster.simulate.machine import Machine, load_machine, machine_of
 from tiermoe.cluster.simulate.predictors import load_predictors, predictors_for, recall, split, train_predictors
-from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.cluster.simulate.trace import Iteration, Trace
 from tiermoe.cluster.simulate.trace_writer import TraceWriter
+from tiermoe.cluster.topology.machine import MachineCosts, PolicyCosts
 from tiermoe.errors import BudgetError, ConfigError, TraceError
 
 PROMPTS = [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]]
@@ -320,6 +322,56 @@ def test_shipped_machines() -> None:
     assert files
     for file in files:
         assert load_machine(traces.header(), file, None, None).name == file.stem
+
+
+def test_attention_grows_with_the_context() -> None:
+    """A prompt of 3 and two decode tokens read 3, 4 and 5 tokens' keys and values in each of the layers."""
+    shape = traces.header()
+    grows = machine().model_copy(update={"context_s": 0.5})
+    times = []
+    for step in (machine(), grows):
+        engine = SimulatedEngine(shape, step, 1.0, Lru())
+        for tokens in ([1, 2, 3], [4], [5]):
+            rows = traces.rows_of(shape, tokens, np.random.default_rng(0))
+            part = Iteration(decode=len(tokens) == 1, embedding=np.zeros(4, np.float32), **vars(rows))
+            engine.forward([("a", part)])
+        times.append(engine.clock.now_s)
+    assert times[1] - times[0] == pytest.approx(0.5 * shape.layers * (3 + 4 + 5))
+
+
+def test_kernels_share_memory_with_the_copy_beside_them() -> None:
+    """Two copies of 1 s: 3 s of kernels at half speed do 1 s of work beside them, 2 s after them."""
+    clock = VirtualClock()
+    loader = VirtualLoader(clock, LINK)
+    loader.submit([job(loader, 0, "prefetch"), job(loader, 1, "prefetch")], PREFETCH)
+    Compute(clock, loader, 0.5).run(3.0)
+    assert clock.now_s == pytest.approx(4.0)
+    Compute(clock, loader, 0.5).run(1.0)  # no copy is left
+    assert clock.now_s == pytest.approx(5.0)
+
+
+def test_a_machine_from_bandwidths() -> None:
+    """Host, kernels and links of a table, by hand."""
+    shape = traces.header(hidden=10, slot_bytes=1_000_000, expert_dtype="bfloat16")
+    costs = MachineCosts(
+        machine="m", tiermoe="1", copy_us=10, copy_gbps=10, wait_us=7, dense_layer_us=30, dense_gbps=1, expert_us=10,
+        expert_gbps=100, tflops=1, host_gbps=100, peer_us=5, peer_gbps=2,
+        policies={"on-demand": PolicyCosts(step_us=300, layer_us=15, miss_us=4, load_us=2)},
+    )  # fmt: skip
+    found = machine_of(costs, costs.policies["on-demand"], shape, dense_bytes=800, kv_bytes=40)
+    assert found.dense_s == pytest.approx(30e-6 + 800e-9 + 15e-6)
+    assert found.expert_s == pytest.approx(20e-6)
+    assert found.expert_row_s == pytest.approx(1e6 / 1e12)  # two operations a weight of two bytes
+    assert (found.link, found.forward_s, found.miss_s, found.load_s) == (Link(10, 10), 300e-6, 4e-6, 2e-6)
+    assert found.context_s == pytest.approx(40e-9)
+    assert found.kernel_share == 1.0  # 50 GB/s of kernels beside 20 of a copy
+    assert found.hop(2000) == pytest.approx(6e-6)
+    slower = machine_of(
+        costs.model_copy(update={"host_gbps": 40}), costs.policies["on-demand"], shape, dense_bytes=800, kv_bytes=40,
+        link=Link(1.0, 10.0),
+    )  # fmt: skip
+    assert slower.link == Link(1.0, 10.0)
+    assert slower.kernel_share == pytest.approx(38 / 50)
 
 
 def test_a_replay_imports_no_torch() -> None:

@@ -30,7 +30,8 @@ from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
-from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine
+from tiermoe.cluster.simulate.executor import SimulatedEngine
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import BudgetError, ConfigError
 

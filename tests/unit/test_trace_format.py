@@ -20,8 +20,9 @@ from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.jobs.record.job import record_with
-from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine
+from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import result, serve
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace, TraceHeader, check_chunk, read_chunk
 from tiermoe.cluster.simulate.trace_writer import TraceWriter, merge_traces
 from tiermoe.errors import ConfigError, TraceError

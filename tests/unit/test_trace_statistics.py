@@ -11,8 +11,9 @@ import traces
 
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.cluster.cli import main
-from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine
+from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import hit_rates, policies, result, serve
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.statistics import (
     CACHES,
     Routing,

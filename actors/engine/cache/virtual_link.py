@@ -142,6 +142,11 @@ class VirtualLoader(HostWaits):
         """Copies queued or under way at the last question; from any thread."""
         return len(self._heap) + (self._current is not None)
 
+    def busy_until(self) -> float | None:
+        """When the copy under way ends; None: the link is idle."""
+        self.catch_up()
+        return None if self._current is None else self._current[2]
+
     def close(self) -> None:
         """Drop what is queued. Safe to call twice."""
         self._closed = True

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from ....errors import ConfigError
 from ...config import RunConfig, check_model_dir, engine_settings
 from ...host import cpu, has_gpu, versions
-from ...simulate.executor import Machine, load_machine
+from ...simulate.machine import Machine, load_machine
 from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
 from .experiment import Experiment, Section

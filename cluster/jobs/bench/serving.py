@@ -25,7 +25,7 @@ from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailur
 from ...config import RunConfig, engine_settings, load_policy, load_run_config
 from ...hub import located
 from ...prompt import check_length, load_model_config, load_tokenizer
-from ...simulate.executor import Machine
+from ...simulate.machine import Machine
 from ...simulate.trace import Request, Trace, TraceHeader
 from ..evaluate.text import load_heldout
 from ..prepare import ensure_prepared, ensure_replicas

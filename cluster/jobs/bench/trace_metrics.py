@@ -29,16 +29,9 @@ from ....actors.policy_settings import PolicySettings
 from ....errors import ConfigError
 from ...config import load_policy, parse_budget
 from ...host import cpu
-from ...simulate.executor import (
-    Machine,
-    SimulatedEngine,
-    context_of,
-    engine_of,
-    eviction_of,
-    first_cut,
-    load_machine,
-)
+from ...simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, first_cut
 from ...simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, serve, token_ids
+from ...simulate.machine import Machine, load_machine
 from ...simulate.predictors import recall, shown, train_predictors
 from ...simulate.trace import Iteration
 from ..prepare.measures import add_predictors
