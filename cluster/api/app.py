@@ -146,14 +146,15 @@ class ApiServer:
     async def __init__(self, settings: ApiSettings, runtime: Any = None) -> None:  # type: ignore[misc]  # Serve awaits
         _keep_port_local()
         wanted = settings.deployment if runtime is None else await runtime.runtime_id.remote()
-        self._lead = find_lead(wanted)
+        found = find_runtime(wanted)
+        self._lead = lead_of(found).handle
         try:
             plan = await self._lead.plan.options(concurrency_group=CONTROL).remote()
         except ray.exceptions.RayError as error:
             raise as_failure(error, "the runtime did not answer 'plan'", _LEAD_DEADLINE_S) from error
         folder = tokenizer_folder(plan, settings.tokenizer)
         template = load_chat_template(folder, Path(settings.chat_template) if settings.chat_template else None)
-        backend = LeadBackend(self._lead, plan, settings.limits.request_s)
+        backend = LeadBackend(self._lead, plan, settings.limits.request_s, found)
         name = settings.model_name or Path(plan["model"]).name
         self._service = Service(backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format)
         file = settings.api_key_file
@@ -236,14 +237,14 @@ def application(settings: ApiSettings, *, drain_s: float = _DRAIN_S, resources: 
     return server.bind(settings, runtime.bind(settings.config, settings.runtime))
 
 
-def find_lead(deployment: str | None) -> Any:
-    """The lead's handle.
+def find_runtime(deployment: str | None) -> str:
+    """The id of the runtime to serve.
 
     Args:
-        deployment: its id; None: the only one.
+        deployment: the id, where it is known; None: that of the only one.
 
     Raises:
-        RuntimeFailure: no deployment has this id, or none runs. ConfigError: there are several.
+        RuntimeFailure: none runs. ConfigError: there are several.
     """
     if deployment is None:
         named = ray.util.list_named_actors(all_namespaces=True)
@@ -254,7 +255,7 @@ def find_lead(deployment: str | None) -> Any:
         if len(ids) > 1:
             raise ConfigError(f"{len(ids)} deployments run in this Ray", f"set deployment to one of {', '.join(ids)}")
         deployment = ids[0]
-    return lead_of(deployment).handle
+    return deployment
 
 
 def tokenizer_folder(plan: dict[str, Any], given: str | None) -> Path:

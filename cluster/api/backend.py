@@ -16,7 +16,7 @@ import ray
 from ...actors.requests import GenerationRequest, TokenEvent
 from ...errors import DeadlinePassed, NotServing, RuntimeFailure, TierMoeError
 from ..attach import CONTROL
-from ..ray_session import as_failure
+from ..ray_session import NAMESPACE, as_failure
 
 _CALL_DEADLINE_S = 10.0
 _REAP_TRIES = 30
@@ -45,8 +45,13 @@ class Backend(Protocol):
         """
         ...
 
-    async def ask(self, method: str) -> Any:
-        """What a control method of the worker returns; raises RuntimeFailure where it does not answer."""
+    async def ask(self, method: str, role: str | None = None) -> Any:
+        """What a control method of the lead returns, or a method of another actor; raises RuntimeFailure where it does
+        not answer.
+
+        Args:
+            role: of the other actor, such as "shard/1".
+        """
         ...
 
 
@@ -60,9 +65,11 @@ class LeadBackend:
         handle: of the actor.
         plan: what its `plan` returned.
         deadline_s: seconds that one request may take.
+        runtime: the deployment's id, by which its other actors are found.
     """
 
-    def __init__(self, handle: Any, plan: dict[str, Any], deadline_s: float) -> None:
+    def __init__(self, handle: Any, plan: dict[str, Any], deadline_s: float, runtime: str = "") -> None:
+        self._runtime = runtime
         self.plan = plan
         self.last_event_s = time.monotonic()
         self._handle, self._deadline_s = handle, deadline_s
@@ -123,13 +130,17 @@ class LeadBackend:
             if not ended:
                 self._reap(stream, request.request_id)
 
-    async def ask(self, method: str) -> Any:
+    async def ask(self, method: str, role: str | None = None) -> Any:
         try:
             async with asyncio.timeout(_CALL_DEADLINE_S):
-                return await self._control(method)
+                if role is None:
+                    return await self._control(method)
+                name = f"{self._runtime}/{role}"
+                peer = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)  # asks Ray's head
+                return await getattr(peer, method).remote()
         except TimeoutError as error:
             raise RuntimeFailure(f"the worker did not answer '{method}' in time", "look at its node") from error
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no actor has this name now
             raise as_failure(error, f"the worker did not answer '{method}'") from error
 
     async def _next(self, stream: Any, deadline_s: float) -> TokenEvent:

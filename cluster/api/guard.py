@@ -22,7 +22,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN = frozenset({"/health"})  # needs no key
+_OPEN = frozenset({"/health", "/"})  # need no key: the page at / asks for one
 _TRACE = ("traceparent", "tracestate")  # W3C Trace Context
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # the rest of a body that is not read any more must not be taken for the next request

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -32,6 +33,7 @@ _EXPERTS = {
     "substitutions": ("Experts that another one stood in for.", "substitutions"),
 }
 _CAUSES = ("demand", "prefetch", "migration")
+_RECENT = 512  # choices
 _LINK = "total_io_s"
 
 # ours -> vLLM's, where the names differ or an older one is in use too
@@ -60,6 +62,9 @@ class Metrics:
         sharded: whether other GPUs count as well.
         model_name: in the label that vLLM's metrics have.
         every_s: seconds for which the runtime's answer is good, however often the server is scraped.
+
+    Attributes:
+        runtime: the runtime's counters. recent: the choices that ended last.
     """
 
     def __init__(self, ask: Ask, *, sharded: bool, model_name: str = "", every_s: float = 1.0) -> None:
@@ -67,8 +72,9 @@ class Metrics:
         self._read_s: float | None = None
         self._lock = asyncio.Lock()
         self._registry = CollectorRegistry()
-        self._runtime = RuntimeCounters()
-        self._registry.register(self._runtime)
+        self.runtime = RuntimeCounters()
+        self.recent: deque[ChoiceTimes] = deque(maxlen=_RECENT)
+        self._registry.register(self.runtime)
         self._vllm = CollectorRegistry()
         self._vllm.register(UnderVllmsNames(self._registry, model_name))
 
@@ -123,6 +129,11 @@ class Metrics:
         if record.reason is not None:
             self._refused.labels(reason=record.reason).inc()
 
+    def token_counts(self) -> dict[str, int]:
+        """Tokens of prompts that were processed, and tokens generated."""
+        return {name: int(one.collect()[0].samples[0].value) for name, one in
+                (("prompt", self.prompt), ("generated", self.generated))}  # fmt: skip
+
     def line_dropped(self) -> None:
         """A line of the request log found no room."""
         self._dropped.inc()
@@ -137,7 +148,7 @@ class Metrics:
         Raises:
             RuntimeFailure: the runtime does not answer; the counters stay as they were.
         """
-        self._runtime.waiting_here = waiting_here
+        self.runtime.waiting_here = waiting_here
         async with self._lock:
             if self._read_s is not None and time.monotonic() - self._read_s < self._every_s:
                 return
@@ -149,7 +160,7 @@ class Metrics:
                 for key in {key for _, key in _EXPERTS.values()} | {f"bytes_loaded_{cause}" for cause in _CAUSES}:
                     if any(key in part for part in parts):
                         stats[key] = sum(part.get(key, 0) for part in parts)
-            self._runtime.stats, self._runtime.load, self._runtime.links = stats, load, links
+            self.runtime.stats, self.runtime.load, self.runtime.links = stats, load, links
             self._read_s = time.monotonic()
 
 
@@ -178,6 +189,7 @@ class ChoiceTimer(ChoiceTimes):
     def ended(self) -> None:
         """The choice is over, for `finish`."""
         self.ended_s = time.perf_counter()
+        self._metrics.recent.append(self)
         self._metrics.total.observe(self.ended_s - self.submitted_s)
         self._metrics.queue.observe(self.waited_s)
         self._metrics.prompts.observe(self.prompt_tokens)

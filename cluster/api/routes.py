@@ -28,6 +28,7 @@ from .records import CLIENT_GONE, Generation, RequestRecord, Sink
 from .responses import ResponsesAnswer, ResponsesBody
 from .schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 from .service import Service
+from .status import StatusReader, page
 
 
 def make_app(
@@ -138,6 +139,17 @@ def _add_state(app: FastAPI, service: Service) -> None:
         with contextlib.suppress(TierMoeError):  # the server's own numbers are worth having all the more then
             await service.metrics.refresh(service.admission.waiting)
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    status = StatusReader(service)
+
+    @app.get("/status")
+    async def status_json() -> Response:
+        return Response(await status.text(), media_type="application/json")
+
+    @app.get("/", include_in_schema=False)
+    async def status_page() -> Response:
+        html, headers = page()
+        return Response(html, media_type="text/html", headers=headers)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from ...errors import ConfigError, RuntimeFailure, TierMoeError
 from ..registry import Entry, Registry
-from ..report.status import status_tables
+from ..report.status import merged_residency, status_tables
 from .options import AsJson, attached
 
 if TYPE_CHECKING:
@@ -90,24 +89,6 @@ def _gpus(attachment: Attachment, deployment: str) -> list[dict[str, Any]]:
                 else attachment.ask_actor(deployment, str(gpu["shard"]), "residency")
             )
     return gpus
-
-
-def merged_residency(gpus: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
-    """Residency on any GPU: an expert is on one, which owns it (or on the lead, whose owner is lost).
-
-    Args:
-        gpus: layers of each, with states and uses by expert; None: it does not answer.
-    """
-    known = [layers for layers in gpus if layers is not None]
-    if not known:
-        return None
-    return [
-        {
-            "states": [max(states) for states in zip(*(layer["states"] for layer in at), strict=True)],
-            "uses": [sum(uses) for uses in zip(*(layer["uses"] for layer in at), strict=True)],
-        }
-        for at in zip(*known, strict=True)
-    ]
 
 
 def down_command(address: Address = None, deployment: Deployment = None) -> None:

@@ -70,6 +70,24 @@ def status_tables(record: Mapping[str, Any], width: int) -> Iterator[RenderableT
         yield _gpus(gpus)
 
 
+def merged_residency(gpus: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
+    """Residency on any GPU: an expert is on one, which owns it (or on the lead, whose owner is lost).
+
+    Args:
+        gpus: layers of each, with states and uses by expert; None: it does not answer.
+    """
+    known = [layers for layers in gpus if layers is not None]
+    if not known:
+        return None
+    return [
+        {
+            "states": [max(states) for states in zip(*(layer["states"] for layer in at), strict=True)],
+            "uses": [sum(uses) for uses in zip(*(layer["uses"] for layer in at), strict=True)],
+        }
+        for at in zip(*known, strict=True)
+    ]
+
+
 def residency_map(layers: Sequence[tuple[Sequence[int], Sequence[int]]], width: int) -> list[Text]:
     """One line per layer.
 

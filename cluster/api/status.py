@@ -1,0 +1,150 @@
+"""What the status page shows: `StatusReader` gathers it for `GET /status`, `page` is `GET /`.
+
+The page is one file without a build step; it loads nothing from elsewhere, and its policy lets it ask this server only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import hashlib
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...errors import RuntimeFailure, TierMoeError
+from ..host import versions
+from ..report.status import merged_residency
+from .metrics import Metrics
+from .service import Service
+
+_EVERY_S = 1.0
+_ANSWER_S = 3.0  # a lead that hangs must not make the page hang
+_RECENT_S = 300.0
+_FILE = Path(__file__).with_name("status.html")
+
+
+class StatusReader:
+    """What is known of the server and its runtime, read at most once a second, however many pages ask.
+
+    Args:
+        service: whose.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = asyncio.Lock()
+        self._read_s: float | None = None
+        self._text = b""
+
+    async def text(self) -> bytes:
+        """It as a JSON object."""
+        async with self._lock:
+            if self._read_s is None or time.monotonic() - self._read_s >= _EVERY_S:
+                self._text = json.dumps(await self._read()).encode()
+                self._read_s = time.monotonic()
+            return self._text
+
+    async def _read(self) -> dict[str, Any]:
+        service, metrics = self._service, self._service.metrics
+        reason, fresh, residency = await asyncio.gather(
+            self._not_ready(), self._refreshed(), self._residency()
+        )
+        plan, runtime = service.backend.plan, metrics.runtime
+        stats, load = runtime.stats or {}, runtime.load or {}
+        hits, misses = stats.get("hits", 0), stats.get("misses", 0)
+        return {
+            "model": service.model_name, "policy": plan.get("policy"), "lossless": plan.get("lossless"),
+            "version": versions()["tiermoe"], "uptime_s": round(time.time() - service.started_s, 1),
+            "now_s": time.monotonic(), "not_ready": reason, "fresh": fresh,
+            "executor": stats.get("executor"),
+            "queue": {
+                "running": load.get("running"), "waiting": load.get("waiting", 0) + service.admission.waiting,
+                "kv_usage": load.get("kv_usage"),
+            },
+            "tokens": metrics.token_counts(), "latency": recent_latency(metrics, time.perf_counter()),
+            "experts": {
+                "hits": hits, "misses": misses, "bytes_loaded": stats.get("bytes_loaded"),
+                "bytes_wasted": stats.get("bytes_wasted"), "slots": stats.get("slots"), "count": stats.get("experts"),
+            },
+            "links": [{"gpu": gpu, "busy_s": seconds} for gpu, seconds in runtime.links.items()],
+            "residency": residency,
+        }  # fmt: skip
+
+    async def _not_ready(self) -> str | None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self._service.not_ready()
+        except TimeoutError:
+            return f"the runtime has not answered for {_ANSWER_S:g} s"
+
+    async def _refreshed(self) -> bool:
+        """Bring the runtime's counters up to date; False: it does not answer, and they are those of before."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await self._service.metrics.refresh(self._service.admission.waiting)
+        except (TierMoeError, TimeoutError):
+            return False
+        return True
+
+    async def _residency(self) -> list[dict[str, Any]] | None:
+        """Of every layer, over all GPUs that answer; None: none does."""
+        shards = self._service.backend.plan.get("shards") or {}
+        roles = [None, *(f"shard/{number}" for number in range(1, int(shards.get("count", 1))))]
+        return merged_residency(await asyncio.gather(*map(self._residency_of, roles)))
+
+    async def _residency_of(self, role: str | None) -> list[dict[str, Any]] | None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                found = await self._service.backend.ask("residency", role)
+        except (TierMoeError, TimeoutError):
+            return None
+        return [asdict(layer) for layer in found]
+
+
+def recent_latency(metrics: Metrics, now_s: float) -> dict[str, Any]:
+    """Median and 99th percentile of the choices that ended within the last five minutes.
+
+    Args:
+        now_s: of `time.perf_counter`.
+    """
+    recent = [times for times in metrics.recent if times.ended_s is not None and now_s - times.ended_s < _RECENT_S]
+    ttft_s = sorted(times.ttft_s for times in recent if times.ttft_s is not None)
+    tpot_s = sorted(times.tpot_s for times in recent if times.tpot_s is not None)
+    return {"requests": len(recent), "within_s": _RECENT_S, "ttft_s": _spread(ttft_s), "tpot_s": _spread(tpot_s)}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    """By nearest rank."""
+    if not values:
+        return None
+    return {f"p{q}": values[max(0, -(-len(values) * q // 100) - 1)] for q in (50, 99)}
+
+
+@functools.cache
+def page() -> tuple[bytes, dict[str, str]]:
+    """The page and its headers.
+
+    Raises:
+        RuntimeFailure: the file is missing: the installation is damaged.
+    """
+    try:
+        html = _FILE.read_bytes()
+    except OSError as error:
+        raise RuntimeFailure(f"'{_FILE}' cannot be read", "install tiermoe again") from error
+    script, style = (_hashes(html, tag) for tag in (b"script", b"style"))
+    policy = f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; base-uri 'none'; " \
+        "form-action 'none'; frame-ancestors 'none'"  # fmt: skip
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache",
+               "Referrer-Policy": "no-referrer"}  # fmt: skip
+    return html, headers
+
+
+def _hashes(html: bytes, tag: bytes) -> str:
+    found = re.findall(b"<%s>(.*?)</%s>" % (tag, tag), html, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in found)
