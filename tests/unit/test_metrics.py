@@ -84,7 +84,6 @@ def test_every_query_of_the_dashboard_is_of_a_metric_and_labels_that_are_there(p
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queries += [item["definition"] for item in board["templating"]["list"] if "definition" in item]
     assert len(queries) > 20
-    asked: set[str] = set()
     for query in queries:
         names = set(re.findall(r"tiermoe_\w+|vllm:\w+", query))
         assert names, query
@@ -92,10 +91,6 @@ def test_every_query_of_the_dashboard_is_of_a_metric_and_labels_that_are_there(p
         by = {word for group in re.findall(r"by \(([^)]*)\)", query) for word in group.split(", ")}
         assert by <= set().union(*(labels[name] for name in names)), query
         assert query.count("(") == query.count(")")
-        asked |= names
-    ours = {name for name in labels if name.startswith("tiermoe_") and not name.endswith(("_sum", "_count"))}
-    shown_as_mean = {"tiermoe_request_time_per_output_token_seconds_bucket"}
-    assert ours - asked == shown_as_mean  # else it is on no panel
 
 
 def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
