@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import DEFAULT_LINK, load_policy, parse_budget
 from ..report.tables import grid, progress_on, seconds, share, size
+from ..simulate.arrivals import Arrival, arrivals_of
 from ..simulate.executor import context_of, engine_of, eviction_of, first_cut, replays_routing
 from ..simulate.hit_rates import result, serve
 from ..simulate.machine import Machine, load_machine
@@ -32,7 +33,7 @@ _PREFETCH, _EVICTION = ", ".join(kinds("prefetch")), ", ".join(kinds("eviction")
 _SHOWN = (
     "hit_rate", "prefill_hit_rate", "decode_hit_rate", "hits", "misses", "prefetched_hits", "late_prefetches",
     "bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_wasted", "blocked_io_s", "total_io_s", "ttft_s",
-    "tpot_s", "virtual_s",
+    "tpot_s", "queue_s", "latency_p50_s", "latency_p99_s", "virtual_s",
 )  # fmt: skip
 
 
@@ -52,6 +53,10 @@ def replay_command(
         str | None, typer.Option(help="Name in configs/machines, YAML file, or this; none: as recorded.")
     ] = None,
     at_once: Annotated[int, typer.Option(help="Requests in each forward.")] = 1,
+    rate: Annotated[float | None, typer.Option(help="Requests a second, as a Poisson process; none: no queue.")] = None,
+    arrivals: Annotated[
+        Path | None, typer.Option(help="CSV file of TIMESTAMP,ContextTokens,GeneratedTokens, in place of --rate.")
+    ] = None,
     learn: Annotated[float | None, typer.Option(help="Share of the requests run first, uncounted. (0)")] = None,
     as_recall: Annotated[bool, typer.Option("--recall", help="Only: how well sources predict, by distance.")] = False,
     as_json: AsJson = False,
@@ -71,7 +76,7 @@ def replay_command(
             replay_trace(
                 trace, name, budget=budget, prefetch=prefetch, distance=distance, synchronous=synchronous,
                 eviction=eviction, predictors=predictors, link_gbps=link_gbps, link_latency_us=link_latency_us,
-                machine=machine, at_once=at_once, learn=learn, console=console,
+                machine=machine, at_once=at_once, learn=learn, rate=rate, arrivals=arrivals, console=console,
             )
             for name in names
         ]  # fmt: skip
@@ -96,6 +101,8 @@ def replay_trace(
     machine: str | Path | None = None,
     at_once: int = 1,
     learn: float | None = None,
+    rate: float | None = None,
+    arrivals: str | Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Replay a recorded trace under a policy, on a virtual clock; no model is loaded. What `tiermoe.replay` is.
@@ -110,6 +117,8 @@ def replay_trace(
         machine: name in configs/machines, a YAML file, or "this" (`tiermoe doctor --save`); None: as recorded.
         at_once: requests in each forward.
         learn: share of the requests that are run first and not counted.
+        rate: requests a second, as a Poisson process; arrivals: file in the columns of the Azure LLM trace. None for
+            both: a request arrives when there is room.
         console: where progress goes; None: nowhere.
 
     Returns:
@@ -132,13 +141,14 @@ def replay_trace(
     settings = with_prefetch(settings, chosen, distance=ahead, synchronous=waits)
     context = _context(found, settings, None if predictors is None else Path(predictors), first)
     simulated = load_machine(found.header, machine, link_gbps, link_latency_us, settings.name)
+    times = arrivals_of(rate, None if arrivals is None else Path(arrivals))
     record = {
         "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
         "policy": settings.name, "eviction": settings.eviction.kind, "prefetch": chosen, "distance": ahead,
         "synchronous": waits, "budget": budget, "at_once": at_once, "learned_requests": first,
-        "machine": simulated.model_dump(),
+        "rate": rate, "arrivals": None if arrivals is None else str(arrivals), "machine": simulated.model_dump(),
     }  # fmt: skip
-    return record | replay(found, settings, context, simulated, parse_budget(budget), at_once, first, console)
+    return record | replay(found, settings, context, simulated, parse_budget(budget), at_once, first, console, times)
 
 
 def _check_learn(learn: float | None) -> None:
@@ -155,12 +165,14 @@ def replay(
     at_once: int = 1,
     first: int = 0,
     console: Console | None = None,
+    arrivals: Iterable[Arrival] | None = None,
 ) -> dict[str, Any]:
     """Counters and times of a policy on a trace.
 
     Args:
         context: what policies are made from, without the eviction policy.
         first: requests that are run and not counted, to learn from.
+        arrivals: of the others; None: a request arrives when there is room.
 
     Raises:
         TraceError: the trace is corrupt. BudgetError: it holds no expert, or not all of them where all are preloaded.
@@ -181,7 +193,7 @@ def replay(
         if first:
             serve(engine, islice(requests, first), at_once, lambda: progress.advance(task))
             engine.reset_stats()
-        served = serve(engine, requests, at_once, lambda: progress.advance(task))
+        served = serve(engine, requests, at_once, lambda: progress.advance(task), arrivals)
     return result(engine, served)
 
 

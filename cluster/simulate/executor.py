@@ -6,6 +6,7 @@ the clock by the machine's costs. Everything that decides or counts is the servi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -29,7 +30,7 @@ from ...actors.policies.eviction import EvictionPolicy, make_eviction
 from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout, buffer_for
 from ...actors.policies.plan import LayerPlan
-from ...actors.policies.prefetch import LayerSeen, PrefetchGovernor, PrefetchPolicy, Span
+from ...actors.policies.prefetch import LayerSeen, PrefetchGovernor, PrefetchPolicy, Span, Wanted, ranked
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
 from ...actors.policies.residency import Residency
 from ...actors.policies.routing import Rerouting
@@ -220,6 +221,36 @@ class _RecordedBackend:
         self._runner.run(step.index, plan, spans, nothing, nothing, routing.top_k, step.kernel, nothing)
 
 
+class MatcherLag(PrefetchPolicy):
+    """Forecasts of the matcher that come a time after their layer was published.
+
+    A command is taken when a later layer's routing is known, as on the lead (`peers.matcher`); its keys of that layer
+    and of earlier ones are late, and dropped. Probabilities for eviction come without the delay.
+    """
+
+    needs_ids, needs_probabilities, needs_embeddings = False, True, True
+
+    def __init__(self, policy: PrefetchPolicy, clock: VirtualClock, lag_s: float, experts: int) -> None:
+        self._policy, self._clock, self._lag_s, self._experts = policy, clock, lag_s, experts
+        self.name, self.distance = policy.name, policy.distance  # type: ignore[misc]
+        self._asked = deque[tuple[float, Sequence[Wanted]]]()
+
+    def begin_forward(self, spans: Sequence[Span]) -> Sequence[Wanted]:
+        self._asked.clear()  # commands of the forward before are late
+        self._asked.append((self._clock.now_s + self._lag_s, self._policy.begin_forward(spans)))
+        return []
+
+    def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
+        first, come = (seen.layer + 1) * self._experts, list[Wanted]()
+        while self._asked and self._asked[0][0] <= self._clock.now_s:
+            come += [want for want in self._asked.popleft()[1] if want.key >= first]
+        self._asked.append((self._clock.now_s + self._lag_s, self._policy.observed(seen)))
+        return ranked(come)
+
+    def end(self, sequence: str) -> None:
+        self._policy.end(sequence)
+
+
 class SimulatedEngine:
     """The expert engine of one simulated device.
 
@@ -298,6 +329,8 @@ class SimulatedEngine:
         """Prefetch, pre-eviction and the configurator; None for each that the policy lacks."""
         header, prefetching, pre_evicting, configuring = self.header, None, None, None
         if prefetch is not None:
+            if self.machine.matcher_s and getattr(prefetch, "of_matcher", False):
+                prefetch = MatcherLag(prefetch, self.clock, self.machine.matcher_s, header.experts)
             prefetching = Prefetching(prefetch, self.cache, header.layers, header.experts, _see)
         if pre_evict is not None:
             pre_evicting = PreEvicting(pre_evict, self.cache, header.layers, header.experts, _recorded_logits)

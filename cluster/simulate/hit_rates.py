@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...actors.policies.eviction import Belady, EvictionPolicy
 from ...actors.policies.registry import PolicyContext, make, options
+from .arrivals import Arrival, all_at_once, arriving, percentile
 from .executor import Parts, SimulatedEngine
 from .trace import Iteration, Request, TraceHeader
 
@@ -69,6 +70,8 @@ class Served:
     wall_s: float
     ttft_s: float  # mean over requests; 0: none
     tpot_s: float  # mean over requests with two tokens or more; 0: none
+    queue_s: float  # mean from a request's arrival to its first forward
+    latency_s: tuple[float, float]  # median and 99th percentile from arrival to the last token
     prefill: PhaseHits
     decode: PhaseHits
 
@@ -78,24 +81,42 @@ class _Running:
     name: str
     left: Iterator[Iteration]
     next: Iteration | None
-    begun_s: float
+    arrived_s: float
     first_s: float | None = None
     tokens: int = 0  # generated
 
 
 def serve(
-    engine: SimulatedEngine, requests: Iterable[Request], at_once: int = 1, advanced: Callable[[], None] | None = None
+    engine: SimulatedEngine,
+    requests: Iterable[Request],
+    at_once: int = 1,
+    advanced: Callable[[], None] | None = None,
+    arrivals: Iterable[Arrival] | None = None,
 ) -> Served:
-    """Run recorded requests, up to `at_once` in each forward. advanced: called after each request."""
-    waiting, running = iter(requests), list[_Running]()
-    ttft_s, tpot_s, meter = [], [], _PhaseMeter(engine)
+    """Run recorded requests, up to `at_once` in each forward.
+
+    A request joins at the first forward after its arrival at which there is room, in order of arrival; TTFT and latency
+    include its time in the queue. With nothing to run, the clock goes on to the next arrival.
+
+    Args:
+        advanced: called after each request.
+        arrivals: in seconds from now; requests without one are not run. None: a request arrives when there is room.
+    """
+    closed = arrivals is None
+    waiting = all_at_once(requests) if arrivals is None else arriving(requests, arrivals)
+    upcoming, running = next(waiting, None), list[_Running]()
+    ttft_s, tpot_s, queue_s, latency_s, meter = [], [], list[float](), list[float](), _PhaseMeter(engine)
     start_s, forwards, tokens, generated, done = engine.clock.now_s, 0, 0, 0, 0
-    while True:
-        while len(running) < at_once and (request := next(waiting, None)) is not None:
+    while upcoming is not None or running:
+        if not closed and not running and upcoming is not None:
+            engine.clock.now_s = max(engine.clock.now_s, start_s + upcoming[0])
+        now_s = engine.clock.now_s
+        while upcoming is not None and len(running) < at_once and (closed or start_s + upcoming[0] <= now_s):
+            arrived_s, request = now_s if closed else start_s + upcoming[0], upcoming[1]
             left = iter(request.iterations)
-            running.append(_Running(f"trace-{request.number}", left, next(left, None), engine.clock.now_s))
-        if not running:
-            break
+            running.append(_Running(f"trace-{request.number}", left, next(left, None), arrived_s))
+            queue_s.append(now_s - arrived_s)
+            upcoming = next(waiting, None)
         parts = [(r.name, r.next) for r in running if r.next is not None]
         engine.forward(parts)
         meter.after(parts)
@@ -110,7 +131,8 @@ def serve(
             if r.next is None:
                 running.remove(r)
                 engine.end_sequence(r.name)
-                ttft_s.append((r.first_s or now_s) - r.begun_s)
+                ttft_s.append((r.first_s or now_s) - r.arrived_s)
+                latency_s.append(now_s - r.arrived_s)
                 if r.tokens > 1 and r.first_s is not None:
                     tpot_s.append((now_s - r.first_s) / (r.tokens - 1))
                 generated += r.tokens
@@ -120,6 +142,7 @@ def serve(
     wall_s = engine.clock.now_s - start_s
     return Served(
         done, forwards, tokens, generated, wall_s, mean(ttft_s) if ttft_s else 0.0, mean(tpot_s) if tpot_s else 0.0,
+        mean(queue_s) if queue_s else 0.0, (percentile(latency_s, 0.5), percentile(latency_s, 0.99)),
         meter.prefill, meter.decode,
     )  # fmt: skip
 
@@ -129,6 +152,7 @@ def result(engine: SimulatedEngine, served: Served) -> dict[str, Any]:
     return engine.cache.live_stats().as_dict() | {
         "requests": served.requests, "forwards_run": served.forwards, "tokens": served.tokens,
         "generated_tokens": served.generated, "virtual_s": served.wall_s, "ttft_s": served.ttft_s,
+        "queue_s": served.queue_s, "latency_p50_s": served.latency_s[0], "latency_p99_s": served.latency_s[1],
         "tpot_s": served.tpot_s, "prefill_hit_rate": served.prefill.rate, "decode_hit_rate": served.decode.rate,
     }  # fmt: skip
 

@@ -366,6 +366,7 @@ class ExpertMapPolicy(PrefetchPolicy):
             return self
 
     name: ClassVar[str] = "expert-map"
+    of_matcher: ClassVar[bool] = True  # a matcher process may answer, after a time
     needs_ids = False
     needs_probabilities: ClassVar[bool] = True
     needs_embeddings: ClassVar[bool] = True
