@@ -62,8 +62,8 @@ def azure(path: Path) -> list[Arrival]:
     found = []
     for number, (time, prompt, generated) in enumerate(rows, start=2):
         try:
-            whole, _, part = time.strip().removesuffix("+00:00").partition(".")  # its seven digits, which `fromisoformat` refuses
-            # both sides without a zone: the trace names none
+            whole, _, part = time.strip().removesuffix("+00:00").partition(".")
+            # seven digits of a second, which `fromisoformat` refuses; both sides without a zone
             at_s = (datetime.fromisoformat(whole) - datetime(1970, 1, 1)).total_seconds() + float(f"0.{part or 0}")
             counts = int(prompt), int(generated)
         except ValueError as error:
