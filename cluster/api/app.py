@@ -49,6 +49,7 @@ from .routes import make_app
 from .service import Service
 from .settings import ApiSettings
 from .text import load_chat_template
+from .tracing import Tracer, make_exporter
 
 SERVER, RUNTIME = "ApiServer", "Runtime"
 APPLICATION = "tiermoe"
@@ -159,21 +160,22 @@ class ApiServer:
         self._service = Service(backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format)
         file = settings.api_key_file
         self._keys = None if file is None else KeyRing(Path(file).expanduser())
-        self._log: RequestLog | None = None
+        self._sinks: list[RequestLog | Tracer] = []
         if settings.request_log != "off":
             written = settings.request_log_file
             log = None if written is None else Path(written).expanduser()
-            self._log = RequestLog(settings.request_log, log, self._service.metrics.line_dropped)
+            self._sinks.append(RequestLog(settings.request_log, log, self._service.metrics.line_dropped))
+        if settings.otlp_endpoint is not None:
+            self._sinks.append(Tracer(make_exporter(settings.otlp_endpoint)))
 
     def __del__(self) -> None:
         """Serve calls this when the replica shall end."""
-        if getattr(self, "_log", None) is not None:
-            self._log.close()
+        for sink in getattr(self, "_sinks", ()):
+            sink.close()
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve calls this once the constructor is through."""
-        sinks = [sink for sink in (self._log,) if sink is not None]
-        return make_app(self._service, self._keys, sinks=sinks, answer_id=False)
+        return make_app(self._service, self._keys, sinks=self._sinks, answer_id=False)
 
     async def check_health(self) -> None:
         """Serve asks this; raises RuntimeFailure when the lead is dead for good, not when it is busy or comes back."""

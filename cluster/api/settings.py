@@ -47,6 +47,9 @@ class ApiSettings(Settings):
     api_key_file: str | None = Field(default=None, description="file of bearer keys, one a line; none: all may ask")
     request_log: RequestLogFormat = Field(default="text", description="a line a request: text, json or off")
     request_log_file: str | None = Field(default=None, description="file of the request log; none: standard error")
+    otlp_endpoint: str | None = Field(
+        default=None, description="URL of an OpenTelemetry receiver for spans, such as http://127.0.0.1:4318"
+    )
     replicas: int = Field(default=1, ge=1, description="server processes; each has limits and /metrics of its own")
     limits: LimitSettings = LimitSettings()
 

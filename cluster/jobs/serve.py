@@ -49,6 +49,7 @@ def serve_command(
     max_waiting: Annotated[int, option_of(LimitSettings, "waiting", min=0)] = LimitSettings().waiting,
     request_log: Annotated[str, option_of(ApiSettings, "request_log")] = "text",
     request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
+    otlp_endpoint: Annotated[str | None, option_of(ApiSettings, "otlp_endpoint")] = None,
     edge_replicas: Annotated[int, option_of(ApiSettings, "replicas", min=1)] = 1,
     attach: Attach = None,
     deployment: DeploymentId = None,
@@ -62,6 +63,7 @@ def serve_command(
         tool_format=cast("ToolFormatName | None", _one_of("--tool-format", tool_format, ToolFormatName)),
         request_log=cast("RequestLogFormat", _one_of("--request-log", request_log, RequestLogFormat)),
         request_log_file=_absolute(request_log_file),
+        otlp_endpoint=otlp_endpoint,
         replicas=edge_replicas,
         limits=LimitSettings(waiting=max_waiting),
     )
@@ -140,7 +142,10 @@ def _http_server(server: ApiSettings, host: str, port: int, where: str) -> Itera
 def _check_files(server: ApiSettings) -> None:
     """Refuse a key or a template that the server would refuse, before anything is started."""
     from ..api.text import load_chat_template
+    from ..api.tracing import make_exporter
 
+    if server.otlp_endpoint is not None:
+        make_exporter(server.otlp_endpoint).shutdown()
     if server.api_key_file is not None:
         read_keys(Path(server.api_key_file))
     if server.request_log_file is not None:

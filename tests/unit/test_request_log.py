@@ -176,10 +176,10 @@ def test_no_request_writes_two_lines(form: Any, tmp_path: Path) -> None:
 def test_a_rotated_file_is_made_again(tmp_path: Path) -> None:
     file = tmp_path / "log"
     sink = RequestLog("text", file)
-    sink(RequestRecord("one", "GET", "/", status=200))
+    sink(RequestRecord("one", "GET", "/v1/models", status=200))
     wait_for(lambda: "one" in file.read_text())
     file.rename(tmp_path / "old")
-    sink(RequestRecord("two", "GET", "/", status=200))
+    sink(RequestRecord("two", "GET", "/v1/models", status=200))
     sink.close()
     assert "two" in file.read_text()
     assert "two" not in (tmp_path / "old").read_text()
@@ -198,7 +198,7 @@ def test_a_writer_that_hangs_costs_lines_and_no_request(tmp_path: Path, monkeypa
     sink = RequestLog("text", fifo, lambda: dropped.append(None))
     begin_s = time.thread_time()
     for _ in range(20):
-        sink(RequestRecord("id", "GET", "/", status=200))
+        sink(RequestRecord("id", "GET", "/v1/models", status=200))
     assert time.thread_time() - begin_s < 1
     assert len(dropped) >= 14  # the thread holds one
     with contextlib.suppress(BlockingIOError):  # the reader is back
@@ -213,7 +213,7 @@ def test_lines_of_server_processes_come_to_standard_error(tmp_path: Path, capfdb
     forwarded = Forwarded(tmp_path)
     sinks = [RequestLog("text", forwarded.file) for _ in range(2)]
     for number, sink in enumerate(sinks):
-        sink(RequestRecord(f"r{number}", "GET", "/", status=200))
+        sink(RequestRecord(f"r{number}", "GET", "/v1/models", status=200))
         sink.close()
     forwarded.close()
     lines = capfdbinary.readouterr().err.decode().splitlines()
