@@ -15,7 +15,7 @@ from ray.util.placement_group import get_placement_group, placement_group_table,
 
 from ..actors.requests import GenerationRequest, TokenEvent
 from ..errors import ConfigError, RuntimeFailure, TierMoeError, rebuilt
-from .placement import ENDPOINTS, LEAD, split_name
+from .placement import ENDPOINTS, LEAD, family, split_name
 from .ray_session import NAMESPACE, as_failure, join, leave, refuse_second, without_ray_notices
 
 CONTROL = "control"  # the concurrency group of calls that must get through while every request thread is busy
@@ -116,6 +116,18 @@ def lead_of(deployment: str) -> Lead:
         raise RuntimeFailure(
             f"deployment '{deployment}' has no lead", "wait until it is up, look at `tiermoe status`, or end it"
         ) from error
+
+
+def leads_of(deployment: str) -> dict[str, Lead]:
+    """The leads of a deployment's replicas in the Ray of this process, by the replica's id, the first one first.
+
+    Raises:
+        RuntimeFailure: it has none.
+    """
+    named = ray.util.list_named_actors(all_namespaces=True)
+    parts = [split_name(entry["name"]) for entry in named if entry["namespace"] == NAMESPACE]
+    ids = {part[0] for part in parts if part is not None and part[1] == LEAD and family(part[0]) == deployment}
+    return {found: lead_of(found) for found in sorted(ids | {deployment}, key=lambda found: (len(found), found))}
 
 
 @dataclass(frozen=True)
@@ -219,13 +231,13 @@ class Attachment:
         return sorted({record.deployment for record in self.actors()} | waiting)
 
     def choose(self, deployment: str | None) -> str:
-        """The id of the deployment that is meant.
+        """The id of the deployment that is meant; of one with replicas, that of its first.
 
         Raises:
             RuntimeFailure: no deployment runs, or none with this id.
             ConfigError: there are several and none was named.
         """
-        ids = self.deployments()
+        ids = [found for found in self.deployments() if family(found) == found]
         if not ids:
             raise RuntimeFailure(f"no deployment runs in the Ray at '{self.address}'", "start one with `tiermoe up`")
         if deployment is not None and deployment not in ids:
@@ -277,24 +289,24 @@ class Attachment:
             return {"error": error.what}
 
     def end(self, deployment: str) -> None:
-        """Kill the actors of a deployment and free what it reserved; the process that started it notices.
+        """Kill the actors of a deployment's replicas and free what it reserved; the process that started it notices.
 
         Raises:
             RuntimeFailure: some are not dead after 20 s.
         """
         # first: their state tells the process that started the deployment that this is no accident
         for owner, name in _groups():
-            if owner == deployment:
+            if family(owner) == deployment:
                 with contextlib.suppress(ValueError):  # it is removed already
                     remove_placement_group(get_placement_group(name))
         end_s = time.monotonic() + _END_DEADLINE_S
-        while living := [r for r in self.actors() if r.deployment == deployment and r.state not in _ENDED]:
+        while living := [r for r in self.actors() if family(r.deployment) == deployment and r.state not in _ENDED]:
             if time.monotonic() > end_s:
                 names = ", ".join(f"{r.role} (pid {r.pid} on {r.host})" for r in living)
                 raise RuntimeFailure(f"still there: {names}", "look at their nodes with `ray status`")
             for record in living:
                 with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                    ray.kill(ray.get_actor(f"{deployment}/{record.role}"), no_restart=True)
+                    ray.kill(ray.get_actor(f"{record.deployment}/{record.role}"), no_restart=True)
             time.sleep(_POLL_S)
 
 

@@ -27,7 +27,7 @@ from .topology.spec import PlannedActor, Topology
 
 LEAD, ENDPOINTS = "lead", "endpoints"
 RESTART_ALWAYS = -1
-_NAME = re.compile(r"(?P<id>[0-9a-f]{6})/(?P<role>[a-z]+(?:/[0-9]+)?)")
+_NAME = re.compile(r"(?P<id>[0-9a-f]{6}(?:\.[0-9]+)?)/(?P<role>[a-z]+(?:/[0-9]+)?)")
 _PATIENCE_S = 2.0  # Ray frees the resources of a run that has just ended within this time
 _STEP_S = 1.0
 
@@ -40,6 +40,16 @@ def new_id() -> str:
 def role_of(actor: PlannedActor) -> str:
     """The second part of an actor's name; workers also register under it."""
     return {"lead": LEAD, "directory": ENDPOINTS, "matcher": MATCHER}.get(actor.role, f"{actor.role}/{actor.index}")
+
+
+def replica_id(deployment: str, index: int) -> str:
+    """What the names of a replica's actors begin with: the deployment's id, and but for the first the number."""
+    return f"{deployment}.{index}" if index else deployment
+
+
+def family(replica: str) -> str:
+    """The deployment's id of a replica's."""
+    return replica.partition(".")[0]
 
 
 def split_name(name: str) -> tuple[str, str] | None:

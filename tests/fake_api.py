@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent, TokenLogprob
 from tiermoe.cluster.api.keys import KeyRing
+from tiermoe.cluster.api.lead import LeadState
 from tiermoe.cluster.api.records import Sink
 from tiermoe.cluster.api.routes import make_app
 from tiermoe.cluster.api.service import Service
@@ -115,6 +116,11 @@ class FakeBackend:
             "load": {"running": self.open, "waiting": 0, "kv_usage": 0.25, "slots_used": 3, "pins": 0},
             "stats": EngineStats(layers=[LayerStats(hits=5, misses=2, bytes_loaded_prefetch=64)]),
         }[method]
+
+    def states(self) -> list[LeadState]:
+        if self.failure is not None:
+            return [LeadState(False, 1.0, {}, {}, self.failure)]
+        return [LeadState(True, 0.5, {"state": "serving"}, {"running": self.open, "waiting": 0, "kv_usage": 0.25})]
 
 
 def score(tokens: Sequence[int], top: int | None) -> tuple[TokenLogprob, ...]:

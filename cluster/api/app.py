@@ -3,12 +3,12 @@
     serve run tiermoe.cluster.api.app:build config=FILE        (or the import_path of a Serve YAML, or of a RayService)
     RuntimeProcess (one replica, where a runtime is to be started)  <-  ApiServer (FastAPI)  ->  the runtime's lead
 
-A replica of the server that finds its lead dead is unhealthy: Serve starts it again, and it looks up the lead again.
+A replica of the server that finds every lead dead for good is unhealthy: Serve starts it again, and it looks them up
+again.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import logging
@@ -35,9 +35,9 @@ from ray.serve.schema import LoggingConfig
 
 from ...errors import ConfigError, RuntimeFailure, TierMoeError
 from ...proto.options import is_loopback
-from ..attach import CONTROL, lead_of
+from ..attach import CONTROL, lead_of, leads_of
 from ..config import load_run_config
-from ..placement import LEAD, split_name
+from ..placement import LEAD, family, split_name
 from ..prompt import load_tokenizer
 from ..ray_session import NAMESPACE, as_failure, head_address
 from ..registry import Registry
@@ -57,7 +57,6 @@ _MANY = 4096  # requests of one replica at a time: the server's own queue refuse
 _LEAD_DEADLINE_S = 30.0
 _DRAIN_S = 120.0
 _COMMAND_DRAIN_S = 20.0  # of `tiermoe serve`
-_HEALTH_S = 5.0
 _FAILED_S = 3.0  # a controller that was started again forgets applications for less
 _SILENCE_S = 60  # of a connection; see `connections.py`
 _POLL_S = 0.2
@@ -147,17 +146,18 @@ class ApiServer:
     async def __init__(self, settings: ApiSettings, runtime: Any = None) -> None:  # type: ignore[misc]  # Serve awaits
         _keep_port_local()
         wanted = settings.deployment if runtime is None else await runtime.runtime_id.remote()
-        found = find_runtime(wanted)
-        self._lead = lead_of(found).handle
+        leads = {name: lead.handle for name, lead in leads_of(find_runtime(wanted)).items()}
         try:
-            plan = await self._lead.plan.options(concurrency_group=CONTROL).remote()
+            plan = await next(iter(leads.values())).plan.options(concurrency_group=CONTROL).remote()
         except ray.exceptions.RayError as error:
             raise as_failure(error, "the runtime did not answer 'plan'", _LEAD_DEADLINE_S) from error
         folder = tokenizer_folder(plan, settings.tokenizer)
         template = load_chat_template(folder, Path(settings.chat_template) if settings.chat_template else None)
-        backend = LeadBackend(self._lead, plan, settings.limits.request_s, found)
+        self._backend = LeadBackend(leads, plan, settings.limits.request_s)
         name = settings.model_name or Path(plan["model"]).name
-        self._service = Service(backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format)
+        self._service = Service(
+            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format
+        )
         file = settings.api_key_file
         self._keys = None if file is None else KeyRing(Path(file).expanduser())
         self._sinks: list[RequestLog | Tracer] = []
@@ -178,14 +178,10 @@ class ApiServer:
         return make_app(self._service, self._keys, sinks=self._sinks, answer_id=False)
 
     async def check_health(self) -> None:
-        """Serve asks this; raises RuntimeFailure when the lead is dead for good, not when it is busy or comes back."""
-        try:
-            async with asyncio.timeout(_HEALTH_S):
-                await self._lead.health.options(concurrency_group=CONTROL).remote()
-        except (TimeoutError, ray.exceptions.ActorUnavailableError):
-            return
-        except ray.exceptions.RayError as error:
-            raise as_failure(error, "the runtime failed") from error
+        """Serve asks this; raises RuntimeFailure when every lead is dead for good, not when one comes back."""
+        failures = [lead.failure for lead in self._backend.leads if lead.failure is not None]
+        if len(failures) == len(self._backend.leads):
+            raise failures[0]
 
 
 def _keep_port_local() -> None:
@@ -251,7 +247,7 @@ def find_runtime(deployment: str | None) -> str:
     if deployment is None:
         named = ray.util.list_named_actors(all_namespaces=True)
         parts = [split_name(entry["name"]) for entry in named if entry["namespace"] == NAMESPACE]
-        ids = sorted({part[0] for part in parts if part is not None and part[1] == LEAD})
+        ids = sorted({family(part[0]) for part in parts if part is not None and part[1] == LEAD})
         if not ids:
             raise RuntimeFailure("no deployment runs in this Ray", "start one with `tiermoe up`, or give config")
         if len(ids) > 1:

@@ -125,14 +125,16 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Json:
-        return {"status": "ok"}
+        return {"status": "ok", "leads": [state.as_dict() for state in service.backend.states()]}
 
     @app.get("/ready")
     async def ready() -> Response:
-        reason = await service.not_ready()
+        states, reason = service.backend.states(), service.not_ready()
+        leads = [state.as_dict() for state in states]
         if reason is not None:
-            return JSONResponse({"status": "not ready", "reason": reason}, 503)
-        return JSONResponse({"status": "ready", "runtime": await service.backend.ask("health")})
+            return JSONResponse({"status": "not ready", "reason": reason, "leads": leads}, 503)
+        runtime = next(state.health for state in states if state.serves)
+        return JSONResponse({"status": "ready", "runtime": runtime, "leads": leads})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -243,15 +243,12 @@ class Service:
         streams = [self._generate(choice, f"{name}-{i}", timer, key) for i, (choice, timer) in each]
         return Run(streams, timers, lambda: self.admission.leave(key))
 
-    async def not_ready(self) -> str | None:
-        """Why requests would not be answered now; None: they would."""
-        try:
-            health = await self.backend.ask("health")
-            running = (await self.backend.ask("load"))["running"]
-        except TierMoeError as error:
-            return str(error)
-        if health.get("state") != "serving":
-            return f"the runtime is {health.get('state')}"
+    def not_ready(self) -> str | None:
+        """Why requests would not be answered now; None: they would. Waits for nothing."""
+        states = self.backend.states()
+        if not any(state.serves and state.age_s is not None for state in states):
+            return next((state.problem for state in states if state.problem), "the runtime has not answered yet")
+        running = sum(state.load.get("running", 0) for state in states if state.serves)
         silent_s = time.monotonic() - self.backend.last_event_s
         if running and self.admission.inside and silent_s > self.limits.stalled_s:
             return f"{running:g} requests run and no token has come for {silent_s:.0f} s"

@@ -52,9 +52,8 @@ class StatusReader:
 
     async def _read(self) -> dict[str, Any]:
         service, metrics = self._service, self._service.metrics
-        reason, fresh, residency = await asyncio.gather(
-            self._not_ready(), self._refreshed(), self._residency()
-        )
+        reason = service.not_ready()
+        fresh, residency = await asyncio.gather(self._refreshed(), self._residency())
         plan, runtime = service.backend.plan, metrics.runtime
         stats, load = runtime.stats or {}, runtime.load or {}
         hits, misses = stats.get("hits", 0), stats.get("misses", 0)
@@ -75,13 +74,6 @@ class StatusReader:
             "links": [{"gpu": gpu, "busy_s": seconds} for gpu, seconds in runtime.links.items()],
             "residency": residency,
         }  # fmt: skip
-
-    async def _not_ready(self) -> str | None:
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                return await self._service.not_ready()
-        except TimeoutError:
-            return f"the runtime has not answered for {_ANSWER_S:g} s"
 
     async def _refreshed(self) -> bool:
         """Bring the runtime's counters up to date; False: it does not answer, and they are those of before."""

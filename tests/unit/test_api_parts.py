@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_api import EOS, byte_tokenizer, score
+from fake_leads import FakeLead
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
@@ -95,78 +95,16 @@ _REQUEST = GenerationRequest("r", (1, 2))
 _WAIT_S = 20.0
 
 
-class _Method:
-    """An actor's method: `.options(...).remote(...)`."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def options(self, **options: Any) -> SimpleNamespace:
-        return SimpleNamespace(remote=self._call)
-
-
-class FakeLead:
-    """Streams what it is given, each as an awaitable; the end is held until the request is cancelled.
-
-    later: what the requests after the first get. states: what it says of itself, one a call, the last for good.
-    """
-
-    def __init__(
-        self, items: Sequence[TokenEvent | Exception], *, known_after: int = 0,
-        later: Sequence[Sequence[TokenEvent | Exception]] = (), states: Sequence[str | Exception] = ("serving",),
-    ) -> None:  # fmt: skip
-        self._items, self._states = [items, *later], list(states)
-        self.requests: list[GenerationRequest] = []
-        self._known_after = known_after  # cancellations that find nothing, as before the request has begun
-        self.cancelled: list[str] = []
-        self.over = asyncio.Event()
-        self.generate, self.cancel = _Method(self._generate), _Method(self._cancel)
-        self.health = _Method(self._health)
-
-    def _generate(self, request: GenerationRequest) -> _Stream:
-        self.requests.append(request)
-        return _Stream(self, self._items[len(self.requests) - 1])
-
-    async def _health(self) -> dict[str, str]:
-        state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
-        return await _answer(state if isinstance(state, Exception) else {"state": state})
-
-    async def _cancel(self, request_id: str) -> bool:
-        self.cancelled.append(request_id)
-        if len(self.cancelled) > self._known_after:
-            self.over.set()
-            return True
-        return False
-
-
-class _Stream:
-    """As Ray's: a wait that is given up leaves it as it was."""
-
-    def __init__(self, lead: FakeLead, items: Sequence[TokenEvent | Exception]) -> None:
-        self._lead, self._items = lead, list(items)
-
-    async def __anext__(self) -> Any:
-        if self._items:
-            return _answer(self._items.pop(0))
-        await self._lead.over.wait()
-        return _answer(TokenEvent("r", (), "cancelled"))
-
-
-async def _answer(item: Any) -> Any:
-    if isinstance(item, Exception):
-        raise item
-    return item
-
-
 def run(lead: FakeLead, call: Callable[[LeadBackend], Any], cancelled: int, deadline_s: float = 60.0) -> None:
     """Call with a backend before the lead, and wait until all cancellations have come."""
 
     async def bounded() -> None:
-        backend = LeadBackend(lead, {}, deadline_s)
+        backend = LeadBackend({"abcdef": lead}, {}, deadline_s)
+        (client,) = backend.leads
         await asyncio.wait_for(call(backend), _WAIT_S)
-        assert cancelled or not backend._reapers
-        while backend._reapers:
-            await asyncio.wait(backend._reapers)
+        assert cancelled or not client._reapers
+        while client._reapers:
+            await asyncio.wait(client._reapers)
         assert [name.partition(".")[0] for name in lead.cancelled] == ["r"] * cancelled
 
     asyncio.run(bounded())
@@ -185,7 +123,7 @@ def test_events_come_in_order_and_an_ended_request_is_not_cancelled() -> None:
 @pytest.mark.parametrize("known_after", [0, 2])
 def test_a_consumer_that_leaves_has_its_request_cancelled(known_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that the worker has not begun when the first cancellation comes."""
-    monkeypatch.setattr("tiermoe.cluster.api.backend._REAP_STEP_S", 0.01)
+    monkeypatch.setattr("tiermoe.cluster.api.lead._REAP_STEP_S", 0.01)
 
     async def call(backend: LeadBackend) -> None:
         events = backend.generate(_REQUEST)
@@ -220,12 +158,12 @@ def test_failures_are_typed_and_need_no_cancellation(item: Any, kind: type[Excep
 
 
 def test_a_request_goes_on_behind_its_last_token_once_a_lead_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermoe.cluster.api.backend._RETRY_S", 0.001)
+    monkeypatch.setattr("tiermoe.cluster.api.lead._RETRY_S", 0.001)
     unavailable, not_started = ActorUnavailableError("it restarts", None), NotServing("not started", "wait")
     lead = FakeLead(
         [TokenEvent("r", (5,)), TokenEvent("r", (6,)), ActorDiedError()],
         later=[[RayTaskError("generate", "traceback", not_started)], [TokenEvent("r.2", (7, 8), "length")]],
-        states=[unavailable, ActorDiedError(), "created", "loading weights", "serving"],
+        states=["serving", unavailable, ActorDiedError(), "created", "loading weights", "serving"],
     )
 
     async def call(backend: LeadBackend) -> None:
@@ -242,13 +180,13 @@ def test_a_request_goes_on_behind_its_last_token_once_a_lead_serves_again(monkey
 
 
 @pytest.mark.parametrize(
-    ("states", "tries"), [([ActorDiedError()], 1), (["serving"], 4)], ids=["dead for good", "dies of the request"]
+    ("states", "tries"), [([ActorDiedError()], 0), (["serving"], 4)], ids=["dead for good", "dies of the request"]
 )
 def test_a_request_fails_when_no_lead_lives_through_it(
     states: list[str | Exception], tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiermoe.cluster.api.backend._RETRY_S", 0.001)
-    monkeypatch.setattr("tiermoe.cluster.api.backend._GONE_S", 0.01)
+    monkeypatch.setattr("tiermoe.cluster.api.lead._RETRY_S", 0.001)
+    monkeypatch.setattr("tiermoe.cluster.api.lead._GONE_S", 0.01)
     lead = FakeLead([ActorDiedError()], later=[[ActorDiedError()]] * 3, states=states)
 
     async def call(backend: LeadBackend) -> None:

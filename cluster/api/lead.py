@@ -1,0 +1,233 @@
+"""One lead as the server sees it: its requests, and a watch that asks it once a second how it is.
+
+Whatever the lead does, what is known of it is at hand at once: `LeadClient.state` waits for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from ...actors.requests import GenerationRequest, TokenEvent
+from ...errors import DeadlinePassed, NotServing, RuntimeFailure, TierMoeError
+from ..attach import CONTROL
+from ..ray_session import NAMESPACE, as_failure
+
+_CALL_DEADLINE_S = 10.0
+_REAP_TRIES = 30
+_REAP_STEP_S = 1.0
+_LOOK_S = 1.0
+_RETRY_S = 0.5  # while it does not serve
+_HUNG_S = 3.0  # without an answer
+_GONE_S = 5.0  # Ray takes less to say that a dead lead is made again
+
+
+@dataclass(frozen=True)
+class LeadState:
+    """What was last known of a lead.
+
+    Attributes:
+        serves: whether requests are sent to it.
+        age_s: seconds since it last answered; None: it has not yet.
+        health, load: what it answered then.
+        problem: why it does not serve; None: it does, or has not been asked yet.
+    """
+
+    serves: bool
+    age_s: float | None
+    health: dict[str, Any]
+    load: dict[str, float]
+    problem: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `/health`: no more than whoever may reach it may know."""
+        age_s = None if self.age_s is None else round(self.age_s, 1)
+        return {"state": "serving" if self.serves and self.age_s is not None else "not serving", "age_s": age_s}
+
+
+class LeadClient:
+    """Requests to a lead actor, and what it says of itself. Made on a running event loop.
+
+    Args:
+        handle: of the actor.
+        changed: called whenever it was looked at.
+        name: with which the names of its replica's actors begin.
+
+    Attributes:
+        serves: whether requests may be sent; taken for granted before the first look.
+        hung: whether its process lives and does not answer.
+        failure: why it never serves again; None: it may.
+        running: requests under way.
+    """
+
+    def __init__(self, handle: Any, changed: Callable[[], None], name: str) -> None:
+        self._handle, self._changed, self._name = handle, changed, name
+        self.serves, self.hung, self.running = True, False, 0
+        self.failure: RuntimeFailure | None = None
+        self._health: dict[str, Any] = {}
+        self._load: dict[str, float] = {}
+        self._answered_s: float | None = None
+        self._problem: str | None = None
+        self._gone_s: float | None = None  # since when Ray says that it is dead
+        self._waits: set[asyncio.Timeout] = set()  # for its next events
+        self._reapers: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self._watch = asyncio.get_running_loop().create_task(self._watch_it())
+
+    @property
+    def state(self) -> LeadState:
+        """What is known of it."""
+        age_s = None if self._answered_s is None else time.monotonic() - self._answered_s
+        return LeadState(self.serves, age_s, self._health, self._load, self._problem)
+
+    async def generate(self, request: GenerationRequest, deadline_s: float) -> AsyncGenerator[TokenEvent]:
+        """The events of a request while the lead's process lives and answers.
+
+        Args:
+            deadline_s: on the event loop's clock.
+
+        Raises:
+            NotServing: it does not, or does not yet. DeadlinePassed: of the request. TierMoeError: it was refused, or
+                failed.
+        """
+        stream = self._handle.generate.options(num_returns="streaming").remote(request)
+        ended = False
+        self.running += 1
+        try:
+            while not ended:
+                event = await self._next(stream, deadline_s)
+                ended = event.finish is not None
+                if event.finish == "error":
+                    raise RuntimeFailure(
+                        f"the request failed in the worker: {event.error}", "send it again; report it if it stays"
+                    )
+                yield event
+        except (DeadlinePassed, NotServing):
+            raise  # it still runs, or a lead that Ray could not reach for a moment may run it
+        except TierMoeError:
+            ended = True
+            raise
+        finally:
+            self.running -= 1
+            if not ended:
+                self._reap(stream, request.request_id)
+
+    async def ask(self, method: str, role: str | None = None) -> Any:
+        """What a control method returns, or a method of another actor of its replica; raises RuntimeFailure where it
+        does not answer.
+
+        Args:
+            role: of the other actor, such as "shard/1".
+        """
+        try:
+            async with asyncio.timeout(_CALL_DEADLINE_S):
+                if role is None:
+                    return await self._control(method)
+                peer = await asyncio.to_thread(ray.get_actor, f"{self._name}/{role}", namespace=NAMESPACE)
+                return await getattr(peer, method).remote()
+        except TimeoutError as error:
+            raise RuntimeFailure(f"the worker did not answer '{method}' in time", "look at its node") from error
+        except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no actor has this name now
+            raise as_failure(error, f"the worker did not answer '{method}'") from error
+
+    def lost(self) -> None:
+        """A request found out that it does not serve: look now, and send nothing until it does."""
+        self.serves = False
+        self._wake.set()
+
+    def give_up_requests(self) -> None:
+        """Their `generate` raises NotServing: another lead takes them."""
+        now_s = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            with contextlib.suppress(RuntimeError):  # it expires already
+                wait.reschedule(now_s)
+
+    async def _watch_it(self) -> None:
+        while True:
+            self._wake.clear()
+            await self._look()
+            self._changed()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S if self.serves else _RETRY_S):
+                    await self._wake.wait()
+
+    async def _look(self) -> None:
+        serves = hung = False
+        try:
+            async with asyncio.timeout(_HUNG_S):
+                health, load = await self._control("health"), await self._control("load")
+            self._health, self._load, self._answered_s = health, load, time.monotonic()
+            serves, self._gone_s, self.failure = health["state"] == "serving", None, None
+            self._problem = None if serves else f"the runtime is {health['state']}"
+        except TimeoutError:
+            hung = True
+            self._problem = f"the lead does not answer within {_HUNG_S:g} s"
+        except ray.exceptions.ActorUnavailableError:
+            self._gone_s, self._problem = None, "the lead's process ended; it is started again"
+        except ray.exceptions.RayError as error:
+            now_s = time.monotonic()
+            self._gone_s = now_s if self._gone_s is None else self._gone_s
+            failure = as_failure(error, "the worker failed during a request")
+            self._problem = str(failure)
+            if not isinstance(error, ray.exceptions.RayActorError) or now_s - self._gone_s > _GONE_S:
+                self.failure = RuntimeFailure(failure.what, failure.remedy)
+        self.serves, self.hung = serves, hung
+
+    async def _next(self, stream: Any, deadline_s: float) -> TokenEvent:
+        try:
+            async with asyncio.timeout_at(deadline_s) as wait:
+                self._waits.add(wait)
+                try:
+                    return await (await anext(stream))
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError:
+            if asyncio.get_running_loop().time() < deadline_s:
+                raise NotServing("the lead does not answer", "send the request again") from None
+            raise DeadlinePassed("the request passed its deadline", "ask for fewer tokens") from None
+        except StopAsyncIteration:
+            raise RuntimeFailure("the worker ended a request without saying why", "send it again") from None
+        except ray.exceptions.RayError as error:
+            failure = as_failure(error, "the worker failed during a request")
+            if isinstance(error, ray.exceptions.RayActorError):
+                raise NotServing(failure.what, failure.remedy) from error
+            raise failure from error
+
+    def _reap(self, stream: Any, request_id: str) -> None:
+        """Cancel a request whose consumer has left, from a task of its own: its consumer is being cancelled itself."""
+        task = asyncio.get_running_loop().create_task(self._cancel(stream, request_id))
+        self._reapers.add(task)
+        task.add_done_callback(self._reapers.discard)
+
+    async def _cancel(self, stream: Any, request_id: str) -> None:
+        """Until the worker says that it has it no more. A request may not have reached it yet: then once more."""
+        for _ in range(_REAP_TRIES):
+            with contextlib.suppress(TierMoeError):
+                if await self._ask_to_cancel(request_id):
+                    return
+            try:
+                async with asyncio.timeout(_REAP_STEP_S):
+                    event = await (await anext(stream))
+                if event.finish is not None:
+                    return
+            except (StopAsyncIteration, ray.exceptions.RayError):
+                return
+            except TimeoutError:
+                continue
+
+    async def _ask_to_cancel(self, request_id: str) -> bool:
+        """End a request in the worker; False: it has none of this id."""
+        try:
+            async with asyncio.timeout(_CALL_DEADLINE_S):
+                return bool(await self._control("cancel", request_id))
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            raise RuntimeFailure("the worker did not take a cancellation", "look at its node") from error
+
+    def _control(self, method: str, *args: Any) -> Any:
+        return getattr(self._handle, method).options(concurrency_group=CONTROL).remote(*args)

@@ -1,0 +1,111 @@
+"""Requests over several leads: spread, taken over, and no token twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from fake_leads import FakeLead
+from ray.exceptions import ActorDiedError
+
+from tiermoe.actors.requests import GenerationRequest, TokenEvent
+from tiermoe.cluster.api.backend import LeadBackend
+from tiermoe.errors import RuntimeFailure
+
+_WAIT_S = 20.0
+_FIVE, _SIX, _END = TokenEvent("r", (5,)), TokenEvent("r", (6,)), TokenEvent("r", (7, 8), "length")
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_LOOK_S", 0.01), ("_RETRY_S", 0.01), ("_HUNG_S", 0.05), ("_GONE_S", 0.1)):
+        monkeypatch.setattr(f"tiermoe.cluster.api.lead.{name}", seconds)
+
+
+def run(leads: list[FakeLead], call: Callable[[LeadBackend], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        backend = LeadBackend(dict(zip("ab", leads, strict=False)), {"max_requests": 4}, 60.0)
+        await asyncio.wait_for(call(backend), _WAIT_S)
+        for lead in leads:
+            lead.over.set()
+        while reapers := [task for client in backend.leads for task in client._reapers]:
+            await asyncio.wait(reapers, timeout=_WAIT_S)
+
+    asyncio.run(bounded())
+
+
+async def _tokens(backend: LeadBackend) -> list[int]:
+    return [token async for event in backend.generate(GenerationRequest("r", (1, 2))) for token in event.token_ids]
+
+
+def test_a_request_goes_to_the_lead_with_the_fewest() -> None:
+    leads = [FakeLead([_FIVE], later=[[_FIVE]]) for _ in range(2)]
+
+    async def call(backend: LeadBackend) -> None:
+        assert backend.plan["max_requests"] == 8
+        streams = [backend.generate(GenerationRequest(f"r{i}", (1,))) for i in range(4)]
+        for stream in streams:
+            await anext(stream)
+        assert [len(lead.requests) for lead in leads] == [2, 2]
+        for stream in streams:
+            await stream.aclose()
+
+    run(leads, call)
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["dead", "hung"])
+def test_another_lead_takes_the_requests_over(hangs: bool) -> None:
+    """The first stays as it is: what it has of the request comes too late, and is cancelled."""
+    items: list[TokenEvent | Exception] = [_FIVE, _SIX] if hangs else [_FIVE, _SIX, ActorDiedError()]
+    leads = [FakeLead(items, states=["serving", "hangs" if hangs else ActorDiedError()]), FakeLead([_END])]
+
+    async def call(backend: LeadBackend) -> None:
+        assert await _tokens(backend) == [5, 6, 7, 8]
+        assert [state.serves for state in backend.states()] == [False, True]
+
+    run(leads, call)
+    (first,), (second,) = leads[0].requests, leads[1].requests
+    assert second.generated == (5, 6)
+    assert second.sampling == first.sampling
+    assert second.request_id != first.request_id
+    assert leads[0].cancelled == ["r"]
+
+
+def test_the_only_lead_that_hangs_keeps_its_requests() -> None:
+    lead = FakeLead([_FIVE], states=["serving", "hangs"])
+
+    async def call(backend: LeadBackend) -> None:
+        events = backend.generate(GenerationRequest("r", (1, 2)))
+        await anext(events)
+        late = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0.3)
+        (state,) = backend.states()
+        assert not state.serves
+        assert "does not answer" in str(state.problem)
+        assert not late.done()
+        lead.over.set()
+        assert (await late).finish == "cancelled"
+
+    run([lead], call)
+
+
+def test_requests_fail_when_every_lead_is_dead_for_good() -> None:
+    async def call(backend: LeadBackend) -> None:
+        with pytest.raises(RuntimeFailure):
+            await _tokens(backend)
+
+    run([FakeLead([], states=[ActorDiedError()]) for _ in range(2)], call)
+
+
+def test_counters_are_sums_and_a_lead_that_is_away_counts_with_its_last() -> None:
+    leads = [FakeLead([], states=["serving"] * 4 + ["hangs"]), FakeLead([])]
+
+    async def call(backend: LeadBackend) -> None:
+        assert (await backend.ask("stats")).as_dict()["hits"] == 6
+        assert await backend.ask("load") == {"running": 0, "waiting": 0, "kv_usage": 0.0}
+        while backend.leads[0].serves:
+            await asyncio.sleep(0.01)
+        assert (await backend.ask("stats")).as_dict()["hits"] == 6
+
+    run(leads, call)
