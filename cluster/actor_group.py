@@ -183,7 +183,7 @@ class ActorGroup:
         folder = self._scratch if self._scratch is not None else Path(tempfile.gettempdir()) / f"tiermoe-{self.name}"
         return self._start(
             planned, Matcher, settings.matcher_settings, map_shape(view.manifest), self._top_k, self.directory,
-            self._token, snapshot=str(folder / "expert-maps.safetensors"), threads=1, **named,
+            self._token, snapshot=str(folder / f"{self.name}.safetensors"), threads=1, **named,
         )  # fmt: skip
 
     def _start_lead(self, views: Sequence[Any]) -> Any:

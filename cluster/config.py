@@ -62,6 +62,10 @@ class ClusterConfig(Settings):
 
     panel = "Cluster"
 
+    replicas: int = Field(
+        default=1, ge=1, le=16, description="whole runtimes behind one server, each with the budget; requests of one "
+        "that dies or hangs go on at another"
+    )  # fmt: skip
     shards: int = Field(
         default=1, ge=1, le=64, description="GPUs, or CPU stand-ins, that share the experts; the lead's is the first"
     )
@@ -170,9 +174,9 @@ class RunConfig(EngineOptions):
         return 1 if wanted == "per-node" else wanted
 
     def cpus_of_actors(self, policy: PolicySettings) -> int:
-        """CPUs that lead, shards, one store and the NDP workers take."""
+        """CPUs that lead, shards, one store and the NDP workers of all replicas take."""
         workers = self.worker_threads * self.cluster.shards
-        return workers + int(STORE_CPUS) + self.ndp_threads * self.ndp_workers(policy)
+        return self.cluster.replicas * (workers + int(STORE_CPUS) + self.ndp_threads * self.ndp_workers(policy))
 
     @property
     def _on_a_gpu_here(self) -> bool:

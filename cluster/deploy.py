@@ -1,6 +1,6 @@
 """A runtime's life: Ray, the plan, its actors, requests, the end.
 
-    scratch -> Ray (local, or joined) -> plan (`topology`) -> groups (`placement`) -> actors (`actor_group`) -> ready
+    scratch -> Ray (local, or joined) -> plans (`topology`) -> replicas (`replica`): groups, actors -> ready
 
 Their names begin with the deployment's id (`placement.py`), so that others find them (`attach.py`). `Deployment` is a
 context manager, and leaving it, in whatever way, leaves no process, no shared memory and no file behind.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,15 +22,15 @@ from ..actors.engine.stats import EngineStats
 from ..actors.requests import GenerationRequest, TokenEvent
 from ..actors.settings import EngineSettings
 from ..errors import RuntimeFailure, TierMoeError
-from .actor_group import ActorGroup, NodeWatcher
 from .attach import Lead
 from .config import RunConfig
 from .host import thread_limits
-from .placement import DeploymentEnded, Placement, new_id, role_of
+from .placement import DeploymentEnded, new_id, replica_id
 from .ray_session import as_failure, head_address, join, leave, refuse_second, start_local, without_ray_notices
+from .replica import Replica
 from .scratch import Scratch
-from .supervision import LeadKeeper, RayWatch
-from .topology.estimate import PlanResult, make_plan
+from .supervision import RayWatch
+from .topology.estimate import PlanResult, make_plans
 from .topology.inputs import facts_of_store, local_notes, local_ray, nodes_from_ray, this_machine
 from .topology.spec import ModelFacts, Topology, wants_gpu
 
@@ -60,8 +60,8 @@ class Deployment:
     Attributes:
         id: what the names of its actors begin with.
         config: as given.
-        planned: what runs where with how many bytes, and the prediction, once started.
-        plan: the lead's effective plan, once started.
+        planned: what runs where with how many bytes, and the prediction, once started; of one replica.
+        plan: the first lead's effective plan, once started.
         startup_s: seconds from the call to ready.
     """
 
@@ -81,15 +81,12 @@ class Deployment:
     ) -> None:
         self.id = new_id()
         self.config, self._settings, self._store_path = config, settings, store_path
-        self._classes, self._facts = (worker_class, store_class), facts
+        self._classes, self._facts = {"worker_class": worker_class, "store_class": store_class}, facts
         self._notify, self._on_ray, self._step, self._lost = notify, on_ray, step, lost
         self._deadline_s = 0.0  # on the monotonic clock, once started
         self._quiet = contextlib.ExitStack()
         self._scratch: Scratch | None = None
-        self._placement: Placement | None = None
-        self._group: ActorGroup | None = None
-        self._watcher: NodeWatcher | None = None
-        self._keeper: LeadKeeper | None = None
+        self._replicas: list[Replica] = []
         self._ray_watch: RayWatch | None = None
         self._planned: PlanResult | None = None
         self.plan: dict[str, Any] = {}
@@ -117,10 +114,7 @@ class Deployment:
                 self._ray_watch = RayWatch(self.id, self._local, self._notify, self._lost)
             if self._on_ray is not None:
                 self._on_ray(self)
-            self._planned = self._plan(facts)
-            self._placement = Placement(self.id, self.topology, self._local, self._notify)
-            self._placement.reserve(self._left)
-            self._start_actors()
+            self._start_replicas(self._plans(facts))
         except BaseException as error:
             failure = self._failure(error)
             self.close()
@@ -171,18 +165,18 @@ class Deployment:
     def watch(self) -> bool:
         """Whether the deployment still runs; False: it was ended in order (`Attachment.end`).
 
-        A lead that died or hangs is started again: call this about once a second.
+        A lead that died or hangs is started again, while others go on: call this about once a second.
 
         Raises:
             RuntimeFailure: the lead has ended for good, dies too often, or its loop died.
         """
-        assert self._keeper is not None
         try:
-            self._keeper.look()
+            for replica in self._replicas:
+                replica.look()
             if self._ray_watch is not None:
                 self._ray_watch.look()
         except RuntimeFailure:
-            if self._placement is not None and self._placement.ended:
+            if any(replica.ended for replica in self._replicas):
                 return False
             raise
         return True
@@ -204,7 +198,7 @@ class Deployment:
         return self._lead.ask("health")
 
     def actor_health(self, role: str) -> dict[str, Any]:
-        """Another actor's own account of its state.
+        """The own account of another actor of the first replica.
 
         Args:
             role: such as "ndp/0", "shard/1" or "store/0".
@@ -212,7 +206,7 @@ class Deployment:
         Raises:
             RuntimeFailure: there is no such actor, or it does not answer (Ray may be restarting it).
         """
-        actor = self._group.actors.get(role) if self._group is not None else None
+        actor = self._replicas[0].group.actors.get(role) if self._replicas else None
         if actor is None:
             raise RuntimeFailure(f"this deployment has no actor '{role}'", "see `tiermoe status` for those it has")
         try:
@@ -226,18 +220,14 @@ class Deployment:
 
     def close(self) -> None:
         """End the actors, and Ray where it was started here. Idempotent; never raises."""
-        watcher, self._watcher = self._watcher, None
         ray_watch, self._ray_watch = self._ray_watch, None
-        group, self._group = self._group, None
-        placement, self._placement = self._placement, None
+        replicas, self._replicas = self._replicas, []
         try:
-            if watcher is not None:
-                watcher.close()
+            for replica in replicas:
+                replica.stop_watching()
             if ray.is_initialized():
-                if group is not None:
-                    group.close()
-                if placement is not None:
-                    placement.release()
+                for replica in replicas:
+                    replica.close()
                 if ray_watch is not None:
                     ray_watch.close()
                 leave()
@@ -255,7 +245,7 @@ class Deployment:
 
     @property
     def _lead(self) -> Lead:
-        return self._group.lead if self._group is not None else Lead(None)
+        return self._replicas[0].group.lead if self._replicas else Lead(None)
 
     @property
     def _local(self) -> bool:
@@ -278,35 +268,35 @@ class Deployment:
         if self._local:
             nodes = this_machine(local_ray(self.config, self._settings))
             if not wants_gpu(self._settings, nodes):  # what Ray takes for a GPU, only Ray knows
-                make_plan(self.config, self._settings, facts, nodes, "this machine")
+                make_plans(self.config, self._settings, facts, nodes, "this machine")
 
-    def _plan(self, facts: ModelFacts) -> PlanResult:
+    def _plans(self, facts: ModelFacts) -> list[PlanResult]:
         nodes = [node for node in nodes_from_ray(ray.nodes()) if node.alive]  # Ray remembers those that have left
         where = "a Ray of its own" if self._local else f"the Ray at {self.config.ray.address}"
         notes = local_notes(self.config, self._settings) if self._local else ()
-        return make_plan(self.config, self._settings, facts, nodes, where, notes, here=self._local)
+        return make_plans(self.config, self._settings, facts, nodes, where, notes, here=self._local)
 
-    def _start_actors(self) -> None:
-        assert self._placement is not None
-        self._group = ActorGroup(
-            self.id, self.topology, self._placement, self._settings, self._store_path, self._local, *self._classes,
-            top_k=self.planned.facts.top_k, scratch=self._scratch.path if self._scratch is not None else None,
-            step=self._step,
-        )  # fmt: skip
-        self.plan = self._group.start(self._left)
-        self._keeper = LeadKeeper(self.id, self._group.lead, self._notify)
-        if self._group.directory is not None:
-            workers = [role_of(planned) for planned in self.topology.having("ndp")]
-            grows = bool(workers) and self.config.cluster.ndp_workers == "per-node"
-            threads = self.config.ndp_threads if grows else None
-            self._watcher = NodeWatcher(self._group, threads, workers, self._notify)
+    def _start_replicas(self, plans: Sequence[PlanResult]) -> None:
+        self._planned = plans[0]
+        scratch = self._scratch.path if self._scratch is not None else None
+        for index, planned in enumerate(plans):
+            name = replica_id(self.id, index)
+            label = "the lead" if len(plans) == 1 else f"lead {index + 1} of {len(plans)}"
+            replica = Replica(
+                name, label, planned, self.config, self._settings, self._store_path, local=self._local,
+                scratch=scratch, notify=self._notify, step=self._step, **self._classes,
+            )  # fmt: skip
+            self._replicas.append(replica)
+            replica.reserve(self._left)
+        started = [replica.start(self._left) for replica in self._replicas]
+        self.plan = started[0]
 
     def _failure(self, error: BaseException) -> TierMoeError | None:
         """What to raise for an error of the start; None: that error as it is."""
         if not isinstance(error, Exception):
             return None
         with contextlib.suppress(Exception):  # where Ray does not say, the error speaks for itself
-            if self._placement is not None and self._placement.ended:
+            if any(replica.ended for replica in self._replicas):
                 return DeploymentEnded(f"deployment {self.id} was ended while it started", "start it again")
         # Ray makes the actor's typed error a class of both kinds, whose text is a traceback: that is unwrapped
         if isinstance(error, TierMoeError) and not isinstance(error, ray.exceptions.RayTaskError):

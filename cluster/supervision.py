@@ -24,7 +24,7 @@ from ray._private import state as gcs
 
 from ..errors import RuntimeFailure
 from .attach import CONTROL, ActorRecord, Lead, lead_record
-from .placement import LEAD, remake, split_name
+from .placement import LEAD, family, remake, split_name
 from .ray_session import as_failure, ray_addresses, ray_processes
 
 DEATHS, WITHIN_S = 3, 60.0  # a lead that dies so often so soon is not started again
@@ -48,10 +48,11 @@ class LeadKeeper:
         deployment: its id.
         lead: that serves.
         notify: called with a line for each death, each silence and each return.
+        label: of the lead, for people.
     """
 
-    def __init__(self, deployment: str, lead: Lead, notify: Callable[[str], None]) -> None:
-        self._deployment, self._lead, self._notify = deployment, lead, notify
+    def __init__(self, deployment: str, lead: Lead, notify: Callable[[str], None], label: str = "the lead") -> None:
+        self._deployment, self._lead, self._notify, self._label = deployment, lead, notify, label
         record = lead_record(deployment)
         self._restarts = 0 if record is None else record.restarts
         self._deaths: deque[float] = deque(maxlen=DEATHS)
@@ -85,8 +86,8 @@ class LeadKeeper:
         self._deaths.extend([now_s] * (restarts - self._restarts))
         self._restarts, self._dead, self._start, self._health = restarts, True, None, None
         if len(self._deaths) == DEATHS and now_s - self._deaths[0] < WITHIN_S:
-            raise RuntimeFailure(f"the lead died {DEATHS} times within {WITHIN_S:g} s", _LOG)
-        self._notify("the lead died; it is started again, and requests wait")
+            raise RuntimeFailure(f"{self._label} died {DEATHS} times within {WITHIN_S:g} s", _LOG)
+        self._notify(f"{self._label} died; it is started again, and requests wait")
 
     def _follow_start(self) -> None:
         if not ray.wait([self._start], timeout=0)[0]:
@@ -97,8 +98,8 @@ class LeadKeeper:
         except ray.exceptions.RayActorError:
             return  # it died again: the next look finds out
         except ray.exceptions.RayError as error:
-            raise as_failure(error, "the lead did not start again") from error
-        self._notify(f"the lead serves again, {time.monotonic() - self._deaths[-1]:.0f} s after it died")
+            raise as_failure(error, f"{self._label} did not start again") from error
+        self._notify(f"{self._label} serves again, {time.monotonic() - self._deaths[-1]:.0f} s after it died")
 
     def _follow_health(self, record: ActorRecord) -> None:
         if self._health is None:
@@ -114,13 +115,13 @@ class LeadKeeper:
             return
         silent_s = time.monotonic() - self._asked_s
         if silent_s > HUNG_S:
-            self._notify(f"the lead has not answered for {silent_s:.0f} s and is ended")
+            self._notify(f"{self._label} has not answered for {silent_s:.0f} s and is ended")
             self._health = None
             here = record.node == ray.get_runtime_context().get_node_id()
             remake(self._lead.handle, record.pid if here else None)
         elif silent_s > SILENT_S and not self._silent:
             self._silent = True
-            self._notify(f"the lead has not answered for {silent_s:.0f} s")
+            self._notify(f"{self._label} has not answered for {silent_s:.0f} s")
 
     def _call(self, method: str) -> Any:
         return getattr(self._lead.handle, method).options(concurrency_group=CONTROL).remote()
@@ -250,7 +251,7 @@ class RayWatch:
         """Of an actor that belongs here, for people."""
         parts = split_name(str(entry.get("Name") or ""))
         if parts is not None:
-            return parts[1] if parts[0] == self._deployment else None
+            return parts[1] if family(parts[0]) == self._deployment else None
         return _SERVE.get(str(entry.get("ActorClassName"))) if self._local else None
 
 

@@ -17,7 +17,7 @@ from ..config import RunConfig, default_model_dir, engine_settings, load_run_con
 from ..host import usable_cores
 from ..hub import located
 from ..report.runtime import topology_tables
-from ..topology.estimate import PlanResult, make_plan
+from ..topology.estimate import PlanResult, make_plans
 from ..topology.inputs import (
     facts_of_checkpoint,
     facts_of_store,
@@ -87,7 +87,7 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
     there, nodes_from = _nodes(config, nodes, live)
     notes = local_notes(config, settings) if config.ray.address is None and nodes is None else ()
     here = nodes is None and not live
-    result = make_plan(config, settings, model_facts(config), there, nodes_from, notes, here)
+    result = make_plans(config, settings, model_facts(config), there, nodes_from, notes, here)[0]
     return with_routing(result, config) if here else result
 
 
@@ -113,7 +113,7 @@ def plan(
 
 @with_options(
     "model", "store", "policy", "device", "budget", "kv.max_model_len", "kv.max_num_seqs", "cluster.host_memory",
-    "cluster.shards", "cluster.ndp_workers",
+    "cluster.shards", "cluster.ndp_workers", "cluster.replicas",
 )
 def plan_command(
     options: dict[str, Any],

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _WATCH_S = 2.0
 
 
-@with_options(*RUNTIME)
+@with_options(*RUNTIME, "cluster.replicas")
 def serve_command(
     options: dict[str, Any],
     config: Config = None,

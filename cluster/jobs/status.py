@@ -38,7 +38,7 @@ def status_command(address: Address = None, deployment: Deployment = None, as_js
     with Console(stderr=True).status("asking ..."):
         found = [record for where in addresses for record in deployments_at(where)]
     if deployment is not None:
-        found = [record for record in found if record["id"] == deployment]
+        found = [record for record in found if record["id"].partition(".")[0] == deployment]
     if not found:
         what = f"deployment '{deployment}'" if deployment is not None else "deployment"
         raise RuntimeFailure(f"no {what} runs at {', '.join(addresses)}", _START)

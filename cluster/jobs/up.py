@@ -23,7 +23,7 @@ _WATCH_S = 1.0
 Check = Callable[[], None]  # raises where what stands beside the runtime has failed
 
 
-@with_options(*RUNTIME)
+@with_options(*RUNTIME, "cluster.replicas")
 def up_command(options: dict[str, Any], config: Config = None) -> None:
     """Start a runtime that runs until Ctrl-C or `tiermoe down`."""
 

@@ -52,10 +52,11 @@ from typing import Any
 
 from ...actors.policies.cost import Work, batch_cost
 from ...actors.settings import EngineSettings
+from ...errors import ConfigError
 from ..config import HardwareConfig, RunConfig
 from .machine import MachineCosts, known_costs
 from .planner import plan_topology
-from .spec import ClusterSpec, ModelFacts, NdpSpec, NodeInfo, Topology, cluster_spec
+from .spec import ClusterSpec, ModelFacts, NdpSpec, NodeInfo, NodeLoad, Topology, cluster_spec
 
 OVERLAP = 0.3  # of a token's experts with the token's before, where no routing is recorded
 CONTEXT_TOKENS = 512  # whose keys and values a step reads
@@ -310,3 +311,40 @@ def make_plan(
         found.append("dense bytes are computed from config.json: the weights are not here")
     prediction = predict(topology, spec, facts, hardware, costs, source)
     return PlanResult(facts, spec, topology, prediction, nodes_from, tuple(found))
+
+
+def make_plans(
+    config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], nodes_from: str,
+    notes: Sequence[str] = (), here: bool = True,
+) -> list[PlanResult]:  # fmt: skip
+    """The plan of each replica, on what those before it leave of the nodes. Arguments as of `make_plan`.
+
+    Mapped pages are shared, so a replica leaves them to the next. Each plan is that of one replica alone.
+
+    Raises:
+        ConfigError, BudgetError: as `make_plan`; the message says which replica finds no room.
+    """
+    replicas, plans = config.cluster.replicas, list[PlanResult]()
+    more = [f"{replicas} replicas: each has these actors and this budget, on the same mapped store"]
+    notes = [*notes, *(more if replicas > 1 else [])]
+    for index in range(replicas):
+        try:
+            plans.append(make_plan(config, settings, facts, nodes, nodes_from, notes, here))
+        except ConfigError as error:
+            if index == 0:
+                raise
+            what = f"replica {index + 1} of {replicas} finds no room beside those before it: {error.what}"
+            raise type(error)(what, f"{error.remedy}; or lower cluster.replicas") from error
+        nodes = [_left_of(node, plans[-1].topology.loads) for node in nodes]
+    return plans
+
+
+def _left_of(node: NodeInfo, loads: Sequence[NodeLoad]) -> NodeInfo:
+    """The node without what was planned on it."""
+    resources = dict(node.resources)
+    for load in (load for load in loads if load.node == node.id):
+        for name, (used, _) in load.resources.items():
+            resources[name] = resources[name] - used
+        if "memory" in resources:
+            resources["memory"] -= load.host_bytes - load.kinds.mapped
+    return replace(node, resources=resources)

@@ -263,10 +263,11 @@ class LocalRay:
 
 def local_ray(config: RunConfig, settings: EngineSettings) -> LocalRay:
     """Room for all actors of a configuration, or what it says in `ray.num_cpus`."""
-    ndp = config.ndp_workers(settings.policy)
+    replicas = config.cluster.replicas
+    ndp = replicas * config.ndp_workers(settings.policy)
     resources = {"ndp": float(ndp)} if ndp else {}
     if config.cluster.store.nodes == "marked":
-        resources["store"] = 1.0
+        resources["store"] = float(replicas)
     cpus = config.ray.num_cpus or config.cpus_of_actors(settings.policy)
     return LocalRay(cpus, resources, config.cluster.host_memory)
 

@@ -34,6 +34,7 @@ NOTICED_S, READY_S = 10.0, 60.0
 EDGE_TRIES = 5  # of a client, where the process that it is connected to dies
 _NEAR_DATA = ("--policy", "context-ndp-full", "--budget", "25%", "--shards", "2", "--ndp-workers", "2",
               "--edge-replicas", "2")  # fmt: skip
+_TWO_LEADS = ("--policy", "next-gate", "--budget", "25%", "--replicas", "2", "--edge-replicas", "2")
 _MAPS = ("--policy", "fmoe", "--budget", "25%")
 # name -> (title, options, whether a client's retry is allowed, whether the server lives on)
 PROCESSES: dict[str, tuple[str, tuple[str, ...], bool, bool]] = {
@@ -45,12 +46,13 @@ PROCESSES: dict[str, tuple[str, tuple[str, ...], bool, bool]] = {
     "Serve controller": ("ray::ServeController", _NEAR_DATA, False, True),
     "one of two server replicas": ("ray::ServeReplica:tiermoe:ApiServer", _NEAR_DATA, True, True),
     "HTTP proxy": ("ray::ProxyActor", _NEAR_DATA, True, True),
+    "one of two leads": ("ray::GpuWorker", _TWO_LEADS, False, True),
     "matcher": ("ray::Matcher", _MAPS, False, True),
     "GCS": ("gcs_server", _NEAR_DATA, False, False),
     "raylet": ("raylet", _NEAR_DATA, False, False),
 }
 _PAGE = "# Reliability\n\n<!-- table: rows -->\n<!-- end -->\n\n<!-- table: bars -->\n<!-- end -->\n"
-_NO_FAILURE = ("NDP worker", "shard", "store", "matcher", "lead", "one of two server replicas")
+_NO_FAILURE = ("NDP worker", "shard", "store", "matcher", "lead", "one of two server replicas", "one of two leads")
 
 
 def bodies() -> list[dict[str, Any]]:
