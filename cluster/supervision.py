@@ -87,7 +87,7 @@ class LeadKeeper:
         self._restarts, self._dead, self._start, self._health = restarts, True, None, None
         if len(self._deaths) == DEATHS and now_s - self._deaths[0] < WITHIN_S:
             raise RuntimeFailure(f"{self._label} died {DEATHS} times within {WITHIN_S:g} s", _LOG)
-        self._notify(f"{self._label} died; it is started again, and requests wait")
+        self._notify(f"{self._label} died; it is started again")
 
     def _follow_start(self) -> None:
         if not ray.wait([self._start], timeout=0)[0]:

@@ -4,6 +4,9 @@ Turns follow the virtual token counter of Sheng et al., Fairness in Serving Larg
 2: each key has a counter of the tokens that it was served; when a slot is free, the key with the smallest counter among
 those that wait is next. A key that comes back from a rest is lifted to the smallest counter of those that wait, so that
 a rest saves up nothing. Within a key, and where there are no keys, the first to come is the first served.
+
+With several replicas of the server, limits are of all of them. Slots are divided: each replica has an equal part, and
+what the others have no use for. Turns are fair within a replica.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 
 from .keys import Key
 from .schema import ApiError
+from .shared import Admitted, Ledger
 
 _PROMPT_WEIGHT, _GENERATED_WEIGHT = 1, 2  # section 3.2's w_p and w_q
 
@@ -42,10 +46,12 @@ class Admission:
     Args:
         running: choices that are with the runtime at a time.
         waiting: choices that may wait for that.
+        ledger: of the other replicas; None: there are none.
     """
 
-    def __init__(self, running: int, waiting: int) -> None:
-        self._limit, self._free = running + waiting, running
+    def __init__(self, running: int, waiting: int, ledger: Ledger | None = None) -> None:
+        self._limit, self._running, self._ledger = running + waiting, running, ledger
+        self._granted = 0  # slots
         self._shares: dict[str, _Share] = {}
         self._last = 0.0  # counter of the key that was served last
         self._admitted = 0
@@ -55,6 +61,11 @@ class Admission:
     def waiting(self) -> int:
         """Choices that were admitted and are not with the runtime yet."""
         return self._admitted - self.inside
+
+    @property
+    def waiting_anywhere(self) -> int:
+        """The same, in all replicas."""
+        return self.waiting + sum(other.choices - other.inside for other in self._others())
 
     def admit(self, key: Key, tokens: Sequence[int]) -> None:
         """Admit all choices of a request, each to be given back with `leave`.
@@ -66,20 +77,35 @@ class Admission:
             ApiError: 429, they do not fit; none is admitted.
         """
         share = self._shares.setdefault(key.name, _Share())
-        if self._admitted + len(tokens) > self._limit:
-            raise _full(f"{self.waiting} requests wait already")
-        if key.requests is not None and share.admitted + len(tokens) > key.requests:
-            raise _full(f"key '{key.name}' has {share.admitted} of {key.requests} requests under way")
-        # a prompt above the limit is admitted alone: else it would never be
-        if key.tokens is not None and share.waiting_tokens and share.waiting_tokens + sum(tokens) > key.tokens:
-            raise _full(f"{share.waiting_tokens} of {key.tokens} prompt tokens wait for key '{key.name}'")
-        self._admitted += len(tokens)
+        self._admitted += len(tokens)  # and told before it is checked: no two replicas take the same last place
         share.admitted += len(tokens)
+        self._tell()
+        try:
+            self._check(key, share, tokens)
+        except ApiError:
+            self._admitted -= len(tokens)
+            share.admitted -= len(tokens)
+            self._tell()
+            raise
+
+    def _check(self, key: Key, share: _Share, tokens: Sequence[int]) -> None:
+        others = self._others()
+        there = [other.of(key.name) for other in others]
+        admitted = share.admitted + sum(choices for choices, _ in there)
+        waiting_tokens = share.waiting_tokens + sum(waiting for _, waiting in there)
+        if self._admitted + sum(other.choices for other in others) > self._limit:
+            raise _full(f"{self.waiting_anywhere - len(tokens)} requests wait already")
+        if key.requests is not None and admitted > key.requests:
+            raise _full(f"key '{key.name}' has {admitted - len(tokens)} of {key.requests} requests under way")
+        # a prompt above the limit is admitted alone: else it would never be
+        if key.tokens is not None and waiting_tokens and waiting_tokens + sum(tokens) > key.tokens:
+            raise _full(f"{waiting_tokens} of {key.tokens} prompt tokens wait for key '{key.name}'")
 
     def leave(self, key: Key) -> None:
         """One admitted choice is over, whether it ran or not."""
         self._admitted -= 1
         self._shares[key.name].admitted -= 1
+        self._tell()
 
     def charge(self, key: Key, generated: int) -> None:
         """Tokens were generated for a key."""
@@ -94,7 +120,7 @@ class Admission:
             yield
         finally:
             self.inside -= 1
-            self._free += 1
+            self._granted -= 1
             self._serve()
 
     async def _turn(self, share: _Share, tokens: int) -> None:
@@ -108,7 +134,7 @@ class Admission:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it had its turn
-                self._free += 1
+                self._granted -= 1
                 self._serve()
             elif (tokens, turn) in share.queue:
                 share.queue.remove((tokens, turn))
@@ -119,15 +145,32 @@ class Admission:
         return (share for share in self._shares.values() if share.queue)
 
     def _serve(self) -> None:
-        while self._free and (share := min(self._queued(), key=lambda found: found.counter, default=None)):
+        free = self._slots() - self._granted
+        while free > 0 and (share := min(self._queued(), key=lambda found: found.counter, default=None)):
             tokens, turn = share.queue.popleft()
             share.waiting_tokens -= tokens
             if turn.cancelled():
                 continue
             self._last = share.counter
             share.counter += _PROMPT_WEIGHT * tokens
-            self._free -= 1
+            self._granted += 1
+            free -= 1
             turn.set_result(None)
+        self._tell()
+
+    def _slots(self) -> int:
+        """Choices that this replica may have with the runtime now."""
+        others = self._others()
+        part = -(-self._running // (1 + len(others)))
+        return max(part, self._running - sum(min(part, other.choices) for other in others))
+
+    def _others(self) -> list[Admitted]:
+        return [] if self._ledger is None else self._ledger.others()
+
+    def _tell(self) -> None:
+        if self._ledger is not None:
+            counts = {name: (share.admitted, share.waiting_tokens) for name, share in self._shares.items()}
+            self._ledger.write(Admitted(self.inside, {name: found for name, found in counts.items() if any(found)}))
 
 
 def _full(why: str) -> ApiError:

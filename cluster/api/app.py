@@ -39,7 +39,7 @@ from ..attach import CONTROL, lead_of, leads_of
 from ..config import load_run_config
 from ..placement import LEAD, family, split_name
 from ..prompt import load_tokenizer
-from ..ray_session import NAMESPACE, as_failure, head_address
+from ..ray_session import NAMESPACE, as_failure, head_address, session_folder
 from ..registry import Registry
 from ..yaml_file import explain
 from .backend import LeadBackend
@@ -48,6 +48,7 @@ from .request_log import RequestLog
 from .routes import make_app
 from .service import Service
 from .settings import ApiSettings
+from .shared import share_counters
 from .text import load_chat_template
 from .tracing import Tracer, make_exporter
 
@@ -156,8 +157,9 @@ class ApiServer:
         self._backend = LeadBackend(leads, plan, settings.limits.request_s)
         name = settings.model_name or Path(plan["model"]).name
         self._service = Service(
-            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format
-        )
+            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format,
+            _shared_folder() if settings.replicas > 1 else None,
+        )  # fmt: skip
         file = settings.api_key_file
         self._keys = None if file is None else KeyRing(Path(file).expanduser())
         self._sinks: list[RequestLog | Tracer] = []
@@ -182,6 +184,13 @@ class ApiServer:
         failures = [lead.failure for lead in self._backend.leads if lead.failure is not None]
         if len(failures) == len(self._backend.leads):
             raise failures[0]
+
+
+def _shared_folder() -> Path:
+    """What the replicas of this application on this machine share; it goes with Ray's session."""
+    folder = session_folder() / "tiermoe-server" / serve.get_replica_context().app_name
+    share_counters(folder)
+    return folder
 
 
 def _keep_port_local() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from ...actors.requests import TokenEvent
 from .records import ChoiceTimes, RequestRecord
+from .shared import AllReplicas
 
 Ask = Callable[[str], Awaitable[Any]]
 
@@ -62,12 +64,15 @@ class Metrics:
         sharded: whether other GPUs count as well.
         model_name: in the label that vLLM's metrics have.
         every_s: seconds for which the runtime's answer is good, however often the server is scraped.
+        shared: folder of the counters of all replicas of the server (`shared.share_counters`); None: there is one.
 
     Attributes:
-        runtime: the runtime's counters. recent: the choices that ended last.
+        runtime: the runtime's counters. recent: the choices that ended last, in this process.
     """
 
-    def __init__(self, ask: Ask, *, sharded: bool, model_name: str = "", every_s: float = 1.0) -> None:
+    def __init__(
+        self, ask: Ask, *, sharded: bool, model_name: str = "", every_s: float = 1.0, shared: Path | None = None
+    ) -> None:
         self._ask, self._sharded, self._every_s = ask, sharded, every_s
         self._read_s: float | None = None
         self._lock = asyncio.Lock()
@@ -75,8 +80,10 @@ class Metrics:
         self.runtime = RuntimeCounters()
         self.recent: deque[ChoiceTimes] = deque(maxlen=_RECENT)
         self._registry.register(self.runtime)
-        self._vllm = CollectorRegistry()
-        self._vllm.register(UnderVllmsNames(self._registry, model_name))
+        self._page = CollectorRegistry()
+        self._counted = self._registry if shared is None else AllReplicas(self._registry, shared)
+        self._page.register(self._counted)
+        self._page.register(UnderVllmsNames(self._counted, model_name))
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"tiermoe_{name}", about, buckets=buckets, registry=self._registry)
@@ -131,8 +138,9 @@ class Metrics:
 
     def token_counts(self) -> dict[str, int]:
         """Tokens of prompts that were processed, and tokens generated."""
-        return {name: int(one.collect()[0].samples[0].value) for name, one in
-                (("prompt", self.prompt), ("generated", self.generated))}  # fmt: skip
+        names = {"tiermoe_prompt_tokens": "prompt", "tiermoe_generation_tokens": "generated"}
+        found = [family for family in self._counted.collect() if family.name in names]
+        return {names[family.name]: int(sum(sample.value for sample in family.samples)) for family in found}
 
     def line_dropped(self) -> None:
         """A line of the request log found no room."""
@@ -140,7 +148,7 @@ class Metrics:
 
     def page(self) -> bytes:
         """All of it in Prometheus' text format."""
-        return generate_latest(self._registry) + generate_latest(self._vllm)
+        return generate_latest(self._page)
 
     async def refresh(self, waiting_here: int) -> None:
         """Bring the runtime's counters up to date.
@@ -156,7 +164,9 @@ class Metrics:
             links = {"shard/0": stats.get(_LINK, 0.0)}
             if self._sharded:  # the lead's are among them
                 parts = await self._ask("shard_stats")
-                links = {str(part["shard"]): part[_LINK] for part in parts if _LINK in part}
+                links = {}
+                for part in (part for part in parts if _LINK in part):  # replicas of the runtime have the same names
+                    links[str(part["shard"])] = links.get(str(part["shard"]), 0.0) + part[_LINK]
                 for key in {key for _, key in _EXPERTS.values()} | {f"bytes_loaded_{cause}" for cause in _CAUSES}:
                     if any(key in part for part in parts):
                         stats[key] = sum(part.get(key, 0) for part in parts)
@@ -239,7 +249,7 @@ class RuntimeCounters(Collector):
 class UnderVllmsNames(Collector):
     """What a registry has, under vLLM's names and with its labels; each observation is counted once, there."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, registry: Collector, model_name: str) -> None:
         self._registry, self._labels = registry, {"model_name": model_name, "engine": "0"}
 
     def collect(self) -> Iterable[Metric]:

@@ -139,7 +139,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         with contextlib.suppress(TierMoeError):  # the server's own numbers are worth having all the more then
-            await service.metrics.refresh(service.admission.waiting)
+            await service.metrics.refresh(service.admission.waiting_anywhere)
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     status = StatusReader(service)

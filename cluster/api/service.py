@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -22,6 +23,7 @@ from .offload import Offload
 from .records import ChoiceTimes
 from .schema import ApiError, Display, Message, from_failure, refused
 from .settings import LimitSettings
+from .shared import Ledger
 from .text import ChatTemplate, ChoiceText, Delta, TokenBytes, longest_token
 from .tools import tool_format as find_tool_format
 
@@ -102,11 +104,12 @@ class Service:
         model_name: what clients call the model.
         limits: on requests.
         tool_format: how the model writes tool calls; None: as its template shows.
+        shared: folder of what the server's replicas on this machine share (`shared.py`); None: there is one.
     """
 
     def __init__(
         self, backend: Backend, tokenizer: Tokenizer, template: ChatTemplate | None, model_name: str,
-        limits: LimitSettings, tool_format: str | None = None,
+        limits: LimitSettings, tool_format: str | None = None, shared: Path | None = None,
     ) -> None:  # fmt: skip
         self.tool_format = None if template is None else find_tool_format(template.source, tool_format)
         self.backend, self.tokenizer, self.template = backend, tokenizer, template
@@ -114,8 +117,10 @@ class Service:
         self.token_bytes = TokenBytes(tokenizer)
         self.offload = Offload()
         self._longest_token = longest_token(tokenizer)
-        self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting)
-        self.metrics = Metrics(backend.ask, sharded=bool(backend.plan.get("shards")), model_name=model_name)
+        ledger = None if shared is None else Ledger(shared)
+        self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting, ledger)
+        sharded = bool(backend.plan.get("shards"))
+        self.metrics = Metrics(backend.ask, sharded=sharded, model_name=model_name, shared=shared)
         self.started_s = int(time.time())
 
     @property

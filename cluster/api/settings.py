@@ -10,10 +10,19 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ...actors.base_settings import Settings
+from ..host import usable_cores
 
 ToolFormatName = Literal["hermes", "llama-json", "pythonic", "harmony"]  # keys of `tools.TOOL_FORMATS`
 
 RequestLogFormat = Literal["text", "json", "off"]
+
+
+_CORES_EACH = 4  # so that a second process takes none from the runtime
+
+
+def default_replicas() -> int:
+    """Server processes on this machine: two where cores are spare, so that the death of one costs a retry only."""
+    return 2 if usable_cores() >= 2 * _CORES_EACH else 1
 
 
 class LimitSettings(Settings):
@@ -50,7 +59,11 @@ class ApiSettings(Settings):
     otlp_endpoint: str | None = Field(
         default=None, description="URL of an OpenTelemetry receiver for spans, such as http://127.0.0.1:4318"
     )
-    replicas: int = Field(default=1, ge=1, description="server processes; each has limits and /metrics of its own")
+    replicas: int = Field(
+        default_factory=default_replicas, ge=1,
+        description=f"server processes, with common limits and /metrics on a machine; 2 with {2 * _CORES_EACH} cores, "
+        "else 1",
+    )  # fmt: skip
     limits: LimitSettings = LimitSettings()
 
     @model_validator(mode="after")

@@ -63,7 +63,7 @@ class StatusReader:
             "now_s": time.monotonic(), "not_ready": reason, "fresh": fresh,
             "executor": stats.get("executor"),
             "queue": {
-                "running": load.get("running"), "waiting": load.get("waiting", 0) + service.admission.waiting,
+                "running": load.get("running"), "waiting": load.get("waiting", 0) + service.admission.waiting_anywhere,
                 "kv_usage": load.get("kv_usage"),
             },
             "tokens": metrics.token_counts(), "latency": recent_latency(metrics, time.perf_counter()),
@@ -79,7 +79,7 @@ class StatusReader:
         """Bring the runtime's counters up to date; False: it does not answer, and they are those of before."""
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._service.metrics.refresh(self._service.admission.waiting)
+                await self._service.metrics.refresh(self._service.admission.waiting_anywhere)
         except (TierMoeError, TimeoutError):
             return False
         return True

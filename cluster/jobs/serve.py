@@ -14,7 +14,7 @@ from rich.console import Console
 from ...errors import ConfigError
 from ..api.keys import read_keys
 from ..api.request_log import Forwarded, check_file
-from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
+from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName, default_replicas
 from ..config import RunConfig
 from ..hub import locate
 from .options import (
@@ -50,7 +50,7 @@ def serve_command(
     request_log: Annotated[str, option_of(ApiSettings, "request_log")] = "text",
     request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
     otlp_endpoint: Annotated[str | None, option_of(ApiSettings, "otlp_endpoint")] = None,
-    edge_replicas: Annotated[int, option_of(ApiSettings, "replicas", min=1)] = 1,
+    edge_replicas: Annotated[int, option_of(ApiSettings, "replicas", min=1)] = default_replicas(),
     attach: Attach = None,
     deployment: DeploymentId = None,
 ) -> None:

@@ -68,6 +68,7 @@ def served(*options: str, wait: bool = True) -> Iterator[Server]:
         variables = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"}
         variables |= {"XDG_RUNTIME_DIR": name, "TMPDIR": str(folder / "tmp")}
         command = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "serve", "--port", "0"]
+        command += ["--request-log", "off"]  # what it says is about its processes
         shared = _shared()
         with (folder / "stderr").open("w") as errors, (folder / "stdout").open("w") as out:
             process = subprocess.Popen(

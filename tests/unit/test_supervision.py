@@ -83,7 +83,7 @@ def test_a_dead_lead_is_started_once_ray_has_made_it_again(fake: FakeRay, keeper
         fake.record = fake.lead(1, state)
         keeper.look()
     assert fake.calls == ["health", "start"]
-    assert said == ["the lead died; it is started again, and requests wait"]
+    assert said == ["the lead died; it is started again"]
     fake.answers["start"], fake.now_s = {}, fake.now_s + 12
     keeper.look()
     assert said[1:] == ["the lead serves again, 12 s after it died"]

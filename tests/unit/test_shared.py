@@ -1,0 +1,123 @@
+"""Limits and counters of several replicas of the server are those of all of them. The other replica is a process."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_api import FakeBackend, byte_tokenizer
+from prometheus_client import values
+from prometheus_client.parser import text_string_to_metric_families
+
+from tiermoe.cluster.api.admission import Admission
+from tiermoe.cluster.api.keys import Key
+from tiermoe.cluster.api.schema import ApiError
+from tiermoe.cluster.api.service import Service
+from tiermoe.cluster.api.settings import LimitSettings
+from tiermoe.cluster.api.shared import Admitted, Ledger, share_counters
+
+_OTHER = """
+import sys
+from pathlib import Path
+from tiermoe.cluster.api.metrics import Metrics
+from tiermoe.cluster.api.shared import Admitted, Ledger, share_counters
+
+folder = Path(sys.argv[1])
+share_counters(folder)
+metrics = Metrics(None, sharded=False, shared=folder)
+metrics.generated.inc(30)
+metrics.first.observe(0.5)
+metrics.ended.labels(finished_reason="stop").inc(3)
+Ledger(folder).write(Admitted(2, {"a": (3, 40), "b": (1, 0)}))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another replica, with three choices of key a and one of key b, two of them with the runtime."""
+    command = [sys.executable, "-c", _OTHER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def _refusal(admission: Admission, key: Key, tokens: list[int]) -> str:
+    with pytest.raises(ApiError) as refused:
+        admission.admit(key, tokens)
+    assert refused.value.status == 429
+    return str(refused.value.message)
+
+
+def test_limits_are_of_all_replicas_until_one_dies(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    ledger = Ledger(tmp_path)
+    admission = Admission(4, 2, ledger)
+    assert ledger.others() == [Admitted(2, {"a": (3, 40), "b": (1, 0)})]
+    assert admission.waiting_anywhere == 2
+    assert "3 of 3 requests" in _refusal(admission, Key("a", requests=3), [5])
+    assert "40 of 50 prompt tokens" in _refusal(admission, Key("a", tokens=50), [11])
+    assert "2 requests wait" in _refusal(admission, Key("c"), [1, 1, 1])
+    admission.admit(Key("c"), [1, 1])
+    assert admission.waiting_anywhere == 4
+    other.kill()
+    other.wait()
+    admission.admit(Key("a", requests=3), [5])
+    assert len(list(tmp_path.glob("*.admitted"))) == 1
+
+
+def test_a_replica_has_its_part_of_the_slots_and_what_the_others_do_not_need(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    async def run() -> None:
+        admission, key = Admission(6, 10, Ledger(tmp_path)), Key("c")
+        admission.admit(key, [1] * 6)
+        over = asyncio.Event()
+
+        async def choice() -> None:
+            async with admission.slot(key, 1):
+                await over.wait()
+            admission.leave(key)
+
+        tasks = [asyncio.create_task(choice()) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        assert admission.inside == 3  # the other has four choices, and its part is three
+        other.kill()
+        other.wait()
+        admission._serve()  # as when the next choice ends
+        await asyncio.sleep(0.05)
+        assert admission.inside == 6
+        over.set()
+        await asyncio.gather(*tasks)
+        assert admission.inside == admission.waiting == 0
+
+    asyncio.run(run())
+
+
+def test_counters_are_sums_over_all_replicas_also_dead_ones(
+    tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "ValueClass", values.ValueClass)  # put back afterwards
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")
+    share_counters(tmp_path)
+    backend, limits = FakeBackend(), LimitSettings()
+    metrics = Service(backend, byte_tokenizer(), None, "fake", limits, shared=tmp_path).metrics
+    metrics.generated.inc(12)
+    metrics.first.observe(0.01)
+    metrics.ended.labels(finished_reason="length").inc()
+    other.kill()
+    other.wait()
+    families = {family.name: family for family in text_string_to_metric_families(metrics.page().decode())}
+    found = {(s.name, *sorted(s.labels.values())): s.value for family in families.values() for s in family.samples}
+    assert found["tiermoe_generation_tokens_total",] == 42
+    assert found["tiermoe_time_to_first_token_seconds_count",] == 2
+    assert found["tiermoe_request_success_total", "stop"] == 3
+    assert found["tiermoe_request_success_total", "length"] == 1
+    assert families["tiermoe_generation_tokens"].documentation == "Tokens generated."
+    assert found["vllm:generation_tokens_total", "0", "fake"] == 42
