@@ -92,6 +92,12 @@ class PolicySettings(Settings):
         return self.routing.kind != "exact" or self.on_miss.kind != "load"
 
     @property
+    def adapts_prefetch(self) -> bool:
+        """Whether prefetch is paused while it does not pay; by times, so that residency is no longer repeatable."""
+        chosen = self.lossless if self.prefetch.adaptive is None else self.prefetch.adaptive
+        return chosen and self.prefetch.kind != "none"
+
+    @property
     def uses_ndp(self) -> bool:
         """Whether experts are computed by NDP workers."""
         return self.placement.kind != "cache"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
@@ -12,6 +13,7 @@ from ...kernels.packed_slots import PackedKernel
 from ...proto.peers import PeerLink
 from ..policies.baselines import Predictor
 from ..policies.hobbit import MixedPrecision
+from ..policies.prefetch_trials import PrefetchTrials
 from ..policies.routing import Rerouting
 from ..policy_settings import PolicySettings
 from ..settings import EngineSettings, check_combination
@@ -297,7 +299,10 @@ class ExpertEngine:
         elif policy.needs_lookahead:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
-        return RouterPrefetching(policy, self.cache, blocks, self.experts, self.shards, gates, self._fetch)
+        made = RouterPrefetching(policy, self.cache, blocks, self.experts, self.shards, gates, self._fetch)
+        if settings.policy.adapts_prefetch:
+            made.adapt(PrefetchTrials(), time.perf_counter if self._clock is None else self._clock)
+        return made
 
     @property
     def peers(self) -> dict[str, RemoteExperts]:

@@ -8,6 +8,7 @@ finds room, the governor turns prefetch off while too little of it is used.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import starmap
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from ...kernels import _cpu
 from ..policies.moepic import SpeculativePrefetch
 from ..policies.prefetch import LayerSeen, PrefetchPolicy, Ranking, Span, Wanted, runs
+from ..policies.prefetch_trials import DecodeForward, PrefetchTrials
 from .cache.cache import ExpertCache
 from .host_view import Asked, Fetch, LayerView, share
 from .serving.streams import SequenceRows
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ...kernels.router import LinearRouter
     from .model.model import MoeBlock, RouterProbe
     from .peers.shards import Shards
+    from .stats import LayerStats
 
 _UNANNOUNCED = "a forward that was not announced"
 _NO_IDS = np.empty((0, 0), np.int64)
@@ -44,6 +47,9 @@ class Prefetching:
         see: makes the policy's view of a layer.
         shards: the other shards; None: there are none. Experts of the next forward are not posted to shards, which
             count forwards by their messages.
+
+    With `adapt`, decode forwards prefetch only while that pays (`policies.prefetch_trials`); the pause holds for whole
+    forwards, prompts always prefetch.
 
     Attributes:
         on_predicted: called once a layer's routing is known with (next layer, predicted scores), if the policy has
@@ -61,10 +67,39 @@ class Prefetching:
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._spans: Sequence[Span] = ()
         self._reach = [self._keys_ahead(index) for index in range(layers)]
+        self._trials: PrefetchTrials | None = None
+        self._clock: Callable[[], float] = float
+        self._before: tuple[LayerStats, DecodeForward] | None = None  # the counters when the last forward began
+        self._paused = False
+
+    def adapt(self, trials: PrefetchTrials, clock: Callable[[], float]) -> None:
+        """Pause prefetch in decode forwards where these say so. clock: seconds."""
+        self._trials, self._clock = trials, clock
+        self._cache.stats.prefetch_trials = trials.result
+
+    def _try(self, trials: PrefetchTrials, rows: int) -> None:
+        """A forward begins: measure the one before, and pause for this one if prefetch does not pay."""
+        before, self._before, self._paused = self._before, None, False
+        if not self._cache.decode_only:
+            return
+        layers, now_s = self._cache.stats.layers, self._clock()
+        so_far = DecodeForward(
+            now_s, sum(x.blocked_io_s for x in layers), sum(x.bytes_loaded_prefetch for x in layers),
+            sum(x.link_s for x in layers),
+        )  # fmt: skip
+        measured = None
+        if before is not None and before[0] is layers[0]:  # else the counters were reset
+            measured = DecodeForward(*map(operator.sub, so_far, before[1]))
+        self._before = layers[0], so_far
+        self._paused = not trials.next(rows, measured)
+        if self._paused:
+            self._cache.governor.pause(len(layers))
 
     def begin(self, spans: Sequence[Span]) -> None:
         """The next forward carries these rows."""
         self._spans = spans
+        if self._trials is not None:
+            self._try(self._trials, spans[-1].stop)
         self._ask(0, self.policy.begin_forward(spans), not self._cache.governor.resting)
 
     def end_sequence(self, name: str) -> None:
@@ -137,7 +172,7 @@ class Prefetching:
                 cache.prefetch(keys, nearer, source or self.policy.name)
                 if len(found) > 1:
                     nearer.update(keys)
-        if self._shards is not None and theirs:
+        if self._shards is not None and theirs and not self._paused:
             self._shards.prefetch(layer, theirs)
         if allowed and self.policy.synchronous:
             cache.finish_prefetch([want.key for want in wanted], layer)
@@ -218,7 +253,7 @@ class RouterPrefetching(Prefetching):
         router = self._routers[layer]
         if type(policy) is not SpeculativePrefetch or policy.synchronous or self._shards is not None:
             return None
-        if not self._cache.governor.always or type(router) is not LinearRouter:
+        if not self._cache.governor.always or self._trials is not None or type(router) is not LinearRouter:
             return None
         return router, layer, policy.top
 

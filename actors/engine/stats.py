@@ -6,6 +6,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..policies.prefetch_trials import TrialResult
+
 if TYPE_CHECKING:
     from ...proto.messages import ExpertResult
 
@@ -156,6 +158,7 @@ class EngineStats:
     loads_in_flight: int = 0
     prefetch_resting: bool = False  # the governor turned prefetch off: too little was used
     prefetch_sources: dict[str, SourceStats] = field(default_factory=dict)  # by name, such as "next-gate"
+    prefetch_trials: TrialResult | None = None  # since the start; None: prefetch is not adaptive
     matcher: dict[str, Any] | None = None  # `MatcherLink.report`; None: no matcher
     configurator: ConfiguratorStats | None = None  # None: the split is fixed
     migrations: int = 0  # sequences whose prefill decided a placement

@@ -190,6 +190,9 @@ class PrefetchOptions(PolicyOptions):
         default=0.25, ge=0, le=1, description="share of prefetched experts that must be used; below it prefetch rests"
     )
     synchronous: bool = Field(default=False, description="the forward waits until what was asked for has arrived")
+    adaptive: bool | None = Field(
+        default=None, description="pause prefetch while it saves less than it costs; none: in lossless policies only"
+    )
 
     @model_validator(mode="after")
     def _distance_fits(self) -> PrefetchOptions:
@@ -336,6 +339,10 @@ class PrefetchGovernor:
     @property
     def resting(self) -> bool:
         return self._resting > 0
+
+    def pause(self, layers: int) -> None:
+        """No prefetch in the next `layers` layers."""
+        self._resting = max(self._resting, layers + 1)
 
     def allows(self) -> bool:
         """Whether this layer may prefetch; called once per layer, which also counts the pause down."""

@@ -234,6 +234,12 @@ class RuntimeCounters(Collector):
         if stats is not None:
             for name, (about, key) in _EXPERTS.items():
                 yield CounterMetricFamily(f"tiermoe_{name}", about, stats.get(key, 0))
+            if (trials := stats.get("prefetch_trials")) is not None:
+                paused = float(not trials["pays"])
+                yield GaugeMetricFamily("tiermoe_prefetch_paused", "1 while prefetch does not pay and is off.", paused)
+                yield CounterMetricFamily(
+                    "tiermoe_prefetch_trials", "Comparisons of decoding with and without prefetch.", trials["trials"]
+                )
             loaded = CounterMetricFamily(
                 "tiermoe_expert_bytes_loaded", "Expert bytes brought to the device.", labels=["cause"]
             )

@@ -186,6 +186,13 @@ def _prefetch_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
                        f"{found['wasted']} unused, {found['cancelled']} cancelled")
         for name, found in counters.get("prefetch_sources", {}).items()
     ]  # fmt: skip
+    if found := counters.get("prefetch_trials"):
+        now, compared = "on" if found["pays"] else "paused, since it does not pay", "not compared yet"
+        if found["trials"]:
+            compared = (f"saves {1e3 * found['saved_wait_s']:.3f} ms of waits a token and costs "
+                        f"{1e3 * found['cost_s']:.3f} ms, in the last of {found['trials']} trials")  # fmt: skip
+        paused = f"{found['paused_forwards']} decode steps without it"
+        rows.append(("prefetch is", f"{now}; {compared}; {paused}"))
     matcher = counters.get("matcher")
     if matcher:
         lag = f", {matcher['lag_us_p50']:.0f} us after its context" if "lag_us_p50" in matcher else ""

@@ -31,6 +31,7 @@ from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout, buffer_for
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, PrefetchGovernor, PrefetchPolicy, Span, Wanted, ranked
+from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
 from ...actors.policies.residency import Residency
 from ...actors.policies.routing import Rerouting
@@ -266,6 +267,7 @@ class SimulatedEngine:
         adaptive: policy by which the split adapts; None: fixed.
         low_bit: load unimportant misses as replicas, with a `TwoPools` as `eviction`; their kernels take as long as
             full experts. None: all loads are full.
+        trials: pause prefetch where they say so; None: never.
 
     Raises:
         BudgetError: the budget holds no expert, or not one of each kind. ValueError: the split exceeds the budget.
@@ -286,6 +288,7 @@ class SimulatedEngine:
         cut: SplitLayout | None = None,
         adaptive: PolicySettings | None = None,
         low_bit: LowBitOptions | None = None,
+        trials: PrefetchTrials | None = None,
     ) -> None:
         keys, slot_bytes = header.layers * header.experts, header.slot_bytes
         bought = budget_bytes(budget, slot_bytes, keys)
@@ -312,6 +315,8 @@ class SimulatedEngine:
         compute = Compute(self.clock, loader, machine.kernel_share)
         runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, _TimedReplicas(compute, machine)))
         self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(prefetch, pre_evict, adaptive)
+        if self._prefetching is not None and trials is not None:
+            self._prefetching.adapt(trials, self.clock)
         hooks = self._hooks(rerouting, low_bit)
         kernel = TimedKernel(compute, machine, neurons)
         self._backend = backend = _RecordedBackend(self.clock, machine, runner, loader, compute)
@@ -466,7 +471,7 @@ def engine_of(
     cut: SplitLayout | None = None,
     adapts: bool = True,
 ) -> SimulatedEngine:
-    """An engine with the preset's governor, pre-eviction, budget-aware routing and write-back.
+    """An engine with the preset's governor, trials of prefetch, pre-eviction, budget-aware routing and write-back.
 
     Args:
         eviction, prefetch, cut: made from the preset; policies may be trained.
@@ -483,6 +488,7 @@ def engine_of(
         rerouting=make("routing", settings.routing, context) if getattr(rule, "traced", False) else None,
         low_bit=settings.low_bit, writeback=settings.evict_writeback,
         adaptive=settings if adapts and settings.split.kind == "adaptive" else None,
+        trials=PrefetchTrials() if settings.adapts_prefetch else None,
     )  # fmt: skip
 
 
