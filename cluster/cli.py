@@ -69,6 +69,7 @@ _forward(app, "tiermoe", "eval", ".jobs.evaluate.command", "eval_command", "Meas
 _forward(app, "tiermoe", "record", ".jobs.record.command", "record_command", "Write a trace of a model's routing.")
 _forward(app, "tiermoe", "replay", ".jobs.replay", "replay_command", "Run policies on a trace, on a virtual clock.")
 _forward(app, "tiermoe", "trace", ".jobs.trace", "trace_app", "Statistics of routing traces.")
+_forward(app, "tiermoe", "report", ".jobs.report", "report_command", "Compare result files on one HTML page.")
 _forward(
     jobs, "tiermoe jobs", "merge-traces", ".jobs.record.command", "merge_command", "Put traces of one model together.",
 )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from ..actors.engine.stats import EngineStats
+from ..actors.engine.stats import EngineStats, LayerResidency
 from ..actors.requests import GenerationRequest, TokenEvent
 from ..actors.settings import EngineSettings
 from ..errors import RuntimeFailure, TierMoeError
@@ -184,6 +184,10 @@ class Deployment:
     def stats(self) -> EngineStats:
         """The lead's counters."""
         return self._lead.ask("stats")
+
+    def residency(self) -> list[LayerResidency]:
+        """The residency of each layer on the lead's GPU."""
+        return self._lead.ask("residency")
 
     def shard_stats(self) -> list[dict[str, Any]]:
         """Counters of every GPU, the lead's first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ def _cpuinfo() -> tuple[str, set[str]]:
 def has_gpu() -> bool:
     """Whether a driver of a CUDA device is there; torch, which would know, takes seconds to load."""
     return any(map(os.path.exists, _GPU_FILES))
+
+
+def now() -> str:
+    """Date and time for a result, in UTC to the minute."""
+    return datetime.now(UTC).isoformat(timespec="minutes")
 
 
 def versions() -> dict[str, str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ class Completion:
         text: without the prompt.
         finish: "stop" or "length".
         ttft_s: seconds to the first token. tpot_s: mean seconds of each further one; None: there is none.
+        between_s: seconds between tokens, as they arrive here; tokens that come together share theirs.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -46,6 +48,7 @@ class Completion:
     finish: str | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    between_s: list[float] = field(default_factory=list)
 
 
 class LLM:
@@ -173,6 +176,14 @@ class LLM:
         """Counters since the start: hits, misses, bytes by cause, waits. Raises RuntimeFailure: not running."""
         return self._running().stats().as_dict()
 
+    def residency(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """States (0 absent, 1 loading, 2 resident) and uses of each layer's experts, on the first GPU.
+
+        Raises:
+            RuntimeFailure: not running.
+        """
+        return [(layer.states, layer.uses) for layer in self._running().residency()]
+
     def timeline(self) -> list[dict[str, Any]]:
         """Chrome trace events, with `timeline=True`. Raises RuntimeFailure: not running."""
         return self._running().trace_events()
@@ -205,8 +216,14 @@ class TextStream:
         request = GenerationRequest(self.request_id, done.prompt_token_ids, self._sampling)
         generation, text = Generation(request.request_id), IncrementalText(self._tokenizer)
         done.token_ids = generation.token_ids
+        last_s: float | None = None
         for event in self._generate(request):
             generation.add(event)
+            if count := len(event.token_ids):
+                now_s = time.perf_counter()
+                if last_s is not None:
+                    done.between_s += [(now_s - last_s) / count] * count
+                last_s = now_s
             done.finish = generation.finish
             if piece := text.add(event.token_ids):
                 done.text += piece

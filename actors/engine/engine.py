@@ -180,7 +180,7 @@ class ExpertEngine:
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         """The next forward pass carries these rows; on the thread that runs it."""
-        self.cache.decode_only = bool(sequences) and all(s.decode for s in sequences)
+        self.cache.begin_forward(bool(sequences) and all(s.decode for s in sequences))
         for begin in self._at_begin:
             begin(sequences)
         if self.timeline.enabled:
@@ -336,6 +336,7 @@ class ExpertEngine:
         """Zero the counters and the timeline; residency stays."""
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
         self._stats.migrations = self._stats.substitutions = self._stats.dropped = 0
+        self._stats.decode_hits = self._stats.decode_misses = 0
         self._stats.ndp_workers, self._stats.prefetch_sources = {}, {}
         if self._stats.configurator is not None:
             self._stats.configurator = ConfiguratorStats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -171,6 +172,8 @@ class EngineStats:
     shard_last_failure: str | None = None
     substitutions: int = 0  # (token, expert) pairs that ran on a substitute
     dropped: int = 0  # pairs that did not run
+    decode_hits: int = 0  # part of all hits and misses: of forwards without rows of a prompt (`PhaseCounter`)
+    decode_misses: int = 0
 
     def total(self) -> LayerStats:
         """The sum over layers."""
@@ -222,6 +225,34 @@ class EngineStats:
         flat = asdict(total) | {"bytes_loaded": total.bytes_loaded, "hit_rate": self.hit_rate}
         own = {k: v for k, v in asdict(self).items() if k != "layers"}
         return flat | own | {"layers": [asdict(x) for x in self.layers]}
+
+
+class PhaseCounter:
+    """Counts hits and misses of decoding: what layers have counted when a forward ends, less what they had.
+
+    `begin` is called on the forward's thread, `settle` from any, between forwards. A reset makes new layers.
+    """
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats, self._decode, self._lock = stats, False, threading.Lock()
+        self._first: LayerStats | None = None
+        self._counted = (0, 0)
+
+    def begin(self, decode: bool) -> None:
+        """A forward begins. decode: it has no row of a prompt."""
+        self.settle()
+        self._decode = decode
+
+    def settle(self) -> None:
+        """Count the forward before."""
+        stats, layers = self._stats, self._stats.layers
+        with self._lock:
+            now = sum(layer.hits for layer in layers), sum(layer.misses for layer in layers)
+            before = self._counted if layers and layers[0] is self._first else (0, 0)
+            if self._decode:
+                stats.decode_hits += now[0] - before[0]
+                stats.decode_misses += now[1] - before[1]
+            self._first, self._counted = (layers[0] if layers else None), now
 
 
 TRACKS = {"compute": 1, "wait": 2, "copy": 3, "prefetch": 4, "token": 5, "forward": 6, "matcher": 7}  # and peers

@@ -18,6 +18,7 @@ from ...actors.policies.registry import PolicyContext, kinds, make, options, opt
 from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import DEFAULT_LINK, load_policy, parse_budget
+from ..host import now, versions
 from ..report.tables import grid, progress_on, seconds, share, size
 from ..simulate.arrivals import Arrival, arrivals_of
 from ..simulate.executor import context_of, engine_of, eviction_of, first_cut, replays_routing
@@ -147,6 +148,7 @@ def replay_trace(
         "policy": settings.name, "eviction": settings.eviction.kind, "prefetch": chosen, "distance": ahead,
         "synchronous": waits, "budget": budget, "at_once": at_once, "learned_requests": first,
         "rate": rate, "arrivals": None if arrivals is None else str(arrivals), "machine": simulated.model_dump(),
+        "versions": versions(), "date": now(),
     }  # fmt: skip
     return record | replay(found, settings, context, simulated, parse_budget(budget), at_once, first, console, times)
 
@@ -194,7 +196,8 @@ def replay(
             serve(engine, islice(requests, first), at_once, lambda: progress.advance(task))
             engine.reset_stats()
         served = serve(engine, requests, at_once, lambda: progress.advance(task), arrivals)
-    return result(engine, served)
+    residency = [(layer.states, layer.uses) for layer in engine.cache.layer_residency()]
+    return result(engine, served) | {"residency": residency}
 
 
 def recall_table(trace: Trace, learn: float, console: Console) -> dict[str, Any]:

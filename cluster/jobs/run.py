@@ -20,11 +20,12 @@ from rich.console import Console
 from ...actors.requests import SamplingParams
 from ...errors import RequestError
 from ..config import RunConfig
-from ..host import versions
+from ..host import cpu, now, versions
 from ..hub import locate
 from ..llm import LLM, Completion, TextStream
 from ..prompt import encode_prompt, load_tokenizer, sampling_params
 from ..report.files import check_writable, write_timeline
+from ..report.results import percentiles
 from ..report.runtime import placed_tables, plan_table
 from ..report.status import summary_table
 from .options import (
@@ -96,7 +97,7 @@ def _run_here(
         planned = with_routing(deployment.planned, llm.config).as_dict()
         report.print(plan_table(llm.plan), *placed_tables(planned))
         _write_text(prompt, stream, text_out)
-        stats = llm.stats()
+        stats = llm.stats() | {"residency": llm.residency()}
         if trace is not None:
             write_timeline(trace, llm.timeline())
     record = _record(deployment.plan, prompt, sampling, stream.completion, stats, deployment.startup_s)
@@ -160,6 +161,9 @@ def _record(
 ) -> dict[str, Any]:
     """The result as one flat JSON object; the plan and the layers are nested in it."""
     return {
+        "name": "run",
+        "hardware": cpu(),
+        "date": now(),
         "model": str(plan["model"]),
         "policy": plan["policy"],
         "lossless": plan["lossless"],
@@ -171,6 +175,7 @@ def _record(
         "finish": done.finish,
         "ttft_s": done.ttft_s,
         "tpot_s": done.tpot_s,
+        "between_ms": percentiles([1e3 * seconds for seconds in done.between_s]),
         "startup_s": startup_s,
         "sampling": asdict(sampling),
         **stats,

@@ -62,13 +62,7 @@ def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[[],
     Raises:
         ConfigError: matplotlib is not installed; of the second also: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"cannot plot '{path}': {error}", "install it with `pip install 'tiermoe[plots]'`") from error
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_canvas(str(path), size)
 
     def save() -> None:
         try:
@@ -77,6 +71,18 @@ def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[[],
             raise ConfigError(f"cannot write '{path}': {error}", "give a path that can be written") from error
 
     return figure, save
+
+
+def new_canvas(what: str, size: tuple[float, float]) -> Any:
+    """An empty figure (width, height in inches). Raises ConfigError: matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"cannot plot '{what}': {error}", "install it with `pip install 'tiermoe[plots]'`") from error
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def plot_matrix(path: Path, matrix: Any, title: str, label: str, limits: tuple[float, float]) -> None:

@@ -359,7 +359,7 @@ class SimulatedEngine:
     def forward(self, parts: Parts) -> None:
         """One forward pass over these iterations; advances the clock."""
         spans = spans_of(parts)
-        self.cache.decode_only = all(part.decode for _, part in parts)
+        self.cache.begin_forward(all(part.decode for _, part in parts))
         if self._configuring is not None:
             self._configuring.begin_forward()
         if self._prefetching is not None:
@@ -383,7 +383,7 @@ class SimulatedEngine:
         """Zero the counters; residency and the clock stay."""
         self.stats.layers[:] = [LayerStats() for _ in self.stats.layers]
         self.stats.prefetch_sources = {}
-        self.stats.substitutions = self.stats.dropped = 0
+        self.stats.substitutions = self.stats.dropped = self.stats.decode_hits = self.stats.decode_misses = 0
 
 
 def replica_bytes(header: TraceHeader, bits: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tiermoe.cluster.jobs.bench.experiment import Experiment, experiment_names, 
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread
 from tiermoe.cluster.jobs.bench.plot import plot
 from tiermoe.cluster.jobs.bench.table import page_of, select, show, small, table_of, write_folder
-from tiermoe.cluster.jobs.bench.web_page import html_page
 from tiermoe.errors import ConfigError
 
 _DOCS = configs_dir().parent / "docs" / "results"
@@ -106,23 +104,6 @@ def test_a_folder_has_page_data_and_plots(tmp_path: Path) -> None:
     assert saved["rows"][0]["values"] == {"tpot_s": [0.01, 0.02]}  # without what is constant, and without layers
     assert saved["more"] == {"n": 3}
     assert "layers" not in saved["rows"][0]
-
-
-def test_the_web_page_needs_nothing_else() -> None:
-    """Tables, the range of each variant and the plots are in the file; names are escaped."""
-    panel = {"kind": "bar", "x": "policy", "y": "tpot_s"}
-    columns = [{"title": "TPOT", "show": "{policy} {spread[tpot_s].minimum:*1e3 .0f}"}]
-    experiment = _experiment(plots={"x.png": {"panels": [panel]}}, tables={"t": {"columns": columns}})
-    record = _report()
-    record["rows"][0]["policy"] = "<a> & b"
-    page = html_page(experiment, record)
-    assert page.startswith("<!doctype html>")
-    assert "<td>&lt;a&gt; &amp; b 10</td>" in page
-    assert "15.00 (10.00 to 20.00)</text>" in page  # the chart of ranges
-    assert page.count("<svg") == 2  # one for each budget
-    sources = re.findall(r"(?:src|href)=.(.{22})", page)
-    assert sources == ["data:image/png;base64,"]
-    assert "http" not in page
 
 
 @pytest.mark.parametrize("name", WITH_DATA)

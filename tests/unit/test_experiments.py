@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.config import RunConfig, load_policy
 from tiermoe.cluster.jobs.bench import command, run, serving
@@ -50,6 +50,9 @@ class FakeWorker:
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    def residency(self) -> list[LayerResidency]:
+        return [LayerResidency((0, 2), (0, 5))]
 
     def reset_stats(self) -> None:
         self._stats.layers[0] = LayerStats()

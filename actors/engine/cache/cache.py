@@ -21,7 +21,7 @@ from ...policies.moepic.split import SplitLayout
 from ...policies.plan import LayerPlan, Load
 from ...policies.prefetch import PrefetchGovernor
 from ...policies.residency import Residency, ResidencyError, State
-from ..stats import EngineStats, LayerResidency, Timeline
+from ..stats import EngineStats, LayerResidency, PhaseCounter, Timeline
 from .counting import CacheCounters, PassRecord
 from .loader import DEMAND, PREFETCH, CopyQueue, Loader
 from .loads import Loads
@@ -74,6 +74,7 @@ class ExpertCache:
         stats.expert_bytes_peak = pool.bytes
         self.divided = cut is not None  # whether experts are cut in two; stays so
         self.counters = CacheCounters(stats, governor, timeline, self._map, self.divided, low_bit is not None)
+        self._phases = PhaseCounter(stats)
         self.stats, self.governor, self.timeline, self.uses = stats, governor, timeline, self.counters.uses
         self._queue: CopyQueue = Loader(device) if loader is None else loader
         if cut is not None:
@@ -98,6 +99,11 @@ class ExpertCache:
             self._map.add_low_bit(low_bit)
             stats.expert_bytes_peak += low_bit.pool.bytes
             stats.low_bit_slots = low_bit.slots
+
+    def begin_forward(self, decode: bool) -> None:
+        """A forward begins. decode: it is known to hold no row of any prompt."""
+        self.decode_only = decode
+        self._phases.begin(decode)
 
     # -- experts and their segments ----------------------------------------------------------------------
 
@@ -362,6 +368,7 @@ class ExpertCache:
 
     def live_stats(self) -> EngineStats:
         """The counters so far; the record is live."""
+        self._phases.settle()
         self.stats.loads_in_flight, self.stats.prefetch_resting = self._queue.pending, self.governor.resting
         return self.stats
 

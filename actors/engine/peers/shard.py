@@ -107,7 +107,7 @@ class ShardEngine:
         with self._lock, torch.no_grad():
             self._refuse_foreign(batch)
             self.cache.device.enter()  # the channel's threads come and go
-            self.cache.decode_only = batch.decode
+            self.cache.begin_forward(batch.decode)
             start_s = time.perf_counter()
             stats = self.cache.stats.layers[batch.layer]
             blocked_s, busy_s = stats.blocked_io_s, stats.link_s

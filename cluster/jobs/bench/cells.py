@@ -121,7 +121,8 @@ class Outcome:
     """What one variant of a cell did.
 
     values: by measure, one number for each repetition. layers: counters of each layer, summed over the repetitions.
-    quality: see `score_worker`; None: not scored.
+    quality: see `score_worker`; None: not scored. between_s: seconds between tokens of all repetitions, of requests
+    that are served one at a time. residency: states and uses of each layer's experts after the last repetition.
     """
 
     policy: str
@@ -130,6 +131,8 @@ class Outcome:
     values: dict[str, list[float]] = field(default_factory=dict)
     layers: list[Measures] = field(default_factory=list)
     quality: dict[str, Any] | None = None
+    between_s: list[float] = field(default_factory=list)
+    residency: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
 
 
 @dataclass
@@ -191,6 +194,7 @@ def measure_cell(
         for number in range(cell.repeats):
             _repetition(cell, number, workers, outcomes, tokens, advanced)
         for name, outcome in outcomes.items():
+            outcome.residency = [(layer.states, layer.uses) for layer in workers[name].residency()]
             if cell.scoring is not None and (cell.scoring.lossless or not outcome.lossless):
                 outcome.quality = scorer(workers[name], progress)
         return Measured(list(outcomes.values()), tokens)
@@ -205,8 +209,9 @@ def _repetition(
     given: dict[str, dict[int, list[int]]] = {}
     for name, worker in workers.items():
         worker.reset_stats()
-        measures, tokens = _serve(worker, [cell.prompts[i] for i in indices], cell)
-        stats, outcome = worker.stats(), outcomes[name]
+        outcome = outcomes[name]
+        measures, tokens = _serve(worker, [cell.prompts[i] for i in indices], cell, outcome.between_s)
+        stats = worker.stats()
         for measure, value in {**counters(stats), **measures}.items():
             outcome.values.setdefault(measure, [0.0] * number).append(value)  # a new counter was zero before
         for values in outcome.values.values():
@@ -224,12 +229,14 @@ def _repetition(
             outcomes[name].values.setdefault("same_tokens", [0.0] * (number + 1))[number] = same
 
 
-def _serve(worker: Any, prompts: Sequence[Prompt], cell: Cell) -> tuple[Measures, list[list[int]]]:
-    """Serve batch after batch; means over the requests, and each request's tokens."""
+def _serve(
+    worker: Any, prompts: Sequence[Prompt], cell: Cell, between_s: list[float] | None = None
+) -> tuple[Measures, list[list[int]]]:
+    """Serve batch after batch; means over the requests, and each request's tokens. between_s: see `serve`."""
     sums, tokens = {"ttft_s": 0.0, "tpot_s": 0.0}, list[list[int]]()
     for start in range(0, len(prompts), cell.batch):
         batch = prompts[start : start + cell.batch]
-        measures, found = serve(worker.submit, batch, cell.max_tokens)
+        measures, found = serve(worker.submit, batch, cell.max_tokens, between_s=between_s)
         for name in sums:
             sums[name] += measures[name] * len(batch)
         tokens += found

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 EXPERIMENTS = ("compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe")
 _PageOut = Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")]
-_Html = Annotated[Path | None, typer.Option(help="FILE.html: one page with tables, ranges and plots inside it.")]
+_Html = Annotated[Path | None, typer.Option(help="FILE.html: the page of `tiermoe report`.")]
 _Address = Annotated[
     str | None,
     typer.Option(help="HOST:PORT of a Ray cluster, or auto: cells run on its nodes. A Ray job uses its own."),
@@ -122,9 +122,10 @@ def _run(
 
             write_folder(experiment, report.as_dict(), folder)
         if html is not None:
-            from .web_page import html_page
+            from ...report.page import report_page
+            from ...report.results import measurements
 
-            html.write_text(html_page(experiment, report.as_dict()), encoding="utf-8")
+            html.write_text(report_page(measurements(report.as_dict(), "this run"), experiment.title), encoding="utf-8")
         if experiment.printed is not None:
             from .table import table_of
 

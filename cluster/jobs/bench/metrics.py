@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ....errors import ConfigError
-from ...host import cpu, versions
+from ...host import cpu, now, versions
 
 Measures = dict[str, float]
 _LOG_WIDTH = 160
@@ -90,6 +90,7 @@ class Report:
         """Plain values, None for NaN, with the hardware and versions of this process."""
         return {
             "name": self.name, "hardware": cpu(), "executor": self.executor, "versions": versions(),
+            "date": now(),
             "settings": self.settings, "rows": _without_nan(self.rows),
             "bars": _without_nan([asdict(bar) | {"ok": bar.ok} for bar in self.bars]), **_without_nan(self.figures),
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -21,6 +22,7 @@ from rich.progress import Progress
 
 from ....errors import ConfigError, RuntimeFailure
 from ...prompt import load_tokenizer
+from ...report.results import percentiles
 from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio
 from .micro import Serve
 from .micro_serving import LATENCY_US
@@ -77,7 +79,7 @@ def serve(options: Serve, progress: Progress | None) -> Report:
             cases = [_case(name, url, str(folder), streams, options, texts, answers) for name, url in urls.items()]
             measured = interleaved(cases, options.repeats, 1, progress, f"{streams} clients")
             results |= {(name, streams): spreads for name, spreads in measured.items()}
-    fixed = {"latency_us": LATENCY_US, "prompt_tokens": PROMPT_TOKENS}
+    fixed = {"latency_us": LATENCY_US, "prompt_tokens": PROMPT_TOKENS, "model": folder.name}
     report = Report("serve", "emulated", settings=options.settings(**fixed))
     for (name, streams), spreads in results.items():
         counted = answers[name, streams][streams * options.requests :]  # without the round of the warm-up
@@ -86,14 +88,15 @@ def serve(options: Serve, progress: Progress | None) -> Report:
     return report
 
 
-def _row(spreads: dict[str, Spread], answered: Sequence[Answered]) -> dict[str, float]:
+def _row(spreads: dict[str, Spread], answered: Sequence[Answered]) -> dict[str, Any]:
     rate, found = spreads["tokens_per_s"], {"ttft": [a.ttft_s for a in answered]}
     found["tpot"] = [a.tpot_s for a in answered if a.tpot_s is not None]
     row = {"tokens_per_s": rate.median, "minimum": rate.minimum, "maximum": rate.maximum}
     for name, values in found.items():
         for percent in (50, 99):
             row[f"{name}_p{percent}_ms"] = 1e3 * float(np.percentile(values, percent)) if values else float("nan")
-    return row | {"requests": len(answered)}
+    gaps = [1e3 * (b - a) for answer in answered for a, b in itertools.pairwise(answer.times_s)]
+    return row | {"requests": len(answered), "between_ms": percentiles(gaps)}
 
 
 def _bars(options: Serve, results: dict[tuple[str, int], dict[str, Spread]]) -> Iterator[Bar]:

@@ -18,6 +18,7 @@ from rich.progress import Progress
 from ....errors import ConfigError
 from ...config import RunConfig, check_model_dir, engine_settings
 from ...host import cpu, has_gpu, versions
+from ...report.results import percentiles
 from ...simulate.machine import Machine, load_machine
 from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
@@ -317,7 +318,7 @@ def _rows(ran: Sequence[tuple[Cell, Measured]]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "section": cell.section, "context": cell.context, "policy": outcome.policy, "preset": ran_as.preset,
             "budget": cell.budget, "link_gbps": cell.gbps, "ratio": cell.ratio, "lossless": outcome.lossless,
-            "writes_back": ran_as.settings.evict_writeback,
+            "writes_back": ran_as.settings.evict_writeback, "executor": outcome.executor,
         }  # fmt: skip
         if found.node is not None:
             row["node"] = found.node
@@ -330,11 +331,14 @@ def _rows(ran: Sequence[tuple[Cell, Measured]]) -> list[dict[str, Any]]:
         row |= {
             "hit_rate": middle.get("hit_rate", 0.0), "ttft_ms": 1e3 * middle.get("ttft_s", 0.0),
             "tpot_ms": 1e3 * middle.get("tpot_s", 0.0), "blocked_io_s": middle.get("blocked_io_s", 0.0),
+            "expert_bytes_peak": middle.get("expert_bytes_peak"),
             "mb_loaded": middle.get("bytes_loaded", 0.0) / 1e6, "mb_wasted": middle.get("bytes_wasted", 0.0) / 1e6,
         }  # fmt: skip
         known = quality | {"same_tokens": middle.get("same_tokens")}
         row |= {key: known.get(key) for key in _QUALITY}
         spread = {key: asdict(found) for key, found in spreads.items()}
+        row["between_ms"] = percentiles([1e3 * seconds for seconds in outcome.between_s])
+        row["residency"] = outcome.residency
         rows.append(row | {"spread": spread, "layers": outcome.layers, "quality": outcome.quality})
     return rows
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -133,9 +134,13 @@ def long_prompts(model_dir: Path, count: int, tokens: int) -> list[Prompt]:
 
 
 def serve(
-    submit: Submit, prompts: Sequence[Prompt], max_tokens: int, seed: int | None = None
+    submit: Submit, prompts: Sequence[Prompt], max_tokens: int, seed: int | None = None,
+    between_s: list[float] | None = None,
 ) -> tuple[Measures, list[list[int]]]:
     """Serve all prompts together, greedy or sampled at temperature 1 with a seed, and ignore stop tokens.
+
+    Args:
+        between_s: gets the seconds between tokens of a prompt that is alone; those of several are not seen one by one.
 
     Returns:
         Mean `ttft_s` and `tpot_s` over the requests, and each request's tokens.
@@ -148,13 +153,16 @@ def serve(
     streams = [submit(GenerationRequest(f"bench-{next(_ids)}", prompt, sampling)) for prompt in prompts]
     done = []
     for stream in streams:
-        generation = Generation("")
+        generation, times_s = Generation(""), list[float]()
         for event in stream:
             generation.add(event)
+            times_s += [time.perf_counter()] * len(event.token_ids)
         if generation.finish != "length":
             what = f"a request ended with {generation.finish}: {generation.error}"
             raise RuntimeFailure(what, "run again; report it if it stays")
         done.append(generation)
+        if between_s is not None and len(prompts) == 1:
+            between_s += [after - before for before, after in itertools.pairwise(times_s)]
     measures = {
         "ttft_s": sum(g.ttft_s or 0.0 for g in done) / len(done),
         "tpot_s": sum(g.tpot_s or 0.0 for g in done) / len(done),

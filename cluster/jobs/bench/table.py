@@ -18,6 +18,7 @@ from .experiment import Column, Experiment, Table
 from .metrics import Spread, fill_tables, markdown, paired
 
 _CONSTANT = ("experts", "slots", "expert_bytes_peak")  # of a cell
+_FULL = ("layers", "spread", "residency")  # only in a record that is not made small
 _SCALE = re.compile(r"(?P<op>\*|/|1/)(?P<factor>[0-9.e-]*) ")
 
 
@@ -105,10 +106,10 @@ def show(form: str, row: Mapping[str, Any]) -> str:
 
 
 def small(record: dict[str, Any]) -> dict[str, Any]:
-    """The record for a file: without layers, and each measure as its values over the repetitions."""
+    """The record for a file: without layers and residency, and each measure as its values over the repetitions."""
     rows = []
     for row in record["rows"]:
-        brief = {key: value for key, value in row.items() if value is not None and key not in ("layers", "spread")}
+        brief = {key: value for key, value in row.items() if value is not None and key not in _FULL}
         if "spread" in row:
             brief["values"] = {n: s["values"] for n, s in row["spread"].items() if n not in _CONSTANT}
         rows.append(brief)

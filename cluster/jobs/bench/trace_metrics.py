@@ -78,7 +78,7 @@ def simulate_section(study: Study, section: Section, links: Sequence[LinkAt]) ->
             rows.append({
                 "section": section.name, "context": context, "policy": variant.name, "preset": variant.preset,
                 "budget": budget, "link_gbps": gbps, "ratio": ratio, "lossless": preset.lossless,
-                "writes_back": preset.evict_writeback, **figures,
+                "executor": "simulated", "writes_back": preset.evict_writeback, **figures,
             })  # fmt: skip
             stepped()
     return rows

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ...config import check_model_dir, engine_settings
-from ...host import cpu, versions
+from ...host import cpu, now, versions
 from ..bench.serving import run_config, start_worker
 from ..options import AsJson, Budget, Model, Policy, Threads
 from .quality import MEASURES, EvaluationOptions, Quality
@@ -78,6 +78,7 @@ def evaluate(
         "name": "eval",
         "hardware": cpu(),
         "versions": versions(),
+        "date": now(),
         "model": str(config.model_dir),
         "budget": config.budget,
         **quality.as_dict(),

@@ -1,0 +1,31 @@
+"""`tiermoe report`: result files as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ...errors import ConfigError
+from ..report.page import report_page
+from ..report.results import read_results
+
+_NAME = "report.html"
+
+
+def report_command(
+    results: Annotated[
+        list[Path], typer.Argument(help="JSON files of run, bench, bench serve, eval, replay.", metavar="RESULT.json")
+    ],
+    out: Annotated[Path, typer.Option(help=f"Folder of {_NAME}; it is made.")],
+) -> None:
+    """Write one HTML page that compares results: speed against memory, hits, waits, quality, residency, latency."""
+    page = report_page(read_results(results))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / _NAME).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{out}' cannot be written: {error}", "give another folder") from error
+    Console(stderr=True).print(f"{out / _NAME}: {len(page) / 1e6:.2f} MB", highlight=False)
