@@ -53,7 +53,7 @@ class PrefetchTrials:
         result: for people and metrics; one object for good.
     """
 
-    def __init__(self, block: int = 16, settle: int = 4, first: int = 32, hold: int = 512) -> None:
+    def __init__(self, block: int = 16, settle: int = 4, first: int = 128, hold: int = 512) -> None:
         self._block, self._settle, self._first, self._hold = block, settle, first, hold
         self._left = first  # forwards until the trial
         self._at = 0  # forwards of the trial that have begun

@@ -91,7 +91,7 @@ def test_forwards_that_nobody_measured_decide_nothing() -> None:
 )
 def test_a_simulated_engine_decides(tmp_path: Path, policy: PrefetchPolicy, gbps: float, pays: bool) -> None:
     traces.write(tmp_path / "t", traces.header(experts=16), [[1, 2]], decodes=150)
-    trace, tested = Trace(tmp_path / "t"), PrefetchTrials()
+    trace, tested = Trace(tmp_path / "t"), PrefetchTrials(first=32)
     machine = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps, load_s=1e-5)
     engine = SimulatedEngine(trace.header, machine, 36_000, Lru(), policy, trials=tested, check=True)
     serve(engine, trace.requests())
