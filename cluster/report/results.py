@@ -198,6 +198,8 @@ class _Replay(_Served):
     budget: str | float
     machine: dict[str, Any]
     at_once: int = 1
+    rate: float | None = None
+    arrivals: str | None = None
 
 
 class _Eval(_File):
@@ -256,8 +258,9 @@ def _of_run(record: Mapping[str, Any], file: str) -> Iterator[Measurement]:
 
 def _of_replay(record: Mapping[str, Any], file: str) -> Iterator[Measurement]:
     found = _Replay.model_validate(record)
-    machine = found.machine
+    machine, arrive = found.machine, f"arrivals of {found.arrivals}, " if found.arrivals else ""
     together = f"{found.at_once} requests at once, " if found.at_once > 1 else ""
+    together += f"{found.rate:g} requests/s, " if found.rate else arrive
     # the machine is the simulated one: its name, and where the trace's costs were measured is not known
     yield found.measured(file, f"machine '{machine.get('name')}'", together + _link(machine.get("link_gbps")),
                          str(found.budget), None)  # fmt: skip
