@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
-START_S, WAIT_S = 180.0, 120.0
+START_S, WAIT_S = 400.0, 120.0
 SHM = Path("/dev/shm")
 _RETRY_S = 0.5
 
