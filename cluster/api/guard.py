@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from .keys import ANYONE, Key, KeyRing, fingerprint
 from .records import CLIENT_GONE, RequestRecord, Sink
@@ -68,6 +69,8 @@ class Guard:
 
         try:
             await self._answer(scope, receive, named, headers, record)
+        except ClientDisconnect:  # a client that left a stream is no failure of the server
+            raise
         except Exception:  # Starlette answers 500 outside of this
             record.status = 500 if record.status == CLIENT_GONE else record.status
             record.reason = "server_error"

@@ -16,9 +16,10 @@ import httpx
 import pytest
 from fake_api import FakeBackend, ask, serving
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import ClientDisconnect
 
 from tiermoe.cluster.api.guard import Guard
-from tiermoe.cluster.api.records import RequestRecord
+from tiermoe.cluster.api.records import CLIENT_GONE, RequestRecord
 from tiermoe.cluster.api.request_log import Forwarded, RequestLog, check_file, fields
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.errors import ConfigError
@@ -230,19 +231,22 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         RequestLog("text", tmp_path / "none" / "log")
 
 
-def test_a_handler_that_raises_is_a_500() -> None:
+@pytest.mark.parametrize(
+    ("kind", "told"), [(ZeroDivisionError, (500, "server_error")), (ClientDisconnect, (CLIENT_GONE, None))]
+)
+def test_a_handler_that_raises_is_a_500_and_a_client_that_left_is_none(kind: type[Exception], told: object) -> None:
     async def run() -> RequestRecord:
         async def broken(scope: Any, receive: Any, send: Any) -> None:
-            raise ZeroDivisionError
+            raise kind
 
         found: list[RequestRecord] = []
         guard = Guard(broken, None, LimitSettings(), [found.append])
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(kind):
             await guard({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None)  # type: ignore[arg-type]
         return found[0]
 
     record = asyncio.run(run())
-    assert (record.status, record.reason) == (500, "server_error")
+    assert (record.status, record.reason) == told
 
 
 def wait_for(done: Callable[[], bool]) -> None:
