@@ -6,6 +6,7 @@ A plain class; `cluster.deploy` makes it an actor. The story of a layer is in `e
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -58,13 +59,14 @@ class GpuWorker:
         self._dense: Any = None
         self._batcher: Any = None
         self._plan: dict[str, Any] | None = None
-        self._stage = "created"
+        self._stage, self._stage_begin_s = "created", time.monotonic()
+        self._stages_s: dict[str, float] = {}  # seconds of those that are over
         self._importing = threading.Lock()
 
     def warm(self) -> None:
         """Import what `start` takes, in seconds that its peers take to start."""
         with self._importing:
-            self._stage = "loading libraries"
+            self._begin("loading libraries")
             for name in _LIBRARIES:
                 import_module(name, __package__)
 
@@ -94,7 +96,7 @@ class GpuWorker:
         from .store.artifacts import read_policy_artifacts
 
         settings, manifest = self._settings, self._view.manifest
-        self._stage = "loading weights"
+        self._begin("loading weights")
         check_combination(settings)
         check_published(settings.policy, manifest.expert_form)
         torch.set_num_threads(settings.threads)
@@ -121,7 +123,7 @@ class GpuWorker:
             vocabulary = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
         blocks = find_blocks(self._model, manifest)
         top_k = experts_per_token(self._model.config)
-        self._stage = "probing"
+        self._begin("probing")
         self._engine = ExpertEngine(
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
             self._matcher_link(), predictors, artifacts, low_bit, manifest.published,
@@ -139,7 +141,16 @@ class GpuWorker:
         self._engine.reset_stats()
         self._plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
         self._plan["stores"] = self._sources.describe()
+        self._begin("serving")
+        self._plan["start_s"] = dict(self._stages_s)
         return self._plan
+
+    def _begin(self, stage: str) -> None:
+        """The next part of the start."""
+        now_s, last = time.monotonic(), self._stage
+        if last != "created":
+            self._stages_s[last] = self._stages_s.get(last, 0.0) + now_s - self._stage_begin_s
+        self._stage, self._stage_begin_s = stage, now_s
 
     def _matcher_link(self) -> Any:
         from .engine.peers.matcher import MatcherLink
@@ -162,13 +173,14 @@ class GpuWorker:
     def health(self) -> dict[str, Any]:
         """The worker's `state`, and "connected" or "lost" for each peer by name ("ndp/0", "shard/1").
 
-        Before it serves, `state` is the part of its start that goes on.
+        Before it serves, `state` is the part of its start that goes on, since `since_s` seconds. Seconds of all parts
+        are in the plan, as `start_s`.
 
         Raises:
             RuntimeFailure: the generation loop died.
         """
         if self._batcher is None:
-            return {"state": self._stage}
+            return {"state": self._stage, "since_s": round(time.monotonic() - self._stage_begin_s, 1)}
         if self._batcher.failure is not None:
             raise RuntimeFailure(f"the generation loop died ({self._batcher.failure})", "restart the worker")
         peers = {name: "connected" if peer.available else "lost" for name, peer in self._engine.peers.items()}

@@ -24,6 +24,13 @@ _FEATURES = (
 )  # fmt: skip
 
 
+def user_cache() -> Path:
+    """Folder of what this user can do without: prepared stores, and how long starts took."""
+    own = Path.home() / (Path("Library", "Caches") if sys.platform == "darwin" else ".cache")
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else own) / "tiermoe"
+
+
 def usable_cores() -> int:
     """Cores that this process may use: by its affinity, and by the quota of the control group around it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

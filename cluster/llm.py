@@ -22,6 +22,7 @@ from ..errors import RuntimeFailure
 from .config import RunConfig, load_run_config
 from .jobs.options import checked_settings, deployed
 from .prompt import IncrementalText, check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
+from .report.starts import LastStart
 from .report.steps import Steps
 
 if TYPE_CHECKING:
@@ -110,10 +111,12 @@ class LLM:
             TierMoeError: what was refused, or did not start in time. Nothing stays behind.
         """
         if self._deployment is None:
-            with ExitStack() as stack, Steps(self._notices) as steps:
+            last = LastStart("run", self.config)
+            with ExitStack() as stack, Steps(self._notices, last.seconds) as steps:
                 self._deployment = stack.enter_context(deployed(self.config, self._settings, self._notices, steps))
                 self.startup_steps_s = steps.seconds
                 self._stack = stack.pop_all()
+            last.remember(steps.seconds)
         return self._deployment
 
     def close(self) -> None:

@@ -68,6 +68,7 @@ class FakeBackend:
         self.requests: list[GenerationRequest] = []
         self.failure: str | None = None
         self.asked = 0
+        self.health: dict[str, Any] | None = None
         self.shard_stats: list[dict[str, Any]] = []
         self.residency: dict[str | None, list[LayerResidency]] = {
             None: [LayerResidency((2, 0, 1), (4, 0, 1)), LayerResidency((0, 2, 2), (0, 1, 8))]
@@ -120,6 +121,8 @@ class FakeBackend:
     def states(self) -> list[LeadState]:
         if self.failure is not None:
             return [LeadState(False, 1.0, {}, {}, self.failure)]
+        if self.health is not None:
+            return [LeadState(False, 0.5, self.health, {}, f"the runtime is {self.health['state']}")]
         return [LeadState(True, 0.5, {"state": "serving"}, {"running": self.open, "waiting": 0, "kv_usage": 0.25})]
 
 

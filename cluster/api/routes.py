@@ -129,10 +129,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        states, reason = service.backend.states(), service.not_ready()
+        states, waits = service.backend.states(), service.not_ready()
         leads = [state.as_dict() for state in states]
-        if reason is not None:
-            return JSONResponse({"status": "not ready", "reason": reason, "leads": leads}, 503)
+        if waits is not None:
+            left = {"reason": str(waits), "seconds_left": waits.left_s}
+            body = {"status": "not ready", "leads": leads} | left
+            return JSONResponse(body, 503, {"Retry-After": str(waits.retry_after_s)})
         runtime = next(state.health for state in states if state.serves)
         return JSONResponse({"status": "ready", "runtime": runtime, "leads": leads})
 

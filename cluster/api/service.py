@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -15,9 +16,11 @@ from tokenizers import Tokenizer
 
 from ...actors.requests import GenerationRequest, SamplingParams
 from ...errors import RuntimeFailure, TierMoeError
+from ..report.steps import left_s
 from .admission import Admission
 from .backend import Backend
 from .keys import ANYONE, Key
+from .lead import LeadState
 from .metrics import ChoiceTimer, Metrics
 from .offload import Offload
 from .records import ChoiceTimes
@@ -27,6 +30,7 @@ from .shared import Ledger
 from .text import ChatTemplate, ChoiceText, Delta, TokenBytes, longest_token
 from .tools import tool_format as find_tool_format
 
+_AGAIN_S = 2
 _QUEUED_DELTAS = 64  # that a slow client may be behind, for each request
 
 
@@ -41,6 +45,28 @@ class Choice:
     sampling: SamplingParams
     display: Display
     shown: bool = True
+
+
+@dataclass(frozen=True)
+class NotReady:
+    """What the server waits for.
+
+    left_s: seconds until it serves, by the runtime's first start; None: not known.
+    """
+
+    reason: str
+    left_s: float | None = None
+
+    def __str__(self) -> str:
+        return self.reason + ("" if self.left_s is None else f", ready in about {max(1, round(self.left_s))} s")
+
+    @property
+    def retry_after_s(self) -> int:
+        """When to ask again: once it should be ready, else in a moment."""
+        return _AGAIN_S if self.left_s is None else min(60, max(1, math.ceil(self.left_s)))
+
+
+_UNKNOWN = NotReady("the runtime has not answered yet")
 
 
 class Run:
@@ -248,16 +274,21 @@ class Service:
         streams = [self._generate(choice, f"{name}-{i}", timer, key) for i, (choice, timer) in each]
         return Run(streams, timers, lambda: self.admission.leave(key))
 
-    def not_ready(self) -> str | None:
+    def not_ready(self) -> NotReady | None:
         """Why requests would not be answered now; None: they would. Waits for nothing."""
         states = self.backend.states()
         if not any(state.serves and state.age_s is not None for state in states):
-            return next((state.problem for state in states if state.problem), "the runtime has not answered yet")
+            return next((self._waits_for(state) for state in states if state.problem), _UNKNOWN)
         running = sum(state.load.get("running", 0) for state in states if state.serves)
         silent_s = time.monotonic() - self.backend.last_event_s
         if running and self.admission.inside and silent_s > self.limits.stalled_s:
-            return f"{running:g} requests run and no token has come for {silent_s:.0f} s"
+            return NotReady(f"{running:g} requests run and no token has come for {silent_s:.0f} s")
         return None
+
+    def _waits_for(self, state: LeadState) -> NotReady:
+        since_s = state.health.get("since_s", 0.0) + (state.age_s or 0.0)
+        steps = self.backend.plan.get("start_s", {})
+        return NotReady(str(state.problem), left_s(steps, str(state.health.get("state")), since_s))
 
     async def _generate(self, choice: Choice, name: str, timer: ChoiceTimer, key: Key) -> AsyncGenerator[Delta]:
         """Wait for a slot, then generate under the id `name`; closing it early cancels the choice."""

@@ -52,7 +52,7 @@ class StatusReader:
 
     async def _read(self) -> dict[str, Any]:
         service, metrics = self._service, self._service.metrics
-        reason = service.not_ready()
+        waits = service.not_ready()
         fresh, residency = await asyncio.gather(self._refreshed(), self._residency())
         plan, runtime = service.backend.plan, metrics.runtime
         stats, load = runtime.stats or {}, runtime.load or {}
@@ -60,7 +60,7 @@ class StatusReader:
         return {
             "model": service.model_name, "policy": plan.get("policy"), "lossless": plan.get("lossless"),
             "version": versions()["tiermoe"], "uptime_s": round(time.time() - service.started_s, 1),
-            "now_s": time.monotonic(), "not_ready": reason, "fresh": fresh,
+            "now_s": time.monotonic(), "not_ready": None if waits is None else str(waits), "fresh": fresh,
             "executor": stats.get("executor"),
             "queue": {
                 "running": load.get("running"), "waiting": load.get("waiting", 0) + service.admission.waiting_anywhere,

@@ -17,6 +17,7 @@ from ..api.request_log import Forwarded, check_file
 from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName, default_replicas
 from ..config import RunConfig
 from ..hub import locate
+from ..report.steps import Steps
 from .options import (
     RUNTIME,
     Attach,
@@ -95,13 +96,13 @@ def _serve_own(config: RunConfig, server: ApiSettings, host: str, port: int) -> 
     limits = server.limits.model_copy(update={"request_s": config.request_deadline_s})
 
     @contextmanager
-    def served(deployment: Deployment) -> Iterator[Check]:
+    def served(deployment: Deployment, steps: Steps) -> Iterator[Check]:
         own = {"deployment": deployment.id, "tokenizer": str(deployment.config.model_dir.absolute()), "limits": limits}
         where = f"deployment {deployment.id} is ready at {deployment.address}"
-        with _http_server(server.model_copy(update=own), host, port, where) as check:
+        with _http_server(server.model_copy(update=own), host, port, where, steps) as check:
             yield check
 
-    serve_until_ended(config, served)
+    serve_until_ended("serve", config, served)
 
 
 def _serve_attached(address: str, wanted: str | None, server: ApiSettings, host: str, port: int) -> None:
@@ -109,7 +110,8 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, host:
     with attached(address) as attachment:
         deployment = attachment.choose(wanted)
         where = f"deployment {deployment} runs at {address}"
-        with _http_server(server.model_copy(update={"deployment": deployment}), host, port, where) as check:
+        own = server.model_copy(update={"deployment": deployment})
+        with _http_server(own, host, port, where, Steps(Console(stderr=True))) as check:
             while True:
                 attachment.check(deployment)
                 check()
@@ -117,7 +119,7 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, host:
 
 
 @contextmanager
-def _http_server(server: ApiSettings, host: str, port: int, where: str) -> Iterator[Check]:
+def _http_server(server: ApiSettings, host: str, port: int, where: str, steps: Steps) -> Iterator[Check]:
     """The server, announced once it is ready, with the line `where` about its runtime."""
     from ..api.app import HttpServer
     from ..ray_session import session_folder
@@ -126,7 +128,8 @@ def _http_server(server: ApiSettings, host: str, port: int, where: str) -> Itera
         if server.request_log != "off" and server.request_log_file is None:
             lines = stack.enter_context(closing(Forwarded(session_folder())))
             server = server.model_copy(update={"request_log_file": str(lines.file)})
-        with Console(stderr=True).status("starting the server ..."):
+        with steps:
+            steps("starting the HTTP server")
             http = stack.enter_context(HttpServer(server, host, port))
         out = Console()
         out.print(where, soft_wrap=True)

@@ -12,6 +12,7 @@ from rich.console import Console
 from ..config import RunConfig
 from ..registry import Entry, Registry
 from ..report.runtime import placed_tables, plan_table
+from ..report.starts import LastStart
 from ..report.steps import Steps
 from .ending import BoundedEnd
 from .options import RUNTIME, Config, checked_config, checked_settings, deployed, with_options
@@ -28,7 +29,7 @@ def up_command(options: dict[str, Any], config: Config = None) -> None:
     """Start a runtime that runs until Ctrl-C or `tiermoe down`."""
 
     @contextmanager
-    def announced(deployment: Deployment) -> Iterator[Check]:
+    def announced(deployment: Deployment, steps: Steps) -> Iterator[Check]:
         out, address = Console(), deployment.address
         out.print(f"deployment {deployment.id} is ready at {address} ({deployment.startup_s:.1f} s)")
         out.print(f"use it:    tiermoe run PROMPT --attach {address}", soft_wrap=True)
@@ -37,16 +38,19 @@ def up_command(options: dict[str, Any], config: Config = None) -> None:
         out.file.flush()
         yield lambda: None
 
-    serve_until_ended(checked_config(config, options), announced)
+    serve_until_ended("up", checked_config(config, options), announced)
 
 
-def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], AbstractContextManager[Check]]) -> None:
+def serve_until_ended(
+    command: str, config: RunConfig, beside: Callable[[Deployment, Steps], AbstractContextManager[Check]]
+) -> None:
     """Start a runtime, enter what belongs beside it, and watch both until the runtime is ended in order.
 
     `status` and `down` find the runtime as soon as it has a Ray.
 
     Args:
-        beside: entered once the runtime is ready, left before it ends.
+        command: whose start it is.
+        beside: entered once the runtime is ready, left before it ends; the steps are for what it starts.
 
     SIGTERM ends it in order, with exit code 0. Ray's own end, or a hang of it, ends the process with exit code 1.
 
@@ -68,7 +72,8 @@ def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], Abstract
         def enter(it: Deployment) -> None:
             entries.append(listed.enter_context(Registry().entered(it.id, it.address, local)))
 
-        steps = Steps(notices)
+        last = LastStart(command, config)
+        steps = Steps(notices, last.seconds)
         deployment = deployed(config, settings, notices, steps, enter, ending.lost)
         from ..placement import DeploymentEnded  # Ray
 
@@ -77,7 +82,8 @@ def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], Abstract
                 with steps:
                     stack.enter_context(deployment)
                 Console().print(plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
-                check = stack.enter_context(beside(deployment))
+                check = stack.enter_context(beside(deployment, steps))
+                last.remember(steps.seconds)
                 ending.serving()
                 while deployment.watch():
                     check()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 from pathlib import Path
 
 from rich.console import Console
 
 from ....actors.store.format import DENSE_NAME, MANIFEST_NAME, SourceFile, layer_name, read_manifest
 from ....errors import StoreError
+from ...host import user_cache
 from ...hub import complete
 from ...report.tables import byte_progress, size
 from .checkpoint import Checkpoint, open_checkpoint, refuse_unsupported
@@ -84,7 +83,7 @@ def gguf_folder(path: Path) -> Path:
     from ...gguf_header import gguf_files
     from .gguf_files import folder_for
 
-    return folder_for(gguf_files(path)[0] if path.is_dir() else path, _user_cache() / "gguf")
+    return folder_for(gguf_files(path)[0] if path.is_dir() else path, user_cache() / "gguf")
 
 
 def _opened(model_dir: Path, progress: bool = True) -> Checkpoint:
@@ -159,11 +158,7 @@ def _store_dir(checkpoint: Checkpoint, cache_dir: Path | None) -> Path:
     text = "\n".join([str(checkpoint.path), *(file.model_dump_json() for file in checkpoint.source)])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     if cache_dir is None:
-        cache_dir = _user_cache() / "stores"
+        cache_dir = user_cache() / "stores"
     return cache_dir / f"{checkpoint.name}-{digest}"
 
 
-def _user_cache() -> Path:
-    own = Path.home() / (Path("Library", "Caches") if sys.platform == "darwin" else ".cache")
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else own) / "tiermoe"
