@@ -519,10 +519,10 @@ class Belady(EvictionPolicy):
     State: the future steps of each expert, latest first, and the resident set. `routed` O(K), `victims` O(C log C).
 
     Args:
-        ids: the routing of one layer that will be played [n, K].
+        ids: keys that each of n steps will need, in order: the routing of one layer [n, K], or steps of any lengths.
     """
 
-    def __init__(self, ids: NDArray[np.integer]) -> None:
+    def __init__(self, ids: NDArray[np.integer] | Sequence[NDArray[np.integer]]) -> None:
         self._end = len(ids)
         self._later: dict[int, list[int]] = {}
         for step in range(len(ids) - 1, -1, -1):

@@ -9,10 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from ...actors.policies.eviction import Belady
 from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.registry import PolicyContext, kinds, make, options, options_class, policy_class
 from ...actors.policy_settings import PolicySettings
@@ -30,6 +32,7 @@ from .options import AsJson, Policy
 
 RECALL_SOURCES = ("next-gate", "popularity", "activation-matrix", "stride")
 RECALL_DISTANCE = 6
+_OPTIMUM = "belady"  # an eviction that knows the trace: the bound of what loads on demand
 _PREFETCH, _EVICTION = ", ".join(kinds("prefetch")), ", ".join(kinds("eviction"))
 _SHOWN = (
     "hit_rate", "prefill_hit_rate", "decode_hit_rate", "hits", "misses", "prefetched_hits", "late_prefetches",
@@ -45,7 +48,7 @@ def replay_command(
     prefetch: Annotated[str | None, typer.Option(help=f"In place of the policy's: {_PREFETCH}.")] = None,
     distance: Annotated[int | None, typer.Option(help="Layers ahead; in place of the policy's.")] = None,
     synchronous: Annotated[bool, typer.Option("--synchronous", help="The forward waits for prefetches.")] = False,
-    eviction: Annotated[str | None, typer.Option(help=f"In place of the policy's: {_EVICTION}.")] = None,
+    eviction: Annotated[str | None, typer.Option(help=f"In place of the policy's: {_EVICTION}, {_OPTIMUM}.")] = None,
     predictors: Annotated[Path | None, typer.Option(help="Of stride; none: trained on the --learn share.")] = None,
     budget: Annotated[str, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB.")] = "0.25",
     link_gbps: Annotated[float | None, typer.Option(help="1e9 bytes/s; none: the machine's, or 16.")] = None,
@@ -134,7 +137,8 @@ def replay_trace(
     if machine is None:
         link_gbps = DEFAULT_LINK.gbps if link_gbps is None else link_gbps
         link_latency_us = DEFAULT_LINK.latency_us if link_latency_us is None else link_latency_us
-    found, settings = Trace(Path(trace)), replay_policy(policy, eviction)
+    found, optimum = Trace(Path(trace)), eviction == _OPTIMUM
+    settings = replay_policy(policy, None if optimum else eviction)
     chosen = prefetch if prefetch is not None else settings.prefetch.kind
     ahead = distance if distance is not None else settings.prefetch.distance
     first = int(found.header.requests * (learn or 0.0) + 0.5)
@@ -143,14 +147,22 @@ def replay_trace(
     context = _context(found, settings, None if predictors is None else Path(predictors), first)
     simulated = load_machine(found.header, machine, link_gbps, link_latency_us, settings.name)
     times = arrivals_of(rate, None if arrivals is None else Path(arrivals))
+    if optimum and (chosen != "none" or settings.split.kind != "off" or at_once > 1 or times is not None):
+        raise ConfigError(
+            f"{_OPTIMUM} is the bound of loading on demand, one request after the other",
+            "give --policy on-demand, without --at-once, --rate and --arrivals",
+        )
     record = {
         "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
-        "policy": settings.name, "eviction": settings.eviction.kind, "prefetch": chosen, "distance": ahead,
+        "policy": settings.name, "eviction": _OPTIMUM if optimum else settings.eviction.kind,
+        "prefetch": chosen, "distance": ahead,
         "synchronous": waits, "budget": budget, "at_once": at_once, "learned_requests": first,
         "rate": rate, "arrivals": None if arrivals is None else str(arrivals), "machine": simulated.model_dump(),
         "versions": versions(), "date": now(),
     }  # fmt: skip
-    return record | replay(found, settings, context, simulated, parse_budget(budget), at_once, first, console, times)
+    return record | replay(
+        found, settings, context, simulated, parse_budget(budget), at_once, first, console, times, optimum
+    )
 
 
 def _check_learn(learn: float | None) -> None:
@@ -168,6 +180,7 @@ def replay(
     first: int = 0,
     console: Console | None = None,
     arrivals: Iterable[Arrival] | None = None,
+    optimum: bool = False,
 ) -> dict[str, Any]:
     """Counters and times of a policy on a trace.
 
@@ -175,6 +188,7 @@ def replay(
         context: what policies are made from, without the eviction policy.
         first: requests that are run and not counted, to learn from.
         arrivals: of the others; None: a request arrives when there is room.
+        optimum: evict by the trace's future, in place of the policy's eviction; of one request after the other.
 
     Raises:
         TraceError: the trace is corrupt. BudgetError: it holds no expert, or not all of them where all are preloaded.
@@ -182,7 +196,7 @@ def replay(
     """
     header = trace.header
     cut = None if settings.split.kind == "off" else first_cut(header, settings, budget)
-    eviction = eviction_of(settings, header)
+    eviction = _optimum(trace) if optimum else eviction_of(settings, header)
     policy = checked_prefetch(settings, replace(context, eviction=eviction), header)
     engine = engine_of(settings, header, machine, budget, eviction, policy, cut)
     if settings.preload == "all":
@@ -198,6 +212,13 @@ def replay(
         served = serve(engine, requests, at_once, lambda: progress.advance(task), arrivals)
     residency = [(layer.states, layer.uses) for layer in engine.cache.layer_residency()]
     return result(engine, served) | {"residency": residency}
+
+
+def _optimum(trace: Trace) -> Belady:
+    """Belady's order over all of the trace's layers, in the order in which they run."""
+    experts, layers = trace.header.experts, range(trace.header.layers)
+    steps = (part.ids for request in trace.requests() for part in request.iterations)
+    return Belady([np.unique(ids[:, layer]).astype(np.int64) + layer * experts for ids in steps for layer in layers])
 
 
 def recall_table(trace: Trace, learn: float, console: Console) -> dict[str, Any]:

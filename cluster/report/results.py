@@ -198,6 +198,7 @@ class _Replay(_Served):
     budget: str | float
     machine: dict[str, Any]
     at_once: int = 1
+    eviction: str = ""
     rate: float | None = None
     arrivals: str | None = None
 
@@ -262,6 +263,8 @@ def _of_replay(record: Mapping[str, Any], file: str) -> Iterator[Measurement]:
     together = f"{found.at_once} requests at once, " if found.at_once > 1 else ""
     together += f"{found.rate:g} requests/s, " if found.rate else arrive
     # the machine is the simulated one: its name, and where the trace's costs were measured is not known
+    if found.eviction == "belady":  # a bound, whichever policy it was given to
+        found = found.model_copy(update={"policy": found.eviction})
     yield found.measured(file, f"machine '{machine.get('name')}'", together + _link(machine.get("link_gbps")),
                          str(found.budget), None)  # fmt: skip
 

@@ -134,6 +134,19 @@ def test_every_result_says_what_it_has() -> None:
     assert (first.memory_bytes, first.origin.model, first.setting) == (4e6, "tiny", "s, link 2 GB/s")
 
 
+def test_belady_is_a_limit_of_what_loads_on_demand(tmp_path: Path) -> None:
+    traces.write(tmp_path / "t", traces.header(experts=16), [[1, 2, 3], [7], [5, 6]], decodes=20)
+    records = {
+        kind: replay_trace(tmp_path / "t", eviction=kind, budget=0.5) for kind in ("lru", "lfu", "random", "belady")
+    }
+    rates = {kind: record["hit_rate"] for kind, record in records.items()}
+    assert rates["belady"] > 1.05 * max(rates["lru"], rates["lfu"], rates["random"])
+    found = measurements({"name": "replays", "rows": list(records.values())}, "r.json")
+    assert [one.policy for one in found] == ["on-demand"] * 3 + ["belady"]
+    with pytest.raises(ConfigError, match="one request after the other"):
+        replay_trace(tmp_path / "t", "next-gate", eviction="belady", budget=0.5)
+
+
 def test_other_machines_and_executors_are_other_panels(tmp_path: Path) -> None:
     other = {"hardware": {"model": "other", "cores": 64}}
     found = read_results(written(tmp_path, a=compared(), b=compared(**other), c=compared(executor="real")))
