@@ -68,7 +68,7 @@ _forward(app, "tiermoe", "bench", ".jobs.bench.command", "bench_app", "Measure t
 _forward(app, "tiermoe", "eval", ".jobs.evaluate.command", "eval_command", "Measure what a policy costs in quality.")
 _forward(app, "tiermoe", "record", ".jobs.record.command", "record_command", "Write a trace of a model's routing.")
 _forward(app, "tiermoe", "replay", ".jobs.replay", "replay_command", "Run policies on a trace, on a virtual clock.")
-_forward(app, "tiermoe", "trace", ".jobs.trace", "trace_app", "Statistics of routing traces.")
+_forward(app, "tiermoe", "trace", ".jobs.trace", "trace_app", "Statistics of routing traces; synthetic traces.")
 _forward(app, "tiermoe", "report", ".jobs.report", "report_command", "Compare result files on one HTML page.")
 _forward(
     jobs, "tiermoe jobs", "merge-traces", ".jobs.record.command", "merge_command", "Put traces of one model together.",

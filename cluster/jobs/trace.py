@@ -1,4 +1,4 @@
-"""`tiermoe trace`: statistics of routing traces."""
+"""`tiermoe trace`: statistics of routing traces, and synthetic traces."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from rich.console import Console
 
 from ...errors import ConfigError
 from ..report.tables import facts, grid, share
+from ..simulate.shapes import shape_named
 from ..simulate.statistics import CACHES, PHASES, figures_of, routing_of
-from ..simulate.trace import Trace, TraceHeader
+from ..simulate.synthetic import CALIBRATIONS, FAMILIES, comparable, write_synthetic
+from ..simulate.trace import MAX_DISTANCE, Trace, TraceHeader
 from .options import AsJson
 
 trace_app = typer.Typer(
-    help="Statistics of routing traces.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+    help="Statistics of routing traces; traces from elsewhere, and synthetic ones.", no_args_is_help=True,
+    add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
 
 
 @trace_app.callback()
@@ -39,6 +42,39 @@ def stats_command(
     } | figures_of(routing_of(found.header, found.requests()), sizes, seed)  # fmt: skip
     _show(record, Console(stderr=True))
     if as_json:
+        print(json.dumps(record))
+
+
+@trace_app.command("make")
+def make_command(
+    out: Annotated[Path, typer.Argument(help="Trace folder to make.", metavar="OUT")],
+    family: Annotated[str, typer.Option(help=f"How routing varies: {', '.join(FAMILIES)}.")],
+    shape: Annotated[str, typer.Option(help="A name in configs/shapes/published.yaml.")],
+    requests: Annotated[int, typer.Option(min=1, help="Requests to draw.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request decodes.")] = 64,
+    distances: Annotated[int, typer.Option(min=0, max=MAX_DISTANCE, help="Layers ahead with predictions.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Of the routing.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a synthetic trace of a published model's shape, in a family that is calibrated on published statistics."""
+    if family not in FAMILIES:
+        raise ConfigError(f"--family is '{family}'", f"give one of {', '.join(FAMILIES)}")
+    header = write_synthetic(
+        out, family, shape, shape_named(shape), requests, prompt_tokens, max_tokens, distances, seed
+    )
+    routing = routing_of(header, Trace(out).requests())
+    calibration = CALIBRATIONS[family]
+    sizes = [max(header.top_k, round(size / calibration.experts * header.experts)) for size in calibration.sizes]
+    found = comparable(routing, sizes, seed)
+    targets = {name: target.value for name, target in calibration.targets.items()}
+    title = f"{out}: {family}, {header.layers} layers of {header.experts} experts, top-{header.top_k}"
+    published = f"{calibration.source}, {calibration.experts} experts, top-{calibration.top_k}"
+    rows = [(name, _figure(value), _figure(targets.get(name))) for name, value in found.items()]
+    Console(stderr=True).print(grid(title, ("figure", "here", published), rows))
+    if as_json:
+        record = {"name": "trace-make", "trace": str(out), "family": family, "shape": shape, "figures": found,
+                  "targets": targets}  # fmt: skip
         print(json.dumps(record))
 
 

@@ -63,18 +63,25 @@ def routing_of(header: TraceHeader, requests: Iterable[Request]) -> Routing:
         ids = np.concatenate([step.ids for step in one.iterations])  # [t, L, K]
         entropy += _entropies(np.concatenate([step.probabilities for step in one.iterations])).sum(0)
         named = np.concatenate([step.next_ids for step in one.iterations])  # [t, L, D, K]
-        for d in range(1, min(header.distances, header.layers - 1) + 1):
-            found[d - 1, d:] += _common(named[:, :-d, d - 1], ids[:, d:]).sum(0)
+        found += np.nan_to_num(next_router_recall(named, ids)) * ids.shape[0]
     empty = np.empty((0, header.layers, header.top_k), header.id_dtype)
     ids = np.concatenate([empty, *parts]).transpose(1, 0, 2)
     tokens = max(1, ids.shape[1])
-    recall = found / (tokens * header.top_k)
+    recall = found / tokens
     for d in range(header.distances):
         recall[d, : d + 1] = np.nan
     return Routing(
         ids, np.concatenate(request), np.concatenate(decode), header.experts,
         entropy / (tokens * math.log(max(2, header.experts))), recall if header.distances else None,
     )  # fmt: skip
+
+
+def next_router_recall(named: Ids, ids: Ids) -> Floats:
+    """Share of ids [t, L, K] that `named` [t, L, D, K] has d layers before [D, L]; NaN: no layer is so far before."""
+    found = np.full((named.shape[2], ids.shape[1]), np.nan)
+    for d in range(1, min(len(found), ids.shape[1] - 1) + 1):
+        found[d - 1, d:] = _common(named[:, :-d, d - 1], ids[:, d:]).mean(0) / ids.shape[2]
+    return found
 
 
 def _entropies(probabilities: NDArray[np.floating]) -> Floats:
@@ -273,6 +280,31 @@ def _stateful_hits(
         kept &= keyed >= bound[..., None]
 
 
+def map_recall(
+    ids: Ids, request: NDArray[np.integer], experts: int, ahead: int = 3, queries: int = 256
+) -> float | None:
+    """Share of a token's experts, `ahead` layers on, that the earlier token of the most similar trajectory has.
+
+    The last third of the requests asks, in the middle layer; the others are the maps. A trajectory is the choices of
+    the layers so far; its similarity is the number of common ones (fMoE, Section 4.2, with choices for probabilities).
+    None: fewer than three requests, or too few layers.
+    """
+    numbers = np.unique(request)
+    layer = (len(ids) - ahead) // 2
+    if len(numbers) < 3 or layer < 1:
+        return None
+    asked = np.isin(request, numbers[-(len(numbers) // 3) :])
+    places = np.flatnonzero(asked)
+    places = places[np.linspace(0, len(places) - 1, min(queries, len(places))).astype(np.int64)]
+    keys = (ids[:layer].astype(np.int64) + experts * np.arange(layer)[:, None, None]).transpose(1, 0, 2)
+    chosen = np.zeros((ids.shape[1], layer * experts), np.float32)
+    np.put_along_axis(chosen, keys.reshape(len(chosen), -1), 1.0, axis=1)
+    known = np.flatnonzero(~asked)
+    best = known[np.argmax(chosen[places] @ chosen[known].T, axis=1)]
+    target = ids[layer - 1 + ahead]
+    return float(_common(target[places], target[best]).mean() / ids.shape[2])
+
+
 def figures_of(routing: Routing, sizes: Sequence[int] | None = None, seed: int = 0) -> dict[str, Any]:
     """Every statistic, as `tiermoe trace stats --json` prints it; None where a trace holds nothing to count it from.
 
@@ -296,6 +328,7 @@ def figures_of(routing: Routing, sizes: Sequence[int] | None = None, seed: int =
         "overlap_by_chance": float(chance_overlap(uses, top_k).mean()),
         "distinct": {str(w): _mean(row) for w, row in zip(WINDOWS, windows, strict=True)},
         "reuse": _reuse_figures(ids, experts),
+        "map_recall": map_recall(ids, request, experts),
         "next_router": None if routing.next_router is None else [_mean(row) for row in routing.next_router],
         "prefill_decode_cosine": None if cosines is None else
             {"own": float(cosines[0].mean()), "other": float(cosines[1].mean())},

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ class Rows:
     weights: NDArray[np.floating]
     next_ids: NDArray[np.integer]
     next_probabilities: NDArray[np.floating]
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Some of the rows."""
+        return Rows(**{field.name: getattr(self, field.name)[start:stop] for field in fields(self)})
 
 
 class Repeats:

@@ -211,6 +211,15 @@ class Forms(Options):
     intermediate: int = Field(384, ge=128, multiple_of=128, description="Neurons of an expert.")
 
 
+class Traces(Options):
+    """Routing of the default model on held-out text and of the synthetic families, beside published figures."""
+
+    measure = "micro_traces.traces"
+    documents: int = Field(24, ge=3, description="Held-out passages, decoded as they stand.")
+    tokens: int = Field(256, ge=16, description="Tokens of a passage, half of them prefilled.")
+    seed: int = Field(0, ge=0, description="Of the families.")
+
+
 class Prepare(Options):
     """Memory, disk and seconds of preparing checkpoints in published forms; SIGKILL midway, and going on."""
 
@@ -275,7 +284,8 @@ class Substitute(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "serve": Serve,
-    "scale": Scale, "quantize": Quantize, "predict": Predict, "forms": Forms, "prepare": Prepare, "gguf": Gguf,
+    "scale": Scale, "quantize": Quantize, "predict": Predict, "forms": Forms, "traces": Traces, "prepare": Prepare,
+    "gguf": Gguf,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ from .....errors import ConfigError, UnsupportedModelError
 from .....kernels.pack import PackedShape
 from .....kernels.packed_slots import packed_shapes
 from ....host import usable_cores
+from ....simulate.shapes import shape_named
 from .job import Context
 from .near_data import DISTINCT_LAYERS
 
@@ -72,8 +73,17 @@ class RealShape:
         return AutoConfig.for_model(self.model_type, **options)
 
 
-MIXTRAL = RealShape(
-    "Mixtral-8x7B", "mixtral", layers=32, dense_layers=0, experts=8, top_k=2, hidden=4096, intermediate=14336,
+def _published(key: str, name: str, model_type: str, options: dict[str, Any], shrinks: bool = False) -> RealShape:
+    """A shape of the table of published models, with transformers' options for the rest of it."""
+    shape = shape_named(key)
+    return RealShape(
+        name, model_type, shape.layers, shape.dense_layers, shape.experts, shape.top_k, shape.hidden,
+        shape.intermediate, options, shrinks,
+    )  # fmt: skip
+
+
+MIXTRAL = _published(
+    "mixtral-8x7b", "Mixtral-8x7B", "mixtral",
     shrinks=True,
     options={
         "intermediate_size": 14336, "num_local_experts": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -81,8 +91,8 @@ MIXTRAL = RealShape(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "sliding_window": None,
     },
 )  # fmt: skip
-QWEN = RealShape(
-    "Qwen1.5-MoE-A2.7B", "qwen2_moe", layers=24, dense_layers=0, experts=60, top_k=4, hidden=2048, intermediate=1408,
+QWEN = _published(
+    "qwen1.5-moe-a2.7b", "Qwen1.5-MoE-A2.7B", "qwen2_moe",
     options={
         "intermediate_size": 5632, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
         "num_experts": 60, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936,
@@ -90,8 +100,8 @@ QWEN = RealShape(
         "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
 )  # fmt: skip
-DEEPSEEK = RealShape(
-    "DeepSeek-V2-Lite", "deepseek_v2", layers=27, dense_layers=1, experts=64, top_k=6, hidden=2048, intermediate=1408,
+DEEPSEEK = _published(
+    "deepseek-v2-lite", "DeepSeek-V2-Lite", "deepseek_v2",
     options={
         "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
         "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
@@ -105,8 +115,8 @@ DEEPSEEK = RealShape(
     },
 )  # fmt: skip
 
-QWEN3 = RealShape(
-    "Qwen3-30B-A3B", "qwen3_moe", layers=48, dense_layers=0, experts=128, top_k=8, hidden=2048, intermediate=768,
+QWEN3 = _published(
+    "qwen3-30b-a3b", "Qwen3-30B-A3B", "qwen3_moe",
     shrinks=True,
     options={
         "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_attention_heads": 32,

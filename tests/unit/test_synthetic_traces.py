@@ -1,0 +1,70 @@
+"""Synthetic traces: the calibration of the families, what their layers tell of each other, and traces on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiermoe.cluster.cli import main
+from tiermoe.cluster.simulate.shapes import shapes
+from tiermoe.cluster.simulate.statistics import map_recall, routing_of
+from tiermoe.cluster.simulate.synthetic import CALIBRATIONS, FAMILIES, Generator, calibrated
+from tiermoe.cluster.simulate.trace import Trace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_as_published(name: str, seed: int) -> None:
+    found = calibrated(name, seed)
+    targets = CALIBRATIONS[name].targets
+    off = {key: (found[key], t.value) for key, t in targets.items() if abs(found[key] - t.value) > t.tolerance}
+    assert not off
+    for distance, recall in enumerate(FAMILIES[name].recalls[: CALIBRATIONS[name].layers - 1], start=1):
+        assert found[f"next router {distance}"] == pytest.approx(recall, abs=0.02)
+
+
+def test_one_seed_gives_one_routing() -> None:
+    ids = [
+        np.concatenate([rows.ids for rows in Generator(FAMILIES["flat"], 2, 8, 2, seed).requests(2, 12)])
+        for seed in (0, 0, 1)
+    ]
+    assert (ids[0] == ids[1]).all()
+    assert (ids[0] != ids[2]).any()
+    assert all(len(set(row)) == 2 for row in ids[0].reshape(-1, 2).tolist())
+
+
+def test_similar_trajectories_tell_of_later_layers() -> None:
+    """Maps find more than chance: the layers read one state."""
+    generator = Generator(FAMILIES["flat"], 14, 32, 4)
+    ids = np.concatenate([rows.ids for rows in generator.requests(6, 128)]).transpose(1, 0, 2)
+    request = np.repeat(np.arange(6), 128)
+    found = map_recall(ids, request, 32)
+    assert found is not None
+    assert found > 2 * 4 / 32
+    assert map_recall(ids[:3], request, 32) is None
+
+
+def test_a_synthetic_trace_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["trace", "make", str(tmp_path / "t"), "--family", "sticky", "--shape", "mixtral-8x7b", "--requests", "3"]
+    with pytest.raises(SystemExit) as ended:
+        main([*args, "--prompt-tokens", "9", "--max-tokens", "4", "--distances", "2", "--json"])
+    assert not ended.value.code
+    record = json.loads(capsys.readouterr().out)
+    assert record["figures"]["next router 1"] > record["figures"]["next router 2"] > 0.5
+    trace = Trace(tmp_path / "t")
+    header, shape = trace.header, shapes()["mixtral-8x7b"]
+    assert (header.layers, header.experts, header.top_k) == (32, 8, 2)
+    assert header.slot_bytes == shape.expert_bytes == 3 * 4096 * 14336 * 2
+    assert header.origin == "synthetic, sticky, seed 0"
+    routing = routing_of(header, trace.requests())
+    assert (routing.decode.sum(), len(routing.decode)) == (12, 39)
+    for wrong, message in ((["--family", "x"], "--family is 'x'"), (["--shape", "x"], "--shape is 'x'")):
+        with pytest.raises(SystemExit) as ended:
+            main(["trace", "make", str(tmp_path / "u"), "--family", "flat", "--shape", "phi-3.5-moe", *wrong])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "u").exists()
