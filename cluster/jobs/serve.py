@@ -51,7 +51,7 @@ def serve_command(
     request_log: Annotated[str, option_of(ApiSettings, "request_log")] = "text",
     request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
     otlp_endpoint: Annotated[str | None, option_of(ApiSettings, "otlp_endpoint")] = None,
-    edge_replicas: Annotated[int, option_of(ApiSettings, "replicas", min=1)] = default_replicas(),
+    edge_replicas: Annotated[int | None, option_of(ApiSettings, "replicas", min=1)] = None,
     attach: Attach = None,
     deployment: DeploymentId = None,
 ) -> None:
@@ -65,7 +65,7 @@ def serve_command(
         request_log=cast("RequestLogFormat", _one_of("--request-log", request_log, RequestLogFormat)),
         request_log_file=_absolute(request_log_file),
         otlp_endpoint=otlp_endpoint,
-        replicas=edge_replicas,
+        replicas=edge_replicas or default_replicas(),
         limits=LimitSettings(waiting=max_waiting),
     )
     if attach is not None:

@@ -34,6 +34,16 @@ def test_no_request_notices_the_leads_death() -> None:
         assert "the lead died; it is started again" in server.said()
 
 
+@pytest.mark.parametrize("hangs", [False, True], ids=["dead", "hung"])
+def test_another_lead_takes_the_requests_over(hangs: bool) -> None:
+    with served("--policy", "next-gate", "--budget", "25%", "--replicas", "2") as server:
+        undisturbed = run_streams(server.url, bodies())
+        lead = server.members("ray::GpuWorker")[0]
+        streams = run_streams(server.url, bodies(), lead.suspend if hangs else lead.kill, after=200)
+        assert [stream.error for stream in streams] == [None] * len(streams)
+        assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+
+
 def test_a_server_without_its_raylet_ends_in_one_line() -> None:
     with served(*_OPTIONS) as server:
         family = server.family()

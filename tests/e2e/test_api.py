@@ -62,6 +62,7 @@ class Server:
 
     def wait_until_idle(self) -> None:
         end_s = time.monotonic() + _WAIT_S
+        time.sleep(1.5)  # the lead is asked once a second
         with self.client() as http:
             while http.get("/ready").json()["runtime"]["running"]:
                 assert time.monotonic() < end_s
@@ -180,7 +181,9 @@ def test_the_key_is_asked_for(server: Server) -> None:
     for headers in ({}, {"Authorization": "Bearer other"}):
         assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 401
         assert httpx.get(f"{server.url}/metrics", headers=headers).status_code == 401
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    health = httpx.get(f"{server.url}/health").json()
+    assert health["status"] == "ok"
+    assert [lead["state"] for lead in health["leads"]] == ["serving"]
 
 
 def test_ids_and_errors_pass_the_proxy(server: Server) -> None:
