@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -165,6 +166,17 @@ def replay_trace(
     )
 
 
+def _popularity(trace: Trace, first: int) -> NDArray[np.int64]:
+    """How often each expert is picked [L, E]: in the requests to learn from, or in all where there are none."""
+    header = trace.header
+    counts = np.zeros((header.layers, header.experts), np.int64)
+    for request in islice(trace.requests(), first or None):
+        for step in request.iterations:
+            for layer in range(header.layers):
+                counts[layer] += np.bincount(step.ids[:, layer].ravel(), minlength=header.experts)
+    return counts
+
+
 def _check_learn(learn: float | None) -> None:
     if learn is not None and not 0 <= learn < 1:
         raise ConfigError(f"--learn is {learn}", "give a share from 0 to below 1")
@@ -198,11 +210,12 @@ def replay(
     cut = None if settings.split.kind == "off" else first_cut(header, settings, budget)
     eviction = _optimum(trace) if optimum else eviction_of(settings, header)
     policy = checked_prefetch(settings, replace(context, eviction=eviction), header)
-    engine = engine_of(settings, header, machine, budget, eviction, policy, cut)
+    popularity = _popularity(trace, first) if settings.needs_popularity else None
+    engine = engine_of(settings, header, machine, budget, eviction, policy, cut, popularity=popularity)
     if settings.preload == "all":
-        if engine.stats.slots < engine.stats.experts:
+        if engine.slots < engine.stats.experts:
             raise BudgetError(f"policy '{settings.name}' keeps all experts resident", "pass --budget 1.0")
-        engine.cache.preload(range(engine.stats.experts))
+        engine.preload()
     with progress_on(console if console is not None else Console(quiet=True)) as progress:
         task = progress.add_task("replaying requests", total=header.requests)
         requests = trace.requests()
@@ -277,8 +290,6 @@ def replay_policy(name: str, eviction: str | None) -> PolicySettings:
 
 def require_replayable(settings: PolicySettings) -> None:
     """Raise ConfigError where a preset uses what the simulated executor has not."""
-    if settings.uses_ndp:
-        raise ConfigError(f"policy '{settings.name}' computes on an NDP worker", "replay one that only caches")
     if settings.reroutes and not replays_routing(settings):
         raise ConfigError(
             f"policy '{settings.name}' changes the routing, and a trace holds what the model picked",

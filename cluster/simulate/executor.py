@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -27,6 +27,7 @@ from ...actors.engine.split import Configuring, make_configuring
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.activeevict import PreEviction
 from ...actors.policies.eviction import EvictionPolicy, make_eviction
+from ...actors.policies.fmoe import ExpertMapPolicy
 from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout, buffer_for
 from ...actors.policies.plan import LayerPlan
@@ -40,6 +41,18 @@ from ...actors.settings import budget_bytes, mixed_slots
 from ...errors import BudgetError, ConfigError, TraceError
 from ...kernels.pack import PackedShape
 from .machine import Machine
+from .peers import (
+    SimulatedNdp,
+    SimulatedShard,
+    SimulatedShards,
+    SimulatedTask,
+    join,
+    make_simulated_placer,
+    merged,
+    owners_of,
+    rows_of,
+    send,
+)
 from .trace import Iteration, TraceHeader
 
 _BATCH = 64  # forwards that the configurator counts together
@@ -195,21 +208,23 @@ class _RecordedBackend:
     ) -> None:
         self._clock, self._machine, self._runner = clock, machine, runner
         self._loader, self._submitted, self._compute = loader, 0, compute
+        self.shards: SimulatedShards | None = None
+        self.ndp: SimulatedNdp | None = None
         self.context = 0  # tokens whose keys and values the present forward reads in each layer
 
     def native(self, step: MoeLayer) -> None:
         return None
 
-    def look(self, layer: int, weighed: bool, parts: Parts) -> RecordedLayer:
+    def look(self, layer: int, weighed: bool, parts: Any) -> Any:
         view = RecordedLayer(layer, parts)
         self._compute.run(self._machine.dense(view.tokens, self.context))
         return view
 
-    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: RecordedLayer) -> list[Any]:
-        raise AssertionError("a trace is replayed on one device")
+    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> list[SimulatedTask]:
+        return send(plan, step.index * step.experts, step.index, routing, self.shards, self.ndp)
 
     def run(
-        self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: RecordedLayer,
+        self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: Any,
         tasks: Sequence[Any],
     ) -> None:  # fmt: skip
         nothing, machine, submitted = cast(Any, None), self._machine, self._loader.submitted
@@ -220,6 +235,23 @@ class _RecordedBackend:
         if host_s:
             self._clock.advance(host_s)
         self._runner.run(step.index, plan, spans, nothing, nothing, routing.top_k, step.kernel, nothing)
+        if tasks:
+            join(tasks, self._clock, step.stats)
+
+
+class _ShardBackend(_RecordedBackend):
+    """A shard's part of a layer: a `Routing` of pairs, without a dense part."""
+
+    def look(self, layer: int, weighed: bool, parts: Routing) -> ShardView:
+        return ShardView(parts)
+
+
+@dataclass(frozen=True)
+class ShardView:
+    part: Routing
+
+    def routing(self) -> Routing:
+        return self.part
 
 
 class MatcherLag(PrefetchPolicy):
@@ -265,6 +297,8 @@ class SimulatedEngine:
         writeback: see `ExpertCache`.
         cut: the split of the slots, with an `eviction` for split caches; None: a slot is a whole expert.
         adaptive: policy by which the split adapts; None: fixed.
+        placement: preset that decides where experts run; None: all on one GPU. popularity: [L, E], for a static one.
+        evictions: of the other GPUs of the machine.
         low_bit: load unimportant misses as replicas, with a `TwoPools` as `eviction`; their kernels take as long as
             full experts. None: all loads are full.
         trials: pause prefetch where they say so; None: never.
@@ -289,10 +323,14 @@ class SimulatedEngine:
         adaptive: PolicySettings | None = None,
         low_bit: LowBitOptions | None = None,
         trials: PrefetchTrials | None = None,
+        placement: PolicySettings | None = None,
+        evictions: Sequence[EvictionPolicy] = (),
+        popularity: NDArray[np.int64] | None = None,
     ) -> None:
         keys, slot_bytes = header.layers * header.experts, header.slot_bytes
         bought = budget_bytes(budget, slot_bytes, keys)
-        slots, replicas = min(bought // slot_bytes, keys), None
+        owners = owners_of(header, machine.gpus) if evictions else [0] * keys
+        slots, replicas = min(bought // slot_bytes, owners.count(0)), None
         if low_bit is not None:
             packed = replica_bytes(header, low_bit.bits)
             slots, low = mixed_slots(bought, slot_bytes, packed, low_bit.share, keys)
@@ -314,19 +352,90 @@ class SimulatedEngine:
         )  # fmt: skip
         compute = Compute(self.clock, loader, machine.kernel_share)
         runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, _TimedReplicas(compute, machine)))
+        kernel = TimedKernel(compute, machine, neurons)
+        self._backend = backend = _RecordedBackend(self.clock, machine, runner, loader, compute)
+        self._shards = [
+            self._shard(owners.count(i), policy, governor, check) for i, policy in enumerate(evictions, start=1)
+        ]
+        self._placer = self._make_placer(placement, slots, popularity)
         self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(prefetch, pre_evict, adaptive)
         if self._prefetching is not None and trials is not None:
             self._prefetching.adapt(trials, self.clock)
         hooks = self._hooks(rerouting, low_bit)
-        kernel = TimedKernel(compute, machine, neurons)
-        self._backend = backend = _RecordedBackend(self.clock, machine, runner, loader, compute)
         self._context: dict[str, int] = {}  # tokens so far, by sequence
         self.layers = [
-            MoeLayer(
-                i, header.experts, self.cache, backend, Placer(self.cache), cast(Any, kernel), None, hooks, check
-            )
+            MoeLayer(i, header.experts, self.cache, backend, self._placer, cast(Any, kernel), None, hooks, check)
             for i in range(header.layers)
         ]
+        self._placer.preload()
+
+    def _shard(
+        self, owned: int, eviction: EvictionPolicy, governor: PrefetchGovernor | None, check: bool
+    ) -> SimulatedShard:
+        """Another GPU, with as many bytes as the lead. owned: experts that belong to it."""
+        header, machine, clock = self.header, self.machine, VirtualClock()
+        keys, slots = header.layers * header.experts, min(self.stats.expert_budget_bytes // header.slot_bytes, owned)
+        memory = cast(Any, _NoPool(slots * header.slot_bytes, 1, slots))
+        loader = VirtualLoader(clock, machine.link, late_s=machine.wait_s)
+        stats = EngineStats(
+            layers=[LayerStats() for _ in range(header.layers)], slots=slots, experts=keys, executor="simulated"
+        )
+        cache = ExpertCache(
+            memory, [memory] * header.layers, cast(Any, _NoDevice()), Residency(keys, slots, header.slot_bytes),
+            eviction, PrefetchGovernor(0.0 if governor is None else governor.min_useful), stats, Timeline(False),
+            loader, clock, None, False, None,
+        )  # fmt: skip
+        compute, placer = Compute(clock, loader, machine.kernel_share), Placer(cache)
+        backend = _ShardBackend(clock, machine, ExpertRunner(cache), loader, compute)
+        kernel = cast(Any, TimedKernel(compute, machine, 1))
+        steps = [
+            MoeLayer(i, header.experts, cache, cast(Any, backend), placer, kernel, check=check)
+            for i in range(header.layers)
+        ]
+        return SimulatedShard(clock, cache, placer, steps)
+
+    def _make_placer(
+        self, placement: PolicySettings | None, slots: int, popularity: NDArray[np.int64] | None
+    ) -> Placer:
+        header, machine, backend = self.header, self.machine, self._backend
+        if self._shards:
+            backend.shards = SimulatedShards(header, machine, self.clock, self._shards)
+        if placement is None or not (self._shards or placement.uses_ndp):
+            return Placer(self.cache)
+        if machine.ndp is not None and placement.uses_ndp:
+            backend.ndp = SimulatedNdp(machine.ndp, header, machine.ndp_workers, neurons_of(header), self.clock)
+        each = [slots, *(shard.cache.stats.slots for shard in self._shards)]
+        return make_simulated_placer(
+            placement, header, machine, self.cache, each, backend.shards, backend.ndp, popularity
+        )
+
+    def preload(self) -> None:
+        """Load every expert on its GPU."""
+        keys = range(self.stats.experts)
+        shards = self._backend.shards
+        self.cache.preload([key for key in keys if shards is None or shards.owner_of(key) == 0])
+        if shards is not None:
+            shards.preload(keys)()
+
+    @property
+    def slots(self) -> int:
+        """Of all GPUs."""
+        return self.stats.slots + sum(shard.cache.stats.slots for shard in self._shards)
+
+    def live_stats(self) -> EngineStats:
+        """The counters so far, over all GPUs."""
+        found = self.cache.live_stats()
+        if not self._shards:
+            return found
+        for shard in self._shards:
+            shard.cache.settle_times()
+        rows = zip(found.layers, *(shard.cache.live_stats().layers for shard in self._shards), strict=True)
+        layers = [merged(lead, others, vars(lead)) for lead, *others in rows]
+        each = [found, *(shard.cache.stats for shard in self._shards)]
+        return replace(
+            found, slots=self.slots, layers=layers, decode_hits=sum(stats.decode_hits for stats in each),
+            decode_misses=sum(stats.decode_misses for stats in each),
+        )  # fmt: skip
 
     def _make_ahead(
         self, prefetch: PrefetchPolicy | None, pre_evict: PreEviction | None, adaptive: PolicySettings | None
@@ -336,7 +445,9 @@ class SimulatedEngine:
         if prefetch is not None:
             if self.machine.matcher_s and getattr(prefetch, "of_matcher", False):
                 prefetch = MatcherLag(prefetch, self.clock, self.machine.matcher_s, header.experts)
-            prefetching = Prefetching(prefetch, self.cache, header.layers, header.experts, _see)
+            prefetching = Prefetching(
+                prefetch, self.cache, header.layers, header.experts, _see, cast(Any, self._backend.shards)
+            )
         if pre_evict is not None:
             pre_evicting = PreEvicting(pre_evict, self.cache, header.layers, header.experts, _recorded_logits)
         if adaptive is not None:
@@ -366,6 +477,9 @@ class SimulatedEngine:
             self._prefetching.begin(spans)
         if self._pre_evicting is not None:
             self._pre_evicting.begin_forward(last_rows(spans))
+        self._placer.begin_forward(cast(Any, rows_of(spans)))
+        for shard in self._shards:
+            shard.cache.decode_only = self.cache.decode_only
         self.clock.advance(self.machine.forward_s)
         for name, part in parts:
             self._context[name] = self._context.get(name, 0) + len(part.tokens)
@@ -376,14 +490,17 @@ class SimulatedEngine:
     def end_sequence(self, name: str) -> None:
         """A sequence is over."""
         self._context.pop(name, None)
+        self._placer.end_sequence(name)
         if self._prefetching is not None:
             self._prefetching.end_sequence(name)
 
     def reset_stats(self) -> None:
         """Zero the counters; residency and the clock stay."""
-        self.stats.layers[:] = [LayerStats() for _ in self.stats.layers]
+        for stats in (self.stats, *(shard.cache.stats for shard in self._shards)):
+            stats.layers[:] = [LayerStats() for _ in stats.layers]
+            stats.decode_hits = stats.decode_misses = 0
         self.stats.prefetch_sources = {}
-        self.stats.substitutions = self.stats.dropped = self.stats.decode_hits = self.stats.decode_misses = 0
+        self.stats.substitutions = self.stats.dropped = 0
 
 
 def replica_bytes(header: TraceHeader, bits: int) -> int:
@@ -470,17 +587,27 @@ def engine_of(
     prefetch: PrefetchPolicy | None,
     cut: SplitLayout | None = None,
     adapts: bool = True,
+    popularity: NDArray[np.int64] | None = None,
 ) -> SimulatedEngine:
     """An engine with the preset's governor, trials of prefetch, pre-eviction, budget-aware routing and write-back.
 
     Args:
         eviction, prefetch, cut: made from the preset; policies may be trained.
+        popularity: [L, E], for a static placement.
         adapts: False: the given split stays, also for an adaptive preset.
 
     Raises:
         BudgetError, ValueError: as `SimulatedEngine`.
     """
-    context = context_of(header)
+    context, others = context_of(header), [eviction_of(settings, header) for _ in range(machine.gpus - 1)]
+    if others and (cut is not None or settings.low_bit is not None or settings.reroutes or settings.evict_writeback):
+        raise ConfigError(
+            f"policy '{settings.name}' is simulated on one GPU, machine '{machine.name}' has {machine.gpus}",
+            "replay it on a machine with one GPU",
+        )
+    if isinstance(prefetch, ExpertMapPolicy):
+        for other in others:
+            prefetch.tell(other)
     rule = policy_class("routing", settings.routing.kind)
     return SimulatedEngine(
         header, machine, budget, eviction, prefetch, PrefetchGovernor(settings.prefetch.min_useful), cut=cut,
@@ -489,6 +616,7 @@ def engine_of(
         low_bit=settings.low_bit, writeback=settings.evict_writeback,
         adaptive=settings if adapts and settings.split.kind == "adaptive" else None,
         trials=PrefetchTrials() if settings.adapts_prefetch else None,
+        placement=settings, evictions=others, popularity=popularity,
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class _PhaseMeter:
         self._hits, self._misses = self._counted()
 
     def _counted(self) -> tuple[int, int]:
-        layers = self.engine.cache.live_stats().layers
+        layers = self.engine.live_stats().layers
         return sum(layer.hits for layer in layers), sum(layer.misses for layer in layers)
 
     def after(self, parts: Parts) -> None:
@@ -149,7 +149,7 @@ def serve(
 
 def result(engine: SimulatedEngine, served: Served) -> dict[str, Any]:
     """The engine's counters, as of a real engine, and the replay's results, flat."""
-    return engine.cache.live_stats().as_dict() | {
+    return engine.live_stats().as_dict() | {
         "requests": served.requests, "forwards_run": served.forwards, "tokens": served.tokens,
         "generated_tokens": served.generated, "virtual_s": served.wall_s, "ttft_s": served.ttft_s,
         "queue_s": served.queue_s, "latency_p50_s": served.latency_s[0], "latency_p99_s": served.latency_s[1],

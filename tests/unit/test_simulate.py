@@ -296,7 +296,7 @@ def test_recall_command(trace: Trace, capsys: pytest.CaptureFixture[str]) -> Non
         (["--prefetch", "next-gate", "--distance", "3"], "greater --distances"),
         (["--prefetch", "layerwise", "--distance", "2"], "not 2"),
         (["--eviction", "magic"], "give one of lru"),
-        (["--policy", "monde"], "computes on an NDP worker"),
+        (["--policy", "monde"], "machine 'recorded' has none"),
         (["--policy", "all-resident"], "keeps all experts resident"),
         (["--learn", "1"], "--learn is 1"),
         (["--at-once", "0"], "--at-once is 0"),

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ....errors import ConfigError
 from ....kernels.expert_ffn import ExpertKernel
@@ -27,7 +28,7 @@ from ...policies.context_ndp import (
     prefix_split,
     static_hot,
 )
-from ...policies.cost import FULL_BITS, SplitCosts, Work, split_costs
+from ...policies.cost import FULL_BITS, NdpProfile, SplitCosts, Work, split_costs
 from ...policies.plan import LayerPlan, Remote
 from ...policies.residency import State
 from ...policy_settings import PolicySettings
@@ -337,7 +338,7 @@ def make_placer(
     policy, experts = settings.policy, shape.num_experts
     placement = policy.placement
     published: Published | None = getattr(cache.pool, "published", None)
-    bits, widest = _bits(policy.precision, policy.name, tables, published)
+    bits, widest = replica_bits(policy.precision, policy.name, tables, published)
     if placement.kind == "monde":
         return MondePlacer(cache, experts, pool, _monde_choice(settings, cache, shape, kernel), widest)
     hot_slots = _hot_slots(settings, cache, experts)
@@ -355,6 +356,14 @@ def make_placer(
             f"policy {policy.name} needs the popularity of experts, and the store's replicas are data-free",
             "run `tiermoe prepare MODEL OUT --bits 4 --calibrated`, or give a text with --calibration FILE",
         )
+    return make_static(cache, experts, shards, pool, widest, hot_slots, counts, bits)
+
+
+def make_static(
+    cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool, widest: int, hot_slots: HotSlots,
+    counts: NDArray[np.int64], bits: Bits,
+) -> StaticPlacer:  # fmt: skip
+    """A fixed hot set by popularity. counts: of each expert [L, E]."""
     hot = static_hot(counts, hot_slots)
     keys = [layer * experts + e for layer in range(hot_slots.layers) for e in sorted(hot[layer])]
     cold = []
@@ -378,7 +387,7 @@ def _hot_slots(settings: EngineSettings, cache: ExpertCache, experts: int) -> Ho
         ) from error
 
 
-def _bits(
+def replica_bits(
     precision: PrecisionOptions, name: str, tables: ReplicaTables | None, published: Published | None
 ) -> tuple[Bits, int]:
     """Chooses the widths of a layer's cold experts; and the width of a hot expert that is on no GPU.
@@ -435,17 +444,27 @@ def _monde_choice(
     row_bytes = 4 * shape.hidden  # float32 over the channel
     published = getattr(cache.pool, "published", None)
     bits = FULL_BITS if published is None else min(FULL_BITS, published.bits)
+    return monde_choice(
+        profile, shape.hidden, shape.intermediate, lambda rows: first_s + (rows - 1) * further_s, load, row_bytes, bits
+    )
+
+
+def monde_choice(
+    profile: NdpProfile, hidden: int, intermediate: int, gpu_s: Callable[[int], float], one_load_s: float,
+    row_bytes: int, bits: int,
+) -> Callable[[Sequence[int], Sequence[bool], int], list[bool]]:  # fmt: skip
+    """MoNDE's rule for experts of one shape. gpu_s: seconds of an expert on the GPU, by rows. bits: near data."""
 
     @functools.cache
     def priced(rows: int) -> SplitCosts:
-        work = Work(shape.hidden, shape.intermediate, rows, bits)
-        return split_costs(profile, [work], [first_s + (rows - 1) * further_s], load, row_bytes)
+        work = Work(hidden, intermediate, rows, bits)
+        return split_costs(profile, [work], [gpu_s(rows)], one_load_s, row_bytes)
 
     def choose(rows: Sequence[int], resident: Sequence[bool], workers: int) -> list[bool]:
         each = [priced(n) for n in rows]
-        gpu_s = tuple([cost.gpu_s[0] for cost in each])
+        on_gpu = tuple([cost.gpu_s[0] for cost in each])
         ndp_s = tuple([cost.ndp_s[0] / workers for cost in each])
-        return monde_split(rows, resident, SplitCosts(gpu_s, ndp_s, load, once_s))
+        return monde_split(rows, resident, SplitCosts(on_gpu, ndp_s, one_load_s, once_s))
 
     once_s = priced(1).ndp_once_s
     return choose

@@ -380,8 +380,13 @@ class ExpertMapPolicy(PrefetchPolicy):
         return cls(maps, context.hidden, told)
 
     def __init__(self, maps: ExpertMapPrefetch, hidden: int, expect: Expect | None = None) -> None:
-        self._maps, self._hidden, self._expect = maps, hidden, expect
+        self._maps, self._hidden, self._expect = maps, hidden, [] if expect is None else [expect]
         self.distance = maps.store.distance
+
+    def tell(self, eviction: EvictionPolicy) -> None:
+        """Give another GPU's eviction the probabilities, too."""
+        if isinstance(eviction, ExpertMapEviction):
+            self._expect.append(eviction.expect)
 
     def begin_forward(self, spans: Sequence[Span]) -> Sequence[Wanted]:
         rows: list[NDArray[np.float32]] = [
@@ -402,10 +407,11 @@ class ExpertMapPolicy(PrefetchPolicy):
     def _wanted(self, forecast: Forecast | None) -> Sequence[Wanted]:
         if forecast is None:
             return []
-        if self._expect is not None:
+        if self._expect:
             layers = forecast.keys // self._maps.store.experts
             probabilities = probability_of(forecast.priorities, layers, forecast.now)
-            self._expect(forecast.keys, probabilities)
+            for expect in self._expect:
+                expect(forecast.keys, probabilities)
         n = forecast.wanted
         keys, priorities = forecast.keys[:n].tolist(), forecast.priorities[:n].tolist()
         return WantedKeys.of(keys, priorities, self._maps.store.experts)

@@ -1,0 +1,313 @@
+"""Peers of a simulated lead: other GPUs with their own caches and links, and near-data devices, on their own clocks.
+
+    lead: send at t -> peer: begins at max(its clock, t + hop), runs -> lead: joins at max(its clock, end + hop)
+
+A shard runs the same step as the lead (`engine.layer.MoeLayer`) on a cache, a link and a clock of its own. A near-data
+device runs its batches one after another in the time of `policies.cost.batch_cost`. The lead's placers are the engine's
+(`engine.peers.placement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...actors.engine.cache.cache import ExpertCache
+from ...actors.engine.cache.virtual_link import VirtualClock
+from ...actors.engine.host_view import Routing
+from ...actors.engine.layer import MoeLayer, Placer
+from ...actors.engine.stats import LayerStats, PeerKind
+from ...actors.policies.context_ndp import HotSet, HotSlots
+from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, load_s
+from ...actors.policies.plan import LayerPlan
+from ...actors.policies.sharding import shard_of, spread_by_bytes
+from ...actors.policy_settings import PolicySettings
+from ...actors.store.replicas import ReplicaTables
+from ...errors import ConfigError
+from ...proto.messages import ExpertResult
+from .machine import Machine
+from .trace import TraceHeader
+
+if TYPE_CHECKING:
+    from ...actors.policies.prefetch import Span
+
+_ROW_ITEM = 4  # bytes of a number of a row between processes: float32
+_GROUP = 64  # inputs that share a replica's scale
+_NO_PAIRS: Any = None
+
+
+class Rows(NamedTuple):
+    """A sequence's rows, as placers see them (`serving.streams.SequenceRows`, which needs torch)."""
+
+    name: str
+    start: int
+    stop: int
+    decode: bool
+
+
+@dataclass
+class SimulatedTask:
+    """One peer's experts of a layer (`dispatch.RemoteTask`). done_s: when its answer is at the lead."""
+
+    kind: PeerKind
+    name: str
+    keys: list[int]
+    pairs: int
+    done_s: float
+    answer: ExpertResult
+    blocked_s: float = 0.0
+    link_s: float = 0.0
+    recomputed: bool = False
+
+
+class SimulatedShard:
+    """Another GPU. layers: the steps of a model on `cache`, whose backend takes a `Routing`."""
+
+    def __init__(self, clock: VirtualClock, cache: ExpertCache, placer: Placer, layers: Sequence[MoeLayer]) -> None:
+        self.clock, self.cache, self.layers = clock, cache, layers
+        self._placer, self._layer = placer, -1
+
+    def begin(self, at_s: float) -> None:
+        """A message has arrived."""
+        self.clock.now_s = max(self.clock.now_s, at_s)
+
+    def run(self, layer: int, part: Routing) -> ExpertResult:
+        """The experts of a layer; the clock goes on. The result has no sums."""
+        begin_s, stats = self.clock.now_s, self.cache.stats.layers[layer]
+        blocked_s, link_s = stats.blocked_io_s, stats.link_s
+        passed = range(self._layer + 1, layer) if layer > self._layer else range(layer)
+        for index in passed:
+            self.cache.drop_stale(index, ())
+        self._layer = layer
+        self.layers[layer].forward(part)
+        self.cache.settle_times()
+        total_s = self.clock.now_s - begin_s
+        nothing: Any = None
+        return ExpertResult(nothing, total_s - (stats.blocked_io_s - blocked_s), stats.link_s - link_s, total_s)
+
+    def prefetch(self, keys: Sequence[int]) -> None:
+        if self.cache.governor.allows():
+            self.cache.poll()
+            self.cache.prefetch(keys)
+
+    def place(self, keys: Sequence[int], *, keep_others: bool, preload: bool = False) -> None:
+        """Make these the hot experts."""
+        self._placer.keep = frozenset(keys)
+        self.cache.poll()
+        if preload:
+            self.cache.preload(keys)
+        else:
+            self.cache.migrate(keys, keep_others=keep_others)
+
+
+class SimulatedShards:
+    """The other GPUs of a lead (`engine.peers.shards.Shards`); experts belong to GPUs round-robin.
+
+    Args:
+        clock: the lead's. shards: GPUs 1..G-1.
+    """
+
+    def __init__(
+        self, header: TraceHeader, machine: Machine, clock: VirtualClock, shards: Sequence[SimulatedShard]
+    ) -> None:
+        self.peers = {f"shard/{i}": shard for i, shard in enumerate(shards, start=1)}
+        self._machine, self._clock, self._row_bytes = machine, clock, _ROW_ITEM * header.hidden
+        self._owners = owners_of(header, machine.gpus)
+        by_index = [None, *self.peers.items()]
+        self._owner = [by_index[i] for i in self._owners]
+
+    def owner_of(self, key: int) -> int:
+        return self._owners[key]
+
+    def peer_of(self, key: int) -> tuple[str, SimulatedShard] | None:
+        return self._owner[key]
+
+    def run(self, name: str, layer: int, keys: list[int], part: Routing) -> SimulatedTask:
+        """Send a shard its part of a layer."""
+        shard, hop_s = self.peers[name], self._machine.hop(min(part.tokens, part.starts[-1]) * self._row_bytes)
+        shard.begin(self._clock.now_s + hop_s)
+        answer = shard.run(layer, part)
+        blocked_s = answer.paced_s - answer.measured_s
+        return SimulatedTask(
+            "shard", name, keys, part.starts[-1], shard.clock.now_s + hop_s, answer, blocked_s, answer.modelled_s
+        )
+
+    def prefetch(self, layer: int, keys: Sequence[int]) -> None:
+        """Post prefetches to the owners, most wanted first."""
+        for shard, wanted in self._by_shard(keys):
+            if wanted:
+                shard.begin(self._clock.now_s + self._machine.hop(0))
+                shard.prefetch(wanted)
+
+    def place(self, keys: Sequence[int], *, keep_others: bool) -> Callable[[], bool]:
+        for shard, hot in self._by_shard(keys):
+            shard.begin(self._clock.now_s + self._machine.hop(0))
+            shard.place(hot, keep_others=keep_others)
+        return lambda: True
+
+    def preload(self, keys: Sequence[int]) -> Callable[[], None]:
+        for shard, hot in self._by_shard(keys):
+            shard.place(hot, keep_others=False, preload=True)
+        return lambda: None
+
+    def _by_shard(self, keys: Sequence[int]) -> list[tuple[SimulatedShard, list[int]]]:
+        return [
+            (shard, [key for key in keys if self._owners[key] == i]) for i, shard in enumerate(self.peers.values(), 1)
+        ]
+
+
+@dataclass(eq=False)
+class SimulatedNdp:
+    """Near-data devices that share the experts (`engine.peers.remote.NdpPool`), each with a clock of its own.
+
+    Attributes:
+        free_s: when each has ended its last batch. busy_s: seconds that each has worked.
+    """
+
+    profile: NdpProfile
+    header: TraceHeader
+    workers: int
+    neurons: int
+    clock: VirtualClock
+    available: bool = True
+    free_s: list[float] = field(default_factory=list)
+    busy_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free_s, self.busy_s = [0.0] * self.workers, [0.0] * self.workers
+        keys = self.header.layers * self.header.experts
+        self._owners = spread_by_bytes([1] * keys, self.workers)
+        self._names = [f"ndp/{i}" for i in range(self.workers)]
+
+    @property
+    def living(self) -> int:
+        return self.workers
+
+    def choose(self, keys: Sequence[int]) -> list[str]:
+        """The device of each expert."""
+        return [self._names[self._owners[key]] for key in keys]
+
+    def run(self, name: str, keys: list[int], bits: Sequence[int], counts: Sequence[int], tokens: int) -> SimulatedTask:
+        """A batch with `counts` rows of each expert, of `tokens` rows in all; bits 0: full precision."""
+        number, works = self._names.index(name), list[Work]()
+        for width, rows in zip(bits, counts, strict=True):
+            works.append(Work(self.header.hidden, self.neurons, rows, width or FULL_BITS, _GROUP if width else None))
+        nbytes = min(tokens, sum(counts)) * self.header.hidden * _ROW_ITEM
+        cost = batch_cost(self.profile, works, nbytes, nbytes)
+        begin_s = max(self.clock.now_s, self.free_s[number])
+        self.free_s[number] = done_s = begin_s + cost.total_s
+        self.busy_s[number] += cost.total_s
+        nothing: Any = None
+        answer = ExpertResult(nothing, cost.total_s, cost.total_s, done_s - self.clock.now_s)
+        return SimulatedTask("ndp", name, keys, sum(counts), done_s, answer)
+
+
+def owners_of(header: TraceHeader, gpus: int) -> list[int]:
+    """The GPU of each key [L * E]."""
+    experts = header.experts
+    return [shard_of(layer, e, experts, gpus) for layer in range(header.layers) for e in range(experts)]
+
+
+def send(
+    plan: LayerPlan, base: int, layer: int, routing: Routing, shards: SimulatedShards | None, ndp: SimulatedNdp | None
+) -> list[SimulatedTask]:
+    """The plan's remote experts, one batch for each peer. base: the layer's first key."""
+    place = {base + expert: i for i, expert in enumerate(routing.experts)}
+    parts: dict[str, list[Any]] = {}
+    for remote in plan.remote:
+        parts.setdefault(remote.peer, []).append(remote)
+    tasks = []
+    for name, part in parts.items():
+        keys = [remote.key for remote in part]
+        counts = [routing.counts[place[key]] for key in keys]
+        if ndp is not None and name.startswith("ndp/"):
+            tasks.append(ndp.run(name, keys, [remote.bits for remote in part], counts, routing.tokens))
+            continue
+        assert shards is not None  # plans name no others
+        starts = [0, *np.cumsum(counts).tolist()]
+        own = Routing(
+            routing.tokens, routing.top_k, [key - base for key in keys], counts, starts, _NO_PAIRS, _NO_PAIRS
+        )
+        tasks.append(shards.run(name, layer, keys, own))
+    return tasks
+
+
+def join(tasks: Sequence[SimulatedTask], clock: VirtualClock, stats: LayerStats) -> None:
+    """Wait for the answers."""
+    for task in tasks:
+        waited_s = max(0.0, task.done_s - clock.now_s)
+        clock.now_s += waited_s
+        stats.count_answer(task.kind, waited_s, len(task.keys), task.pairs, task.answer)
+
+
+def rows_of(spans: Sequence[Span]) -> list[Rows]:
+    return [Rows(span.sequence, span.start, span.stop, span.decode) for span in spans]
+
+
+def make_simulated_placer(
+    settings: PolicySettings, header: TraceHeader, machine: Machine, cache: ExpertCache, slots: Sequence[int],
+    shards: SimulatedShards | None, ndp: SimulatedNdp | None, counts: NDArray[np.int64] | None,
+) -> Placer:  # fmt: skip
+    """The engine's placer of a preset, with simulated peers.
+
+    A trace holds no errors of quantized experts, so every expert's error is 4^-b at b bits: an average width is held,
+    and which expert gets which width is not the paper's.
+
+    Args:
+        slots: of each GPU. counts: popularity [L, E], for placement static.
+
+    Raises:
+        ConfigError: the preset needs a device that the machine lacks, or more slots than there are.
+    """
+    from ...actors.engine.peers import placement as engine  # torch
+
+    peers, experts, kind = cast(Any, shards), header.experts, settings.placement.kind
+    if kind == "cache":
+        return engine.GpuPlacer(cache, experts, peers)
+    if ndp is None:
+        what = f"policy '{settings.name}' computes on an NDP worker, and machine '{machine.name}' has none"
+        raise ConfigError(what, "replay it with --machine h100-pcie4-ndp, or a policy that only caches")
+    pool = cast(Any, ndp)
+    widths = settings.precision.widths or (1, 2, 3, 4)
+    shape = (header.layers, experts)
+    losses = np.broadcast_to(0.25 ** np.array(widths), (*shape, len(widths))).astype(np.float32)
+    popular = np.ones(shape, np.int64) if counts is None else counts
+    tables = ReplicaTables(widths, losses, losses, np.zeros(losses.shape, bool), popular, popular.astype(np.float64))
+    bits, widest = engine.replica_bits(settings.precision, settings.name, tables, None)
+    if kind == "monde":
+        if shards is not None:
+            raise ConfigError("MoNDE has one GPU", "replay it on a machine with one")
+        load = 0.0 if machine.link is None else load_s(header.slot_bytes, machine.link)
+        row_bytes = _ROW_ITEM * header.hidden
+        choose = engine.monde_choice(
+            ndp.profile, header.hidden, ndp.neurons, lambda rows: machine.experts(1, rows), load, row_bytes, FULL_BITS
+        )
+        return engine.MondePlacer(cache, experts, pool, choose, widest)
+    owner = np.asarray(owners_of(header, machine.gpus)).reshape(shape)
+    try:
+        hot_slots = HotSlots.fit(owner, slots, settings.placement.hot_per_layer)
+    except ValueError as error:
+        raise ConfigError(f"policy {settings.name}: {error}", "raise --budget") from error
+    if kind == "context":
+        stats = cache.stats
+
+        def migrated() -> None:
+            stats.migrations += 1
+
+        hot_set = HotSet(hot_slots, settings.placement.alpha)
+        return engine.ContextPlacer(cache, experts, peers, pool, widest, hot_set, bits, migrated)
+    return engine.make_static(cache, experts, peers, pool, widest, hot_slots, popular, bits)
+
+
+def merged(lead: LayerStats, others: Sequence[LayerStats], fields: Mapping[str, Any]) -> LayerStats:
+    """A layer's counters over all GPUs; passes, paths and answers are the lead's."""
+    own = ("forwards", "waves", "io_path_s", "link_path_s")
+    values = {
+        name: getattr(lead, name) + (0 if name in own else sum(getattr(other, name) for other in others))
+        for name in fields
+    }
+    return LayerStats(**values)

@@ -1,0 +1,124 @@
+"""Several simulated GPUs and near-data devices, against times by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import traces
+
+from tiermoe.actors.policies.cost import NdpProfile, Work, expert_cost, load_s
+from tiermoe.actors.policies.eviction import Lru
+from tiermoe.cluster.config import load_policy
+from tiermoe.cluster.jobs.replay import replay
+from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of
+from tiermoe.cluster.simulate.hit_rates import serve
+from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.trace import Iteration, Trace, TraceHeader
+from tiermoe.errors import ConfigError
+
+SLOT = 1000
+DEVICE = NdpProfile("d", 1.0, 10**9, 1, 4, 4, 1.0, 1, 1.0, 1.0)
+
+
+def step(header: TraceHeader, ids: list[int], rows: int = 1) -> Iteration:
+    """One token that picks these experts in each layer."""
+    made = traces.rows_of(header, [1] * rows, np.random.default_rng(0))
+    fields = vars(made) | {"ids": np.broadcast_to(np.array(ids, np.uint8), (rows, header.layers, len(ids)))}
+    return Iteration(decode=rows == 1, embedding=np.zeros(4, np.float32), **fields)
+
+
+def machine(**changes: object) -> Machine:
+    fields = {
+        "name": "m", "forward_s": 0, "dense_s": 0, "dense_row_s": 0, "expert_s": 1.0, "expert_row_s": 0.5,
+        "link_gbps": 1e-6,  # an expert's 1000 bytes take a second
+    }  # fmt: skip
+    return Machine.model_validate(fields | changes)
+
+
+def test_two_gpus_load_over_their_own_links() -> None:
+    """Experts 0 and 1 of two GPUs: each loads one (1 s) and runs it (1 s); the message takes 0.25 s each way."""
+    header = traces.header(layers=1, experts=4, top_k=2, slot_bytes=SLOT)
+    settings = load_policy("on-demand")
+    for gpus, want_s in ((1, 1 + 1 + 1), (2, 0.25 + 1 + 1 + 0.25)):  # one GPU: the second copy beside the first kernel
+        box = machine(gpus=gpus, peer_us=0.25e6)
+        engine = engine_of(settings, header, box, 0.5, eviction_of(settings, header), None)
+        engine.forward([("a", step(header, [0, 1]))])
+        assert engine.clock.now_s == pytest.approx(want_s)
+        stats = engine.live_stats().total()
+        assert (stats.hits, stats.misses, stats.bytes_loaded) == (0, 2, 2 * SLOT)
+        engine.forward([("a", step(header, [0, 1]))])
+        assert engine.live_stats().total().hits == 2
+        assert engine.clock.now_s - want_s == pytest.approx(2.0 if gpus == 1 else 1.5)
+
+
+def test_prefetch_goes_to_the_owner(tmp_path: Path) -> None:
+    """A perfect next gate loads on both links ahead: fewer waits than on demand, the same misses in layer 0 only."""
+    header = traces.header(layers=4, experts=8, slot_bytes=SLOT)
+    traces.write(tmp_path / "t", header, [[1], [2], [3]], decodes=6)
+    trace = Trace(tmp_path / "t")
+    found = {}
+    for name in ("on-demand", "mixtral-offloading"):
+        settings = load_policy(name)
+        found[name] = replay(trace, settings, context_of(header), machine(gpus=2, dense_s=5.0), 0.25)
+    assert found["mixtral-offloading"]["bytes_loaded_prefetch"] > 0
+    assert found["mixtral-offloading"]["hit_rate"] > found["on-demand"]["hit_rate"]
+    assert found["mixtral-offloading"]["virtual_s"] < found["on-demand"]["virtual_s"]
+
+
+def test_a_replay_on_one_of_several_gpus_alone_is_refused() -> None:
+    header, settings = traces.header(layers=1, slot_bytes=960), load_policy("hobbit")
+    with pytest.raises(ConfigError, match="one GPU"):
+        engine_of(settings, header, machine(gpus=2), 0.5, eviction_of(settings, header), None)
+
+
+def ndp_s(header: TraceHeader, rows: list[int], bits: int, tokens: int) -> float:
+    """A batch of the device, by the cost model: experts in turn, activations in and out."""
+    group = None if bits == 16 else 64
+    each = sum(expert_cost(DEVICE, Work(header.hidden, 20, n, bits, group)).total_s for n in rows)
+    return each + 2 * load_s(4 * header.hidden * tokens, DEVICE.link)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_near_data_devices_work_beside_the_gpu(workers: int) -> None:
+    """A static hot set of one expert: expert 0 is there and takes 1 s, 1 and 2 run near data at 4 bits.
+
+    Two devices share them: by number, experts 1 and 2 are on different ones.
+    """
+    header = traces.header(layers=1, experts=4, top_k=3, slot_bytes=960)  # 20 neurons
+    settings = load_policy("static-ndp")
+    counts = np.array([[9, 3, 2, 1]])
+    for expert_s in (0.0, 1.0):  # the device is the slower side, then the GPU
+        box = machine(ndp=DEVICE, ndp_workers=workers, expert_s=expert_s)
+        engine = engine_of(settings, header, box, 0.25, eviction_of(settings, header), None, popularity=counts)
+        begin_s = engine.clock.now_s  # after the preload
+        engine.forward([("a", step(header, [0, 1, 2]))])
+        total = engine.live_stats().total()
+        assert (total.hits, total.misses, total.ndp_experts) == (1, 0, 2)
+        bits = settings.precision.widths[0] if settings.precision.widths else 16
+        want_s = max(expert_s, ndp_s(header, [1] * (2 // workers), bits, 1))
+        assert engine.clock.now_s - begin_s == pytest.approx(want_s)
+
+
+def test_context_placement_and_monde_replay(tmp_path: Path) -> None:
+    """Lossy widths are faster near data than full precision, and only the prefill's migration loads during decode."""
+    header = traces.header(layers=2, experts=8, top_k=2, slot_bytes=960)
+    traces.write(tmp_path / "t", header, [[1, 2, 3], [4, 5]], decodes=8)
+    trace, tpot = Trace(tmp_path / "t"), {}
+    box = machine(link_gbps=1e-4, expert_s=1e-9, expert_row_s=0, ndp=DEVICE)
+    for name in ("context-ndp-full", "context-ndp-3bit", "context-ndp-2bit", "monde"):
+        record = replay(trace, load_policy(name), context_of(header), box, 0.5)
+        tpot[name] = record["tpot_s"]
+        assert record["ndp_experts"] > 0
+        assert record["migrations"] == (0 if name == "monde" else 2)
+    assert tpot["context-ndp-2bit"] < tpot["context-ndp-3bit"] < tpot["context-ndp-full"]
+
+
+def test_one_gpu_is_as_without_peers(tmp_path: Path) -> None:
+    header = traces.header(layers=3, experts=6, slot_bytes=SLOT)
+    traces.write(tmp_path / "t", header, [[1, 2], [3]])
+    trace, settings = Trace(tmp_path / "t"), load_policy("on-demand")
+    plain = SimulatedEngine(header, machine(), 0.5, Lru())
+    made = engine_of(settings, header, machine(), 0.5, eviction_of(settings, header), None)
+    assert serve(plain, trace.requests()) == serve(made, trace.requests())
