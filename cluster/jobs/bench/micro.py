@@ -191,6 +191,41 @@ class Predict(Options):
     max_tokens: int = Field(48, ge=2, description="Tokens generated after each prompt.")
 
 
+class Simulate(Options):
+    """Layer steps a second of the simulator on one core, by preset."""
+
+    measure = "micro_simulate.simulate"
+    repeats: Repeats = 5
+    preset: tuple[str, ...] = Field(
+        ("on-demand", "cache-only", "next-gate", "mixtral-offloading", "moe-infinity", "moepic", "fmoe"),
+        description="Preset; repeat it.",
+    )
+    budget: float = Field(0.5, gt=0, le=1, description="Share of the experts.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Simulated link, 1e9 bytes per second.")
+    trace: Path | None = Field(None, description="Trace folder; default: that of the model of the project.")
+
+
+class Validation(Options):
+    """The simulator against this machine: TPOT and hit rate of presets x budgets x links on the same prompts."""
+
+    measure = "micro_simulate.validation"
+    model: Model = None
+    repeats: Repeats = 5
+    preset: tuple[str, ...] = Field(
+        (
+            "on-demand", "next-gate", "moepic", "cache-only", "mixtral-offloading", "moe-infinity",
+            "activeevict-lossless", "deepspeed-inference",
+        ),
+        description="Preset; repeat it.",
+    )  # fmt: skip
+    budget: tuple[str, ...] = Field(("0.25", "0.5", "0.75"), description="Device memory for experts; repeat it.")
+    link_gbps: tuple[Annotated[float, Ge(0.001)], ...] = Field(
+        (2.0, 16.0), description="Emulated link, 1e9 bytes per second; repeat it."
+    )
+    max_tokens: int = Field(48, ge=2, description="Tokens generated after each prompt.")
+    quick: bool = Field(False, description="Three presets at the first budget and link.")
+
+
 class Forms(Options):
     """Bytes moved and decode speed of one random model in published forms, at the same bytes of budget."""
 
@@ -284,8 +319,8 @@ class Substitute(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "serve": Serve,
-    "scale": Scale, "quantize": Quantize, "predict": Predict, "forms": Forms, "traces": Traces, "prepare": Prepare,
-    "gguf": Gguf,
+    "scale": Scale, "quantize": Quantize, "predict": Predict, "simulate": Simulate, "validation": Validation,
+    "forms": Forms, "traces": Traces, "prepare": Prepare, "gguf": Gguf,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
 
