@@ -139,6 +139,8 @@ class ControlStream:
 
     def close(self) -> None:
         """Close the stream and its connection. Idempotent."""
+        with self._changed:
+            self._lose = None
         self._closed.set()
         self._outgoing.put(None)
         with contextlib.suppress(Exception):
@@ -180,7 +182,7 @@ class ControlStream:
             if self._lost is not None:
                 return
             self._lost = why
-            lose = self._lose
+            lose, self._lose = self._lose, None  # a channel that is over frees its rings without a garbage collection
             self._changed.notify_all()
         self._closed.set()
         if lose is not None:

@@ -182,6 +182,7 @@ class ChannelServer:
             self._requests.forget(hello.client)
             if connection.rings is not None:
                 connection.rings.close()
+                connection.rings = found = None  # gRPC keeps this frame until a garbage collection
 
     def _hello(self, incoming: Iterator[bytes], context: Any) -> channel_pb2.Hello:
         import grpc

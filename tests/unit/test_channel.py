@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import sys
 import threading
 import time
@@ -293,6 +296,31 @@ def test_a_server_that_closes_is_lost_at_once(connect: Opener, worker: Worker, t
     worker.go.set()
     closer.join(_SOON_S)
     channel.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory")
+def test_a_channel_that_is_over_frees_its_memory_at_once(worker: Worker) -> None:
+    """Each kept its descriptors until a full garbage collection, which a lead does hardly ever."""
+
+    def rings() -> int:
+        found = 0
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found += "tiermoe-channel" in os.readlink(f"/proc/self/fd/{number}")
+        return found
+
+    gc.collect()
+    before = rings()
+    gc.disable()
+    try:
+        with ChannelServer(worker, ServerOptions()) as server:
+            for _ in range(3):
+                with open_channel(server.address, ChannelOptions(transport="shm")) as channel:
+                    assert seconds(channel.submit(batch(3), _SOON_S)) == 3.0
+                del channel
+            wait_until(lambda: rings() == before)
+    finally:
+        gc.enable()
 
 
 def test_close_ends_a_wait(connect: Opener, worker: Worker) -> None:
