@@ -95,7 +95,7 @@ async def _generate(
     name, headers = record.request_id, warning(asked.body.ignored)
     service.metrics.count_ignored(asked.body.ignored)
     record.asked = Generation(
-        asked.form.operation, service.model_name, asked.choices[0].sampling, asked.body.stream, asked.prompts
+        asked.form.operation, service.model_name, asked.choices[0].sampling, bool(asked.body.stream), asked.prompts
     )
     run = service.submit(asked.choices, name, request.state.key)
     record.choices = run.times
