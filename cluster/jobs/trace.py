@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ...errors import ConfigError
 from ..report.tables import facts, grid, share
+from ..simulate.importers import FORMATS, import_trace
 from ..simulate.shapes import shape_named
 from ..simulate.statistics import CACHES, PHASES, figures_of, routing_of
 from ..simulate.synthetic import CALIBRATIONS, FAMILIES, comparable, write_synthetic
@@ -75,6 +76,36 @@ def make_command(
     if as_json:
         record = {"name": "trace-make", "trace": str(out), "family": family, "shape": shape, "figures": found,
                   "targets": targets}  # fmt: skip
+        print(json.dumps(record))
+
+
+@trace_app.command("import")
+def import_command(
+    file: Annotated[Path, typer.Argument(help="What another program recorded.", metavar="FILE")],
+    out: Annotated[Path, typer.Argument(help="Trace folder to make.", metavar="OUT")],
+    kind: Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}. (by the contents)")] = None,
+    shape: Annotated[str | None, typer.Option(help="Experts and their bytes, from configs/shapes.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Experts of a layer. (the greatest id and one)")] = None,
+    expert_bytes: Annotated[int, typer.Option(min=1, help="Bytes of an expert, without --shape.")] = 16 << 20,
+    as_json: AsJson = False,
+) -> None:
+    """Make a trace of vLLM's returned routed experts, Megatron's routing trace, or CSV."""
+    if kind is not None and kind not in FORMATS:
+        raise ConfigError(f"--format is '{kind}'", f"give one of {', '.join(FORMATS)}")
+    known = None if shape is None else shape_named(shape)
+    header = import_trace(
+        file, out, kind, shape or file.stem, experts if known is None else known.experts,
+        expert_bytes if known is None else known.expert_bytes,
+    )  # fmt: skip
+    record = {
+        "name": "trace-import", "trace": str(out), "requests": header.requests, "rows": header.rows,
+        "layers": header.layers, "experts": header.experts, "top_k": header.top_k,
+    }  # fmt: skip
+    Console(stderr=True).print(
+        f"{out}: {header.rows} tokens of {header.requests} requests, {header.layers} layers of {header.experts} "
+        f"experts, top-{header.top_k}", highlight=False,
+    )  # fmt: skip
+    if as_json:
         print(json.dumps(record))
 
 

@@ -70,9 +70,10 @@ def routing_of(header: TraceHeader, requests: Iterable[Request]) -> Routing:
     recall = found / tokens
     for d in range(header.distances):
         recall[d, : d + 1] = np.nan
+    known = entropy / (tokens * math.log(max(2, header.experts))) if header.probabilities else None
     return Routing(
-        ids, np.concatenate(request), np.concatenate(decode), header.experts,
-        entropy / (tokens * math.log(max(2, header.experts))), recall if header.distances else None,
+        ids, np.concatenate(request), np.concatenate(decode), header.experts, known,
+        recall if header.distances else None,
     )  # fmt: skip
 
 

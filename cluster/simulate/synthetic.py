@@ -188,7 +188,7 @@ class Generator:
         self._popularity = np.stack([rng.permutation(curve) for _ in range(layers)])  # [L, E]
         weights = rng.normal(size=(DIMENSIONS, layers * experts))
         self._weights = weights / np.linalg.norm(weights, axis=0)
-        frequency = 1.0 / (np.arange(TYPES) + 2.7)
+        frequency = np.asarray(1.0 / (np.arange(TYPES) + 2.7), np.float64)
         frequency /= frequency.sum()
         self._cumulative = np.cumsum(frequency)
         self.type_vectors, self._own = (_whitened(rng.normal(size=(TYPES, DIMENSIONS)), frequency) for _ in range(2))
@@ -306,7 +306,7 @@ def _decayed(vectors: Floats, decay: float, start: Floats) -> Floats:
     return found
 
 
-def _whitened(vectors: Floats, frequency: Floats) -> Floats:
+def _whitened(vectors: Floats, frequency: NDArray[np.floating]) -> Floats:
     """The vectors [n, M], moved and stretched to mean 0 and covariance 1 under their frequencies [n]."""
     centred = vectors - frequency @ vectors
     factor = np.linalg.cholesky(centred.T @ (frequency[:, None] * centred))

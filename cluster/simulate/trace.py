@@ -82,6 +82,7 @@ class TraceHeader(_Frozen):
         slot_bytes: of one expert in `expert_dtype`, its compute dtype.
         complete: False while recording and after an interrupt.
         origin: where the tokens come from, such as "text, teacher-forced" or "sampled at 0.8".
+        probabilities: False: not recorded; the picked experts share them equally.
         repeated_8grams: share of the 8-grams that occur earlier in their request; None: not known.
     """
 
@@ -98,6 +99,7 @@ class TraceHeader(_Frozen):
     costs: Costs | None = None
     complete: bool = False
     origin: str = ""
+    probabilities: bool = True
     repeated_8grams: Annotated[float, Field(ge=0, le=1)] | None = None
     chunks: tuple[ChunkRecord, ...] = ()
 

@@ -113,13 +113,19 @@ class TraceWriter:
         if self._row_count * self.header.row_bytes >= self._chunk_bytes:
             self._flush()
 
-    def close(self, complete: bool, costs: Costs | None = None) -> TraceHeader:
-        """Write the last chunk and the header. complete: everything requested was recorded."""
+    def close(self, complete: bool, costs: Costs | None = None, repeats: bool = True) -> TraceHeader:
+        """Write the last chunk and the header.
+
+        Args:
+            complete: everything requested was recorded. repeats: the tokens are known, so repeats among them count.
+        """
         if self._iterations:
             self._flush()
         self.header = self.header.model_copy(
-            update={"complete": complete, "costs": costs, "repeated_8grams": self._repeats.share}
-        )
+            update={
+                "complete": complete, "costs": costs, "repeated_8grams": self._repeats.share if repeats else None,
+            }
+        )  # fmt: skip
         self._write_header()
         return self.header
 

@@ -1,0 +1,97 @@
+"""Routing of other programs as a trace: each format, and refusals that name the line."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiermoe.cluster.simulate.importers import import_trace
+from tiermoe.cluster.simulate.statistics import figures_of, routing_of
+from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.errors import TraceError
+
+IDS = np.array([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[2, 0], [1, 3]]])  # [3 tokens, 2 layers, 2]
+
+
+def npy(ids: np.ndarray) -> str:
+    data = io.BytesIO()
+    np.save(data, ids.astype(np.int16))
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def megatron(step: int, ids: np.ndarray) -> list[dict]:
+    lines = [{"step": step, "block": "decoder", "layer": 3 + i, "top_indices": ids[:, i].tolist()} for i in range(2)]
+    return [*lines, {"step": step, "block": "mtp", "layer": 0, "top_indices": [[9, 8]]}]
+
+
+def table(ids: np.ndarray, own: bool) -> str:
+    lines = ["request,token,layer,phase," + ("expert_0,expert_1" if own else "experts")]
+    for token, layers in enumerate(ids.tolist()):
+        for layer, picked in enumerate(layers):
+            phase = "prefill" if token < 2 else "decode"
+            lines.append(f"a,{token},{layer},{phase}," + ("," if own else " ").join(map(str, picked)))
+    return "\n".join(lines)
+
+
+OFFLINE = {"prompt_token_ids": [7, 8], "token_ids": [9, 5]}
+SOURCES = {
+    "vllm lists": json.dumps(OFFLINE | {"routed_experts": IDS.tolist()}),
+    "vllm base64": json.dumps(OFFLINE | {"routed_experts": npy(IDS)}),
+    "vllm response": json.dumps(
+        {"prompt_routed_experts": IDS[:2].tolist(), "choices": [{"routed_experts": IDS[2:].tolist()}]}
+    ),
+    "megatron": "\n".join(map(json.dumps, megatron(0, IDS[:2]) + megatron(1, IDS[2:]))),
+    "csv": table(IDS, False),
+    "csv columns": table(IDS, True),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_format_by_its_contents(source: str, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text(SOURCES[source])
+    header = import_trace(tmp_path / "f", tmp_path / "t", None, "m", None, 100)
+    assert (header.layers, header.experts, header.top_k, header.complete) == (2, 4, 2, True)
+    [request] = Trace(tmp_path / "t").requests()
+    assert [(step.decode, step.ids.tolist()) for step in request.iterations] == [
+        (False, IDS[:2].tolist()), (True, IDS[2:].tolist()),
+    ]  # fmt: skip
+    if "lists" in source:
+        assert request.iterations[0].tokens.tolist() == [7, 8]
+    figures = figures_of(routing_of(header, Trace(tmp_path / "t").requests()))
+    assert (figures["token_entropy"], figures["next_router"], figures["decode_tokens"]) == (None, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SOURCES["vllm lists"] + "\n{", r"f:2 is no JSON"),
+        (SOURCES["vllm lists"] + "\n{}", r"f:2 has no routed_experts"),
+        (json.dumps({"routed_experts": IDS.tolist()}), r"f:1 does not say how long the prompt is"),
+        (json.dumps(OFFLINE | {"routed_experts": [[1, 2]]}), r"f:1: routed_experts is no array"),
+        (json.dumps(OFFLINE | {"routed_experts": "xx"}), r"f:1: routed_experts is no array"),
+        (json.dumps(OFFLINE | {"routed_experts": [[[1, 1]]]}), r"f:1: .* picks one expert twice"),
+        (SOURCES["megatron"] + "\n" + json.dumps(megatron(1, IDS)[0]), r"f:7: step 1 has layer 3 twice"),
+        (SOURCES["megatron"] + "\n" + json.dumps(megatron(2, IDS)[0]), r"step 2 lacks a layer"),
+        (SOURCES["csv"] + "\na,3,0,decode,x 1", r"f:8 has something else than whole numbers"),
+        (SOURCES["csv"] + "\na,0,0,decode,1 2", r"f:8: layer 0 of token 0 is there twice"),
+        (SOURCES["csv"] + "\na,3,0,decode,1 2", r"have different layers"),
+        ("layer,token\n", r"f:1 has the columns"),
+        ("hello", r"is of no known format"),
+    ],
+)
+def test_refusals_name_the_line(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text(text)
+    with pytest.raises(TraceError, match=message):
+        import_trace(tmp_path / "f", tmp_path / "t", None, "m", None, 100)
+    assert not (tmp_path / "t").exists()
+
+
+def test_too_few_experts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text(SOURCES["csv"])
+    with pytest.raises(TraceError, match="names expert 3 of 3"):
+        import_trace(tmp_path / "f", tmp_path / "t", "csv", "m", 3, 100)
