@@ -353,7 +353,8 @@ class SimulatedEngine:
         compute = Compute(self.clock, loader, machine.kernel_share)
         runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, _TimedReplicas(compute, machine)))
         kernel = TimedKernel(compute, machine, neurons)
-        self._backend = backend = _RecordedBackend(self.clock, machine, runner, loader, compute)
+        self._backend = _RecordedBackend(self.clock, machine, runner, loader, compute)
+        backend = cast(Any, self._backend)
         self._shards = [
             self._shard(owners.count(i), policy, governor, check) for i, policy in enumerate(evictions, start=1)
         ]

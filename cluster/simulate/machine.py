@@ -7,7 +7,6 @@ A trace may also have recorded what computing took; then the recording is the ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -135,7 +134,7 @@ def load_machine(
         ConfigError: the machine is refused, or there is none and the trace was recorded without costs.
     """
     given = {"link_gbps": link_gbps, "link_latency_us": link_latency_us}
-    changed: Mapping[str, Any] = {key: value for key, value in given.items() if value is not None}
+    changed: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     fields: dict[str, Any] = {}
     if machine is None:
         if header.costs is None:

@@ -374,6 +374,40 @@ def test_a_machine_from_bandwidths() -> None:
     assert slower.kernel_share == pytest.approx(38 / 50)
 
 
+def independent_hits(ids: np.ndarray, size: int, policy: str) -> int:
+    """Hits of one layer's tokens [n, K] on `size` slots, from the definitions alone: the whole past is scanned."""
+    tokens, held, hits = ids.tolist(), list[int](), 0
+
+    def rank(key: int, now: int) -> tuple[int, int, int]:
+        """Lowest goes first."""
+        uses = [(i, token.index(key)) for i, token in enumerate(tokens[:now]) if key in token]
+        if policy == "belady":
+            return -next((i for i in range(now + 1, len(tokens)) if key in tokens[i]), len(tokens)), key, 0
+        return (len(uses) if policy == "lfu" else 0), *uses[-1]
+
+    for now, token in enumerate(tokens):
+        hits += sum(key in held for key in token)
+        for key in token:
+            if key in held:
+                continue
+            if len(held) == size:
+                held.remove(min((k for k in held if k not in token), key=lambda k: rank(k, now)))
+            held.append(key)
+    return hits
+
+
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_hit_rates_equal_an_independent_computation(size: int) -> None:
+    """LRU, LFU and Belady on one trace of 150 tokens whose popularity drifts, to the last digit."""
+    draw = np.random.default_rng(5)
+    weights = np.exp(draw.normal(size=(2, 10)) + draw.normal(size=(150, 2, 10)).cumsum(axis=0) / 5)  # [n, L, E]
+    ids = np.stack([[draw.choice(10, 3, replace=False, p=w / w.sum()) for w in layers] for layers in weights])
+    ids = ids.transpose(1, 0, 2)  # [L, n, K]
+    for row in hit_rates(ids, [size], policies(["lru", "lfu", "belady"])):
+        found = tuple(independent_hits(layer, size, row.policy) / (150 * 3) for layer in ids)
+        assert row.per_layer == found
+
+
 def test_a_replay_imports_no_torch() -> None:
     """It did once, by what the loader took from the pool's module: a second of each start."""
     code = (
