@@ -34,6 +34,7 @@ def traces(options: Traces, progress: Progress | None) -> Report:
     columns = {"model": model_figures(options, progress)} | columns
     names = list(dict.fromkeys(figure for found in columns.values() for figure in found))
     report = Report("traces", "cpu", settings=options.settings(model=default_model_dir().name, distances=DISTANCES))
+    report.shown = ("figure", "model", *(part for name in FAMILIES for part in (name, f"{name} target")))
     report.figures["calibrations"] = {
         name: f"{one.source}: {one.layers} layers of {one.experts} experts, top-{one.top_k}; "
         f"{one.requests} requests of {one.length} tokens"
@@ -42,13 +43,12 @@ def traces(options: Traces, progress: Progress | None) -> Report:
     for figure in names:
         row: dict[str, object] = {"figure": figure}
         for column, found in columns.items():
-            row[column] = found.get(figure)
-            if column in CALIBRATIONS:
-                target = CALIBRATIONS[column].targets.get(figure)
-                row[f"{column} target"] = None if target is None else target.value
-                if target is not None:
-                    off = abs(found[figure] - target.value)
-                    report.bars.append(Bar(f"{column}: {figure}, off its target", off, "<=", target.tolerance))
+            if figure in found:
+                row[column] = found[figure]
+            if column in CALIBRATIONS and (target := CALIBRATIONS[column].targets.get(figure)) is not None:
+                row[f"{column} target"] = target.value
+                off = abs(found[figure] - target.value)
+                report.bars.append(Bar(f"{column}: {figure}, off its target", off, "<=", target.tolerance))
         report.rows.append(row)
     return report
 
