@@ -115,7 +115,7 @@ class Matcher:
         self._closing = threading.Event()
         self._saver = threading.Thread(target=self._save_periodically, name="tiermoe-matcher-snapshots", daemon=True)
         options = options or ServerOptions(spin_s=_SPIN_S, doze_s=_DOZE_S)
-        options = replace(options, host=directory.host(), token=token)
+        options = replace(options, host=directory.host(), token=token, tls=directory.tls)
         self._server = ChannelServer(self.handle, options)
         for shard in self._shards:
             shard.start()

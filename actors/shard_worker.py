@@ -74,8 +74,9 @@ class ShardWorker:
         self._terms = terms(len(view.manifest.layers), shape.num_experts, shape.hidden, settings.shards, index)
         self.engine = open_shard(settings, index, view, gpu, stores)
         options = replace(
-            options or ServerOptions(), host=directory.host(), token=token, supply=self.engine.activations.supply
-        )
+            options or ServerOptions(), host=directory.host(), token=token, tls=directory.tls,
+            supply=self.engine.activations.supply,
+        )  # fmt: skip
         try:
             self._server = ChannelServer(self.handle, options)
             directory.register(shard_name(index), self._server.address)

@@ -27,11 +27,12 @@ from ..actors.store.artifacts import map_shape
 from ..actors.store.files import ExpertStore, StoreView
 from ..errors import RuntimeFailure
 from ..proto.peers import MATCHER, PeerLink, StoreLink
+from ..proto.tls import TlsFiles
 from .attach import CONTROL, CONTROL_THREADS, Lead, actor_records
 from .endpoints import EndpointDirectory, Endpoints
 from .host import thread_limits
 from .placement import ENDPOINTS, RESTART_ALWAYS, Placement, end, role_of
-from .ray_session import as_failure
+from .ray_session import LOOPBACK, as_failure
 from .topology.inputs import nodes_from_ray
 from .topology.spec import NodeInfo, PlannedActor, Topology
 
@@ -54,6 +55,7 @@ class ActorGroup:
         worker_class, store_class: with the interfaces of `GpuWorker` and `StoreWorker`; None: those.
         top_k: experts per token.
         scratch: temporary folder of the deployment on this machine; None: none.
+        tls: files of the channels' TLS on each node; None: no encryption.
         step: called with each step of the start.
 
     Attributes:
@@ -76,12 +78,13 @@ class ActorGroup:
         *,
         top_k: int,
         scratch: Path | None = None,
+        tls: TlsFiles | None = None,
         step: Callable[[str], None] = lambda step: None,
     ) -> None:
         self.name, self._topology, self._placement = name, topology, placement
         self._settings, self._store_path, self._local = settings, store_path, local
         self._worker_class, self._store_class = worker_class, store_class
-        self._top_k, self._scratch, self._step = top_k, scratch, step
+        self._top_k, self._scratch, self._tls, self._step = top_k, scratch, tls, step
         self._token = secrets.token_hex(32)
         self._layers = {layer for store in topology.having("store") for layer in store.layers}
         self.directory: Endpoints | None = None
@@ -101,7 +104,7 @@ class ActorGroup:
         for planned in topology.having("directory"):
             name = f"{self.name}/{ENDPOINTS}"  # another deployment in the same cluster has its own
             self._start(planned, EndpointDirectory)
-            self.directory = Endpoints(name, "127.0.0.1" if self._local else None)
+            self.directory = Endpoints(name, LOOPBACK if self._local else None, self._tls)
         self._step("starting the store and its peers")
         views = [self._start_store(planned).describe.remote() for planned in topology.having("store")]
         peers = [*map(self._start_shard, topology.having("shard")), *map(self.start_ndp, topology.having("ndp"))]

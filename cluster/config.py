@@ -29,6 +29,7 @@ from ..actors.settings import (
     check_combination,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
+from ..proto.tls import TlsFiles
 from .host import STORE_CPUS, has_gpu, usable_cores
 from .yaml_file import explain, merged, read_yaml
 
@@ -80,9 +81,19 @@ class ClusterConfig(Settings):
         "none: what is free", json_schema_extra=in_panel("Memory"),
     )  # fmt: skip
     store: StoreLayout = StoreLayout()
+    channel_tls: str | None = Field(
+        default=None, description="folder with ca.pem, cert.pem (of the name tiermoe) and key.pem, at this path on "
+        "each node: mutual TLS between tiermoe's processes; none: a token, no encryption",
+    )  # fmt: skip
     ndp_workers: Literal["per-node"] | Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1, description="NDP workers, for policies that use them; per-node: one on each node with `ndp`"
     )
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The files of `channel_tls`."""
+        folder = self.channel_tls
+        return None if folder is None else TlsFiles.of_folder(str(Path(folder).expanduser().absolute()))
 
 
 class HardwareConfig(Settings):

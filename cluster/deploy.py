@@ -96,12 +96,15 @@ class Deployment:
         """Start everything.
 
         Raises:
-            ConfigError: a node is short of a resource, or the budget does not fit: refused before anything is loaded.
+            ConfigError: a node is short of a resource, the budget does not fit, or a TLS file is wrong: refused before
+                anything is loaded.
             DeploymentEnded: it was ended during the start.
             RuntimeFailure: Ray or an actor did not start in time.
             TierMoeError: what the store or a worker refused (bad store, budget too small, ...).
         """
         refuse_second()
+        if (tls := self.config.cluster.tls) is not None:
+            tls.read()
         begin = time.monotonic()
         self._deadline_s = begin + self.config.ray.startup_deadline_s
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import RuntimeFailure
 from ..proto.peers import LocalDirectory
+from ..proto.tls import TlsFiles
 
 _ANSWER_DEADLINE_S = 10.0
 
@@ -29,12 +30,13 @@ class Endpoints:
         actor: name of an actor made of `EndpointDirectory`, in the caller's Ray namespace. A name and not a handle: an
             actor that Ray restarts gets its arguments again, which may not hold references.
         host: where processes of this cluster listen; None: at their node's own address.
+        tls: files of their channels' TLS, at the same path on each node; None: no encryption.
 
     All methods raise `RuntimeFailure` where the directory does not answer.
     """
 
-    def __init__(self, actor: str, host: str | None = None) -> None:
-        self._actor, self._host = actor, host
+    def __init__(self, actor: str, host: str | None = None, tls: TlsFiles | None = None) -> None:
+        self._actor, self._host, self.tls = actor, host, tls
 
     def host(self) -> str:
         """The address of this node that the other processes of the cluster can reach."""

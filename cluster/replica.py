@@ -40,7 +40,7 @@ class Replica:
         self._placement: Placement | None = Placement(name, planned.topology, local, notify)
         self.group = ActorGroup(
             name, planned.topology, self._placement, settings, store_path, local, worker_class, store_class,
-            top_k=planned.facts.top_k, scratch=scratch, step=step,
+            top_k=planned.facts.top_k, scratch=scratch, tls=config.cluster.tls, step=step,
         )  # fmt: skip
         self._watcher: NodeWatcher | None = None
         self._keeper: LeadKeeper | None = None

@@ -159,16 +159,17 @@ class RayWatch:
     - Any was silent for `SILENT_S`, or an actor has died: a line says so.
 
     Args:
-        deployment: its id; the actors of others are left alone unless Ray was started for this one.
-        local: whether it was.
+        deployment: its id; the actors of others are left alone.
+        serves: whether Ray, or Serve in it, was started by this process: Serve's actors are watched, too, and a GCS or
+            raylet that refuses connections is lost at once. Else the cluster has time to start it again.
         notify: called with each line.
         lost: called on the thread.
     """
 
     def __init__(
-        self, deployment: str, local: bool, notify: Callable[[str], None], lost: Callable[[str], None]
+        self, deployment: str, serves: bool, notify: Callable[[str], None], lost: Callable[[str], None]
     ) -> None:
-        self._deployment, self._local, self._notify, self._lost = deployment, local, notify, lost
+        self._deployment, self._serves, self._notify, self._lost = deployment, serves, notify, lost
         self._own: dict[str, subprocess.Popen[bytes]] = ray_processes()
         self._here = ray.get_runtime_context().get_node_id()
         found = [_Process(f"Ray's {name}", address) for name, address in ray_addresses().items()]
@@ -232,7 +233,7 @@ class RayWatch:
                     process.refused += 1
         for process in processes:
             silent_s = time.monotonic() - process.answered_s
-            if self._own and process in self._servers and process.refused >= REFUSALS:
+            if self._serves and process in self._servers and process.refused >= REFUSALS:
                 return f"{process.name} ends"  # asked to by somebody, it takes ten seconds
             if silent_s > HUNG_S:
                 if process in self._servers:
@@ -252,7 +253,7 @@ class RayWatch:
         parts = split_name(str(entry.get("Name") or ""))
         if parts is not None:
             return parts[1] if family(parts[0]) == self._deployment else None
-        return _SERVE.get(str(entry.get("ActorClassName"))) if self._local else None
+        return _SERVE.get(str(entry.get("ActorClassName"))) if self._serves else None
 
 
 def _answers(answer: Any) -> bool:

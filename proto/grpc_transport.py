@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import ChannelRefused
 from .codec import Pieces
 from .generated import channel_pb2, services_pb2
-from .options import ChannelOptions, Received, TlsFiles
+from .options import ChannelOptions, Received
+from .tls import TlsFiles
 
 if TYPE_CHECKING:
     import grpc

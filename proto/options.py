@@ -6,10 +6,10 @@ import ipaddress
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, MessageError, MessageTooLarge
+from .tls import TlsFiles
 
 MIB = 1 << 20
 TransportChoice = Literal["auto", "shm", "grpc"]
@@ -64,40 +64,6 @@ def default_spin_s() -> float:
     is the machine's: the peer is likely to run on a core outside this process's affinity.
     """
     return 200e-6 if (os.cpu_count() or 1) > 1 else 0.0
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    """PEM files of one side.
-
-    Attributes:
-        ca: certifies the other side. A server with a CA demands a certificate of its clients.
-        certificate, key: this side's own; optional for a client.
-        server_name: client only: the name in the server's certificate if it is not the address.
-    """
-
-    ca: str | None = None
-    certificate: str | None = None
-    key: str | None = None
-    server_name: str | None = None
-
-    def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """The contents of ca, certificate and key.
-
-        Raises:
-            ConfigError: a file cannot be read, or there is a certificate without a key.
-        """
-        if (self.certificate is None) != (self.key is None):
-            raise ConfigError("TLS has a certificate without a key, or a key without one", "give both files")
-        try:
-            ca, certificate, key = (
-                None if path is None else Path(path).read_bytes() for path in (self.ca, self.certificate, self.key)
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"TLS file '{error.filename}' cannot be read: {error.strerror}", "give readable PEM files"
-            ) from error
-        return ca, certificate, key
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from ..errors import RuntimeFailure, TierMoeError
 from .messages import HealthReport, HealthRequest, Message
 from .options import ChannelOptions, Supply, TransportChoice
+from .tls import TlsFiles
 
 if TYPE_CHECKING:
     from .channel import Channel
@@ -47,12 +48,18 @@ class Directory(Protocol):
         """This node's address that the other processes of the cluster can reach."""
         ...
 
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Files of the channels' TLS, the same of both sides; None: no encryption."""
+        ...
+
 
 @dataclass
 class LocalDirectory:
     """A directory for processes outside Ray: the process that starts them copies the addresses."""
 
     addresses: dict[str, str] = field(default_factory=dict)
+    tls: TlsFiles | None = None
 
     def lookup(self, name: str) -> str | None:
         return self.addresses.get(name)
@@ -84,7 +91,8 @@ class PeerLink:
         """
         from .channel import open_channel  # protobuf: not for programs that only start processes
 
-        return open_channel(address, ChannelOptions(transport=transport, token=self.token, supply=supply))
+        tls = self.directory.tls
+        return open_channel(address, ChannelOptions(transport=transport, token=self.token, tls=tls, supply=supply))
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,10 @@ def open_store_channel(link: StoreLink, settings: StoreSettings) -> Channel:
         raise PeerLost(f"{link.name} registered no address", "start its node")
     return open_channel(
         address,
-        ChannelOptions(token=link.link.token, liveness_s=_LIVENESS_S, resend_after_s=settings.deadline_s),
+        ChannelOptions(
+            token=link.link.token, tls=link.link.directory.tls, liveness_s=_LIVENESS_S,
+            resend_after_s=settings.deadline_s,
+        ),
     )
 
 

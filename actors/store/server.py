@@ -80,7 +80,7 @@ class StoreWorker:
         options = options or ServerOptions()
         self._most = options.limits.max_message_bytes - _ROOM
         if directory is not None:
-            options = replace(options, host=directory.host(), token=token)
+            options = replace(options, host=directory.host(), token=token, tls=directory.tls)
             self._server = ChannelServer(self.handle, options)
             try:
                 directory.register(self._name, self._server.address)

@@ -14,6 +14,7 @@ import errno
 import logging
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from ray.serve.schema import LoggingConfig
 
 from ...errors import ConfigError, RuntimeFailure, TierMoeError
 from ...proto.options import is_loopback
+from ...proto.tls import TlsFiles
 from ..attach import CONTROL, lead_of, leads_of
 from ..config import load_run_config
 from ..placement import LEAD, family, split_name
@@ -61,6 +63,7 @@ _COMMAND_DRAIN_S = 20.0  # of `tiermoe serve`
 _FAILED_S = 3.0  # a controller that was started again forgets applications for less
 _SILENCE_S = 60  # of a connection; see `connections.py`
 _POLL_S = 0.2
+_PROBE_S = 10.0
 _END_DEADLINE_S = 60.0
 
 
@@ -320,20 +323,23 @@ class HttpServer:
     Args:
         settings: which deployment, which limits; paths are of this machine.
         host, port: where to listen.
+        tls: for HTTPS; with a CA, clients need a certificate of it. None: HTTP.
 
     Attributes:
         url: of the server.
     """
 
-    def __init__(self, settings: ApiSettings, host: str, port: int) -> None:
+    def __init__(self, settings: ApiSettings, host: str, port: int, tls: TlsFiles | None = None) -> None:
         self._settings, self._host = settings, host
+        named = {} if tls is None else {"keyfile": tls.key, "certfile": tls.certificate, "ca_certs": tls.ca}
+        self._ssl = {f"ssl_{name}": file for name, file in named.items()}
         self._port = PortReservation(host, port)
         self._started = False
         self._asking: threading.Thread | None = None
         self._failed: str | None = None  # as Serve said last
         self._failed_s: float | None = None  # since when
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._port.port}"
+        self.url = f"http{'s' if tls is not None else ''}://{shown}:{self._port.port}"
 
     def __enter__(self) -> HttpServer:
         """Start Serve and the application.
@@ -404,7 +410,7 @@ class HttpServer:
         quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
         serve.start(
             proxy_location="EveryNode",  # on nodes with a replica: here
-            http_options={"host": self._host, "port": self._port.port, "keep_alive_timeout_s": _SILENCE_S},
+            http_options={"host": self._host, "port": self._port.port, "keep_alive_timeout_s": _SILENCE_S, **self._ssl},
             logging_config=quiet,
         )
         # beside this process: key, template and tokenizer are files of this machine
@@ -414,6 +420,23 @@ class HttpServer:
             serve.run(app, name=APPLICATION, route_prefix="/", logging_config=quiet)
         except RuntimeError as error:
             raise RuntimeFailure(f"the HTTP server did not start: {_refusal()}", "mend that first") from error
+        if self._ssl.get("ssl_ca_certs") is not None and not self._demands_certificates():
+            raise RuntimeFailure(
+                "Serve's proxy there asks clients for no certificate",
+                "start that Ray with RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=tiermoe.cluster.api.connections:install",
+            )
+
+    def _demands_certificates(self) -> bool:
+        """Whether a client without a certificate gets no answer; a proxy without `connections.install` gives one."""
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # which server this is, is known
+        with socket.create_connection((self._host, self._port.port), _PROBE_S) as plain:
+            try:
+                with context.wrap_socket(plain) as connection:
+                    connection.sendall(b"GET /-/healthz HTTP/1.0\r\n\r\n")
+                    return not connection.recv(1)
+            except (ssl.SSLError, ConnectionError):
+                return True
 
 
 def _refusal() -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from .guard import App, Message, Receive, Scope, Send
 from .schema import ApiError
 
+_plain_ssl_context = uvicorn.config.create_ssl_context
 _MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, as in h11
 _TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is gone is noticed within a minute
 _JSON = b"application/json"
@@ -39,7 +41,14 @@ def install() -> list[Middleware]:
     """Make the proxy's connections `TimedConnection`s; its middleware is `JsonErrors`."""
     # Serve leaves uvicorn's `http` at "auto", and has no option for it
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{TimedConnection.__name__}"
+    uvicorn.config.create_ssl_context = _ssl_context
     return [Middleware(JsonErrors)]
+
+
+def _ssl_context(*args: Any, ca_certs: Any = None, cert_reqs: int = ssl.CERT_NONE, **options: Any) -> ssl.SSLContext:
+    """uvicorn's, which demands a certificate of clients where there is a CA: Serve passes on the CA only."""
+    demanded = ssl.CERT_REQUIRED if ca_certs else cert_reqs
+    return _plain_ssl_context(*args, ca_certs=ca_certs, cert_reqs=demanded, **options)
 
 
 class TimedConnection(HttpToolsProtocol):

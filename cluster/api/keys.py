@@ -10,19 +10,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import re
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...proto.tls import read_private
 
 _LOG = logging.getLogger("ray.serve")
 _EVERY_S = 1.0
-_MAX_BYTES = 2**20
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -51,17 +49,7 @@ def read_keys(file: Path) -> tuple[Key, ...]:
     Raises:
         ConfigError: it is unreadable, others may read it, or a line is malformed.
     """
-    try:
-        with file.open("rb") as opened:
-            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
-            if mode & 0o077:
-                raise ConfigError(f"others may read key file '{file}' (mode {mode:04o})", f"chmod 600 {file}")
-            text = opened.read(_MAX_BYTES + 1)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"key file '{file}' cannot be read: {reason}", "give a file with a key a line") from error
-    if len(text) > _MAX_BYTES:
-        raise ConfigError(f"key file '{file}' is larger than {_MAX_BYTES} bytes", "give a file with a key a line")
+    text = read_private(file, "key file")
     lines = enumerate(text.splitlines(), 1)
     keys = tuple(_key(line.split(), f"key file '{file}', line {i}") for i, line in lines if line.split(b"#")[0].strip())
     if not keys:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -12,12 +13,14 @@ import typer
 from rich.console import Console
 
 from ...errors import ConfigError
+from ...proto.tls import TlsFiles
 from ..api.keys import read_keys
 from ..api.request_log import Forwarded, check_file
 from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName, default_replicas
 from ..config import RunConfig
 from ..hub import locate
 from ..report.steps import Steps
+from .ending import BoundedEnd
 from .options import (
     RUNTIME,
     Attach,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from ..deploy import Deployment
 
 _WATCH_S = 2.0
+Listen = Callable[[ApiSettings, str, Steps], AbstractContextManager[Check]]  # the server, and a line about its runtime
 
 
 @with_options(*RUNTIME, "cluster.replicas")
@@ -51,6 +55,11 @@ def serve_command(
     request_log: Annotated[str, option_of(ApiSettings, "request_log")] = "text",
     request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
     otlp_endpoint: Annotated[str | None, option_of(ApiSettings, "otlp_endpoint")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate of the server: HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM key of it, mode 0600.")] = None,
+    ssl_ca_certs: Annotated[
+        Path | None, typer.Option(help="PEM certificates of a CA: clients need a certificate of it.")
+    ] = None,
     edge_replicas: Annotated[int | None, option_of(ApiSettings, "replicas", min=1)] = None,
     attach: Attach = None,
     deployment: DeploymentId = None,
@@ -68,17 +77,19 @@ def serve_command(
         replicas=edge_replicas or default_replicas(),
         limits=LimitSettings(waiting=max_waiting),
     )
+    tls = _tls(ssl_certfile, ssl_keyfile, ssl_ca_certs)
+    listen = partial(_http_server, host=host, port=port, tls=tls)
     if attach is not None:
         refuse_runtime_options(options | {"config": config})
         _check_files(server)
         folder = str(locate(options["model"])) if "model" in options else None
-        _serve_attached(attach, deployment, server.model_copy(update={"tokenizer": folder}), host, port)
+        _serve_attached(attach, deployment, server.model_copy(update={"tokenizer": folder}), listen)
     elif deployment is not None:
         raise ConfigError("--deployment names a runtime that runs already", "pass --attach HOST:PORT with it")
     else:
         chosen = checked_config(config, options)
         _check_files(server)
-        _serve_own(chosen, server, host, port)
+        _serve_own(chosen, server, listen)
 
 
 def _absolute(file: Path | None) -> str | None:
@@ -91,7 +102,18 @@ def _one_of(option: str, given: str | None, names: Any) -> str | None:
     return given
 
 
-def _serve_own(config: RunConfig, server: ApiSettings, host: str, port: int) -> None:
+def _tls(certificate: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
+    """The files of HTTPS, checked."""
+    if certificate is None and key is None and ca is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("HTTPS needs a certificate and its key", "give --ssl-certfile and --ssl-keyfile")
+    files = TlsFiles(_absolute(ca), _absolute(certificate), _absolute(key))
+    files.read()
+    return files
+
+
+def _serve_own(config: RunConfig, server: ApiSettings, listen: Listen) -> None:
     """Start a runtime and its server; leave nothing behind."""
     limits = server.limits.model_copy(update={"request_s": config.request_deadline_s})
 
@@ -99,27 +121,35 @@ def _serve_own(config: RunConfig, server: ApiSettings, host: str, port: int) -> 
     def served(deployment: Deployment, steps: Steps) -> Iterator[Check]:
         own = {"deployment": deployment.id, "tokenizer": str(deployment.config.model_dir.absolute()), "limits": limits}
         where = f"deployment {deployment.id} is ready at {deployment.address}"
-        with _http_server(server.model_copy(update=own), host, port, where, steps) as check:
+        with listen(server.model_copy(update=own), where, steps) as check:
             yield check
 
     serve_until_ended("serve", config, served)
 
 
-def _serve_attached(address: str, wanted: str | None, server: ApiSettings, host: str, port: int) -> None:
-    """Serve a runtime that stays when this ends."""
-    with attached(address) as attachment:
+def _serve_attached(address: str, wanted: str | None, server: ApiSettings, listen: Listen) -> None:
+    """Serve a runtime that stays when this ends. The end of its Ray, or a hang of it, ends this with exit code 1."""
+    with BoundedEnd(lambda: False) as ending, attached(address) as attachment:
+        from ..deploy import say
+        from ..supervision import RayWatch
+
         deployment = attachment.choose(wanted)
         where = f"deployment {deployment} runs at {address}"
-        own = server.model_copy(update={"deployment": deployment})
-        with _http_server(own, host, port, where, Steps(Console(stderr=True))) as check:
+        server = server.model_copy(update={"deployment": deployment})
+        watching = closing(RayWatch(deployment, True, say, ending.lost))
+        with watching as ray_watch, listen(server, where, Steps(Console(stderr=True))) as check:
+            ending.serving()
             while True:
                 attachment.check(deployment)
+                ray_watch.look()
                 check()
                 time.sleep(_WATCH_S)
 
 
 @contextmanager
-def _http_server(server: ApiSettings, host: str, port: int, where: str, steps: Steps) -> Iterator[Check]:
+def _http_server(
+    server: ApiSettings, where: str, steps: Steps, *, host: str, port: int, tls: TlsFiles | None
+) -> Iterator[Check]:
     """The server, announced once it is ready, with the line `where` about its runtime."""
     from ..api.app import HttpServer
     from ..ray_session import session_folder
@@ -130,7 +160,7 @@ def _http_server(server: ApiSettings, host: str, port: int, where: str, steps: S
             server = server.model_copy(update={"request_log_file": str(lines.file)})
         with steps:
             steps("starting the HTTP server")
-            http = stack.enter_context(HttpServer(server, host, port))
+            http = stack.enter_context(HttpServer(server, host, port, tls))
         out = Console()
         out.print(where, soft_wrap=True)
         out.print(f"serving at {http.url}/v1", soft_wrap=True)

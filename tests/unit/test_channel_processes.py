@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
-import ipaddress
 import os
 import signal
 import subprocess
@@ -17,10 +15,10 @@ from pathlib import Path
 import pytest
 from channel_peer import batch, wait_until
 
-from tiermoe.errors import ChannelRefused, ConfigError, PeerLost
+from tiermoe.errors import PeerLost
 from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import ExpertResult, HealthReport, HealthRequest, Message
-from tiermoe.proto.options import ChannelOptions, ServerOptions, TlsFiles
+from tiermoe.proto.options import ChannelOptions
 from tiermoe.proto.server import ChannelServer
 
 TRANSPORTS = ("grpc", "shm") if sys.platform == "linux" else ("grpc",)
@@ -123,59 +121,3 @@ def test_a_process_ends_although_its_channels_are_open() -> None:
 
 
 # TLS
-
-
-def _certificate(folder: Path, name: str) -> tuple[str, str]:
-    """A certificate for 127.0.0.1 that certifies itself, and its key."""
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    paths = folder / f"{name}.crt", folder / f"{name}.key"
-    paths[0].write_bytes(made.public_bytes(pem))
-    paths[1].write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
-    return str(paths[0]), str(paths[1])
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_tls_and_mutual_tls(tmp_path: Path, transport: str) -> None:
-    server_crt, server_key = _certificate(tmp_path, "server")
-    client_crt, client_key = _certificate(tmp_path, "client")
-
-    def options(tls: TlsFiles | None) -> ChannelOptions:
-        return ChannelOptions(transport=transport, tls=tls, open_deadline_s=1.0)  # type: ignore[arg-type]
-
-    with ChannelServer(lambda m: None, ServerOptions(tls=TlsFiles(None, server_crt, server_key))) as server:
-        with open_channel(server.address, options(TlsFiles(ca=server_crt))) as channel:
-            assert channel.call(HealthRequest(), _SOON_S) is None
-        for wrong in (None, TlsFiles(ca=client_crt)):
-            with pytest.raises(ChannelRefused):
-                open_channel(server.address, options(wrong))
-    with ChannelServer(lambda m: None, ServerOptions(tls=TlsFiles(client_crt, server_crt, server_key))) as server:
-        with open_channel(server.address, options(TlsFiles(server_crt, client_crt, client_key))) as channel:
-            assert channel.call(HealthRequest(), _SOON_S) is None
-        with pytest.raises(ChannelRefused):
-            open_channel(server.address, options(TlsFiles(ca=server_crt)))
-
-
-def test_tls_files_that_are_missing() -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        open_channel("127.0.0.1:1", ChannelOptions(tls=TlsFiles(ca="/nowhere.pem")))
-    with pytest.raises(ConfigError, match="without a key"):
-        TlsFiles(certificate="a").read()

@@ -1,0 +1,120 @@
+"""TLS: files that are refused, channels, and the HTTP proxy's side of it."""
+
+from __future__ import annotations
+
+import ssl
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from certificates import certificate, folder_of
+
+from tiermoe.errors import ChannelRefused, ConfigError
+from tiermoe.proto.channel import open_channel
+from tiermoe.proto.messages import HealthRequest
+from tiermoe.proto.options import ChannelOptions, ServerOptions
+from tiermoe.proto.peers import LocalDirectory, PeerLink
+from tiermoe.proto.server import ChannelServer
+from tiermoe.proto.tls import TlsFiles
+
+TRANSPORTS = ("grpc", "shm") if sys.platform == "linux" else ("grpc",)
+_SOON_S = 5.0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tls_and_mutual_tls(tmp_path: Path, transport: str) -> None:
+    server_crt, server_key = certificate(tmp_path, "server")
+    client_crt, client_key = certificate(tmp_path, "client")
+
+    def options(tls: TlsFiles | None) -> ChannelOptions:
+        return ChannelOptions(transport=transport, tls=tls, open_deadline_s=1.0)  # type: ignore[arg-type]
+
+    with ChannelServer(lambda m: None, ServerOptions(tls=TlsFiles(None, server_crt, server_key))) as server:
+        with open_channel(server.address, options(TlsFiles(ca=server_crt))) as channel:
+            assert channel.call(HealthRequest(), _SOON_S) is None
+        for wrong in (None, TlsFiles(ca=client_crt)):
+            with pytest.raises(ChannelRefused):
+                open_channel(server.address, options(wrong))
+    with ChannelServer(lambda m: None, ServerOptions(tls=TlsFiles(client_crt, server_crt, server_key))) as server:
+        with open_channel(server.address, options(TlsFiles(server_crt, client_crt, client_key))) as channel:
+            assert channel.call(HealthRequest(), _SOON_S) is None
+        with pytest.raises(ChannelRefused):
+            open_channel(server.address, options(TlsFiles(ca=server_crt)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_processes_with_one_folder_reach_each_other(tmp_path: Path, transport: str) -> None:
+    ours, others = (TlsFiles.of_folder(str(folder_of(tmp_path / name))) for name in ("ours", "others"))
+    with ChannelServer(lambda m: None, ServerOptions(tls=ours)) as server:
+        link = PeerLink(LocalDirectory({"ndp/0": server.address}, ours), name="ndp/0")
+        with link.connect(server.address, transport) as channel:  # type: ignore[arg-type]
+            assert channel.call(HealthRequest(), _SOON_S) is None
+        for wrong in (None, others):
+            with pytest.raises(ChannelRefused):
+                PeerLink(LocalDirectory(tls=wrong), name="ndp/0").connect(server.address, transport)  # type: ignore[arg-type]
+
+
+def _other_key(folder: Path) -> None:
+    Path(certificate(folder, "other")[1]).rename(folder / "key.pem")
+
+
+def _locked_key(folder: Path) -> None:
+    from cryptography.hazmat.primitives import serialization as forms
+
+    key = forms.load_pem_private_key((folder / "key.pem").read_bytes(), None)
+    locked = forms.BestAvailableEncryption(b"secret")
+    (folder / "key.pem").write_bytes(key.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, locked))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "key.pem").chmod(0o640), "others may read TLS key .*mode 0640"),
+        (lambda folder: (folder / "key.pem").unlink(), "TLS key .* cannot be read: No such file"),
+        (lambda folder: (folder / "cert.pem").unlink(), "cert.pem' cannot be read: No such file"),
+        (lambda folder: (folder / "ca.pem").unlink(), "ca.pem' cannot be read: No such file"),
+        (lambda folder: (folder / "ca.pem").write_text("no"), "ca.pem' holds no certificate"),
+        (lambda folder: (folder / "cert.pem").write_text("no"), "cannot be used together"),
+        (_other_key, "cannot be used together: .*MISMATCH"),
+        (_locked_key, "cannot be used together"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+    folder = folder_of(tmp_path / "tls")
+    TlsFiles.of_folder(str(folder)).read()
+    damage(folder)
+    with pytest.raises(ConfigError, match=words):
+        TlsFiles.of_folder(str(folder)).read()
+    with pytest.raises(ConfigError, match=words):
+        ChannelServer(lambda m: None, ServerOptions(tls=TlsFiles.of_folder(str(folder))))
+
+
+def test_a_certificate_needs_its_key() -> None:
+    with pytest.raises(ConfigError, match="without a key"):
+        TlsFiles(certificate="a").read()
+
+
+@pytest.mark.parametrize("options", [["--ssl-certfile", "a"], ["--ssl-keyfile", "a"], ["--ssl-ca-certs", "a"]])
+def test_https_needs_certificate_and_key(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray.serve")
+    from tiermoe.cluster.cli import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", *options])
+    assert "HTTPS needs a certificate and its key; give --ssl-certfile and --ssl-keyfile" in capsys.readouterr().err
+
+
+def test_the_proxy_demands_a_certificate_where_there_is_a_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve passes `ssl_ca_certs` on without `ssl_cert_reqs`: uvicorn then demands none."""
+    uvicorn = pytest.importorskip("uvicorn")
+    from tiermoe.cluster.api.connections import install
+
+    monkeypatch.setattr(uvicorn.config, "create_ssl_context", uvicorn.config.create_ssl_context)
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
+    install()
+    file, key = certificate(tmp_path, "server")
+    for ca, demanded in ((None, ssl.CERT_NONE), (file, ssl.CERT_REQUIRED)):
+        config = uvicorn.Config(lambda: None, ssl_certfile=file, ssl_keyfile=key, ssl_ca_certs=ca, log_config=None)
+        config.load()
+        assert config.ssl.verify_mode == demanded
