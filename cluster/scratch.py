@@ -22,6 +22,8 @@ import psutil
 
 _MAX_TMPDIR = 32  # Ray's socket paths add some 65 characters, and the system allows 107
 _SWEEP_DEADLINE_S = 15.0
+_GUESTS_S = 8.0  # for drivers that have joined: they notice the end of Ray, and say so
+_POLL_S = 0.1
 
 
 class Scratch:
@@ -67,22 +69,34 @@ def users_of(directory: Path) -> list[psutil.Process]:
 
 
 def sweep(directory: Path, spare: int | None = None) -> None:
-    """Kill the users of the directory until there are none, then remove it.
+    """Kill the users of the directory until there are none, then remove it. Drivers that have joined end first.
 
     Args:
         directory: what `Scratch` made.
         spare: process id of a driver that still lives and must not be killed.
     """
-    deadline = time.monotonic() + _SWEEP_DEADLINE_S
+    begin = time.monotonic()
+    deadline = begin + _SWEEP_DEADLINE_S
     while time.monotonic() < deadline:
         users = [process for process in users_of(directory) if process.pid != spare]
         if not users:
             break
-        for process in users:
+        late = time.monotonic() > begin + _GUESTS_S
+        doomed = [process for process in users if late or _of_ray(process, directory)]
+        for process in doomed:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(users, timeout=1.0)
+        psutil.wait_procs(doomed, timeout=1.0)
+        if not doomed:
+            time.sleep(_POLL_S)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _of_ray(process: psutil.Process, directory: Path) -> bool:
+    """Whether it is one of the processes of the Ray there, and no driver that joined it."""
+    with contextlib.suppress(psutil.Error):
+        return any(part.startswith("ray::") or str(directory) in part for part in process.cmdline())
+    return True  # it has ended
 
 
 def _main() -> None:
