@@ -25,6 +25,12 @@ class Copy:
 class Loads:
     """The slots of a cache and the copies into them: an opaque capsule."""
 
+class Counts:
+    """Counters of a cache: an opaque capsule."""
+
+class Order:
+    """An order of eviction: an opaque capsule."""
+
 class Layer:
     """A layer on a pool: an opaque capsule."""
 
@@ -74,10 +80,12 @@ def loads(
     slots: int,
     arrays: tuple[int, ...],
     layout: Layout | None,
+    counts: Counts | None,
+    order: Order | None,
     /,
 ) -> Loads:
-    """arrays: the addresses of `Residency.arrays`. The caller keeps link and buffers alive. Raises ValueError: numbers
-    that do not fit each other."""
+    """arrays: the addresses of `Residency.arrays`. counts: None: the caller counts. order: None: Python has it. The
+    caller keeps all of them alive. Raises ValueError: numbers that do not fit each other."""
 
 def loads_divide(loads: Loads, keys: int, slots: int, arrays: tuple[int, ...], layout: Layout | None, /) -> None:
     """Raises ValueError: copies are under way, or the keys are others."""
@@ -85,9 +93,13 @@ def loads_divide(loads: Loads, keys: int, slots: int, arrays: tuple[int, ...], l
 def loads_give(loads: Loads, key: int, prefetch: bool, copy: Copy, /) -> None:
     """Raises ValueError: the key is not LOADING, or its copy is known."""
 
-def loads_prefetch(loads: Loads, keys: list[int], victims: list[int], /) -> bool:
-    """Evict, and queue copies behind all demand; False: the link is closed. Raises ValueError: a key is not absent, a
-    victim cannot be evicted, or slots are too few."""
+def loads_start(loads: Loads, keys: list[int], /) -> bool:
+    """Queue copies behind all demand; False: the link is closed. Raises ValueError: a key is not absent, or slots are
+    too few."""
+
+def loads_prefetch(loads: Loads, wanted: list[int], nearer: list[int], source: int, /) -> int:
+    """`ExpertCache.prefetch` by native order: how many are queued; -1: the link is closed. Raises ValueError: there is
+    no such expert or source, or no order."""
 
 def loads_keys(loads: Loads, /) -> list[int]: ...
 def loads_take(loads: Loads, /) -> list[tuple[int, int, int, bool, Copy]]:
@@ -116,6 +128,7 @@ def layer(
     max_rows: int,
     record: int,
     record_words: int,
+    counts: Counts,
     loads: Loads | None,
     /,
 ) -> Layer:
@@ -127,10 +140,11 @@ def layer_begin(
     """True: the pass has run; the fields of `expert_ffn.Needed`; None: Python's step must run it. Raises ValueError:
     there is no such expert."""
 
-def layer_load(layer: Layer, victims: list[int], /) -> bool:
-    """False: the link is closed. Raises ValueError as `loads_prefetch`."""
+def layer_load(layer: Layer, victims: list[int] | None, decode_only: bool, /) -> bool:
+    """victims: None: by native order. False: the link is closed. Raises ValueError: a victim cannot be evicted, or
+    slots are too few."""
 
-def layer_finish(layer: Layer, hidden: int, weights: int, out: int, /) -> float | None:
+def layer_finish(layer: Layer, /) -> float | None:
     """Seconds waited for copies; None: one was cancelled."""
 
 def split_order(layers: int, experts: int, rate: float, /) -> SplitOrder: ...
@@ -210,6 +224,19 @@ def split_finish(layer: SplitLayer, hidden: int, weights: int, out: int, cpu: bo
 
 def split_take(split: Split, /) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Counters by layer and by source since the last call, see `split_module.cpp`."""
+def layer_step(
+    layer: Layer, hidden: int, ids: int, weights: int, tokens: int, top_k: int, out: int, decode_only: bool,
+    source: int, /,
+) -> float | list[int] | None:
+    """Seconds waited for copies; None: Python's step must run it; the keys whose copies were cancelled, or, if it is
+    empty, the link is closed. Raises ValueError: there is no such expert, or no order in native code."""
+
+def layer_ahead(layer: Layer, weight: int, bias: int, layers: int, top: int, max_rows: int, /) -> None:
+    """`layer_step` prefetches by these routers, which the caller keeps alive. Raises ValueError: there are no such
+    layers."""
+
+def layer_times(layer: Layer, seconds: int, /) -> None:
+    """Where the kernels' seconds are added: two doubles, of the wall's clock and of the thread's; 0: nowhere."""
 
 def instruction_sets() -> tuple[str, ...]:
     """What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable"."""

@@ -188,21 +188,21 @@ class CpuKernel:
 
     def native(
         self, layer: int, states: NDArray[np.uint8], slots: NDArray[np.int32], record: NDArray[np.int64],
-        loads: _cpu.Loads | None = None,
+        counts: _cpu.Counts, loads: _cpu.Loads | None = None, orders: bool = False,
     ) -> NativeLayer:  # fmt: skip
         """One layer in native calls.
 
         Args:
             states, slots: of its experts [E], as in `policies.residency.Residency.arrays`.
-            record: of its passes without misses.
-            loads: plans the others; None: only passes without misses run.
+            record: of its passes without misses, for an order of eviction in Python. counts: of the cache.
+            loads: plans the others; None: only passes without misses run. orders: it has an order of eviction.
         """
         made = _cpu.layer(
             layer, len(slots), states.ctypes.data, slots.ctypes.data, *self._addresses, self._gate_up.shape[1],
-            self._width, self._activation, CPU_MAX_ROWS, record.ctypes.data, len(record), loads,
+            self._width, self._activation, CPU_MAX_ROWS, record.ctypes.data, len(record), counts, loads,
         )  # fmt: skip
-        return NativeLayer(made, self._width, loads is not None, (states, slots, record, loads, self))
-
+        held = states, slots, record, counts, loads, self
+        return NativeLayer(made, self._width, loads is not None, orders, held)
 
     def split_layer(
         self, split: _cpu.Split, layer: int, layers: int, experts: int, probe: tuple[int, int, int, int]
@@ -235,21 +235,74 @@ class Needed(NamedTuple):
     victims: int
 
 
+class RoutersAhead(NamedTuple):
+    """The routers of the layers behind a layer, for prefetch by votes (`policies.prefetch.NextGatePrefetch`).
+
+    weight [layers * E, H] and bias [layers * E], or None, in float32; top: experts of a row. source: the policy's name.
+    max_rows: of which scores are computed so.
+    """
+
+    weight: torch.Tensor | None  # None: there are no layers behind
+    bias: torch.Tensor | None
+    layers: int
+    top: int
+    max_rows: int
+    source: str
+
+
 class NativeLayer:
-    """Runs a layer in native calls (`kernels/cpu/layer_module.cpp`): `run`, or `begin`, `load` and `finish`.
+    """Runs a layer in native calls (`kernels/cpu/layer_module.cpp`): `step`, or `run`, or `begin`, `load` and `finish`.
 
     The output is that of `CpuKernel.run` and `combine`, to the bit. What is found at `begin` is pinned until `finish`.
 
     Attributes:
         plans: whether passes with misses run.
-        waited_s: seconds that the last `finish` has waited for copies.
+        orders: whether the order of eviction is in native code; without, `step` cannot run.
+        waited_s: seconds that the last `finish` or `step` has waited for copies.
+        kernel_s: seconds of the kernels, by the wall's clock and by the thread's CPU time, added up while `timed`.
     """
 
     decides = False
 
-    def __init__(self, made: _cpu.Layer, width: int, plans: bool, held: object) -> None:
-        self._made, self._width, self._held, self.plans, self.waited_s = made, width, held, plans, 0.0
+    def __init__(self, made: _cpu.Layer, width: int, plans: bool, orders: bool, held: object) -> None:
+        self._made, self._width, self._held = made, width, held
+        self.plans, self.orders, self.waited_s = plans, orders, 0.0
+        self.kernel_s = np.zeros(2)
         self._pass: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def timed(self, on: bool) -> None:
+        """Whether the kernels' seconds are added up."""
+        _cpu.layer_times(self._made, self.kernel_s.ctypes.data if on else 0)
+
+    def look_ahead(self, routers: RoutersAhead) -> None:
+        """`step` prefetches what these routers pick."""
+        weight, bias = (0 if t is None else t.data_ptr() for t in (routers.weight, routers.bias))
+        _cpu.layer_ahead(self._made, weight, bias, routers.layers, routers.top, routers.max_rows)
+        self._held = self._held, routers
+
+    def step(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, decode_only: bool, source: int
+    ) -> torch.Tensor | list[int] | None:
+        """The whole pass: hidden [T, H], ids [T, K], weights [T, K] -> [T, H].
+
+        None: as of `begin`. A list: the pass has failed, since copies of these keys were cancelled or, if empty, since
+        the link is closed. decode_only: the forward has no rows of a prompt. source: number of the prefetch policy in
+        the counters; 0: nothing is prefetched.
+        """
+        of = self._operands(hidden, ids, weights)
+        if of is None:
+            return None
+        hidden, ids, weights = of
+        tokens, top_k = ids.shape
+        out = torch.empty_like(hidden)
+        found = _cpu.layer_step(
+            self._made, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, out.data_ptr(),
+            decode_only, source,
+        )  # fmt: skip
+        if type(found) is not float:
+            return found  # type: ignore[return-value]  # else a list or None
+        self.waited_s = found
+        return out
 
     def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | Needed | None:
         """hidden [T, H], ids [T, K], weights [T, K] -> [T, H] where all experts are resident, else as `begin`."""
@@ -269,13 +322,11 @@ class NativeLayer:
     def _begin(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, runs: bool
     ) -> torch.Tensor | Needed | None:
-        float32 = torch.float32
-        if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
+        operands = self._operands(hidden, ids, weights)
+        if operands is None:
             return None
+        hidden, ids, weights = operands
         tokens, top_k = ids.shape
-        if hidden.shape != (tokens, self._width) or weights.shape != ids.shape:
-            raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(ids.shape)} ids and {tuple(weights.shape)} weights")
-        hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
         out = torch.empty_like(hidden)
         of = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
         found = _cpu.layer_begin(self._made, *of, tokens, top_k, out.data_ptr(), runs)
@@ -286,16 +337,28 @@ class NativeLayer:
         self._pass = hidden, weights, out
         return tuple.__new__(Needed, found)
 
-    def load(self, victims: list[int]) -> bool:
-        """Evict these, and queue the copies of the missing experts; False: the link is closed."""
-        return _cpu.layer_load(self._made, victims)
+    def _operands(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """The same, contiguous; None: in other dtypes than the kernel's."""
+        float32 = torch.float32
+        if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
+            return None
+        shape = ids.shape
+        if hidden.shape != (shape[0], self._width) or weights.shape != shape:
+            raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(shape)} ids and {tuple(weights.shape)} weights")
+        return hidden.contiguous(), ids.contiguous(), weights.contiguous()
+
+    def load(self, victims: list[int] | None, decode_only: bool) -> bool:
+        """Evict these (None: by native order), and load the missing experts; False: the link is closed."""
+        return _cpu.layer_load(self._made, victims, decode_only)
 
     def finish(self) -> torch.Tensor | None:
         """Run the pass, arrivals as they land: [T, H]. None: a copy was cancelled, and nothing has changed."""
         assert self._pass is not None  # of `begin`
-        hidden, weights, out = self._pass
+        out = self._pass[2]
+        waited_s = _cpu.layer_finish(self._made)
         self._pass = None
-        waited_s = _cpu.layer_finish(self._made, hidden.data_ptr(), weights.data_ptr(), out.data_ptr())
         if waited_s is None:
             return None
         self.waited_s = waited_s

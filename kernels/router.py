@@ -35,11 +35,9 @@ class LinearRouter:
         return found if self.layers == 1 else found.view(-1, self.layers, self._experts)
 
     @property
-    def addresses(self) -> tuple[int, int] | None:
-        """Of weight and bias (0: none), for native code; None: they are not for it."""
-        if not self._native or self.layers > 1:
-            return None
-        return self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight and bias for native calls; None: they are of another dtype, on a GPU, or not contiguous."""
+        return (self._weight, self._bias) if self._native else None
 
     def on_host(self, hidden: torch.Tensor, softmax: bool) -> NDArray[np.float32] | None:
         """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it."""

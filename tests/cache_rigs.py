@@ -144,7 +144,8 @@ class Fixture(_Caching):
     @property
     def outcomes(self) -> tuple[int, int]:
         """Prefetches used and wasted, as the governor was told."""
-        return self.governor._used, self.governor._wasted
+        used, wasted, _ = self.governor.words
+        return used, wasted
 
 
 Make = Callable[[int], Fixture]

@@ -14,6 +14,7 @@ from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
 from tiermoe.actors.engine.cache.link_queue import LinkQueue
+from tiermoe.actors.engine.cache.native_order import NativeOrder
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.host_view import HostViews
@@ -45,6 +46,9 @@ class Ahead:
     """Prefetches what the test says, at the layer that the test names."""
 
     always = True
+
+    def native(self, index: int) -> None:
+        return None
 
     def __init__(self, cache: ExpertCache) -> None:
         self._cache = cache
@@ -84,29 +88,34 @@ class Stack:
             self.stats, Timeline(False), self.queue,
         )  # fmt: skip
         backend = DeviceBackend(self.cache, HostViews(), PlainActivations(torch.device("cpu")))
+        self.policy = policy
         kernel, placer, self.ahead = kernel_of(pool), Placer(self.cache), Ahead(self.cache)
         made = Hooks(ahead=(self.ahead,)) if hooks is None else hooks(self.cache)
         self.layers = [
-            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=made)
-            for i in range(LAYERS)
+            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=made) for i in range(LAYERS)
         ]
         self.planned = 0  # passes in native calls that Python's policies took part in
         for layer in self.layers:
             self._watch(layer.native)
 
     def _watch(self, native: Any) -> None:
-        finish = native.finish
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                out = call(*args)
+                self.planned += out is not None
+                return out
 
-        def counted() -> Any:
-            self.planned += 1
-            return finish()
+            return run
 
-        native.finish = counted
+        native.finish, native.step = counted(native.finish), counted(native.step)
 
     def in_python(self) -> Stack:
         for layer in self.layers:
-            layer.native = None
+            layer.native, layer._whole = None, False
         self.cache.native = self.cache.loads.native = None
+        if isinstance(self.cache.eviction, NativeOrder):
+            reference = make("eviction", options("eviction", self.policy), PolicyContext(LAYERS, EXPERTS))
+            self.cache.eviction = self.cache.loads._eviction = reference
         return self
 
     def settle(self) -> None:
@@ -132,7 +141,7 @@ class Stack:
                 {name: value for name, value in asdict(layer).items() if name not in TIMES}
                 for layer in self.stats.layers
             ],
-            "sources": asdict(self.stats.source("test")),
+            "sources": [asdict(self.stats.source(name)) for name in ("test", "next-gate")],
             "changed": (self.stats.substitutions, self.stats.dropped, set(cache.counters.vacant)),
             "uses": list(cache.uses),
             "pending": set(cache.counters.pending),

@@ -169,10 +169,10 @@ class DeviceBackend:
             return None
         cache, mine = self.cache, slice(step.index * step.experts, (step.index + 1) * step.experts)
         states, _, slots, *_ = cache.residency.arrays
-        loads = None if cache.native is None else cache.native.handle
+        loads, orders = (None, False) if cache.native is None else (cache.native.handle, cache.native.orders)
         found: NativeRun | None = make(
             step.index, np.frombuffer(states, np.uint8)[mine], np.frombuffer(slots, np.int32)[mine],
-            cache.passes.words, loads,
+            cache.passes.words, cache.counters.handle, loads, orders,
         )  # fmt: skip
         return found
 

@@ -342,7 +342,7 @@ class ExpertEngine:
             self._stats.configurator = ConfiguratorStats()
         if self.matcher is not None:
             self.matcher.reset()
-        self.cache.uses[:] = [0] * len(self.cache.uses)
+        self.cache.counters.reset()
         self.timeline.clear()
 
     def close(self) -> None:

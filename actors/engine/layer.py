@@ -1,8 +1,8 @@
 """One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
 
-Where nothing is to be decided, since all experts are resident and no hook asks, one native call does it all, and the
-cache counts it later (`ExpertCache.count_passes`). A layer with misses takes three (`MoeLayer._native`): the policies
-choose victims and prefetches between them. The page is their reference: same output, loads, victims and counters.
+On the CPU a native call does it all where native code has the orders of eviction and of prefetch, and the cache counts
+it later (`ExpertCache.count_passes`). Where a policy in Python chooses victims or prefetches, it is three
+(`MoeLayer._planned`). The page is their reference: same output, loads, victims and counters.
 
 Three executors run this page with different backends: the lead (`dispatch.DeviceBackend`), another shard
 (`peers.shard`) and the simulator (`cluster.simulate.executor`).
@@ -25,7 +25,7 @@ from .stats import LayerStats
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
-    from ...kernels.expert_ffn import ExpertKernel, Needed
+    from ...kernels.expert_ffn import ExpertKernel, Needed, RoutersAhead
     from .dispatch import RemoteTask, Spans
     from .host_view import Routing
     from .serving.streams import SequenceRows
@@ -60,24 +60,33 @@ class View(Protocol):
 class NativeRun(Protocol):
     """A layer in native calls: `kernels.expert_ffn.NativeLayer`, or `native_split.SplitLayer`, which `decides`.
 
-    decides: victims and prefetches, too; then only `run` is called. plans: layers with misses, too. waited_s: seconds
-    that the last `finish` has waited for copies.
+    decides: victims and prefetches, too; then only `run` is called. plans: layers with misses, too. orders: it has the
+    order of eviction, so `step` may be called. waited_s: seconds that the last `finish` or `step` waited for copies.
     """
 
     decides: bool
     plans: bool
+    orders: bool
     waited_s: float
 
+    def look_ahead(self, routers: RoutersAhead) -> None:
+        """What `step` prefetches by."""
+        ...
+
+    def step(self, hidden: Any, ids: Any, weights: Any, decode_only: bool, source: int) -> Any | list[int] | None:
+        """The output; None: the pass is for the page; a list: see `ExpertCache.fail_native`. source: 0: no prefetch."""
+        ...
+
     def run(self, *inputs: Any) -> Any | None:
-        """The output, and the pass recorded in `ExpertCache.passes`; or as `begin`."""
+        """The output of a pass without misses; or as `begin`."""
         ...
 
     def begin(self, *inputs: Any) -> Needed | None:
         """What the pass needs; None: it is for the page."""
         ...
 
-    def load(self, victims: list[int]) -> bool:
-        """Evict these, load the missing experts; False: the cache is closed."""
+    def load(self, victims: list[int] | None, decode_only: bool) -> bool:
+        """Evict these (None: by native order), load the missing experts; False: the cache is closed."""
         ...
 
     def finish(self) -> Any | None:
@@ -127,6 +136,10 @@ class AheadHook(Protocol):
     """always: it is asked at every layer, since `idle` is never true."""
 
     always: bool
+
+    def native(self, index: int) -> RoutersAhead | None:
+        """What native code needs to do `layer` at this layer; None: it cannot."""
+        ...
 
     def layer(self, index: int, view: Any) -> None:
         """The layer's demand loads are queued: prefetch for later layers, or free slots for them."""
@@ -218,7 +231,20 @@ class MoeLayer:
         self.native = backend.native(self) if type(placer) is Placer else None
         if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
             self.native = None
+        self._source: str | None = None  # of the prefetches of one native call
+        self._whole = self.native is not None and self.native.orders and self._leave_ahead(self.native)
         self._promising = True  # the last pass had no miss
+
+    def _leave_ahead(self, native: NativeRun) -> bool:
+        """Have native code prefetch; False: it cannot."""
+        if not self.hooks.ahead:
+            return True
+        routers = [hook.native(self.index) for hook in self.hooks.ahead]
+        if len(routers) > 1 or routers[0] is None:
+            return False
+        native.look_ahead(routers[0])
+        self._source = routers[0].source
+        return True
 
     @property
     def stats(self) -> LayerStats:
@@ -239,7 +265,11 @@ class MoeLayer:
                 if hooks.reroute:
                     view = backend.look(index, False, *inputs)
                     low = self._reroute(view)
-                out = native.run(*inputs) if native.decides else self._native(native, inputs, view)
+                given = inputs if view is None else view.operands()
+                if native.decides:
+                    out = native.run(*given)
+                else:
+                    out = (self._native if self._whole else self._planned)(native, given, view)
                 if out is not None:
                     return out
             if native.plans or cache.passes.words[0] > 1:
@@ -290,32 +320,51 @@ class MoeLayer:
         return low
 
     def _native(self, native: NativeRun, inputs: tuple[Any, ...], view: Any) -> Any | None:
-        """The step in native calls; None: nothing was done that the page would not do.
+        """The step in one native call; None: nothing was done that the page would not do."""
+        cache = self.cache
+        source = 0 if self._source is None else cache.counters.number_of(self._source)
+        out = native.step(*inputs, cache.decode_only, source)
+        if type(out) is list:
+            cache.abandon()
+            cache.fail_native(out)
+        if out is None:
+            return None
+        if native.waited_s:
+            stats = cache.stats.layers[self.index]
+            stats.blocked_io_s += native.waited_s
+            stats.io_path_s += native.waited_s
+        if self._last:
+            cache.count_passes()
+        if self.check:
+            cache.check_integrity()
+        return out
 
-        view: of the inputs, rerouted; None: nothing reroutes.
+    def _planned(self, native: NativeRun, inputs: tuple[Any, ...], view: Any) -> Any | None:
+        """The step in native calls, between which policies decide; None: nothing was done that the page would not do.
+
+        inputs: as they will run. view: has them; None: nothing has read them.
         """
         index, cache, ahead = self.index, self.cache, self.hooks.ahead
-        stats, run_inputs = cache.stats.layers[index], inputs if view is None else view.operands()
         needed: Needed | None = None
         if self._promising and not cache.counters.vacant and all(hook.idle(index) for hook in ahead):
-            found: Any = native.run(*run_inputs)
+            found: Any = native.run(*inputs)
             if found is not None and not isinstance(found, tuple):
                 return self._ran_resident(found)
             needed = cast("Needed | None", found)
         elif native.plans:
-            needed = native.begin(*run_inputs)
-        if native.plans:
+            needed = native.begin(*inputs)
+        if native.plans and not native.orders:
             cache.count_passes()
             cache.loads.dropped()
         if needed is None:
             return None
+        stats = cache.stats.layers[index]
         blocked_s = stats.blocked_io_s
-        run, resident = needed.run, needed.resident
-        cache.eviction.routed(needed.keys, needed.counts, len(inputs[0]))
-        plan = LayerPlan(tuple(run), resident, needed.arriving, ())
-        self._promising = resident == len(run)
+        if not native.orders:
+            cache.eviction.routed(needed.keys, needed.counts, len(inputs[0]))
+        self._promising = needed.resident == len(needed.run)
         try:
-            cache.begin_native(index, needed, plan, native)
+            cache.load_native(index, needed, native)
             for hook in ahead:
                 if hook.idle(index):
                     hook.skip(index)
@@ -324,25 +373,25 @@ class MoeLayer:
                     hook.layer(index, view)
             out = native.finish()
             if out is None:
-                cache.loads.fail_cancelled(run)
+                cache.fail_native(needed.run)
             stats.blocked_io_s += native.waited_s
         except BaseException:
             cache.abandon()
             raise
-        cache.ran_native(run)
+        if not native.orders:
+            cache.eviction.used(needed.run)
         if self._last:
             cache.count_passes()
         self._observe(stats, stats.blocked_io_s - blocked_s, 0.0, ())  # landings count their own share of the link
         return out
 
     def _ran_resident(self, out: Any) -> Any:
-        cache = self.cache
-        if self._last or self.check or cache.counters.pending:  # the governor of prefetch counts hits at once
-            cache.count_passes()
         for hook in self.hooks.ahead:
             hook.skip(self.index)
+        if self._last or self.check:
+            self.cache.count_passes()
         if self.check:
-            cache.check_integrity()
+            self.cache.check_integrity()
         return out
 
     def _observe(self, stats: LayerStats, io_s: float, link_s: float, tasks: Sequence[RemoteTask]) -> None:

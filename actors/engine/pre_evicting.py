@@ -70,6 +70,10 @@ class PreEvicting:
             if victims:
                 cache.leave(victims, following)
 
+    def native(self, index: int) -> None:
+        """Native code frees no slots ahead."""
+        return None
+
     def idle(self, index: int) -> bool:
         return False
 

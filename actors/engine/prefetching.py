@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ...kernels import _cpu
 from ..policies.moepic import SpeculativePrefetch
-from ..policies.prefetch import LayerSeen, PrefetchPolicy, Ranking, Span, Wanted, runs
+from ..policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Ranking, Span, Wanted, runs
 from ..policies.prefetch_trials import DecodeForward, PrefetchTrials
 from .cache.cache import ExpertCache
 from .host_view import Asked, Fetch, LayerView, share
@@ -28,6 +28,7 @@ from .serving.streams import SequenceRows
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
+    from ...kernels.expert_ffn import RoutersAhead
     from ...kernels.router import LinearRouter
     from .model.model import MoeBlock, RouterProbe
     from .peers.shards import Shards
@@ -117,6 +118,10 @@ class Prefetching:
         if index == self._last:
             self.ended()
 
+    def native(self, index: int) -> RoutersAhead | None:
+        """What native code needs to prefetch at this layer; None: it cannot."""
+        return None
+
     def idle(self, index: int, allowed: bool = True) -> bool:
         """Whether a stateless policy need not be asked: prefetch rests, or every expert in its reach is in a slot.
 
@@ -144,8 +149,6 @@ class Prefetching:
         self._cache.governor.allows()
 
     def probe(self, index: int) -> tuple[LinearRouter, int, int] | None:
-        """The router that a native pass of layer `index` asks for its prefetches, its layer, and how many experts it
-        names; None: they are not for native code."""
         """The router by whose scores alone native code may prefetch at a layer, its layer, and experts for each row."""
         return None
 
@@ -246,6 +249,20 @@ class RouterPrefetching(Prefetching):
             found.append(self._own[layer])
         return [asked for asked in found if asked is not None]
 
+    def native(self, index: int) -> RoutersAhead | None:
+        from ...kernels.expert_ffn import RoutersAhead
+        from ...kernels.router import MOST_ROWS, LinearRouter
+
+        policy = self.policy
+        if type(policy) is not NextGatePrefetch or policy.synchronous or self._shards is not None:
+            return None
+        asked = self._scores[index]
+        probe = asked[0].probe if asked and asked[0] is not None else None
+        if not asked:
+            return RoutersAhead(None, None, 0, policy.top, MOST_ROWS, policy.name)
+        operands = probe.operands if isinstance(probe, LinearRouter) and probe.layers == len(asked) else None
+        return None if operands is None else RoutersAhead(*operands, len(asked), policy.top, MOST_ROWS, policy.name)
+
     def probe(self, index: int) -> tuple[LinearRouter, int, int] | None:
         from ...kernels.router import LinearRouter
 
@@ -253,7 +270,9 @@ class RouterPrefetching(Prefetching):
         router = self._routers[layer]
         if type(policy) is not SpeculativePrefetch or policy.synchronous or self._shards is not None:
             return None
-        if not self._cache.governor.always or self._trials is not None or type(router) is not LinearRouter:
+        if not self._cache.governor.always or self._trials is not None:
+            return None
+        if type(router) is not LinearRouter or router.layers > 1:
             return None
         return router, layer, policy.top
 

@@ -33,6 +33,7 @@ class SplitLayer:
     """
 
     decides = plans = True
+    orders = False
 
     @staticmethod
     def of(step: MoeLayer, backend: DeviceBackend) -> SplitLayer | None:
@@ -56,7 +57,8 @@ class SplitLayer:
         self._index, self._backend, self._cache, self._ahead = step.index, backend, backend.cache, ahead
         self._last, self._check, self._width = step.index == layers - 1, step.check, step.kernel.width
         found = None if ahead is None else ahead.probe(step.index)
-        at = None if found is None else found[0].addresses
+        operands = None if found is None else found[0].operands
+        at = None if operands is None else [0 if tensor is None else tensor.data_ptr() for tensor in operands]
         self._probes = found is not None and at is not None
         probe = (0, 0, 0, 1) if found is None or at is None else (*at, *found[1:])
         self._made = step.kernel.split_layer(split, step.index, layers, step.experts, probe)

@@ -167,7 +167,7 @@ class ActivationMatrixPrefetch(LayeredPrefetch):
         for layer in range(now + 1, min(now + 1 + self.distance, self._layers)):
             row = counts[layer]
             share, near = row / max(1, row.sum()), 1.0 - (layer - now) / self._layers
-            for e in most_probable(share, self._top):
+            for e in most_probable(share, self.top):
                 wanted.append(Wanted(layer * self._experts + e, (float(share[e]) + _EPSILON) * near))
         return wanted
 

@@ -187,6 +187,9 @@ class SweepLru(Lru):
 
     Args:
         layers, experts: L and E. share: of a layer's experts.
+
+    Attributes:
+        least: experts of a layer that sweeps.
     """
 
     class Options(PolicyOptions):
@@ -201,13 +204,13 @@ class SweepLru(Lru):
 
     def __init__(self, layers: int, experts: int, share: float = SWEEP_SHARE) -> None:
         super().__init__()
-        self._layers, self._experts, self._least = layers, experts, share * experts
+        self._layers, self._experts, self.least = layers, experts, share * experts
         self._now: int | None = None  # the layer that sweeps
         self._picked = np.zeros(layers * experts, np.int64)
 
     def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
         self._now = None
-        if len(keys) >= self._least:
+        if len(keys) >= self.least:
             self._now = keys[0] // self._experts
             first = self._now * self._experts
             self._picked[first : first + self._experts] = 0
@@ -300,6 +303,9 @@ class Lfu(EvictionPolicy):
 
     Args:
         half_life: h; None: no decay.
+
+    Attributes:
+        growth: what a use counts more than one a call of `used` earlier.
     """
 
     class Options(PolicyOptions):
@@ -313,7 +319,7 @@ class Lfu(EvictionPolicy):
         return cls(half_life / _LAYERS if half_life is not None and context.one_layer else half_life)
 
     def __init__(self, half_life: float | None = None) -> None:
-        self._growth = decay_growth(half_life)
+        self.growth = decay_growth(half_life)
         self._unit = 1.0  # what a use counts now
         self._freq: dict[int, float] = {}
         self._credit: dict[int, float] = {}  # of what freq holds, what admission lent until the first use
@@ -334,7 +340,7 @@ class Lfu(EvictionPolicy):
             self._clock += 1
             moved.append((freq[key], self._clock, key))
         self._order.set(moved)
-        self._unit *= self._growth
+        self._unit *= self.growth
         if self._unit > RESCALE_AT:
             for counts in (freq, credit):
                 for key in counts:

@@ -178,8 +178,8 @@ class MixedGatePrefetch(NextGatePrefetch):
                 continue
             if layer == seen.layer + 1:
                 self.predicted = scores
-            least = _least_unimportance(scores, self._top)
-            for expert in predicted_experts(scores, self._top):
+            least = _least_unimportance(scores, self.top)
+            for expert in predicted_experts(scores, self.top):
                 if least[expert] <= self._t2:
                     packed = self._layers if least[expert] > self._t1 else 0
                     wanted.append(Wanted((layer + packed) * self._experts + expert, -float(len(wanted))))

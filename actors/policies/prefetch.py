@@ -16,6 +16,7 @@ Here: the protocol, the governor, and the policies that belong to no single pape
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -317,19 +318,20 @@ class PrefetchGovernor:
         min_useful: share in [0, 1]; 0 never pauses.
         window: outcomes per judgement.
         rest: layers without prefetch after a bad window.
+
+    Attributes:
+        words: used and wasted prefetches of the window, layers left to rest; native code changes them, too.
     """
 
     def __init__(self, min_useful: float, window: int = 128, rest: int = 512) -> None:
         self.min_useful, self.window, self.rest = min_useful, window, rest
-        self._used = 0
-        self._wasted = 0
-        self._resting = 0
+        self.words = array("q", [0, 0, 0])
 
     def used(self, count: int = 1) -> None:
-        self._used += count
+        self.words[0] += count
 
     def wasted(self, count: int = 1) -> None:
-        self._wasted += count
+        self.words[1] += count
 
     @property
     def always(self) -> bool:
@@ -338,26 +340,27 @@ class PrefetchGovernor:
 
     @property
     def resting(self) -> bool:
-        return self._resting > 0
+        return self.words[2] > 0
 
     def pause(self, layers: int) -> None:
         """No prefetch in the next `layers` layers."""
-        self._resting = max(self._resting, layers + 1)
+        self.words[2] = max(self.words[2], layers + 1)
 
     def allows(self) -> bool:
         """Whether this layer may prefetch; called once per layer, which also counts the pause down."""
-        if self._resting:
-            self._resting -= 1
-            if self._resting:
+        words = self.words
+        if words[2]:
+            words[2] -= 1
+            if words[2]:
                 return False
-            self._used = self._wasted = 0  # what was prefetched before the rest is judged already
+            words[0] = words[1] = 0  # what was prefetched before the rest is judged already
             return True
-        outcomes = self._used + self._wasted
+        outcomes = words[0] + words[1]
         if outcomes >= self.window:
-            bad = self._used < self.min_useful * outcomes
-            self._used = self._wasted = 0
+            bad = words[0] < self.min_useful * outcomes
+            words[0] = words[1] = 0
             if bad:
-                self._resting = self.rest
+                words[2] = self.rest
                 return False
         return True
 
@@ -367,6 +370,9 @@ class LayeredPrefetch(PrefetchPolicy):
 
     Args:
         layers, experts: L and E. top: experts per token, or per layer. distance, synchronous: see `PrefetchPolicy`.
+
+    Attributes:
+        top: experts per token, or per layer.
     """
 
     @classmethod
@@ -374,13 +380,8 @@ class LayeredPrefetch(PrefetchPolicy):
         return cls(context.layers, context.experts, options.experts(context), options.distance, options.synchronous)
 
     def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
-        self._layers, self._experts, self._top = layers, experts, top
+        self._layers, self._experts, self.top = layers, experts, top
         self.distance, self.synchronous = distance, synchronous
-
-    @property
-    def top(self) -> int:
-        """Experts per token, or per layer."""
-        return self._top
 
 
 @register("prefetch", "next-gate")
@@ -410,7 +411,7 @@ class NextGatePrefetch(LayeredPrefetch):
             if scores is not None:
                 if layer == seen.layer + 1:
                     self.predicted = scores
-                layers.append(seen.rank.by_votes(scores, self._top, layer * self._experts))
+                layers.append(seen.rank.by_votes(scores, self.top, layer * self._experts))
         return WantedKeys(layers, range(0, -sum(map(len, layers)), -1))
 
 
@@ -487,10 +488,10 @@ class PopularityPrefetch(LayeredPrefetch):
     def _popular(self, first: int) -> list[Wanted]:
         wanted = []
         for ahead, counts in enumerate(self.counts[first : first + self.distance]):
-            for place, e in enumerate(np.argsort(-counts, kind="stable")[: self._top]):
+            for place, e in enumerate(np.argsort(-counts, kind="stable")[: self.top]):
                 if counts[e]:
                     # a nearer layer's experts all go before a farther one's
-                    wanted.append(Wanted((first + ahead) * self._experts + int(e), -float(ahead * self._top + place)))
+                    wanted.append(Wanted((first + ahead) * self._experts + int(e), -float(ahead * self.top + place)))
         return wanted
 
 
@@ -521,5 +522,5 @@ class RandomPrefetch(LayeredPrefetch):
     def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
         rows = len(seen.spans) if seen.layer == self._layers - 1 else len(seen.ids)
         self.predicted = 1.0 - self._rng.random((rows, self._experts))  # (0, 1]
-        keys, scores = seen.rank.by_score(self.predicted, self._top, (seen.layer + 1) % self._layers * self._experts)
+        keys, scores = seen.rank.by_score(self.predicted, self.top, (seen.layer + 1) % self._layers * self._experts)
         return WantedKeys([keys] if keys else [], scores)

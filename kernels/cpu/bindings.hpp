@@ -12,6 +12,7 @@ namespace tiermoe {
 class Link;
 class Loads;
 struct Copy;
+struct Counts;
 }  // namespace tiermoe
 
 namespace tiermoe::bindings {
@@ -19,9 +20,10 @@ namespace tiermoe::bindings {
 Link* link_of(PyObject* capsule);                      // link_module.cpp
 PyObject* copy_capsule(std::shared_ptr<Copy> copy);
 const std::shared_ptr<Copy>* copy_of(PyObject* capsule);
-
-constexpr const char* kLoads = "tiermoe.kernels.Loads";
-Loads* loads_of(PyObject* capsule);  // layer_module.cpp
+Loads* loads_of(PyObject* capsule);                    // loads_module.cpp
+Counts* counts_of(PyObject* capsule);
+// Whether these keys can take slots, those of the victims included; else an exception is set.
+bool check_start(const Loads& of, const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& victims);
 
 template <typename T>
 T* address(PyObject* value) {
@@ -67,6 +69,7 @@ extern PyMethodDef neuron_methods[];    // neuron_module.cpp
 extern PyMethodDef measure_methods[];   // measure_module.cpp
 extern PyMethodDef link_methods[];      // link_module.cpp
 extern PyMethodDef layer_methods[];     // layer_module.cpp
+extern PyMethodDef loads_methods[];     // loads_module.cpp
 extern PyMethodDef dense_methods[];     // dense_module.cpp
 extern PyMethodDef importance_methods[];  // importance_module.cpp
 extern PyMethodDef split_methods[];     // split_module.cpp

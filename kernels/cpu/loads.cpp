@@ -5,9 +5,10 @@
 
 namespace tiermoe {
 
-Loads::Loads(Link* link, const SlotArrays& arrays, std::int64_t experts, std::vector<ExpertPart> parts, Layout layout)
+Loads::Loads(Link* link, const SlotArrays& arrays, std::int64_t experts, std::vector<ExpertPart> parts, Layout layout,
+             const Counts* counts, Order* order)
     : link_(link), arrays_(arrays), experts_(experts), parts_(std::move(parts)), layout_(std::move(layout)),
-      landed_(whole() / experts) {}
+      counts_(counts), order_(order), landed_(whole() / experts) {}
 
 void Loads::divide(const SlotArrays& arrays, Layout layout) {
     arrays_ = arrays;
@@ -30,7 +31,11 @@ void Loads::unpin(std::int64_t key) {
 }
 
 bool Loads::start(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& victims, bool prefetch) {
-    for (std::int64_t victim : victims) drop(victim);
+    for (std::int64_t victim : victims) {
+        drop(victim);
+        if (order_) order_->removed(victim);
+        if (counts_) counts_->left(victim);
+    }
     std::vector<std::shared_ptr<Copy>> copies;
     for (std::int64_t key : keys) {
         const std::int64_t slot_class = class_of(key), expert = key % whole();
@@ -40,6 +45,7 @@ bool Loads::start(const std::vector<std::int64_t>& keys, const std::vector<std::
         ++arrays_.generation[slot];
         arrays_.states[key] = static_cast<std::uint8_t>(SlotState::loading);
         arrays_.slot[key] = slot;
+        if (order_) order_->admitted(key);
         auto copy = std::make_shared<Copy>();
         copy->prefetch = prefetch;
         for (const ExpertPart& part : parts_)
@@ -50,7 +56,30 @@ bool Loads::start(const std::vector<std::int64_t>& keys, const std::vector<std::
         flights_.push_back({key, prefetch, copy});
         copies.push_back(std::move(copy));
     }
-    return link_->submit(copies);
+    return copies.empty() || link_->submit(copies);
+}
+
+std::int64_t Loads::absent(std::int64_t first, std::int64_t stop) const {
+    return std::count(arrays_.states + first, arrays_.states + stop, std::uint8_t{0});
+}
+
+std::int64_t Loads::prefetch(const std::vector<std::int64_t>& wanted, const std::vector<std::int64_t>& nearer,
+                             std::uint8_t source) {
+    std::vector<std::int64_t> fit, out;
+    for (std::int64_t key : wanted)
+        if (state(key) == SlotState::absent) fit.push_back(key);
+    const std::int64_t lacking = static_cast<std::int64_t>(fit.size()) - free_slots();
+    if (lacking > 0) {
+        may_.assign(arrays_.evictable, arrays_.evictable + arrays_.keys);
+        for (const auto* kept : {&wanted, &nearer})
+            for (std::int64_t key : *kept) may_[key] = 0;
+        out = order_->first(lacking, may_.data());
+        fit.resize(static_cast<std::size_t>(free_slots()) + out.size());
+    }
+    const bool open = start(fit, out, true);
+    for (std::int64_t key : fit) counts_->pending[key] = source;
+    counts_->outcomes[source * Counts::kOutcomes + Counts::queued] += static_cast<std::int64_t>(fit.size());
+    return open ? static_cast<std::int64_t>(fit.size()) : -1;
 }
 
 bool Loads::land_ended(std::int64_t layer) {
@@ -65,17 +94,19 @@ bool Loads::land_ended(std::int64_t layer) {
     return true;
 }
 
-bool Loads::drop_stale(std::int64_t layer, const std::int64_t* counts) {
-    const std::size_t before = flights_.size();
+void Loads::drop_stale(std::int64_t layer, const std::int64_t* counts) {
     const auto stale = [&](const Flight& flight) {
         if (layer_of(flight.key) != layer || !flight.prefetch || counts[flight.key % experts_]) return false;
         if (!link_->cancel(flight.copy)) return false;
         drop(flight.key);
-        dropped_.push_back(flight.key);
+        if (counts_) counts_->dropped(flight.key);
+        if (order_)
+            order_->removed(flight.key);
+        else
+            dropped_.push_back(flight.key);
         return true;
     };
     flights_.erase(std::remove_if(flights_.begin(), flights_.end(), stale), flights_.end());
-    return flights_.size() < before;
 }
 
 const Flight* Loads::flight(std::int64_t key) const {

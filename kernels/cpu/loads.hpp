@@ -12,7 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "counts.hpp"
 #include "link.hpp"
+#include "order.hpp"
 
 namespace tiermoe {
 
@@ -58,7 +60,9 @@ struct Landed {
 
 class Loads {
    public:
-    Loads(Link* link, const SlotArrays& arrays, std::int64_t experts, std::vector<ExpertPart> parts, Layout layout);
+    // order: null: Python has it, and is told who comes and goes; counts: null: the caller counts.
+    Loads(Link* link, const SlotArrays& arrays, std::int64_t experts, std::vector<ExpertPart> parts, Layout layout,
+          const Counts* counts, Order* order);
 
     // Other slots of the same pool; no copy is under way.
     void divide(const SlotArrays& arrays, Layout layout);
@@ -75,6 +79,7 @@ class Loads {
     std::int64_t first_unit(std::int64_t slot) const { return split() ? layout_.first[slot] : slot; }
     std::int64_t free_slots(std::int64_t slot_class = 0) const { return arrays_.counts[1 + slot_class]; }
     std::int64_t evictable() const;
+    Order* order() const { return order_; }
     bool may_evict(std::int64_t key) const { return arrays_.evictable[key] != 0; }
     bool pinned(std::int64_t key) const { return arrays_.pins[key] != 0; }
     void pin(std::int64_t key);
@@ -83,10 +88,19 @@ class Loads {
     // Evict these, which `may_evict`, then copy these ABSENT ones in this order into free slots. False: the link is
     // closed; then the copies are cancelled.
     bool start(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& victims, bool prefetch);
+    // `ExpertCache.prefetch` of whole experts with native order: absent ones of these, most wanted first, in slots that are free or those
+    // of experts that are neither wanted nor in `nearer`. The number queued; -1: the link is closed.
+    std::int64_t prefetch(const std::vector<std::int64_t>& wanted, const std::vector<std::int64_t>& nearer,
+                          std::uint8_t source);
+    std::int64_t absent(std::int64_t first, std::int64_t stop) const;
+    // The order's next victims; none of these slots is used by the pass or the copies under way.
+    std::vector<std::int64_t> victims(std::int64_t count) const { return order_->first(count, arrays_.evictable); }
     // Copies that have ended: their experts are RESIDENT. layer: that runs. False: one was cancelled by the link's end.
     bool land_ended(std::int64_t layer);
-    // Cancel the queued prefetches of experts of this layer that it does not need (counts [E] of 0); whether any was.
-    bool drop_stale(std::int64_t layer, const std::int64_t* counts);
+    // Cancel the queued prefetches of experts of this layer that it does not need (counts [E] of 0).
+    void drop_stale(std::int64_t layer, const std::int64_t* counts);
+    bool any_dropped() const { return !dropped_.empty(); }
+    // Those that were cancelled since the last call, for the order that Python has.
     std::vector<std::int64_t> take_dropped() { return std::exchange(dropped_, {}); }
     // The copy of a key under way; null: there is none.
     const Flight* flight(std::int64_t key) const;
@@ -112,6 +126,9 @@ class Loads {
     std::int64_t experts_;
     std::vector<ExpertPart> parts_;
     Layout layout_;
+    const Counts* counts_;
+    Order* order_;
+    std::vector<std::uint8_t> may_;  // of `prefetch`
     std::vector<Flight> flights_;
     std::vector<Landed> landed_;  // [layers]
     std::vector<std::int64_t> dropped_;

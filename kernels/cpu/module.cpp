@@ -3,6 +3,7 @@
 // other before a kernel runs: group ranges and pair numbers against the pairs, neurons against the pool. The
 // interpreter lock is released while a kernel runs.
 #include "bindings.hpp"
+#include "counts.hpp"
 
 #include <vector>
 
@@ -122,7 +123,11 @@ PyMODINIT_FUNC PyInit__cpu() {
                                tiermoe::bindings::link_methods, tiermoe::bindings::dense_methods,
                                tiermoe::bindings::layer_methods, tiermoe::bindings::split_methods,
                                tiermoe::bindings::importance_methods, tiermoe::bindings::rank_methods,
-                               tiermoe::bindings::decode_methods, tiermoe::bindings::page_methods})
+                               tiermoe::bindings::decode_methods, tiermoe::bindings::page_methods,
+                               tiermoe::bindings::loads_methods})
         if (module && PyModule_AddFunctions(module, more) < 0) Py_CLEAR(module);
+    if (module && (PyModule_AddIntConstant(module, "COUNTED", tiermoe::Counts::kFields) < 0 ||
+                   PyModule_AddIntConstant(module, "OUTCOMES", tiermoe::Counts::kOutcomes) < 0))
+        Py_CLEAR(module);
     return module;
 }

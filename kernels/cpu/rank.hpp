@@ -8,7 +8,7 @@
 
 namespace tiermoe {
 
-struct Order {  // of the experts named by at least one row
+struct Ranked {  // of the experts named by at least one row
     std::vector<int> experts;
     std::vector<double> best;  // of each expert [E]: its highest score
 };
@@ -16,9 +16,9 @@ struct Order {  // of the experts named by at least one row
 // Each row names its `top` experts; ties go to the lowest number. by_votes: experts by rows that name them, then as
 // without: by highest score. read(t, out): the scores of row t as doubles [E], which hold every float.
 template <typename Read>
-Order order_of(std::int64_t tokens, std::int64_t experts, std::int64_t top, bool by_votes, const Read& read) {
+Ranked rank_experts(std::int64_t tokens, std::int64_t experts, std::int64_t top, bool by_votes, const Read& read) {
     const auto count = static_cast<std::size_t>(std::min<std::int64_t>(top, experts));
-    Order found;
+    Ranked found;
     found.best.assign(static_cast<std::size_t>(experts), -std::numeric_limits<double>::infinity());
     std::vector<double> row(static_cast<std::size_t>(experts));
     std::vector<std::int64_t> votes(static_cast<std::size_t>(experts), 0);
@@ -50,7 +50,7 @@ Order order_of(std::int64_t tokens, std::int64_t experts, std::int64_t top, bool
 }
 
 // Without the experts of no positive score.
-inline Order positive(Order found) {
+inline Ranked positive(Ranked found) {
     auto& experts = found.experts;
     while (!experts.empty() && !(found.best[static_cast<std::size_t>(experts.back())] > 0)) experts.pop_back();
     return found;

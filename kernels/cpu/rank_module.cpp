@@ -47,8 +47,8 @@ class Scores {
     bool held_ = false, wide_ = false;
 };
 
-Order order_of(const Scores& scores, std::int64_t top, bool by_votes) {
-    return tiermoe::order_of(scores.tokens(), scores.experts(), top, by_votes,
+Ranked rank_experts(const Scores& scores, std::int64_t top, bool by_votes) {
+    return tiermoe::rank_experts(scores.tokens(), scores.experts(), top, by_votes,
                     [&](std::int64_t t, std::vector<double>& row) { scores.row(t, row); });
 }
 
@@ -75,7 +75,7 @@ PyObject* rank_by_votes(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Scores scores;
     long long top, base;
     if (!take(args, count, scores, top, base)) return nullptr;
-    return keys_of(order_of(scores, top, true).experts, base);
+    return keys_of(rank_experts(scores, top, true).experts, base);
 }
 
 // rank_by_score(scores [T, E], top, base) -> (keys, their highest scores), of positive scores
@@ -83,7 +83,7 @@ PyObject* rank_by_score(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Scores scores;
     long long top, base;
     if (!take(args, count, scores, top, base)) return nullptr;
-    const Order found = positive(order_of(scores, top, false));
+    const Ranked found = positive(rank_experts(scores, top, false));
     const auto& experts = found.experts;
     PyObject* keys = keys_of(experts, base);
     PyObject* best = keys ? PyList_New(static_cast<Py_ssize_t>(experts.size())) : nullptr;

@@ -116,7 +116,7 @@ bool Split::prefetch(SplitPass& of, const float* hidden) {
     const auto experts = static_cast<std::size_t>(of.experts);
     std::vector<float> scores(static_cast<std::size_t>(of.tokens) * experts);
     router_scores(hidden, of.tokens, of.probe.weight, of.width, of.experts, of.probe.bias, of.experts, scores.data());
-    const Order found = positive(order_of(of.tokens, of.experts, of.probe.top, false,
+    const Ranked found = positive(rank_experts(of.tokens, of.experts, of.probe.top, false,
                                           [&](std::int64_t t, std::vector<double>& row) {
                                               const float* from = scores.data() + static_cast<std::size_t>(t) * experts;
                                               row.assign(from, from + experts);

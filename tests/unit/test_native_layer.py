@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +19,38 @@ from tiermoe.actors.engine.cache.slots import SlotPool
 from tiermoe.actors.engine.host_view import Routing
 from tiermoe.actors.engine.layer import Hooks
 from tiermoe.actors.engine.pre_evicting import PreEvicting
+from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
+from tiermoe.actors.engine.stats import SourceStats
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, PreEviction
+from tiermoe.actors.policies.prefetch import NextGatePrefetch
 from tiermoe.actors.policies.residency import ResidencyError, State
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS, NativeLayer
 from tiermoe.kernels.importance import NativeBudget, NativeImportance
+from tiermoe.kernels.router import LinearRouter
 
 POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "least-stale", "lcp"]
+
+
+def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
+    """The preset's prefetch, by random routers; distance 0: none."""
+    generator = torch.Generator().manual_seed(8)
+    routers = [
+        LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), torch.randn(EXPERTS, generator=generator))
+        for _ in range(LAYERS)
+    ]
+    blocks: list[Any] = [SimpleNamespace(router=router) for router in routers]
+
+    def hooks(cache: ExpertCache) -> Hooks:
+        if not distance:
+            return Hooks()
+        policy = NextGatePrefetch(LAYERS, EXPERTS, 2, distance)
+        return Hooks(ahead=(RouterPrefetching(policy, cache, blocks, EXPERTS),))
+
+    return hooks
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slots", [2, EXPERTS, KEYS - 5, KEYS - 2, KEYS])
 def test_native_calls_are_the_step_in_python(policy: str, slots: int) -> None:
@@ -44,6 +69,44 @@ def test_native_calls_are_the_step_in_python(policy: str, slots: int) -> None:
     assert native.planned > 40
     assert sum(layer.forwards for layer in native.stats.layers) == 60 * LAYERS
     native.cache.close(), python.cache.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("policy", ["lru", "lru-sweep", "lfu", "lfu-decay"])
+@pytest.mark.parametrize("slots", [EXPERTS, 9, KEYS - 2])
+def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: int) -> None:
+    """The order of eviction, next-gate and its governor in native code: the same decisions as their references."""
+    native = Stack(slots, policy, min_useful=0.4, hooks=next_gate(ahead))
+    python = Stack(slots, policy, min_useful=0.4, hooks=next_gate(ahead)).in_python()
+    assert all(layer._whole for layer in native.layers)
+    rng = np.random.default_rng(slots)
+    for step in range(60):
+        native.cache.decode_only = python.cache.decode_only = bool(rng.integers(2))
+        for index in range(LAYERS):
+            inputs = routed(rng, 24)
+            if step == 40:
+                native.layers[index].observers = python.layers[index].observers = [lambda *seen: None]
+            assert torch.equal(native.layers[index].forward(*inputs), python.layers[index].forward(*inputs))
+            native.settle(), python.settle()
+        assert native.known() == python.known()
+        native.layers[step % LAYERS].observers.clear()
+    assert native.planned > 60
+    native.cache.close(), python.cache.close()
+
+
+def test_what_was_prefetched_before_a_reset_counts_for_no_source() -> None:
+    native, python = Stack(8, "lru"), Stack(8, "lru").in_python()
+    inputs = routed(np.random.default_rng(1), 1)
+    for stack in (native, python):
+        stack.cache.prefetch([0, 1, 2, 3], source="test")
+        stack.settle()
+        stack.cache.count_passes()
+        stack.cache.counters.reset()
+        stack.stats.prefetch_sources = {}
+        stack.layers[0].forward(*inputs)
+    assert native.known() == python.known()
+    assert asdict(native.stats.source("test")) == asdict(SourceStats())
+    assert native.stats.layers[0].prefetched_hits > 0
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "random"])
@@ -164,12 +227,13 @@ def test_a_failing_hook_leaves_the_loads_to_arrive() -> None:
     inputs = routed(np.random.default_rng(1), 1)
     for stack in (native, python):
         stack.ahead.wanted = [99]
-        with pytest.raises((IndexError, ResidencyError)):
+        with pytest.raises((IndexError, ValueError, ResidencyError)):
             stack.layers[0].forward(*inputs)
         assert not any(map(stack.cache.residency.pinned, range(KEYS)))
         stack.ahead.wanted = []
         stack.settle()
         stack.layers[0].forward(*inputs)
+        stack.cache.count_passes()
         assert stack.stats.layers[0].hits == len(inputs[1][0])
     assert native.known() == python.known()
 
@@ -193,7 +257,8 @@ def layer_of(index: int, record: np.ndarray) -> tuple[NativeLayer, np.ndarray]:
     """A layer without loads, whose experts are all resident, and their states."""
     pool = SlotPool.allocate(SHAPE, EXPERTS, torch.float32, torch.device("cpu"))
     states = np.full(EXPERTS, State.RESIDENT, np.uint8)
-    return kernel_of(pool).native(index, states, np.arange(EXPERTS, dtype=np.int32), record), states
+    counters = Stack(2, "lru").cache.counters
+    return kernel_of(pool).native(index, states, np.arange(EXPERTS, dtype=np.int32), record, counters.handle), states
 
 
 @pytest.mark.parametrize("change", [_missing, _many_rows, _full])

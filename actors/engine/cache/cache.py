@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ....errors import RuntimeFailure
 from ...policies.eviction import EvictionPolicy
@@ -25,6 +25,7 @@ from ..stats import EngineStats, LayerResidency, PhaseCounter, Timeline
 from .counting import CacheCounters, PassRecord
 from .loader import DEMAND, PREFETCH, CopyQueue, Loader
 from .loads import Loads
+from .native_order import native_order
 from .native_split import NativeSplit, SplitOrder
 from .slots import LowBitPart, SlotMap
 
@@ -83,7 +84,10 @@ class ExpertCache:
         plain = low_bit is None and not writeback and (cut is None or isinstance(eviction, SplitOrder))
         self.native: NativeLoads | None = None
         if make_native is not None and plain:
-            self.native = make_native(pool, weights, residency, self._map.segment_layout)
+            order = native_order(eviction, len(weights), self._map.experts) if cut is None else None
+            self.native = make_native(pool, weights, residency, self._map.segment_layout, self.counters, order)
+            if self.native is not None and order is not None:
+                self.eviction = eviction = order
         self.split: NativeSplit | None = None
         if self.native is not None and isinstance(eviction, SplitOrder):
             self.split = NativeSplit(self.native.handle, eviction, self.counters, self.passes)
@@ -155,18 +159,16 @@ class ExpertCache:
         return not self.timeline.enabled and (not self._under_way or self.loads.hand_back())
 
     def count_passes(self) -> None:
-        """Count the passes of native calls and tell the eviction policy: once a forward, and before any decision."""
-        if self.native is not None:
-            self.counters.landed_native(self.native.landed())
+        """Count the passes of native calls and tell an order in Python: once a forward, and before any decision."""
+        self.counters.count_native([] if self.native is None else self.native.landed())
         if self.split is not None:
             self.split.count()
             return
         if self.passes.words[0] == 1:
             return
         eviction = self.eviction
-        for layer, tokens, keys, counts in self.passes.take():
+        for _, tokens, keys, counts in self.passes.take():
             eviction.routed(keys, counts, tokens)
-            self.counters.passed(layer, keys)
             eviction.used(keys)
 
     def poll(self) -> None:
@@ -218,32 +220,33 @@ class ExpertCache:
             self.counters.demanded(self._layer_of(keys[0]), keys)
         self._queue.submit(jobs, DEMAND)
 
-    def begin_native(self, layer: int, needed: Needed, plan: LayerPlan, native: NativeRun) -> None:
-        """`begin` and `issue` of a pass that native code has planned."""
-        counters, eviction = self.counters, self.eviction
-        counters.begin(layer, plan)
-        here = plan.resident + plan.arriving
-        if plan.arriving:
-            counters.late(layer, needed.run[plan.resident : here])
-        elif here == len(plan.run):
+    def load_native(self, layer: int, needed: Needed, native: NativeRun) -> None:
+        """`issue` of a pass that native code has planned and counted."""
+        eviction, missing = self.eviction, needed.run[needed.resident + needed.arriving :]
+        if self.counters.vacant:
+            self.counters.premature(layer, missing)
+        if needed.resident == len(needed.run):
             return
-        missing = needed.run[here:]
-        victims = eviction.victims(needed.victims, self.residency.evictable()) if needed.victims else []
-        loading = native.load(victims)
-        for key in victims:
-            eviction.removed(key)
-        counters.evicted(victims)
-        for key in missing:
-            eviction.admitted(key)
-        if self.decode_only:
-            counters.demanded(layer, missing)
+        if native.orders:
+            loading = native.load(None, self.decode_only)
+        else:
+            victims = eviction.victims(needed.victims, self.residency.evictable()) if needed.victims else []
+            loading = native.load(victims, self.decode_only)
+            for key in victims:
+                eviction.removed(key)
+            for key in missing:
+                eviction.admitted(key)
         if not loading:
-            raise RuntimeFailure("the expert cache is closed", "start a new worker")
+            self.fail_native(())
 
-    def ran_native(self, keys: Sequence[int]) -> None:
-        """`ran` of a pass that native code has finished, which has unpinned them."""
-        self.counters.ran(keys)
-        self.eviction.used(keys)
+    def fail_native(self, keys: Sequence[int]) -> NoReturn:
+        """A native pass was not run: a copy of these was cancelled, or, with no keys, the link was closed before.
+
+        Raises RuntimeFailure.
+        """
+        if keys:
+            self.loads.fail_cancelled(keys)
+        raise RuntimeFailure("the expert cache is closed", "start a new worker")
 
     def await_expert(self, key: int, layer: int) -> int:
         """The slot of a pinned expert; waits for its copy.
@@ -284,7 +287,9 @@ class ExpertCache:
         or `keep` (what nearer layers want), so demand has a small pool to itself. `source` names the policy, for the
         counters.
         """
-        residency, experts = self.residency, self._map.keys
+        residency, experts, native = self.residency, self._map.keys, self.native
+        if native is not None and native.orders and not self._under_way:
+            return native.prefetch(list(keys), list(keep), self.counters.number_of(source))
         if self.low_bit is not None:
             keys = [k for k in keys if k < experts or residency.state(k - experts) == State.ABSENT]
         _, _, absent = residency.by_state(self.segments(keys))
@@ -295,7 +300,7 @@ class ExpertCache:
             kept += [key + experts for key in kept if key < experts]
         fit = self.loads.make_room(absent, residency.evictable(kept))
         self.counters.prefetched(fit, source)
-        if self.native is not None and not self._under_way:
+        if native is not None and not self._under_way:
             self.loads.prefetch_native(fit)
         elif fit:
             self._queue.submit(self.loads.reserve(fit, "prefetch"), PREFETCH)
@@ -374,7 +379,7 @@ class ExpertCache:
 
     def layer_residency(self) -> list[LayerResidency]:
         """State and uses of each layer's experts at this moment; from any thread."""
-        states, uses, n = [int(state) for state in self.states()], self.uses.copy(), self._map.experts
+        states, uses, n = [int(state) for state in self.states()], self.uses[:], self._map.experts
         return [LayerResidency(tuple(states[i : i + n]), tuple(uses[i : i + n])) for i in range(0, len(states), n)]
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ....kernels import _cpu
 from ...policies.plan import LayerPlan
 from ...policies.prefetch import PrefetchGovernor
 from ...policies.residency import ResidencyError
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PassRecord:
-    """The passes that native calls have run and nobody has counted yet, oldest first.
+    """The passes that native calls have run and the eviction policy was not told of yet, oldest first.
 
     Attributes:
         words: word 0 is the number of words in use; an entry is layer, tokens, n, n keys, n counts of tokens.
@@ -71,6 +73,11 @@ class Pending:
         self._sources.append(source)
         return len(self._sources) - 1
 
+    @property
+    def sources(self) -> int:
+        """Numbers in use, 0 included."""
+        return len(self._sources)
+
     def source(self, number: int) -> SourceStats:
         return self._sources[number]
 
@@ -100,9 +107,10 @@ class CacheCounters:
         divided: whether experts are split, for good. replicas: whether there are slots for low-bit replicas.
 
     Attributes:
-        uses: forwards that ran each expert since the counters were reset; the list object never changes.
+        uses: forwards that ran each expert since the counters were reset; the array object never changes.
         pending: prefetched keys that were not used yet.
         vacant: keys that pre-eviction removed since their layers last ran.
+        handle: counts the passes of native calls (`kernels/cpu/counts.hpp`), which `count_native` adds.
     """
 
     def __init__(
@@ -110,12 +118,20 @@ class CacheCounters:
         replicas: bool = False,
     ) -> None:
         self.stats, self.governor, self.timeline = stats, governor, timeline
-        self.uses = [0] * slot_map.keys
+        self.uses = array("q", [0]) * slot_map.keys
         self._map, self._keys, self._experts = slot_map, slot_map.keys, slot_map.experts
         self._bytes_of = slot_map.bytes_of
         self._divided, self._replicas = divided, replicas
         self.pending = Pending(2 * slot_map.keys)  # segments, or experts and replicas
         self.vacant: set[int] = set()
+        self._fields = np.zeros((len(stats.layers), _cpu.COUNTED), np.int64)
+        self._outcomes = np.zeros((256, _cpu.OUTCOMES), np.int64)
+        arrays = [self._fields, self._outcomes, self.uses, self.pending.marks, governor.words]
+        self._held = [np.frombuffer(one, np.uint8) for one in arrays]
+        self.handle = _cpu.counts(
+            len(stats.layers), slot_map.experts, *[one.ctypes.data for one in self._held], governor.min_useful,
+            governor.window, governor.rest,
+        )  # fmt: skip
 
     # -- a layer's forward -------------------------------------------------------------------------------
 
@@ -125,7 +141,7 @@ class CacheCounters:
         stats.forwards += 1
         stats.waves += plan.waves if plan.loads else 1
         if self.vacant:
-            self._count_premature(stats, layer, plan)
+            self.premature(layer, plan.run[plan.resident + plan.arriving :])
         if self._divided:
             self._count_segments(stats, plan)
         else:
@@ -135,19 +151,6 @@ class CacheCounters:
                 self._count_replicas(stats, plan)
         if self.pending:
             self._count_prefetched(stats, plan)
-
-    def passed(self, layer: int, keys: Sequence[int]) -> None:
-        """A layer has run these whole experts, all resident; instead of `begin` and `ran`."""
-        stats, uses = self.stats.layers[layer], self.uses
-        stats.forwards += 1
-        stats.waves += 1
-        stats.hits += len(keys)
-        for key in keys:
-            uses[key] += 1
-            if (source := self.pending.take(key)) is not None:
-                source.hits += 1
-                stats.prefetched_hits += 1
-                self.governor.used()
 
     def late(self, layer: int, keys: Sequence[int]) -> None:
         """`layer` needs these, whose prefetches are under way."""
@@ -185,6 +188,10 @@ class CacheCounters:
         counters.queued += len(keys)
         self.pending.mark(keys, counters)
 
+    def number_of(self, source: str) -> int:
+        """The number that stands for a source of prefetches until the counters are reset."""
+        return self.pending.number(self.stats.source(source))
+
     def landed(self, jobs: Sequence[LoadJob]) -> None:
         """Copies became resident, or failed: count their bytes by cause, and the link's seconds where known."""
         layers = self.stats.layers
@@ -210,15 +217,43 @@ class CacheCounters:
                 if self.timeline.enabled:
                     self._show(job, copied)
 
-    def landed_native(self, found: Sequence[tuple[int, int, int, float, float, float]]) -> None:
-        """`NativeLoads.landed`, in `SlotMap.unit_bytes`."""
-        for layer, demands, prefetches, io_s, link_s, path_s in found:
+    def count_native(self, landed: Sequence[tuple[int, int, int, float, float, float]]) -> None:
+        """Add what native calls have counted since the last call, and `NativeLoads.landed`, in `SlotMap.unit_bytes`."""
+        for layer, demands, prefetches, io_s, link_s, path_s in landed:
             stats, nbytes = self.stats.layers[layer], self._map.unit_bytes(layer)
             stats.bytes_loaded_demand += demands * nbytes
             stats.bytes_loaded_prefetch += prefetches * nbytes
             stats.total_io_s += io_s
             stats.link_s += link_s
             stats.link_path_s += path_s
+        for layer, found in enumerate(self._fields.tolist()):
+            if any(found):
+                stats, nbytes = self.stats.layers[layer], self._bytes_of(layer * self._experts)
+                forwards, hits, misses, prefetched_hits, late, demanded, wasted = found
+                stats.forwards += forwards
+                stats.waves += forwards
+                stats.hits += hits
+                stats.misses += misses
+                stats.prefetched_hits += prefetched_hits
+                stats.late_prefetches += late
+                stats.bytes_demanded_decode += demanded * nbytes
+                stats.bytes_wasted += wasted * nbytes
+        self._fields[:] = 0
+        for number, found in enumerate(self._outcomes[: self.pending.sources].tolist()):
+            if any(found):
+                source = self.pending.source(number)
+                queued, hits, late, wasted, cancelled = found
+                source.queued += queued
+                source.hits += hits
+                source.late += late
+                source.wasted += wasted
+                source.cancelled += cancelled
+        self._outcomes[:] = 0
+
+    def reset(self) -> None:
+        """The counters of layers and sources are new ones; what was prefetched before counts for the old ones."""
+        self._fields[:] = self._outcomes[:] = 0
+        self.uses[:] = array("q", [0]) * len(self.uses)
 
     def passed_split(self, layers: Sequence[tuple[int, ...]], sources: Sequence[tuple[int, ...]]) -> None:
         """What native passes of split experts have counted (`_cpu.split_take`)."""
@@ -310,12 +345,13 @@ class CacheCounters:
         args = {"bytes": job.nbytes, "cause": job.cause, "link_us": round(copied.link_s * 1e6, 1)}
         self.timeline.span(track, f"L{job.layer} E{key % self._experts}", copied.start_s, copied.end_s, args)
 
-    def _count_premature(self, stats: LayerStats, layer: int, plan: LayerPlan) -> None:
+    def premature(self, layer: int, missing: Sequence[int]) -> None:
+        """Of these some may have been vacated since the layer last ran."""
         first = layer * self._experts
         mine = self.vacant.intersection(range(first, first + self._experts))
         self.vacant -= mine
-        again = mine.intersection(plan.run[plan.resident + plan.arriving :])
-        stats.bytes_premature += sum(map(self._bytes_of, again))
+        again = mine.intersection(missing)
+        self.stats.layers[layer].bytes_premature += sum(map(self._bytes_of, again))
 
     def _count_segments(self, stats: LayerStats, plan: LayerPlan) -> None:
         """Count experts with all segments (hits), with a missing one (misses), and misses with the top resident."""

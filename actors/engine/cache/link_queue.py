@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,10 @@ from .device import Copied, CpuDevice, Device, Tensors
 from .form_slots import FormPool, FormWeights
 from .loader import PREFETCH, CopyQueue, HostWaits, Loader, LoadJob
 from .slots import ExpertSource, LayerWeights, SlotPool
+
+if TYPE_CHECKING:
+    from .counting import CacheCounters
+    from .native_order import NativeOrder
 
 
 class LinkQueue(HostWaits):
@@ -77,13 +82,13 @@ class LinkQueue(HostWaits):
 
     def native(
         self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], residency: Residency,
-        segments: Segments | None,
+        segments: Segments | None, counters: CacheCounters, order: NativeOrder | None,
     ) -> NativeLoads | None:  # fmt: skip
         """Loads of mapped experts, or of their segments, in slots of one dtype; None: these are others."""
         layers = [layer for layer in weights if isinstance(layer, LayerWeights)]
         if not isinstance(pool, SlotPool) or len(layers) < len(weights):
             return None
-        return NativeLoads(self, pool, layers, residency, segments)
+        return NativeLoads(self, pool, layers, residency, segments, counters, order)
 
     def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
         ended, found = _cpu.copy_ended, list[LoadJob]()
@@ -134,11 +139,12 @@ class NativeLoads:
 
     Attributes:
         queue: of the link. handle: for `CpuKernel.native`.
+        orders: whether the order of eviction is in native code.
     """
 
     def __init__(
         self, queue: LinkQueue, pool: SlotPool, weights: Sequence[LayerWeights], residency: Residency,
-        segments: Segments | None = None,
+        segments: Segments | None, counters: CacheCounters, order: NativeOrder | None,
     ) -> None:  # fmt: skip
         parts: list[_cpu.ExpertPart] = []
         for target, *sources in zip(pool.tensors, *[layer.tensors for layer in weights], strict=True):
@@ -151,9 +157,13 @@ class NativeLoads:
             )  # fmt: skip
         layers = len(weights)
         experts = (residency.keys if segments is None else segments.keys) // layers
-        self.queue = queue
-        self.handle = _cpu.loads(queue._link, experts, layers, parts, *self._slots_of(residency, segments))
-        self._held = pool, weights
+        self.queue, self.orders = queue, order is not None
+        self.handle = _cpu.loads(
+            queue._link, experts, layers, parts, *self._slots_of(residency, segments),
+            counters.handle if segments is None else None,  # of segments `_cpu.split` counts
+            None if order is None else order.handle,
+        )  # fmt: skip
+        self._held = pool, weights, counters, order
 
     def divide(self, residency: Residency, segments: Segments) -> None:
         """Other slots of the same pool; no copy is under way."""
@@ -179,10 +189,17 @@ class NativeLoads:
         """Keys, oldest copy first."""
         return _cpu.loads_keys(self.handle)
 
-    def prefetch(self, keys: list[int]) -> None:
+    def start(self, keys: list[int]) -> None:
         """Copy these absent experts into free slots, behind all demand. Raises RuntimeFailure: the link is closed."""
-        if not _cpu.loads_prefetch(self.handle, keys, []):
+        if not _cpu.loads_start(self.handle, keys):
             raise RuntimeFailure("the expert cache is closed", "start a new worker")
+
+    def prefetch(self, wanted: list[int], nearer: list[int], source: int) -> int:
+        """`ExpertCache.prefetch` with the native order. source: its number. Raises RuntimeFailure: as `start`."""
+        queued = _cpu.loads_prefetch(self.handle, wanted, nearer, source)
+        if queued < 0:
+            raise RuntimeFailure("the expert cache is closed", "start a new worker")
+        return queued
 
     def land(self, key: int, layer: int) -> float | None:
         """Wait for a copy under way, whose expert then is resident: the seconds. None: it was cancelled."""

@@ -92,12 +92,12 @@ class Loads:
         return job
 
     def prefetch_native(self, keys: list[int]) -> None:
-        """`reserve` and queue prefetches of these absent experts in native code."""
+        """`reserve` and queue prefetches of these absent experts in native code, for an order in Python."""
         assert self.native is not None
         for key in keys:
             self._eviction.admitted(key)
         if keys:
-            self.native.prefetch(keys)
+            self.native.start(keys)
 
     def adopt(self) -> None:
         """What native code has under way becomes jobs."""
@@ -117,10 +117,9 @@ class Loads:
         return True
 
     def dropped(self) -> None:
-        """Count the prefetches that native code has cancelled."""
+        """Tell an order in Python of the prefetches that native code has cancelled."""
         if self.native is not None:
             for key in self.native.dropped():
-                self._counters.cancelled(key, 0.0)
                 self._eviction.removed(key)
 
     def fail_cancelled(self, keys: Sequence[int]) -> NoReturn:

@@ -22,6 +22,7 @@ from .loader import HostWaits, LoadJob
 if TYPE_CHECKING:
     import torch
 
+    from ....kernels import _cpu
     from ....kernels.expert_ffn import ExpertKernel, NativeLayer
 
 
@@ -219,17 +220,20 @@ class SteppedKernel:
         return out
 
     def native(
-        self, layer: int, states: NDArray[np.uint8], slots: NDArray[np.int32], record: NDArray[np.int64], loads: None
-    ) -> SteppedNative | None:
+        self, layer: int, states: NDArray[np.uint8], slots: NDArray[np.int32], record: NDArray[np.int64],
+        counts: _cpu.Counts, loads: None, orders: bool,
+    ) -> SteppedNative | None:  # fmt: skip
         """`CpuKernel.native` on this clock; None: the kernel has no such call."""
         make = getattr(self._kernel, "native", None)
-        return None if make is None else SteppedNative(make(layer, states, slots, record), self._clock, self._layer_s)
+        if make is None:
+            return None
+        return SteppedNative(make(layer, states, slots, record, counts), self._clock, self._layer_s)
 
 
 class SteppedNative:
     """A `NativeLayer` for passes without misses that advances the clock like `SteppedKernel`."""
 
-    decides, plans, waited_s = False, False, 0.0
+    decides, plans, orders, waited_s = False, False, False, 0.0
 
     def __init__(self, layer: NativeLayer, clock: VirtualClock, layer_s: float) -> None:
         self._layer, self._clock, self._layer_s = layer, clock, layer_s

@@ -13,19 +13,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.autograd import DeviceType
 
+from ....kernels.expert_ffn import NativeLayer
 from ..dispatch import DeviceBackend
 from ..engine import ExpertEngine
 from ..layer import MoeLayer
 from ..prefetching import RouterPrefetching
+from ..split_layer import SplitLayer
 
 PARTS = (
     "read", "wait", "reroute", "plan", "begin", "issue", "await", "copies", "send", "prefetch", "pre_evict", "run",
-    "kernels", "combine", "other",  # what is left: sorting the routing, segments, eviction's bookkeeping, counters
+    "native", "kernels", "combine", "other",  # what is left: sorting the routing, segments, counters
 )  # fmt: skip
 KERNEL_PARTS = ("kernels", "combine")
 STEP_PARTS = ("schedule", "announce", "dense", "sample", "deliver", "manager")  # manager: what is left of the loop
@@ -204,6 +207,9 @@ def _time_layers(
             if part in parts and hasattr(owner, method) and (id(owner), method) not in wrapped:
                 wrapped.add((id(owner), method))
                 replaced.set(owner, method, _timed(clock, part, getattr(owner, method)))
+        if isinstance(layer.native, NativeLayer):
+            layer.native.timed(True)
+            replaced.at_end(partial(layer.native.timed, False))
         host_waits = engine.device.executor != "real"  # a GPU's stream waits for copies, the host does not
         replaced.set(layer, "forward", _timed_pass(clock, layer, host_waits, passes))
 
@@ -223,12 +229,8 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
     for hook in layer.hooks.ahead:
         yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, "layer"
     yield "run", backend, "run"
-    decides = layer.native is not None and layer.native.decides
-    yield "plan", layer.native, "step" if decides else "begin"
-    yield "issue", layer.native, "load"
-    if not decides:
-        yield "kernels", layer.native, "run"
-        yield "kernels", layer.native, "finish"
+    for method in ("step",) if isinstance(layer.native, SplitLayer) else ("step", "run", "begin", "load", "finish"):
+        yield "native", layer.native, method  # less its kernels and waits
     yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
 
 
@@ -320,6 +322,11 @@ class _Replaced:
 
     def __init__(self) -> None:
         self._set: list[tuple[object, str, Any]] = []
+        self._ends: list[Callable[[], object]] = []
+
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Call it, too, when the context ends."""
+        self._ends.append(call)
 
     def set(self, owner: object, name: str, value: Callable[..., Any]) -> None:
         self._set.append((owner, name, vars(owner).get(name)))
@@ -329,6 +336,8 @@ class _Replaced:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        for call in self._ends:
+            call()
         for owner, name, before in reversed(self._set):
             if before is None:
                 delattr(owner, name)  # the class's own again
@@ -351,14 +360,15 @@ def _timed(clock: _Clock, part: str, method: Callable[..., Any]) -> Callable[...
 def _timed_pass(
     clock: _Clock, layer: MoeLayer, host_waits: bool, passes: list[HostPass]
 ) -> Callable[..., torch.Tensor]:
-    forward = layer.forward
+    forward, clock_at = layer.forward, 0 if clock.counts_waits else 1
 
     def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        waited_s, native = layer.stats.blocked_io_s, cast(Any, layer.native)  # kernels_s: of those that decide
-        if native is not None:
+        waited_s, native = layer.stats.blocked_io_s, layer.native
+        if isinstance(native, NativeLayer):
             native.waited_s = 0.0
-            if native.decides:
-                native.kernels_s, native.by_cpu = 0.0, not clock.counts_waits
+            native.kernel_s[:] = 0.0
+        elif isinstance(native, SplitLayer):
+            native.kernels_s, native.by_cpu = 0.0, not clock.counts_waits
         clock.enter("other")
         try:
             return forward(hidden, ids, weights)
@@ -366,13 +376,13 @@ def _timed_pass(
             clock.leave()
             spent_s = clock.take(PARTS)
             waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
-            if native is not None and native.decides and spent_s["plan"] > 0:
-                waiting = "plan"
-            if native is not None and native.decides:
-                spent_s[waiting] -= native.kernels_s
-                spent_s["kernels"] += native.kernels_s
-            elif native is not None and native.waited_s:
-                waiting = "kernels"
+            if isinstance(native, NativeLayer | SplitLayer):
+                inside = "native" if spent_s["native"] > 0 else "other"
+                counted_s = native.kernels_s if isinstance(native, SplitLayer) else float(native.kernel_s[clock_at])
+                kernel_s = min(counted_s, spent_s[inside])
+                spent_s[inside] -= kernel_s
+                spent_s["kernels"] += kernel_s
+                waiting = inside if native.waited_s else waiting
             if host_waits and clock.counts_waits:
                 spent_s["copies"] = min(layer.stats.blocked_io_s - waited_s, spent_s[waiting])
                 spent_s[waiting] -= spent_s["copies"]

@@ -130,5 +130,5 @@ class SpeculativePrefetch(LayeredPrefetch):
         self.predicted = seen.lookahead(1)
         if self.predicted is None:
             return []
-        keys, scores = seen.rank.by_score(self.predicted, self._top, (seen.layer + 1) % self._layers * self._experts)
+        keys, scores = seen.rank.by_score(self.predicted, self.top, (seen.layer + 1) % self._layers * self._experts)
         return WantedKeys([keys] if keys else [], scores)

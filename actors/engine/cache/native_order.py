@@ -1,0 +1,46 @@
+"""The orders of eviction that native passes keep themselves (`kernels/cpu/order.hpp`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from ....kernels import _cpu
+from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru, lowest_evictable
+
+_LRU, _SWEEP, _LFU = range(3)  # `Order::Kind`
+
+
+class NativeOrder(EvictionPolicy):
+    """`Lru`, `SweepLru` or `Lfu` in native code: the same decisions. For caches of whole experts."""
+
+    def __init__(self, kind: int, layers: int, experts: int, least: float = 0.0, growth: float = 1.0) -> None:
+        """least: experts of a layer that sweeps. growth: what a use counts more than one a pass earlier."""
+        self.handle = _cpu.order(kind, layers, experts, least, growth)
+
+    def admitted(self, key: int) -> None:
+        _cpu.order_admitted(self.handle, [key])
+
+    def used(self, keys: Iterable[int]) -> None:
+        _cpu.order_used(self.handle, list(keys))
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
+        _cpu.order_routed(self.handle, list(keys), list(counts))
+
+    def removed(self, key: int) -> None:
+        _cpu.order_removed(self.handle, [key])
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return lowest_evictable(partial(_cpu.order_first, self.handle), count, evictable)
+
+
+def native_order(policy: EvictionPolicy, layers: int, experts: int) -> NativeOrder | None:
+    """The order of a policy in its first state; None: native code has no such order."""
+    if type(policy) is Lru:
+        return NativeOrder(_LRU, layers, experts)
+    if type(policy) is SweepLru:
+        return NativeOrder(_SWEEP, layers, experts, least=policy.least)
+    if type(policy) in (Lfu, LfuDecay):
+        assert isinstance(policy, Lfu)
+        return NativeOrder(_LFU, layers, experts, growth=policy.growth)
+    return None

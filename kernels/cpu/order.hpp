@@ -1,0 +1,44 @@
+// The order of eviction of `policies.eviction.Lru`, `SweepLru` and `Lfu`, whose decisions these are to the last expert:
+// experts by rising value, then by last use or admission.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace tiermoe {
+
+class Order {
+ public:
+    enum class Kind { lru, sweep, lfu };
+    // sweep: a layer that needs `least` experts sweeps. growth: what a use counts more than one a pass earlier (lfu).
+    Order(Kind kind, std::int64_t layers, std::int64_t experts, double least, double growth)
+        : kind_(kind), layers_(layers), experts_(experts), least_(least), growth_(growth), held_(layers * experts),
+        stamps_(layers * experts), picked_(kind == Kind::sweep ? layers * experts : 0),
+        freq_(kind == Kind::lfu ? layers * experts : 0), credit_(freq_.size()) {}
+
+    std::int64_t keys() const { return layers_ * experts_; }
+    bool holds(std::int64_t key) const { return held_[key] != 0; }
+    // An expert got a slot.
+    void admitted(std::int64_t key);
+    // It lost its slot.
+    void removed(std::int64_t key);
+    // A pass ran these, in this order.
+    void used(const std::vector<std::int64_t>& keys);
+    // A layer needs these, picked by so many tokens each.
+    void routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts);
+    // The first `count` held keys of which `may` [keys] is not 0; null: of all.
+    std::vector<std::int64_t> first(std::int64_t count, const std::uint8_t* may) const;
+
+ private:
+    double value(std::int64_t key) const;
+
+    Kind kind_;
+    std::int64_t layers_, experts_;
+    double least_, growth_, unit_ = 1.0;
+    std::int64_t clock_ = 0, now_ = -1;  // now: the layer that sweeps
+    std::vector<std::uint8_t> held_;
+    std::vector<std::int64_t> stamps_, picked_;
+    std::vector<double> freq_, credit_;  // uses, and what of them admission lent until the first use
+};
+
+}  // namespace tiermoe
