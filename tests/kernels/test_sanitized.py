@@ -40,6 +40,9 @@ class Program:
 FAST_MATH = ("-ffp-contract=fast", "-fno-math-errno", "-pthread")
 NEURONS = ("neuron_avx2.cpp", "neuron_avx512.cpp", "neuron_portable.cpp", "neuron_ffn.cpp", "threads.cpp")
 FORMS = ("forms.cpp", "forms_avx2.cpp", "forms_avx512.cpp", "forms_portable.cpp", "threads.cpp")
+PASSES = (
+    "dense.cpp", "expert_ffn.cpp", "link.cpp", "loads.cpp", "order.cpp", "split.cpp", "split_order.cpp", "threads.cpp",
+)  # fmt: skip
 PROGRAMS = {
     "experts": Program("expert", CPU, ("expert_ffn.cpp",), flags=("-O1", "-g", "-DTIERMOE_NO_CLONES", *FAST_MATH)),
     # what a processor without AVX2 runs; the installed module picks its widest version by itself
@@ -52,6 +55,7 @@ PROGRAMS = {
     "importance": Program("importance", CPU, ("importance.cpp",), flags=("-O1", "-g", *FAST_MATH)),
     "link": Program("link", CPU, ("link.cpp",)),
     "link, threads": Program("link", CPU, ("link.cpp",), sanitizers="thread"),
+    "passes": Program("passes", CPU, PASSES, flags=("-O1", "-g", "-DTIERMOE_NO_CLONES", *FAST_MATH)),
     # random problems with every option; input out of range is refused before it is used
     "substitute": Program(
         "substitute", CPU, ("substitute.cpp",), f"{MEMORY},float-cast-overflow", ("-O1", "-g", "-ffp-contract=off"),
