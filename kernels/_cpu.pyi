@@ -71,6 +71,37 @@ def expert_ffn(
     """Raises ValueError: a group, a pair, a neuron, the width or the activation is out of range."""
 
 def combine(y: int, weights: int, tokens: int, top_k: int, width: int, out: int, /) -> None: ...
+COUNTED: int  # counters of a layer in `counts`
+OUTCOMES: int  # of a source of prefetches
+
+def counts(
+    layers: int,
+    experts: int,
+    fields: int,
+    outcomes: int,
+    uses: int,
+    pending: int,
+    governor: int,
+    min_useful: float,
+    window: int,
+    rest: int,
+    /,
+) -> Counts:
+    """int64 fields [layers, COUNTED], outcomes [256, OUTCOMES], uses [keys] and governor [3], uint8 pending [keys]; see
+    `counts.hpp`. The caller keeps the buffers alive."""
+
+def order(kind: int, layers: int, experts: int, least: float, growth: float, /) -> Order:
+    """kind: of `Order::Kind`. Raises ValueError: there is no such order."""
+
+def order_admitted(order: Order, keys: list[int], /) -> None:
+    """Raises ValueError, as the next ones: there is no such expert."""
+
+def order_removed(order: Order, keys: list[int], /) -> None: ...
+def order_used(order: Order, keys: list[int], /) -> None: ...
+def order_routed(order: Order, keys: list[int], counts: list[int], /) -> None: ...
+def order_first(order: Order, count: int, /) -> list[int]:
+    """The first so many experts that hold a slot."""
+
 def loads(
     link: Link,
     experts: int,

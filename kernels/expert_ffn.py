@@ -300,7 +300,7 @@ class NativeLayer:
             decode_only, source,
         )  # fmt: skip
         if type(found) is not float:
-            return found  # type: ignore[return-value]  # else a list or None
+            return found
         self.waited_s = found
         return out
 

@@ -323,7 +323,8 @@ class MoeLayer:
         """The step in one native call; None: nothing was done that the page would not do."""
         cache = self.cache
         source = 0 if self._source is None else cache.counters.number_of(self._source)
-        out = native.step(*inputs, cache.decode_only, source)
+        hidden, ids, weights = inputs
+        out = native.step(hidden, ids, weights, cache.decode_only, source)
         if type(out) is list:
             cache.abandon()
             cache.fail_native(out)

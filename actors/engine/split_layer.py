@@ -58,7 +58,9 @@ class SplitLayer:
         self._last, self._check, self._width = step.index == layers - 1, step.check, step.kernel.width
         found = None if ahead is None else ahead.probe(step.index)
         operands = None if found is None else found[0].operands
-        at = None if operands is None else [0 if tensor is None else tensor.data_ptr() for tensor in operands]
+        at = None
+        if operands is not None:
+            at = operands[0].data_ptr(), 0 if operands[1] is None else operands[1].data_ptr()
         self._probes = found is not None and at is not None
         probe = (0, 0, 0, 1) if found is None or at is None else (*at, *found[1:])
         self._made = step.kernel.split_layer(split, step.index, layers, step.experts, probe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -126,10 +126,11 @@ class CacheCounters:
         self.vacant: set[int] = set()
         self._fields = np.zeros((len(stats.layers), _cpu.COUNTED), np.int64)
         self._outcomes = np.zeros((256, _cpu.OUTCOMES), np.int64)
-        arrays = [self._fields, self._outcomes, self.uses, self.pending.marks, governor.words]
+        arrays: list[Any] = [self._fields, self._outcomes, self.uses, self.pending.marks, governor.words]
         self._held = [np.frombuffer(one, np.uint8) for one in arrays]
+        fields, outcomes, uses, marks, words = (one.ctypes.data for one in self._held)
         self.handle = _cpu.counts(
-            len(stats.layers), slot_map.experts, *[one.ctypes.data for one in self._held], governor.min_useful,
+            len(stats.layers), slot_map.experts, fields, outcomes, uses, marks, words, governor.min_useful,
             governor.window, governor.rest,
         )  # fmt: skip
 
