@@ -48,7 +48,7 @@ def install() -> list[Middleware]:
 def _ssl_context(*args: Any, ca_certs: Any = None, cert_reqs: int = ssl.CERT_NONE, **options: Any) -> ssl.SSLContext:
     """uvicorn's, which demands a certificate of clients where there is a CA: Serve passes on the CA only."""
     demanded = ssl.CERT_REQUIRED if ca_certs else cert_reqs
-    return _plain_ssl_context(*args, ca_certs=ca_certs, cert_reqs=demanded, **options)
+    return _plain_ssl_context(*args, **options | {"ca_certs": ca_certs, "cert_reqs": demanded})
 
 
 class TimedConnection(HttpToolsProtocol):
