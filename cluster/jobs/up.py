@@ -62,10 +62,19 @@ def serve_until_ended(
     entries: list[Entry] = []
     deployment: Deployment | None = None
 
+    def ended() -> str:
+        if entries and not Registry().lists(entries[0].deployment):  # `down` withdraws the entry before it sends SIGTERM
+            return f"deployment {entries[0].deployment} was ended by `tiermoe down`"
+        return "ended by SIGTERM"
+
     def force() -> bool:
+        how = ended()
         for entry in entries:
             Registry().withdraw(entry.deployment)
-        return deployment is not None and deployment.abandon()
+        abandoned = deployment is not None and deployment.abandon()
+        if abandoned and ending.terminated:
+            print(how, flush=True)
+        return abandoned
 
     with ExitStack() as listed, BoundedEnd(force) as ending:
 
@@ -90,8 +99,7 @@ def serve_until_ended(
                     time.sleep(_WATCH_S)
         except DeploymentEnded:
             pass
-        except SystemExit:  # of SIGTERM: `down` withdraws the entry before it sends one
-            if not entries or Registry().lists(deployment.id):
-                Console().print("ended by SIGTERM")
-                return
+        except SystemExit:  # of SIGTERM
+            Console().print(ended())
+            return
     Console().print(f"deployment {deployment.id} was ended by `tiermoe down`")
