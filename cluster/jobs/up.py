@@ -63,7 +63,8 @@ def serve_until_ended(
     deployment: Deployment | None = None
 
     def ended() -> str:
-        if entries and not Registry().lists(entries[0].deployment):  # `down` withdraws the entry before it sends SIGTERM
+        # `down` withdraws the entry before it sends SIGTERM
+        if entries and not Registry().lists(entries[0].deployment):
             return f"deployment {entries[0].deployment} was ended by `tiermoe down`"
         return "ended by SIGTERM"
 

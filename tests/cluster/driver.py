@@ -20,18 +20,18 @@ from tiermoe.cluster.deploy import Deployment
 from tiermoe.errors import RuntimeFailure
 
 
-class Announced(Deployment):
-    def _start_actors(self) -> None:
+def announce(step: str) -> None:
+    if step == "starting the store and its peers":
         print("PLACED", flush=True)
-        super()._start_actors()
 
 
 def main() -> None:
     worker = StuckWorker if sys.argv[1] == "start" else FakeWorker
     config = RunConfig(threads=1, ray=RaySettings(address=sys.argv[2] if sys.argv[1] == "join" else None))
-    deployment = Announced(
-        config, engine_settings(config), "store", worker_class=worker, store_class=FakeStore, facts=FAKE_FACTS
-    )
+    deployment = Deployment(
+        config, engine_settings(config), "store", worker_class=worker, store_class=FakeStore, facts=FAKE_FACTS,
+        step=announce,
+    )  # fmt: skip
     try:
         with deployment as runtime:
             print("READY", flush=True)

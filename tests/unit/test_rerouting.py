@@ -380,7 +380,7 @@ def test_an_unimportant_use_of_a_replica_loads_nothing_and_an_important_one_all(
     assert (stats.hits, stats.misses, stats.low_bit_hits, stats.bytes_loaded) == (2, 2, 1, FULL + LOW)
     mixed.forward(0, [0, 1], [])  # 1 matters now
     assert (stats.misses, stats.low_bit_misses, stats.bytes_loaded) == (3, 1, 2 * FULL + LOW)
-    assert mixed.cache.uses[:2] == [3, 3]
+    assert list(mixed.cache.uses[:2]) == [3, 3]
     assert len(mixed.cache.states()) == KEYS
     assert mixed.cache.states()[:2] == [State.RESIDENT, State.RESIDENT]
 

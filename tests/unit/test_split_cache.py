@@ -94,7 +94,7 @@ def test_a_cached_top_needs_its_bottom_alone(split: Split) -> None:
     assert (before, stats.bytes_loaded - before) == (2 * 8 * NEURON_BYTES, 6 * NEURON_BYTES)
     split.forward(0, 0)
     assert (stats.hits, stats.misses, stats.top_hits) == (1, 3, 1)
-    assert split.cache.uses[:2] == [3, 1]
+    assert list(split.cache.uses[:2]) == [3, 1]
 
 
 def test_a_guess_brings_what_is_missing(split: Split) -> None:
