@@ -155,3 +155,9 @@ def load_machine(
         return Machine(**fields | changed)
     except ValidationError as error:
         raise explain(error, Machine, origin, None if machine is not None else changed) from error
+
+
+def without_ndp(policy: str, machine: str) -> ConfigError:
+    """The refusal of a policy that computes on NDP workers, by a machine that has none."""
+    what = f"policy '{policy}' computes on an NDP worker, and machine '{machine}' has none"
+    return ConfigError(what, "replay it with --machine h100-pcie4-ndp, or a policy that only caches")

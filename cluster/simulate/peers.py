@@ -29,7 +29,7 @@ from ...actors.policy_settings import PolicySettings
 from ...actors.store.replicas import ReplicaTables
 from ...errors import ConfigError
 from ...proto.messages import ExpertResult
-from .machine import Machine
+from .machine import Machine, without_ndp
 from .trace import TraceHeader
 
 if TYPE_CHECKING:
@@ -269,8 +269,7 @@ def make_simulated_placer(
     if kind == "cache":
         return engine.GpuPlacer(cache, experts, peers)
     if ndp is None:
-        what = f"policy '{settings.name}' computes on an NDP worker, and machine '{machine.name}' has none"
-        raise ConfigError(what, "replay it with --machine h100-pcie4-ndp, or a policy that only caches")
+        raise without_ndp(settings.name, machine.name)
     pool = cast(Any, ndp)
     widths = settings.precision.widths or (1, 2, 3, 4)
     shape = (header.layers, experts)

@@ -102,7 +102,7 @@ def test_status_shows_every_gpu(runtime: Deployment, prompt: tuple[int, ...]) ->
     )
 
 
-@pytest.mark.parametrize("role", ["shard/1", "ndp/0", "store/0", "endpoints"])
+@pytest.mark.parametrize("role", [pytest.param("shard/1", marks=pytest.mark.slow), "ndp/0", "store/0", "endpoints"])
 def test_killed_in_the_middle_of_a_request(
     runtime: Deployment, prompt: tuple[int, ...], undisturbed: list[int], role: str
 ) -> None:

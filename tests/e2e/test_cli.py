@@ -265,7 +265,9 @@ def _streaming() -> Iterator[subprocess.Popen[str]]:
 
 
 @needs_model
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_while_text_streams_ends_in_order(number: signal.Signals, code: int) -> None:
     with _streaming() as process:
         family = psutil.Process(process.pid).children(recursive=True)

@@ -99,6 +99,7 @@ def test_a_plain_forward_gives_the_same_logits(store: Callable[[str, int], Exper
         assert graphs.with_experts
 
 
+@pytest.mark.slow
 def test_small_forwards_are_padded_to_the_recorded_shapes(
     store: Callable[[str, int], ExpertStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,7 +163,7 @@ def test_one_at_a_time(store: ExpertStore, reference: Reference) -> None:
 # -- links and copies ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("link", [LINK, STEPPED], ids=["throttled", "stepped"])
+@pytest.mark.parametrize("link", [pytest.param(LINK, marks=pytest.mark.slow), STEPPED], ids=["throttled", "stepped"])
 @pytest.mark.parametrize("name", ["on-demand", "next-gate"])
 def test_under_a_throttled_link(name: str, link: LinkSettings, store: ExpertStore, reference: Reference) -> None:
     with serving(store, preset(name, link=link)) as worker:

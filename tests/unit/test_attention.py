@@ -43,9 +43,12 @@ def generated(model: Any, name: str, prompts: Sequence[Sequence[int]]) -> list[l
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted where there is a GPU")
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("mixtral", {}), ("mixtral", {"sliding_window": 6}), ("qwen3_moe", {})],
+    [
+        pytest.param("mixtral", {}, marks=pytest.mark.slow), ("mixtral", {"sliding_window": 6}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.slow),
+    ],
     ids=["plain", "window", "qwen3"],
-)
+)  # fmt: skip
 def test_our_kernel_gives_sdpas_tokens_on_the_paged_cache(kind: str, options: dict[str, Any]) -> None:
     """Several sequences, prompts in chunks, contexts over several pages and longer than the window."""
     pytest.importorskip("triton")

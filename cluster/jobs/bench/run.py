@@ -19,7 +19,7 @@ from ....errors import ConfigError
 from ...config import RunConfig, check_model_dir, engine_settings
 from ...host import cpu, has_gpu, versions
 from ...report.results import percentiles
-from ...simulate.machine import Machine, load_machine
+from ...simulate.machine import Machine, load_machine, without_ndp
 from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
 from .experiment import Experiment, Section
@@ -209,6 +209,8 @@ def _refuse(study: Study) -> None:
             study.traced(context)
         for policy in (policy for section in simulated for policy in _policies(section, work.tau, None)):
             require_replayable(policy.settings)
+            if policy.settings.placement.kind != "cache":
+                raise without_ndp(policy.settings.name, "recorded")
     for section in engine:
         for policy in _policies(section, work.tau, None):
             for budget in section.budgets or grid.budgets:
