@@ -242,13 +242,7 @@ class CacheCounters:
         self._fields[:] = 0
         for number, found in enumerate(self._outcomes[: self.pending.sources].tolist()):
             if any(found):
-                source = self.pending.source(number)
-                queued, hits, late, wasted, cancelled = found
-                source.queued += queued
-                source.hits += hits
-                source.late += late
-                source.wasted += wasted
-                source.cancelled += cancelled
+                self._prefetched(number, *found)
         self._outcomes[:] = 0
 
     def reset(self) -> None:
@@ -269,13 +263,17 @@ class CacheCounters:
             stats.late_prefetches += late
             stats.bytes_demanded_decode += demanded * unit
             stats.bytes_wasted += wasted * unit
-        for number, queued, hits, late, wasted, cancelled in sources:
-            source = self.pending.source(number)
-            source.queued += queued
-            source.hits += hits
-            source.late += late
-            source.wasted += wasted
-            source.cancelled += cancelled
+        for source in sources:
+            self._prefetched(*source)
+
+    def _prefetched(self, number: int, queued: int, hits: int, late: int, wasted: int, cancelled: int) -> None:
+        """Add what native passes have counted of a source's prefetches."""
+        source = self.pending.source(number)
+        source.queued += queued
+        source.hits += hits
+        source.late += late
+        source.wasted += wasted
+        source.cancelled += cancelled
 
     def timed(self, job: LoadJob, copied: Copied) -> None:
         """A copy on a GPU's stream has ended, maybe after its layer (`loader.CopyTimes`)."""
