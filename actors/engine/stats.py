@@ -219,12 +219,27 @@ class EngineStats:
         asked = total.hits + total.misses
         return total.hits / asked if asked else 1.0
 
+    @property
+    def decode_hit_rate(self) -> float | None:
+        """Of forwards without rows of a prompt; None: they needed nothing."""
+        return _share(self.decode_hits, self.decode_misses)
+
+    @property
+    def prefill_hit_rate(self) -> float | None:
+        """Of forwards with rows of a prompt; None: they needed nothing."""
+        total = self.total()
+        return _share(total.hits - self.decode_hits, total.misses - self.decode_misses)
+
     def as_dict(self) -> dict[str, Any]:
         """Flat totals for JSON, with the per-layer counters beside them."""
         total = self.total()
         flat = asdict(total) | {"bytes_loaded": total.bytes_loaded, "hit_rate": self.hit_rate}
         own = {k: v for k, v in asdict(self).items() if k != "layers"}
         return flat | own | {"layers": [asdict(x) for x in self.layers]}
+
+
+def _share(hits: int, misses: int) -> float | None:
+    return hits / (hits + misses) if hits + misses else None
 
 
 class PhaseCounter:

@@ -1,14 +1,13 @@
 """The simulated executor: the engine's own cache, step and policies on a virtual clock and a recorded routing.
 
-A backend of `engine.layer.MoeLayer`: the trace gives routing and scores, `VirtualLoader` copies, and kernels advance
-the clock by the machine's costs. Everything that decides or counts is the serving code.
+`VirtualLoader` copies, and `backend` gives the layers the recorded routing and lets the time of their kernels pass.
+Everything that decides or counts is the serving code.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,8 +16,7 @@ from numpy.typing import NDArray
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.slots import LowBitPart
 from ...actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
-from ...actors.engine.dispatch import ExpertRunner, Spans
-from ...actors.engine.host_view import Routing
+from ...actors.engine.dispatch import ExpertRunner
 from ...actors.engine.layer import Hooks, MoeLayer, Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
 from ...actors.engine.prefetching import Prefetching
@@ -30,8 +28,7 @@ from ...actors.policies.eviction import EvictionPolicy, make_eviction
 from ...actors.policies.fmoe import ExpertMapPolicy
 from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout, buffer_for
-from ...actors.policies.plan import LayerPlan
-from ...actors.policies.prefetch import LayerSeen, PrefetchGovernor, PrefetchPolicy, Span, Wanted, ranked
+from ...actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy
 from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
 from ...actors.policies.residency import Residency
@@ -40,23 +37,33 @@ from ...actors.policy_settings import PolicySettings
 from ...actors.settings import budget_bytes, mixed_slots
 from ...errors import BudgetError, ConfigError, TraceError
 from ...kernels.pack import PackedShape
+from .backend import (
+    Compute,
+    NoDevice,
+    NoPool,
+    Parts,
+    RecordedBackend,
+    ShardBackend,
+    TimedKernel,
+    TimedReplicas,
+    recorded_logits,
+    see,
+    spans_of,
+)
 from .machine import Machine
 from .peers import (
+    MatcherLag,
     SimulatedNdp,
     SimulatedShard,
     SimulatedShards,
-    SimulatedTask,
-    join,
     make_simulated_placer,
     merged,
     owners_of,
     rows_of,
-    send,
 )
-from .trace import Iteration, TraceHeader
+from .trace import TraceHeader
 
 _BATCH = 64  # forwards that the configurator counts together
-Parts = Sequence[tuple[str, Iteration]]  # a forward's iterations with the names of their sequences
 
 
 def neurons_of(header: TraceHeader) -> int:
@@ -87,201 +94,6 @@ def first_cut(header: TraceHeader, policy: PolicySettings, budget: float | int) 
         return SplitLayout.uniform(header.layers, header.experts, neurons, slots * neurons, split.theta, buffer)
     except ValueError as error:
         raise BudgetError(f"the budget of {slots} experts cannot be split: {error}", "give more") from error
-
-
-@dataclass(frozen=True)
-class _NoPool:
-    """Slots without memory and experts without weights: a copy moves nothing."""
-
-    bytes: int
-    neurons: int = 1
-    total_neurons: int = 1
-
-    def slot(self, index: int, layer: int = 0) -> tuple[()]:
-        return ()
-
-    def neuron_range(self, first: int, count: int) -> tuple[()]:
-        return ()
-
-    def expert(self, index: int) -> tuple[()]:
-        return ()
-
-
-class _NoDevice:
-    """A device without streams: a copy is visible once the clock has reached its end."""
-
-    executor = "simulated"
-
-    def enter(self) -> None:
-        return None
-
-    def mark_use(self) -> None:
-        return None
-
-
-class Compute:
-    """The compute of one simulated GPU: lets time pass while kernels run, slower while a copy shares their memory."""
-
-    def __init__(self, clock: VirtualClock, loader: VirtualLoader, share: float) -> None:
-        self._clock, self._loader, self._share = clock, loader, share
-
-    def run(self, seconds: float) -> None:
-        """Kernels that take so long without a copy beside them."""
-        clock, share = self._clock, self._share
-        if share < 1:
-            while seconds > 0 and (end_s := self._loader.busy_until()) is not None:
-                beside_s = min(seconds / share, end_s - clock.now_s)
-                clock.now_s = end_s if beside_s < seconds / share else clock.now_s + beside_s
-                seconds -= beside_s * share
-        if seconds > 0:
-            clock.now_s += seconds
-
-
-class TimedKernel:
-    """Lets the time of a kernel call pass (`ExpertKernel.run`); a segment takes its share of an expert."""
-
-    def __init__(self, compute: Compute, machine: Machine, neurons: int) -> None:
-        self._compute, self._machine, self._neurons = compute, machine, neurons
-
-    def run(
-        self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int, int, bool]], top_k: int, y: Any
-    ) -> None:
-        whole = [group for group in groups if group[3] == self._neurons]
-        seconds = self._machine.experts(len(whole), sum(group[1] - group[0] for group in whole))
-        for start, stop, _, neurons, _ in groups:
-            if neurons != self._neurons:
-                seconds += self._machine.experts(1, stop - start) * (neurons / self._neurons)
-        self._compute.run(seconds)
-
-
-class _TimedReplicas:
-    """The same for low-bit replicas (`PackedKernel.run`)."""
-
-    def __init__(self, compute: Compute, machine: Machine) -> None:
-        self._compute, self._machine = compute, machine
-
-    def run(self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int]], top_k: int, y: Any) -> None:
-        self._compute.run(self._machine.experts(len(groups), sum(stop - start for start, stop, _ in groups)))
-
-
-class RecordedLayer:
-    """One layer of a recorded forward (`engine.layer.View`)."""
-
-    def __init__(self, index: int, parts: Parts) -> None:
-        self.index, self.parts = index, parts
-        self.picked = self.ids = _joined([part.ids[:, index] for _, part in parts]).astype(np.int64)
-        self.tokens = len(self.ids)
-        self._weights: NDArray[np.float32] | None = None
-        self._runs: NDArray[np.bool_] | None = None  # [T, K] pairs that run; None: all
-
-    @property
-    def weights(self) -> NDArray[np.float32]:
-        """Of `ids` [T, K]."""
-        if self._weights is None:
-            self._weights = _joined([part.weights[:, self.index] for _, part in self.parts]).astype(np.float32)
-        return self._weights
-
-    def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
-        """From now on the layer runs these; pairs whose weight became 0 do not run."""
-        runs = (weights != 0) | (self.weights == 0)
-        self._runs = runs if self._runs is None else runs & self._runs
-        self.ids, self._weights = ids, weights.astype(np.float32)
-
-    def routing(self) -> Routing:
-        """The pairs that run, by expert; nothing computes them."""
-        ids, runs, nowhere = self.ids, self._runs, cast(Any, None)
-        if len(ids) == 1:
-            experts = (ids[0] if runs is None else ids[0][runs[0]]).tolist()
-            counts = [1] * len(experts)
-            return Routing(1, ids.shape[1], experts, counts, list(range(len(experts) + 1)), nowhere, nowhere)
-        found = np.bincount(ids.ravel() if runs is None else ids[runs])
-        used = found.nonzero()[0]
-        starts = [0, *found[used].cumsum().tolist()]
-        return Routing(len(ids), ids.shape[1], used.tolist(), found[used].tolist(), starts, nowhere, nowhere)
-
-
-class _RecordedBackend:
-    """Runs plans of recorded layers on the virtual clock (`engine.layer.Backend`)."""
-
-    def __init__(
-        self, clock: VirtualClock, machine: Machine, runner: ExpertRunner, loader: VirtualLoader, compute: Compute
-    ) -> None:
-        self._clock, self._machine, self._runner = clock, machine, runner
-        self._loader, self._submitted, self._compute = loader, 0, compute
-        self.shards: SimulatedShards | None = None
-        self.ndp: SimulatedNdp | None = None
-        self.context = 0  # tokens whose keys and values the present forward reads in each layer
-
-    def native(self, step: MoeLayer) -> None:
-        return None
-
-    def look(self, layer: int, weighed: bool, parts: Any) -> Any:
-        view = RecordedLayer(layer, parts)
-        self._compute.run(self._machine.dense(view.tokens, self.context))
-        return view
-
-    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> list[SimulatedTask]:
-        return send(plan, step.index * step.experts, step.index, routing, self.shards, self.ndp)
-
-    def run(
-        self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: Any,
-        tasks: Sequence[Any],
-    ) -> None:  # fmt: skip
-        nothing, machine, submitted = cast(Any, None), self._machine, self._loader.submitted
-        host_s = (submitted - self._submitted) * machine.load_s  # of prefetches, too
-        if plan.resident < len(plan.run):
-            host_s += machine.miss_s
-        self._submitted = submitted
-        if host_s:
-            self._clock.advance(host_s)
-        self._runner.run(step.index, plan, spans, nothing, nothing, routing.top_k, step.kernel, nothing)
-        if tasks:
-            join(tasks, self._clock, step.stats)
-
-
-class _ShardBackend(_RecordedBackend):
-    """A shard's part of a layer: a `Routing` of pairs, without a dense part."""
-
-    def look(self, layer: int, weighed: bool, parts: Routing) -> ShardView:
-        return ShardView(parts)
-
-
-@dataclass(frozen=True)
-class ShardView:
-    part: Routing
-
-    def routing(self) -> Routing:
-        return self.part
-
-
-class MatcherLag(PrefetchPolicy):
-    """Forecasts of the matcher that come a time after their layer was published.
-
-    A command is taken when a later layer's routing is known, as on the lead (`peers.matcher`); its keys of that layer
-    and of earlier ones are late, and dropped. Probabilities for eviction come without the delay.
-    """
-
-    needs_ids, needs_probabilities, needs_embeddings = False, True, True
-
-    def __init__(self, policy: PrefetchPolicy, clock: VirtualClock, lag_s: float, experts: int) -> None:
-        self._policy, self._clock, self._lag_s, self._experts = policy, clock, lag_s, experts
-        self.name, self.distance = policy.name, policy.distance  # type: ignore[misc]
-        self._asked = deque[tuple[float, Sequence[Wanted]]]()
-
-    def begin_forward(self, spans: Sequence[Span]) -> Sequence[Wanted]:
-        self._asked.clear()  # commands of the forward before are late
-        self._asked.append((self._clock.now_s + self._lag_s, self._policy.begin_forward(spans)))
-        return []
-
-    def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
-        first, come = (seen.layer + 1) * self._experts, list[Wanted]()
-        while self._asked and self._asked[0][0] <= self._clock.now_s:
-            come += [want for want in self._asked.popleft()[1] if want.key >= first]
-        self._asked.append((self._clock.now_s + self._lag_s, self._policy.observed(seen)))
-        return ranked(come)
-
-    def end(self, sequence: str) -> None:
-        self._policy.end(sequence)
 
 
 class SimulatedEngine:
@@ -334,7 +146,7 @@ class SimulatedEngine:
         if low_bit is not None:
             packed = replica_bytes(header, low_bit.bits)
             slots, low = mixed_slots(bought, slot_bytes, packed, low_bit.share, keys)
-            nowhere = _NoPool(low * packed)
+            nowhere = NoPool(low * packed)
             replicas = LowBitPart(nowhere, cast(Any, [nowhere] * header.layers), low, packed)
         self.header, self.machine, self.clock = header, machine, VirtualClock()
         self.stats = EngineStats(
@@ -342,18 +154,18 @@ class SimulatedEngine:
             executor="simulated",
         )  # fmt: skip
         neurons = 1 if cut is None else cut.neurons
-        memory = cast(Any, _NoPool(slots * slot_bytes, neurons, slots * neurons))
+        memory = cast(Any, NoPool(slots * slot_bytes, neurons, slots * neurons))
         loader = VirtualLoader(self.clock, machine.link, late_s=machine.wait_s)
         self.cache = ExpertCache(
-            memory, [memory] * header.layers, cast(Any, _NoDevice()), Residency(keys, slots, slot_bytes), eviction,
+            memory, [memory] * header.layers, cast(Any, NoDevice()), Residency(keys, slots, slot_bytes), eviction,
             governor if governor is not None else PrefetchGovernor(0.0), self.stats, Timeline(False),
             loader, self.clock, cut, writeback,
             replicas,
         )  # fmt: skip
         compute = Compute(self.clock, loader, machine.kernel_share)
-        runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, _TimedReplicas(compute, machine)))
+        runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, TimedReplicas(compute, machine)))
         kernel = TimedKernel(compute, machine, neurons)
-        self._backend = _RecordedBackend(self.clock, machine, runner, loader, compute)
+        self._backend = RecordedBackend(self.clock, machine, runner, loader, compute)
         backend = cast(Any, self._backend)
         self._shards = [
             self._shard(owners.count(i), policy, governor, check) for i, policy in enumerate(evictions, start=1)
@@ -376,18 +188,18 @@ class SimulatedEngine:
         """Another GPU, with as many bytes as the lead. owned: experts that belong to it."""
         header, machine, clock = self.header, self.machine, VirtualClock()
         keys, slots = header.layers * header.experts, min(self.stats.expert_budget_bytes // header.slot_bytes, owned)
-        memory = cast(Any, _NoPool(slots * header.slot_bytes, 1, slots))
+        memory = cast(Any, NoPool(slots * header.slot_bytes, 1, slots))
         loader = VirtualLoader(clock, machine.link, late_s=machine.wait_s)
         stats = EngineStats(
             layers=[LayerStats() for _ in range(header.layers)], slots=slots, experts=keys, executor="simulated"
         )
         cache = ExpertCache(
-            memory, [memory] * header.layers, cast(Any, _NoDevice()), Residency(keys, slots, header.slot_bytes),
+            memory, [memory] * header.layers, cast(Any, NoDevice()), Residency(keys, slots, header.slot_bytes),
             eviction, PrefetchGovernor(0.0 if governor is None else governor.min_useful), stats, Timeline(False),
             loader, clock, None, False, None,
         )  # fmt: skip
         compute, placer = Compute(clock, loader, machine.kernel_share), Placer(cache)
-        backend = _ShardBackend(clock, machine, ExpertRunner(cache), loader, compute)
+        backend = ShardBackend(clock, machine, ExpertRunner(cache), loader, compute)
         kernel = cast(Any, TimedKernel(compute, machine, 1))
         steps = [
             MoeLayer(i, header.experts, cache, cast(Any, backend), placer, kernel, check=check)
@@ -447,10 +259,10 @@ class SimulatedEngine:
             if self.machine.matcher_s and getattr(prefetch, "of_matcher", False):
                 prefetch = MatcherLag(prefetch, self.clock, self.machine.matcher_s, header.experts)
             prefetching = Prefetching(
-                prefetch, self.cache, header.layers, header.experts, _see, cast(Any, self._backend.shards)
+                prefetch, self.cache, header.layers, header.experts, see, cast(Any, self._backend.shards)
             )
         if pre_evict is not None:
-            pre_evicting = PreEvicting(pre_evict, self.cache, header.layers, header.experts, _recorded_logits)
+            pre_evicting = PreEvicting(pre_evict, self.cache, header.layers, header.experts, recorded_logits)
         if adaptive is not None:
             configuring = make_configuring(
                 adaptive, self.cache, header.experts, header.top_k, header.slot_bytes, prefetching, self.clock, False,
@@ -480,7 +292,7 @@ class SimulatedEngine:
             self._pre_evicting.begin_forward(last_rows(spans))
         self._placer.begin_forward(cast(Any, rows_of(spans)))
         for shard in self._shards:
-            shard.cache.decode_only = self.cache.decode_only
+            shard.cache.begin_forward(self.cache.decode_only)
         self.clock.advance(self.machine.forward_s)
         for name, part in parts:
             self._context[name] = self._context.get(name, 0) + len(part.tokens)
@@ -509,54 +321,6 @@ def replica_bytes(header: TraceHeader, bits: int) -> int:
     weight_bytes = 4 if header.expert_dtype == "float32" else 2
     neurons = max(1, header.slot_bytes // (3 * header.hidden * weight_bytes))
     return PackedShape(header.hidden, neurons, bits, 64).nbytes()
-
-
-def spans_of(parts: Parts) -> list[Span]:
-    """The rows of each sequence in a forward."""
-    spans, row = [], 0
-    for name, part in parts:
-        spans.append(Span(name, row, row + len(part.tokens), part.decode, part.embedding))
-        row += len(part.tokens)
-    return spans
-
-
-def layer_seen(layer: int, spans: Sequence[Span], ids: NDArray[Any], parts: Parts) -> LayerSeen:
-    """A recorded layer as a prefetch policy sees it."""
-
-    def lookahead(distance: int) -> NDArray[np.floating] | None:
-        scores = [part.lookahead(layer, distance) for _, part in parts]
-        if any(s is None for s in scores):
-            return None
-        past = layer + distance >= parts[0][1].ids.shape[1]
-        return _joined([s[-1:] if past else s for s in scores if s is not None])
-
-    return LayerSeen(layer, spans, ids, _joined([part.probabilities[:, layer] for _, part in parts]), lookahead)
-
-
-def _see(layer: int, spans: Sequence[Span], view: RecordedLayer) -> LayerSeen:
-    return layer_seen(layer, spans, view.picked, view.parts)
-
-
-def _recorded_logits(layer: int, view: RecordedLayer) -> NDArray[np.floating] | None:
-    """Logits [T, E] of a layer's router on the view's layer's input; None: not recorded."""
-    parts = [part for _, part in view.parts]
-    if layer == view.index:
-        found = _joined([part.probabilities[:, layer] for part in parts]).astype(np.float64)
-    else:
-        scores = [part.lookahead(view.index, layer - view.index) for part in parts]
-        if scores[0] is None:
-            return None
-        found = _joined([s for s in scores if s is not None])
-        known = np.isfinite(found)
-        found = np.where(known, np.maximum(found, 0.0), 0.0)
-        rest = np.maximum(1.0 - found.sum(axis=1, keepdims=True), 0.0)
-        found = np.where(known, found, rest / np.maximum((~known).sum(axis=1, keepdims=True), 1))
-    logits: NDArray[np.floating] = np.log(np.maximum(found, 1e-12))
-    return logits
-
-
-def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def context_of(header: TraceHeader, **given: Any) -> PolicyContext:

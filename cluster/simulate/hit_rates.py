@@ -7,7 +7,7 @@ single layers, as in MoEpic's Table 1, with Belady's optimum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -18,45 +18,8 @@ from numpy.typing import NDArray
 from ...actors.policies.eviction import Belady, EvictionPolicy
 from ...actors.policies.registry import PolicyContext, make, options
 from .arrivals import Arrival, all_at_once, arriving, percentile
-from .executor import Parts, SimulatedEngine
+from .executor import SimulatedEngine
 from .trace import Iteration, Request, TraceHeader
-
-
-@dataclass
-class PhaseHits:
-    """Needs of the forwards of one phase: decode has no row of any prompt, prefill has one at least."""
-
-    hits: int = 0
-    misses: int = 0
-
-    @property
-    def rate(self) -> float | None:
-        """Share of hits; None: nothing was needed."""
-        needs = self.hits + self.misses
-        return self.hits / needs if needs else None
-
-
-@dataclass
-class _PhaseMeter:
-    """Adds what a forward counted to its phase."""
-
-    engine: SimulatedEngine
-    prefill: PhaseHits = field(default_factory=PhaseHits)
-    decode: PhaseHits = field(default_factory=PhaseHits)
-
-    def __post_init__(self) -> None:
-        self._hits, self._misses = self._counted()
-
-    def _counted(self) -> tuple[int, int]:
-        layers = self.engine.live_stats().layers
-        return sum(layer.hits for layer in layers), sum(layer.misses for layer in layers)
-
-    def after(self, parts: Parts) -> None:
-        phase = self.decode if all(part.decode for _, part in parts) else self.prefill
-        hits, misses = self._counted()
-        phase.hits += hits - self._hits
-        phase.misses += misses - self._misses
-        self._hits, self._misses = hits, misses
 
 
 @dataclass(frozen=True)
@@ -72,8 +35,6 @@ class Served:
     tpot_s: float  # mean over requests with two tokens or more; 0: none
     queue_s: float  # mean from a request's arrival to its first forward
     latency_s: tuple[float, float]  # median and 99th percentile from arrival to the last token
-    prefill: PhaseHits
-    decode: PhaseHits
 
 
 @dataclass(eq=False)
@@ -105,7 +66,7 @@ def serve(
     closed = arrivals is None
     waiting = all_at_once(requests) if arrivals is None else arriving(requests, arrivals)
     upcoming, running = next(waiting, None), list[_Running]()
-    ttft_s, tpot_s, queue_s, latency_s, meter = [], [], list[float](), list[float](), _PhaseMeter(engine)
+    ttft_s, tpot_s, queue_s, latency_s = [], [], list[float](), list[float]()
     start_s, forwards, tokens, generated, done = engine.clock.now_s, 0, 0, 0, 0
     while upcoming is not None or running:
         if not closed and not running and upcoming is not None:
@@ -119,7 +80,6 @@ def serve(
             upcoming = next(waiting, None)
         parts = [(r.name, r.next) for r in running if r.next is not None]
         engine.forward(parts)
-        meter.after(parts)
         now_s = engine.clock.now_s
         forwards += 1
         tokens += sum(len(part.tokens) for _, part in parts)
@@ -143,17 +103,17 @@ def serve(
     return Served(
         done, forwards, tokens, generated, wall_s, mean(ttft_s) if ttft_s else 0.0, mean(tpot_s) if tpot_s else 0.0,
         mean(queue_s) if queue_s else 0.0, (percentile(latency_s, 0.5), percentile(latency_s, 0.99)),
-        meter.prefill, meter.decode,
     )  # fmt: skip
 
 
 def result(engine: SimulatedEngine, served: Served) -> dict[str, Any]:
     """The engine's counters, as of a real engine, and the replay's results, flat."""
-    return engine.live_stats().as_dict() | {
+    stats = engine.live_stats()
+    return stats.as_dict() | {
         "requests": served.requests, "forwards_run": served.forwards, "tokens": served.tokens,
         "generated_tokens": served.generated, "virtual_s": served.wall_s, "ttft_s": served.ttft_s,
         "queue_s": served.queue_s, "latency_p50_s": served.latency_s[0], "latency_p99_s": served.latency_s[1],
-        "tpot_s": served.tpot_s, "prefill_hit_rate": served.prefill.rate, "decode_hit_rate": served.decode.rate,
+        "tpot_s": served.tpot_s, "prefill_hit_rate": stats.prefill_hit_rate, "decode_hit_rate": stats.decode_hit_rate,
     }  # fmt: skip
 
 

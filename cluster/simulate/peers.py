@@ -3,15 +3,16 @@
     lead: send at t -> peer: begins at max(its clock, t + hop), runs -> lead: joins at max(its clock, end + hop)
 
 A shard runs the same step as the lead (`engine.layer.MoeLayer`) on a cache, a link and a clock of its own. A near-data
-device runs its batches one after another in the time of `policies.cost.batch_cost`. The lead's placers are the engine's
-(`engine.peers.placement`).
+device runs its batches one after another in the time of `policies.cost.batch_cost`. The matcher's forecasts come a lag
+after they were asked for. The lead's placers are the engine's (`engine.peers.placement`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.context_ndp import HotSet, HotSlots
 from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, load_s
 from ...actors.policies.plan import LayerPlan
+from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, ranked
 from ...actors.policies.sharding import shard_of, spread_by_bytes
 from ...actors.policy_settings import PolicySettings
 from ...actors.store.replicas import ReplicaTables
@@ -31,9 +33,6 @@ from ...errors import ConfigError
 from ...proto.messages import ExpertResult
 from .machine import Machine, without_ndp
 from .trace import TraceHeader
-
-if TYPE_CHECKING:
-    from ...actors.policies.prefetch import Span
 
 _ROW_ITEM = 4  # bytes of a number of a row between processes: float32
 _GROUP = 64  # inputs that share a replica's scale
@@ -229,9 +228,7 @@ def send(
             continue
         assert shards is not None  # plans name no others
         starts = [0, *np.cumsum(counts).tolist()]
-        own = Routing(
-            routing.tokens, routing.top_k, [key - base for key in keys], counts, starts, _NO_PAIRS, _NO_PAIRS
-        )
+        own = Routing(routing.tokens, routing.top_k, [key - base for key in keys], counts, starts, _NO_PAIRS, _NO_PAIRS)
         tasks.append(shards.run(name, layer, keys, own))
     return tasks
 
@@ -310,3 +307,33 @@ def merged(lead: LayerStats, others: Sequence[LayerStats], fields: Mapping[str, 
         for name in fields
     }
     return LayerStats(**values)
+
+
+class MatcherLag(PrefetchPolicy):
+    """Forecasts of the matcher that come a time after their layer was published.
+
+    A command is taken when a later layer's routing is known, as on the lead (`peers.matcher`); its keys of that layer
+    and of earlier ones are late, and dropped. Probabilities for eviction come without the delay.
+    """
+
+    needs_ids, needs_probabilities, needs_embeddings = False, True, True
+
+    def __init__(self, policy: PrefetchPolicy, clock: VirtualClock, lag_s: float, experts: int) -> None:
+        self._policy, self._clock, self._lag_s, self._experts = policy, clock, lag_s, experts
+        self.name, self.distance = policy.name, policy.distance  # type: ignore[misc]
+        self._asked = deque[tuple[float, Sequence[Wanted]]]()
+
+    def begin_forward(self, spans: Sequence[Span]) -> Sequence[Wanted]:
+        self._asked.clear()  # commands of the forward before are late
+        self._asked.append((self._clock.now_s + self._lag_s, self._policy.begin_forward(spans)))
+        return []
+
+    def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
+        first, come = (seen.layer + 1) * self._experts, list[Wanted]()
+        while self._asked and self._asked[0][0] <= self._clock.now_s:
+            come += [want for want in self._asked.popleft()[1] if want.key >= first]
+        self._asked.append((self._clock.now_s + self._lag_s, self._policy.observed(seen)))
+        return ranked(come)
+
+    def end(self, sequence: str) -> None:
+        self._policy.end(sequence)

@@ -13,7 +13,7 @@ from ...actors.policies.baselines import Predictor, TrainingOptions, train_predi
 from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from ...actors.store.artifacts import PredictorsOf, read_predictors
 from ...errors import TraceError
-from .executor import layer_seen, spans_of
+from .backend import layer_seen, spans_of
 from .trace import Iteration, Request, TraceHeader
 
 

@@ -14,9 +14,10 @@ from tiermoe.actors.engine.cache.virtual_link import VirtualClock
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted
 from tiermoe.cluster.simulate.arrivals import Arrival, arriving, azure, poisson
-from tiermoe.cluster.simulate.executor import MatcherLag, SimulatedEngine
+from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.peers import MatcherLag
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import ConfigError
 

@@ -12,8 +12,9 @@ from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchPolicy, R
 from tiermoe.actors.policies.prefetch_trials import DecodeForward, PrefetchTrials
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.report.status import _prefetch_rows
-from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine, engine_of, eviction_of
+from tiermoe.cluster.simulate.executor import SimulatedEngine, engine_of, eviction_of
 from tiermoe.cluster.simulate.hit_rates import serve
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
 
 FIRST, BLOCK, HOLD = 4, 8, 40

@@ -27,7 +27,8 @@ from tiermoe.actors.policies.residency import Reservation
 from tiermoe.actors.store.artifacts import encode_predictors
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.simulate.executor import Compute, SimulatedEngine, layer_seen, spans_of
+from tiermoe.cluster.simulate.backend import Compute, layer_seen, spans_of
+from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import POLICIES, hit_rates, policies, result, serve
 from tiermoe.cluster.simulate.machine import Machine, load_machine, machine_of
 from tiermoe.cluster.simulate.predictors import load_predictors, predictors_for, recall, split, train_predictors

@@ -1,0 +1,239 @@
+"""A recorded forward as layers see it, and a GPU that runs it on a virtual clock.
+
+`RecordedBackend` is a backend of `engine.layer.MoeLayer`: the trace gives routing and scores, and kernels advance the
+clock by the machine's costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
+from ...actors.engine.dispatch import ExpertRunner, Spans
+from ...actors.engine.host_view import Routing
+from ...actors.engine.layer import MoeLayer
+from ...actors.policies.plan import LayerPlan
+from ...actors.policies.prefetch import LayerSeen, Span
+from .machine import Machine
+from .peers import SimulatedNdp, SimulatedShards, SimulatedTask, join, send
+from .trace import Iteration
+
+Parts = Sequence[tuple[str, Iteration]]  # a forward's iterations with the names of their sequences
+
+
+@dataclass(frozen=True)
+class NoPool:
+    """Slots without memory and experts without weights: a copy moves nothing."""
+
+    bytes: int
+    neurons: int = 1
+    total_neurons: int = 1
+
+    def slot(self, index: int, layer: int = 0) -> tuple[()]:
+        return ()
+
+    def neuron_range(self, first: int, count: int) -> tuple[()]:
+        return ()
+
+    def expert(self, index: int) -> tuple[()]:
+        return ()
+
+
+class NoDevice:
+    """A device without streams: a copy is visible once the clock has reached its end."""
+
+    executor = "simulated"
+
+    def enter(self) -> None:
+        return None
+
+    def mark_use(self) -> None:
+        return None
+
+
+class Compute:
+    """The compute of one simulated GPU: lets time pass while kernels run, slower while a copy shares their memory."""
+
+    def __init__(self, clock: VirtualClock, loader: VirtualLoader, share: float) -> None:
+        self._clock, self._loader, self._share = clock, loader, share
+
+    def run(self, seconds: float) -> None:
+        """Kernels that take so long without a copy beside them."""
+        clock, share = self._clock, self._share
+        if share < 1:
+            while seconds > 0 and (end_s := self._loader.busy_until()) is not None:
+                beside_s = min(seconds / share, end_s - clock.now_s)
+                clock.now_s = end_s if beside_s < seconds / share else clock.now_s + beside_s
+                seconds -= beside_s * share
+        if seconds > 0:
+            clock.now_s += seconds
+
+
+class TimedKernel:
+    """Lets the time of a kernel call pass (`ExpertKernel.run`); a segment takes its share of an expert."""
+
+    def __init__(self, compute: Compute, machine: Machine, neurons: int) -> None:
+        self._compute, self._machine, self._neurons = compute, machine, neurons
+
+    def run(
+        self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int, int, bool]], top_k: int, y: Any
+    ) -> None:
+        whole = [group for group in groups if group[3] == self._neurons]
+        seconds = self._machine.experts(len(whole), sum(group[1] - group[0] for group in whole))
+        for start, stop, _, neurons, _ in groups:
+            if neurons != self._neurons:
+                seconds += self._machine.experts(1, stop - start) * (neurons / self._neurons)
+        self._compute.run(seconds)
+
+
+class TimedReplicas:
+    """The same for low-bit replicas (`PackedKernel.run`)."""
+
+    def __init__(self, compute: Compute, machine: Machine) -> None:
+        self._compute, self._machine = compute, machine
+
+    def run(self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int]], top_k: int, y: Any) -> None:
+        self._compute.run(self._machine.experts(len(groups), sum(stop - start for start, stop, _ in groups)))
+
+
+class RecordedLayer:
+    """One layer of a recorded forward (`engine.layer.View`)."""
+
+    def __init__(self, index: int, parts: Parts) -> None:
+        self.index, self.parts = index, parts
+        self.picked = self.ids = _joined([part.ids[:, index] for _, part in parts]).astype(np.int64)
+        self.tokens = len(self.ids)
+        self._weights: NDArray[np.float32] | None = None
+        self._runs: NDArray[np.bool_] | None = None  # [T, K] pairs that run; None: all
+
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        """Of `ids` [T, K]."""
+        if self._weights is None:
+            self._weights = _joined([part.weights[:, self.index] for _, part in self.parts]).astype(np.float32)
+        return self._weights
+
+    def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
+        """From now on the layer runs these; pairs whose weight became 0 do not run."""
+        runs = (weights != 0) | (self.weights == 0)
+        self._runs = runs if self._runs is None else runs & self._runs
+        self.ids, self._weights = ids, weights.astype(np.float32)
+
+    def routing(self) -> Routing:
+        """The pairs that run, by expert; nothing computes them."""
+        ids, runs, nowhere = self.ids, self._runs, cast(Any, None)
+        if len(ids) == 1:
+            experts = (ids[0] if runs is None else ids[0][runs[0]]).tolist()
+            counts = [1] * len(experts)
+            return Routing(1, ids.shape[1], experts, counts, list(range(len(experts) + 1)), nowhere, nowhere)
+        found = np.bincount(ids.ravel() if runs is None else ids[runs])
+        used = found.nonzero()[0]
+        starts = [0, *found[used].cumsum().tolist()]
+        return Routing(len(ids), ids.shape[1], used.tolist(), found[used].tolist(), starts, nowhere, nowhere)
+
+
+class RecordedBackend:
+    """Runs plans of recorded layers on the virtual clock (`engine.layer.Backend`)."""
+
+    def __init__(
+        self, clock: VirtualClock, machine: Machine, runner: ExpertRunner, loader: VirtualLoader, compute: Compute
+    ) -> None:
+        self._clock, self._machine, self._runner = clock, machine, runner
+        self._loader, self._submitted, self._compute = loader, 0, compute
+        self.shards: SimulatedShards | None = None
+        self.ndp: SimulatedNdp | None = None
+        self.context = 0  # tokens whose keys and values the present forward reads in each layer
+
+    def native(self, step: MoeLayer) -> None:
+        return None
+
+    def look(self, layer: int, weighed: bool, parts: Any) -> Any:
+        view = RecordedLayer(layer, parts)
+        self._compute.run(self._machine.dense(view.tokens, self.context))
+        return view
+
+    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> list[SimulatedTask]:
+        return send(plan, step.index * step.experts, step.index, routing, self.shards, self.ndp)
+
+    def run(
+        self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: Any,
+        tasks: Sequence[Any],
+    ) -> None:  # fmt: skip
+        nothing, machine, submitted = cast(Any, None), self._machine, self._loader.submitted
+        host_s = (submitted - self._submitted) * machine.load_s  # of prefetches, too
+        if plan.resident < len(plan.run):
+            host_s += machine.miss_s
+        self._submitted = submitted
+        if host_s:
+            self._clock.advance(host_s)
+        self._runner.run(step.index, plan, spans, nothing, nothing, routing.top_k, step.kernel, nothing)
+        if tasks:
+            join(tasks, self._clock, step.stats)
+
+
+class ShardBackend(RecordedBackend):
+    """A shard's part of a layer: a `Routing` of pairs, without a dense part."""
+
+    def look(self, layer: int, weighed: bool, parts: Routing) -> ShardView:
+        return ShardView(parts)
+
+
+@dataclass(frozen=True)
+class ShardView:
+    part: Routing
+
+    def routing(self) -> Routing:
+        return self.part
+
+
+def spans_of(parts: Parts) -> list[Span]:
+    """The rows of each sequence in a forward."""
+    spans, row = [], 0
+    for name, part in parts:
+        spans.append(Span(name, row, row + len(part.tokens), part.decode, part.embedding))
+        row += len(part.tokens)
+    return spans
+
+
+def layer_seen(layer: int, spans: Sequence[Span], ids: NDArray[Any], parts: Parts) -> LayerSeen:
+    """A recorded layer as a prefetch policy sees it."""
+
+    def lookahead(distance: int) -> NDArray[np.floating] | None:
+        scores = [part.lookahead(layer, distance) for _, part in parts]
+        if any(s is None for s in scores):
+            return None
+        past = layer + distance >= parts[0][1].ids.shape[1]
+        return _joined([s[-1:] if past else s for s in scores if s is not None])
+
+    return LayerSeen(layer, spans, ids, _joined([part.probabilities[:, layer] for _, part in parts]), lookahead)
+
+
+def see(layer: int, spans: Sequence[Span], view: RecordedLayer) -> LayerSeen:
+    return layer_seen(layer, spans, view.picked, view.parts)
+
+
+def recorded_logits(layer: int, view: RecordedLayer) -> NDArray[np.floating] | None:
+    """Logits [T, E] of a layer's router on the view's layer's input; None: not recorded."""
+    parts = [part for _, part in view.parts]
+    if layer == view.index:
+        found = _joined([part.probabilities[:, layer] for part in parts]).astype(np.float64)
+    else:
+        scores = [part.lookahead(view.index, layer - view.index) for part in parts]
+        if scores[0] is None:
+            return None
+        found = _joined([s for s in scores if s is not None])
+        known = np.isfinite(found)
+        found = np.where(known, np.maximum(found, 0.0), 0.0)
+        rest = np.maximum(1.0 - found.sum(axis=1, keepdims=True), 0.0)
+        found = np.where(known, found, rest / np.maximum((~known).sum(axis=1, keepdims=True), 1))
+    logits: NDArray[np.floating] = np.log(np.maximum(found, 1e-12))
+    return logits
+
+
+def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
