@@ -7,6 +7,7 @@
 # make soak    an hour of mixed load on a server, then idle: memory, descriptors, slots, KV blocks: docs/results/soak.md
 # make readme-times README's commands, one after the other, from an empty cache, with their times
 # make train-default-model    train the model that ships with the project, 80 minutes (docs/default-model.md)
+# make papers  the papers' tables, simulated: docs/results/paper-*.md, with JOBS processes
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
 # make lint    ruff and mypy
 # make proto   write proto/generated again after a change of a .proto file
@@ -35,7 +36,7 @@ PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
-.PHONY: run test test-slow test-nodes fuzz-api chaos soak readme-times gpu lint proto clean train-default-model
+.PHONY: run test test-slow test-nodes fuzz-api chaos soak readme-times papers gpu lint proto clean train-default-model
 export PROMPT
 
 run: $(VENV)/.installed
@@ -64,6 +65,9 @@ readme-times: $(VENV)/.installed-dev
 
 train-default-model: $(VENV)/.installed
 	$(BIN)/python models/tiny-moe/train/train.py $(TRAIN_ARGS)
+
+papers: $(VENV)/.installed
+	$(BIN)/tiermoe bench papers --jobs $(JOBS) --out docs/results
 
 gpu:
 	PYTHON=$(PYTHON) cluster/jobs/bench/gpu/run.sh --out docs/results

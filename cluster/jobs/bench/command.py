@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from ...report.files import check_writable
 from ..options import as_command
 from . import micro
-from .experiment import Experiment, Option, field_at, load_experiment, options_of, read_experiment
+from .experiment import Experiment, Option, field_at, load_experiment, options_of, parts, read_experiment
 from .finish import Check, Config, Json, JsonCommand, Model, check_folder, finish, say_overridden
 from .metrics import Report
 
@@ -170,6 +170,25 @@ for _name in _FIRST:
     bench_app.command(cls=JsonCommand)(micro.command(_name))
 for _name in EXPERIMENTS:
     bench_app.command(cls=JsonCommand)(experiment_command(_name))
+
+
+@bench_app.command(cls=JsonCommand)
+def papers(
+    only: Annotated[str, typer.Option(help="Papers, separated by commas; none: all of configs/papers.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="A small slice of each, to try it.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    out: _PageOut = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """The papers' tables on synthetic routing and stated machines: published figure, ours, and their ratio."""
+    from .papers import paper_names, run_papers
+
+    file, folder = (out, None) if out is None or out.suffix == ".json" else (None, out)
+    if folder is not None:
+        check_folder(folder)
+    names = list(parts(only)) if only else paper_names()
+    finish(lambda progress: run_papers(names, quick, folder, jobs, progress), as_json, check, file)
 
 
 @bench_app.command()

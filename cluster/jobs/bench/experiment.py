@@ -21,8 +21,7 @@ from ....errors import ConfigError
 from ...config import configs_dir, load_policy, parse_budget
 from ...yaml_file import explain, merged, read_yaml
 from ..evaluate.quality import EvaluationOptions
-
-Count = Annotated[int, Field(ge=1)]
+from .paper_settings import Comparison, Count, Simulation
 
 
 class Variant(Settings):
@@ -138,7 +137,7 @@ class Section(Settings):
     """Variants that are measured together, at each budget and link of the grid.
 
     executor: `engine` serves the prompts (`real` on a GPU, `emulated` on the CPU stand-in); `simulated` replays the
-        recorded trace on a virtual clock.
+        recorded trace on a virtual clock, or synthetic ones where `simulation` states them, and nothing needs a model.
     budgets, ratios: override the grid's. links: all of the grid's, or the first.
     warm: serve the warm-up prompts first. serve: serve prompts at all.
     twins: each variant also with `evict_writeback` inverted.
@@ -147,6 +146,7 @@ class Section(Settings):
 
     name: str
     executor: Literal["engine", "simulated"] = "engine"
+    simulation: Simulation | None = None
     variants: tuple[Variant, ...] = Field(default=(), description="Presets or YAML files, separated by commas.")
     budgets: tuple[str, ...] | None = None
     ratios: tuple[float, ...] | None = None
@@ -272,7 +272,7 @@ class Experiment(Settings):
 
     own_keys: keys of the configuration that the experiment sets. regime: range of ratios that bars refer to.
     shown: keys of the printed table. printed: the one of `tables` that is printed in its place. paper: published
-    figures, for tables.
+    figures, for tables. comparisons: of rows with published figures; they are the record's `comparisons`.
     """
 
     name: str
@@ -286,6 +286,7 @@ class Experiment(Settings):
     regime: tuple[float, float] = (0.0, float("1e30"))
     metrics: tuple[Metric, ...] = ()
     bars: tuple[RatioBar, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
     shown: tuple[str, ...] = ()
     printed: str | None = None
     tables: dict[str, Table] = Field(default_factory=dict)
@@ -297,6 +298,11 @@ class Experiment(Settings):
     def running(self) -> tuple[Section, ...]:
         """The sections that are asked for."""
         return tuple(s for s in self.sections if not self.parts or {s.name, s.executor} & set(self.parts))
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether any section serves or records a model."""
+        return any(section.simulation is None for section in self.sections)
 
     def metric(self, name: str) -> dict[str, Any] | None:
         """The options of a metric; None: it is not measured."""
@@ -439,7 +445,7 @@ def _check(experiment: Experiment) -> None:
     require_each_once(_named(names, "grid.budgets"), grid.budgets)
     for budget in (*grid.budgets, *(b for section in experiment.sections for b in section.budgets or ())):
         parse_budget(budget)
-    if not grid.links and grid.link is None:
+    if experiment.needs_model and not grid.links and grid.link is None:
         require_each_once(_named(names, "grid.ratios", "grid.links"), grid.ratios)
     if len(set(grid.links)) < len(grid.links):
         require_each_once(_named(names, "grid.links"), grid.links)

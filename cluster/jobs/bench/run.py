@@ -122,7 +122,7 @@ def run_experiment(
         ConfigError, BudgetError, CheckpointError, RequestError: refused before anything is measured.
         RuntimeFailure: see `measure_cell`.
     """
-    from . import engine_metrics, trace_metrics  # noqa: F401 (they register the metric functions)
+    from . import engine_metrics, papers, trace_metrics  # noqa: F401 (they register the metric functions)
 
     base, load_average = run_config(model, file), os.getloadavg()[0]
     if experiment.grid.latency_us is not None:
@@ -136,23 +136,26 @@ def run_experiment(
             raise ConfigError(f"metric '{metric.metric}' has no option {', '.join(sorted(unknown))}", "leave it out")
     with tempfile.TemporaryDirectory(prefix=f"tiermoe-{experiment.name}-") as scratch:
         journal = Journal(None, {})
-        study = Study(experiment, base, _passages(experiment, base), journal, Path(scratch), progress)
+        passages = _passages(experiment, base) if experiment.needs_model else {}
+        study = Study(experiment, base, passages, journal, Path(scratch), progress)
         _refuse(study)
         study.journal = journal = Journal(out, _fingerprint(study))
         study.settings = _settings(study) | {"load_average": load_average}
         if experiment.parts and (absent := [s for s in experiment.sections if s not in experiment.running]):
             trace_metrics.take_earlier(study, earlier, [section.name for section in absent])
         links = _links(study)
-        files = trace_metrics.predictor_files(study)
+        files = trace_metrics.predictor_files(study) if experiment.needs_model else {}
         for section in experiment.running:
-            if section.executor == "simulated":
+            if section.simulation is not None:
+                study.rows += journal.step(f"section {section.name}", partial(papers.section_rows, study, section))
+            elif section.executor == "simulated":
                 simulate = partial(trace_metrics.simulate_section, study, section, links)
                 study.rows += journal.step(f"section {section.name}", simulate)
             else:
                 study.cells += _cells(study, section, links, files)
         _run_cells(study, cells or partial(_in_turn, study, start, score))
         _judge(study)
-        figures: dict[str, Any] = {}
+        figures: dict[str, Any] = papers.figures(study)
         if study.calibration is not None:
             figures["calibration"] = asdict(study.calibration)
         for metric in experiment.metrics:
@@ -204,7 +207,7 @@ def _refuse(study: Study) -> None:
             raise ConfigError(what, "give more prompts, fewer repetitions, or leave --fresh out")
         if count < 1:
             raise ConfigError("--prompts is 0", "give at least 1")
-    if simulated := [section for section in experiment.running if section.executor == "simulated"]:
+    if simulated := [s for s in experiment.running if s.executor == "simulated" and s.simulation is None]:
         for context in study.contexts:
             study.traced(context)
         for policy in (policy for section in simulated for policy in _policies(section, work.tau, None)):
@@ -369,6 +372,9 @@ def _settings(study: Study) -> dict[str, Any]:
     """For the report, as plain values."""
     experiment, base = study.experiment, study.base
     work = experiment.workload
+    if not experiment.needs_model:
+        stated = (section.simulation for section in experiment.running)
+        return {"machine": ", ".join(dict.fromkeys(one.machine for one in stated if one is not None))}
     return {
         "model": base.model_dir.name, "threads": base.worker_threads, "latency_us": base.link.latency_us,
         "workload": work.model_dump(mode="json"), "grid": experiment.grid.model_dump(mode="json"),

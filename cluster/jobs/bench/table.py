@@ -19,6 +19,26 @@ from .metrics import Spread, fill_tables, markdown, paired
 
 _CONSTANT = ("experts", "slots", "expert_bytes_peak")  # of a cell
 _FULL = ("layers", "spread", "residency")  # only in a record that is not made small
+_BUILT_IN = {  # tables of every experiment on synthetic routing
+    "comparisons": Table.model_validate({"from": "comparisons", "columns": [
+        {"title": "comparison", "show": "{title}"}, {"title": "of", "show": "{of_key}"},
+        {"title": "published", "show": "{published:.3g}"}, {"title": "ours", "show": "{ours:.3g}"},
+        {"title": "least to most", "show": "{least:.3g} to {most:.3g}"},
+        {"title": "ours/published", "show": "{ratio:.2f}"}, {"title": "direction", "show": "{direction:right/WRONG}"},
+        {"title": "within 25%", "show": "{within:yes/no}"}, {"title": "where the paper says so", "show": "{source}"},
+    ]}),
+    "traces": Table.model_validate({"from": "traces", "columns": [
+        {"title": "section", "show": "{section}"}, {"title": "machine", "show": "{machine}"},
+        {"title": "assumed in its place", "show": "{assume}"},
+        {"title": "families", "show": "{families}"}, {"title": "shapes", "show": "{shapes}"},
+        {"title": "requests learnt, measured", "show": "{learn}, {measure}"},
+        {"title": "prompt, decode tokens", "show": "{prompt}, {decode}"}, {"title": "seed", "show": "{seed}"},
+    ]}),
+    "families": Table.model_validate({"from": "families", "columns": [
+        {"title": "family", "show": "{family}"}, {"title": "calibrated on", "show": "{source}"},
+        {"title": "published targets", "show": "{targets}"}, {"title": "parameters", "show": "{parameters}"},
+    ]}),
+}  # fmt: skip
 _SCALE = re.compile(r"(?P<op>\*|/|1/)(?P<factor>[0-9.e-]*) ")
 
 
@@ -32,7 +52,7 @@ def page_of(experiment: Experiment, record: Mapping[str, Any], before: str | Non
         ConfigError: the page has a block whose table the experiment lacks.
     """
     if before is None:
-        names = ("run", "bars", *experiment.tables)
+        names = ("run", *(("bars",) if experiment.needs_model else _BUILT_IN), *experiment.tables)
         blocks = [f"## {name}\n\n<!-- table: {name} -->\n<!-- end -->\n" for name in names]
         images = [f"![{name}]({name})\n" for name in experiment.plots]
         before = "\n".join([f"# {experiment.title}\n", *blocks, *images])
@@ -49,7 +69,7 @@ def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> li
         settings, hardware = record["settings"], record["hardware"]
         plain = {k.replace("_", " "): v for k, v in settings.items() if isinstance(v, str | int | float | bool)}
         return markdown(("", ""), [
-            ("data", f"[{experiment.name}.json]({experiment.name}.json), by `tiermoe bench {experiment.name}`"),
+            ("data", f"[{experiment.name}.json]({experiment.name}.json), by `tiermoe bench {_command(experiment)}`"),
             ("executor", record["executor"]), ("hardware", f"{hardware['model']}, {hardware['cores']} cores"),
             ("versions", ", ".join(f"{name} {version}" for name, version in record["versions"].items())),
             *((key, f"{value:g}" if isinstance(value, float) else f"{value}") for key, value in plain.items()),
@@ -61,9 +81,9 @@ def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> li
             for bar in record["bars"]
         )  # fmt: skip
         return markdown(("bar", "limit", "value", ""), body)
-    if name not in experiment.tables:
+    if name not in experiment.tables and name not in _BUILT_IN:
         raise ConfigError(f"experiment {experiment.name} has no table '{name}'", "name one of its `tables`")
-    table = experiment.tables[name]
+    table = experiment.tables[name] if name in experiment.tables else _BUILT_IN[name]
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in select(table.source, table.where, {**record, "paper": experiment.paper}):
         groups.setdefault(tuple(row.get(key) for key in table.each), []).append(row)
@@ -73,6 +93,10 @@ def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> li
             lines += [show(table.heading, group[0]), ""]
         lines += [*(_plain(table.columns, group) if table.columns else _pivot(table, group)), ""]
     return lines[:-1]
+
+
+def _command(experiment: Experiment) -> str:
+    return experiment.name if experiment.needs_model else f"papers --only {experiment.name.removeprefix('paper-')}"
 
 
 class _Cells(string.Formatter):

@@ -29,17 +29,18 @@ from ....actors.policy_settings import PolicySettings
 from ....errors import ConfigError
 from ...config import load_policy, parse_budget
 from ...host import cpu
-from ...simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, first_cut
+from ...simulate.executor import SimulatedEngine, context_of
 from ...simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, serve, token_ids
 from ...simulate.machine import Machine, load_machine
 from ...simulate.predictors import recall, shown, train_predictors
 from ...simulate.trace import Iteration
 from ..prepare.measures import add_predictors
-from ..replay import checked_prefetch
 from .experiment import Section, Variant
 from .metrics import Bar, Row, Spread, metric, rounded, values_of
+from .papers import engine_for
 from .run import Study
 from .serving import Calibration, Recorded, Split, own_store, record_split, shape_of
+from .transfers import transfers
 
 LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second; ratio of loading over computing
 # Of the expert maps: layers ahead, capacity of the store, share of the experts that fit, gigabytes (1e9) per second.
@@ -88,14 +89,7 @@ def replay(
     preset: PolicySettings, budget: str, machine: Machine, recorded: Recorded, each: int
 ) -> list[dict[str, float]]:
     """Serve the requests to learn from, then the measured ones; figures of every `each` measured requests."""
-    header, share = recorded.header, parse_budget(budget)
-    top = header.top_k if preset.prefetch.top is None else min(preset.prefetch.top, header.top_k)
-    preset = preset.model_copy(update={"prefetch": preset.prefetch.model_copy(update={"top": top})})  # a trace's own
-    split = None if preset.split.kind == "off" else first_cut(header, preset, share)
-    needed = "predictors" in preset.prefetch.needs
-    trained = train_predictors(header, recorded.learn, preset.prefetch.distance) if needed else None
-    policy = checked_prefetch(preset, context_of(header, predictors=trained), header)
-    engine = engine_of(preset, header, machine, share, eviction_of(preset, header), policy, split)
+    engine = engine_for(preset, parse_budget(budget), machine, recorded)
     serve(engine, recorded.learn)
     found = []
     for start in range(0, len(recorded.measure), each):
@@ -159,49 +153,6 @@ def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> No
 
 
 # -- ActiveEvict: transfers, blocking I/O (tables 2 and 3) -------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Transfers:
-    """Transfers of a run, prefill included, for each generated token (ActiveEvict, Tables 2 and 3).
-
-    blocking_ms: the compute waited for copies. total_ms: the link was busy, by its own clock. loaded_mb: loaded to the
-    device. written_back_mb: copied back at evictions. redundant: share of the loaded bytes that left unused, or that
-    pre-eviction had removed since the layer's last run. precision: share of the prefetched and demanded experts that
-    were used. recall: share of the needed, absent experts that the preset's own fetches brought: by prefetch if it
-    prefetches, else by demand. hit_rate: share that was present when the routing was known. dropped: (token, expert)
-    pairs that did not run.
-    """
-
-    blocking_ms: float
-    total_ms: float
-    loaded_mb: float
-    written_back_mb: float
-    redundant: float
-    precision: float
-    recall: float
-    hit_rate: float
-    dropped: float
-
-
-def transfers(counters: Mapping[str, Any], tokens: int) -> Transfers:
-    """From `EngineStats.as_dict()` after so many generated tokens."""
-
-    def share(part: float, whole: float, empty: float) -> float:
-        return min(part / whole, 1.0) if whole else empty
-
-    sources = counters["prefetch_sources"].values()
-    used = sum(s["hits"] + s["late"] for s in sources)
-    asked = sum(s["queued"] - s["cancelled"] for s in sources)
-    demanded = counters["misses"] - counters["late_prefetches"]
-    loaded = counters["bytes_loaded"]
-    avoidable = counters["bytes_wasted"] + counters["bytes_premature"]
-    return Transfers(
-        1e3 * counters["blocked_io_s"] / tokens, 1e3 * counters["link_s"] / tokens, loaded / 1e6 / tokens,
-        counters["bytes_written_back"] / 1e6 / tokens, share(avoidable, loaded, 0.0),
-        share(used + demanded, asked + demanded, 1.0), share(used, used + demanded, 1.0) if asked else 1.0,
-        counters["hit_rate"], counters["dropped"] / tokens,
-    )  # fmt: skip
 
 
 def transfers_of_row(row: Row, tokens: int) -> dict[str, list[float]]:
