@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,36 +18,22 @@ from typing import Any
 import httpx
 import psutil
 
-START_S, WAIT_S = 400.0, 120.0
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from started import ON_CPU, WAIT_S, Started, started
+
 SHM = Path("/dev/shm")
 _RETRY_S = 0.5
 
 
 @dataclass
-class Server:
-    """A server that is ready.
+class Server(Started):
+    """A server that is ready, and what was in shared memory before it."""
 
-    Attributes:
-        folder: of its output and its temporary files.
-        shared: what was in shared memory before it.
-    """
-
-    process: subprocess.Popen[str]
-    url: str
-    folder: Path
     shared: set[str]
-
-    def family(self) -> list[psutil.Process]:
-        """Its processes, without itself."""
-        return psutil.Process(self.process.pid).children(recursive=True)
 
     def members(self, title: str) -> list[psutil.Process]:
         """Those of its processes with such a title: `ray::CLASS` of an actor, or a program's name."""
         return [process for process in self.family() if title_of(process) == title]
-
-    def said(self) -> str:
-        """What it wrote on standard error."""
-        return (self.folder / "stderr").read_text()
 
     def leftovers(self, family: Sequence[psutil.Process], within_s: float = 10.0) -> list[str]:
         """Processes of its family, shared memory and temporary folders that are there after its end."""
@@ -63,44 +47,14 @@ class Server:
 def served(*options: str, wait: bool = True) -> Iterator[Server]:
     """A server of the default model on a free port, in a session of its own; whatever is left of it is ended."""
     with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as name:
-        folder = Path(name)
+        folder, shared = Path(name), _shared()
         (folder / "tmp").mkdir()
-        variables = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"}
-        variables |= {"XDG_RUNTIME_DIR": name, "TMPDIR": str(folder / "tmp")}
-        command = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "serve", "--port", "0"]
-        command += ["--request-log", "off"]  # what it says is about its processes
-        shared = _shared()
-        with (folder / "stderr").open("w") as errors, (folder / "stdout").open("w") as out:
-            process = subprocess.Popen(
-                [*command, "--threads", "1", "--device", "cpu", *options],
-                env=variables, stdout=out, stderr=errors, text=True, start_new_session=True,
-            )  # fmt: skip
-        server, family = Server(process, "", folder, shared), []
-        try:
-            if wait:
-                server.url = _url(server)
-            yield server
-        finally:
-            if process.poll() is None:
-                family = server.family()
-                process.terminate()
-                try:
-                    process.wait(WAIT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-            for left in psutil.wait_procs(family, timeout=20.0)[1]:
-                left.kill()
-
-
-def _url(server: Server) -> str:
-    end_s = time.monotonic() + START_S
-    while time.monotonic() < end_s and server.process.poll() is None:
-        found = re.search(r"http://\S+(?=/v1)", (server.folder / "stdout").read_text())
-        if found is not None:
-            return found[0]
-        time.sleep(0.2)
-    raise RuntimeError(f"the server did not start: {server.said()}")
+        # without a request log: what it says is about its processes
+        arguments = ("--port", "0", "--request-log", "off", *ON_CPU, *options)
+        with started(
+            folder, "serve", *arguments, variables={"TMPDIR": str(folder / "tmp")}, wait=wait, start_new_session=True
+        ) as it:
+            yield Server(**vars(it), shared=shared)
 
 
 @dataclass

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ import psutil
 import pytest
 from listening import off_loopback
 from prometheus_client.parser import text_string_to_metric_families
+from started import ON_CPU, WAIT_S, Started, started
 
 from tiermoe.cluster.config import default_model_dir
 
@@ -27,26 +25,17 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve")
 
 _TIERMOE = str(Path(sys.executable).with_name("tiermoe"))
-_WAIT_S = 120.0
 _KEY = "sesame-open"
 _PROMPT = "def read_config(path):"
 
 pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
 
 
-@dataclass
-class Server:
+class Server(Started):
     """A server that is ready."""
 
-    process: subprocess.Popen[str]
-    family: list[psutil.Process]
-    url: str
-    address: str
-    environment: dict[str, str]
-    folder: Path
-
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=_WAIT_S, headers={"Authorization": f"Bearer {_KEY}"})
+        return httpx.Client(base_url=self.url, timeout=WAIT_S, headers={"Authorization": f"Bearer {_KEY}"})
 
     def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
         with self.client() as http:
@@ -61,7 +50,7 @@ class Server:
         return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
 
     def wait_until_idle(self) -> None:
-        end_s = time.monotonic() + _WAIT_S
+        end_s = time.monotonic() + WAIT_S
         time.sleep(1.5)  # the lead is asked once a second
         with self.client() as http:
             while http.get("/ready").json()["runtime"]["running"]:
@@ -73,26 +62,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serve")
     (folder / "key").write_text(f"{_KEY}\n")
     (folder / "key").chmod(0o600)
-    variables = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
-    variables |= {"XDG_RUNTIME_DIR": str(folder)}
-    command = [_TIERMOE, "serve", "--threads", "1", "--device", "cpu", "--port", "0", "--api-key-file", folder / "key"]
-    with (folder / "stderr").open("w") as stderr:
-        process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=stderr, text=True)
-    try:
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:  # ends with the process; bounded by pytest
-            said += line
-            if "end it" in line:
-                break
-        url, address = re.search(r"http://\S+(?=/v1)", said), re.search(r"ready at (\S+)", said)
-        assert url is not None, said + (folder / "stderr").read_text()
-        assert address is not None
-        family = psutil.Process(process.pid).children(recursive=True)
-        yield Server(process, family, url[0], address[1], variables, folder)
-    finally:
-        process.terminate()
-        process.communicate(timeout=_WAIT_S)
+    with started(folder, "serve", *ON_CPU, "--port", "0", "--api-key-file", str(folder / "key")) as it:
+        yield Server(**vars(it))
 
 
 def test_a_local_runtime_listens_on_loopback_only(server: Server) -> None:
@@ -102,7 +73,7 @@ def test_a_local_runtime_listens_on_loopback_only(server: Server) -> None:
 def test_greedy_text_is_that_of_run(server: Server) -> None:
     command = [_TIERMOE, "run", _PROMPT, "--attach", server.address, "--max-tokens", "24", "--json"]
     done = subprocess.run(
-        command, env=server.environment, capture_output=True, text=True, timeout=_WAIT_S, check=False
+        command, env=server.environment, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     run = json.loads(done.stdout)
@@ -120,7 +91,7 @@ def test_greedy_text_is_that_of_run(server: Server) -> None:
 
 
 def test_openais_client_streams_what_it_gets_whole(server: Server) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=_KEY, max_retries=0, timeout=_WAIT_S)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=_KEY, max_retries=0, timeout=WAIT_S)
     (model,) = client.models.list().data
     options: dict[str, Any] = {"model": model.id, "temperature": 0.8, "seed": 7, "max_tokens": 20, "n": 2}
     whole = client.completions.create(prompt=_PROMPT, **options)
@@ -200,9 +171,9 @@ def test_big_bodies_delay_nobody(server: Server, kind: str) -> None:
     """One text of 3.9 MB froze /health for 22 s and a stream of another client for 23 s; eight ended the replica."""
     found = edge_attack.measure(server.url, kind, key_file=server.folder / "key")
     assert found["failures"] == []
-    assert found["statuses"] == {"400": 16}
-    # not the bars, which are 250 and 1000 on an idle machine (`python tests/edge_attack.py`): other tests run beside
-    assert found["health_p99_ms"] < 5000
+    assert set(found["statuses"]) == {"400"}
+    # not the bars, which are of an idle machine (`python tests/edge_attack.py --check`): other tests run beside
+    assert max(found["health_p99_ms"], found["ready_p99_ms"]) < 5000
     assert found["stream_gap_max_ms"] < 5000
 
 
@@ -219,13 +190,13 @@ def test_metrics_of_server_and_runtime(server: Server) -> None:
 def test_sigterm_lets_streams_end_and_leaves_nothing(server: Server) -> None:
     body = {"prompt": _PROMPT, "max_tokens": 64, "ignore_eos": True, "stream": True}
     with server.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()
+        lines, family = response.iter_lines(), server.family()
         assert next(lines).startswith("data: {")
         server.process.terminate()
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert server.process.wait(timeout=_WAIT_S) == 0
-    assert not psutil.wait_procs(server.family, timeout=30)[1]
+    assert server.process.wait(timeout=WAIT_S) == 0
+    assert not psutil.wait_procs(family, timeout=30)[1]
     assert not (server.folder / "tiermoe").exists()
-    assert "Traceback" not in (server.folder / "stderr").read_text()
+    assert "Traceback" not in server.said()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
 
+import edge_attack
 import httpx
 import pytest
 from fake_api import FakeBackend, ask, byte_tokenizer, error, serving
@@ -181,3 +184,22 @@ def test_short_texts_pass_long_ones_and_the_long_are_bounded() -> None:
         offload.close()
 
     asyncio.run(asyncio.wait_for(call(), 60))
+
+
+def test_the_attack_without_a_server_fails_in_one_line() -> None:
+    """It printed empty figures and exited with 0."""
+    command = [sys.executable, edge_attack.__file__, "http://127.0.0.1:9", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: no server answers at http://127.0.0.1:9 (")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_attack_names_the_bars_that_are_missed() -> None:
+    found: dict[str, Any] = {"health_p99_ms": 20.0, "ready_p99_ms": 249.9, "stream_gap_max_ms": 999.0,
+                             "failures": [], "statuses": {"400": 16}}  # fmt: skip
+    assert edge_attack.missed(found) == []
+    worse = {"health_p99_ms": 250.0, "stream_gap_max_ms": None, "failures": ["it broke"], "statuses": {"0": 1}}
+    assert edge_attack.missed(found | worse) == [
+        "health_p99_ms is 250.0, bar 250", "stream_gap_max_ms is None, bar 1000", "it broke", "statuses {'0': 1}",
+    ]  # fmt: skip
