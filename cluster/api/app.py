@@ -10,7 +10,6 @@ again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import re
 import socket
@@ -36,7 +35,6 @@ from ray.serve.schema import LoggingConfig
 
 from ...errors import ConfigError, RuntimeFailure, TierMoeError
 from ...proto.options import is_loopback
-from ...proto.tls import TlsFiles
 from ..attach import CONTROL, lead_of, leads_of
 from ..config import load_run_config
 from ..placement import LEAD, family, split_name
@@ -45,6 +43,7 @@ from ..ray_session import NAMESPACE, as_failure, head_address, session_folder
 from ..registry import Registry
 from ..yaml_file import explain
 from .backend import LeadBackend
+from .door import SILENCE_S, Door
 from .keys import KeyRing
 from .request_log import RequestLog
 from .routes import make_app
@@ -61,7 +60,6 @@ _LEAD_DEADLINE_S = 30.0
 _DRAIN_S = 120.0
 _COMMAND_DRAIN_S = 20.0  # of `tiermoe serve`
 _FAILED_S = 3.0  # a controller that was started again forgets applications for less
-_SILENCE_S = 60  # of a connection; see `connections.py`
 _POLL_S = 0.2
 _PROBE_S = 10.0
 _END_DEADLINE_S = 60.0
@@ -282,64 +280,20 @@ def tokenizer_folder(plan: dict[str, Any], given: str | None) -> Path:
     return folder
 
 
-class PortReservation:
-    """A port that no other process gets before Serve's proxy binds it.
-
-    Serve does not report which port it got for port 0, so the port is chosen here. The reserving socket never listens,
-    and with SO_REUSEPORT the proxy, a process of the same user, binds the same port.
-
-    Args:
-        host: address to bind.
-        port: 0: one that is free.
-
-    Raises:
-        ConfigError: the address is not this machine's, or the port is taken.
-    """
-
-    def __init__(self, host: str, port: int) -> None:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, _, _, _, address = found[0]
-            with socket.socket(family, socket.SOCK_STREAM) as probe:  # alone: with SO_REUSEPORT two servers could share
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-            self._socket = socket.socket(family, socket.SOCK_STREAM)  # no SO_REUSEADDR: the next one's probe shall fail
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            self._socket.bind(address)
-        except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            remedy = "choose another --port, or 0 for a free one" if taken else "give an address of this machine"
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", remedy) from error
-        self.port = int(self._socket.getsockname()[1])
-
-    def close(self) -> None:
-        """Release it."""
-        self._socket.close()
-
-
 class HttpServer:
     """A server on the Ray that this process has joined or started, ready inside the `with` block.
 
     Args:
         settings: which deployment, which limits; paths are of this machine.
-        host, port: where to listen.
-        tls: for HTTPS; with a CA, clients need a certificate of it. None: HTTP.
-
-    Attributes:
-        url: of the server.
+        door: where to listen. Once this is ready, it is this that answers there.
     """
 
-    def __init__(self, settings: ApiSettings, host: str, port: int, tls: TlsFiles | None = None) -> None:
-        self._settings, self._host = settings, host
-        named = {} if tls is None else {"keyfile": tls.key, "certfile": tls.certificate, "ca_certs": tls.ca}
-        self._ssl = {f"ssl_{name}": file for name, file in named.items()}
-        self._port = PortReservation(host, port)
+    def __init__(self, settings: ApiSettings, door: Door) -> None:
+        self._settings, self._door = settings, door
         self._started = False
         self._asking: threading.Thread | None = None
         self._failed: str | None = None  # as Serve said last
         self._failed_s: float | None = None  # since when
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http{'s' if tls is not None else ''}://{shown}:{self._port.port}"
 
     def __enter__(self) -> HttpServer:
         """Start Serve and the application.
@@ -355,6 +309,7 @@ class HttpServer:
             if isinstance(error, TierMoeError) or not isinstance(error, Exception):
                 raise
             raise as_failure(error, "the HTTP server did not start") from error
+        self._door.hand_over()
         return self
 
     def __exit__(
@@ -395,7 +350,6 @@ class HttpServer:
                 serve.delete(APPLICATION)
             with contextlib.suppress(Exception):
                 serve.shutdown()
-        self._port.close()
 
     def _start(self) -> None:
         named = ray.util.list_named_actors(all_namespaces=True)
@@ -410,7 +364,9 @@ class HttpServer:
         quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
         serve.start(
             proxy_location="EveryNode",  # on nodes with a replica: here
-            http_options={"host": self._host, "port": self._port.port, "keep_alive_timeout_s": _SILENCE_S, **self._ssl},
+            http_options={
+                "host": self._door.host, "port": self._door.port, "keep_alive_timeout_s": SILENCE_S, **self._door.ssl
+            },
             logging_config=quiet,
         )
         # beside this process: key, template and tokenizer are files of this machine
@@ -420,7 +376,7 @@ class HttpServer:
             serve.run(app, name=APPLICATION, route_prefix="/", logging_config=quiet)
         except RuntimeError as error:
             raise RuntimeFailure(f"the HTTP server did not start: {_refusal()}", "mend that first") from error
-        if self._ssl.get("ssl_ca_certs") is not None and not self._demands_certificates():
+        if self._door.ssl.get("ssl_ca_certs") is not None and not self._demands_certificates():
             raise RuntimeFailure(
                 "Serve's proxy there asks clients for no certificate",
                 "start that Ray with RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=tiermoe.cluster.api.connections:install",
@@ -430,7 +386,7 @@ class HttpServer:
         """Whether a client without a certificate gets no answer; a proxy without `connections.install` gives one."""
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # which server this is, is known
-        with socket.create_connection((self._host, self._port.port), _PROBE_S) as plain:
+        with socket.create_connection((self._door.host, self._door.port), _PROBE_S) as plain:
             try:
                 with context.wrap_socket(plain) as connection:
                     connection.sendall(b"GET /-/healthz HTTP/1.0\r\n\r\n")

@@ -23,6 +23,7 @@ from starlette.middleware import Middleware
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .guard import App, Message, Receive, Scope, Send
+from .probes import Probes
 from .schema import ApiError
 
 _plain_ssl_context = uvicorn.config.create_ssl_context
@@ -38,11 +39,11 @@ _WORDS = {
 
 
 def install() -> list[Middleware]:
-    """Make the proxy's connections `TimedConnection`s; its middleware is `JsonErrors`."""
+    """Make the proxy's connections `TimedConnection`s; its middleware is `JsonErrors`, and `Probes` around it."""
     # Serve leaves uvicorn's `http` at "auto", and has no option for it
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{TimedConnection.__name__}"
     uvicorn.config.create_ssl_context = _ssl_context
-    return [Middleware(JsonErrors)]
+    return [Middleware(JsonErrors), Middleware(Probes)]  # Serve puts each one around those before it
 
 
 def _ssl_context(*args: Any, ca_certs: Any = None, cert_reqs: int = ssl.CERT_NONE, **options: Any) -> ssl.SSLContext:

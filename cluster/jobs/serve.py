@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -35,10 +34,10 @@ from .options import (
 from .up import Check, serve_until_ended
 
 if TYPE_CHECKING:
+    from ..api.door import Door
     from ..deploy import Deployment
 
 _WATCH_S = 2.0
-Listen = Callable[[ApiSettings, str, Steps], AbstractContextManager[Check]]  # the server, and a line about its runtime
 
 
 @with_options(*RUNTIME, "cluster.replicas")
@@ -78,18 +77,17 @@ def serve_command(
         limits=LimitSettings(waiting=max_waiting),
     )
     tls = _tls(ssl_certfile, ssl_keyfile, ssl_ca_certs)
-    listen = partial(_http_server, host=host, port=port, tls=tls)
     if attach is not None:
         refuse_runtime_options(options | {"config": config})
         _check_files(server)
         folder = str(locate(options["model"])) if "model" in options else None
-        _serve_attached(attach, deployment, server.model_copy(update={"tokenizer": folder}), listen)
+        _serve_attached(attach, deployment, server.model_copy(update={"tokenizer": folder}), _door(host, port, tls))
     elif deployment is not None:
         raise ConfigError("--deployment names a runtime that runs already", "pass --attach HOST:PORT with it")
     else:
         chosen = checked_config(config, options)
         _check_files(server)
-        _serve_own(chosen, server, listen)
+        _serve_own(chosen, server, _door(host, port, tls))
 
 
 def _absolute(file: Path | None) -> str | None:
@@ -113,7 +111,13 @@ def _tls(certificate: Path | None, key: Path | None, ca: Path | None) -> TlsFile
     return files
 
 
-def _serve_own(config: RunConfig, server: ApiSettings, listen: Listen) -> None:
+def _door(host: str, port: int, tls: TlsFiles | None) -> Door:
+    from ..api.door import Door
+
+    return Door(host, port, tls)
+
+
+def _serve_own(config: RunConfig, server: ApiSettings, door: Door) -> None:
     """Start a runtime and its server; leave nothing behind."""
     limits = server.limits.model_copy(update={"request_s": config.request_deadline_s})
 
@@ -121,15 +125,16 @@ def _serve_own(config: RunConfig, server: ApiSettings, listen: Listen) -> None:
     def served(deployment: Deployment, steps: Steps) -> Iterator[Check]:
         own = {"deployment": deployment.id, "tokenizer": str(deployment.config.model_dir.absolute()), "limits": limits}
         where = f"deployment {deployment.id} is ready at {deployment.address}"
-        with listen(server.model_copy(update=own), where, steps) as check:
+        with _http_server(server.model_copy(update=own), door, where, steps) as check:
             yield check
 
-    serve_until_ended("serve", config, served)
+    with door:
+        serve_until_ended("serve", config, served, lambda steps: door.open(steps.progress))
 
 
-def _serve_attached(address: str, wanted: str | None, server: ApiSettings, listen: Listen) -> None:
+def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door: Door) -> None:
     """Serve a runtime that stays when this ends. The end of its Ray, or a hang of it, ends this with exit code 1."""
-    with BoundedEnd(lambda: False) as ending, attached(address) as attachment:
+    with door, BoundedEnd(lambda: False) as ending, attached(address) as attachment:
         from ..deploy import say
         from ..supervision import RayWatch
 
@@ -137,7 +142,9 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, liste
         where = f"deployment {deployment} runs at {address}"
         server = server.model_copy(update={"deployment": deployment})
         watching = closing(RayWatch(deployment, True, say, ending.lost))
-        with watching as ray_watch, listen(server, where, Steps(Console(stderr=True))) as check:
+        steps = Steps(Console(stderr=True))
+        door.open(steps.progress)
+        with watching as ray_watch, _http_server(server, door, where, steps) as check:
             ending.serving()
             while True:
                 attachment.check(deployment)
@@ -147,9 +154,7 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, liste
 
 
 @contextmanager
-def _http_server(
-    server: ApiSettings, where: str, steps: Steps, *, host: str, port: int, tls: TlsFiles | None
-) -> Iterator[Check]:
+def _http_server(server: ApiSettings, door: Door, where: str, steps: Steps) -> Iterator[Check]:
     """The server, announced once it is ready, with the line `where` about its runtime."""
     from ..api.app import HttpServer
     from ..ray_session import session_folder
@@ -160,13 +165,13 @@ def _http_server(
             server = server.model_copy(update={"request_log_file": str(lines.file)})
         with steps:
             steps("starting the HTTP server")
-            http = stack.enter_context(HttpServer(server, host, port, tls))
+            http = stack.enter_context(HttpServer(server, door))
         out = Console()
         out.print(where, soft_wrap=True)
-        out.print(f"serving at {http.url}/v1", soft_wrap=True)
+        out.print(f"serving at {door.url}/v1", soft_wrap=True)
         out.print("end it:    Ctrl-C")
-        if server.api_key_file is None and host not in ("127.0.0.1", "localhost", "::1"):
-            warning = f"no key is asked for: whoever reaches {host} may use the model; see --api-key-file"
+        if server.api_key_file is None and door.host not in ("127.0.0.1", "localhost", "::1"):
+            warning = f"no key is asked for: whoever reaches {door.host} may use the model; see --api-key-file"
             Console(stderr=True).print(warning, soft_wrap=True)
         out.file.flush()
         yield http.check

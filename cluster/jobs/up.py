@@ -42,7 +42,10 @@ def up_command(options: dict[str, Any], config: Config = None) -> None:
 
 
 def serve_until_ended(
-    command: str, config: RunConfig, beside: Callable[[Deployment, Steps], AbstractContextManager[Check]]
+    command: str,
+    config: RunConfig,
+    beside: Callable[[Deployment, Steps], AbstractContextManager[Check]],
+    begins: Callable[[Steps], None] = lambda steps: None,
 ) -> None:
     """Start a runtime, enter what belongs beside it, and watch both until the runtime is ended in order.
 
@@ -51,6 +54,7 @@ def serve_until_ended(
     Args:
         command: whose start it is.
         beside: entered once the runtime is ready, left before it ends; the steps are for what it starts.
+        begins: called before anything is started, with the steps of the start.
 
     SIGTERM ends it in order, with exit code 0. Ray's own end, or a hang of it, ends the process with exit code 1.
 
@@ -84,6 +88,7 @@ def serve_until_ended(
 
         last = LastStart(command, config)
         steps = Steps(notices, last.seconds)
+        begins(steps)
         deployment = deployed(config, settings, notices, steps, enter, ending.lost)
         from ..placement import DeploymentEnded  # Ray
 

@@ -72,12 +72,20 @@ class Steps:
         """What the spinner shows, asked for at each of its turns."""
         return Text(self._line())
 
-    def _line(self) -> str:
-        if self._now is None:
-            return ""
+    def progress(self) -> tuple[str, float | None] | None:
+        """The step that goes on, and seconds until the end of the start, where they are known; None: no step. Any
+        thread may ask."""
+        step = self._now
+        if step is None:
+            return None
         elapsed_s = time.monotonic() - self._since_s
-        found = left_s(self._before, self._now, elapsed_s + self.seconds.get(self._now, 0.0))
-        return f"{self._now} ..." + ("" if found is None else f" (ready in about {max(1, round(found))} s)")
+        return step, left_s(self._before, step, elapsed_s + self.seconds.get(step, 0.0))
+
+    def _line(self) -> str:
+        if (found := self.progress()) is None:
+            return ""
+        step, seconds = found
+        return f"{step} ..." + ("" if seconds is None else f" (ready in about {max(1, round(seconds))} s)")
 
     def _end(self) -> None:
         if self._now is not None:

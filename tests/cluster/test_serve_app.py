@@ -29,7 +29,8 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An application in a Ray of its own."""
     from ray import serve
 
-    from tiermoe.cluster.api.app import PortReservation, build
+    from tiermoe.cluster.api.app import build
+    from tiermoe.cluster.api.door import PortReservation
     from tiermoe.cluster.ray_session import leave, start_local
     from tiermoe.cluster.scratch import Scratch
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,11 @@ _PROMPT = "def read_config(path):"
 pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
 
 
+@dataclass
 class Server(Started):
-    """A server that is ready."""
+    """A server that is ready, and what /ready said before it was."""
+
+    start: list[httpx.Response]
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=WAIT_S, headers={"Authorization": f"Bearer {_KEY}"})
@@ -62,8 +67,38 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serve")
     (folder / "key").write_text(f"{_KEY}\n")
     (folder / "key").chmod(0o600)
-    with started(folder, "serve", *ON_CPU, "--port", "0", "--api-key-file", str(folder / "key")) as it:
-        yield Server(**vars(it))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    options = (*ON_CPU, "--port", port, "--api-key-file", str(folder / "key"))
+    with started(folder, "serve", *options, wait=False) as it:
+        server = Server(**vars(it), start=_watched_start(it, f"http://127.0.0.1:{port}"))
+        server.wait_until_ready()
+        yield server
+
+
+def _watched_start(program: Started, url: str) -> list[httpx.Response]:
+    """What /ready answers from its first answer on, until it is ready."""
+    answers: list[httpx.Response] = []
+    headers = {"Authorization": f"Bearer {_KEY}"}
+    while not answers or answers[-1].status_code != 200:
+        assert program.process.poll() is None, program.said()
+        time.sleep(0.1)
+        try:
+            answers.append(httpx.get(f"{url}/ready", headers=headers, timeout=WAIT_S))
+        except httpx.TransportError:  # nobody listens yet
+            assert not answers or "serving at" not in program.out()
+    return answers
+
+
+def test_ready_says_what_the_start_does(server: Server) -> None:
+    *before, ready = server.start
+    assert {answer.status_code for answer in before} == {503}
+    assert ready.json()["status"] == "ready"
+    reasons = [answer.json()["reason"] for answer in before]
+    assert all(reason.startswith(("the server starts", "no server process answers")) for reason in reasons), reasons
+    assert "the server starts: starting Ray" in reasons
+    assert all("seconds_left" in answer.json() and "retry-after" in answer.headers for answer in before)
 
 
 def test_a_local_runtime_listens_on_loopback_only(server: Server) -> None:

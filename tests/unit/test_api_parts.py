@@ -56,7 +56,7 @@ def test_applications_are_checked_before_anything_starts() -> None:
 
 
 def test_a_port_is_ours_alone() -> None:
-    server = pytest.importorskip("tiermoe.cluster.api.app")
+    server = pytest.importorskip("tiermoe.cluster.api.door")
     held = server.PortReservation("127.0.0.1", 0)
     try:
         with pytest.raises(ConfigError, match="choose another --port"):

@@ -13,6 +13,7 @@ import pytest
 uvicorn = pytest.importorskip("uvicorn")
 
 from tiermoe.cluster.api.connections import JsonErrors, TimedConnection, install  # noqa: E402
+from tiermoe.cluster.api.probes import Probes  # noqa: E402
 
 _SILENCE_S = 0.2
 _WAIT_S = 10.0
@@ -179,8 +180,7 @@ def test_raw_bytes_get_a_json_refusal(sent: bytes) -> None:
 
 def test_the_proxy_takes_these_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("uvicorn.config.HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
-    (middleware,) = install()
-    assert middleware.cls is JsonErrors
+    assert [middleware.cls for middleware in install()] == [JsonErrors, Probes]
     config = uvicorn.Config(application, log_config=None)
     config.load()
     assert config.http_protocol_class is TimedConnection

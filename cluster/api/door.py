@@ -1,0 +1,158 @@
+"""The address of `tiermoe serve`: reserved before anything starts, and answered from then on.
+
+    Door (this process: it starts, so many seconds left)  ->  Serve's proxy, once the application is there
+
+Both listen on the same port by SO_REUSEPORT. While they overlap, either may get a connection, and both say that the
+server starts.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+from fastapi.responses import JSONResponse
+
+from ...errors import ConfigError
+from ...proto.tls import TlsFiles
+from .connections import TimedConnection
+from .guard import Receive, Scope, Send
+from .probes import PATHS, starting
+from .schema import ApiError
+
+SILENCE_S = 60  # of a connection; see `connections.py`
+_CLIENTS = 256  # connections at a time while it starts
+_END_S = 2.0
+Progress = Callable[[], tuple[str, float | None] | None]  # the step of the start that goes on, seconds left
+
+
+class PortReservation:
+    """A port that no other process gets before Serve's proxy binds it.
+
+    Serve does not report which port it got for port 0, so the port is chosen here. The reserving socket never listens,
+    and with SO_REUSEPORT the proxy, a process of the same user, binds the same port.
+
+    Args:
+        host: address to bind.
+        port: 0: one that is free.
+
+    Raises:
+        ConfigError: the address is not this machine's, or the port is taken.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            with socket.socket(family, socket.SOCK_STREAM) as probe:  # alone: with SO_REUSEPORT two servers could share
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+            self._socket = _bound(family, address)  # no SO_REUSEADDR: the next one's probe shall fail
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            remedy = "choose another --port, or 0 for a free one" if taken else "give an address of this machine"
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", remedy) from error
+        self.port = int(self._socket.getsockname()[1])
+
+    def listener(self) -> socket.socket:
+        """One more socket of this address, to listen on."""
+        return _bound(self._socket.family, self._socket.getsockname())
+
+    def close(self) -> None:
+        """Release it."""
+        self._socket.close()
+
+
+def _bound(family: int, address: Any) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+class Door:
+    """Where the server listens, inside the `with` block.
+
+    Args:
+        host: address to bind.
+        port: 0: one that is free.
+        tls: for HTTPS; with a CA, clients need a certificate of it. None: HTTP.
+
+    Attributes:
+        port: the one that it got.
+        url: of the server.
+        ssl: uvicorn's options for HTTPS.
+
+    Raises:
+        ConfigError: the address is not this machine's, or the port is taken.
+    """
+
+    def __init__(self, host: str, port: int, tls: TlsFiles | None = None) -> None:
+        self.host = host
+        named = {} if tls is None else {"keyfile": tls.key, "certfile": tls.certificate, "ca_certs": tls.ca}
+        self.ssl: dict[str, Any] = {f"ssl_{name}": file for name, file in named.items()}
+        self._reserved = PortReservation(host, port)
+        self.port = self._reserved.port
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http{'s' if tls is not None else ''}://{shown}:{self.port}"
+        self._progress: Progress = lambda: None
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Door:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.hand_over()
+        self._reserved.close()
+
+    def open(self, progress: Progress) -> None:
+        """Answer from now on: /ready is 503 with the seconds left, /health is 200, and all else 503.
+
+        Args:
+            progress: asked at each answer.
+        """
+        self._progress = progress
+        demanded = ssl.CERT_REQUIRED if self.ssl.get("ssl_ca_certs") else ssl.CERT_NONE
+        config = uvicorn.Config(
+            self._answer, interface="asgi3", http=TimedConnection, ws="none", lifespan="off", log_config=None,
+            access_log=False, timeout_keep_alive=SILENCE_S, timeout_graceful_shutdown=1,
+            limit_concurrency=_CLIENTS, ssl_cert_reqs=demanded, **self.ssl,
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        listener = self._reserved.listener()
+        listener.listen()
+        run = self._server.run
+        self._thread = threading.Thread(target=lambda: run([listener]), name="tiermoe-door", daemon=True)
+        self._thread.start()
+
+    def hand_over(self) -> None:
+        """Answer no more; who listens beside it does. Idempotent, bounded."""
+        thread, self._thread = self._thread, None
+        if thread is not None and self._server is not None:
+            self._server.should_exit = True
+            thread.join(_END_S)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        step, left_s = self._progress() or ("the runtime is prepared", None)
+        if scope["method"] == "GET" and scope["path"] in PATHS:
+            answer = starting(scope["path"], f"the server starts: {step}", left_s)
+            await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+            await send({"type": "http.response.body", "body": answer.body})
+            return
+        when = "" if left_s is None else f"; ready in about {max(1, round(left_s))} s"
+        headers = {"Retry-After": str(2 if left_s is None else min(60, max(1, round(left_s)))), "Connection": "close"}
+        error = ApiError(503, f"the server starts ({step}){when}", headers=headers)
+        await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)

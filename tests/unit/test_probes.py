@@ -1,0 +1,147 @@
+"""`/health` and `/ready` in the proxy, and before there is one: soon, of the right key, and never older than said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from tiermoe.cluster.api import probes
+from tiermoe.cluster.api.door import Door
+from tiermoe.cluster.api.probes import Probes
+from tiermoe.cluster.report.steps import Steps
+
+
+class Replica:
+    """What Serve's proxy asks.
+
+    Attributes:
+        hangs: whether requests wait until it is over.
+        answers: times that it has answered; its answers are numbered.
+    """
+
+    def __init__(self) -> None:
+        self.hangs, self.status, self.answers = False, 200, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        while self.hangs:
+            await asyncio.sleep(0.001)
+        self.answers += 1
+        wrong = scope["path"] == "/ready" and (b"authorization", b"Bearer wrong") in scope["headers"]
+        status = 401 if wrong else self.status
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"of another")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps({"answer": self.answers}).encode()})
+
+
+def run(call: Callable[[httpx.AsyncClient, Replica], Awaitable[None]]) -> None:
+    async def inside() -> None:
+        replica = Replica()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(Probes(replica)), base_url="http://test") as http:
+            await asyncio.wait_for(call(http, replica), 20)
+
+    asyncio.run(inside())
+
+
+def test_an_answer_is_new_where_the_replica_is_quick() -> None:
+    async def call(http: httpx.AsyncClient, replica: Replica) -> None:
+        for number in (1, 2, 3):
+            answer = await http.get("/ready", headers={"X-Request-Id": "mine"})
+            assert (answer.json(), answer.headers.get_list("x-request-id")) == ({"answer": number}, ["mine"])
+        assert (await http.get("/other")).headers["x-request-id"] == "of another"  # not one of these
+
+    run(call)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_the_last_answer_serves_while_a_replica_is_busy_and_only_so_long(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def call(http: httpx.AsyncClient, replica: Replica) -> None:
+        assert (await http.get(path)).json() == {"answer": 1}
+        replica.hangs = True
+        begin_s = asyncio.get_running_loop().time()
+        assert (await http.get(path)).json() == {"answer": 1}
+        assert asyncio.get_running_loop().time() - begin_s < 0.5  # 0.03 and what a busy machine adds
+        monkeypatch.setattr(probes, "STALE_S", 0.0)
+        silent = await http.get(path)
+        assert (silent.status_code, silent.json()["reason"]) == (503, "no server process answers")
+        monkeypatch.undo()
+        replica.hangs = False
+        while (again := await http.get(path)).json() == {"answer": 1}:
+            await asyncio.sleep(0.01)
+        assert again.status_code == 200
+
+    run(call)
+
+
+def test_an_answer_is_kept_for_its_key_only() -> None:
+    async def call(http: httpx.AsyncClient, replica: Replica) -> None:
+        right, wrong = ({"Authorization": f"Bearer {key}"} for key in ("right", "wrong"))
+        assert (await http.get("/ready", headers=right)).status_code == 200
+        replica.hangs = True
+        refused = asyncio.ensure_future(http.get("/ready", headers=wrong))
+        await asyncio.sleep(0.1)
+        assert not refused.done()
+        replica.hangs = False
+        assert (await refused).status_code == 401
+
+    run(call)
+
+
+def test_a_bad_answer_is_never_given_twice() -> None:
+    async def call(http: httpx.AsyncClient, replica: Replica) -> None:
+        replica.status = 503
+        assert (await http.get("/ready")).json() == {"answer": 1}
+        replica.hangs = True
+        asked = asyncio.ensure_future(http.get("/ready"))
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+        replica.hangs, replica.status = False, 200
+        assert (await asked).json() == {"answer": 2}
+
+    run(call)
+
+
+def test_serve_without_an_application_is_a_server_that_starts() -> None:
+    async def call(http: httpx.AsyncClient, replica: Replica) -> None:
+        replica.status = 404
+        health, ready = await http.get("/health"), await http.get("/ready")
+        assert (health.status_code, ready.status_code) == (200, 503)
+        assert ready.json()["reason"] == "the server starts"
+
+    run(call)
+
+
+def test_the_door_says_how_long_the_start_takes_and_hands_over() -> None:
+    steps = Steps(None, {"starting Ray": 6.0, "loading": 30.0})
+    with Door("127.0.0.1", 0) as door, httpx.Client(base_url=door.url, timeout=20) as http:
+        with pytest.raises(httpx.ConnectError):
+            http.get("/ready")
+        door.open(steps.progress)
+        assert http.get("/ready").json()["reason"] == "the server starts: the runtime is prepared"
+        steps("starting Ray")
+        ready, health = http.get("/ready"), http.get("/health")
+        assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
+        assert ready.json()["reason"] == "the server starts: starting Ray"
+        assert 30 < ready.json()["seconds_left"] <= 36
+        assert 30 <= int(ready.headers["retry-after"]) <= 36
+        assert (health.status_code, health.json()["status"]) == (200, "ok")
+        refused = http.post("/v1/completions", json={"prompt": "p"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"].startswith("the server starts (starting Ray); ready in about 3")
+        with socket.socket() as proxy:  # as Serve binds it, before the door closes
+            proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            proxy.bind(("127.0.0.1", door.port))
+            proxy.listen()
+            door.hand_over()
+            with socket.create_connection(("127.0.0.1", door.port), 10):
+                proxy.settimeout(10)
+                proxy.accept()[0].close()
