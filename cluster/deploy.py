@@ -87,6 +87,7 @@ class Deployment:
         self._quiet = contextlib.ExitStack()
         self._scratch: Scratch | None = None
         self._replicas: list[Replica] = []
+        self._failed: set[Replica] = set()  # whose lead rests
         self._ray_watch: RayWatch | None = None
         self._planned: PlanResult | None = None
         self.plan: dict[str, Any] = {}
@@ -168,20 +169,27 @@ class Deployment:
     def watch(self) -> bool:
         """Whether the deployment still runs; False: it was ended in order (`Attachment.end`).
 
-        A lead that died or hangs is started again, while others go on: call this about once a second.
+        A lead that died or hangs is started again, while others go on: call this about once a second. A lead that
+        fails for good is said, and tried again after a minute, while another one serves.
 
         Raises:
-            RuntimeFailure: the lead has ended for good, dies too often, or its loop died.
+            TierMoeError: all leads have ended for good, die too often, or refuse to start again; that of the first.
         """
-        try:
-            for replica in self._replicas:
+        failed: dict[Replica, TierMoeError] = {}
+        for replica in self._replicas:
+            try:
                 replica.look()
-            if self._ray_watch is not None:
-                self._ray_watch.look()
-        except RuntimeFailure:
-            if any(replica.ended for replica in self._replicas):
-                return False
-            raise
+            except TierMoeError as error:
+                failed[replica] = error
+        if failed and any(replica.ended for replica in self._replicas):
+            return False
+        if len(failed) == len(self._replicas):
+            raise next(iter(failed.values()))
+        for replica in failed.keys() - self._failed:
+            self._notify(f"{failed[replica].what}; it is tried again after a minute, the other leads serve")
+        self._failed = set(failed)
+        if self._ray_watch is not None:
+            self._ray_watch.look()
         return True
 
     def stats(self) -> EngineStats:

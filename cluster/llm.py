@@ -59,7 +59,7 @@ class LLM:
         model: folder, or org/name[@revision] of a Hugging Face hub; None: the model of the project.
         policy: name in configs/policies, or a YAML file; None: the configuration's.
         budget: memory of each GPU for experts, such as 0.25, "25%" or "8GB"; None: the configuration's.
-        config: YAML file, or a name in configs/clusters.
+        config: YAML file, or a name in configs/clusters; of its `cluster.replicas` one is started.
         options: any other key of a configuration file, sections as mappings: `threads=2, link={"gbps": 2}`.
         progress: show downloads, preparation and the steps of the start on standard error.
         timeline: record one, see `timeline`.
@@ -87,6 +87,11 @@ class LLM:
         return made
 
     def _begin(self, config: RunConfig, notices: Console, timeline: bool) -> None:
+        if (replicas := config.cluster.replicas) > 1:
+            config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"replicas": 1})})
+            notices.print(
+                f"one of {replicas} replicas is started: `tiermoe serve` and `up` use them all", soft_wrap=True
+            )
         self.config, self._settings = checked_settings(config, trace=timeline)
         self._notices = notices
         self.startup_steps_s: dict[str, float] = {}

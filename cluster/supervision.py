@@ -22,13 +22,14 @@ import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray._private import state as gcs
 
-from ..errors import RuntimeFailure
+from ..errors import RuntimeFailure, TierMoeError
 from .attach import CONTROL, ActorRecord, Lead, lead_record
 from .placement import LEAD, family, remake, split_name
 from .ray_session import as_failure, ray_addresses, ray_processes
 
 DEATHS, WITHIN_S = 3, 60.0  # a lead that dies so often so soon is not started again
-SILENT_S = 8.0  # without an answer: said
+REST_S = 60.0  # after which a lead that failed is tried again, while others serve
+SILENT_S = 6.0  # without an answer: said
 HUNG_S = 30.0  # ended, and started again
 REFUSALS = 3  # of Ray's own processes
 _STEP_S = 1.0
@@ -56,6 +57,8 @@ class LeadKeeper:
         record = lead_record(deployment)
         self._restarts = 0 if record is None else record.restarts
         self._deaths: deque[float] = deque(maxlen=DEATHS)
+        self._failure: TierMoeError | None = None  # why it rests
+        self._failed_s = 0.0
         self._dead = False  # not started since its death
         self._start: Any = None  # its start under way
         self._health: Any = None  # a call without an answer yet
@@ -63,15 +66,31 @@ class LeadKeeper:
         self._silent = False
 
     def look(self) -> None:
-        """Look once, and do what is to be done.
+        """Look once, and do what is to be done. A lead that failed rests for `REST_S`, and is then made anew.
 
         Raises:
-            RuntimeFailure: the lead has ended for good, has died `DEATHS` times within `WITHIN_S`, or its loop died.
+            RuntimeFailure: the lead has ended for good, has died `DEATHS` times within `WITHIN_S`, or its loop died;
+                again at each look while it rests.
             TierMoeError: it refused to start again.
         """
+        if self._failure is not None and time.monotonic() < self._failed_s + REST_S:
+            raise self._failure
+        again, self._failure = self._failure is not None, None
+        try:
+            self._look(again)
+        except TierMoeError as error:
+            self._failure, self._failed_s = error, time.monotonic()
+            raise
+
+    def _look(self, again: bool) -> None:
         record = lead_record(self._deployment)
         if record is None or record.state == "DEAD":
             raise RuntimeFailure("the worker failed: its process ended", "start it again")
+        if again:
+            self._deaths.clear()
+            if record.state == "ALIVE":
+                self._remake(record)
+                return
         if record.restarts > self._restarts:
             self._died(record.restarts)
         if self._dead and record.state == "ALIVE":
@@ -116,12 +135,15 @@ class LeadKeeper:
         silent_s = time.monotonic() - self._asked_s
         if silent_s > HUNG_S:
             self._notify(f"{self._label} has not answered for {silent_s:.0f} s and is ended")
-            self._health = None
-            here = record.node == ray.get_runtime_context().get_node_id()
-            remake(self._lead.handle, record.pid if here else None)
+            self._remake(record)
         elif silent_s > SILENT_S and not self._silent:
             self._silent = True
             self._notify(f"{self._label} has not answered for {silent_s:.0f} s")
+
+    def _remake(self, record: ActorRecord) -> None:
+        self._start = self._health = None
+        here = record.node == ray.get_runtime_context().get_node_id()
+        remake(self._lead.handle, record.pid if here else None)
 
     def _call(self, method: str) -> Any:
         return getattr(self._lead.handle, method).options(concurrency_group=CONTROL).remote()

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import FAKE_FACTS
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from tiermoe.cluster import supervision
 from tiermoe.cluster.attach import ActorRecord, Lead
+from tiermoe.cluster.config import RunConfig, engine_settings
+from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.supervision import LeadKeeper
-from tiermoe.errors import RuntimeFailure
+from tiermoe.errors import RuntimeFailure, StoreError, TierMoeError
 
 
 class FakeRay:
@@ -107,6 +110,57 @@ def test_three_deaths_within_a_minute_are_the_end(
         keeper.look()
 
 
+def test_a_lead_that_died_too_often_rests_and_is_made_anew(
+    fake: FakeRay, keeper: LeadKeeper, said: list[str]
+) -> None:
+    fake.record = fake.lead(3, "ALIVE")
+    for _ in range(2):
+        with pytest.raises(RuntimeFailure, match="died 3 times"):
+            keeper.look()
+        fake.now_s += 30
+    assert (fake.calls, fake.remade) == ([], [])
+    fake.now_s += 1
+    keeper.look()
+    assert fake.remade == [10]
+    fake.record = fake.lead(4, "ALIVE")
+    for _ in range(2):
+        keeper.look()
+    assert fake.calls[0] == "start"
+    assert said == ["the lead died; it is started again", "the lead serves again, 0 s after it died"]
+
+
+class FakeReplica:
+    """One replica: its lead fails with `failure`."""
+
+    def __init__(self) -> None:
+        self.failure: TierMoeError | None = None
+        self.ended = False
+
+    def look(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+def test_one_lead_that_fails_ends_nothing_while_another_serves() -> None:
+    """Three deaths of one of two leads ended the server."""
+    config, said = RunConfig(threads=1, cluster={"replicas": 2}), list[str]()
+    deployment = Deployment(config, engine_settings(config), "store", facts=FAKE_FACTS, notify=said.append)
+    first, second = FakeReplica(), FakeReplica()
+    deployment._replicas = [first, second]  # type: ignore[list-item]
+    first.failure = RuntimeFailure("lead 1 of 2 died 3 times within 60 s", "see its log")
+    assert deployment.watch()
+    assert deployment.watch()
+    assert said == [f"{first.failure.what}; it is tried again after a minute, the other leads serve"]
+    second.failure = StoreError("the disk is gone", "mount it")
+    with pytest.raises(RuntimeFailure, match="lead 1 of 2"):
+        deployment.watch()
+    first.failure = None
+    assert deployment.watch()
+    assert said[1:] == ["the disk is gone; it is tried again after a minute, the other leads serve"]
+    first.ended = True
+    assert not deployment.watch()
+
+
 @pytest.mark.parametrize("record", [None, FakeRay.lead(0, "DEAD")])
 def test_a_lead_that_ray_gave_up_is_the_end(fake: FakeRay, keeper: LeadKeeper, record: ActorRecord | None) -> None:
     fake.record = record
@@ -126,7 +180,7 @@ def test_a_lead_that_hangs_is_said_then_killed(fake: FakeRay, keeper: LeadKeeper
     for _ in range(32):
         keeper.look()
         fake.now_s += 1
-    assert said == ["the lead has not answered for 9 s", "the lead has not answered for 31 s and is ended"]
+    assert said == ["the lead has not answered for 7 s", "the lead has not answered for 31 s and is ended"]
     assert fake.remade == [7]
 
 
