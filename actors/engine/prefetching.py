@@ -125,7 +125,8 @@ class Prefetching:
     def idle(self, index: int, allowed: bool = True) -> bool:
         """Whether a stateless policy need not be asked: prefetch rests, or every expert in its reach is in a slot.
 
-        Other shards have governors and slots of their own. A synchronous policy also waits for copies under way.
+        Other shards have governors and slots of their own. A synchronous policy also waits for copies under way. Of a
+        split expert the bottom is loaded for each use, whether or not its top is in a slot.
         """
         policy, reach = self.policy, self._reach[index]
         if not policy.stateless:
@@ -136,6 +137,8 @@ class Prefetching:
             return False
         if not allowed or policy.synchronous:
             return not allowed
+        if (cut := self._cache.cut) is not None and cut.buffer_slots:
+            return False
         return not any(starmap(self._cache.residency.absent, reach))
 
     def _keys_ahead(self, index: int) -> list[tuple[int, int]]:

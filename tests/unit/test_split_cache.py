@@ -259,6 +259,16 @@ def test_the_simulator_runs_a_cut(tmp_path: Path) -> None:
     assert tight.stats.total().top_hits > 0
 
 
+def test_bottoms_are_prefetched_where_every_top_is_cached(tmp_path: Path) -> None:
+    """Guards: with every top in a slot a fixed split found nothing absent, and loaded all bottoms on demand."""
+    traces.write(tmp_path / "t", traces.header(), [[1, 2, 3]], decodes=4)
+    trace = Trace(tmp_path / "t")
+    engine = simulated(trace, SplitLayout(10, (4,) * 3, (6,) * 3, 4), True, None)
+    for part in next(iter(trace.requests())).iterations:
+        engine.forward([("r", part)])
+    assert engine.stats.total().bytes_loaded_prefetch > 0
+
+
 SPLIT = SplitOptions(kind="fixed", theta=0.5)
 WHOLE = 16
 
