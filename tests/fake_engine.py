@@ -123,6 +123,7 @@ class FakeCache:
     asked: list[tuple[list[int], set[int], str]] = field(default_factory=list)
     finished: list[tuple[list[int], int]] = field(default_factory=list)
     residency: Residency = field(default_factory=lambda: Residency(LAYERS * EXPERTS, LAYERS * EXPERTS, 1))
+    cut: None = None
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int], source: str) -> int:
         self.asked.append((list(keys), set(keep), source))
