@@ -48,7 +48,7 @@ from .prefetching import RouterPrefetching
 from .rerouting import LowBits, Rerouter
 from .serving.streams import SequenceRows
 from .split import Configuring, make_configuring
-from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
+from .stats import EngineStats, LayerResidency
 
 _MATCHER_START_S = 5.0  # seconds to reach the matcher, which starts before the lead; serving works without it
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which start before the lead
@@ -334,15 +334,9 @@ class ExpertEngine:
 
     def reset_stats(self) -> None:
         """Zero the counters and the timeline; residency stays."""
-        self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
-        self._stats.migrations = self._stats.substitutions = self._stats.dropped = 0
-        self._stats.decode_hits = self._stats.decode_misses = 0
-        self._stats.ndp_workers, self._stats.prefetch_sources = {}, {}
-        if self._stats.configurator is not None:
-            self._stats.configurator = ConfiguratorStats()
         if self.matcher is not None:
             self.matcher.reset()
-        self.cache.counters.reset()
+        self.cache.reset_stats()
         self.timeline.clear()
 
     def close(self) -> None:

@@ -183,6 +183,15 @@ class EngineStats:
                 setattr(out, name, getattr(out, name) + value)
         return out
 
+    def reset(self) -> None:
+        """Zero what counts requests; sizes, losses and trials stay."""
+        self.layers[:] = [LayerStats() for _ in self.layers]
+        self.migrations = self.substitutions = self.dropped = 0
+        self.decode_hits = self.decode_misses = 0
+        self.ndp_workers, self.prefetch_sources = {}, {}
+        if self.configurator is not None:
+            self.configurator = ConfiguratorStats()
+
     def source(self, name: str) -> SourceStats:
         """The counters of one prefetch source."""
         if name not in self.prefetch_sources:

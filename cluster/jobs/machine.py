@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from ...kernels.pack import PackedShape
 from ..config import RunConfig, load_policy
 from ..host import versions
 from ..topology.machine import MachineCosts, PolicyCosts, machine_name
@@ -170,10 +169,7 @@ def probe(config: RunConfig, rounds: int, tokens: int = TOKENS) -> Probe:
     with closing(start_worker(config)) as worker:
         serve(worker.submit, [PROMPTS[-1]], tokens)
         worker.reset_stats()
-        watch, low_bit = _Watch(worker.engine), worker.settings.policy.low_bit
-        if low_bit is not None:
-            packed = PackedShape(SMALL.hidden, SMALL.intermediate, low_bit.bits, config.ndp.group_size)
-            watch.replica_bytes = packed.nbytes()
+        watch = _Watch(worker.engine)
         with host_steps(worker.engine, worker.model, worker.batcher) as steps, watch:
             for prompt in PROMPTS[:rounds]:
                 serve(worker.submit, [prompt], tokens)
@@ -199,13 +195,12 @@ class _Watch:
 
     Attributes:
         missing: experts that each decode pass missed. decode_copies, decode_steps: of the steps that a decode step
-            follows, since copies count when they land. replica_bytes: of a copy in low precision.
+            follows, since copies count when they land, in experts of full precision.
     """
 
     def __init__(self, engine: Any) -> None:
         self._layers = engine.layers
         self._slot_bytes = engine.slot_bytes
-        self.replica_bytes = 1
         self.missing: list[int] = []
         self.decode_copies, self.decode_steps = 0.0, 0
         self._before: list[Callable[..., Any]] = []
@@ -213,14 +208,9 @@ class _Watch:
 
     @property
     def copies(self) -> float:
-        """That landed since the counters were reset."""
-        found = 0.0
-        for layer in self._layers:
-            s = layer.stats
-            low = s.bytes_loaded_low_bit
-            nbytes = s.bytes_loaded_demand + s.bytes_loaded_prefetch - low
-            found += nbytes / self._slot_bytes + low / self.replica_bytes
-        return found
+        """Experts that landed since the counters were reset; of part of an expert, its share of the bytes."""
+        stats = [layer.stats for layer in self._layers]
+        return sum(s.bytes_loaded_demand + s.bytes_loaded_prefetch for s in stats) / self._slot_bytes
 
     def __enter__(self) -> None:
         self._before = [layer.forward for layer in self._layers]

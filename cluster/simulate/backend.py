@@ -141,10 +141,12 @@ class RecordedBackend:
     """Runs plans of recorded layers on the virtual clock (`engine.layer.Backend`)."""
 
     def __init__(
-        self, clock: VirtualClock, machine: Machine, runner: ExpertRunner, loader: VirtualLoader, compute: Compute
-    ) -> None:
+        self, clock: VirtualClock, machine: Machine, runner: ExpertRunner, loader: VirtualLoader, compute: Compute,
+        slot_bytes: int,
+    ) -> None:  # fmt: skip
         self._clock, self._machine, self._runner = clock, machine, runner
         self._loader, self._submitted, self._compute = loader, 0, compute
+        self._load_byte_s = machine.load_s / slot_bytes
         self.shards: SimulatedShards | None = None
         self.ndp: SimulatedNdp | None = None
         self.context = 0  # tokens whose keys and values the present forward reads in each layer
@@ -164,8 +166,8 @@ class RecordedBackend:
         self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: Any,
         tasks: Sequence[Any],
     ) -> None:  # fmt: skip
-        nothing, machine, submitted = cast(Any, None), self._machine, self._loader.submitted
-        host_s = (submitted - self._submitted) * machine.load_s  # of prefetches, too
+        nothing, machine, submitted = cast(Any, None), self._machine, self._loader.submitted_bytes
+        host_s = (submitted - self._submitted) * self._load_byte_s  # of prefetches, too
         if plan.resident < len(plan.run):
             host_s += machine.miss_s
         self._submitted = submitted

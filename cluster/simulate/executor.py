@@ -165,7 +165,7 @@ class SimulatedEngine:
         compute = Compute(self.clock, loader, machine.kernel_share)
         runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, TimedReplicas(compute, machine)))
         kernel = TimedKernel(compute, machine, neurons)
-        self._backend = RecordedBackend(self.clock, machine, runner, loader, compute)
+        self._backend = RecordedBackend(self.clock, machine, runner, loader, compute, slot_bytes)
         backend = cast(Any, self._backend)
         self._shards = [
             self._shard(owners.count(i), policy, governor, check) for i, policy in enumerate(evictions, start=1)
@@ -199,7 +199,7 @@ class SimulatedEngine:
             loader, clock, None, False, None,
         )  # fmt: skip
         compute, placer = Compute(clock, loader, machine.kernel_share), Placer(cache)
-        backend = ShardBackend(clock, machine, ExpertRunner(cache), loader, compute)
+        backend = ShardBackend(clock, machine, ExpertRunner(cache), loader, compute, header.slot_bytes)
         kernel = cast(Any, TimedKernel(compute, machine, 1))
         steps = [
             MoeLayer(i, header.experts, cache, cast(Any, backend), placer, kernel, check=check)
@@ -283,6 +283,7 @@ class SimulatedEngine:
     def forward(self, parts: Parts) -> None:
         """One forward pass over these iterations; advances the clock."""
         spans = spans_of(parts)
+        self.clock.advance(self.machine.forward_s)  # the batching loop is over when a forward is announced
         self.cache.begin_forward(all(part.decode for _, part in parts))
         if self._configuring is not None:
             self._configuring.begin_forward()
@@ -293,7 +294,6 @@ class SimulatedEngine:
         self._placer.begin_forward(cast(Any, rows_of(spans)))
         for shard in self._shards:
             shard.cache.begin_forward(self.cache.decode_only)
-        self.clock.advance(self.machine.forward_s)
         for name, part in parts:
             self._context[name] = self._context.get(name, 0) + len(part.tokens)
         self._backend.context = sum(self._context[name] for name, _ in parts)
@@ -309,11 +309,8 @@ class SimulatedEngine:
 
     def reset_stats(self) -> None:
         """Zero the counters; residency and the clock stay."""
-        for stats in (self.stats, *(shard.cache.stats for shard in self._shards)):
-            stats.layers[:] = [LayerStats() for _ in stats.layers]
-            stats.decode_hits = stats.decode_misses = 0
-        self.stats.prefetch_sources = {}
-        self.stats.substitutions = self.stats.dropped = 0
+        for cache in (self.cache, *(shard.cache for shard in self._shards)):
+            cache.reset_stats()
 
 
 def replica_bytes(header: TraceHeader, bits: int) -> int:

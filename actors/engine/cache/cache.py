@@ -377,6 +377,11 @@ class ExpertCache:
         self.stats.loads_in_flight, self.stats.prefetch_resting = self._queue.pending, self.governor.resting
         return self.stats
 
+    def reset_stats(self) -> None:
+        """Zero the counters; residency stays."""
+        self.stats.reset()
+        self.counters.reset()
+
     def layer_residency(self) -> list[LayerResidency]:
         """State and uses of each layer's experts at this moment; from any thread."""
         states, uses, n = [int(state) for state in self.states()], self.uses[:], self._map.experts

@@ -80,6 +80,9 @@ class VirtualLoader(HostWaits):
 
     A copy takes the link's latency and its bytes over the rate, twice with a write-back; the next starts when it ends.
     Every question first brings the state up to the clock.
+
+    Attributes:
+        submitted_bytes: of all copies that were ever queued.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class VirtualLoader(HostWaits):
         self.caught_up_s = 0.0  # when copies were last ended and started
         self._closed = False
         self._heap: list[tuple[int, int, float, LoadJob]] = []  # priority, number, submitted at, job
-        self._number = 0
+        self._number, self.submitted_bytes = 0, 0
         self._current: tuple[LoadJob, float, float] | None = None  # job, start, end
         self._free_s = 0.0
         self.event = partial(VirtualDone, self)
@@ -109,6 +112,7 @@ class VirtualLoader(HostWaits):
             job.done.job = job  # type: ignore[attr-defined]  # made by `event`
             heapq.heappush(self._heap, (priority, self._number, now_s, job))
             self._number += 1
+            self.submitted_bytes += job.nbytes
         self.catch_up()
 
     def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
@@ -154,11 +158,6 @@ class VirtualLoader(HostWaits):
         for entry in self._heap:
             entry[3].cancelled = True
         self._heap.clear()
-
-    @property
-    def submitted(self) -> int:
-        """Copies that were ever queued."""
-        return self._number
 
     def wait(self, job: LoadJob) -> None:
         """Let time pass until a copy has ended, and `late_s` more where it had not."""

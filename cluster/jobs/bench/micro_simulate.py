@@ -3,6 +3,8 @@
 A validation cell is a preset at a budget on a link. All cells serve the same prompts, and the simulator replays the
 routing of these very prompts with this machine's costs, measured at the begin. One worker is alive at a time.
 `on-demand` begins and ends each group of cells that share a budget and a link; a group in which it drifts is discarded.
+Before, each preset runs once on a stepped link, whose clock stands still while the worker computes: its hits depend on
+decisions and counting alone, and no load of the machine changes them.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from ....actors.engine.stats import EngineStats
 from ....actors.requests import SamplingParams
 from ....actors.settings import LinkSettings
 from ...config import RunConfig, default_model_dir, engine_settings, load_policy
 from ...simulate.executor import context_of, engine_of, eviction_of, first_cut
 from ...simulate.hit_rates import serve as replayed
-from ...simulate.machine import load_machine
+from ...simulate.machine import Machine, load_machine
 from ...simulate.trace import Trace
 from ...topology.estimate import make_plan, measured_hardware
 from ...topology.estimate import predict as predict_by_formula
@@ -42,6 +45,7 @@ CONTROL = "on-demand"
 STEPS = 20_000  # layer steps a second
 TPOT_WITHIN, HITS_WITHIN, DRIFT, DIFFER, MIN_KEPT = 0.15, 0.01, 0.05, 0.05, 0.5
 QUICK = 3  # presets of a quick run
+STEP_US = 150.0  # of the clock for each layer, on a stepped link
 
 
 def simulate(options: Simulate, progress: Progress | None) -> Report:
@@ -97,8 +101,14 @@ def validation(options: Validation, progress: Progress | None) -> Report:
     report.figures["costs"] = costs.model_dump(mode="json")
     with tempfile.TemporaryDirectory(prefix="tiermoe-validation-") as folder:
         trace = _record(base, prompts, options.max_tokens, Path(folder) / "trace", progress)
-        total = len(budgets) * len(links) * (len(presets) + 2)
+        total = len(budgets) * len(links) * (len(presets) + 2) + len(presets)
         task = None if progress is None else progress.add_task("serving", total=total)
+        stepped = report.figures["stepped"] = list[dict[str, Any]]()
+        for name in presets:
+            config = _config(base, name, budgets[0], links[-1])
+            stepped.append(_stepped_cell(config, trace, prompts, options.max_tokens))
+            if progress is not None and task is not None:
+                progress.advance(task)
         for budget, gbps in product(budgets, links):
             rows = []
             for name in (CONTROL, *presets, CONTROL):
@@ -110,6 +120,8 @@ def validation(options: Validation, progress: Progress | None) -> Report:
             group = {"budget": budget, "link_gbps": gbps, "drift": drift, "kept": drift <= DRIFT}
             report.rows += [group | row for row in rows[1:-1]]
     report.bars += _bars(report.rows)
+    worst = max(abs(row["hits_off"]) for row in stepped)
+    report.bars.append(Bar("largest error of the hit rate on a stepped link", worst, "<=", HITS_WITHIN))
     return report
 
 
@@ -131,21 +143,42 @@ def _cell(
 ) -> dict[str, Any]:
     """One cell: the first prompt warms both executors up and does not count."""
     simulated = _simulated(config, costs, trace)
+    measured_s, stats = _served(config, prompts, tokens)
+    report.executor = stats.executor
+    times = {"measured_ms": measured_s * 1e3, "simulated_ms": simulated["tpot_s"] * 1e3}
+    return _compared(config, stats, simulated) | times | {"ratio": simulated["tpot_s"] / measured_s}
+
+
+def _stepped_cell(config: RunConfig, trace: Trace, prompts: Sequence[Prompt], tokens: int) -> dict[str, Any]:
+    """Hit rates on a stepped link. A layer takes the simulator the same time, before its routing is known."""
+    link = config.link
+    config = config.model_copy(update={"link": link.model_copy(update={"layer_us": STEP_US})})
+    _, stats = _served(config, prompts, tokens)
+    machine = Machine(
+        name="stepped", forward_s=0.0, dense_s=STEP_US * 1e-6, dense_row_s=0.0, expert_s=0.0, expert_row_s=0.0,
+        link_gbps=link.gbps, link_latency_us=link.latency_us,
+    )  # fmt: skip
+    simulated = _replayed(trace, config.policy, machine, stats.slots)
+    return {"budget": config.budget, "link_gbps": link.gbps} | _compared(config, stats, simulated)
+
+
+def _served(config: RunConfig, prompts: Sequence[Prompt], tokens: int) -> tuple[float, EngineStats]:
+    """Mean TPOT and the counters of all prompts but the first."""
     times = list[float]()
     with closing(start_worker(config)) as worker:
-        report.executor = worker.stats().executor
         for number, prompt in enumerate(prompts):
             if number == 1:
                 worker.reset_stats()
             measures, _ = serve(worker.submit, [prompt], tokens)
             if number:
                 times.append(measures["tpot_s"])
-        hits = worker.stats().hit_rate
-    measured_s = fmean(times)
+        return fmean(times), worker.stats()
+
+
+def _compared(config: RunConfig, stats: EngineStats, simulated: dict[str, Any]) -> dict[str, Any]:
     return {
-        "policy": config.policy, "measured_ms": measured_s * 1e3, "simulated_ms": simulated["tpot_s"] * 1e3,
-        "ratio": simulated["tpot_s"] / measured_s, "hit_rate": hits, "simulated_hit_rate": simulated["hit_rate"],
-        "hits_off": simulated["hit_rate"] - hits,
+        "policy": config.policy, "hit_rate": stats.hit_rate, "simulated_hit_rate": simulated["hit_rate"],
+        "hits_off": simulated["hit_rate"] - stats.hit_rate,
     }  # fmt: skip
 
 
@@ -157,11 +190,12 @@ def _simulated(config: RunConfig, costs: MachineCosts, trace: Trace) -> dict[str
     assumed = predict_by_formula(plan.topology, plan.spec, facts, hardware, costs, "measured in this run")
     host, _ = costs.of_policy(policy.name)
     machine = simulated_machine(trace.header, plan.spec, facts, costs, assumed, host, grows=True)
-    slots = plan.spec.budget_bytes // plan.spec.slot_bytes
-    header = trace.header
-    return replay(
-        trace, policy, context_of(header), machine, slots * header.slot_bytes, first=1, console=Console(quiet=True)
-    )
+    return _replayed(trace, policy.name, machine, plan.spec.budget_bytes // plan.spec.slot_bytes)
+
+
+def _replayed(trace: Trace, policy: str, machine: Machine, slots: int) -> dict[str, Any]:
+    budget, context = slots * trace.header.slot_bytes, context_of(trace.header)
+    return replay(trace, load_policy(policy), context, machine, budget, first=1, console=Console(quiet=True))
 
 
 def _bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
