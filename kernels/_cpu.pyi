@@ -90,8 +90,18 @@ def counts(
     """int64 fields [layers, COUNTED], outcomes [256, OUTCOMES], uses [keys] and governor [3], uint8 pending [keys]; see
     `counts.hpp`. The caller keeps the buffers alive."""
 
-def order(kind: int, layers: int, experts: int, least: float, growth: float, /) -> Order:
-    """kind: of `Order::Kind`. Raises ValueError: there is no such order."""
+def order(
+    kind: int,
+    layers: int,
+    experts: int,
+    least: float,
+    growth: float,
+    probabilities: int,
+    importance: Importance | None,
+    /,
+) -> Order:
+    """kind: of `Order::Kind`. probabilities: the address of float64 [keys], 0: none. Raises ValueError: there is no
+    such order."""
 
 def order_admitted(order: Order, keys: list[int], /) -> None:
     """Raises ValueError, as the next ones: there is no such expert."""

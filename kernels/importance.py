@@ -33,7 +33,11 @@ class NativeBudget:
 
 
 class NativeImportance:
-    """As `activeevict.ImportanceState`, one native call for each method; sums differ in the last bits."""
+    """As `activeevict.ImportanceState`, one native call for each method; sums differ in the last bits.
+
+    Attributes:
+        handle: for `_cpu.order`.
+    """
 
     def __init__(self, layers: int, experts: int, alpha: float, gamma: float, window: int, top_k: int) -> None:
         self.values = np.zeros((layers, experts))
@@ -45,10 +49,10 @@ class NativeImportance:
         arrays = (powers, self.values, picked, seen, self.predicted, self.resident, self.stamp)
         self._held = arrays  # whose addresses the state has
         addresses = [array.ctypes.data for array in arrays]
-        self._made = _cpu.importance(layers, experts, window, top_k, alpha, *addresses)
+        self.handle = _cpu.importance(layers, experts, window, top_k, alpha, *addresses)
 
     def saw(self, layer: int, ids: NDArray[np.int64]) -> None:
-        _cpu.importance_saw(self._made, layer, np.ascontiguousarray(ids, np.int64))
+        _cpu.importance_saw(self.handle, layer, np.ascontiguousarray(ids, np.int64))
 
     def release(
         self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating], states: bytearray,
@@ -56,14 +60,14 @@ class NativeImportance:
     ) -> list[int]:  # fmt: skip
         ids, logits = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(logits, np.float32)
         return _cpu.importance_release(
-            self._made, seen, ids, layer, logits, states, evictable, free, threshold, most
+            self.handle, seen, ids, layer, logits, states, evictable, free, threshold, most
         )  # fmt: skip
 
     def target(
         self, layer: int, logits: NDArray[np.floating], held: NDArray[np.bool_], threshold: float, most: int
     ) -> int:
         logits = np.ascontiguousarray(logits, np.float32)
-        return _cpu.importance_target(self._made, layer, logits, held, threshold, most)
+        return _cpu.importance_target(self.handle, layer, logits, held, threshold, most)
 
     def lowest(self, count: int) -> list[int]:
-        return _cpu.importance_lowest(self._made, count)
+        return _cpu.importance_lowest(self.handle, count)

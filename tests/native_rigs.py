@@ -115,7 +115,7 @@ class Stack:
         self.cache.native = self.cache.loads.native = None
         if isinstance(self.cache.eviction, NativeOrder):
             reference = make("eviction", options("eviction", self.policy), PolicyContext(LAYERS, EXPERTS))
-            self.cache.eviction = self.cache.loads._eviction = reference
+            self.cache.policy = self.cache.eviction = self.cache.loads._eviction = reference
         return self
 
     def settle(self) -> None:

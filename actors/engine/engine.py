@@ -288,7 +288,7 @@ class ExpertEngine:
         artifacts: PolicyArtifacts,
     ) -> RouterPrefetching | None:  # fmt: skip
         policy = make_policy(
-            settings.policy, blocks, self.experts, self.top_k, self.cache.eviction, self.matcher, self.shards,
+            settings.policy, blocks, self.experts, self.top_k, self.cache.policy, self.matcher, self.shards,
             predictors,
         )  # fmt: skip
         if policy is None:

@@ -33,7 +33,7 @@ class PreEvicting:
 
     def __init__(self, decide: PreEviction, cache: ExpertCache, layers: int, experts: int, score: Score) -> None:
         self._decide, self._cache, self._layers, self._experts, self._score = decide, cache, layers, experts, score
-        self._importance = cache.eviction.state if isinstance(cache.eviction, ImportanceEviction) else None
+        self._importance = cache.policy.state if isinstance(cache.policy, ImportanceEviction) else None
         self._last_rows: list[int] | None = None
         self._first: NDArray[np.floating] | None = None  # logits of the first layer, one row a sequence
 

@@ -13,6 +13,7 @@ class Link;
 class Loads;
 struct Copy;
 struct Counts;
+struct Importance;
 }  // namespace tiermoe
 
 namespace tiermoe::bindings {
@@ -22,6 +23,7 @@ PyObject* copy_capsule(std::shared_ptr<Copy> copy);
 const std::shared_ptr<Copy>* copy_of(PyObject* capsule);
 Loads* loads_of(PyObject* capsule);                    // loads_module.cpp
 Counts* counts_of(PyObject* capsule);
+Importance* importance_of(PyObject* capsule);          // importance_module.cpp
 // Whether these keys can take slots, those of the victims included; else an exception is set.
 bool check_start(const Loads& of, const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& victims);
 

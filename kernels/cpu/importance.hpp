@@ -15,8 +15,8 @@ struct Importance {
     std::int64_t* picked;          // [L, window, K], a ring of each layer's tokens
     std::int64_t* seen;            // tokens of each layer [L]
     double* predicted;             // p-hat [L, E]
-    const std::uint8_t* resident;  // [L * E]
-    const std::int64_t* stamp;     // of the last use [L * E]
+    std::uint8_t* resident;        // [L * E]
+    std::int64_t* stamp;           // of the last use [L * E]
     // of one call
     std::vector<double> score;
     std::vector<std::int64_t> order;

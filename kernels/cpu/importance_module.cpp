@@ -16,6 +16,14 @@ void delete_importance(PyObject* capsule) {
     delete static_cast<Importance*>(PyCapsule_GetPointer(capsule, kImportance));
 }
 
+}  // namespace
+
+Importance* importance_of(PyObject* capsule) {
+    return static_cast<Importance*>(PyCapsule_GetPointer(capsule, kImportance));
+}
+
+namespace {
+
 // A contiguous buffer of so many bytes a row, held while in scope.
 class Rows {
   public:
@@ -52,8 +60,8 @@ PyObject* importance(PyObject*, PyObject* const* args, Py_ssize_t count) {
     made->picked = address<std::int64_t>(args[7]);
     made->seen = address<std::int64_t>(args[8]);
     made->predicted = address<double>(args[9]);
-    made->resident = address<const std::uint8_t>(args[10]);
-    made->stamp = address<const std::int64_t>(args[11]);
+    made->resident = address<std::uint8_t>(args[10]);
+    made->stamp = address<std::int64_t>(args[11]);
     PyObject* capsule = PyErr_Occurred() ? nullptr : PyCapsule_New(made, kImportance, delete_importance);
     if (!capsule) delete made;
     return capsule;
@@ -75,7 +83,7 @@ bool take_ids(const Importance& state, PyObject* given, Rows& ids) {
 // importance_saw(state, layer, ids: int64 [n, K])
 PyObject* saw(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 3)) return nullptr;
-    auto* state = static_cast<Importance*>(PyCapsule_GetPointer(args[0], kImportance));
+    auto* state = importance_of(args[0]);
     if (!state) return nullptr;
     const std::int64_t layer = PyLong_AsLongLong(args[1]);
     Rows ids;
@@ -87,7 +95,7 @@ PyObject* saw(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // importance_target(state, layer, logits: float32 [T, E], held: bool [E], tau, r_max) -> slots
 PyObject* target(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 6)) return nullptr;
-    auto* state = static_cast<Importance*>(PyCapsule_GetPointer(args[0], kImportance));
+    auto* state = importance_of(args[0]);
     if (!state) return nullptr;
     const std::int64_t layer = PyLong_AsLongLong(args[1]), most = PyLong_AsLongLong(args[5]);
     const double tau = PyFloat_AsDouble(args[4]);
@@ -172,7 +180,7 @@ PyObject* expect_map(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // importance_lowest(state, count) -> keys
 PyObject* lowest(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
-    auto* state = static_cast<Importance*>(PyCapsule_GetPointer(args[0], kImportance));
+    auto* state = importance_of(args[0]);
     if (!state) return nullptr;
     const std::int64_t wanted = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred()) return nullptr;
@@ -184,7 +192,7 @@ PyObject* lowest(PyObject*, PyObject* const* args, Py_ssize_t count) {
 //                    evictable: uint8 [L * E], free slots, tau, r_max) -> keys
 PyObject* release(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 10)) return nullptr;
-    auto* state = static_cast<Importance*>(PyCapsule_GetPointer(args[0], kImportance));
+    auto* state = importance_of(args[0]);
     if (!state) return nullptr;
     const std::int64_t seen = PyLong_AsLongLong(args[1]), layer = PyLong_AsLongLong(args[3]);
     const std::int64_t free = PyLong_AsLongLong(args[7]), most = PyLong_AsLongLong(args[9]);

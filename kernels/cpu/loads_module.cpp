@@ -65,18 +65,24 @@ PyObject* counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return capsule;
 }
 
-// order(kind, layers, experts, least, growth) -> capsule
+// order(kind, layers, experts, least, growth, probabilities or 0, importance or None) -> capsule; both outlive it
 PyObject* order(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 5)) return nullptr;
+    if (!expect(count, 7)) return nullptr;
     const long long kind = PyLong_AsLongLong(args[0]), layers = PyLong_AsLongLong(args[1]);
     const long long experts = PyLong_AsLongLong(args[2]);
     const double least = PyFloat_AsDouble(args[3]), growth = PyFloat_AsDouble(args[4]);
+    const auto* probabilities = address<const double>(args[5]);
     if (PyErr_Occurred()) return nullptr;
-    if (kind < 0 || kind > static_cast<int>(Order::Kind::lfu) || layers < 1 || experts < 1) {
+    Importance* importance = args[6] == Py_None ? nullptr : importance_of(args[6]);
+    if (PyErr_Occurred()) return nullptr;
+    const auto of = static_cast<Order::Kind>(kind);
+    const bool fits = !importance || (importance->layers == layers && importance->experts == experts);
+    if (kind < 0 || kind > static_cast<int>(Order::Kind::importance) || layers < 1 || experts < 1 || !fits ||
+        (of == Order::Kind::map) != (probabilities != nullptr) || (of == Order::Kind::importance) != (importance != nullptr)) {
         refuse("there is no such order", kind);
         return nullptr;
     }
-    auto* made = new Order(static_cast<Order::Kind>(kind), layers, experts, least, growth);
+    auto* made = new Order(of, layers, experts, least, growth, probabilities, importance);
     PyObject* capsule = PyCapsule_New(made, kOrder, delete_order);
     if (!capsule) delete made;
     return capsule;

@@ -8,17 +8,25 @@ namespace {
 constexpr double kRescaleAt = 0x1p512;  // `eviction.RESCALE_AT`
 }
 
+Order::Order(Kind kind, std::int64_t layers, std::int64_t experts, double least, double growth,
+             const double* probabilities, Importance* importance)
+    : kind_(kind), layers_(layers), experts_(experts), least_(least), growth_(growth), probabilities_(probabilities),
+      importance_(importance), own_held_(importance ? 0 : layers * experts), own_stamps_(own_held_.size()),
+      picked_(kind == Kind::sweep ? layers * experts : 0), held_(importance ? importance->resident : own_held_.data()),
+      stamps_(importance ? importance->stamp : own_stamps_.data()), freq_(counts() ? layers * experts : 0),
+      credit_(freq_.size()) {}
+
 void Order::admitted(std::int64_t key) {
     held_[key] = 1;
     stamps_[key] = ++clock_;
-    if (kind_ != Kind::lfu) return;
+    if (!counts()) return;
     credit_[key] = std::max(0.0, unit_ - freq_[key]);
     freq_[key] += credit_[key];
 }
 
 void Order::removed(std::int64_t key) {
     held_[key] = 0;
-    if (kind_ != Kind::lfu) return;
+    if (!counts()) return;
     freq_[key] -= credit_[key];
     credit_[key] = 0.0;
 }
@@ -26,7 +34,7 @@ void Order::removed(std::int64_t key) {
 void Order::used(const std::vector<std::int64_t>& keys) {
     for (std::int64_t key : keys) {
         stamps_[key] = ++clock_;
-        if (kind_ != Kind::lfu) continue;
+        if (!counts()) continue;
         freq_[key] += unit_ - credit_[key];
         credit_[key] = 0.0;
     }
@@ -49,6 +57,7 @@ void Order::routed(const std::vector<std::int64_t>& keys, const std::vector<std:
 // A sweep evicts the layer whose next use is farthest away, and of a layer what was picked least.
 double Order::value(std::int64_t key) const {
     if (kind_ == Kind::lfu) return freq_[key];
+    if (kind_ == Kind::map) return probabilities_[key] * freq_[key];
     if (now_ < 0) return 0.0;
     const std::int64_t until = (key / experts_ - now_ - 1 + layers_) % layers_;  // layers in between
     return static_cast<double>(layers_ - until) * 0x1p32 + static_cast<double>(picked_[key]);
@@ -64,6 +73,10 @@ std::vector<std::int64_t> Order::first(std::int64_t count, const std::uint8_t* m
     };
     std::vector<std::int64_t> keys;
     if (count <= 0) return keys;
+    if (importance_) {
+        const std::int64_t found = importance_lowest(*importance_, count, may);
+        return {importance_->order.begin(), importance_->order.begin() + found};
+    }
     std::vector<Entry> found;  // a heap of the first so far, the last of them on top
     for (std::int64_t key = 0; key < this->keys(); ++key) {
         if (!held_[key] || (may && !may[key])) continue;

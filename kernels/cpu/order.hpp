@@ -1,20 +1,23 @@
-// The order of eviction of `policies.eviction.Lru`, `SweepLru` and `Lfu`, whose decisions these are to the last expert:
-// experts by rising value, then by last use or admission.
+// The order of eviction of `policies.eviction.Lru`, `SweepLru` and `Lfu`, `fmoe.ExpertMapEviction` and
+// `activeevict.ImportanceEviction`, whose decisions these are to the last expert: by rising value, then by last use or
+// admission. What the last two are told of predictions is in the policies' arrays.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "importance.hpp"
+
 namespace tiermoe {
 
 class Order {
  public:
-    enum class Kind { lru, sweep, lfu };
-    // sweep: a layer that needs `least` experts sweeps. growth: what a use counts more than one a pass earlier (lfu).
-    Order(Kind kind, std::int64_t layers, std::int64_t experts, double least, double growth)
-        : kind_(kind), layers_(layers), experts_(experts), least_(least), growth_(growth), held_(layers * experts),
-        stamps_(layers * experts), picked_(kind == Kind::sweep ? layers * experts : 0),
-        freq_(kind == Kind::lfu ? layers * experts : 0), credit_(freq_.size()) {}
+    enum class Kind { lru, sweep, lfu, map, importance };
+    // sweep: a layer that needs `least` experts sweeps. growth: what a use counts more than one a pass earlier (lfu, map).
+    // probabilities: of a map [keys]; importance: the state; both outlive the order.
+    Order(Kind kind, std::int64_t layers, std::int64_t experts, double least, double growth,
+          const double* probabilities = nullptr, Importance* importance = nullptr);
+    Order(const Order&) = delete;
 
     std::int64_t keys() const { return layers_ * experts_; }
     bool holds(std::int64_t key) const { return held_[key] != 0; }
@@ -31,13 +34,18 @@ class Order {
 
  private:
     double value(std::int64_t key) const;
+    bool counts() const { return kind_ == Kind::lfu || kind_ == Kind::map; }
 
     Kind kind_;
     std::int64_t layers_, experts_;
     double least_, growth_, unit_ = 1.0;
     std::int64_t clock_ = 0, now_ = -1;  // now: the layer that sweeps
-    std::vector<std::uint8_t> held_;
-    std::vector<std::int64_t> stamps_, picked_;
+    const double* probabilities_;
+    Importance* importance_;
+    std::vector<std::uint8_t> own_held_;
+    std::vector<std::int64_t> own_stamps_, picked_;
+    std::uint8_t* held_;    // [keys], of importance_ where there is one
+    std::int64_t* stamps_;  // [keys], as held_
     std::vector<double> freq_, credit_;  // uses, and what of them admission lent until the first use
 };
 

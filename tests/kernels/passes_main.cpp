@@ -82,7 +82,20 @@ int check_whole(Order::Kind kind) {
     std::vector<std::uint8_t> pending(kKeys);
     const Counts counts{kLayers, kExperts, fields.data(), outcomes.data(), uses.data(), pending.data(), governor.data(),
                         0.5, 16, 4};
-    Order order(kind, kLayers, kExperts, 2, kind == Order::Kind::lfu ? 1e100 : 1.0);
+    const bool important = kind == Order::Kind::importance;
+    std::vector<double> predicted(kKeys, 0.5), used(kKeys, 0.25);
+    std::vector<std::uint8_t> resident(kKeys);
+    std::vector<std::int64_t> stamps(kKeys);
+    Importance state{};
+    state.layers = kLayers;
+    state.experts = kExperts;
+    state.alpha = 0.5;
+    state.values = used.data();
+    state.predicted = predicted.data();
+    state.resident = resident.data();
+    state.stamp = stamps.data();
+    Order order(kind, kLayers, kExperts, 2, kind == Order::Kind::lfu ? 1e100 : 1.0, predicted.data(),
+                important ? &state : nullptr);
     Link link(0.0, 0.0);
     Loads loads(&link, memory.arrays(), kExperts, memory.parts(kNeurons), {}, &counts, &order);
     int wrong = 0;
@@ -204,7 +217,9 @@ int check_split(bool overrun) {
 int main(int argc, char** argv) {
     const bool overrun = argc > 1 && !std::strcmp(argv[1], "overrun");
     int wrong = check_split(overrun);
-    for (Order::Kind kind : {Order::Kind::lru, Order::Kind::sweep, Order::Kind::lfu}) wrong += check_whole(kind);
+    for (Order::Kind kind : {Order::Kind::lru, Order::Kind::sweep, Order::Kind::lfu, Order::Kind::map,
+                             Order::Kind::importance})
+        wrong += check_whole(kind);
     std::printf("checked passes, %d wrong\n", wrong);
     return wrong != 0;
 }

@@ -41,7 +41,8 @@ FAST_MATH = ("-ffp-contract=fast", "-fno-math-errno", "-pthread")
 NEURONS = ("neuron_avx2.cpp", "neuron_avx512.cpp", "neuron_portable.cpp", "neuron_ffn.cpp", "threads.cpp")
 FORMS = ("forms.cpp", "forms_avx2.cpp", "forms_avx512.cpp", "forms_portable.cpp", "threads.cpp")
 PASSES = (
-    "dense.cpp", "expert_ffn.cpp", "link.cpp", "loads.cpp", "order.cpp", "split.cpp", "split_order.cpp", "threads.cpp",
+    "dense.cpp", "expert_ffn.cpp", "importance.cpp", "link.cpp", "loads.cpp", "order.cpp", "split.cpp",
+    "split_order.cpp", "threads.cpp",
 )  # fmt: skip
 PROGRAMS = {
     "experts": Program("expert", CPU, ("expert_ffn.cpp",), flags=("-O1", "-g", "-DTIERMOE_NO_CLONES", *FAST_MATH)),

@@ -344,7 +344,7 @@ def test_eviction_is_told_what_a_map_says_and_nothing_else() -> None:
     assert eviction.victims(3, lambda key: True) == [8, 9, 10]
     tell_eviction(eviction, PrefetchCommand(0, 0, keys, priorities, 2, mapped=True), 8)
     assert eviction.victims(3, lambda key: True) == [10, 8, 9]
-    assert eviction._probabilities[9] == pytest.approx(0.7)  # layer 1 with none seen: l - l_now is 2
+    assert eviction.probabilities[9] == pytest.approx(0.7)  # layer 1 with none seen: l - l_now is 2
     tell_eviction(Lru(), guess, 8)
 
 
@@ -358,7 +358,7 @@ def test_native_probabilities_are_the_reference(seed: int, n: int, now: int) -> 
         priorities = rng.random(len(keys)).astype(np.float32) * rng.integers(0, 2, len(keys))
         for eviction in evictions:
             eviction.expect_map(keys, priorities.astype(np.float32), now, 8)
-        np.testing.assert_array_equal(*(eviction._probabilities for eviction in evictions))
+        np.testing.assert_array_equal(*(eviction.probabilities for eviction in evictions))
 
 
 L, E, K = SHAPE.layers, SHAPE.experts, 2
@@ -435,7 +435,7 @@ def test_commands_are_wanted_most_first_and_hints_are_for_eviction() -> None:
     link.commands = [_command({3 * E + 1: 0.1, 3 * E: 0.2, 3 * E + 2: 0.05}, hints=1)]  # decided as layer 1 ran
     first, second = Wanted(3 * E, pytest.approx(0.2)), Wanted(3 * E + 1, pytest.approx(0.1))
     assert policy.observed(_seen(1, spans)) == [first, second]
-    assert eviction._probabilities[3 * E : 3 * E + 3] == pytest.approx([0.6, 0.3, 0.15])
+    assert eviction.probabilities[3 * E : 3 * E + 3] == pytest.approx([0.6, 0.3, 0.15])
     assert link.fallback_layers == 0
 
 

@@ -23,6 +23,7 @@ from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.engine.stats import SourceStats
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, PreEviction
+from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.policies.prefetch import NextGatePrefetch
 from tiermoe.actors.policies.residency import ResidencyError, State
 from tiermoe.errors import RuntimeFailure
@@ -72,7 +73,7 @@ def test_native_calls_are_the_step_in_python(policy: str, slots: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("policy", ["lru", "lru-sweep", "lfu", "lfu-decay"])
+@pytest.mark.parametrize("policy", ["lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-decay"])
 @pytest.mark.parametrize("slots", [EXPERTS, 9, KEYS - 2])
 def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: int) -> None:
     """The order of eviction, next-gate and its governor in native code: the same decisions as their references."""
@@ -82,6 +83,10 @@ def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: i
     rng = np.random.default_rng(slots)
     for step in range(60):
         native.cache.decode_only = python.cache.decode_only = bool(rng.integers(2))
+        matched, probabilities = EXPERTS * rng.integers(LAYERS) + np.arange(EXPERTS), rng.random(EXPERTS)
+        for stack in (native, python):
+            if isinstance(stack.cache.policy, ExpertMapEviction) and step % 3 == 2:
+                stack.cache.policy.expect(matched, probabilities)
         for index in range(LAYERS):
             inputs = routed(rng, 24)
             if step == 40:

@@ -54,6 +54,10 @@ class ExpertCache:
         cut: how slots are split between tops and bottoms; None: a slot is a whole expert, for good.
         low_bit: further slots within the same budget, for low-bit replicas; not with a split.
 
+    Attributes:
+        policy: `eviction` as given, which is told of predictions.
+        eviction: the same decisions in native code, where there is such an order (`native_order`).
+
     Raises:
         ValueError: the split does not fit the pool.
     """
@@ -64,7 +68,8 @@ class ExpertCache:
         loader: CopyQueue | None = None, clock: Callable[[], float] = time.perf_counter, cut: SplitLayout | None = None,
         writeback: bool = False, low_bit: LowBitPart | None = None,
     ) -> None:  # fmt: skip
-        self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
+        self.pool, self.device, self.residency = pool, device, residency
+        self.policy = self.eviction = eviction
         self.passes = PassRecord()
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._map = SlotMap(pool, weights, residency)

@@ -6,17 +6,30 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ....kernels import _cpu
+from ....kernels.importance import NativeImportance
+from ...policies.activeevict import ImportanceEviction
 from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru, lowest_evictable
+from ...policies.fmoe import ExpertMapDecay, ExpertMapEviction
 
-_LRU, _SWEEP, _LFU = range(3)  # `Order::Kind`
+_LRU, _SWEEP, _LFU, _MAP, _IMPORTANCE = range(5)  # `Order::Kind`
 
 
 class NativeOrder(EvictionPolicy):
-    """`Lru`, `SweepLru` or `Lfu` in native code: the same decisions. For caches of whole experts."""
+    """A policy in native code: the same decisions. For caches of whole experts.
 
-    def __init__(self, kind: int, layers: int, experts: int, least: float = 0.0, growth: float = 1.0) -> None:
-        """least: experts of a layer that sweeps. growth: what a use counts more than one a pass earlier."""
-        self.handle = _cpu.order(kind, layers, experts, least, growth)
+    Args:
+        least: experts of a layer that sweeps. growth: what a use counts more than one a pass earlier.
+        maps, importance: the policy, whose predictions the order reads.
+    """
+
+    def __init__(
+        self, kind: int, layers: int, experts: int, least: float = 0.0, growth: float = 1.0,
+        maps: ExpertMapEviction | None = None, importance: NativeImportance | None = None,
+    ) -> None:  # fmt: skip
+        probabilities = 0 if maps is None else maps.probabilities.ctypes.data
+        state = None if importance is None else importance.handle
+        self.handle = _cpu.order(kind, layers, experts, least, growth, probabilities, state)
+        self._held = maps, importance
 
     def admitted(self, key: int) -> None:
         _cpu.order_admitted(self.handle, [key])
@@ -43,4 +56,9 @@ def native_order(policy: EvictionPolicy, layers: int, experts: int) -> NativeOrd
     if type(policy) in (Lfu, LfuDecay):
         assert isinstance(policy, Lfu)
         return NativeOrder(_LFU, layers, experts, growth=policy.growth)
+    if type(policy) in (ExpertMapEviction, ExpertMapDecay):
+        assert isinstance(policy, ExpertMapEviction)
+        return NativeOrder(_MAP, layers, experts, growth=policy.growth, maps=policy)
+    if type(policy) is ImportanceEviction and isinstance(policy.state, NativeImportance):
+        return NativeOrder(_IMPORTANCE, layers, experts, importance=policy.state)
     return None

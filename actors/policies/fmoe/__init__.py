@@ -70,6 +70,9 @@ class ExpertMapEviction(EvictionPolicy):
         half_life: of a use, see `Lfu`; None, as in the paper: no decay.
         lowest: `lowest_products`, or the same in native code.
         expect: `expect_map` in native code, from the second map on; None: there is none.
+
+    Attributes:
+        probabilities: p by key. growth: as of `Lfu`.
     """
 
     Options = _MapEvictionOptions
@@ -87,9 +90,9 @@ class ExpertMapEviction(EvictionPolicy):
         expect: Callable[[Floats, NDArray[np.int32], NDArray[np.float32], int, int], None] | None = None,
     ) -> None:  # fmt: skip
         self._lowest_of, self._expect_of = lowest_products if lowest is None else lowest, expect
-        self._growth = decay_growth(half_life)
+        self.growth = decay_growth(half_life)
         self._unit = 1.0  # what a use counts now
-        self._freqs, self._probabilities = np.zeros(keys), np.ones(keys)
+        self._freqs, self.probabilities = np.zeros(keys), np.ones(keys)
         self._stamps, self._residents = np.zeros(keys, np.int64), np.zeros(keys, np.bool_)
         # the same memory, read and written one by one in a third of an array's time
         self._freq: Any = self._freqs.data
@@ -112,7 +115,7 @@ class ExpertMapEviction(EvictionPolicy):
             clock += 1
             stamp[key] = clock
         self._clock = clock
-        self._unit *= self._growth
+        self._unit *= self.growth
         if self._unit > RESCALE_AT:
             self._freqs /= self._unit
             self._credit = [lent / self._unit for lent in self._credit]
@@ -125,7 +128,7 @@ class ExpertMapEviction(EvictionPolicy):
         self._credit[key], self._resident[key] = 0.0, False
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
-        return sorted(keys, key=lambda key: -self._probabilities[key] * self._freqs[key])
+        return sorted(keys, key=lambda key: -self.probabilities[key] * self._freqs[key])
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         return lowest_evictable(self._lowest, count, evictable)
@@ -140,20 +143,20 @@ class ExpertMapEviction(EvictionPolicy):
             keys, probabilities = keys[known], probabilities[known]
         if not self._told and len(keys):
             self._told = True
-            self._probabilities[:] = max(_LEAST, sum(probabilities.tolist()) / len(keys))
-        self._probabilities[keys] = np.maximum(probabilities, _LEAST, dtype=np.float64)
+            self.probabilities[:] = max(_LEAST, sum(probabilities.tolist()) / len(keys))
+        self.probabilities[keys] = np.maximum(probabilities, _LEAST, dtype=np.float64)
 
     def expect_map(
         self, keys: NDArray[np.int32], priorities: NDArray[np.float32], now: int, experts: int
     ) -> None:
         """`expect` of a map's experts by their priorities (`prefetch_priority`), `now` layers seen."""
         if self._told and self._expect_of is not None:
-            self._expect_of(self._probabilities, keys, priorities, now, experts)
+            self._expect_of(self.probabilities, keys, priorities, now, experts)
         else:
             self.expect(keys, probability_of(priorities, keys // experts, now))
 
     def _lowest(self, count: int) -> list[int]:
-        return self._lowest_of(self._probabilities, self._freqs, self._stamps, self._residents, count)
+        return self._lowest_of(self.probabilities, self._freqs, self._stamps, self._residents, count)
 
 
 @register("eviction", "expert-map-decay")
