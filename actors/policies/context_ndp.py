@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,7 +25,7 @@ class PlacementOptions(PolicyOptions):
     """Which experts run on the GPUs and which on the NDP workers.
 
     cache: no NDP workers; the caches decide. context: a sequence's most important experts after its prefill, fixed for
-    its decode. static: the most popular experts of the calibration text. monde: in every layer those with the most
+    its decode unless they are to be renewed. static: the most popular experts of the calibration text. monde: in every layer those with the most
     tokens, as far as loading them pays.
     """
 
@@ -34,10 +34,20 @@ class PlacementOptions(PolicyOptions):
     hot_per_layer: int | None = Field(
         default=None, ge=0, description="experts of a layer over all GPUs; none: as many as the budgets hold"
     )
+    prompts: Literal["gpu", "ndp"] = Field(
+        default="gpu",
+        description="of context, where a prompt's experts that are not hot run: ndp loads none of them and keeps the hot "
+        "set of the sequences before; lossy if its replicas are",
+    )
+    renew: int | None = Field(
+        default=None, ge=1, description="of context: tokens of a decode after which they place again; none: never"
+    )
 
     def check(self, policy: PolicySettings) -> None:
         if self.kind != "cache" and (policy.prefetch.kind != "none" or policy.preload != "none"):
             raise ValueError(f"placement {self.kind} decides what is loaded: leave prefetch and preload out")
+        if self.kind != "context" and (self.prompts != "gpu" or self.renew is not None):
+            raise ValueError(f"prompts and renew are of placement context, not of {self.kind}")
 
 
 @register("precision", "full", "uniform", "prefix-split")

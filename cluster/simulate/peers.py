@@ -295,7 +295,8 @@ def make_simulated_placer(
             stats.migrations += 1
 
         hot_set = HotSet(hot_slots, settings.placement.alpha)
-        return engine.ContextPlacer(cache, experts, peers, pool, widest, hot_set, bits, migrated)
+        near, renew = settings.placement.prompts == "ndp", settings.placement.renew
+        return engine.ContextPlacer(cache, experts, peers, pool, widest, hot_set, bits, migrated, near, renew)
     return engine.make_static(cache, experts, peers, pool, widest, hot_slots, popular, bits)
 
 

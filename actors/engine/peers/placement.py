@@ -207,14 +207,16 @@ class ContextPlacer(HotPlacer):
 
     Rows of a prompt run on the GPUs under the caches' ordinary rule and are counted (P, W). Before a sequence's first
     decode row its counts enter the hot set, the hot set is loaded (the sequence's one migration) and the widths of the
-    cold experts are chosen. After that, decode rows load nothing of their own. A prompt that ends without a decode row
-    has displaced hot experts; they are loaded again.
+    cold experts are chosen. After that, decode rows load nothing of their own, except by `renew`. A prompt that ends
+    without a decode row has displaced hot experts; they are loaded again.
 
     Args:
         hot: the hot set over the active sequences.
         bits: chooses the widths of a layer's cold experts.
         widest: bits for a hot expert that is on no GPU.
         migrated: called once per migration.
+        prompts_near_data: rows of a prompt run as decode rows do, on the hot set as it is and near data.
+        renew: tokens of a sequence's decode after which their counts take the place of the sequence's; None: never.
     """
 
     def __init__(
@@ -227,9 +229,13 @@ class ContextPlacer(HotPlacer):
         hot: HotSet,
         bits: Bits,
         migrated: Callable[[], Any],
+        prompts_near_data: bool = False,
+        renew: int | None = None,
     ) -> None:
         super().__init__(cache, experts, shards, pool, widest)
         self._hot, self._choose_bits, self._migrated = hot, bits, migrated
+        self._prompts_near_data, self._renew = prompts_near_data, renew
+        self._recent: dict[str, tuple[RoutingCounts, int]] = {}  # of a decode's last tokens, and how many they are
         self.hot_per_layer = hot.hot_slots.per_layer
         self._layers = len(cache.stats.layers)
         self._counting: dict[str, RoutingCounts] = {}
@@ -250,16 +256,17 @@ class ContextPlacer(HotPlacer):
             self._decoding.discard(name)  # if it lost its KV cache and is fed again
             if name not in self._counting:
                 self._counting[name] = RoutingCounts(self._layers, self._experts)
-        admitted = [s.name for s in sequences if s.decode and s.name in self._counting]
-        for name in admitted:
-            self._hot.admit(name, self._counting.pop(name))
+        admitted = {s.name: self._counting.pop(s.name) for s in sequences if s.decode and s.name in self._counting}
+        placed = self._renewed(sequences) | admitted
+        for name, counts in placed.items():
+            self._hot.admit(name, counts)
             self._decoding.add(name)
             self._migrated()
-        if admitted:
+        if placed:
             for layer in range(self._layers):
                 hot = self._hot.hot(layer)
                 self._bits[layer] = self._choose_bits(layer, [e for e in self._hot.order(layer) if e not in hot])
-        if admitted or (self._displaced and self._decoding and self._pool.available):
+        if placed or (self._displaced and self._decoding and self._pool.available):
             self._load_hot(self._by_importance(), keep_others=bool(self._counting))
 
     def end_sequence(self, name: str) -> None:
@@ -268,15 +275,31 @@ class ContextPlacer(HotPlacer):
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         if not self._rows or self._rows[-1].stop != routing.tokens:  # a forward that was not announced
             return self._on_gpus(needed)
-        prompts = [s for s in self._rows if not s.decode]
-        warm: set[int] = set()  # experts that the prompts need
-        for s in prompts:
+        near, prompts = self._prompts_near_data, [s for s in self._rows if not s.decode]
+        warm: set[int] = set()  # experts that the prompts need on the GPUs
+        for s in self._rows if self._renew is not None else prompts:
             rows = view.ids[s.start : s.stop]
-            self._counting[s.name].add(layer, rows, view.weights[s.start : s.stop])
-            warm.update(np.unique(rows).tolist())
-        if len(prompts) == len(self._rows):
+            counts = self._recent[s.name][0] if s.decode else self._counting[s.name]
+            counts.add(layer, rows, view.weights[s.start : s.stop])
+            if not s.decode and not near:
+                warm.update(np.unique(rows).tolist())
+        if len(prompts) == len(self._rows) and not near:
             return self._on_gpus(needed, self.keep)
         return self._plan_hot(layer, needed, self._bits[layer], warm)
+
+    def _renewed(self, sequences: Sequence[SequenceRows]) -> dict[str, RoutingCounts]:
+        """Counts of the decodes that have gone on for `renew` tokens; their next ones are counted from now on."""
+        found: dict[str, RoutingCounts] = {}
+        if self._renew is None:
+            return found
+        for s in sequences:
+            if s.decode:
+                counts, tokens = self._recent.pop(s.name, (RoutingCounts(self._layers, self._experts), 0))
+                if tokens >= self._renew:
+                    found[s.name] = counts
+                    counts, tokens = RoutingCounts(self._layers, self._experts), 0
+                self._recent[s.name] = counts, tokens + s.stop - s.start
+        return found
 
     def _by_importance(self) -> list[int]:
         """Hot keys, nearest layer first."""
@@ -289,11 +312,14 @@ class ContextPlacer(HotPlacer):
     def _remove_ended(self) -> None:
         while self._ended:
             name = self._ended.popleft()
+            self._recent.pop(name, None)
             if self._counting.pop(name, None) is not None:
                 self._displaced = True  # by a prompt without a placement
             self._decoding.discard(name)
             if name in self._hot.active:
                 self._hot.release(name)
+        if self._prompts_near_data:
+            return
         if not self._decoding and self._hot_keys:  # nothing decodes: a prompt may use every slot
             self._set_hot(())
             if self._shards is not None:
@@ -349,7 +375,9 @@ def make_placer(
             stats.migrations += 1
 
         hot_set = HotSet(hot_slots, placement.alpha)
-        return ContextPlacer(cache, experts, shards, pool, widest, hot_set, bits, migrated)
+        return ContextPlacer(
+            cache, experts, shards, pool, widest, hot_set, bits, migrated, placement.prompts == "ndp", placement.renew
+        )
     counts = _tables(tables, policy.name, "the popularity of experts").counts
     if not counts.any():
         raise ConfigError(
