@@ -35,7 +35,6 @@ from .make_policies import (
     make_pre_evicting,
     make_rerouting,
     pre_evicting_asks,
-    tell_link_speed,
     unasked_layers,
 )
 from .model.model import MoeBlock, attach, detach
@@ -45,7 +44,7 @@ from .peers.remote import NdpPool, RemoteExperts
 from .peers.shards import PeerCaches, Shards, owners
 from .pre_evicting import PreEvicting, last_rows
 from .prefetching import RouterPrefetching
-from .rerouting import LowBits, Rerouter
+from .rerouting import LowBits, Rerouter, tell_link_speed
 from .serving.streams import SequenceRows
 from .split import Configuring, make_configuring
 from .stats import EngineStats, LayerResidency

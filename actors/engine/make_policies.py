@@ -27,7 +27,6 @@ from .model.model import MoeBlock, RouterProbe
 from .peers.matcher import MatcherLink, MatcherPrefetch
 from .peers.shards import Shards
 from .pre_evicting import PreEvicting
-from .stats import EngineStats
 
 
 @contextmanager
@@ -67,13 +66,6 @@ def make_rerouting(
     with _configured(policy):
         rule: Rerouting | None = make("routing", policy.routing, context)
         return make("on_miss", policy.on_miss, context) if rule is None else rule
-
-
-def tell_link_speed(rule: Rerouting, stats: EngineStats) -> None:
-    """Report the measured bytes per busy second of link to a rule; nothing before the first copy."""
-    busy_s = sum(layer.link_s for layer in stats.layers)
-    if busy_s > 0:
-        rule.measured(sum(layer.bytes_loaded for layer in stats.layers) / busy_s)
 
 
 def make_policy(

@@ -14,6 +14,7 @@ from ..policies.routing import RerouteView, Rerouting
 from .cache.cache import ExpertCache
 from .host_view import Asked
 from .layer import NO_KEYS, View
+from .stats import EngineStats
 
 if TYPE_CHECKING:
     from .model.model import MoeBlock
@@ -85,6 +86,13 @@ class Rerouter:
             return RerouteView(_NOWHERE, 0, self._top_k)
         own = reroute_view(self._cache, layer, self._top_k)
         return own if self._peers is None else self._peers.join(layer, own)
+
+
+def tell_link_speed(rule: Rerouting, stats: EngineStats) -> None:
+    """Report the measured bytes per busy second of link to a rule; nothing before the first copy."""
+    busy_s = sum(layer.link_s for layer in stats.layers)
+    if busy_s > 0:
+        rule.measured(sum(layer.bytes_loaded for layer in stats.layers) / busy_s)
 
 
 class LowBits:

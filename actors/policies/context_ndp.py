@@ -25,8 +25,8 @@ class PlacementOptions(PolicyOptions):
     """Which experts run on the GPUs and which on the NDP workers.
 
     cache: no NDP workers; the caches decide. context: a sequence's most important experts after its prefill, fixed for
-    its decode unless they are to be renewed. static: the most popular experts of the calibration text. monde: in every layer those with the most
-    tokens, as far as loading them pays.
+    its decode or placed again every `renew` tokens. static: the most popular experts of the calibration text. monde: in
+    every layer those with the most tokens, as far as loading them pays.
     """
 
     kind: str = "cache"
@@ -36,8 +36,8 @@ class PlacementOptions(PolicyOptions):
     )
     prompts: Literal["gpu", "ndp"] = Field(
         default="gpu",
-        description="of context, where a prompt's experts that are not hot run: ndp loads none of them and keeps the hot "
-        "set of the sequences before; lossy if its replicas are",
+        description="of context, where a prompt runs what is not hot: ndp loads nothing and keeps the hot set of the "
+        "sequences before; lossy where replicas are",
     )
     renew: int | None = Field(
         default=None, ge=1, description="of context: tokens of a decode after which they place again; none: never"

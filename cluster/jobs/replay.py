@@ -27,7 +27,7 @@ from ..simulate.arrivals import Arrival, arrivals_of
 from ..simulate.executor import context_of, engine_of, eviction_of, first_cut, replays_routing
 from ..simulate.hit_rates import result, serve
 from ..simulate.machine import Machine, load_machine
-from ..simulate.predictors import Recall, load_predictors, recall, split, train_predictors
+from ..simulate.predictors import Recall, load_predictors, recall, routing_profile, split, train_predictors
 from ..simulate.trace import Trace, TraceHeader
 from .options import AsJson, Policy
 
@@ -211,7 +211,10 @@ def replay(
     eviction = _optimum(trace) if optimum else eviction_of(settings, header)
     policy = checked_prefetch(settings, replace(context, eviction=eviction), header)
     popularity = _popularity(trace, first) if settings.needs_popularity else None
-    engine = engine_of(settings, header, machine, budget, eviction, policy, cut, popularity=popularity)
+    profile = routing_profile(header, islice(trace.requests(), first or None)) if "profile" in settings.needs else None
+    engine = engine_of(
+        settings, header, machine, budget, eviction, policy, cut, popularity=popularity, profile=profile
+    )
     if settings.preload == "all":
         if engine.slots < engine.stats.experts:
             raise BudgetError(f"policy '{settings.name}' keeps all experts resident", "pass --budget 1.0")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
 from ...actors.engine.dispatch import ExpertRunner, Spans
-from ...actors.engine.host_view import Routing
+from ...actors.engine.host_view import Asked, Routing
 from ...actors.engine.layer import MoeLayer
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, Span
@@ -118,6 +118,10 @@ class RecordedLayer:
             self._weights = _joined([part.weights[:, self.index] for _, part in self.parts]).astype(np.float32)
         return self._weights
 
+    def scores(self, asked: Asked) -> NDArray[np.floating]:
+        """The router's probabilities [T, E]; a trace has no others."""
+        return _joined([part.probabilities[:, self.index] for _, part in self.parts])
+
     def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
         """From now on the layer runs these; pairs whose weight became 0 do not run."""
         runs = (weights != 0) | (self.weights == 0)
@@ -127,8 +131,8 @@ class RecordedLayer:
     def routing(self) -> Routing:
         """The pairs that run, by expert; nothing computes them."""
         ids, runs, nowhere = self.ids, self._runs, cast(Any, None)
-        if len(ids) == 1:
-            experts = (ids[0] if runs is None else ids[0][runs[0]]).tolist()
+        experts = (ids[0] if runs is None else ids[0][runs[0]]).tolist() if len(ids) == 1 else []
+        if experts and len(set(experts)) == len(experts):  # a buddy may take two places
             counts = [1] * len(experts)
             return Routing(1, ids.shape[1], experts, counts, list(range(len(experts) + 1)), nowhere, nowhere)
         found = np.bincount(ids.ravel() if runs is None else ids[runs])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -20,10 +21,11 @@ from ...actors.engine.dispatch import ExpertRunner
 from ...actors.engine.layer import Hooks, MoeLayer, Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
 from ...actors.engine.prefetching import Prefetching
-from ...actors.engine.rerouting import LowBits, Rerouter
+from ...actors.engine.rerouting import LowBits, Rerouter, tell_link_speed
 from ...actors.engine.split import Configuring, make_configuring
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.activeevict import PreEviction
+from ...actors.policies.buddymoe.buddies import ExpertProfile
 from ...actors.policies.eviction import EvictionPolicy, make_eviction
 from ...actors.policies.fmoe import ExpertMapPolicy
 from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
@@ -35,6 +37,7 @@ from ...actors.policies.residency import Residency
 from ...actors.policies.routing import Rerouting
 from ...actors.policy_settings import PolicySettings
 from ...actors.settings import budget_bytes, mixed_slots
+from ...actors.store.artifacts import PolicyArtifacts
 from ...errors import BudgetError, ConfigError, TraceError
 from ...kernels.pack import PackedShape
 from .backend import (
@@ -272,8 +275,10 @@ class SimulatedEngine:
 
     def _hooks(self, rerouting: Rerouting | None, low_bit: LowBitOptions | None) -> Hooks:
         rules: list[Any] = []
+        self._rerouting = rerouting
         if rerouting is not None:
-            rules.append(Rerouter(rerouting, self.cache, (), self.header.top_k))
+            recorded = cast(Any, [SimpleNamespace(router=rerouting)] * self.header.layers)  # a trace has probabilities
+            rules.append(Rerouter(rerouting, self.cache, recorded, self.header.top_k))
         if low_bit is not None:
             mixed = MixedPrecision(low_bit.t1, low_bit.t2, renormalise=True)
             rules.append(LowBits(mixed, self.cache, self.header.experts))
@@ -291,6 +296,8 @@ class SimulatedEngine:
             self._prefetching.begin(spans)
         if self._pre_evicting is not None:
             self._pre_evicting.begin_forward(last_rows(spans))
+        if self._rerouting is not None:
+            tell_link_speed(self._rerouting, self.stats)
         self._placer.begin_forward(cast(Any, rows_of(spans)))
         for shard in self._shards:
             shard.cache.begin_forward(self.cache.decode_only)
@@ -350,16 +357,17 @@ def engine_of(
     cut: SplitLayout | None = None,
     adapts: bool = True,
     popularity: NDArray[np.int64] | None = None,
+    profile: ExpertProfile | None = None,
 ) -> SimulatedEngine:
-    """An engine with the preset's governor, trials of prefetch, pre-eviction, budget-aware routing and write-back.
+    """An engine with the preset's governor, trials of prefetch, pre-eviction, changes of routing and write-back.
 
     Args:
         eviction, prefetch, cut: made from the preset; policies may be trained.
-        popularity: [L, E], for a static placement.
+        popularity: [L, E], for a static placement. profile: for buddies.
         adapts: False: the given split stays, also for an adaptive preset.
 
     Raises:
-        BudgetError, ValueError: as `SimulatedEngine`.
+        BudgetError, ValueError: as `SimulatedEngine`. ConfigError: the preset needs what there is not.
     """
     context, others = context_of(header), [eviction_of(settings, header) for _ in range(machine.gpus - 1)]
     if others and (cut is not None or settings.low_bit is not None or settings.reroutes or settings.evict_writeback):
@@ -370,11 +378,15 @@ def engine_of(
     if isinstance(prefetch, ExpertMapPolicy):
         for other in others:
             prefetch.tell(other)
-    rule = policy_class("routing", settings.routing.kind)
+    rerouting = None
+    if settings.low_bit is None and replays_routing(settings):
+        from ...actors.engine.make_policies import make_rerouting  # torch
+
+        artifacts = PolicyArtifacts(profile=profile)
+        rerouting = make_rerouting(settings, header.layers, header.experts, True, artifacts, header.slot_bytes)
     return SimulatedEngine(
         header, machine, budget, eviction, prefetch, PrefetchGovernor(settings.prefetch.min_useful), cut=cut,
-        pre_evict=make("pre_evict", settings.pre_evict, context),
-        rerouting=make("routing", settings.routing, context) if getattr(rule, "traced", False) else None,
+        pre_evict=make("pre_evict", settings.pre_evict, context), rerouting=rerouting,
         low_bit=settings.low_bit, writeback=settings.evict_writeback,
         adaptive=settings if adapts and settings.split.kind == "adaptive" else None,
         trials=PrefetchTrials() if settings.adapts_prefetch else None,
@@ -384,4 +396,5 @@ def engine_of(
 
 def replays_routing(settings: PolicySettings) -> bool:
     """Whether the preset changes the routing, and a trace has the data for its rule."""
-    return settings.low_bit is not None or getattr(policy_class("routing", settings.routing.kind), "traced", False)
+    rules = policy_class("routing", settings.routing.kind), policy_class("on_miss", settings.on_miss.kind)
+    return settings.low_bit is not None or any(getattr(rule, "traced", False) for rule in rules)

@@ -33,6 +33,7 @@ class Served:
     wall_s: float
     ttft_s: float  # mean over requests; 0: none
     tpot_s: float  # mean over requests with two tokens or more; 0: none
+    step_s: float  # mean decode step, without those that are a request's first: placements migrate there; 0: none
     queue_s: float  # mean from a request's arrival to its first forward
     latency_s: tuple[float, float]  # median and 99th percentile from arrival to the last token
 
@@ -66,7 +67,7 @@ def serve(
     closed = arrivals is None
     waiting = all_at_once(requests) if arrivals is None else arriving(requests, arrivals)
     upcoming, running = next(waiting, None), list[_Running]()
-    ttft_s, tpot_s, queue_s, latency_s = [], [], list[float](), list[float]()
+    ttft_s, tpot_s, queue_s, latency_s, step_s = [], [], list[float](), list[float](), list[float]()
     start_s, forwards, tokens, generated, done = engine.clock.now_s, 0, 0, 0, 0
     while upcoming is not None or running:
         if not closed and not running and upcoming is not None:
@@ -79,8 +80,11 @@ def serve(
             queue_s.append(now_s - arrived_s)
             upcoming = next(waiting, None)
         parts = [(r.name, r.next) for r in running if r.next is not None]
+        begin_s = engine.clock.now_s
         engine.forward(parts)
         now_s = engine.clock.now_s
+        if all(r.tokens > 1 for r in running):
+            step_s.append(now_s - begin_s)
         forwards += 1
         tokens += sum(len(part.tokens) for _, part in parts)
         for r in list(running):
@@ -102,7 +106,7 @@ def serve(
     wall_s = engine.clock.now_s - start_s
     return Served(
         done, forwards, tokens, generated, wall_s, mean(ttft_s) if ttft_s else 0.0, mean(tpot_s) if tpot_s else 0.0,
-        mean(queue_s) if queue_s else 0.0, (percentile(latency_s, 0.5), percentile(latency_s, 0.99)),
+        mean(step_s) if step_s else 0.0, mean(queue_s) if queue_s else 0.0, (percentile(latency_s, 0.5), percentile(latency_s, 0.99)),
     )  # fmt: skip
 
 
@@ -113,7 +117,7 @@ def result(engine: SimulatedEngine, served: Served) -> dict[str, Any]:
         "requests": served.requests, "forwards_run": served.forwards, "tokens": served.tokens,
         "generated_tokens": served.generated, "virtual_s": served.wall_s, "ttft_s": served.ttft_s,
         "queue_s": served.queue_s, "latency_p50_s": served.latency_s[0], "latency_p99_s": served.latency_s[1],
-        "tpot_s": served.tpot_s, "prefill_hit_rate": stats.prefill_hit_rate, "decode_hit_rate": stats.decode_hit_rate,
+        "tpot_s": served.tpot_s, "step_s": served.step_s, "prefill_hit_rate": stats.prefill_hit_rate, "decode_hit_rate": stats.decode_hit_rate,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Prediction from traces: training of stride predictors, and recall of prefetch policies by distance."""
+"""What traces tell: training of stride predictors, profiles of experts, and recall of prefetch policies by distance."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...actors.policies.baselines import Predictor, TrainingOptions, train_predictor
+from ...actors.policies.buddymoe.buddies import ExpertProfile, RoutingCounts, renormalised, warmup_weights
 from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from ...actors.store.artifacts import PredictorsOf, read_predictors
 from ...errors import TraceError
@@ -52,6 +53,37 @@ def train_predictors(
         if advanced is not None:
             advanced()
     return found
+
+
+def routing_profile(
+    header: TraceHeader,
+    requests: Iterable[Request],
+    warmup_steps: int = 0,
+    warmup_weight: float = 1.0,
+    advanced: Callable[[], None] | None = None,
+) -> ExpertProfile:
+    """A profile of the experts by a trace's routing, without likeness of outputs.
+
+    Args:
+        warmup_steps: first tokens of a request, which count `warmup_weight`. advanced: called after each request.
+    """
+    layers = [RoutingCounts(header.experts) for _ in range(header.layers)]
+    for request in requests:
+        row = 0
+        for step in request.iterations:
+            counts = warmup_weights(np.arange(row, row + len(step.tokens)), warmup_steps, warmup_weight)
+            row += len(step.tokens)
+            for layer, routing in enumerate(layers):
+                routing.add(step.ids[:, layer], renormalised(step.weights[:, layer]), counts)
+        if advanced is not None:
+            advanced()
+    return ExpertProfile(
+        np.stack([layer.pairs.activations for layer in layers]),
+        np.stack([layer.pairs.binary for layer in layers]),
+        np.stack([layer.pairs.weighted for layer in layers]),
+        np.stack([layer.entropies for layer in layers]),
+        None,
+    )
 
 
 def load_predictors(path: Path, header: TraceHeader, stride: int) -> list[Predictor]:

@@ -10,11 +10,13 @@ import traces
 
 from tiermoe.actors.policies.cost import NdpProfile, Work, expert_cost, load_s
 from tiermoe.actors.policies.eviction import Lru
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.replay import replay
 from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.predictors import routing_profile
 from tiermoe.cluster.simulate.trace import Iteration, Trace, TraceHeader
 from tiermoe.errors import ConfigError
 
@@ -122,3 +124,45 @@ def test_one_gpu_is_as_without_peers(tmp_path: Path) -> None:
     plain = SimulatedEngine(header, machine(), 0.5, Lru())
     made = engine_of(settings, header, machine(), 0.5, eviction_of(settings, header), None)
     assert serve(plain, trace.requests()) == serve(made, trace.requests())
+
+
+def test_prompts_near_data_and_placement_again(tmp_path: Path) -> None:
+    """A prompt near data loads nothing, and the second placement only what the first had not; `renew` places more."""
+    header = traces.header(layers=2, experts=8, top_k=2, slot_bytes=960)
+    traces.write(tmp_path / "t", header, [[1, 2, 3], [4, 5]], decodes=8)
+    trace, found = Trace(tmp_path / "t"), {}
+    box = machine(link_gbps=1e-4, expert_s=1e-9, expert_row_s=0, ndp=DEVICE)
+    preset = load_policy("context-ndp-full")
+    for label, changes in (("gpu", {}), ("ndp", {"prompts": "ndp"}), ("renew", {"prompts": "ndp", "renew": 3})):
+        settings = preset.model_copy(update={"placement": preset.placement.model_copy(update=changes)})
+        found[label] = replay(trace, settings, context_of(header), box, 0.5)
+    assert found["gpu"]["bytes_loaded_demand"] > 0 == found["ndp"]["bytes_loaded_demand"]
+    assert 8 * 960 <= found["ndp"]["bytes_loaded_migration"] < 2 * 8 * 960
+    assert found["ndp"]["migrations"] == 2
+    assert found["renew"]["migrations"] == 2 + 2 * 2  # 8 tokens: again after 3 and after 6
+    assert found["renew"]["bytes_loaded_migration"] > found["ndp"]["bytes_loaded_migration"]
+
+
+@pytest.mark.parametrize("kind", ["cache", "static", "monde"])
+def test_prompts_and_renew_are_of_context_alone(kind: str) -> None:
+    values = load_policy("static-ndp").model_dump() | {"placement": {"kind": kind, "renew": 4}}
+    with pytest.raises(ValueError, match="placement context"):
+        PolicySettings(**values)
+
+
+@pytest.mark.parametrize("rule", ["buddymoe", "random-replacement", "drop"])
+def test_missing_experts_are_replaced_or_left_out(rule: str, tmp_path: Path) -> None:
+    """Less is loaded for misses than by `original`, and no more time passes; buddies are of the trace's own routing."""
+    header = traces.header(layers=3, experts=12, top_k=4, slot_bytes=SLOT)
+    traces.write(tmp_path / "t", header, [[1, 2, 3], [4, 5]], decodes=12)
+    trace, found = Trace(tmp_path / "t"), {}
+    profile = routing_profile(trace.header, trace.requests())
+    assert profile.activations.sum() == trace.header.layers * trace.header.rows * trace.header.top_k
+    for name in ("original", rule):
+        settings = load_policy(name)
+        found[name] = replay(trace, settings, context_of(header), machine(expert_s=0.01, expert_row_s=0), 0.5)
+    counted = found[rule]
+    assert (counted["substitutions"] > 0) == (rule != "drop")
+    assert (counted["dropped"] > 0) == (rule == "drop")
+    assert counted["bytes_loaded_demand"] < found["original"]["bytes_loaded_demand"]
+    assert counted["virtual_s"] < found["original"]["virtual_s"]

@@ -192,6 +192,7 @@ class MissRule(Rerouting):
 
     Options: ClassVar[type[PolicyOptions]] = SubstituteOptions
     name: ClassVar[str] = "substituting"
+    traced: ClassVar[bool] = True
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> Rerouting:

@@ -38,6 +38,7 @@ from ....actors.store.files import ExpertStore
 from ....actors.store.format import Manifest, model_fingerprint, read_manifest
 from ....errors import StoreError, TraceError
 from ...report.tables import progress_on
+from ...simulate.predictors import routing_profile
 from ...simulate.trace import HEADER_NAME, Trace
 from ..prepare.calibration import Windows, read_windows
 from ..prepare.capture import Watcher, batches, load_model, run_batch, watching
@@ -241,25 +242,11 @@ def profile_trace(
         present = _present(store, manifest, source)
         if present is not None:
             return present
-        layers = [RoutingCounts(header.experts) for _ in range(header.layers)]
         with progress_on(console) as bar:
             task = bar.add_task("profiling experts", total=header.requests)
-            for request in found.requests():
-                row = 0
-                for step in request.iterations:
-                    steps = np.arange(row, row + len(step.tokens))
-                    row += len(step.tokens)
-                    counts = warmup_weights(steps, options.warmup_steps, options.warmup_weight)
-                    for layer, routing in enumerate(layers):
-                        routing.add(step.ids[:, layer], renormalised(step.weights[:, layer]), counts)
-                bar.advance(task)
-        profile = ExpertProfile(
-            np.stack([layer.pairs.activations for layer in layers]),
-            np.stack([layer.pairs.binary for layer in layers]),
-            np.stack([layer.pairs.weighted for layer in layers]),
-            np.stack([layer.entropies for layer in layers]),
-            None,
-        )
+            profile = routing_profile(
+                header, found.requests(), options.warmup_steps, options.warmup_weight, lambda: bar.advance(task)
+            )
         return _publish(store, manifest, profile, header.top_k, source)
 
 
