@@ -106,7 +106,8 @@ def serve(
     wall_s = engine.clock.now_s - start_s
     return Served(
         done, forwards, tokens, generated, wall_s, mean(ttft_s) if ttft_s else 0.0, mean(tpot_s) if tpot_s else 0.0,
-        mean(step_s) if step_s else 0.0, mean(queue_s) if queue_s else 0.0, (percentile(latency_s, 0.5), percentile(latency_s, 0.99)),
+        mean(step_s) if step_s else 0.0, mean(queue_s) if queue_s else 0.0,
+        (percentile(latency_s, 0.5), percentile(latency_s, 0.99)),
     )  # fmt: skip
 
 
@@ -117,7 +118,8 @@ def result(engine: SimulatedEngine, served: Served) -> dict[str, Any]:
         "requests": served.requests, "forwards_run": served.forwards, "tokens": served.tokens,
         "generated_tokens": served.generated, "virtual_s": served.wall_s, "ttft_s": served.ttft_s,
         "queue_s": served.queue_s, "latency_p50_s": served.latency_s[0], "latency_p99_s": served.latency_s[1],
-        "tpot_s": served.tpot_s, "step_s": served.step_s, "prefill_hit_rate": stats.prefill_hit_rate, "decode_hit_rate": stats.decode_hit_rate,
+        "tpot_s": served.tpot_s, "step_s": served.step_s,
+        "prefill_hit_rate": stats.prefill_hit_rate, "decode_hit_rate": stats.decode_hit_rate,
     }  # fmt: skip
 
 

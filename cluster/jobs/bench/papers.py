@@ -25,7 +25,7 @@ from ...simulate.arrivals import arrivals_of
 from ...simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, first_cut
 from ...simulate.hit_rates import result, serve
 from ...simulate.machine import Machine, load_machine, without_ndp
-from ...simulate.predictors import train_predictors
+from ...simulate.predictors import routing_profile, train_predictors
 from ...simulate.shapes import shape_named
 from ...simulate.synthetic import CALIBRATIONS, FAMILIES, write_synthetic
 from ...yaml_file import explain
@@ -40,7 +40,7 @@ from .transfers import transfers
 WITHIN = 0.25  # of the published figure
 _MEASURES = (
     "hit_rate", "prefill_hit_rate", "decode_hit_rate", "latency_p50_s", "latency_p99_s", "queue_s", "blocked_io_s",
-    "bytes_loaded", "bytes_wasted", "generated_tokens", "virtual_s", "substitutions", "dropped", "migrations",
+    "bytes_loaded", "bytes_wasted", "generated_tokens", "virtual_s", "step_s", "substitutions", "dropped", "migrations",
 )  # fmt: skip
 
 
@@ -62,7 +62,10 @@ def engine_for(preset: PolicySettings, budget: float | int, machine: Machine, re
     eviction = eviction_of(preset, header)
     policy = checked_prefetch(preset, context_of(header, predictors=trained, eviction=eviction), header)
     popularity = popular(recorded) if preset.needs_popularity else None
-    engine = engine_of(preset, header, machine, budget, eviction, policy, split, popularity=popularity)
+    profile = routing_profile(header, recorded.learn) if "profile" in preset.needs else None
+    engine = engine_of(
+        preset, header, machine, budget, eviction, policy, split, popularity=popularity, profile=profile
+    )
     if preset.preload == "all":
         engine.preload()
     return engine
