@@ -190,6 +190,8 @@ class Deployment:
         self._failed = set(failed)
         if self._ray_watch is not None:
             self._ray_watch.look()
+        if self._scratch is not None and self._scratch.look():
+            self._notify("the process that clears up after this one died; it is started again")
         return True
 
     def stats(self) -> EngineStats:

@@ -32,15 +32,16 @@ class Scratch:
     def __init__(self) -> None:
         base = tempfile.gettempdir()
         self.path = Path(tempfile.mkdtemp(prefix="tiermoe-", dir=base if len(base) <= _MAX_TMPDIR else "/tmp"))
-        # a script by path, isolated: it must start in milliseconds and needs psutil only;
-        # a session of its own: Ctrl-C in the terminal must not reach it
-        self._helper = subprocess.Popen(
-            [sys.executable, "-I", __file__, str(self.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._helper = self._start()
+
+    def look(self) -> bool:
+        """Start another helper where this one has died; whether it had."""
+        if self._helper.poll() is None:
+            return False
+        assert self._helper.stdin is not None
+        self._helper.stdin.close()
+        self._helper = self._start()
+        return True
 
     def close(self) -> None:
         """Wait until the helper has cleared everything; bounded, idempotent."""
@@ -53,6 +54,17 @@ class Scratch:
             ended = self._helper.wait()
         if ended != 0:  # somebody killed it
             sweep(self.path)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # a script by path, isolated: it must start in milliseconds and needs psutil only;
+        # a session of its own: Ctrl-C in the terminal must not reach it
+        return subprocess.Popen(
+            [sys.executable, "-I", __file__, str(self.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def users_of(directory: Path) -> list[psutil.Process]:

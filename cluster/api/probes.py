@@ -13,6 +13,7 @@ import contextlib
 import json
 import uuid
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .guard import App, Message, Receive, Scope, Send
 
@@ -43,7 +44,7 @@ def starting(path: str, reason: str, left_s: float | None = None) -> Answer:
     Args:
         left_s: seconds until it serves; None: not known.
     """
-    body = {"status": "ok" if path == "/health" else "not ready", "leads": []}
+    body: dict[str, Any] = {"status": "ok" if path == "/health" else "not ready", "leads": []}
     body |= {"reason": reason, "seconds_left": None if left_s is None else round(left_s, 1)}
     encoded = json.dumps(body).encode()
     headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(encoded)))

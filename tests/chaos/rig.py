@@ -32,7 +32,9 @@ class Server(Started):
     shared: set[str]
 
     def members(self, title: str) -> list[psutil.Process]:
-        """Those of its processes with such a title: `ray::CLASS` of an actor, or a program's name."""
+        """Those of its processes with such a title (`title_of`); "serve" is itself."""
+        if title == "serve":
+            return [psutil.Process(self.process.pid)]
         return [process for process in self.family() if title_of(process) == title]
 
     def leftovers(self, family: Sequence[psutil.Process], within_s: float = 10.0) -> list[str]:
@@ -152,10 +154,11 @@ def pause(process: psutil.Process, seconds: float) -> None:
 
 
 def title_of(process: psutil.Process) -> str:
-    """`ray::CLASS` of an actor (Ray adds `.METHOD` while a method runs); else the program's name."""
+    """`ray::CLASS` of an actor (Ray adds `.METHOD` while a method runs), a script's file; else the program's name."""
     try:
-        first = "".join(process.cmdline()[:1])
-        return first.partition(".")[0] if first.startswith("ray::") else process.name()
+        first, *more = process.cmdline() or [""]
+        scripts = [Path(argument).name for argument in more if argument.endswith(".py")]
+        return first.partition(".")[0] if first.startswith("ray::") else (scripts or [process.name()])[0]
     except psutil.Error:
         return ""
 
