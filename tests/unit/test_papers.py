@@ -51,6 +51,12 @@ def test_a_comparison_of_single_values_goes_by_any_key_of_the_rows() -> None:
     assert all(line["direction"] is None for line in lines)
 
 
+def test_a_direction_is_compared_where_the_text_states_no_figure() -> None:
+    stated = Comparison(title="t", section="a", measure="tpot_s", of="own", published={"old": "higher"})
+    (line,) = compared(stated, _rows())
+    assert (line["direction"], line["ratio"], line["within"]) == (False, None, None)
+
+
 def test_a_sweep_changes_only_what_a_preset_has() -> None:
     point = {"split.theta": 0.75, "batch": 4, "machine.matcher_s": 1e-3}
     assert changed(load_policy("moepic"), point).split.theta == 0.75

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ....actors.base_settings import Settings
 
 Count = Annotated[int, Field(ge=1)]
+Published = float | Literal["higher", "lower"]
 
 
 class Traces(Settings):
@@ -56,7 +57,8 @@ class Comparison(Settings):
 
     source: where the paper says so. where: values of our rows; a list: one of them. of, over: variants; rows are paired
         that differ in the variant only.
-    by, published: one figure; or one for each value of a row's key `by`, where `of` and `over` name the variant.
+    by, published: one figure, or the direction that the text states; or one for each value of a row's key `by`, where
+        `of` and `over` name the variant.
     headline: the direction is a bar (a ratio is on the same side of 1), and the ratio to the paper's within a quarter.
     """
 
@@ -68,5 +70,5 @@ class Comparison(Settings):
     of: str | None = None
     over: str | None = None
     by: str = "over"
-    published: float | dict[str, float]
+    published: Published | dict[str, Published]
     headline: bool = True

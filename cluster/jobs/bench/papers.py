@@ -103,7 +103,7 @@ def section_rows(study: Study, section: Section) -> list[dict[str, Any]]:
     kinds = list(product(on.traces.families, on.traces.shapes))
     stepped = study.stepped(f"replaying {section.name}", len(kinds) * len(budgets) * len(points) * len(variants))
     for family, shape in kinds:
-        recorded = _recorded(study, on.traces, family, shape)
+        recorded = synthetic(study, on.traces, family, shape)
         for budget, point, (variant, preset) in product(budgets, points, variants):
             swept = {name.rpartition(".")[2]: value for name, value in point.items()}
             row = {"section": section.name, "context": f"{shape}, {family}", "family": family, "shape": shape,
@@ -124,7 +124,7 @@ def _twins(preset: PolicySettings, twins: bool) -> list[PolicySettings]:
     return [preset, preset.model_copy(update={"evict_writeback": not preset.evict_writeback})] if twins else [preset]
 
 
-def _recorded(study: Study, traces: Traces, family: str, shape_name: str) -> Recorded:
+def synthetic(study: Study, traces: Traces, family: str, shape_name: str) -> Recorded:
     """The synthetic trace of a family at a shape; sections that state the same one share it."""
     key = f"{family} {shape_name} {traces.model_dump(exclude={'families', 'shapes'})}"
     if key not in study._traces:
@@ -247,12 +247,13 @@ def compared(comparison: Comparison, rows: list[dict[str, Any]]) -> Iterator[dic
             base = {row["cell"]: row[comparison.measure] for row in fitting if row["policy"] == over}
             values = [row[comparison.measure] / b for row in mine if (b := base.get(row["cell"]))]
         ours = fmean(values) if values else None
-        ratio = None if ours is None or not value else ours / value
+        ratio = None if ours is None or not value or isinstance(value, str) else ours / value
+        above = value == "higher" if isinstance(value, str) else value > 1
         yield {
             **where, "title": comparison.title, "source": comparison.source, "section": comparison.section,
             "measure": comparison.measure, "of": of, "over": over, "of_key": key, "cells": len(values),
             "published": value, "ours": ours, "ratio": ratio, "headline": comparison.headline,
-            "direction": None if over is None or ours is None else (ours - 1) * (value - 1) > 0,
+            "direction": None if over is None or ours is None else ours > 1 if above else ours < 1,
             "least": min(values, default=None), "most": max(values, default=None),
             "within": None if ratio is None else abs(ratio - 1) <= WITHIN,
         }  # fmt: skip

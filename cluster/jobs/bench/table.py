@@ -22,7 +22,7 @@ _FULL = ("layers", "spread", "residency")  # only in a record that is not made s
 _BUILT_IN = {  # tables of every experiment on synthetic routing
     "comparisons": Table.model_validate({"from": "comparisons", "columns": [
         {"title": "comparison", "show": "{title}"}, {"title": "of", "show": "{of_key}"},
-        {"title": "published", "show": "{published:.3g}"}, {"title": "ours", "show": "{ours:.3g}"},
+        {"title": "published", "show": "{published}"}, {"title": "ours", "show": "{ours:.3g}"},
         {"title": "least to most", "show": "{least:.3g} to {most:.3g}"},
         {"title": "ours/published", "show": "{ratio:.2f}"}, {"title": "direction", "show": "{direction:right/WRONG}"},
         {"title": "within 25%", "show": "{within:yes/no}"}, {"title": "where the paper says so", "show": "{source}"},

@@ -33,11 +33,12 @@ from ...simulate.executor import SimulatedEngine, context_of
 from ...simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, serve, token_ids
 from ...simulate.machine import Machine, load_machine
 from ...simulate.predictors import recall, shown, train_predictors
+from ...simulate.shapes import shape_named
 from ...simulate.trace import Iteration
 from ..prepare.measures import add_predictors
 from .experiment import Section, Variant
 from .metrics import Bar, Row, Spread, metric, rounded, values_of
-from .papers import engine_for
+from .papers import engine_for, synthetic
 from .run import Study
 from .serving import Calibration, Recorded, Split, own_store, record_split, shape_of
 from .transfers import transfers
@@ -430,6 +431,29 @@ class Maps:
         store = ExpertMapStore(header.layers, header.experts, width, distance, capacity)
         maps = ExpertMapPrefetch(store, header.hidden, header.top_k)
         return ExpertMapPolicy(maps, header.hidden, None if eviction is None else eviction.expect), store
+
+
+@metric("paper-map-search")
+def paper_map_search(study: Study, *, section: str, capacities: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
+    """Similarity of the matched maps by capacity, its correlation with the hit rate, and the bytes of a full store.
+
+    Args:
+        section: whose traces are searched, three layers ahead. sizes: capacities whose bytes are given.
+    """
+    on = next(s.simulation for s in study.experiment.sections if s.name == section)
+    assert on is not None  # the metric's section is on synthetic routing
+    rows = [
+        {"context": f"{shape}, {family}", "capacity": capacity} | row
+        for family, shape, capacity in product(on.traces.families, on.traces.shapes, capacities)
+        for row in Maps(synthetic(study, on.traces, family, shape), _DISTANCE, capacity).correlations(False)
+        if row["seen"] in ("-", "all")
+    ]
+    memory = []
+    for name, size in product(("mixtral-8x7b", "qwen1.5-moe-a2.7b", "phi-3.5-moe"), sizes):
+        shape = shape_named(name)
+        store = ExpertMapStore(shape.moe_layers, shape.experts, Sketch(shape.hidden).width, _DISTANCE, size)
+        memory.append({"shape": name, "capacity": size, "bytes": store.nbytes})
+    return {"map_search": rows, "map_memory": memory}
 
 
 def balance(recorded: Recorded) -> dict[str, float]:
