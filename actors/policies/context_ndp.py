@@ -32,7 +32,8 @@ class PlacementOptions(PolicyOptions):
     kind: str = "cache"
     alpha: float = Field(default=0.5, ge=0, le=1, description="weight of activation counts against routing scores")
     hot_per_layer: int | None = Field(
-        default=None, ge=0, description="experts of a layer over all GPUs; none: as many as the budgets hold"
+        default=None, ge=0, description="experts of a layer over all GPUs; none: as many as the budgets hold; 0 with "
+        "monde: none of those that it loads stays for the next forward, as in its paper"
     )
     prompts: Literal["gpu", "ndp"] = Field(
         default="gpu",
@@ -48,6 +49,8 @@ class PlacementOptions(PolicyOptions):
             raise ValueError(f"placement {self.kind} decides what is loaded: leave prefetch and preload out")
         if self.kind != "context" and (self.prompts != "gpu" or self.renew is not None):
             raise ValueError(f"prompts and renew are of placement context, not of {self.kind}")
+        if self.kind == "monde" and self.hot_per_layer:
+            raise ValueError("placement monde keeps what it loads, or nothing: give hot_per_layer 0, or leave it out")
 
 
 @register("precision", "full", "uniform", "prefix-split")

@@ -282,7 +282,7 @@ def make_simulated_placer(
         choose = engine.monde_choice(
             ndp.profile, header.hidden, ndp.neurons, lambda rows: machine.experts(1, rows), load, row_bytes, FULL_BITS
         )
-        return engine.MondePlacer(cache, experts, pool, choose, widest)
+        return engine.MondePlacer(cache, experts, pool, choose, widest, settings.placement.hot_per_layer is None)
     owner = np.asarray(owners_of(header, machine.gpus)).reshape(shape)
     try:
         hot_slots = HotSlots.fit(owner, slots, settings.placement.hot_per_layer)

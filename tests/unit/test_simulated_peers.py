@@ -166,3 +166,17 @@ def test_missing_experts_are_replaced_or_left_out(rule: str, tmp_path: Path) -> 
     assert (counted["dropped"] > 0) == (rule == "drop")
     assert counted["bytes_loaded_demand"] < found["original"]["bytes_loaded_demand"]
     assert counted["virtual_s"] < found["original"]["virtual_s"]
+
+
+def test_monde_without_a_cache_forgets_what_it_loaded(tmp_path: Path) -> None:
+    """A prompt's experts are loaded; without a cache none of them is there for the decode."""
+    header = traces.header(layers=2, experts=4, top_k=2, slot_bytes=960)
+    traces.write(tmp_path / "t", header, [[1, 2, 3, 4, 5, 6]], decodes=6)
+    trace, hits = Trace(tmp_path / "t"), {}
+    box = machine(link_gbps=1.0, expert_s=1e-9, expert_row_s=0, ndp=DEVICE)
+    for kept in (None, 0):
+        values = load_policy("monde").model_dump() | {"placement": {"kind": "monde", "hot_per_layer": kept}}
+        hits[kept] = replay(trace, PolicySettings(**values), context_of(header), box, 1.0)["hits"]
+    assert hits[None] > 0 == hits[0]
+    with pytest.raises(ValueError, match="keeps what it loads, or nothing"):
+        PolicySettings(**values | {"placement": {"kind": "monde", "hot_per_layer": 2}})

@@ -171,7 +171,7 @@ class MondePlacer(PeerPlacer):
     """MoNDE on one GPU: each layer's experts with the most tokens run here, as far as that pays.
 
     choose: (token rows and residency of each needed expert, available NDP workers) -> whether each runs here
-    (`policies.context_ndp.monde_split`). bits: of the other experts.
+    (`policies.context_ndp.monde_split`). bits: of the other experts. keeps: what is loaded stays for later forwards.
     """
 
     def __init__(
@@ -181,9 +181,14 @@ class MondePlacer(PeerPlacer):
         pool: NdpPool,
         choose: Callable[[Sequence[int], Sequence[bool], int], list[bool]],
         bits: int,
+        keeps: bool = True,
     ) -> None:
         super().__init__(cache, experts, None)
-        self._pool, self._choose, self._bits = pool, choose, bits
+        self._pool, self._choose, self._bits, self._keeps = pool, choose, bits, keeps
+
+    def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
+        if not self._keeps:
+            self._cache.flush()
 
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         there = self._pool.living
@@ -366,7 +371,8 @@ def make_placer(
     published: Published | None = getattr(cache.pool, "published", None)
     bits, widest = replica_bits(policy.precision, policy.name, tables, published)
     if placement.kind == "monde":
-        return MondePlacer(cache, experts, pool, _monde_choice(settings, cache, shape, kernel), widest)
+        choose = _monde_choice(settings, cache, shape, kernel)
+        return MondePlacer(cache, experts, pool, choose, widest, placement.hot_per_layer is None)
     hot_slots = _hot_slots(settings, cache, experts)
     if placement.kind == "context":
         stats = cache.stats

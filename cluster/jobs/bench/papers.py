@@ -41,6 +41,7 @@ WITHIN = 0.25  # of the published figure
 _MEASURES = (
     "hit_rate", "prefill_hit_rate", "decode_hit_rate", "latency_p50_s", "latency_p99_s", "queue_s", "blocked_io_s",
     "bytes_loaded", "bytes_wasted", "generated_tokens", "virtual_s", "step_s", "substitutions", "dropped", "migrations",
+    "ndp_experts", "ndp_modelled_s",
 )  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def section_rows(study: Study, section: Section) -> list[dict[str, Any]]:
             rows.append(row | {
                 "cell": cell, "policy": variant.name, "preset": variant.preset, "lossless": preset.lossless,
                 "writes_back": preset.evict_writeback, "executor": "simulated",
-                **_replayed(on, point, changed(preset, point), budget, recorded),
+                **_replayed(on, point, changed(preset, point), budget, recorded, variant.preset),
             })  # fmt: skip
             stepped()
     return rows
@@ -170,10 +171,10 @@ def _place(values: dict[str, Any], path: str) -> dict[str, Any] | None:
 
 
 def _replayed(
-    on: Simulation, point: Mapping[str, Any], preset: PolicySettings, budget: str, recorded: Recorded
+    on: Simulation, point: Mapping[str, Any], preset: PolicySettings, budget: str, recorded: Recorded, timed_as: str
 ) -> dict[str, Any]:
     header = recorded.header
-    costs = load_machine(header, on.machine, None, None, preset.name)
+    costs = load_machine(header, on.machine, None, None, timed_as)  # a variant's own name is in no table
     assumed = on.assume | {n.removeprefix("machine."): v for n, v in point.items() if n.startswith("machine.")}
     if assumed:
         try:
