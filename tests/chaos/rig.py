@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -41,7 +42,7 @@ class Server(Started):
         """Processes of its family, shared memory and temporary folders that are there after its end."""
         _, alive = psutil.wait_procs(family, timeout=within_s)
         names = [f"process {process.pid}" for process in alive]
-        names += [f"/dev/shm/{name}" for name in sorted(_shared() - self.shared)]
+        names += [f"/dev/shm/{name}" for name in sorted(_unused(_shared() - self.shared))]
         return names + sorted(str(path) for path in (self.folder / "tmp").glob("tiermoe*"))
 
 
@@ -161,6 +162,15 @@ def title_of(process: psutil.Process) -> str:
         return first.partition(".")[0] if first.startswith("ray::") else (scripts or [process.name()])[0]
     except psutil.Error:
         return ""
+
+
+def _unused(names: set[str]) -> set[str]:
+    """Those of shared memory that no living process maps: what is mapped is another program's, on a busy machine."""
+    used = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            used |= {Path(line.split()[-1]).name for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    return names - used
 
 
 def _shared() -> set[str]:
