@@ -20,7 +20,7 @@ from ...actors.engine.layer import MoeLayer
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, Span
 from .machine import Machine
-from .peers import SimulatedNdp, SimulatedShards, SimulatedTask, join, send
+from .peers import LeadHost, SimulatedNdp, SimulatedShards, SimulatedTask, join, send
 from .trace import Iteration
 
 Parts = Sequence[tuple[str, Iteration]]  # a forward's iterations with the names of their sequences
@@ -151,6 +151,7 @@ class RecordedBackend:
         self._clock, self._machine, self._runner = clock, machine, runner
         self._loader, self._submitted, self._compute = loader, 0, compute
         self._load_byte_s = machine.load_s / slot_bytes
+        self.host = LeadHost(clock, machine.message_s)
         self.shards: SimulatedShards | None = None
         self.ndp: SimulatedNdp | None = None
         self.context = 0  # tokens whose keys and values the present forward reads in each layer
@@ -164,7 +165,7 @@ class RecordedBackend:
         return view
 
     def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> list[SimulatedTask]:
-        return send(plan, step.index * step.experts, step.index, routing, self.shards, self.ndp)
+        return send(plan, step.index * step.experts, step.index, routing, self.host, self.shards, self.ndp)
 
     def run(
         self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: Any,
@@ -179,7 +180,7 @@ class RecordedBackend:
             self._clock.advance(host_s)
         self._runner.run(step.index, plan, spans, nothing, nothing, routing.top_k, step.kernel, nothing)
         if tasks:
-            join(tasks, self._clock, step.stats)
+            join(tasks, self._clock, self.host, step.stats)
 
 
 class ShardBackend(RecordedBackend):

@@ -215,7 +215,7 @@ class SimulatedEngine:
     ) -> Placer:
         header, machine, backend = self.header, self.machine, self._backend
         if self._shards:
-            backend.shards = SimulatedShards(header, machine, self.clock, self._shards)
+            backend.shards = SimulatedShards(header, machine, self.clock, backend.host, self._shards)
         if placement is None or not (self._shards or placement.uses_ndp):
             return Placer(self.cache)
         if machine.ndp is not None and placement.uses_ndp:
@@ -234,9 +234,29 @@ class SimulatedEngine:
             shards.preload(keys)()
 
     @property
+    def caches(self) -> list[ExpertCache]:
+        """Of each GPU, the lead's first."""
+        return [self.cache, *(shard.cache for shard in self._shards)]
+
+    @property
+    def ndp(self) -> SimulatedNdp | None:
+        """The near-data devices; None: none is used."""
+        return self._backend.ndp
+
+    @property
+    def context(self) -> int:
+        """Tokens whose keys and values the last forward read in each layer."""
+        return self._backend.context
+
+    @property
+    def messages(self) -> int:
+        """That the lead has sent to its peers and taken from them."""
+        return self._backend.host.messages
+
+    @property
     def slots(self) -> int:
         """Of all GPUs."""
-        return self.stats.slots + sum(shard.cache.stats.slots for shard in self._shards)
+        return sum(cache.stats.slots for cache in self.caches)
 
     def live_stats(self) -> EngineStats:
         """The counters so far, over all GPUs."""
@@ -316,7 +336,7 @@ class SimulatedEngine:
 
     def reset_stats(self) -> None:
         """Zero the counters; residency and the clock stay."""
-        for cache in (self.cache, *(shard.cache for shard in self._shards)):
+        for cache in self.caches:
             cache.reset_stats()
 
 

@@ -34,6 +34,7 @@ class Machine(Costs):
         kernel_share: speed of kernels while a copy is under way; 1: they read other memory than copies.
         gpus: with a link and a shard of the experts each. peer_gbps, peer_us: a message between two of them; None: no
             time for its bytes.
+        message_s: of the lead's host for each message that it sends to a peer or takes from one.
         matcher_s: from a published layer until its command is there.
         ndp: the near-data device, of which there are `ndp_workers`; None: there is none.
     """
@@ -49,6 +50,7 @@ class Machine(Costs):
     gpus: Annotated[int, Field(ge=1)] = 1
     peer_gbps: Annotated[float, Field(gt=0)] | None = None
     peer_us: Annotated[float, Field(ge=0)] = 0.0
+    message_s: Annotated[float, Field(ge=0)] = 0.0
     matcher_s: Annotated[float, Field(ge=0)] = 0.0
     ndp: NdpProfile | None = None
     ndp_workers: Annotated[int, Field(ge=1)] = 1
@@ -104,7 +106,7 @@ def machine_of(
         link_gbps=link.gbps * header.slot_bytes / copied, link_latency_us=link.latency_us,
         miss_s=policy.miss_us * 1e-6, load_s=policy.load_us * 1e-6, wait_s=costs.wait_us * 1e-6,
         context_s=kv_bytes / (costs.dense_gbps * 1e9), kernel_share=share, gpus=costs.gpus, peer_gbps=costs.peer_gbps,
-        peer_us=costs.peer_us, matcher_s=costs.matcher_us * 1e-6,
+        peer_us=costs.peer_us, message_s=costs.message_us * 1e-6, matcher_s=costs.matcher_us * 1e-6,
         ndp=None if costs.ndp is None else ndp_device(costs.ndp), ndp_workers=costs.ndp_workers,
     )  # fmt: skip
 

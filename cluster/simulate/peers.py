@@ -63,6 +63,22 @@ class SimulatedTask:
     recomputed: bool = False
 
 
+class LeadHost:
+    """The lead's host, which handles one message after the other.
+
+    Attributes:
+        messages: sent and taken so far.
+    """
+
+    def __init__(self, clock: VirtualClock, message_s: float) -> None:
+        self._clock, self._message_s, self.messages = clock, message_s, 0
+
+    def handle(self) -> None:
+        """Send a message to a peer, or take one."""
+        self.messages += 1
+        self._clock.advance(self._message_s)
+
+
 class SimulatedShard:
     """Another GPU. layers: the steps of a model on `cache`, whose backend takes a `Routing`."""
 
@@ -107,12 +123,14 @@ class SimulatedShards:
     """The other GPUs of a lead (`engine.peers.shards.Shards`); experts belong to GPUs round-robin.
 
     Args:
-        clock: the lead's. shards: GPUs 1..G-1.
+        clock, host: the lead's. shards: GPUs 1..G-1.
     """
 
     def __init__(
-        self, header: TraceHeader, machine: Machine, clock: VirtualClock, shards: Sequence[SimulatedShard]
-    ) -> None:
+        self, header: TraceHeader, machine: Machine, clock: VirtualClock, host: LeadHost,
+        shards: Sequence[SimulatedShard],
+    ) -> None:  # fmt: skip
+        self._host = host
         self.peers = {f"shard/{i}": shard for i, shard in enumerate(shards, start=1)}
         self._machine, self._clock, self._row_bytes = machine, clock, _ROW_ITEM * header.hidden
         self._owners = owners_of(header, machine.gpus)
@@ -139,11 +157,13 @@ class SimulatedShards:
         """Post prefetches to the owners, most wanted first."""
         for shard, wanted in self._by_shard(keys):
             if wanted:
+                self._host.handle()
                 shard.begin(self._clock.now_s + self._machine.hop(0))
                 shard.prefetch(wanted)
 
     def place(self, keys: Sequence[int], *, keep_others: bool) -> Callable[[], bool]:
         for shard, hot in self._by_shard(keys):
+            self._host.handle()
             shard.begin(self._clock.now_s + self._machine.hop(0))
             shard.place(hot, keep_others=keep_others)
         return lambda: True
@@ -212,8 +232,9 @@ def owners_of(header: TraceHeader, gpus: int) -> list[int]:
 
 
 def send(
-    plan: LayerPlan, base: int, layer: int, routing: Routing, shards: SimulatedShards | None, ndp: SimulatedNdp | None
-) -> list[SimulatedTask]:
+    plan: LayerPlan, base: int, layer: int, routing: Routing, host: LeadHost, shards: SimulatedShards | None,
+    ndp: SimulatedNdp | None,
+) -> list[SimulatedTask]:  # fmt: skip
     """The plan's remote experts, one batch for each peer. base: the layer's first key."""
     place = {base + expert: i for i, expert in enumerate(routing.experts)}
     parts: dict[str, list[Any]] = {}
@@ -223,6 +244,7 @@ def send(
     for name, part in parts.items():
         keys = [remote.key for remote in part]
         counts = [routing.counts[place[key]] for key in keys]
+        host.handle()
         if ndp is not None and name.startswith("ndp/"):
             tasks.append(ndp.run(name, keys, [remote.bits for remote in part], counts, routing.tokens))
             continue
@@ -233,11 +255,12 @@ def send(
     return tasks
 
 
-def join(tasks: Sequence[SimulatedTask], clock: VirtualClock, stats: LayerStats) -> None:
-    """Wait for the answers."""
+def join(tasks: Sequence[SimulatedTask], clock: VirtualClock, host: LeadHost, stats: LayerStats) -> None:
+    """Wait for the answers, and take them."""
     for task in tasks:
         waited_s = max(0.0, task.done_s - clock.now_s)
         clock.now_s += waited_s
+        host.handle()
         stats.count_answer(task.kind, waited_s, len(task.keys), task.pairs, task.answer)
 
 

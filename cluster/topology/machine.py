@@ -65,6 +65,7 @@ class MachineCosts(Settings):
     gpus: int = Field(default=1, ge=1)
     peer_gbps: float | None = Field(default=None, gt=0, description="between two GPUs; none: at no cost")
     peer_us: float = Field(default=0.0, ge=0, description="of a message between two GPUs, one direction")
+    message_us: float = Field(default=0.0, ge=0, description="of the lead's host for each message to or from a peer")
     matcher_us: float = Field(default=0.0, ge=0, description="from a published layer to the matcher's command")
     ndp: str | None = Field(default=None, description="near-data device: a name in configs/hardware")
     ndp_workers: int = Field(default=1, ge=1, description="near-data devices, where there is one")

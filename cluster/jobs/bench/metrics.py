@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -19,6 +19,9 @@ from rich.table import Table
 
 from ....errors import ConfigError
 from ...host import cpu, now, versions
+
+if TYPE_CHECKING:
+    from .experiment import Plot
 
 Measures = dict[str, float]
 _LOG_WIDTH = 160
@@ -70,7 +73,7 @@ class Report:
     """The result of a benchmark; `as_dict` is what `--json` prints.
 
     shown: keys of the rows that the table shows; empty: all but "values". figures: other results by key of the JSON
-    object. printed: lines of Markdown that are printed in place of the rows.
+    object. printed: lines of Markdown that are printed in place of the rows. plots: files beside the page.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Report:
     shown: tuple[str, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)
     printed: list[str] = field(default_factory=list)
+    plots: dict[str, Plot] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

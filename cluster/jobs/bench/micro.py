@@ -226,6 +226,30 @@ class Validation(Options):
     quick: bool = Field(False, description="Three presets at the first budget and link.")
 
 
+class ScaleStudy(Options):
+    """A large model on 1 to 64 GPUs and 1 to 16 near-data devices, simulated: throughput, and what saturates."""
+
+    measure = "micro_scale_study.scale_study"
+    shape: str = Field("deepseek-v3", description="A shape of configs/shapes.")
+    family: str = Field("sticky", description="Family of the synthetic routing: flat or sticky.")
+    machine: str = Field("h100-cluster", description="Table of configs/machines, or a file: of one GPU and its peers.")
+    policy: tuple[str, ...] = Field(
+        ("on-demand", "next-gate"), description="Preset on GPUs alone, the first in all parts; repeat it."
+    )
+    ndp_policy: str = Field("context-ndp-3bit", description="Preset on near-data devices.")
+    gpu_bytes: int = Field(60_000_000_000, ge=1, description="Bytes for experts on each GPU.")
+    gpus: tuple[Annotated[int, Ge(1)], ...] = Field((1, 2, 4, 8, 16, 32, 64), description="GPUs; repeat it.")
+    ndp: tuple[Annotated[int, Ge(1)], ...] = Field((1, 2, 4, 8, 16), description="Near-data devices; repeat it.")
+    message_us: tuple[Annotated[float, Ge(0)], ...] = Field(
+        (6.4, 81.0, 1.0), description="Of the lead's host for each message, the first in all parts; repeat it."
+    )
+    batch: tuple[Annotated[int, Ge(1)], ...] = Field(
+        (32, 1, 8), description="Requests together, the most in all other parts; repeat it."
+    )
+    prompt_tokens: int = Field(16, ge=1, description="Tokens that are prefilled.")
+    decode_tokens: int = Field(5, ge=2, description="Tokens that are decoded; the first does not count.")
+
+
 class Forms(Options):
     """Bytes moved and decode speed of one random model in published forms, at the same bytes of budget."""
 
@@ -320,6 +344,7 @@ class Substitute(Options):
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "serve": Serve,
     "scale": Scale, "quantize": Quantize, "predict": Predict, "simulate": Simulate, "validation": Validation,
+    "scale-study": ScaleStudy,
     "forms": Forms, "traces": Traces, "prepare": Prepare, "gguf": Gguf,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
@@ -336,6 +361,7 @@ def command(name: str) -> Callable[..., None]:
     from ..options import as_command  # typer: a GPU machine has none
     from .finish import Check, Json, Out, check_folder, finish, say_overridden
     from .metrics import fill_report_page
+    from .plot import plot
 
     case = CASES[name]
 
@@ -347,7 +373,13 @@ def command(name: str) -> Callable[..., None]:
         if out is not None and out.suffix != ".json":
             check_folder(out)
             file, page = out / f"{name}.json", out / f"{name}.md"
-        written = (lambda report: fill_report_page(page, report)) if page is not None else (lambda _: None)
+
+        def written(report: Report) -> None:
+            if page is not None:
+                fill_report_page(page, report)
+                for image, figure in report.plots.items():
+                    plot(page.with_name(image), figure, report.as_dict())
+
         finish(lambda progress: measure(options, progress), as_json, check, file, written)
 
     options = {field: _option(info) for field, info in case.model_fields.items()}
