@@ -81,14 +81,15 @@ def counts(
     outcomes: int,
     uses: int,
     pending: int,
+    vacant: int,
     governor: int,
     min_useful: float,
     window: int,
     rest: int,
     /,
 ) -> Counts:
-    """int64 fields [layers, COUNTED], outcomes [256, OUTCOMES], uses [keys] and governor [3], uint8 pending [keys]; see
-    `counts.hpp`. The caller keeps the buffers alive."""
+    """int64 fields [layers, COUNTED], outcomes [256, OUTCOMES], uses [keys] and governor [3], uint8 pending and vacant
+    [keys]; see `counts.hpp`. The caller keeps the buffers alive."""
 
 def order(
     kind: int,
@@ -275,6 +276,20 @@ def layer_step(
 def layer_ahead(layer: Layer, weight: int, bias: int, layers: int, top: int, max_rows: int, /) -> None:
     """`layer_step` prefetches by these routers, which the caller keeps alive. Raises ValueError: there are no such
     layers."""
+
+def layer_active(
+    layer: Layer,
+    weight: int,
+    bias: int,
+    threshold: float,
+    most: int,
+    max_rows: int,
+    narrowest: int,
+    renormalise: bool,
+    /,
+) -> None:
+    """`layer_step` frees slots for the next layer by this router, which the caller keeps alive, where weight is not 0,
+    and drops pairs where narrowest is not 0. Raises ValueError: there is no next layer, or no order by importance."""
 
 def layer_times(layer: Layer, seconds: int, /) -> None:
     """Where the kernels' seconds are added: two doubles, of the wall's clock and of the thread's; 0: nowhere."""

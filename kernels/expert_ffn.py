@@ -250,6 +250,31 @@ class RoutersAhead(NamedTuple):
     source: str
 
 
+class ReleaseAhead(NamedTuple):
+    """Slots that are freed for the next layer (`policies.activeevict.PreEviction`) by its router's scores.
+
+    weight [E, H] and bias [E], or None, in float32. threshold, most: of the rule. max_rows: of an input.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    threshold: float
+    most: int
+    max_rows: int
+
+    @property
+    def source(self) -> None:
+        """Nothing is prefetched."""
+        return None
+
+
+class Budget(NamedTuple):
+    """Pairs are dropped whose experts do not fit: as `policies.activeevict.BudgetAwareTopK`."""
+
+    narrowest: int
+    renormalise: bool
+
+
 class NativeLayer:
     """Runs a layer in native calls (`kernels/cpu/layer_module.cpp`): `step`, or `run`, or `begin`, `load` and `finish`.
 
@@ -268,17 +293,26 @@ class NativeLayer:
         self._made, self._width, self._held = made, width, held
         self.plans, self.orders, self.waited_s = plans, orders, 0.0
         self.kernel_s = np.zeros(2)
+        self._release = 0, 0, 0.0, 0, 0  # of `ReleaseAhead`
         self._pass: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def timed(self, on: bool) -> None:
         """Whether the kernels' seconds are added up."""
         _cpu.layer_times(self._made, self.kernel_s.ctypes.data if on else 0)
 
-    def look_ahead(self, routers: RoutersAhead) -> None:
-        """`step` prefetches what these routers pick."""
-        weight, bias = (0 if t is None else t.data_ptr() for t in (routers.weight, routers.bias))
-        _cpu.layer_ahead(self._made, weight, bias, routers.layers, routers.top, routers.max_rows)
-        self._held = self._held, routers
+    def look_ahead(self, ahead: RoutersAhead | ReleaseAhead) -> None:
+        """`step` prefetches what these routers pick, or frees slots."""
+        weight, bias = (0 if t is None else t.data_ptr() for t in (ahead.weight, ahead.bias))
+        if isinstance(ahead, RoutersAhead):
+            _cpu.layer_ahead(self._made, weight, bias, ahead.layers, ahead.top, ahead.max_rows)
+        else:
+            self._release = weight, bias, ahead.threshold, ahead.most, ahead.max_rows
+            _cpu.layer_active(self._made, *self._release, 0, False)
+        self._held = self._held, ahead
+
+    def drop(self, budget: Budget) -> None:
+        """`step` drops the pairs that do not fit."""
+        _cpu.layer_active(self._made, *self._release, *budget)
 
     def step(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, decode_only: bool, source: int

@@ -142,7 +142,7 @@ class Stack:
                 for layer in self.stats.layers
             ],
             "sources": [asdict(self.stats.source(name)) for name in ("test", "next-gate")],
-            "changed": (self.stats.substitutions, self.stats.dropped, set(cache.counters.vacant)),
+            "changed": (self.stats.substitutions, self.stats.dropped, bytes(cache.counters.vacant)),
             "uses": list(cache.uses),
             "pending": set(cache.counters.pending),
             "order": cache.eviction.victims(KEYS, lambda key: True),

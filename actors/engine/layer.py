@@ -25,7 +25,7 @@ from .stats import LayerStats
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
-    from ...kernels.expert_ffn import ExpertKernel, Needed, RoutersAhead
+    from ...kernels.expert_ffn import Budget, ExpertKernel, Needed, ReleaseAhead, RoutersAhead
     from .dispatch import RemoteTask, Spans
     from .host_view import Routing
     from .serving.streams import SequenceRows
@@ -69,8 +69,12 @@ class NativeRun(Protocol):
     orders: bool
     waited_s: float
 
-    def look_ahead(self, routers: RoutersAhead) -> None:
-        """What `step` prefetches by."""
+    def look_ahead(self, ahead: RoutersAhead | ReleaseAhead) -> None:
+        """What `step` prefetches by, or frees slots by."""
+        ...
+
+    def drop(self, budget: Budget) -> None:
+        """What `step` drops pairs by."""
         ...
 
     def step(self, hidden: Any, ids: Any, weights: Any, decode_only: bool, source: int) -> Any | list[int] | None:
@@ -121,6 +125,10 @@ class RerouteHook(Protocol):
         """May change the view's routing; returns the keys of experts that run on low-bit replicas."""
         ...
 
+    def native(self) -> Budget | None:
+        """What native code needs to do `layer`; None: it cannot."""
+        ...
+
 
 class Watcher(Protocol):
     def routed(self, layer: int, routing: Routing) -> None:
@@ -137,7 +145,7 @@ class AheadHook(Protocol):
 
     always: bool
 
-    def native(self, index: int) -> RoutersAhead | None:
+    def native(self, index: int) -> RoutersAhead | ReleaseAhead | None:
         """What native code needs to do `layer` at this layer; None: it cannot."""
         ...
 
@@ -232,18 +240,26 @@ class MoeLayer:
         if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
             self.native = None
         self._source: str | None = None  # of the prefetches of one native call
-        self._whole = self.native is not None and self.native.orders and self._leave_ahead(self.native)
+        self._whole = self.native is not None and self.native.orders and self._leave_hooks(self.native)
         self._promising = True  # the last pass had no miss
 
-    def _leave_ahead(self, native: NativeRun) -> bool:
-        """Have native code prefetch; False: it cannot."""
-        if not self.hooks.ahead:
-            return True
-        routers = [hook.native(self.index) for hook in self.hooks.ahead]
-        if len(routers) > 1 or routers[0] is None:
+    def _leave_hooks(self, native: NativeRun) -> bool:
+        """Have native code reroute, and prefetch or free slots; False: it cannot."""
+        budgets = [rule.native() for rule in self.hooks.reroute]
+        ahead = [hook.native(self.index) for hook in self.hooks.ahead]
+        if len(budgets) > 1 or len(ahead) > 1:
             return False
-        native.look_ahead(routers[0])
-        self._source = routers[0].source
+        for budget in budgets:
+            if budget is None:
+                return False
+        for found in ahead:
+            if found is None:
+                return False
+            native.look_ahead(found)
+            self._source = found.source
+        for budget in budgets:
+            if budget is not None:
+                native.drop(budget)
         return True
 
     @property
@@ -262,7 +278,7 @@ class MoeLayer:
         view: Any = None
         if native is not None:
             if (self._promising or native.plans) and not self.observers and cache.quiet:
-                if hooks.reroute:
+                if hooks.reroute and not self._whole:
                     view = backend.look(index, False, *inputs)
                     low = self._reroute(view)
                 given = inputs if view is None else view.operands()
@@ -347,7 +363,7 @@ class MoeLayer:
         """
         index, cache, ahead = self.index, self.cache, self.hooks.ahead
         needed: Needed | None = None
-        if self._promising and not cache.counters.vacant and all(hook.idle(index) for hook in ahead):
+        if self._promising and not cache.counters.any_vacant and all(hook.idle(index) for hook in ahead):
             found: Any = native.run(*inputs)
             if found is not None and not isinstance(found, tuple):
                 return self._ran_resident(found)

@@ -162,7 +162,7 @@ def make_pre_evicting(
     def score(layer: int, view: LayerView) -> NDArray[np.floating] | None:
         return view.scores(asked[layer])
 
-    return PreEvicting(decide, cache, len(blocks), experts, score)
+    return PreEvicting(decide, cache, len(blocks), experts, score, [block.router for block in blocks])
 
 
 def pre_evicting_asks(pre_evicting: PreEvicting, blocks: Sequence[MoeBlock]) -> Asker:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..policies.activeevict import ImportanceEviction, PreEviction, predicted_distribution
 from .cache.cache import ExpertCache
+
+if TYPE_CHECKING:  # torch: the simulator uses this module without it
+    from ...kernels.expert_ffn import ReleaseAhead
 
 Score = Callable[[int, Any], NDArray[np.floating] | None]
 
@@ -27,11 +30,16 @@ class PreEvicting:
         layers, experts: L and E.
         score: (layer, view) -> logits [T, E] of that layer's router on the viewed layer's input; None: the router
             cannot be asked, and nothing is freed.
+        routers: whose scores these are, for native code; empty: unknown.
     """
 
     always = True
 
-    def __init__(self, decide: PreEviction, cache: ExpertCache, layers: int, experts: int, score: Score) -> None:
+    def __init__(
+        self, decide: PreEviction, cache: ExpertCache, layers: int, experts: int, score: Score,
+        routers: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
+        self._routers = routers
         self._decide, self._cache, self._layers, self._experts, self._score = decide, cache, layers, experts, score
         self._importance = cache.policy.state if isinstance(cache.policy, ImportanceEviction) else None
         self._last_rows: list[int] | None = None
@@ -70,9 +78,18 @@ class PreEvicting:
             if victims:
                 cache.leave(victims, following)
 
-    def native(self, index: int) -> None:
-        """Native code frees no slots ahead."""
-        return None
+    def native(self, index: int) -> ReleaseAhead | None:
+        """Native code frees slots at all layers but the first and the last, which share the first one's scores."""
+        from ...kernels.expert_ffn import ReleaseAhead
+        from ...kernels.router import MOST_ROWS, LinearRouter
+
+        router = self._routers[index + 1] if self._routers and 0 < index < self._layers - 1 else None
+        if self._importance is None or not isinstance(router, LinearRouter) or router.layers > 1:
+            return None
+        operands = router.operands
+        if operands is None:
+            return None
+        return ReleaseAhead(*operands, self._decide.threshold, self._decide.most, MOST_ROWS)
 
     def idle(self, index: int) -> bool:
         return False

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import ConfigError
+from ..policies.activeevict import BudgetAwareTopK
 from ..policies.hobbit import MixedPrecision
 from ..policies.residency import State
 from ..policies.routing import RerouteView, Rerouting
@@ -17,6 +18,7 @@ from .layer import NO_KEYS, View
 from .stats import EngineStats
 
 if TYPE_CHECKING:
+    from ...kernels.expert_ffn import Budget
     from .model.model import MoeBlock
     from .peers.shards import PeerCaches
 
@@ -81,6 +83,14 @@ class Rerouter:
             view.reroute(found.ids, found.weights, dropped=found.dropped > 0)
         return NO_KEYS
 
+    def native(self) -> Budget | None:
+        """What native code needs to apply the rule; None: it cannot."""
+        from ...kernels.expert_ffn import Budget
+
+        if type(self.rule) is not BudgetAwareTopK or self._peers is not None:
+            return None
+        return Budget(self.rule.narrowest, self.rule.renormalise)
+
     def _view(self, layer: int) -> RerouteView:
         if not self.rule.needs_view:
             return RerouteView(_NOWHERE, 0, self._top_k)
@@ -101,6 +111,10 @@ class LowBits:
     def __init__(self, rule: MixedPrecision, cache: ExpertCache, experts: int) -> None:
         self.rule, self._cache, self._experts = rule, cache, experts
         self._keys = len(cache.uses)
+
+    def native(self) -> None:
+        """Native code runs no replicas."""
+        return None
 
     def layer(self, index: int, view: View) -> frozenset[int]:
         """The keys of experts that run on a replica; dropped pairs leave the view's routing."""

@@ -451,7 +451,7 @@ class BudgetAwareTopK(Rerouting):
         return cls(context.renormalise, options.narrowest, context.budget)
 
     def __init__(self, renormalise: bool = True, narrowest: int = 1, drops: BudgetDrops | None = None) -> None:
-        self._renormalise, self._narrowest = renormalise, narrowest
+        self.renormalise, self.narrowest = renormalise, narrowest
         self._drops = BudgetDrops() if drops is None else drops
 
     def keeps(self, ids: Ids, view: RerouteView) -> bool:
@@ -460,6 +460,6 @@ class BudgetAwareTopK(Rerouting):
     def reroute(
         self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
     ) -> Rerouted:
-        found = self._drops.drop(ids, weights, view.available, view.vacant, self._narrowest, self._renormalise)
+        found = self._drops.drop(ids, weights, view.available, view.vacant, self.narrowest, self.renormalise)
         kept, scaled, dropped = found
         return Rerouted(kept, scaled, dropped=dropped)

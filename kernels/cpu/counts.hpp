@@ -9,12 +9,14 @@
 namespace tiermoe {
 
 struct Counts {
-    enum Of { forwards, hits, misses, prefetched_hits, late, demanded, wasted, kFields };  // of a layer; experts
+    // of a layer: passes, experts, and pairs that were dropped; premature: loads of experts that were vacated
+    enum Of { forwards, hits, misses, prefetched_hits, late, demanded, wasted, vacated, premature, dropped_pairs, kFields };
     enum Outcome { queued, used, arrived_late, left_unused, cancelled, kOutcomes };        // of a source's prefetches
     std::int64_t layers, experts;
     std::int64_t *fields, *outcomes;  // [layers, kFields], [sources, kOutcomes]
     std::int64_t* uses;               // [keys], forwards that ran each
     std::uint8_t* pending;            // [keys], number of the source of a prefetch that was not used yet, or 0
+    std::uint8_t* vacant;             // [keys], pre-evicted since its layer last ran
     std::int64_t* governor;           // useful, wasted, layers left to rest
     double min_useful;
     std::int64_t window, rest;
@@ -26,6 +28,16 @@ struct Counts {
         ++outcomes[pending[key] * kOutcomes + outcome];
         pending[key] = 0;
         return true;
+    }
+    // A layer loads these of its experts; those that were vacated before it are known no longer.
+    void load(std::int64_t layer, const std::vector<std::int64_t>& keys) const {
+        for (std::int64_t key : keys) of(layer, premature) += vacant[key];
+        std::fill_n(vacant + layer * experts, experts, std::uint8_t{0});
+    }
+    // Pre-evicted before a layer runs.
+    void vacate(std::int64_t layer, const std::vector<std::int64_t>& keys) const {
+        for (std::int64_t key : keys) vacant[key] = 1;
+        of(layer, vacated) += static_cast<std::int64_t>(keys.size());
     }
     // A layer begins to run these: the first `resident` are there, and the next `arriving` under way.
     void begin(std::int64_t layer, const std::vector<std::int64_t>& keys, std::int64_t resident) const {

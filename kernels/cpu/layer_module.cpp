@@ -17,6 +17,7 @@
 
 #include "bindings.hpp"
 #include "dense.hpp"
+#include "importance.hpp"
 #include "layer.hpp"
 #include "loads.hpp"
 #include "rank.hpp"
@@ -33,6 +34,20 @@ struct Ahead {
     std::int64_t layers, top, max_rows;  // of an input
 };
 
+// Slots that are freed for the next layer by its router's scores (`activeevict.PreEviction`).
+struct Release {
+    const float* weight;  // [E, H]; null: none are freed here
+    const float* bias;    // [E], or null
+    double threshold;
+    std::int64_t most, max_rows;  // slots for uncertainty; rows of an input
+};
+
+// Pairs are dropped whose experts do not fit (`activeevict.BudgetAwareTopK`).
+struct Budget {
+    std::int64_t narrowest;  // experts that a token keeps; 0: no pair is dropped
+    bool renormalise;
+};
+
 struct Layer : Pass {
     std::int64_t neurons, record_words;
     const std::uint8_t* states;  // `SlotState` of each expert of the layer [E]
@@ -41,11 +56,16 @@ struct Layer : Pass {
     const Counts* counters;
     Loads* loads;  // null: only passes without misses run here
     Ahead ahead;
+    Release release;
+    Budget budget;
     double* times;  // where kernels' seconds are added, by the wall's clock and the thread's; null: nobody asks
     // of one pass
     const float *hidden, *weights;
+    const std::int64_t* picked;  // ids [tokens, picked_k] before pairs were dropped
     float* out;
-    std::int64_t resident, arriving;
+    std::int64_t resident, arriving, picked_k, dropped;
+    std::vector<std::int64_t> kept_ids;  // of the pairs that run, where some were dropped
+    std::vector<float> kept_weights;
     std::vector<std::int64_t> run, missing;  // keys
     std::vector<float> scores;
 
@@ -128,6 +148,27 @@ PyObject* layer_ahead(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+// layer_active(layer, weight, bias or 0, threshold, most, max_rows, narrowest or 0, renormalise): `layer_step` frees slots
+// for the next layer by this router, which outlives it, where there is a weight, and drops pairs, where tokens keep some
+PyObject* layer_active(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 8)) return nullptr;
+    Layer* of = layer_of(args[0]);
+    if (!of) return nullptr;
+    const Release release{address<const float>(args[1]), address<const float>(args[2]), PyFloat_AsDouble(args[3]),
+                          PyLong_AsLongLong(args[4]), PyLong_AsLongLong(args[5])};
+    const Budget budget{PyLong_AsLongLong(args[6]), PyObject_IsTrue(args[7]) == 1};
+    if (PyErr_Occurred()) return nullptr;
+    const bool last = of->index + 1 == of->counters->layers;
+    if (!of->evicts() || budget.narrowest < 0 ||
+        (release.weight && (last || release.most < 0 || !of->evicts()->importance()))) {
+        refuse("there is no such pre-eviction or budget, layer", of->index);
+        return nullptr;
+    }
+    of->release = release;
+    of->budget = budget;
+    Py_RETURN_NONE;
+}
+
 // layer_times(layer, address of two doubles or 0)
 PyObject* layer_times(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
@@ -145,19 +186,48 @@ void group_pairs(Layer& of) {
         of.groups.push_back({of.starts[i], of.starts[i + 1], of.slots[of.used[i]] * of.neurons, of.neurons, false});
 }
 
-// Reads layer, hidden, ids, weights, tokens, top_k and out, and sorts the pairs. False: the pass is not for native code,
-// or an exception is set.
-bool read_pass(Layer& of, PyObject* const* args) {
+// Drops the pairs whose experts do not fit, and the columns in which nothing runs (`LayerView.reroute`).
+void drop_unfit(Layer& of) {
+    Loads& loads = *of.loads;
+    const std::int64_t tokens = of.tokens, top_k = of.top_k, vacant = loads.free_slots();
+    if (misses_fit(of.picked, tokens * top_k, of.states, of.experts, vacant)) return;
+    of.kept_ids.resize(static_cast<std::size_t>(tokens * top_k));
+    of.kept_weights.resize(of.kept_ids.size());
+    of.dropped = budget_top_k(of.picked, of.weights, tokens, top_k, of.states, of.experts, vacant, of.budget.narrowest,
+                              of.budget.renormalise, of.kept_ids.data(), of.kept_weights.data());
+    if (!of.dropped) return;
+    std::vector<std::int64_t> columns;
+    for (std::int64_t k = 0; k < top_k; ++k) {
+        bool used = false;
+        for (std::int64_t t = 0; t < tokens; ++t) used |= of.kept_weights[t * top_k + k] != 0.0f;
+        if (used) columns.push_back(k);
+    }
+    of.weights = of.kept_weights.data();
+    const auto left = static_cast<std::int64_t>(columns.size());
+    if (!left || left == top_k) return;
+    for (std::int64_t t = 0, at = 0; t < tokens; ++t)
+        for (std::int64_t k : columns) {
+            of.kept_ids[at] = of.kept_ids[t * top_k + k];
+            of.kept_weights[at++] = of.kept_weights[t * top_k + k];
+        }
+    of.top_k = left;
+}
+
+// Reads layer, hidden, ids, weights, tokens, top_k and out, and sorts the pairs; budget: of those that fit. False: the pass
+// is not for native code, or an exception is set.
+bool read_pass(Layer& of, PyObject* const* args, bool budget = false) {
     of.hidden = address<const float>(args[1]);
-    const std::int64_t* ids = address<const std::int64_t>(args[2]);
+    const std::int64_t* ids = of.picked = address<const std::int64_t>(args[2]);
     of.weights = address<const float>(args[3]);
     of.tokens = PyLong_AsLongLong(args[4]);
-    of.top_k = PyLong_AsLongLong(args[5]);
+    of.top_k = of.picked_k = PyLong_AsLongLong(args[5]);
     of.out = address<float>(args[6]);
+    of.dropped = 0;
     if (PyErr_Occurred()) return false;
     if (of.tokens < 1 || of.top_k < 1 || of.tokens * of.top_k > kMaxPairs) return false;
     if (const std::int64_t at = foreign(of, ids); at >= 0) return refuse("there is no such expert", ids[at]);
-    if (!sort_pairs(of, ids)) return false;
+    if (budget) drop_unfit(of);
+    if (!sort_pairs(of, of.dropped ? of.kept_ids.data() : ids)) return false;
     group_pairs(of);
     return true;
 }
@@ -279,6 +349,22 @@ bool look_ahead(Layer& of, std::uint8_t source) {
     return true;
 }
 
+// Frees slots for the next layer by its router's scores on this layer's input.
+void release_ahead(Layer& of) {
+    Loads& loads = *of.loads;
+    Importance& state = *of.evicts()->importance();
+    const Release& release = of.release;
+    const std::int64_t next = of.index + 1;
+    of.scores.resize(static_cast<std::size_t>(of.tokens * of.experts));
+    router_scores(of.hidden, of.tokens, release.weight, of.width, of.experts, release.bias, 0, of.scores.data());
+    importance_saw(state, of.index, of.picked, of.tokens);
+    const std::int64_t slots = importance_target(state, next, of.scores.data(), of.tokens, of.states + of.experts,
+                                                 release.threshold, release.most);
+    const auto leaving = loads.victims(slots - loads.free_slots());
+    loads.start({}, leaving, false);
+    of.counters->vacate(next, leaving);
+}
+
 // Runs what `plan_run` has ordered and unpins it: the seconds waited for copies; below 0: one was cancelled, and nothing
 // has changed.
 double finish(Layer& of) {
@@ -337,14 +423,20 @@ PyObject* layer_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("such a pass takes part of Python, layer", of->index);
         return nullptr;
     }
-    if (!read_pass(*of, args)) {
+    if (!read_pass(*of, args, of->budget.narrowest > 0)) {
         if (PyErr_Occurred()) return nullptr;
         Py_RETURN_NONE;
     }
-    if ((source && of->tokens > of->ahead.max_rows) || !settle_copies(*of) || !plan_run(*of)) Py_RETURN_NONE;
+    const bool releases = of->release.weight;
+    if ((source && of->tokens > of->ahead.max_rows) || (releases && of->tokens > of->release.max_rows) ||
+        (releases && of->picked_k != of->evicts()->importance()->top_k) || !settle_copies(*of) || !plan_run(*of))
+        Py_RETURN_NONE;
+    of->counters->of(of->index, Counts::dropped_pairs) += of->dropped;
+    if (releases) of->counters->load(of->index, of->missing);
     const bool missing = of->missing.size() + static_cast<std::size_t>(of->arriving) > 0;
     if (missing && !load_missing(*of, of->loads->victims(victims_wanted(*of)), decode_only)) return PyList_New(0);
     if (source && !look_ahead(*of, static_cast<std::uint8_t>(source))) return PyList_New(0);
+    if (releases) release_ahead(*of);
     const double waited_s = finish(*of);
     return waited_s < 0 ? list_of(of->run) : PyFloat_FromDouble(waited_s);
 }
@@ -405,6 +497,7 @@ PyObject* layer_finish(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyMethodDef layer_methods[] = {
     {"layer", fast(layer), METH_FASTCALL, "A layer on a pool."},
     {"layer_ahead", fast(layer_ahead), METH_FASTCALL, "Prefetch by the routers of the layers behind."},
+    {"layer_active", fast(layer_active), METH_FASTCALL, "Drop pairs that do not fit, and free slots for the next layer."},
     {"layer_times", fast(layer_times), METH_FASTCALL, "Time the kernels."},
     {"layer_step", fast(layer_step), METH_FASTCALL, "Run a layer."},
     {"layer_begin", fast(layer_begin), METH_FASTCALL, "Run a layer without misses, or find what it needs."},

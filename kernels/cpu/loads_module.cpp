@@ -44,9 +44,9 @@ bool check_keys(const std::vector<std::int64_t>& keys, std::int64_t end) {
     return true;
 }
 
-// counts(layers, experts, fields, outcomes, uses, pending, governor, min_useful, window, rest) -> capsule
+// counts(layers, experts, fields, outcomes, uses, pending, vacant, governor, min_useful, window, rest) -> capsule
 PyObject* counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 10)) return nullptr;
+    if (!expect(count, 11)) return nullptr;
     Counts of{};
     of.layers = PyLong_AsLongLong(args[0]);
     of.experts = PyLong_AsLongLong(args[1]);
@@ -54,10 +54,11 @@ PyObject* counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
     of.outcomes = address<std::int64_t>(args[3]);
     of.uses = address<std::int64_t>(args[4]);
     of.pending = address<std::uint8_t>(args[5]);
-    of.governor = address<std::int64_t>(args[6]);
-    of.min_useful = PyFloat_AsDouble(args[7]);
-    of.window = PyLong_AsLongLong(args[8]);
-    of.rest = PyLong_AsLongLong(args[9]);
+    of.vacant = address<std::uint8_t>(args[6]);
+    of.governor = address<std::int64_t>(args[7]);
+    of.min_useful = PyFloat_AsDouble(args[8]);
+    of.window = PyLong_AsLongLong(args[9]);
+    of.rest = PyLong_AsLongLong(args[10]);
     if (PyErr_Occurred()) return nullptr;
     auto* made = new Counts(of);
     PyObject* capsule = PyCapsule_New(made, kCounts, delete_counts);

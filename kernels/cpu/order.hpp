@@ -20,6 +20,7 @@ class Order {
     Order(const Order&) = delete;
 
     std::int64_t keys() const { return layers_ * experts_; }
+    Importance* importance() const { return importance_; }  // null: of another kind
     bool holds(std::int64_t key) const { return held_[key] != 0; }
     // An expert got a slot.
     void admitted(std::int64_t key);

@@ -16,7 +16,7 @@ from native_rigs import HOLD_S, RATE_GBPS, Stack, kernel_of, routed
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.slots import SlotPool
-from tiermoe.actors.engine.host_view import Routing
+from tiermoe.actors.engine.host_view import Asked, Routing
 from tiermoe.actors.engine.layer import Hooks
 from tiermoe.actors.engine.pre_evicting import PreEvicting
 from tiermoe.actors.engine.prefetching import RouterPrefetching
@@ -138,14 +138,16 @@ TOP = 3
 
 
 def active(drops: Any) -> Callable[[ExpertCache], Hooks]:
-    """ActiveEvict's hooks, with the next layer's scores by a matrix of the test's."""
-    routers = np.random.default_rng(4).standard_normal((LAYERS, SHAPE.hidden, EXPERTS)).astype(np.float32)
+    """ActiveEvict's hooks, by random routers."""
+    generator = torch.Generator().manual_seed(4)
+    routers = [LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None) for _ in range(LAYERS)]
 
     def hooks(cache: ExpertCache) -> Hooks:
         rule, blocks = BudgetAwareTopK(drops=drops), [SimpleNamespace(router=None)] * LAYERS
         ahead = PreEvicting(
-            PreEviction(TOP), cache, LAYERS, EXPERTS, lambda layer, view: view.hidden.numpy() @ routers[layer]
-        )
+            PreEviction(TOP), cache, LAYERS, EXPERTS, lambda layer, view: view.scores(Asked(routers[layer], False)),
+            routers,
+        )  # fmt: skip
         return Hooks((Rerouter(rule, cache, blocks, TOP),), (), (ahead,))  # type: ignore[arg-type]
 
     return hooks
@@ -156,6 +158,7 @@ def test_active_evict_in_native_calls(slots: int) -> None:
     """Dropped experts, vacated slots, victims and counters are those of the reference, and where Python runs a pass."""
     native = Stack(slots, "importance", hooks=active(NativeBudget()), importance=NativeImportance, top_k=TOP)
     python = Stack(slots, "importance", hooks=active(None), top_k=TOP).in_python()
+    assert [layer._whole for layer in native.layers] == [0 < i < LAYERS - 1 for i in range(LAYERS)]
     rng = np.random.default_rng(slots)
     for step in range(50):
         for index in range(LAYERS):

@@ -109,7 +109,7 @@ class CacheCounters:
     Attributes:
         uses: forwards that ran each expert since the counters were reset; the array object never changes.
         pending: prefetched keys that were not used yet.
-        vacant: keys that pre-eviction removed since their layers last ran.
+        vacant: 1 for each key that pre-eviction removed since its layer last ran.
         handle: counts the passes of native calls (`kernels/cpu/counts.hpp`), which `count_native` adds.
     """
 
@@ -123,16 +123,20 @@ class CacheCounters:
         self._bytes_of = slot_map.bytes_of
         self._divided, self._replicas = divided, replicas
         self.pending = Pending(2 * slot_map.keys)  # segments, or experts and replicas
-        self.vacant: set[int] = set()
+        self.vacant, self._none_vacant = bytearray(slot_map.keys), bytes(slot_map.keys)
         self._fields = np.zeros((len(stats.layers), _cpu.COUNTED), np.int64)
         self._outcomes = np.zeros((256, _cpu.OUTCOMES), np.int64)
-        arrays: list[Any] = [self._fields, self._outcomes, self.uses, self.pending.marks, governor.words]
+        arrays: list[Any] = [self._fields, self._outcomes, self.uses, self.pending.marks, self.vacant, governor.words]
         self._held = [np.frombuffer(one, np.uint8) for one in arrays]
-        fields, outcomes, uses, marks, words = (one.ctypes.data for one in self._held)
+        fields, outcomes, uses, marks, vacant, words = (one.ctypes.data for one in self._held)
         self.handle = _cpu.counts(
-            len(stats.layers), slot_map.experts, fields, outcomes, uses, marks, words, governor.min_useful,
+            len(stats.layers), slot_map.experts, fields, outcomes, uses, marks, vacant, words, governor.min_useful,
             governor.window, governor.rest,
         )  # fmt: skip
+
+    @property
+    def any_vacant(self) -> bool:
+        return self.vacant != self._none_vacant
 
     # -- a layer's forward -------------------------------------------------------------------------------
 
@@ -141,7 +145,7 @@ class CacheCounters:
         stats = self.stats.layers[layer]
         stats.forwards += 1
         stats.waves += plan.waves if plan.loads else 1
-        if self.vacant:
+        if self.vacant != self._none_vacant:
             self.premature(layer, plan.run[plan.resident + plan.arriving :])
         if self._divided:
             self._count_segments(stats, plan)
@@ -230,7 +234,7 @@ class CacheCounters:
         for layer, found in enumerate(self._fields.tolist()):
             if any(found):
                 stats, nbytes = self.stats.layers[layer], self._bytes_of(layer * self._experts)
-                forwards, hits, misses, prefetched_hits, late, demanded, wasted = found
+                forwards, hits, misses, prefetched_hits, late, demanded, wasted, vacated, premature, dropped = found
                 stats.forwards += forwards
                 stats.waves += forwards
                 stats.hits += hits
@@ -239,6 +243,9 @@ class CacheCounters:
                 stats.late_prefetches += late
                 stats.bytes_demanded_decode += demanded * nbytes
                 stats.bytes_wasted += wasted * nbytes
+                stats.vacated += vacated
+                stats.bytes_premature += premature * nbytes
+                self.stats.dropped += dropped
         self._fields[:] = 0
         for number, found in enumerate(self._outcomes[: self.pending.sources].tolist()):
             if any(found):
@@ -329,7 +336,8 @@ class CacheCounters:
 
     def vacated(self, layer: int, keys: Sequence[int]) -> None:
         """Pre-eviction removed these experts before `layer`."""
-        self.vacant.update(keys)
+        for key in keys:
+            self.vacant[key] = 1
         self.stats.layers[layer].vacated += len(keys)
 
     def check_integrity(self, held: AbstractSet[int]) -> None:
@@ -347,10 +355,10 @@ class CacheCounters:
     def premature(self, layer: int, missing: Sequence[int]) -> None:
         """Of these some may have been vacated since the layer last ran."""
         first = layer * self._experts
-        mine = self.vacant.intersection(range(first, first + self._experts))
-        self.vacant -= mine
-        again = mine.intersection(missing)
-        self.stats.layers[layer].bytes_premature += sum(map(self._bytes_of, again))
+        for key in missing:
+            if key < self._keys and self.vacant[key]:
+                self.stats.layers[layer].bytes_premature += self._bytes_of(key)
+        self.vacant[first : first + self._experts] = bytes(self._experts)
 
     def _count_segments(self, stats: LayerStats, plan: LayerPlan) -> None:
         """Count experts with all segments (hits), with a missing one (misses), and misses with the top resident."""
