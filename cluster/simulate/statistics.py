@@ -61,7 +61,7 @@ def routing_of(header: TraceHeader, requests: Iterable[Request]) -> Routing:
             request.append(np.full(rows, one.number))
             decode.append(np.full(rows, step.decode))
         ids = np.concatenate([step.ids for step in one.iterations])  # [t, L, K]
-        entropy += _entropies(np.concatenate([step.probabilities for step in one.iterations])).sum(0)
+        entropy += entropies(np.concatenate([step.probabilities for step in one.iterations])).sum(0)
         named = np.concatenate([step.next_ids for step in one.iterations])  # [t, L, D, K]
         found += np.nan_to_num(next_router_recall(named, ids)) * ids.shape[0]
     empty = np.empty((0, header.layers, header.top_k), header.id_dtype)
@@ -85,7 +85,7 @@ def next_router_recall(named: Ids, ids: Ids) -> Floats:
     return found
 
 
-def _entropies(probabilities: NDArray[np.floating]) -> Floats:
+def entropies(probabilities: NDArray[np.floating]) -> Floats:
     """Of distributions [..., E], which are normalised first, in nats [...]."""
     p = probabilities.astype(np.float64)
     p /= np.maximum(p.sum(-1, keepdims=True), 1e-12)
@@ -127,7 +127,7 @@ def popularity(uses: Floats) -> dict[str, float]:
         "lognormal_sigma": np.sqrt(variance),
         "max_over_mean": shares[:, -1] * experts,
         "top_quarter": shares[:, experts - max(1, experts // 4) :].sum(1),
-        "entropy": _entropies(shares) / math.log(max(2, experts)),
+        "entropy": entropies(shares) / math.log(max(2, experts)),
         "unused": (uses == 0).mean(1),
     }
     return {name: float(values.mean()) for name, values in figures.items()}

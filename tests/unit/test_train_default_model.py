@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,13 @@ from corpus import (
 )
 from data import token_byte_lengths, train_tokenizer
 from export import Figures, RunFacts, bars, calibration_section, export, measure, model_card, normalised_entropy
-from loop import LoopConfig, SharedState, Worker, stream_bits_per_byte
-from model import CausalAttention, TrainingForward, default_config, new_model
+from loop import LoopConfig, RouterLosses, SharedState, Worker, stream_bits_per_byte
+from model import CausalAttention, Losses, TrainingForward, burst_loss, default_config, new_model
 from optimizer import Budget, Phase, orthogonalise, phase_at, rate_at
 from passages import choose_passages, read_passages, write_passages
+from routing import heldout_documents, routing_figures
 from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.simulate.statistics import CACHES
 from train import command
 
 PHASES = (Phase(2.0, 32, 256),)
@@ -207,6 +210,70 @@ def test_schedule_warms_up_holds_and_falls() -> None:
     assert phase_at(0.0).length < phase_at(0.999).length == 2048
 
 
+# Routing
+
+
+def test_bursts_cost_and_popularity_does_not() -> None:
+    rng = np.random.default_rng(0)
+    popular = torch.tensor([4.0, 2, 1, 1]).repeat(2, 512, 1)
+    even = torch.from_numpy(rng.gumbel(size=(2, 512, 4))).float()
+    bursts = torch.from_numpy(rng.gumbel(size=(2, 32, 4))).float().repeat_interleave(16, dim=1)
+    assert float(burst_loss((popular + even).softmax(-1))) < 0.05
+    assert float(burst_loss((popular + bursts).softmax(-1))) > 0.3
+
+
+def test_balance_weight_follows_the_skew() -> None:
+    router = RouterLosses(skew=0.1, balance_range=(0.001, 0.1), balance_step=0.5)
+    balance, recent = torch.tensor([0.01, 0.01, 0.09]), torch.full((3, 4), 0.25)
+    recent[1:] = torch.tensor([0.7, 0.1, 0.1, 0.1])
+    router.follow(balance, recent)
+    assert balance.tolist() == pytest.approx([0.01 * math.exp(-0.5), 0.01 * math.exp(0.5), 0.1])
+
+
+def test_the_burst_loss_waits_for_the_first_steps() -> None:
+    router = RouterLosses(burst=0.02, burst_from=0.1, z=0.0)
+    one = torch.ones(2)
+    losses = Losses(torch.tensor(0.0), one, 10 * one, one, load=torch.zeros(2, 4))
+    balance = torch.tensor([0.01, 0.03])
+    assert float(router.total(losses, balance, 0.0)) == pytest.approx(0.04)
+    assert float(router.total(losses, balance, 0.1)) == float(router.total(losses, balance, 1.0)) == pytest.approx(0.44)
+
+
+def test_balance_follows_the_recent_load() -> None:
+    """The gradient lowers the experts of the load that is given, whatever this micro-batch chooses."""
+    config = tiny_config()
+    parameters = dict(new_model(config, seed=0).named_parameters())
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    forward = TrainingForward(config, parameters, torch.float32)
+    tokens = torch.randint(0, 300, (2, 33), generator=torch.Generator().manual_seed(0))
+    recent = torch.zeros(2, 8)
+    recent[:, 5] = 1.0
+    inputs: list[torch.Tensor] = []
+    losses = forward(tokens, 1.0, recent, inputs)
+    likely = [(h @ forward.router(layer).t()).softmax(-1)[:, 5].mean() for layer, h in enumerate(inputs)]
+    torch.testing.assert_close(losses.balance, 8 * torch.stack(likely))
+
+
+def test_routing_figures_of_held_out_documents(work_dir: Path) -> None:
+    for kind in KINDS:
+        path = work_dir / "tokens" / f"heldout-{kind}.bin"
+        tokens = np.fromfile(path, dtype=np.uint16)
+        tokens[::100] = 0  # documents of 100 tokens
+        tokens.tofile(path)
+    rows = heldout_documents(work_dir, 2, 64)
+    assert rows.shape == (6, 65)
+    assert ((rows == 0) == (np.arange(65) == 0)).all()
+    shared, _ = start(work_dir)
+    figures = routing_figures(TrainingForward(shared.config, shared.parameters, torch.float32), rows)
+    rates = [figures[f"hit_{name}"] for name in CACHES]
+    assert max(rates) == rates[CACHES.index("belady")] > 100 * 3 / 8
+    assert 0.5 < figures["entropy"] < 1.0
+    assert 0 < figures["next_router"] <= 1
+    assert len(figures["overlap"]) == 6
+    assert 0 < figures["other_cosine"] < 1
+
+
 # The loop
 
 
@@ -250,7 +317,7 @@ def test_two_workers_give_the_gradient_of_one(work_dir: Path) -> None:
     assert set(owners.values()) == {0, 1}
     for rank in range(2):
         worker = Worker(rank, two, pair, threading.Barrier(2), {})
-        worker.accumulate(worker._stream.next_rows(8, 32))
+        worker.accumulate(worker._stream.next_rows(8, 32), 0.0)
     name = "model.layers.0.self_attn.q_proj.weight"
     before = two.parameters[name].clone()
     for rank in range(2):
@@ -278,11 +345,11 @@ def test_exported_folder_loads_and_its_figures_are_in_the_card(work_dir: Path) -
     write_passages(choose_passages(documents, {}, bytes_per_kind=1500), work_dir / "heldout")
     out = work_dir / "model"
     export(shared.config, shared.parameters, work_dir, out)
-    figures = measure(out, sample_tokens=2)
+    figures = measure(out, sample_tokens=2, routing_tokens=64)
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert names <= {path.name for path in out.iterdir()}
     assert sum(figures.shares[0]) == pytest.approx(1.0, abs=1e-4)
-    card = model_card(figures, facts(), accelerator=False)
+    card = model_card(figures, facts())
     assert f"| all | {figures.bits_per_byte['all']:.3f} |" in card
 
 
@@ -292,14 +359,19 @@ def facts() -> RunFacts:
     return RunFacts(12_300_000, 900, 61.0, "2 cores of an Example, CPU", dict.fromkeys(names, counts))
 
 
+ROUTING = {
+    "hit_random": 40.0, "hit_lru": 44.0, "hit_lfu": 47.0, "hit_belady": 66.0, "hit_uniform": 34.4, "own_cosine": 0.9,
+    "other_cosine": 0.7, "entropy": 0.7, "next_router": 0.7, "gini": 0.2, "max_load": 2.5, "overlap": [0.25] * 6,
+}  # fmt: skip
+
+
 def test_card_states_figures_and_names_a_missed_bar() -> None:
     shares = [[0.25, 0.25, 0.25, 0.25], [0.01, 0.33, 0.33, 0.33]]
     figures = Figures(
-        {"python": 1.5, "c": 1.25, "prose": 1.75, "all": 1.5}, 200_000, shares, [0.1, 0.2], {"c": "int main"}
+        {"python": 1.2, "c": 1.25, "prose": 1.3, "all": 1.24}, 200_000, shares, [0.1, 0.2], {"c": "int main"}, ROUTING
     )
-    assert list(bars(figures, accelerator=False).values()) == [True, False]
-    assert list(bars(figures, accelerator=True).values()) == [False, False]
-    card = model_card(figures, facts(), accelerator=False)
+    assert list(bars(figures).values()) == [True, False, True, True, True, False]
+    card = model_card(figures, facts())
     for text in (
         "12.3 M tokens",
         "2 cores of an Example",
@@ -315,15 +387,15 @@ def test_card_states_figures_and_names_a_missed_bar() -> None:
 
 def test_a_new_card_keeps_the_section_on_the_calibration_text(tmp_path: Path) -> None:
     """Guards a loss: the section is written by hand, and the card was written anew without it."""
-    figures = Figures({"all": 1.5}, 200_000, [[0.5, 0.5]], [0.1], {"c": "int main"})
+    figures = Figures({"all": 1.5}, 200_000, [[0.5, 0.5]], [0.1], {"c": "int main"}, ROUTING)
     section = "## Calibration text\n\n`calibration/` is held out twice.\nAnd more.\n"
-    card = model_card(figures, facts(), False, section)
+    card = model_card(figures, facts(), section)
     assert f"\n\n{section}\n## Router health\n" in card
     (tmp_path / "README.md").write_text(card)
     assert calibration_section(tmp_path) is None  # the folder ships no such text
     (tmp_path / "calibration").mkdir()
-    assert model_card(figures, facts(), False, calibration_section(tmp_path)) == card
-    (tmp_path / "README.md").write_text(model_card(figures, facts(), False))
+    assert model_card(figures, facts(), calibration_section(tmp_path)) == card
+    (tmp_path / "README.md").write_text(model_card(figures, facts()))
     assert calibration_section(tmp_path) is None
     shipped = str(calibration_section(default_model_dir()))
     assert shipped.startswith("## Calibration text\n\n`calibration/` (")

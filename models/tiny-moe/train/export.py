@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import track
 from tokenizers import Tokenizer
@@ -19,10 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from corpus import KINDS
 from data import END_OF_TEXT
-from model import MAX_CONTEXT_TOKENS, new_model
+from model import MAX_CONTEXT_TOKENS, TrainingForward, new_model
 from passages import read_passages
+from routing import routing_figures
 
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+ROUTING_TOKENS = 768  # of a held-out passage, for the figures of routing
 _CALIBRATION = "## Calibration text"
 SAMPLE_PROMPTS = {
     "python": 'import json\nfrom pathlib import Path\n\n\ndef load_config(path):\n    """Read',
@@ -36,7 +39,8 @@ class Figures:
     """Measurements of the exported model on the shipped held-out passages.
 
     ``bits_per_byte`` has one entry per kind and ``all``; ``shares`` [layers][experts] are fractions of a layer's routed
-    tokens; ``kind_distances`` [layers] is the mean total variation between the loads of two kinds of text on a layer.
+    tokens; ``kind_distances`` [layers] is the mean total variation between the loads of two kinds of text on a layer;
+    ``routing``: of `routing_figures`, on the passages of ``ROUTING_TOKENS``.
     """
 
     bits_per_byte: dict[str, float]
@@ -44,10 +48,7 @@ class Figures:
     shares: list[list[float]]
     kind_distances: list[float]
     samples: dict[str, str]
-
-    @property
-    def least_share(self) -> float:
-        return min(min(layer) for layer in self.shares)
+    routing: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,18 @@ def export(config: Any, parameters: dict[str, Tensor], work_dir: Path, out_dir: 
 
 
 @torch.no_grad()
-def measure(model_dir: Path, sample_tokens: int = 64) -> Figures:
+def measure(model_dir: Path, sample_tokens: int = 64, routing_tokens: int = ROUTING_TOKENS) -> Figures:
     """Load the folder as a user would, and compute its figures in float32."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    passages: dict[str, list[list[int]]] = {kind: [] for kind in KINDS}
     bits, sizes = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
     experts = model.config.num_experts
     counts = {kind: torch.zeros(model.config.num_hidden_layers, experts) for kind in KINDS}
     for passage in track(read_passages(model_dir / "heldout"), description="held-out passages"):
         # Truncation never happens with shipped passages: 4 KB are below 2048 tokens.
-        ids = torch.tensor([[0, *tokenizer(passage.text).input_ids]])
+        passages[passage.kind].append([0, *tokenizer(passage.text).input_ids])
+        ids = torch.tensor([passages[passage.kind][-1]])
         out = model(ids, output_router_logits=True)
         nats = torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:], reduction="sum")
         bits[passage.kind] += float(nats) / math.log(2)
@@ -115,21 +118,44 @@ def measure(model_dir: Path, sample_tokens: int = 64) -> Figures:
         mask = torch.ones_like(ids)
         out_ids = model.generate(ids, attention_mask=mask, max_new_tokens=sample_tokens, do_sample=False)
         samples[kind] = tokenizer.decode(out_ids[0, 1:], skip_special_tokens=True)
-    return Figures(per_kind, sum(sizes.values()), shares, distances, samples)
+    forward = TrainingForward(model.config, dict(model.named_parameters()), torch.float32)
+    in_turn = [ids for together in itertools.zip_longest(*passages.values(), fillvalue=[]) for ids in together]
+    rows = np.array([ids[: routing_tokens + 1] for ids in in_turn if len(ids) > routing_tokens])
+    return Figures(per_kind, sum(sizes.values()), shares, distances, samples, routing_figures(forward, rows))
 
 
 def _shares(counts: Tensor) -> Tensor:
     return counts / counts.sum(1, keepdim=True)
 
 
-def bars(figures: Figures, accelerator: bool) -> dict[str, bool]:
+def bars(figures: Figures) -> dict[str, bool]:
     """The conditions that the shipped model must meet, by their sentence."""
-    limit = 1.3 if accelerator else 1.8
-    uniform = 1 / len(figures.shares[0])
+    routing = figures.routing
+    own = routing["own_cosine"] - routing["other_cosine"]
     return {
-        f"held-out text takes at most {limit} bits per byte": figures.bits_per_byte["all"] <= limit,
-        "every expert of every layer gets at least 1/8 of the uniform share": figures.least_share >= uniform / 8,
+        "held-out text takes at most 1.25 bits per byte": figures.bits_per_byte["all"] <= 1.25,
+        "random eviction hits within two points of the resident share": (
+            abs(routing["hit_random"] - routing["hit_uniform"]) <= 2
+        ),
+        "LFU hits three points more than LRU": routing["hit_lfu"] >= routing["hit_lru"] + 3,
+        "the load of a document's halves is closer than that of two documents', by 0.15 of cosine": own >= 0.15,
+        "a token's router probabilities have at most 0.75 of the greatest entropy": routing["entropy"] <= 0.75,
+        "a router names 0.75 to 0.9 of its experts one layer early": 0.75 <= routing["next_router"] <= 0.9,
     }
+
+
+_ROUTING_ROWS = {
+    "hit_random": "hits with a third of the experts resident, random eviction, %",
+    "hit_lru": "LRU, %",
+    "hit_lfu": "LFU, %",
+    "hit_belady": "Belady's optimum, %",
+    "own_cosine": "cosine of the loads of a document's two halves",
+    "other_cosine": "cosine of the loads of halves of two documents",
+    "entropy": "entropy of a token's router probabilities over its maximum",
+    "next_router": "share of a layer's experts that its router names from the input of the router before",
+    "gini": "Gini coefficient of the load",
+    "max_load": "load of a layer's most used expert over the mean",
+}
 
 
 def normalised_entropy(shares: list[float]) -> float:
@@ -147,7 +173,7 @@ def describe_hardware(device: str, workers: int) -> str:
     return f"{workers} core{'s' if workers > 1 else ''} of an {name}, CPU"
 
 
-def model_card(figures: Figures, facts: RunFacts, accelerator: bool, calibration: str | None = None) -> str:
+def model_card(figures: Figures, facts: RunFacts, calibration: str | None = None) -> str:
     """The card as Markdown, with the section on the calibration text if there is one."""
     corpus, uniform = facts.corpus, 1 / len(figures.shares[0])
     corpus_rows = [
@@ -178,7 +204,10 @@ def model_card(figures: Figures, facts: RunFacts, accelerator: bool, calibration
         calibration="" if calibration is None else f"\n{calibration}",
         uniform=f"{uniform:.4f}",
         router_rows="\n".join(router_rows),
-        bars="\n".join(f"- {'met' if met else 'MISSED'}: {text}" for text, met in bars(figures, accelerator).items()),
+        routing_tokens=ROUTING_TOKENS,
+        routing_rows="\n".join(f"| {text} | {figures.routing[name]} |" for name, text in _ROUTING_ROWS.items()),
+        overlap_rows=" | ".join(f"{share:.3f}" for share in figures.routing["overlap"]),
+        bars="\n".join(f"- {'met' if met else 'MISSED'}: {text}" for text, met in bars(figures).items()),
         samples="\n".join(samples),
     )
 

@@ -24,6 +24,7 @@ from corpus import KINDS
 from data import BatchStream
 from model import Losses, TrainingForward
 from optimizer import PHASES, Budget, OptimizerConfig, Phase, SharedOptimizer, phase_at, rate_at
+from routing import heldout_documents, routing_figures
 from tiermoe.errors import RuntimeFailure
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -37,18 +38,47 @@ class WorkerFailedError(RuntimeFailure):
 
 
 @dataclass(frozen=True)
+class RouterLosses:
+    """Weights of each layer's router losses (``Losses``).
+
+    The balance weight of a layer follows its load: it rises while the variance of the relative load is above ``skew``,
+    and falls while it is below. A constant weight that leaves trained routers some skew loses most experts in the first
+    steps, before the embedding tells tokens apart.
+    """
+
+    skew: float = 0.24
+    balance_first: float = 0.1
+    balance_range: tuple[float, float] = (2e-4, 0.1)
+    balance_step: float = 0.06  # greatest change of the weight's logarithm in a step
+    burst: float = 0.01
+    burst_from: float = 0.03  # progress until which the burst weight rises from 0
+    z: float = 0.0
+
+    def total(self, losses: Losses, balance: Tensor, progress: float) -> Tensor:
+        """``balance`` [layers]: the current weights."""
+        burst = self.burst * min(1.0, progress / self.burst_from)
+        return (balance * losses.balance).sum() + burst * losses.burst.sum() + self.z * losses.z.sum()
+
+    def follow(self, balance: Tensor, recent: Tensor) -> None:
+        """Move the weights ``balance`` [layers] after a step that left the shares ``recent`` [layers, E]."""
+        variance = (recent * recent.shape[1] - 1).square().mean(1)
+        change = (variance / self.skew - 1).clamp(-1, 1) * self.balance_step
+        balance.mul_(change.exp()).clamp_(*self.balance_range)
+
+
+@dataclass(frozen=True)
 class LoopConfig:
     work_dir: Path
     budget: Budget
     seed: int = 0
     workers: int = 2
-    balance_weight: float = 0.06  # of the mean over layers
-    z_weight: float = 1e-3
+    router: RouterLosses = field(default_factory=RouterLosses)
+    load_memory: float = 0.7  # share of the earlier steps in the load that the balance loss sees
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     phases: tuple[Phase, ...] = PHASES
     micro_tokens: int = 4096
     report_every_s: float = 20
-    evaluate_every_s: float = 300
+    evaluate_every_s: float = 1200
     checkpoint_every_s: float = 180
     compute_dtype: torch.dtype = torch.bfloat16
 
@@ -120,14 +150,29 @@ class SharedState:
         self.parameters = {name: p.detach() for name, p in parameters.items()}
         self.grads = [{name: torch.zeros_like(p) for name, p in self.parameters.items()} for _ in range(loop.workers)]
         self.counters = torch.zeros(3, dtype=torch.float64)  # steps, tokens, active seconds
-        for tensor in [*self.parameters.values(), *(t for g in self.grads for t in g.values()), self.counters]:
+        layers, experts = config.num_hidden_layers, config.num_experts
+        # The balance loss is over the whole batch and the steps before it, never over one micro-batch: balance within
+        # a few rows would forbid that experts specialise in a kind of text.
+        self.step_load = torch.zeros(loop.workers, layers, experts)  # of the current step
+        device = next(iter(self.parameters.values())).device
+        self.recent = torch.full((layers, experts), 1 / experts, device=device)  # shares of the last steps' load
+        self.balance = torch.full((layers,), loop.router.balance_first, device=device)  # weights of the balance loss
+        state = [*self.parameters.values(), self.counters, self.step_load, self.recent, self.balance]
+        for tensor in [*state, *(t for g in self.grads for t in g.values())]:
             if tensor.device.type == "cpu":
                 tensor.share_memory_()
         self.optimizer = SharedOptimizer(self.parameters, self.grads, loop.optimizer)
 
     def _tensors(self) -> dict[str, Tensor]:
         parameters = {f"parameter.{name}": p for name, p in self.parameters.items()}
-        return parameters | {f"optimizer.{name}": t for name, t in self.optimizer.state().items()}
+        optimizer = {f"optimizer.{name}": t for name, t in self.optimizer.state().items()}
+        return parameters | optimizer | {"recent": self.recent, "balance": self.balance}
+
+    def remember_load(self, memory: float) -> None:
+        """Move ``step_load`` into ``recent``, which keeps the share ``memory`` of what it was."""
+        load = self.step_load.sum(0).to(self.recent.device)
+        self.recent.lerp_(load / load.sum(1, keepdim=True), 1 - memory)
+        self.step_load.zero_()
 
     def save(self, folder: Path, stream: BatchStream) -> None:
         """Write a checkpoint; the final rename makes it current."""
@@ -182,7 +227,7 @@ class Worker:
         started_s = time.process_time()
         phase = phase_at(progress, self._loop.phases)
         rows = self._stream.next_rows(phase.batch_tokens // phase.length, phase.length)
-        self.accumulate(rows)
+        self.accumulate(rows, progress)
         self._barrier.wait()
         momentum = min(0.95, 0.85 + 0.1 * step / 200)
         self._shared.optimizer.step(self._owned, step, rate_at(progress, step), momentum)
@@ -191,25 +236,30 @@ class Worker:
         self._barrier.wait()
         self._forward.refresh()
 
-    def accumulate(self, rows: np.ndarray) -> None:
+    def accumulate(self, rows: np.ndarray, progress: float) -> None:
         """Add the gradients of this worker's part of ``rows`` [B, L + 1], in micro-batches."""
         loop, (count, length) = self._loop, (rows.shape[0], rows.shape[1] - 1)
         tokens = torch.from_numpy(np.ascontiguousarray(rows[self._rank :: loop.workers])).to(self._forward.device)
         for micro in tokens.split(max(1, loop.micro_tokens // length)):
-            losses = self._forward(micro, 1 / (count * length))
-            extra = loop.balance_weight * losses.balance + loop.z_weight * losses.z
+            losses = self._forward(micro, 1 / (count * length), self._shared.recent)
+            extra = loop.router.total(losses, self._shared.balance, progress)
             (losses.cross_entropy + len(micro) / count * extra).backward()
+            self._shared.step_load[self._rank] += losses.load.cpu()
             self._reporter.add(losses, loop.workers)
 
     def _housekeep(self, step: int, new_tokens: int, started_s: float, progress: float) -> None:
         counters, reporter = self._shared.counters, self._reporter
+        self._shared.remember_load(self._loop.load_memory)
+        self._loop.router.follow(self._shared.balance, self._shared.recent)
         reporter.end_step(new_tokens)
         counters += torch.tensor([1, new_tokens, time.process_time() - started_s], dtype=torch.float64)
         if reporter.due("report", self._loop.report_every_s):
-            reporter.report(counters.tolist(), progress)
+            reporter.report(counters.tolist(), progress, self._shared.balance)
         if reporter.due("evaluate", self._loop.evaluate_every_s):
             self._forward.refresh()
-            reporter.write({"step": step, **stream_bits_per_byte(self._forward, self._loop.work_dir)})
+            bits = stream_bits_per_byte(self._forward, self._loop.work_dir)
+            routing = routing_figures(self._forward, heldout_documents(self._loop.work_dir))
+            reporter.write({"step": step, **bits, **routing})
         if reporter.due("checkpoint", self._loop.checkpoint_every_s):
             self._shared.save(self._loop.work_dir, self._stream)
 
@@ -224,15 +274,16 @@ class Reporter:
         self._clear()
 
     def _clear(self) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64)  # loss, balance, z
+        self._sums = torch.zeros(4, dtype=torch.float64)  # loss, balance, burst, z
         self._micros, self._steps, self._tokens = 0, 0, 0
         self._load: Tensor | float = 0.0  # [layers, E]
         self._since_s = time.monotonic()
 
     def add(self, losses: Losses, workers: int) -> None:
         """Add one micro-batch; its loss is this worker's part of a step's mean."""
-        values = (losses.cross_entropy.detach() * workers, losses.balance.detach(), losses.z.detach())
-        self._sums += torch.stack(values).double().cpu()
+        values = losses.detached().double().cpu()
+        values[0] *= workers
+        self._sums += values
         self._micros += 1
         self._load = losses.load + self._load
 
@@ -248,11 +299,14 @@ class Reporter:
         self._last_s[what] = now_s
         return True
 
-    def report(self, counters: list[float], progress: float) -> None:
-        """Write the means since the last report; shares are multiples of the uniform share."""
+    def report(self, counters: list[float], progress: float, weights: Tensor) -> None:
+        """Write the means since the last report; shares are multiples of the uniform share.
+
+        ``weights`` [layers]: of the balance loss; the least, the mean and the greatest are written.
+        """
         steps, tokens, active_s = counters
         shares = _relative_shares(self._load)
-        loss, balance, z = self._sums.tolist()
+        loss, balance, burst, z = self._sums.tolist()
         self.write(
             {
                 "step": int(steps),
@@ -261,7 +315,10 @@ class Reporter:
                 "active_s": round(active_s),
                 "loss": round(loss / self._steps, 4),
                 "balance": round(balance / self._micros, 4),
+                "burst": round(burst / self._micros, 4),
                 "z": round(z / self._micros, 3),
+                "balance_weight": [round(float(w), 5) for w in (weights.min(), weights.mean(), weights.max())],
+                "variance": round(float((shares - 1).square().mean()), 3),
                 "min_share": round(float(shares.min()), 3),
                 "max_share": round(float(shares.max()), 3),
                 "tokens_per_s": round(self._tokens / (time.monotonic() - self._since_s)),

@@ -20,14 +20,15 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 MAX_CONTEXT_TOKENS = 2048
 _ATTENTION_BLOCK = 128  # queries
 _ROW_MULTIPLE = 64  # of an expert's rows
+_BURST_DISTANCES = (1, 2, 4, 8, 16, 32, 64)  # tokens
 
 
 def default_config(**changes: Any) -> Any:
     """The ``Qwen3MoeConfig`` of the default model, with ``changes`` for tests."""
     fields: dict[str, Any] = {
-        "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True,
+        "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True,
         "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
         "max_position_embeddings": MAX_CONTEXT_TOKENS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -37,16 +38,22 @@ def default_config(**changes: Any) -> Any:
 
 
 def new_model(config: Any, seed: int) -> Any:
-    """A float32 model with initial weights: variance by fan-in, residual outputs scaled by depth."""
+    """A float32 model with initial weights: variance by fan-in, residual outputs scaled by depth.
+
+    The embedding is large beside the layers' outputs, and the last norm small, so that the logits are not. With a small
+    embedding all tokens of a row look alike to the routers in the first hundred steps, and most experts get no token.
+    """
     model = Qwen3MoeForCausalLM(config).float()
     generator = torch.Generator().manual_seed(seed)
     residual = 1 / math.sqrt(2 * config.num_hidden_layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2:
-                parameter.fill_(1.0)
+                parameter.fill_(0.2 if name == "model.norm.weight" else 1.0)
                 continue
-            std = 0.02 if name.endswith("embed_tokens.weight") else 0.6 / math.sqrt(parameter.shape[-1])
+            std = 0.3 if name.endswith("embed_tokens.weight") else 0.6 / math.sqrt(parameter.shape[-1])
+            if name.endswith("gate.weight"):  # logits of unit variance: a router that chooses from the first step
+                std = 1 / math.sqrt(parameter.shape[-1])
             if name.endswith(("o_proj.weight", "down_proj")):
                 std = residual / math.sqrt(parameter.shape[-1])
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
@@ -55,12 +62,23 @@ def new_model(config: Any, seed: int) -> Any:
 
 @dataclass(frozen=True)
 class Losses:
-    """Sums and means of one micro-batch; ``load`` [layers, E] counts the tokens of each expert."""
+    """Of one micro-batch: the sum of the cross entropy over its tokens, and each router's losses [layers].
+
+    ``balance``: E times the dot product of the recent load's shares and the mean probabilities, 1 for even load.
+    ``burst``: the autocorrelation of a row's router probabilities around their mean over the row, where it is positive;
+    the mean over a few distances. Popularity in the row costs nothing; its coming in bursts does.
+    ``z``: the mean squared log-sum-exp of the logits. ``load`` [layers, E] counts the tokens of each expert.
+    """
 
     cross_entropy: Tensor
     balance: Tensor
+    burst: Tensor
     z: Tensor
     load: Tensor
+
+    def detached(self) -> Tensor:
+        """The four losses [4] in the order of the fields, the routers' averaged over the layers."""
+        return torch.stack([loss.detach().mean() for loss in (self.cross_entropy, self.balance, self.burst, self.z)])
 
 
 class TrainingForward:
@@ -70,7 +88,7 @@ class TrainingForward:
     """
 
     def __init__(self, config: Any, parameters: dict[str, Tensor], compute_dtype: torch.dtype) -> None:
-        self._config = config
+        self.config = config
         self._dtype = compute_dtype
         self._parameters = parameters
         self._low = {
@@ -84,36 +102,51 @@ class TrainingForward:
     def device(self) -> torch.device:
         return self._parameters["model.embed_tokens.weight"].device
 
+    def router(self, layer: int) -> Tensor:
+        """The router's weight [E, D] of ``layer``."""
+        return self._parameters[f"model.layers.{layer}.mlp.gate.weight"]
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the weights into the compute type; call after every optimizer step."""
         for name, low in self._low.items():
             low.copy_(self._parameters[name])
 
-    def __call__(self, tokens: Tensor, scale: float) -> Losses:
-        """Losses of ``tokens`` [B, L + 1]; the cross entropy is summed and multiplied by ``scale``."""
+    def __call__(
+        self, tokens: Tensor, scale: float, recent: Tensor | None = None, routing: list[Tensor] | None = None
+    ) -> Losses:
+        """Losses of ``tokens`` [B, L + 1]; the cross entropy is summed and multiplied by ``scale``.
+
+        ``recent`` [layers, E]: the shares of the load over the last steps, which the balance loss evens out; the
+        micro-batch's own without it. Each layer's router input [N, D] is appended to ``routing``.
+        """
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        config = self._config
+        config = self.config
         cos, sin = _rotary(inputs.shape[1], config, tokens.device)
         x = F.embedding(inputs.reshape(-1), self._parameters["model.embed_tokens.weight"])  # [N, D] float32
-        balance, z, load = x.new_zeros(()), x.new_zeros(()), []
+        losses, load = [], []
         for layer in range(config.num_hidden_layers):
             x = x + self._attention(x, f"model.layers.{layer}.", inputs.shape, cos, sin)
-            out, layer_balance, layer_z, counts = self._experts(x, f"model.layers.{layer}.")
+            prefix = f"model.layers.{layer}."
+            h = _rms(x, self._parameters[prefix + "post_attention_layernorm.weight"], config.rms_norm_eps)
+            if routing is not None:
+                routing.append(h)
+            out, layer_losses, counts = self._experts(
+                h, prefix, inputs.shape, None if recent is None else recent[layer]
+            )
             x = x + out
-            balance, z = balance + layer_balance, z + layer_z
+            losses.append(layer_losses)
             load.append(counts)
         hidden = _rms(x, self._parameters["model.norm.weight"], config.rms_norm_eps).to(self._dtype)
         name = "model.embed_tokens.weight"
         loss = LinearCrossEntropy.apply(hidden, self._parameters[name], self._low[name], targets.reshape(-1), scale)
-        layers = config.num_hidden_layers
-        return Losses(loss, balance / layers, z / layers, torch.stack(load))
+        return Losses(loss, *torch.stack(losses, 1), load=torch.stack(load))
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return LowLinear.apply(x, self._parameters[name], self._low[name])
 
     def _attention(self, x: Tensor, prefix: str, shape: torch.Size, cos: Tensor, sin: Tensor) -> Tensor:
-        config, p = self._config, self._parameters
+        config, p = self.config, self._parameters
         batch, length = shape
         heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         h = _rms(x, p[prefix + "input_layernorm.weight"], config.rms_norm_eps).to(self._dtype)
@@ -130,22 +163,32 @@ class TrainingForward:
         out = CausalAttention.apply(q, k, v).view(batch, heads, length, width)
         return self._linear(out.transpose(1, 2).reshape(batch * length, -1), attention + "o_proj.weight")
 
-    def _experts(self, x: Tensor, prefix: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        config, p = self._config, self._parameters
-        h = _rms(x, p[prefix + "post_attention_layernorm.weight"], config.rms_norm_eps)
+    def _experts(
+        self, h: Tensor, prefix: str, shape: torch.Size, recent: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config, p = self.config, self._parameters
         logits = h @ p[prefix + "mlp.gate.weight"].t()  # [N, E] float32
         probabilities = logits.softmax(-1)
         weight, index = probabilities.topk(config.num_experts_per_tok, dim=-1)
         weight = weight / weight.sum(-1, keepdim=True)
         counts = torch.bincount(index.reshape(-1), minlength=config.num_experts)
-        share = counts.float() / index.numel()
+        share = counts.float() / index.numel() if recent is None else recent
         balance = config.num_experts * (share * probabilities.mean(0)).sum()
+        burst = burst_loss(probabilities.view(*shape, -1))
         z = logits.logsumexp(-1).square().mean()
         names = prefix + "mlp.experts.gate_up_proj", prefix + "mlp.experts.down_proj"
         out = ExpertsFunction.apply(
             h.to(self._dtype), index, weight, p[names[0]], p[names[1]], self._low[names[0]], self._low[names[1]]
         )
-        return out, balance, z, counts
+        return out, torch.stack((balance, burst, z)), counts
+
+
+def burst_loss(probabilities: Tensor) -> Tensor:
+    """Autocorrelation of router probabilities [B, L, E] around their row's mean: the positive part, over distances."""
+    centred = probabilities - probabilities.mean(1, keepdim=True)
+    variance = centred.square().mean((0, 1)).sum() + 1e-9
+    products = [(centred[:, :-d] * centred[:, d:]).mean((0, 1)).sum() for d in _BURST_DISTANCES if d < centred.shape[1]]
+    return (torch.stack(products) / variance).relu().mean()
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -65,9 +65,10 @@ def rate_at(progress: float, step: int) -> float:
 class OptimizerConfig:
     """Peak learning rates and decays; the schedule multiplies every rate."""
 
-    muon_rate: float = 0.02
+    muon_rate: float = 0.015
     adam_rate: float = 4e-3
-    router_rate: float = 2e-3
+    embedding_rate: float = 0.03  # its initial weights are larger than those of the layers
+    router_rate: float = 4e-3
     muon_decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.98)
 
@@ -132,7 +133,11 @@ class SharedOptimizer:
         first = self._state[f"first.{name}"].lerp_(grad, 1 - beta1)
         second = self._state[f"second.{name}"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         denominator = (second / (1 - beta2**step)).sqrt_().add_(1e-10)
-        peak = self._config.router_rate if name.endswith("gate.weight") else self._config.adam_rate
+        peak = self._config.adam_rate
+        if name.endswith("gate.weight"):
+            peak = self._config.router_rate
+        elif name.endswith("embed_tokens.weight"):
+            peak = self._config.embedding_rate
         parameter.addcdiv_(first / (1 - beta1**step), denominator, value=-rate * peak)
 
     def state(self) -> dict[str, Tensor]:
