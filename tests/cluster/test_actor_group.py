@@ -85,7 +85,7 @@ def test_status_shows_every_gpu(runtime: Deployment, prompt: tuple[int, ...]) ->
         )
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
-    for text in ("shard/1", "ndp/1", "endpoints", "GPUs", "in 64 slots", "on all GPUs"):
+    for text in ("shard/1", "ndp/1", "endpoints", "GPUs", "in 128 slots", "on all GPUs"):
         assert text in said[0], said[0]
     (record,) = json.loads(said[1])["deployments"]
     assert [gpu["shard"] for gpu in record["gpus"]] == ["shard/0", "shard/1"]

@@ -35,7 +35,8 @@ def store(bare_store: ExpertStore, tmp_path_factory: pytest.TempPathFactory) -> 
     """With equal sensitivities and a random profile."""
     path = tmp_path_factory.mktemp("default") / "store"
     shutil.copytree(bare_store.describe().path, path)
-    (path / SENSITIVITY_NAME).write_bytes(encode_sensitivity((1.0,) * 8, read_manifest(path), 100))
+    manifest = read_manifest(path)
+    (path / SENSITIVITY_NAME).write_bytes(encode_sensitivity((1.0,) * len(manifest.layers), manifest, 100))
     add_random_profile(path, 4)
     return ExpertStore(str(path))
 

@@ -95,7 +95,7 @@ def test_two_policies_side_by_side(tmp_path: Path) -> None:
     assert asked[0] == asked[1] > 0  # the same tokens, so the same experts
     assert next_gate["spread"]["prefetched_hits"]["median"] > 0
     assert "prefetched_hits" in on_demand["spread"]
-    assert len(on_demand["layers"]) == 8
+    assert len(on_demand["layers"]) == 16
     assert not journal_file(out).exists()
 
 
@@ -277,7 +277,7 @@ def test_buddymoe_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert quality["picks"] > quality["substitutions"] + quality["dropped"]
         assert row["spread"]["tpot_s"]["median"] > 0
     assert len(report.bars) == 16
-    assert len(report.figures["profile"]["best_cosine"]) == 8
+    assert len(report.figures["profile"]["best_cosine"]) == 16
     assert {c["verdict"] for c in report.figures["comparisons"]} <= {"better", "tie", "worse"}
 
 
@@ -354,7 +354,7 @@ def test_the_matcher_s_benchmark_prints_one_json_object(monkeypatch: pytest.Monk
         "mixtral-8x7b": (32, 8, 2),
         "qwen1.5-moe": (24, 60, 4),
         "deepseek-v2-lite": (26, 64, 6),
-        "default": (8, 32, 4),
+        "default": (16, 32, 4),
     }
     model = "mixtral-8x7b"
     monkeypatch.setattr(micro_channels, "model_shapes", lambda: {model: shapes[model]})
@@ -412,7 +412,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_profile_of_the_default_model(profiled: Path) -> None:
     profile = read_profile(profiled, read_manifest(profiled))
-    assert (profile.layers, profile.experts) == (8, 32)
+    assert (profile.layers, profile.experts) == (16, 32)
     assert np.ptp(profile.activations.sum(1)) == 0  # every token picks four experts in every layer
     assert profile.binary.sum((1, 2)).tolist() == (profile.activations.sum(1) * 3).tolist()
     sizes = [profile.buddies(BuddyOptions(alpha=alpha)).sizes for alpha in (0.3, 0.6, 0.95)]
@@ -420,7 +420,7 @@ def test_the_profile_of_the_default_model(profiled: Path) -> None:
     assert (sizes[1] <= sizes[2]).all()
     assert sizes[2].max() == 16
     taus = profile.taus(15)
-    assert len(taus) == 8
+    assert len(taus) == 16
     assert all(0 < tau < 1 for tau in taus)
 
 

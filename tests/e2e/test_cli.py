@@ -371,7 +371,7 @@ def test_record_prepare_replay(command: Command, tmp_path: Path) -> None:
     assert code == 0, err
     said = json.loads(out)
     assert (said["origin"], said["repeated_8grams"]) == ("text, teacher-forced", 0.0)
-    assert (said["requests"], said["layers"], said["experts"], said["top_k"]) == (2, 8, 32, 4)
+    assert (said["requests"], said["layers"], said["experts"], said["top_k"]) == (2, 16, 32, 4)
     assert said["complete"]
     assert said["bytes"] < 3 * said["rows"] * said["bytes_per_row"]
     requests = list(Trace(trace).requests())

@@ -35,7 +35,7 @@ from tiermoe.errors import ConfigError, StoreError, TraceError
 KV = KvSettings(page_size=32, num_blocks=128)
 LINK = LinkSettings(gbps=2.0, latency_us=10)
 STEPPED = LinkSettings(gbps=0.7, latency_us=10.0, layer_us=900.0)  # a clock that layers move
-LAYERS, NEURONS = 8, 128
+LAYERS, EXPERTS, NEURONS = 16, 32, 64
 slow = pytest.mark.slow
 
 
@@ -333,13 +333,15 @@ def test_ordered_neurons(theta: float | None, ordered_store: ExpertStore, refere
 @slow
 @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
 def test_one_buffer_slot_and_one_top_of_each_layer(prefetch: str, store: ExpertStore, reference: Reference) -> None:
-    with serving(store, custom(prefetch, 0.5, 5 / 256, "lcp", buffer=1)) as worker:
-        worker.engine.cache.recut(SplitLayout(NEURONS, (64,) * LAYERS, (1,) * LAYERS, 1))
+    slots = LAYERS // 2 + 1  # half an expert of each layer, and one buffer slot
+    with serving(store, custom(prefetch, 0.5, slots / (LAYERS * EXPERTS), "lcp", buffer=1)) as worker:
+        worker.engine.cache.recut(SplitLayout(NEURONS, (NEURONS // 2,) * LAYERS, (1,) * LAYERS, 1))
         reference.check(worker, 5)
 
 
-MIXED = SplitLayout(NEURONS, (128, 96, 64, 0, 13, 51, 127, 1), (4, 6, 10, 0, 32, 8, 3, 1), 6)
-CUTS = [MIXED, *(SplitLayout.uniform(LAYERS, 32, NEURONS, 64 * NEURONS, theta, 4) for theta in (0.0, 0.75, 1.0, 0.25))]
+QUARTER = LAYERS * EXPERTS // 4 * NEURONS
+MIXED = SplitLayout(NEURONS, (64, 48, 32, 0, 7, 25, 63, 1) * 2, (4, 6, 10, 0, 32, 8, 3, 1) * 2, 6)
+CUTS = [MIXED, *(SplitLayout.uniform(LAYERS, EXPERTS, NEURONS, QUARTER, theta, 4) for theta in (0.0, 0.75, 1.0, 0.25))]
 
 
 def recut_every(engine: ExpertEngine, forwards: int) -> Callable[[], int]:
@@ -350,7 +352,7 @@ def recut_every(engine: ExpertEngine, forwards: int) -> Callable[[], int]:
         seen[0] += 1
         turn, rest = divmod(seen[0], forwards)
         if rest == 0:
-            engine.cache.recut(CUTS[(turn - 1) % len(CUTS)], engine.cache.eviction.ranked(range(256)))
+            engine.cache.recut(CUTS[(turn - 1) % len(CUTS)], engine.cache.eviction.ranked(range(LAYERS * EXPERTS)))
             engine.cache.check_integrity()
         begin(sequences)
 

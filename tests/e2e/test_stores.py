@@ -20,7 +20,7 @@ from tiermoe.actors.store.files import ExpertStore, StoreView
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.proto.peers import LocalDirectory, PeerLink, shard_name
 
-LAYERS = range(8)
+LAYERS = range(16)
 
 
 def _elsewhere(store: ExpertStore) -> StoreView:
@@ -140,7 +140,7 @@ def test_a_shard_without_files(store: ExpertStore, reference: Reference) -> None
     """The lead maps all; its shard maps nothing, and asks for what it owns."""
     config = _config(0.125, shards=ShardSettings(count=2))
     board = LocalDirectory()
-    with _stores(store, range(4), range(8)) as stores:
+    with _stores(store, range(8), LAYERS) as stores:
         links = [process.store_link for process in stores]
         with closing(ShardWorker(config, 1, "/nowhere", board, layers=(), stores=links)) as shard:
             with _lead(store.describe(), config, (), shards=[PeerLink(board, name=shard_name(1))]) as lead:

@@ -115,7 +115,7 @@ def test_one_and_two_gpus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one["shard_wait_s"] == 0 < two["shard_wait_s"]
         assert two["recomputed"] == 0
         busy_s = sum(one["spread"]["link_path_s"]["values"])
-        slot = 393216  # bytes; on demand each copy is on a forward's way, at 2 GB/s after 10 us
+        slot = 196608  # bytes; on demand each copy is on a forward's way, at 2 GB/s after 10 us
         assert busy_s == pytest.approx(one["bytes_loaded"][0] / slot * (10e-6 + slot / 2e9))
         assert two["link_path_s"] > 0
     assert [len(one["spread"]["io_path_s"]["values"]) for one in report.rows[::2]] == [2, 1]
@@ -126,7 +126,7 @@ def test_one_and_two_gpus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_prompt_is_measured_beside_what_the_link_must_carry() -> None:
     report = ttft(Ttft(repeats=2, prompt_tokens=64, policy=("on-demand",), link_gbps=2.0), None)
     found = {(row["case"], row["measure"]): row for row in report.rows}
-    slot, experts = 393216, 256  # bytes, and experts of the model
+    slot, experts = 196608, 512  # bytes, and experts of the model
     for loaded, floor_s in zip(*(found["on-demand", m]["values"] for m in ("loaded_of_model", "floor_s")), strict=True):
         assert loaded >= 0.75  # nearly every expert, of which a quarter can be there
         assert floor_s == pytest.approx(loaded * experts * (10e-6 + slot / 2e9))

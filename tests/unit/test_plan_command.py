@@ -178,7 +178,7 @@ def test_this_machine_as_a_local_ray_would_have_it(capsys: pytest.CaptureFixture
     assert [actor["name"] for actor in record["topology"]["actors"]] == ["lead", "store-0", "ndp-0", "directory"]
     assert record["nodes_from"].startswith("this machine")
     assert record["model"]["dense_estimated"] is False
-    assert record["spec"]["slot_bytes"] == 3 * 256 * 128 * 4
+    assert record["spec"]["slot_bytes"] == 3 * 256 * 64 * 4
 
 
 def test_options_override_the_file(capsys: pytest.CaptureFixture[str], model: Path) -> None:
@@ -191,19 +191,19 @@ def test_options_override_the_file(capsys: pytest.CaptureFixture[str], model: Pa
 def test_replicas_of_a_low_bit_policy_are_counted_and_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default model: 8 layers of 32 experts, hidden 256, 128 neurons."""
+    """The default model: 16 layers of 32 experts, hidden 256, 64 neurons."""
     monkeypatch.setenv("COLUMNS", "250")
     args = ("--device", "cpu", "--policy", "hobbit")
     record, plain = _json(capsys, *args), _json(capsys, "--device", "cpu", "--policy", "next-gate")
     model, replicas = record["model"], record["topology"]["actors"][0]["nbytes"]["replicas"]
-    assert replicas == model["layers"] * model["experts"] * PackedShape(256, 128, 4, 64).nbytes()
+    assert replicas == model["layers"] * model["experts"] * PackedShape(256, 64, 4, 64).nbytes()
     (load,), (without,) = record["topology"]["loads"], plain["topology"]["loads"]
     assert load["kinds"]["replicas"] == replicas
     assert load["host_bytes"] - load["device_bytes"] == without["host_bytes"] - without["device_bytes"] + replicas
     code, out, _ = _run(capsys, *args)
     assert code == 0
     assert "slots for replicas" in out
-    assert "25% of it for replicas of 54.00 KiB, the rest for experts in full of 384.00 KiB" in out
+    assert "25% of it for replicas of 27.00 KiB, the rest for experts in full of 192.00 KiB" in out
     assert f"{size(replicas)} replicas" in out
 
 

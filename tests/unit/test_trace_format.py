@@ -57,7 +57,7 @@ def test_bytes_of_a_row_are_as_stated(tmp_path: Path) -> None:
     arrays = read_chunk(tmp_path / "t", trace.header, trace.header.chunks[0])
     held = sum(arrays[name].nbytes for name in shape.row_arrays())
     assert held == trace.header.rows * shape.row_bytes
-    assert traces.header(8, 32, 4, 4).row_bytes == 996  # what the format's page states of the default model
+    assert traces.header(16, 32, 4, 4).row_bytes == 1988  # what the format's page states of the default model
     assert traces.header(32, 8, 2, 4).row_bytes == 1476
     assert traces.header(experts=300).id_dtype is np.uint16
 

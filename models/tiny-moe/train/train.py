@@ -24,12 +24,12 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     workers: Annotated[int, typer.Option(min=1, help="CPU processes, one thread each.")] = 2,
     minutes: Annotated[float, typer.Option(min=0, help="Active minutes of training; 0: no such limit.")] = 0.0,
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens to train on; 0: no such limit.")] = 24_000_000,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens to train on; 0: no such limit.")] = 13_400_000,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the corpus.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in the work folder.")] = True,
     check_bars: Annotated[bool, typer.Option(help="Exit with 1 where the model misses a bar.")] = True,
 ) -> None:
-    """Train the model that ships with tiermoe (about five hours of one CPU core)."""
+    """Train the model that ships with tiermoe (about two hours and a half of one CPU core)."""
     if not minutes and not tokens:
         raise typer.BadParameter("one of --minutes and --tokens has to be above 0")
     if device not in ("auto", "cpu", "cuda"):
