@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from .keys import Key
-from .schema import ApiError
+from .refusals import ApiError
 from .shared import Admitted, Ledger
 
 _PROMPT_WEIGHT, _GENERATED_WEIGHT = 1, 2  # section 3.2's w_p and w_q

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from ...actors.requests import TokenLogprob
 from .grammar import compiled, forced_call
-from .schema import ChatBody, CompletionBody, GenerationBody, finite, refused
+from .refusals import refused
+from .schema import ChatBody, CompletionBody, GenerationBody, finite
 from .service import Choice, Run, Service
 from .text import Delta, ScoredToken, TokenBytes
 from .tools import Parser, PlainParser, ToolCall

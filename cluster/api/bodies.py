@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
 from .offload import Offload
-from .schema import ApiError, refused
+from .refusals import ApiError, refused
 
 _MANY = 20_000  # values in a body, token ids apart
 _MANY_IDS = 2**19  # token ids in a body, or four times the limit of one prompt

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .guard import App, Message, Receive, Scope, Send
 from .probes import Probes
-from .schema import ApiError
+from .refusals import ApiError
 
 _plain_ssl_context = uvicorn.config.create_ssl_context
 _MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, as in h11

@@ -24,7 +24,7 @@ from ...proto.tls import TlsFiles
 from .connections import TimedConnection
 from .guard import Receive, Scope, Send
 from .probes import PATHS, starting
-from .schema import ApiError
+from .refusals import ApiError
 
 SILENCE_S = 60  # of a connection; see `connections.py`
 _CLIENTS = 256  # connections at a time while it starts

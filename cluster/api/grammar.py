@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .schema import GenerationBody, refused
+from .refusals import refused
+from .schema import GenerationBody
 
 _SPACE = r"[ \n\r\t]{0,32}"  # between the parts of a JSON text
 _MAX_CHARS = 256 * 1024

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from .keys import ANYONE, Key, KeyRing, fingerprint
 from .records import CLIENT_GONE, RequestRecord, Sink
-from .schema import ApiError
+from .refusals import ApiError
 from .settings import LimitSettings
 
 Scope = MutableMapping[str, Any]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from .schema import ApiError
+from .refusals import ApiError
 
 T = TypeVar("T")
 _INLINE_BYTES = 2048  # worked on at once: a thread would cost more

@@ -11,12 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ...actors.requests import SamplingParams, TokenEvent
-
-if TYPE_CHECKING:
-    from .schema import ApiError  # a command does without its quarter of a second
+from .refusals import ApiError
 
 CLIENT_GONE = 499  # nginx's code: the client left before it had an answer
 PROBES = frozenset({"/health", "/ready", "/metrics", "/status", "/"})  # asked again and again by programs

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from .answers import Asked, Json
-from .schema import Body, ChatBody, RequestBody, Text, refused
+from .messages import Body, Text
+from .refusals import refused
+from .schema import ChatBody, RequestBody
 from .service import Run
 
 

@@ -25,8 +25,9 @@ from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
 from .parameters import warning
 from .records import CLIENT_GONE, Generation, RequestRecord, Sink
+from .refusals import ApiError
 from .responses import ResponsesAnswer, ResponsesBody
-from .schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
+from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 from .service import Service
 from .status import StatusReader, page
 

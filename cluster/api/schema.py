@@ -1,6 +1,4 @@
-"""Refusals and failures in OpenAI's form: {"error": {"message", "type", "param", "code"}}.
-
-Requests as OpenAI's clients write them, checked. A field is honoured; `parameters` says what else is accepted; any
+"""Requests as OpenAI's clients write them, checked. A field is honoured; `parameters` says what else is accepted; any
 other name is refused, with the nearest known one.
 """
 
@@ -14,94 +12,25 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     FailFast,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
-    StringConstraints,
     model_validator,
 )
 from typing_extensions import TypeAliasType
 
 from ...actors.requests import MAX_LOGPROBS, SamplingParams
-from ...errors import RequestError, RuntimeFailure, TierMoeError
+from .messages import Body, Message, NamedTool, Text, Tool
 from .parameters import nearest, sift
-
-_INVALID = "invalid_request_error"
-_TYPES = {400: _INVALID, 401: "authentication_error", 404: "not_found_error", 405: _INVALID, 408: _INVALID,
-          413: _INVALID, 415: _INVALID, 429: "rate_limit_error", 503: "service_unavailable"}  # fmt: skip
-
-
-class ApiError(Exception):
-    """What a client is told.
-
-    Args:
-        status: HTTP status code.
-        message: what is wrong and what to do about it.
-        param: the request's parameter that is wrong.
-        code: OpenAI's word for it.
-        headers: of the response.
-    """
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON object of the response."""
-        kind = _TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def refused(message: str, param: str | None, code: str | None = None) -> ApiError:
-    """400: the client can mend it."""
-    return ApiError(400, message, param, code)
-
-
-def from_failure(error: TierMoeError) -> ApiError:
-    """What the runtime raised: 400 where the request is at fault, 503 where the runtime is."""
-    if isinstance(error, RequestError):
-        return ApiError(400, str(error))
-    return ApiError(503 if isinstance(error, RuntimeFailure) else 500, str(error))
-
-
-def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first finding of pydantic, with the parameter's name."""
-    finding = findings[0]
-    places = [str(part) for part in finding["loc"] if part != "body"]
-    # a union's members are named after the field: they are of no use to a client
-    field = places[0] if places else None
-    if finding["type"] == "extra_forbidden":
-        name = ".".join(places)
-        near = nearest(places[-1], _field_names(RequestBody))
-        remedy = "leave it out" if near is None else f"did you mean '{near}'?"
-        message = f"'{name}' is not a parameter that this server knows; {remedy}"
-        return refused(message, name, "unsupported_parameter")
-    if finding["type"] == "missing":
-        return refused(f"'{'.'.join(places)}' is missing" if places else "the body is missing", field)
-    message = str(finding["msg"])
-    return refused(f"{'the body' if field is None else repr(field)}: {message[:1].lower()}{message[1:]}", field)
-
+from .refusals import ApiError, refused
 
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
-Text = Annotated[str, StringConstraints(min_length=1)]
 # of a union's lists those that do not fit end at their first member, not after a finding for each
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
-
-
-class Body(BaseModel):
-    """Base: no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RequestBody(Body):
@@ -130,6 +59,24 @@ class RequestBody(Body):
 def _field_names(body: type[BaseModel]) -> set[str]:
     """Of a body and of those that inherit it."""
     return set(body.model_fields).union(*map(_field_names, body.__subclasses__()))
+
+
+def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first finding of pydantic, with the parameter's name."""
+    finding = findings[0]
+    places = [str(part) for part in finding["loc"] if part != "body"]
+    # a union's members are named after the field: they are of no use to a client
+    field = places[0] if places else None
+    if finding["type"] == "extra_forbidden":
+        name = ".".join(places)
+        near = nearest(places[-1], _field_names(RequestBody))
+        remedy = "leave it out" if near is None else f"did you mean '{near}'?"
+        message = f"'{name}' is not a parameter that this server knows; {remedy}"
+        return refused(message, name, "unsupported_parameter")
+    if finding["type"] == "missing":
+        return refused(f"'{'.'.join(places)}' is missing" if places else "the body is missing", field)
+    message = str(finding["msg"])
+    return refused(f"{'the body' if field is None else repr(field)}: {message[:1].lower()}{message[1:]}", field)
 
 
 @dataclass(frozen=True)
@@ -366,94 +313,6 @@ class CompletionBody(GenerationBody):
     def wanted_tokens(self) -> int:
         """OpenAI's default for completions is 16 tokens."""
         return 16 if self.max_tokens is None else self.max_tokens
-
-
-class ContentPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(Body):
-    name: Text
-    arguments: str
-
-
-class Call(Body):
-    """A call that an assistant's message made."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """As templates expect it: the arguments are an object."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise refused(f"'messages': the arguments of call '{self.id}' are no JSON: {error}", "messages") from error
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-class Message(Body):
-    """One message of a chat; a template decides which roles it knows. An assistant's comes back as it was answered."""
-
-    role: Text
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[Call] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs content")
-        return self
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """As templates expect it."""
-        content = self.content if not isinstance(self.content, list) else "".join(part.text for part in self.content)
-        calls = None if not self.tool_calls else [call.plain for call in self.tool_calls]
-        rest = {
-            "name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
-        }  # fmt: skip
-        plain = {"role": self.role, "content": content or ""}
-        return plain | {name: value for name, value in rest.items() if value is not None}
-
-
-class Function(Body):
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: Function
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """As templates expect it."""
-        given = self.function.model_dump(exclude_none=True, exclude={"strict"})
-        return {"type": "function", "function": {"description": "", "parameters": {"type": "object"}} | given}
-
-
-class NamedFunction(Body):
-    name: Text
-
-
-class NamedTool(Body):
-    type: Literal["function"]
-    function: NamedFunction
 
 
 class ChatBody(GenerationBody):

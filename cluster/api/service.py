@@ -21,10 +21,12 @@ from .admission import Admission
 from .backend import Backend
 from .keys import ANYONE, Key
 from .lead import LeadState
+from .messages import Message
 from .metrics import ChoiceTimer, Metrics
 from .offload import Offload
 from .records import ChoiceTimes
-from .schema import ApiError, Display, Message, from_failure, refused
+from .refusals import ApiError, from_failure, refused
+from .schema import Display
 from .settings import LimitSettings
 from .shared import Ledger
 from .text import ChatTemplate, ChoiceText, Delta, TokenBytes, longest_token

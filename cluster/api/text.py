@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 from ...actors.requests import TokenEvent, TokenLogprob
 from ...errors import ConfigError
 from ..prompt import IncrementalText, read_json_object
-from .schema import Display, refused
+from .refusals import refused
+from .schema import Display
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tiermoe.cluster.api.bodies import parse
 from tiermoe.cluster.api.offload import Offload
-from tiermoe.cluster.api.schema import ApiError
+from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.text import longest_token
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.prompt import load_tokenizer

@@ -14,7 +14,7 @@ from fake_api import FakeBackend, ask, error, serving
 
 from tiermoe.cluster.api.admission import Admission
 from tiermoe.cluster.api.keys import Key, KeyRing, read_keys
-from tiermoe.cluster.api.schema import ApiError
+from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.errors import ConfigError
 
 _FILE = """

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tiermoe.cluster.api.admission import Admission
 from tiermoe.cluster.api.keys import Key
-from tiermoe.cluster.api.schema import ApiError
+from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.service import Service
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.shared import Admitted, Ledger, share_counters

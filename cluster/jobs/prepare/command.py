@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from ....actors.store.format import read_manifest
 from ....errors import ConfigError
 from ...hub import locate
 from ...quantization import published_as
-from ..profile.command import profile_request
+from ..profile.command import ProfileRequest, profile_request
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
 from .replicas import CALIBRATION_TOKENS, ReplicaOptions, add_replicas, parse_bits
@@ -97,45 +98,74 @@ def prepare_command(
     options = replica_options(bits, group_size, act_order, calibrated, calibration_tokens)
     model = locate(checkpoint)
     text = calibration_text(model, calibration) if calibrated else None
-    texts = [text for text in (neuron_order, gates, sensitivity) if text is not None]
-    for measured in texts:
-        read_texts(measured)
-    if published_as(model) is not None and (texts or calibrated):  # refused before minutes are spent on the store
-        raise published_refused(f"checkpoint {model}")
+    added = _Additions(
+        model, neuron_order, options, text, predictors, _STRIDE if stride is None else stride, gates, sensitivity,
+        profiling,
+    )  # fmt: skip
+    store = added.base(out, cache_dir, force)
+    for add in added.steps():
+        add(store)
+    typer.echo(store)
 
-    def additions() -> Iterator[Callable[[Path], object]]:
-        if neuron_order is not None:  # before replicas, which are fitted to the order
+
+@dataclass(frozen=True)
+class _Additions:
+    """What the command line adds to a store of `model`. text: for GPTQ; stride: of the predictors."""
+
+    model: Path
+    neuron_order: Path | None
+    replicas: ReplicaOptions | None
+    text: Path | None
+    predictors: Path | None
+    stride: int
+    gates: Path | None
+    sensitivity: Path | None
+    profiling: ProfileRequest | None
+
+    def base(self, out: Path | None, cache_dir: Path | None, force: bool) -> Path:
+        """The store that they are added to, made where the model is a checkpoint.
+
+        Raises:
+            ConfigError: they are not for this store, or it is there already; before minutes are spent where possible.
+        """
+        texts = [text for text in (self.neuron_order, self.gates, self.sensitivity) if text is not None]
+        for text in texts:
+            read_texts(text)
+        if published_as(self.model) is not None and (texts or self.text is not None):
+            raise published_refused(f"checkpoint {self.model}")
+        if not is_store(self.model):
+            store = prepare(self.model, default_store_dir(self.model, cache_dir) if out is None else out, force=force)
+        elif any(self.steps()) and out is None and cache_dir is None and not force:
+            store = self.model
+        else:
+            adding = "--bits, --neuron-order, --predictors, --gates, --sensitivity, --profile"
+            remedy = f"give its checkpoint, or only what is for a store: {adding}"
+            raise ConfigError(f"{self.model} is a store already", remedy)
+        if texts and read_manifest(store).published is not None:
+            raise published_refused(f"store {store}")
+        return store
+
+    def steps(self) -> Iterator[Callable[[Path], object]]:
+        """One call with the store for each addition."""
+        model, order, options, text = self.model, self.neuron_order, self.replicas, self.text
+        if order is not None:  # before replicas, which are fitted to the order
             from .neuron_order import order_neurons  # torch takes seconds: imported after the options are checked
 
-            yield lambda store: order_neurons(store, model, neuron_order)
+            yield lambda store: order_neurons(store, model, order)
         if options is not None:
             yield lambda store: add_replicas(store, model, options, text)
+        predictors, gates, sensitivity = self.predictors, self.gates, self.sensitivity
         if predictors is not None or gates is not None or sensitivity is not None:
             from .measures import add_gates, add_predictors, add_sensitivity
 
             if predictors is not None:
-                yield lambda store: add_predictors(store, predictors, _STRIDE if stride is None else stride)
+                yield lambda store: add_predictors(store, predictors, self.stride)
             if gates is not None:
                 yield lambda store: add_gates(store, model, gates)
             if sensitivity is not None:
                 yield lambda store: add_sensitivity(store, model, sensitivity)
-        if profiling is not None:
+        if (profiling := self.profiling) is not None:
             yield lambda store: profiling.run(store, model)
-
-    if is_store(model):
-        added = next(additions(), None) is not None
-        if not added or out is not None or cache_dir is not None or force:
-            adding = "--bits, --neuron-order, --predictors, --gates, --sensitivity, --profile"
-            remedy = f"give its checkpoint, or only what is for a store: {adding}"
-            raise ConfigError(f"{model} is a store already", remedy)
-        store = model
-    else:
-        store = prepare(model, out if out is not None else default_store_dir(model, cache_dir), force=force)
-    if texts and read_manifest(store).published is not None:
-        raise published_refused(f"store {store}")
-    for add in additions():
-        add(store)
-    typer.echo(store)
 
 
 def replica_options(

@@ -1,0 +1,50 @@
+"""Refusals and failures in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import RequestError, RuntimeFailure, TierMoeError
+
+_INVALID = "invalid_request_error"
+_TYPES = {400: _INVALID, 401: "authentication_error", 404: "not_found_error", 405: _INVALID, 408: _INVALID,
+          413: _INVALID, 415: _INVALID, 429: "rate_limit_error", 503: "service_unavailable"}  # fmt: skip
+
+
+class ApiError(Exception):
+    """What a client is told.
+
+    Args:
+        status: HTTP status code.
+        message: what is wrong and what to do about it.
+        param: the request's parameter that is wrong.
+        code: OpenAI's word for it.
+        headers: of the response.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the response."""
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """400: the client can mend it."""
+    return ApiError(400, message, param, code)
+
+
+def from_failure(error: TierMoeError) -> ApiError:
+    """What the runtime raised: 400 where the request is at fault, 503 where the runtime is."""
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    return ApiError(503 if isinstance(error, RuntimeFailure) else 500, str(error))
