@@ -14,7 +14,7 @@
 # make clean   remove .venv and everything that was generated
 #
 # Variables: PYTHON (3.11 or newer), VENV, PROMPT, ARGS (more options for `tiermoe run`), TRAIN_ARGS, PIP_ARGS (for `pip install`),
-# JOBS (test files at a time), MINUTES (of `make soak`).
+# JOBS (test files at a time), MINUTES (of `make soak`), FUZZ_PARTS (of ten, 1,000 requests each: `make fuzz-api`).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,6 +28,7 @@ ARGS ?= --temperature 0.7 --top-p 0.9 --seed 1
 PIP_ARGS ?=
 JOBS ?= 2
 MINUTES ?= 60
+FUZZ_PARTS ?= 0 1 2 3 4 5 6 7 8 9
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
@@ -52,7 +53,8 @@ test-nodes: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -rs -m nodes
 
 fuzz-api: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --fuzz-cases 10000 tests/e2e/test_fuzz.py
+	for part in $(FUZZ_PARTS); do \
+	  $(BIN)/python -m pytest --fuzz-cases 1000 --fuzz-part $$part tests/e2e/test_fuzz.py || exit 1; done
 
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python tests/chaos/run.py --out docs/results

@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--cold", action="store_true", help="README's commands: with an empty cache, each within a minute")
     parser.addoption("--fuzz-cases", type=int, default=80, help="tests/e2e/test_fuzz.py: requests of each kind")
+    parser.addoption(
+        "--fuzz-part", type=int, default=0, help="tests/e2e/test_fuzz.py: parts, each with requests of its own"
+    )
     parser.addoption("--renew", help="tests/golden: freeze these anew: FILE, FILE/NAME, several with commas, or all")
 
 

@@ -1,7 +1,7 @@
 """Generated requests, right and wrong ones, against the OpenAPI document; and broken bytes on the port.
 
 The application with its real service, tokenizer and connections, as in Serve's proxy, before canned tokens: what is
-tested is the edge. `make fuzz-api` runs 10,000 cases.
+tested is the edge. `make fuzz-api` runs 10,000 cases in parts, each of which fits a time limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_api import FakeBackend, byte_tokenizer
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, given, seed
 from hypothesis import settings as hypothesis_settings
 
 from tiermoe.cluster.api.routes import make_app
@@ -68,12 +68,14 @@ def check(status: int, kind: str, body: Any) -> None:
 @pytest.mark.parametrize("path", _POSTS)
 def test_generated_bodies(server: tuple[str, Any], path: str, mode: Any, request: pytest.FixtureRequest) -> None:
     url, document = server
+    part = request.config.getoption("--fuzz-part")
     cases = request.config.getoption("--fuzz-cases") // (len(_POSTS) * len(_MODES))
     operation = schemathesis.openapi.from_dict(document)[path]["POST"]
     statuses: set[int] = set()
 
+    @seed(f"{part} {path} {mode}")  # the same requests on every run of a part
     @hypothesis_settings(
-        max_examples=cases, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def fuzz(case: Any) -> None:
@@ -113,6 +115,7 @@ def broken(rng: random.Random) -> bytes:
 @pytest.mark.timeout(3000)
 def test_broken_bytes(server: tuple[str, Any], request: pytest.FixtureRequest) -> None:
     url, _ = server
+    cases, part = request.config.getoption("--fuzz-cases"), request.config.getoption("--fuzz-part")
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
 
     def send(number: int) -> None:
@@ -130,5 +133,5 @@ def test_broken_bytes(server: tuple[str, Any], request: pytest.FixtureRequest) -
             assert status < 500 or status == 503, sent
 
     with ThreadPoolExecutor(32) as pool:
-        list(pool.map(send, range(request.config.getoption("--fuzz-cases"))))
+        list(pool.map(send, range(cases * part, cases * (part + 1))))
     assert httpx.get(f"{url}/health", timeout=_HANG_S).status_code == 200

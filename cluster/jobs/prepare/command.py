@@ -98,10 +98,7 @@ def prepare_command(
     options = replica_options(bits, group_size, act_order, calibrated, calibration_tokens)
     model = locate(checkpoint)
     text = calibration_text(model, calibration) if calibrated else None
-    added = _Additions(
-        model, neuron_order, options, text, predictors, _STRIDE if stride is None else stride, gates, sensitivity,
-        profiling,
-    )  # fmt: skip
+    added = _Additions(model, neuron_order, options, text, predictors, stride, gates, sensitivity, profiling)
     store = added.base(out, cache_dir, force)
     for add in added.steps():
         add(store)
@@ -117,7 +114,7 @@ class _Additions:
     replicas: ReplicaOptions | None
     text: Path | None
     predictors: Path | None
-    stride: int
+    stride: int | None
     gates: Path | None
     sensitivity: Path | None
     profiling: ProfileRequest | None
@@ -155,11 +152,12 @@ class _Additions:
         if options is not None:
             yield lambda store: add_replicas(store, model, options, text)
         predictors, gates, sensitivity = self.predictors, self.gates, self.sensitivity
+        stride = _STRIDE if self.stride is None else self.stride
         if predictors is not None or gates is not None or sensitivity is not None:
             from .measures import add_gates, add_predictors, add_sensitivity
 
             if predictors is not None:
-                yield lambda store: add_predictors(store, predictors, self.stride)
+                yield lambda store: add_predictors(store, predictors, stride)
             if gates is not None:
                 yield lambda store: add_gates(store, model, gates)
             if sensitivity is not None:
