@@ -178,7 +178,7 @@ class Iteration:
         ids = self.next_ids[:, layer, distance - 1].astype(np.int64)
         top_scores = self.next_probabilities[:, layer, distance - 1] - 1e-10 * np.arange(top)  # below fp16's least step
         scores = np.full((len(ids), self.probabilities.shape[2]), -np.inf)
-        np.put_along_axis(scores, ids, top_scores, axis=1)
+        scores[np.arange(len(ids))[:, None], ids] = top_scores  # half the time of `put_along_axis`
         return scores
 
 
