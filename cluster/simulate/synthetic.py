@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
@@ -256,18 +256,22 @@ class Generator:
 
 def write_synthetic(
     out: Path, name: str, shape_name: str, shape: ModelShape, requests: int, prompt_tokens: int, decode_tokens: int,
-    distances: int = 4, seed: int = 0,
+    distances: int = 4, seed: int = 0, recalls: tuple[float, ...] | None = None,
 ) -> TraceHeader:  # fmt: skip
     """Write a trace of a family at a model's shape: `prompt_tokens` are prefilled, the others decoded one by one.
 
     It has no costs: replay it with a machine. Embeddings are projections of the types' vectors.
 
+    Args:
+        recalls: in place of the family's.
+
     Raises:
         ConfigError: `out` is not empty or cannot be made.
     """
-    generator = Generator(FAMILIES[name], shape.moe_layers, shape.experts, shape.top_k, seed)
+    family = FAMILIES[name] if recalls is None else replace(FAMILIES[name], recalls=recalls)
+    generator = Generator(family, shape.moe_layers, shape.experts, shape.top_k, seed)
     projection = np.random.default_rng(seed).normal(size=(DIMENSIONS, shape.hidden)) / np.sqrt(DIMENSIONS)
-    settings = f"{name} {FAMILIES[name]} {shape_name} {requests} {prompt_tokens} {decode_tokens} {distances} {seed}"
+    settings = f"{name} {family} {shape_name} {requests} {prompt_tokens} {decode_tokens} {distances} {seed}"
     header = TraceHeader(
         model=shape_name, fingerprint=hashlib.sha256(settings.encode()).hexdigest(), layers=shape.moe_layers,
         experts=shape.experts, top_k=shape.top_k, hidden=shape.hidden, distances=distances,

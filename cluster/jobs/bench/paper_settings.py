@@ -21,6 +21,7 @@ class Traces(Settings):
 
     learn, measure: requests that are served first, uncounted, and those that count. prompt, decode: tokens of each.
     distances: layers ahead whose predictions a trace holds. layers: only so many of a shape's; None: all.
+    recalls: share of a layer's experts that its router names 1, 2, .. layers before; None: the family's.
     """
 
     families: tuple[str, ...] = Field(min_length=1)
@@ -31,6 +32,7 @@ class Traces(Settings):
     decode: Count = 32
     distances: Count = 4
     seed: int = 0
+    recalls: tuple[float, ...] | None = None
     layers: Count | None = None
 
 

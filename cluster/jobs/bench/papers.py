@@ -137,7 +137,7 @@ def synthetic(study: Study, traces: Traces, family: str, shape_name: str) -> Rec
             shape = shape.model_copy(update={"layers": layers})
         count = traces.learn + traces.measure
         write_synthetic(out, family, shape_name, shape, count, traces.prompt, traces.decode, traces.distances,
-                        traces.seed)  # fmt: skip
+                        traces.seed, traces.recalls)  # fmt: skip
         study._traces[key] = read_split(out, traces.learn)
     return study._traces[key]
 
