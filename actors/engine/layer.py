@@ -363,7 +363,7 @@ class MoeLayer:
         """
         index, cache, ahead = self.index, self.cache, self.hooks.ahead
         needed: Needed | None = None
-        if self._promising and not cache.counters.any_vacant and all(hook.idle(index) for hook in ahead):
+        if self._promising and 1 not in cache.counters.vacant and all(hook.idle(index) for hook in ahead):
             found: Any = native.run(*inputs)
             if found is not None and not isinstance(found, tuple):
                 return self._ran_resident(found)

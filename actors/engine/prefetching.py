@@ -65,6 +65,7 @@ class Prefetching:
     ) -> None:  # fmt: skip
         self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
         self._last, self.always = layers - 1, not policy.stateless or policy.synchronous
+        self._split = cache.cut is not None
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._spans: Sequence[Span] = ()
         self._reach = [self._keys_ahead(index) for index in range(layers)]
@@ -137,7 +138,7 @@ class Prefetching:
             return False
         if not allowed or policy.synchronous:
             return not allowed
-        if (cut := self._cache.cut) is not None and cut.buffer_slots:
+        if self._split and (cut := self._cache.cut) is not None and cut.buffer_slots:
             return False
         return not any(starmap(self._cache.residency.absent, reach))
 

@@ -228,7 +228,7 @@ class ExpertCache:
     def load_native(self, layer: int, needed: Needed, native: NativeRun) -> None:
         """`issue` of a pass that native code has planned and counted."""
         eviction, missing = self.eviction, needed.run[needed.resident + needed.arriving :]
-        if self.counters.any_vacant:
+        if 1 in self.counters.vacant:
             self.counters.premature(layer, missing)
         if needed.resident == len(needed.run):
             return

@@ -123,7 +123,7 @@ class CacheCounters:
         self._bytes_of = slot_map.bytes_of
         self._divided, self._replicas = divided, replicas
         self.pending = Pending(2 * slot_map.keys)  # segments, or experts and replicas
-        self.vacant, self._none_vacant = bytearray(slot_map.keys), bytes(slot_map.keys)
+        self.vacant = bytearray(slot_map.keys)
         self._fields = np.zeros((len(stats.layers), _cpu.COUNTED), np.int64)
         self._outcomes = np.zeros((256, _cpu.OUTCOMES), np.int64)
         arrays: list[Any] = [self._fields, self._outcomes, self.uses, self.pending.marks, self.vacant, governor.words]
@@ -134,10 +134,6 @@ class CacheCounters:
             governor.window, governor.rest,
         )  # fmt: skip
 
-    @property
-    def any_vacant(self) -> bool:
-        return self.vacant != self._none_vacant
-
     # -- a layer's forward -------------------------------------------------------------------------------
 
     def begin(self, layer: int, plan: LayerPlan) -> None:
@@ -145,7 +141,7 @@ class CacheCounters:
         stats = self.stats.layers[layer]
         stats.forwards += 1
         stats.waves += plan.waves if plan.loads else 1
-        if self.vacant != self._none_vacant:
+        if 1 in self.vacant:
             self.premature(layer, plan.run[plan.resident + plan.arriving :])
         if self._divided:
             self._count_segments(stats, plan)
