@@ -13,7 +13,12 @@ from tiermoe.cluster.jobs.bench.papers import changed, compared, load_paper, pap
 from tiermoe.errors import ConfigError
 
 
-@pytest.mark.parametrize("name", paper_names())
+_FAST = "buddymoe"  # the others take eight to eleven seconds each
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == _FAST else pytest.param(name, marks=pytest.mark.slow) for name in paper_names()]
+)
 def test_a_slice_of_each_paper_fills_its_page(name: str, tmp_path: Path) -> None:
     report = run_papers([name], True, tmp_path, 1)
     experiment = load_paper(name, quick=True)
