@@ -140,8 +140,8 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     names = [info.name or info.callback.__name__ for info in command.bench_app.registered_commands if info.callback]
     assert names == [
         "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "compare", "ndp", "fmoe", "moepic",
-        "activeevict", "buddymoe", "papers", "gpu",
-        "quantize", "predict", "simulate", "validation", "forms", "traces", "prepare", "gguf", "channel", "transfer",
+        "activeevict", "buddymoe", "presets", "papers", "gpu",
+        "quantize", "predict", "simulate", "validation", "scale-study", "forms", "traces", "prepare", "gguf", "channel", "transfer",
         "kernel", "matcher", "substitute",
     ]  # fmt: skip
     for name in names:

@@ -28,7 +28,7 @@ from .metrics import Report
 if TYPE_CHECKING:
     from .cells import Cell, Cells, Measured
 
-EXPERIMENTS = ("compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe")
+EXPERIMENTS = ("compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets")
 _PageOut = Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")]
 _Html = Annotated[Path | None, typer.Option(help="FILE.html: the page of `tiermoe report`.")]
 _Address = Annotated[

@@ -96,7 +96,8 @@ def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> li
 
 
 def _command(experiment: Experiment) -> str:
-    return experiment.name if experiment.needs_model else f"papers --only {experiment.name.removeprefix('paper-')}"
+    paper = experiment.name.removeprefix("paper-")
+    return experiment.name if paper == experiment.name else f"papers --only {paper}"
 
 
 class _Cells(string.Formatter):
