@@ -12,7 +12,6 @@ from tiermoe.cluster.jobs.bench.paper_settings import Comparison
 from tiermoe.cluster.jobs.bench.papers import changed, compared, load_paper, paper_names, run_papers
 from tiermoe.errors import ConfigError
 
-
 _FAST = "buddymoe"  # the others take eight to eleven seconds each
 
 

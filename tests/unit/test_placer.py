@@ -328,10 +328,12 @@ def _layer_keys(link: FakeLink, experts: int) -> set[int]:
     return {batch.layer * experts + e for batch in link.batches for e in batch.experts.tolist()}
 
 
-@pytest.mark.parametrize("kind", ["context", "monde"])
-def test_two_workers_share_the_cold_experts(store: ExpertStore, expected: list[list[int]], kind: str) -> None:
+@pytest.mark.parametrize("policy", [_policy("context", hot_per_layer=1), _policy("monde")], ids=["context", "monde"])
+def test_two_workers_share_the_cold_experts(
+    store: ExpertStore, expected: list[list[int]], policy: PolicySettings
+) -> None:
     links = [FakeLink(store.describe(), index) for index in (0, 1)]
-    with _serving(store, *links, policy=_policy(kind, hot_per_layer=1)) as worker:
+    with _serving(store, *links, policy=policy) as worker:
         assert greedy(worker, _PROMPTS, _NEW) == expected
         stats, experts = worker.stats(), worker.engine.experts
         assert worker.health() == {"state": "serving", "running": 0, "ndp/0": "connected", "ndp/1": "connected"}

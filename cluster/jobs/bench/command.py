@@ -66,15 +66,16 @@ def experiment_command(source: str) -> Callable[..., None]:
     options = options_of(raw)
 
     def run(
-        model: str | None, config: str | None, out: Path | None, html: Path | None, as_json: bool, check: bool,
-        address: str | None, **given: Any,
+        out: Path | None, html: Path | None, as_json: bool, check: bool, address: str | None, model: str | None = None,
+        config: str | None = None, **given: Any,
     ) -> None:  # fmt: skip
         changed = {name: given[name.replace("-", "_")] for name in options}
         experiment = load_experiment(source, changed)
         _run(experiment, model, config, out, html, as_json, check, address)
 
-    common = {"model": (Model, None), "config": (Config, None), "out": (_PageOut, None), "html": (_Html, None),
-              "as_json": (Json, False), "check": (Check, False), "address": (_Address, None)}  # fmt: skip
+    common: dict[str, Any] = {"model": (Model, None), "config": (Config, None)} if raw.needs_model else {}
+    common |= {"out": (_PageOut, None), "html": (_Html, None), "as_json": (Json, False), "check": (Check, False),
+               "address": (_Address, None)}  # fmt: skip
     own = {name.replace("-", "_"): _option(name, option, raw) for name, option in options.items()}
     return as_command(run, Path(source).stem, raw.summary, own | common)
 

@@ -372,8 +372,8 @@ def load_experiment(name_or_path: str, given: Mapping[str, Any] | None = None) -
 
 
 def options_of(experiment: Experiment) -> dict[str, Option]:
-    """The command-line options of an experiment by name."""
-    if experiment.options:
+    """The command-line options of an experiment by name; none of those below mean anything without a model."""
+    if experiment.options or not experiment.needs_model:
         return experiment.options
     return {field.rpartition(".")[2].replace("_", "-"): Option(fields=(field,)) for field in _COMMON}
 
