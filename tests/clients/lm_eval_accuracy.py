@@ -4,7 +4,7 @@
     python tests/clients/lm_eval_accuracy.py URL MODEL LM_EVAL
 
 URL: http://HOST:PORT of the server. MODEL: the folder that it serves, under its folder's name. LM_EVAL: the harness's
-program, in an environment of its own (`pip install 'lm-eval[api]'`).
+program, in an environment of its own (`pip install 'lm-eval[api]' transformers`).
 """
 
 from __future__ import annotations
