@@ -79,9 +79,9 @@ int check_whole(Order::Kind kind) {
     constexpr std::int64_t kSlots = 7;
     Memory memory(kKeys, {kSlots}, kSlots * kNeurons);
     std::vector<std::int64_t> fields(kLayers * Counts::kFields), outcomes(256 * Counts::kOutcomes), uses(kKeys), governor(3);
-    std::vector<std::uint8_t> pending(kKeys);
-    const Counts counts{kLayers, kExperts, fields.data(), outcomes.data(), uses.data(), pending.data(), governor.data(),
-                        0.5, 16, 4};
+    std::vector<std::uint8_t> pending(kKeys), vacant(kKeys);
+    const Counts counts{kLayers, kExperts, fields.data(), outcomes.data(), uses.data(), pending.data(), vacant.data(),
+                        governor.data(), 0.5, 16, 4};
     const bool important = kind == Order::Kind::importance;
     std::vector<double> predicted(kKeys, 0.5), used(kKeys, 0.25);
     std::vector<std::uint8_t> resident(kKeys);
