@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from ...errors import ConfigError
 from ...proto.tls import TlsFiles
 from .connections import TimedConnection
-from .guard import Receive, Scope, Send
+from .guard import READS, Receive, Scope, Send
 from .probes import PATHS, starting
 from .refusals import ApiError
 
@@ -147,7 +147,7 @@ class Door:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         step, left_s = self._progress() or ("the runtime is prepared", None)
-        if scope["method"] == "GET" and scope["path"] in PATHS:
+        if scope["method"] in READS and scope["path"] in PATHS:
             answer = starting(scope["path"], f"the server starts: {step}", left_s)
             await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
             await send({"type": "http.response.body", "body": answer.body})

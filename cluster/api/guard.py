@@ -23,6 +23,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+READS = frozenset({"GET", "HEAD"})  # HTTP wants HEAD wherever GET is (RFC 9110, 9.1)
 _OPEN = frozenset({"/health", "/"})  # need no key: the page at / asks for one
 _TRACE = ("traceparent", "tracestate")  # W3C Trace Context
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -90,8 +91,10 @@ class Guard:
             await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send)
             return
         body = _Body(receive, self._limits, self._hold)
+        # the connection leaves a HEAD's body out
+        routed = {**scope, "method": "GET"} if record.method == "HEAD" else scope
         try:
-            await self._app(scope, body.receive, send)
+            await self._app(routed, body.receive, send)
         finally:
             self._held -= body.taken
 

@@ -15,7 +15,7 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .guard import App, Message, Receive, Scope, Send
+from .guard import READS, App, Message, Receive, Scope, Send
 
 PATHS = frozenset({"/health", "/ready"})
 PATIENCE_S = 0.03
@@ -81,7 +81,7 @@ class Probes:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "GET" or scope["path"] not in PATHS:
+        if scope["type"] != "http" or scope["method"] not in READS or scope["path"] not in PATHS:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -152,7 +152,7 @@ class Probes:
             else:
                 body += message.get("body", b"")
 
-        await self._app({**scope, "headers": list(scope["headers"]), "state": {}}, receive, send)
+        await self._app({**scope, "method": "GET", "headers": list(scope["headers"]), "state": {}}, receive, send)
         if status == 404:  # Serve's: the application has both routes, so there is none yet
             return starting(scope["path"], "the server starts")
         if status == 503 and body.startswith(b'{"error"'):  # the proxy's own

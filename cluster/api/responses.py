@@ -11,7 +11,7 @@ from pydantic import Field
 from .answers import Asked, Json
 from .messages import Body, Text
 from .refusals import refused
-from .schema import ChatBody, RequestBody
+from .schema import ChatBody, SamplingBody
 from .service import Run
 
 
@@ -38,17 +38,13 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesBody(RequestBody):
+class ResponsesBody(SamplingBody):
     """`POST /v1/responses`."""
 
-    model: str | None = None
     input: str | list[InputMessage]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     text: TextOptions | None = None
-    stream: bool | None = None
 
     @property
     def chat(self) -> ChatBody:
@@ -70,8 +66,8 @@ class ResponsesBody(RequestBody):
         if form is not None and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
         wanted: Json = {"messages": given, "max_completion_tokens": self.max_output_tokens, "response_format": form}
-        own = ("model", "temperature", "top_p", "stream")
-        chat = ChatBody.model_validate(wanted | {name: getattr(self, name) for name in own})
+        shared = {name: getattr(self, name) for name in SamplingBody.model_fields}
+        chat = ChatBody.model_validate(wanted | shared)
         chat._ignored = self.ignored
         return chat
 

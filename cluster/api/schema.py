@@ -70,8 +70,9 @@ def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     if finding["type"] == "extra_forbidden":
         name = ".".join(places)
         near = nearest(places[-1], _field_names(RequestBody))
-        remedy = "leave it out" if near is None else f"did you mean '{near}'?"
-        message = f"'{name}' is not a parameter that this server knows; {remedy}"
+        # a name that another request takes is no misspelling
+        remedy = "leave it out" if near in (None, places[-1]) else f"did you mean '{near}'?"
+        message = f"'{name}' is not a parameter of this request; {remedy}"
         return refused(message, name, "unsupported_parameter")
     if finding["type"] == "missing":
         return refused(f"'{'.'.join(places)}' is missing" if places else "the body is missing", field)
@@ -147,17 +148,15 @@ def _response_schema(given: dict[str, Any] | None) -> Grammar:
     return _schema_text(schema)
 
 
-class GenerationBody(RequestBody):
-    """What both kinds of completions take."""
+class SamplingBody(RequestBody):
+    """What every request for text takes."""
 
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, description="0 or -1: no limit")
     stop: str | list[str] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    n: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -168,7 +167,6 @@ class GenerationBody(RequestBody):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    response_format: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: Text | None = None
     guided_choice: list[str] | None = Field(default=None, min_length=1)
@@ -177,6 +175,14 @@ class GenerationBody(RequestBody):
     grammar: Text | None = None
     json_schema: dict[str, Any] | None = None
     stream: bool | None = None
+
+
+class GenerationBody(SamplingBody):
+    """What both kinds of completions take."""
+
+    max_tokens: int | None = Field(default=None, ge=0)
+    n: int | None = Field(default=None, ge=1)
+    response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:

@@ -263,6 +263,20 @@ def test_a_misspelt_parameter_is_refused_with_the_one_that_was_meant(written: st
     assert message.endswith(f"did you mean '{meant}'?" if meant else "leave it out")
 
 
+def test_a_parameter_of_another_route_is_no_misspelling() -> None:
+    status, param, message = error(post("/v1/completions", {"prompt": "p", "max_completion_tokens": 1}))
+    assert (status, param) == (400, "max_completion_tokens")
+    assert message.endswith("not a parameter of this request; leave it out")
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/status", "/v1/models", "/version"])
+def test_head_is_answered_where_get_is(path: str) -> None:
+    """aiperf and health checks ask so."""
+    head, whole = (ask(FakeBackend(), lambda http, method=method: http.request(method, path))
+                   for method in ("HEAD", "GET"))  # fmt: skip
+    assert (head.status_code, head.headers["content-type"]) == (200, whole.headers["content-type"])
+
+
 def test_the_request_of_guidellm() -> None:
     """It was refused: every chunk's usage was unknown to the server."""
     options = {"include_usage": True, "continuous_usage_stats": True}

@@ -55,6 +55,18 @@ def test_responses_whole_and_streamed() -> None:
     assert short.incomplete_details.reason == "max_output_tokens"
 
 
+def test_responses_take_the_sampling_parameters_of_completions() -> None:
+    """guidellm sends `ignore_eos` and `stop` to this route too."""
+    backend, extra = FakeBackend(), {"ignore_eos": True, "stop": None, "top_k": 5, "seed": 3, "stop_token_ids": [65]}
+    answer = post("/v1/responses", {"input": "hello", "max_output_tokens": 3, "temperature": 0.5, **extra}, backend)
+    assert answer.json()["output"][0]["content"][0]["text"] == "HEL"
+    found = backend.requests[0].sampling
+    assert (found.ignore_eos, found.top_k, found.seed, found.stop_token_ids) == (True, 5, 3, (65,))
+    assert (found.temperature, found.max_tokens) == (0.5, 3)
+    stopped = post("/v1/responses", {"input": "hello", "stop": "L"}).json()
+    assert (stopped["status"], stopped["output"][0]["content"][0]["text"]) == ("completed", "HE")
+
+
 def test_tool_calls_and_parsed_answers() -> None:
     class Pet(BaseModel):
         age: int

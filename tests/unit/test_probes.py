@@ -55,6 +55,9 @@ def test_an_answer_is_new_where_the_replica_is_quick() -> None:
         for number in (1, 2, 3):
             answer = await http.get("/ready", headers={"X-Request-Id": "mine"})
             assert (answer.json(), answer.headers.get_list("x-request-id")) == ({"answer": number}, ["mine"])
+        replica.hangs = True
+        assert (await http.head("/ready")).status_code == 200  # what it said last, as for GET
+        replica.hangs = False
         assert (await http.get("/other")).headers["x-request-id"] == "of another"  # not one of these
 
     run(call)
