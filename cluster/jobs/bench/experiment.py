@@ -68,7 +68,7 @@ class TraceSizes(Settings):
 
     learn: Count | None = Field(default=None, description="Prompts of the trace to learn from; none: 70% of all.")
     measure: Count | None = Field(default=None, description="Prompts of the trace that count; none: 30% of all.")
-    tokens: Count = Field(default=64, description="Generated after each prompt of the recorded trace.")
+    tokens: Count = Field(default=64, description="Decoded after each prompt of the trace: its text, as it stands.")
     distances: Count = Field(default=4, description="Layers ahead whose predictions the trace holds.")
 
 
@@ -107,6 +107,10 @@ class Workload(Settings):
     tau: Count | None = Field(default=None, description="Tokens between two cache configurations.")
     trace: TraceSizes = TraceSizes()
     quality: Quality = Quality()
+
+    def tokens_of(self, context: str) -> int | None:
+        """Tokens of a context's prompts; None: as many as the file's lines have."""
+        return self.contexts.get(context, self.prompt_tokens)
 
 
 class Grid(Settings):

@@ -228,7 +228,7 @@ def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def fill_report_page(page: Path, report: Report) -> None:
-    """Fill the blocks `rows` and `bars` of a page, if there is one.
+    """Fill the blocks `rows`, `bars` and `printed` of a page, if there is one.
 
     Raises:
         ConfigError: the page cannot be written.
@@ -237,6 +237,7 @@ def fill_report_page(page: Path, report: Report) -> None:
         return
     bars = ((bar.name, f"{bar.value:.3g}", f"{bar.op} {bar.limit:g}", "yes" if bar.ok else "no") for bar in report.bars)
     blocks = {"rows": markdown(*table_of(report)), "bars": markdown(("bar", "value", "limit", "holds"), bars)}
+    blocks["printed"] = report.printed
     try:
         page.write_text(fill_tables(page.read_text(encoding="utf-8"), lambda name: blocks[name]), encoding="utf-8")
     except OSError as error:

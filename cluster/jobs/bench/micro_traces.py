@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.progress import Progress
@@ -12,10 +13,16 @@ from ...config import default_model_dir
 from ...simulate.statistics import routing_of
 from ...simulate.synthetic import CALIBRATIONS, FAMILIES, calibrated, comparable
 from ...simulate.trace import Trace
-from .metrics import Bar, Report
+from .metrics import Bar, Report, markdown
 from .micro import Traces
 from .serving import heldout_prompts, run_config
 
+# Published models route so; bars of the default model's training, on longer texts: models/tiny-moe/train/export.py.
+MODEL_TARGETS = {
+    "random 34% - share": "-0.02 to 0.02", "lfu 34% - lru 34%": ">= 0.03", "own - other cosine": ">= 0.15",
+    "token entropy": "<= 0.75", "next router 1": "0.75 to 0.9",
+}  # fmt: skip
+SIDE_BY_SIDE = ("flat", "sticky")
 DISTANCES = 4
 SIZES = (0.25, 1 / 3, 0.4, 0.5, 2 / 3, 0.75)  # of a layer's experts
 
@@ -23,7 +30,8 @@ SIZES = (0.25, 1 / 3, 0.4, 0.5, 2 / 3, 0.75)  # of a layer's experts
 def traces(options: Traces, progress: Progress | None) -> Report:
     """Statistics of the default model's routing on held-out text, teacher-forced, and of each family with its targets.
 
-    Columns: `model`; each family, drawn at the shape of its calibration, and its published figure.
+    Columns: `model`; each family, drawn at the shape of its calibration, and its published figure. The table
+    `summary` has what has a target, of the model or of a family in `SIDE_BY_SIDE`.
 
     Bars, for each published figure of a family: the difference <= its tolerance.
 
@@ -50,7 +58,25 @@ def traces(options: Traces, progress: Progress | None) -> Report:
                 off = abs(found[figure] - target.value)
                 report.bars.append(Bar(f"{column}: {figure}, off its target", off, "<=", target.tolerance))
         report.rows.append(row)
+    report.printed = summary(report.rows)
     return report
+
+
+def summary(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Lines of a table: the default model's figures, both families', and each one's targets."""
+
+    def shown(value: object) -> str:
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    head = ("figure", "default model", "target", *(part for name in SIDE_BY_SIDE for part in (name, "target")))
+    body = []
+    for row in rows:
+        figure = str(row["figure"])
+        targets = [MODEL_TARGETS.get(figure, ""), *(row.get(f"{name} target", "") for name in SIDE_BY_SIDE)]
+        if any(target != "" for target in targets):
+            found = [row.get(name, "") for name in ("model", *SIDE_BY_SIDE)]
+            body.append((figure, *(shown(one) for pair in zip(found, targets, strict=True) for one in pair)))
+    return markdown(head, body)
 
 
 def model_figures(options: Traces, progress: Progress | None) -> dict[str, float]:
@@ -69,4 +95,7 @@ def model_figures(options: Traces, progress: Progress | None) -> dict[str, float
         routing = routing_of(header, Trace(out).requests())
     sizes = [max(header.top_k, round(share * header.experts)) for share in SIZES]
     found = comparable(routing, sizes)
+    found["random 34% - share"] = found["random 34%"] - sizes[1] / header.experts
+    found["lfu 34% - lru 34%"] = found["lfu 34%"] - found["lru 34%"]
+    found["own - other cosine"] = found["own cosine"] - found["other cosine"]
     return found if header.repeated_8grams is None else found | {"repeated 8-grams": header.repeated_8grams}

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -78,20 +78,25 @@ class Study:
         return list(self.passages)
 
     def traced(self, context: str) -> Split:
-        """The prompts of a context's trace."""
+        """The texts of a context's trace: prompts, and the tokens after them that are decoded."""
         sizes = self.experiment.workload.trace
-        return self.passages[context].take(sizes.learn, sizes.measure)
+        return self._texts[context].take(sizes.learn, sizes.measure)
+
+    @cached_property
+    def _texts(self) -> dict[str, Split]:
+        return _passages(self.experiment, self.base, self.experiment.workload.trace.tokens)
 
     def trace_path(self, context: str) -> Path:
         return self.scratch / f"trace-{context}"
 
     def recorded(self, context: str) -> Recorded:
-        """The routing trace of a context's prompts; the first call records it at `trace_path`."""
+        """The routing trace of a context's texts; the first call records it at `trace_path`."""
         if context not in self._traces:
-            sizes, out = self.experiment.workload.trace, self.trace_path(context)
+            work, out = self.experiment.workload, self.trace_path(context)
             self._traces[context] = record_split(
-                self.base, self.traced(context), sizes.tokens, sizes.distances, out, self.progress
-            )
+                self.base, self.traced(context), work.tokens_of(context), work.trace.tokens, work.trace.distances, out,
+                self.progress,
+            )  # fmt: skip
         return self._traces[context]
 
     def stepped(self, what: str, total: int) -> Callable[[], None]:
@@ -169,15 +174,19 @@ def run_experiment(
     return report, journal
 
 
-def _passages(experiment: Experiment, base: RunConfig) -> dict[str, Split]:
+def _passages(experiment: Experiment, base: RunConfig, more: int = 0) -> dict[str, Split]:
+    """By context, the prompts with `more` tokens of their text."""
     work = experiment.workload
     check_model_dir(base.model_dir)
     if work.prompts_file is not None:
-        warm = () if work.warm_file is None else prompts_of_file(
-            work.warm_file, base, work.max_tokens, work.prompt_tokens)  # fmt: skip
-        return {"": Split(warm, prompts_of_file(work.prompts_file, base, work.max_tokens, work.prompt_tokens))}
-    contexts: Mapping[str, int] = work.contexts or {"": work.prompt_tokens or 32}
-    return {context: split_prompts(base.model_dir, tokens) for context, tokens in contexts.items()}
+        tokens = None if work.prompt_tokens is None else work.prompt_tokens + more
+        generated = 0 if more else work.max_tokens
+        warm = () if work.warm_file is None else prompts_of_file(work.warm_file, base, generated, tokens)
+        return {"": Split(warm, prompts_of_file(work.prompts_file, base, generated, tokens))}
+    return {
+        context: split_prompts(base.model_dir, (work.tokens_of(context) or 32) + more)
+        for context in work.contexts or ("",)
+    }
 
 
 def _served(study: Study, context: str) -> Split:

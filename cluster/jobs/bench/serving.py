@@ -249,19 +249,45 @@ class Recorded:
 
 
 def record_split(
-    base: RunConfig, split: Split, tokens: int, distances: int, out: Path, progress: Progress | None
+    base: RunConfig, texts: Split, prompt_tokens: int | None, tokens: int, distances: int, out: Path,
+    progress: Progress | None,
+) -> Recorded:  # fmt: skip
+    """Record a trace of both sides' texts in the folder `out`, teacher-forced as `tiermoe record` does it.
+
+    Args:
+        prompt_tokens: of each text, prefilled; None: half of it. tokens: the next ones at most, decoded as they stand.
+
+    Raises:
+        TraceError: the texts repeat themselves. ConfigError, RuntimeFailure, RequestError: as `record` and `forced`.
+    """
+    from ..record.command import forced, refuse_loops, repeated_share
+    from ..record.job import record
+
+    prompts, rest = forced((*texts.learn, *texts.measure), prompt_tokens, tokens)
+    refuse_loops(repeated_share(prompts, rest), "the texts of the trace", "give other text")
+    record(_recording(base), prompts, out, SamplingParams(), distances, progress, continuations=rest)
+    return read_split(out, len(texts.learn))
+
+
+def record_served(
+    base: RunConfig, prompts: Split, tokens: int, distances: int, out: Path, progress: Progress | None
 ) -> Recorded:
-    """Record a trace of both sides' prompts, with `tokens` generated after each, in the folder `out`.
+    """Record in the folder `out` what `serve` runs: both sides' prompts, each with `tokens` greedy ones after it.
+
+    For replays beside a served run. The greedy tokens of a small model fall into loops, so they say little of caches.
 
     Raises:
         ConfigError, RuntimeFailure: as `record`.
     """
     from ..record.job import record
 
-    config = base.model_copy(update={"policy": "on-demand", "budget": "1.0", "link": LinkSettings()})
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    record(config, (*split.learn, *split.measure), out, sampling, distances, progress)
-    return read_split(out, len(split.learn))
+    record(_recording(base), (*prompts.learn, *prompts.measure), out, sampling, distances, progress)
+    return read_split(out, len(prompts.learn))
+
+
+def _recording(base: RunConfig) -> RunConfig:
+    return base.model_copy(update={"policy": "on-demand", "budget": "1.0", "link": LinkSettings()})
 
 
 def read_split(trace: Path, learned: int) -> Recorded:

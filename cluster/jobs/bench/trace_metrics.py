@@ -40,7 +40,7 @@ from .experiment import Section, Variant
 from .metrics import Bar, Row, Spread, metric, rounded, values_of
 from .papers import engine_for, synthetic
 from .run import Study
-from .serving import Calibration, Recorded, Split, own_store, record_split, shape_of
+from .serving import Calibration, Recorded, Split, own_store, record_served, shape_of
 from .transfers import transfers
 
 LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second; ratio of loading over computing
@@ -200,7 +200,7 @@ def activeevict_transfers(study: Study, *, section: str) -> dict[str, Any]:
         cell = cells[row["context"], row["budget"], row["link_gbps"]]
         if cell.context not in recordings:
             prompts, out = Split(cell.warm, cell.prompts), study.scratch / f"served-{cell.context}"
-            recordings[cell.context] = record_split(study.base, prompts, work.max_tokens, 2, out, study.progress)
+            recordings[cell.context] = record_served(study.base, prompts, work.max_tokens, 2, out, study.progress)
         recorded, machine = recordings[cell.context], Machine(**study.settings["machine"])
         throttled = machine.model_copy(update={"link_gbps": cell.gbps, "link_latency_us": latency_us})
         policy = next(policy for policy in cell.policies if policy.name == row["policy"])

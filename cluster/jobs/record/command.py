@@ -105,7 +105,8 @@ def record_command(
     found = read_prompts(prompts, config.model_dir, limit)
     if sample is None:
         ids, rest = forced(found, prompt_tokens, max_tokens)
-        _refuse_loops(_repeated(ids, rest), f"'{prompts}'", "give other text", allow_loops)
+        if not allow_loops:
+            refuse_loops(repeated_share(ids, rest), f"'{prompts}'", "give other text, or pass --allow-loops")
     else:
         ids, rest = [prompt[:prompt_tokens] for prompt in found], None
     model_config = load_model_config(config.model_dir)
@@ -126,7 +127,9 @@ def record_command(
         console.print(f"interrupted; '{out}' keeps what ran", highlight=False)
         raise
     _say(header, out, console, as_json)
-    _refuse_loops(header.repeated_8grams, f"'{out}', which is kept,", "sample at --sample 0.8 or more", allow_loops)
+    if not allow_loops:
+        remedy = "sample at --sample 0.8 or more, or pass --allow-loops"
+        refuse_loops(header.repeated_8grams, f"'{out}', which is kept,", remedy)
 
 
 def forced(
@@ -148,7 +151,8 @@ def forced(
     return prompts, rest
 
 
-def _repeated(prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]) -> float | None:
+def repeated_share(prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]) -> float | None:
+    """Share of the 8-grams that occur earlier in their request; None: no request has eight tokens."""
     repeats = Repeats()
     for prompt, continuation in zip(prompts, rest, strict=True):
         repeats.begin()
@@ -156,10 +160,11 @@ def _repeated(prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]) -
     return repeats.share
 
 
-def _refuse_loops(repeated: float | None, where: str, remedy: str, allowed: bool) -> None:
-    if repeated is not None and repeated > MOST_REPEATED and not allowed:
+def refuse_loops(repeated: float | None, where: str, remedy: str) -> None:
+    """Raises TraceError where more 8-grams are repeated than in text."""
+    if repeated is not None and repeated > MOST_REPEATED:
         what = f"{repeated:.0%} of the {NGRAM}-grams in {where} are repeated; caches look better on them than on text"
-        raise TraceError(what, f"{remedy}, or pass --allow-loops")
+        raise TraceError(what, remedy)
 
 
 def merge_command(
