@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import traces
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, SourceStats
 from tiermoe.cluster.config import configs_dir, default_model_dir
-from tiermoe.cluster.jobs.bench import trace_metrics
+from tiermoe.cluster.jobs.bench import serving, trace_metrics
 from tiermoe.cluster.jobs.bench.cells import Journal, counters
 from tiermoe.cluster.jobs.bench.engine_metrics import (
     Comparison,
@@ -32,7 +32,15 @@ from tiermoe.cluster.jobs.bench.engine_metrics import (
 from tiermoe.cluster.jobs.bench.experiment import load_experiment
 from tiermoe.cluster.jobs.bench.metrics import Spread, median_of, paired, rounded
 from tiermoe.cluster.jobs.bench.run import Study
-from tiermoe.cluster.jobs.bench.serving import Calibration, Recorded, read_split, run_config, split_prompts
+from tiermoe.cluster.jobs.bench.serving import (
+    Calibration,
+    Recorded,
+    Split,
+    read_split,
+    record_split,
+    run_config,
+    split_prompts,
+)
 from tiermoe.cluster.jobs.bench.trace_metrics import (
     Maps,
     activeevict_bars,
@@ -45,8 +53,9 @@ from tiermoe.cluster.jobs.bench.trace_metrics import (
 )
 from tiermoe.cluster.jobs.evaluate.quality import SUMS, EvaluationOptions, Quality
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
+from tiermoe.cluster.jobs.record import job as record_job
 from tiermoe.cluster.simulate.machine import Machine
-from tiermoe.errors import CheckpointError, ConfigError, RuntimeFailure
+from tiermoe.errors import CheckpointError, ConfigError, RuntimeFailure, TraceError
 
 _CALIBRATION = Calibration(
     layers=8, experts=32, top_k=4, expert_bytes=400_000, tpot_s=8e-3, moe_s=5e-4, latency_us=10.0
@@ -68,6 +77,23 @@ def _study(name: str, tmp_path: Path, recorded: Recorded | None = None, **option
 
 
 # -- rows, prompts, links ----------------------------------------------------------------------------------------------
+
+
+def test_a_trace_decodes_the_text_of_its_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not greedy tokens, which loop; and text that loops is refused before anything is recorded."""
+    asked: list[Any] = []
+    monkeypatch.setattr(record_job, "record", lambda *args, **options: asked.append((args[1], options)))
+    monkeypatch.setattr(serving, "read_split", lambda *args: None)
+    study = _study("moepic", tmp_path)
+    study.recorded("")
+    ((prompts, options),) = asked
+    assert tuple(prompts) == sum(astuple(split_prompts(default_model_dir(), 32).take(16, 16)), ())
+    texts = split_prompts(default_model_dir(), 32 + 64)
+    wanted = [text[32:] for text in (*texts.learn[:16], *texts.measure[:16])]
+    assert options["continuations"] == wanted
+    with pytest.raises(TraceError, match="repeated"):
+        record_split(study.base, Split(((1, 2) * 40,), ()), 8, 64, 2, tmp_path / "t", None)
+    assert len(asked) == 1
 
 
 def test_ratios_are_paired_within_repetitions() -> None:
