@@ -62,7 +62,7 @@ OVERLAP = 0.3  # of a token's experts with the token's before, where no routing 
 CONTEXT_TOKENS = 512  # whose keys and values a step reads
 WITHIN = 0.15  # half the width of a range from measured costs and a recorded routing
 
-_H100 = ("H100-class", 3350.0, 55.0, 10.0)  # data sheet SXM5; PCIe 5.0 x16 as pinned copies reach it; per copy
+_H100 = ("H100-class", 3350.0, 55.0, 10.0)  # SXM5 data sheet; assumption: 87% of PCIe 5.0 x16; a copy
 _STAND_IN = ("CPU stand-in", 10.0, 10.0, 0.0)  # one thread's reads of host memory; an unthrottled copy is such a read
 
 
