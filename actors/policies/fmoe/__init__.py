@@ -323,15 +323,17 @@ def select(
         Whether each expert is taken [S, J].
     """
     sequences, experts = probabilities.shape
-    rows = np.arange(sequences)[:, None]
-    order = np.argsort(-probabilities, axis=1, kind="stable")
-    counts = np.full(sequences, min(top_k, experts))
-    if dynamic:
-        sums = probabilities[rows, order].cumsum(axis=1, dtype=np.float64)
-        counts = np.maximum(counts, (sums <= threshold(scores)[:, None]).sum(axis=1) + 1)
-    counts[~probabilities.any(axis=1)] = 0
-    taken = np.zeros((sequences, experts), np.bool_)
-    taken[rows, order] = np.arange(experts) < counts[:, None]
+    least = min(top_k, experts)
+    order = (-probabilities).argsort(axis=1, kind="stable")
+    order += np.arange(0, sequences * experts, experts)[:, None]  # places in the flat array
+    sums = probabilities.take(order).cumsum(axis=1, dtype=np.float64)
+    by_rank = sums[:, -1:].repeat(experts, axis=1) > 0
+    if dynamic:  # the sums rise, so an expert is taken where the sum before it is not above delta
+        by_rank[:, least:] &= sums[:, least - 1 : -1] <= threshold(scores)[:, None]
+    else:
+        by_rank[:, least:] = False
+    taken = np.empty((sequences, experts), np.bool_)
+    taken.put(order, by_rank)
     return taken
 
 
