@@ -43,9 +43,10 @@ def _peer(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("number", "most_s"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 1.2)], ids=["kill", "stop"])
-def test_a_peer_that_dies_or_stops_is_lost_within_a_second(transport: str, number: int, most_s: float) -> None:
-    options = ChannelOptions(transport=transport)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("number", "liveness_s"), [(signal.SIGKILL, 20), (signal.SIGSTOP, 0.9)], ids=["kill", "stop"])
+def test_a_peer_that_dies_or_stops_is_lost_soon(transport: str, number: int, liveness_s: float) -> None:
+    """A death is seen before the silence has lasted."""
+    options = ChannelOptions(transport=transport, liveness_s=liveness_s)  # type: ignore[arg-type]
     with _peer("30") as (process, address), open_channel(address, options) as channel:
         assert isinstance(channel.call(batch(), _SOON_S), ExpertResult)
         pendings = [channel.submit(HealthRequest(), 30.0) for _ in range(3)]
@@ -54,7 +55,7 @@ def test_a_peer_that_dies_or_stops_is_lost_within_a_second(transport: str, numbe
         for pending in pendings:
             with pytest.raises(PeerLost):
                 pending.result()
-        assert time.monotonic() - begin < most_s
+        assert time.monotonic() - begin < _SOON_S
         assert not channel.alive
         assert channel.closed_because
         with pytest.raises(PeerLost):
