@@ -5,6 +5,7 @@ A plain class; `cluster.deploy` makes it an actor. The story of a layer is in `e
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError, NotServing, RuntimeFailure, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
-from .engine.serving.streams import Stream
+from .engine.serving.streams import Outbox, Stream
 from .requests import GenerationRequest, SamplingParams, TokenEvent
 from .settings import Attention, EngineSettings, KvSettings, check_combination, check_published
 from .store.artifacts import map_shape, predictors_of
@@ -22,6 +23,7 @@ from .store.files import StoreView
 from .store.replicas import describe_replicas, read_tables
 
 _REPORT_S = 5.0
+_CLIENT_GONE_S = 30.0  # without a call
 _LIBRARIES = (
     "torch", ".engine.engine", ".engine.model.model", ".engine.serving.batching", "transformers.models",
     "transformers.integrations.moe",
@@ -62,6 +64,8 @@ class GpuWorker:
         self._stage, self._stage_begin_s = "created", time.monotonic()
         self._stages_s: dict[str, float] = {}  # seconds of those that are over
         self._importing = threading.Lock()
+        self._outboxes: dict[str, Outbox] = {}  # by client
+        self._life = secrets.token_hex(8)
 
     def warm(self) -> None:
         """Import what `start` takes, in seconds that its peers take to start."""
@@ -192,8 +196,10 @@ class GpuWorker:
     def load(self) -> dict[str, float]:
         """Requests `running` and `waiting` for their first forward, and their `kv_usage` in [0, 1].
 
-        Of the expert cache `slots_used` and `pins`.
+        Of the expert cache `slots_used` and `pins`. Requests of a client that has gone are cancelled here, since who
+        serves asks this every second.
         """
+        self._leave_silent_clients()
         if self._batcher is None:
             return {"running": 0, "waiting": 0, "kv_usage": 0.0, "slots_used": 0, "pins": 0}
         streams, residency = self._batcher.streams, self._engine.cache.residency
@@ -218,6 +224,38 @@ class GpuWorker:
             yield from stream
         finally:
             self._batcher.cancel(stream)  # by stream: a later request may have the same id
+
+    def begin(self, client: str, request: GenerationRequest) -> str:
+        """Queue a request whose events `take` returns.
+
+        Args:
+            client: who takes them; its name is its own.
+
+        Returns:
+            A name of this process's life: one that was started again has another, and none of the requests.
+
+        Raises:
+            RequestError: malformed request. NotServing: not started. RuntimeFailure: the loop died.
+        """
+        outbox = self._outboxes.setdefault(client, Outbox())
+        outbox.begin(request.request_id)
+        try:
+            self._started(self._batcher).submit(request, outbox)
+        except BaseException:
+            outbox.open.discard(request.request_id)
+            raise
+        return self._life
+
+    def take(self, client: str, wait_s: float) -> tuple[str, list[TokenEvent]]:
+        """This life's name, and the events of all requests of a client since its last call; waits up to `wait_s`."""
+        return self._life, self._outboxes.setdefault(client, Outbox()).take(wait_s)
+
+    def _leave_silent_clients(self) -> None:
+        for outbox in list(self._outboxes.values()):
+            if outbox.open and outbox.silent_s > _CLIENT_GONE_S:
+                for request_id in list(outbox.open):
+                    self.cancel(request_id)
+                outbox.take(0.0)
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; False if it had ended."""

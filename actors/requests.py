@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -92,6 +92,16 @@ class TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()  # of `token_ids`, if requested
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on; on the first event
     cached_tokens: int = 0  # prompt tokens that the KV cache had of earlier requests; on the first event with tokens
+
+    def joined(self, later: TokenEvent) -> TokenEvent:
+        """This event and the request's next one as one."""
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+            cached_tokens=self.cached_tokens + later.cached_tokens,
+        )
 
 
 @dataclass

@@ -28,7 +28,7 @@ from ..actors.store.files import ExpertStore, StoreView
 from ..errors import RuntimeFailure
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from ..proto.tls import TlsFiles
-from .attach import CONTROL, CONTROL_THREADS, Lead, actor_records
+from .attach import CONTROL, CONTROL_THREADS, EVENT_THREADS, EVENTS, Lead, actor_records
 from .endpoints import EndpointDirectory, Endpoints
 from .host import thread_limits
 from .placement import ENDPOINTS, RESTART_ALWAYS, Placement, end, role_of
@@ -211,7 +211,7 @@ class ActorGroup:
             options={
                 "max_restarts": RESTART_ALWAYS,
                 "max_concurrency": self._settings.kv.max_num_seqs,
-                "concurrency_groups": {CONTROL: CONTROL_THREADS},
+                "concurrency_groups": {CONTROL: CONTROL_THREADS, EVENTS: EVENT_THREADS},
             },
         )
         self.lead = Lead(lead)

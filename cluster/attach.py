@@ -20,6 +20,8 @@ from .ray_session import NAMESPACE, as_failure, join, leave, refuse_second, with
 
 CONTROL = "control"  # the concurrency group of calls that must get through while every request thread is busy
 CONTROL_THREADS = 4
+EVENTS = "events"  # that of calls that wait for the tokens of all requests of one server replica
+EVENT_THREADS = 16
 _CALL_DEADLINE_S = 30.0
 _CANCEL_DEADLINE_S = 2.0
 _ANSWER_DEADLINE_S = 10.0

@@ -3,47 +3,86 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any
+
+from ray.exceptions import RayTaskError
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 
 
 class _Method:
-    """An actor's method: `.options(...).remote(...)`."""
+    """An actor's method: `.remote(...)`, `.options(...).remote(...)`."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+        self.remote = call
 
-    def options(self, **options: Any) -> SimpleNamespace:
-        return SimpleNamespace(remote=self._call)
+    def options(self, **options: Any) -> _Method:
+        return self
+
+
+Items = Sequence[TokenEvent | Exception]
+
+
+class _Ref:
+    """As Ray's: whoever gives up waiting for it leaves it as it was."""
+
+    def __init__(self, task: asyncio.Task[str]) -> None:
+        self._task = task
+
+    def __await__(self) -> Generator[Any, None, str]:
+        return asyncio.shield(self._task).__await__()
 
 
 class FakeLead:
-    """Streams what it is given, each as an awaitable; the end is held until the request is cancelled.
+    """Gives each request what it is given, an event a call; the end is held until a request is cancelled.
 
-    later: what the requests after the first get. states: what it says of itself, one a call, the last for good; of
-    "hangs" nothing.
+    An error of a task comes from `begin`, others from `take`. later: what the requests after the first get. states:
+    what it says of itself, one a call, the last for good; of "hangs" nothing. begins: holds `begin` back until it is
+    set. together: all events that there are in one call.
     """
 
     def __init__(
-        self, items: Sequence[TokenEvent | Exception], *, known_after: int = 0,
-        later: Sequence[Sequence[TokenEvent | Exception]] = (), states: Sequence[str | Exception] = ("serving",),
+        self, items: Items, *, later: Sequence[Items] = (), states: Sequence[str | Exception] = ("serving",),
+        begins: asyncio.Event | None = None, together: bool = False,
     ) -> None:  # fmt: skip
         self._items, self._states = [items, *later], list(states)
         self.requests: list[GenerationRequest] = []
-        self._known_after = known_after  # cancellations that find nothing, as before the request has begun
+        self._begins, self._together, self.life = begins, together, "first"
+        self._waiting: dict[str, list[TokenEvent | Exception]] = {}  # by request
         self.cancelled: list[str] = []
         self.over = asyncio.Event()
-        self.generate, self.cancel = _Method(self._generate), _Method(self._cancel)
+        self.begin, self.take, self.cancel = _Method(self._begin), _Method(self._take), _Method(self._cancel)
         self.health, self.load = _Method(self._health), _Method(self._load)
         self.stats = _Method(self._stats)
 
-    def _generate(self, request: GenerationRequest) -> _Stream:
+    def _begin(self, client: str, request: GenerationRequest) -> _Ref:
         self.requests.append(request)
-        return _Stream(self, self._items[len(self.requests) - 1])
+        return _Ref(asyncio.get_running_loop().create_task(self._begun(request, len(self.requests) - 1)))
+
+    async def _begun(self, request: GenerationRequest, number: int) -> str:
+        items = list(self._items[number])
+        if self._begins is not None:
+            await self._begins.wait()
+        if items and isinstance(items[0], RayTaskError):
+            raise items[0]
+        self._waiting[request.request_id] = items
+        return self.life
+
+    async def _take(self, client: str, wait_s: float) -> tuple[str, list[TokenEvent]]:
+        await asyncio.sleep(0.001)
+        found: list[TokenEvent] = []
+        for name, items in list(self._waiting.items()):
+            while items and (self._together or not found):
+                item = items.pop(0)
+                if isinstance(item, Exception):
+                    raise item
+                found.append(replace(item, request_id=name))
+        if self.over.is_set() and not found:
+            found = [TokenEvent(name, (), "cancelled") for name in self._waiting]
+        return self.life, found
 
     async def _health(self) -> dict[str, str]:
         state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
@@ -59,23 +98,7 @@ class FakeLead:
 
     async def _cancel(self, request_id: str) -> bool:
         self.cancelled.append(request_id)
-        if len(self.cancelled) > self._known_after:
-            self.over.set()
-            return True
-        return False
-
-
-class _Stream:
-    """As Ray's: a wait that is given up leaves it as it was."""
-
-    def __init__(self, lead: FakeLead, items: Sequence[TokenEvent | Exception]) -> None:
-        self._lead, self._items = lead, list(items)
-
-    async def __anext__(self) -> Any:
-        if self._items:
-            return _answer(self._items.pop(0))
-        await self._lead.over.wait()
-        return _answer(TokenEvent("r", (), "cancelled"))
+        return self._waiting.pop(request_id, None) is not None
 
 
 async def _answer(item: Any) -> Any:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from ...actors.requests import GenerationRequest, TokenEvent
 from ...errors import DeadlinePassed, NotServing, RuntimeFailure, TierMoeError
-from ..attach import CONTROL
+from ..attach import CONTROL, EVENTS
 from ..ray_session import NAMESPACE, as_failure
 
+T = TypeVar("T")
 _CALL_DEADLINE_S = 10.0
+_TAKE_S = 1.0
 _REAP_TRIES = 30
 _REAP_STEP_S = 1.0
 _LOOK_S = 1.0
@@ -51,6 +54,39 @@ class LeadState:
         return {"state": "serving" if self.serves and self.age_s is not None else "not serving", "age_s": age_s}
 
 
+class _Inbox:
+    """Events of one request that its consumer has not read; they are one, so that a slow consumer gets fewer.
+
+    Attributes:
+        life: of the process that has the request; None: not known yet.
+    """
+
+    def __init__(self) -> None:
+        self.life: str | None = None
+        self._event: TokenEvent | None = None
+        self._failure: BaseException | None = None
+        self._came = asyncio.Event()
+
+    def put(self, event: TokenEvent) -> None:
+        self._event = event if self._event is None else self._event.joined(event)
+        self._came.set()
+
+    def fail(self, failure: BaseException) -> None:
+        self._failure = failure
+        self._came.set()
+
+    async def take(self) -> TokenEvent:
+        """What has come since the last call; raises the failure behind it."""
+        await self._came.wait()
+        event, self._event = self._event, None
+        if event is not None:
+            if self._failure is None:
+                self._came.clear()
+            return event
+        assert self._failure is not None
+        raise self._failure
+
+
 class LeadClient:
     """Requests to a lead actor, and what it says of itself. Made on a running event loop.
 
@@ -63,19 +99,21 @@ class LeadClient:
         serves: whether requests may be sent; taken for granted before the first look.
         hung: whether its process lives and does not answer.
         failure: why it never serves again; None: it may.
-        running: requests under way.
     """
 
     def __init__(self, handle: Any, changed: Callable[[], None], name: str) -> None:
         self._handle, self._changed, self._name = handle, changed, name
-        self.serves, self.hung, self.running = True, False, 0
+        self.serves, self.hung = True, False
         self.failure: RuntimeFailure | None = None
         self._health: dict[str, Any] = {}
         self._load: dict[str, float] = {}
         self._answered_s: float | None = None
         self._problem: str | None = None
         self._gone_s: float | None = None  # since when Ray says that it is dead
-        self._waits: set[asyncio.Timeout] = set()  # for its next events
+        self._client = secrets.token_hex(8)
+        self._inboxes: dict[str, _Inbox] = {}  # by request
+        self._reader: asyncio.Task[None] | None = None  # of the events of all requests
+        self._waits: set[asyncio.Timeout] = set()  # of requests
         self._reapers: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._watch = asyncio.get_running_loop().create_task(self._watch_it())
@@ -87,7 +125,7 @@ class LeadClient:
         return LeadState(self.serves, age_s, self._health, self._load, self._problem)
 
     async def generate(self, request: GenerationRequest, deadline_s: float) -> AsyncGenerator[TokenEvent]:
-        """The events of a request while the lead's process lives and answers.
+        """The events of a request while the lead's process lives and answers; those that came together as one.
 
         Args:
             deadline_s: on the event loop's clock.
@@ -96,12 +134,13 @@ class LeadClient:
             NotServing: it does not, or does not yet. DeadlinePassed: of the request. TierMoeError: it was refused, or
                 failed.
         """
-        stream = self._handle.generate.options(num_returns="streaming").remote(request)
-        ended = False
-        self.running += 1
+        name, inbox, ended = request.request_id, _Inbox(), False
+        self._inboxes[name] = inbox
+        begun = self._begin(request)
         try:
+            inbox.life = await self._within(deadline_s, begun)
             while not ended:
-                event = await self._next(stream, deadline_s)
+                event = await self._within(deadline_s, inbox.take())
                 ended = event.finish is not None
                 if event.finish == "error":
                     raise RuntimeFailure(
@@ -114,9 +153,14 @@ class LeadClient:
             ended = True
             raise
         finally:
-            self.running -= 1
+            del self._inboxes[name]
             if not ended:
-                self._reap(stream, request.request_id)
+                self._reap(name, begun)
+
+    @property
+    def running(self) -> int:
+        """Requests under way."""
+        return len(self._inboxes)
 
     async def ask(self, method: str, role: str | None = None) -> Any:
         """What a control method returns, or a method of another actor of its replica; raises RuntimeFailure where it
@@ -179,53 +223,68 @@ class LeadClient:
                 self.failure = RuntimeFailure(failure.what, failure.remedy)
         self.serves, self.hung = serves, hung
 
-    async def _next(self, stream: Any, deadline_s: float) -> TokenEvent:
+    def _begin(self, request: GenerationRequest) -> Awaitable[str]:
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.get_running_loop().create_task(self._read())
+        return self._handle.begin.remote(self._client, request)
+
+    async def _read(self) -> None:
+        """Give each request its events, while there are requests."""
+        while self._inboxes:
+            try:
+                take = self._handle.take.options(concurrency_group=EVENTS)
+                life, events = await take.remote(self._client, _TAKE_S)
+            except ray.exceptions.RayError as error:  # which events are lost is not known
+                for inbox in self._inboxes.values():
+                    inbox.fail(error)
+                return
+            for inbox in self._inboxes.values():
+                if inbox.life not in (None, life):
+                    inbox.fail(NotServing("the lead's process ended", "send the request again"))
+            for event in events:
+                if (inbox := self._inboxes.get(event.request_id)) is not None:  # else its consumer has left
+                    inbox.put(event)
+
+    async def _within(self, deadline_s: float, answer: Awaitable[T]) -> T:
+        """An answer of the lead to a request; raises as `generate`."""
         try:
             async with asyncio.timeout_at(deadline_s) as wait:
                 self._waits.add(wait)
                 try:
-                    return await (await anext(stream))
+                    return await answer
                 finally:
                     self._waits.discard(wait)
         except TimeoutError:
             if asyncio.get_running_loop().time() < deadline_s:
                 raise NotServing("the lead does not answer", "send the request again") from None
             raise DeadlinePassed("the request passed its deadline", "ask for fewer tokens") from None
-        except StopAsyncIteration:
-            raise RuntimeFailure("the worker ended a request without saying why", "send it again") from None
         except ray.exceptions.RayError as error:
             failure = as_failure(error, "the worker failed during a request")
             if isinstance(error, ray.exceptions.RayActorError):
                 raise NotServing(failure.what, failure.remedy) from error
             raise failure from error
 
-    def _reap(self, stream: Any, request_id: str) -> None:
+    def _reap(self, request_id: str, begun: Awaitable[str]) -> None:
         """Cancel a request whose consumer has left, from a task of its own: its consumer is being cancelled itself."""
-        task = asyncio.get_running_loop().create_task(self._cancel(stream, request_id))
+        task = asyncio.get_running_loop().create_task(self._cancel(request_id, begun))
         self._reapers.add(task)
         task.add_done_callback(self._reapers.discard)
 
-    async def _cancel(self, stream: Any, request_id: str) -> None:
-        """Until the worker says that it has it no more. A request may not have reached it yet: then once more."""
+    async def _cancel(self, request_id: str, begun: Awaitable[str]) -> None:
+        """Until the worker says that it has it no more."""
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(_CALL_DEADLINE_S):
+                await begun  # before that the worker may get it after its cancellation
         for _ in range(_REAP_TRIES):
             with contextlib.suppress(TierMoeError):
-                if await self._ask_to_cancel(request_id):
-                    return
-            try:
-                async with asyncio.timeout(_REAP_STEP_S):
-                    event = await (await anext(stream))
-                if event.finish is not None:
-                    return
-            except (StopAsyncIteration, ray.exceptions.RayError):
-                return
-            except TimeoutError:
-                continue
+                return await self._ask_to_cancel(request_id)
+            await asyncio.sleep(_REAP_STEP_S)
 
-    async def _ask_to_cancel(self, request_id: str) -> bool:
-        """End a request in the worker; False: it has none of this id."""
+    async def _ask_to_cancel(self, request_id: str) -> None:
+        """End a request in the worker, if it has it. Raises RuntimeFailure: no answer."""
         try:
             async with asyncio.timeout(_CALL_DEADLINE_S):
-                return bool(await self._control("cancel", request_id))
+                await self._control("cancel", request_id)
         except (TimeoutError, ray.exceptions.RayError) as error:
             raise RuntimeFailure("the worker did not take a cancellation", "look at its node") from error
 

@@ -458,6 +458,35 @@ def test_a_consumer_that_leaves_late_cancels_no_later_request(
 
 
 @BOTH
+def test_clients_take_the_events_of_their_requests(
+    workers: dict[str, GpuWorker], expected: list[list[int]], batching: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each its own; those of one that is silent are cancelled."""
+    worker = workers[batching]
+    life = worker.begin("one", numbered(0, "a"))
+    assert worker.begin("one", numbered(1, "b")) == worker.begin("two", numbered(2, "c")) == life
+    found = {name: Generation(name) for name in "abc"}
+    for client, names in (("one", "ab"), ("two", "c")):
+        while any(found[name].finish is None for name in names):
+            alive, events = worker.take(client, 10.0)
+            assert alive == life
+            assert {event.request_id for event in events} <= set(names)
+            for event in events:
+                found[event.request_id].add(event)
+    assert [generation.token_ids for generation in found.values()] == [tokens[:TOKENS] for tokens in expected[:3]]
+    with pytest.raises(RequestError):
+        worker.begin("one", GenerationRequest("empty", ()))
+
+    worker.begin("one", numbered(0, "left", max_tokens=4 * TOKENS))
+    worker.load()
+    assert worker.batcher.streams.find("left") is not None
+    monkeypatch.setattr("tiermoe.actors.gpu_worker._CLIENT_GONE_S", 0.0)
+    worker.load()
+    assert worker.batcher.streams.find("left") is None
+    assert worker.take("one", 0.0) == (life, [])
+
+
+@BOTH
 def test_the_models_positions_bound_a_request(workers: dict[str, GpuWorker], batching: str) -> None:
     worker = workers[batching]
     with pytest.raises(RequestError, match="257 tokens, the model was made for 256 positions"):

@@ -109,3 +109,54 @@ def test_counters_are_sums_and_a_lead_that_is_away_counts_with_its_last() -> Non
         assert (await backend.ask("stats")).as_dict()["hits"] == 6
 
     run(leads, call)
+
+
+def test_requests_of_one_lead_share_its_messages() -> None:
+    """One consumer leaves, and one comes when the reader has rested: each gets its own events."""
+    lead = FakeLead([_FIVE, _SIX, _END], later=[[_FIVE], [_FIVE, _END], [_SIX, _END]], together=True)
+
+    async def call(backend: LeadBackend) -> None:
+        async def tokens(name: str) -> list[int]:
+            events = backend.generate(GenerationRequest(name, (1,)))
+            return [token async for event in events for token in event.token_ids]
+
+        whole = asyncio.ensure_future(tokens("a"))
+        await asyncio.sleep(0)
+        left = backend.generate(GenerationRequest("b", (1,)))
+        assert (await anext(left)).token_ids == (5,)
+        await left.aclose()
+        assert await tokens("c") == [5, 7, 8]
+        assert await whole == [5, 6, 7, 8]
+        (client,) = backend.leads
+        assert client._reader is not None
+        await client._reader
+        assert await tokens("d") == [6, 7, 8]
+
+    run([lead], call)
+    assert lead.cancelled == ["b"]
+
+
+def test_a_lead_that_was_started_again_unseen_has_none_of_the_requests() -> None:
+    lead = FakeLead([_FIVE], later=[[_END]])
+
+    async def call(backend: LeadBackend) -> None:
+        events = backend.generate(GenerationRequest("r", (1, 2)))
+        assert (await anext(events)).token_ids == (5,)
+        lead.life = "second"
+        assert (await anext(events)).token_ids == (7, 8)
+
+    run([lead], call)
+    assert lead.requests[1].generated == (5,)
+
+
+def test_a_slow_consumer_gets_tokens_together() -> None:
+    lead = FakeLead([_FIVE, _SIX, _END])
+
+    async def call(backend: LeadBackend) -> None:
+        events = backend.generate(GenerationRequest("r", (1, 2)))
+        assert (await anext(events)).token_ids == (5,)
+        await asyncio.sleep(0.1)
+        last = await anext(events)
+        assert (last.token_ids, last.finish) == ((6, 7, 8), "length")
+
+    run([lead], call)

@@ -30,6 +30,52 @@ class SequenceRows:
     decode: bool
 
 
+class Events(Protocol):
+    """Where a stream's events go; thread-safe."""
+
+    def put(self, event: TokenEvent) -> None: ...
+
+
+class Outbox:
+    """Events of all requests of one client, until it takes them: one message for all tokens of a step.
+
+    Attributes:
+        open: ids of the requests that have not ended.
+    """
+
+    def __init__(self) -> None:
+        self.open: set[str] = set()
+        self._seen_s = time.monotonic()
+        self._events: list[TokenEvent] = []
+        self._change = threading.Condition()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the client last began a request or took events."""
+        return time.monotonic() - self._seen_s
+
+    def begin(self, request_id: str) -> None:
+        """The client sends a request."""
+        self._seen_s = time.monotonic()
+        self.open.add(request_id)
+
+    def put(self, event: TokenEvent) -> None:
+        """Add the next event of a request."""
+        with self._change:
+            if event.finish is not None:
+                self.open.discard(event.request_id)
+            self._events.append(event)
+            self._change.notify()
+
+    def take(self, wait_s: float) -> list[TokenEvent]:
+        """The events since the last call, in order; waits up to `wait_s` for one."""
+        with self._change:
+            self._change.wait_for(lambda: self._events, wait_s)
+            events, self._events = self._events, []
+            self._seen_s = time.monotonic()
+        return events
+
+
 class SequenceWatcher(Protocol):
     """Follows sequences; the expert engine is one."""
 
@@ -54,7 +100,7 @@ class Stream:
     name: str
     submitted_s: float
     seed: int  # of the draws: the request's, or a fresh one
-    events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
+    events: Events = field(default_factory=queue.SimpleQueue)
     stops: frozenset[int] = frozenset()  # tokens that end it
     processor: Any = None  # of its scores: a `LogitsProcessor`, or None
     generated: list[int] = field(default_factory=list)  # tokens sent, those of an earlier lead too
@@ -70,7 +116,8 @@ class Stream:
         return bool(self.generated) and self.generated[-1] in self.stops
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        """Events as they come, until the one with `finish`."""
+        """Events as they come, until the one with `finish`; of a stream without an `Outbox`."""
+        assert isinstance(self.events, queue.SimpleQueue)
         while True:
             event = self.events.get()
             yield event
@@ -116,8 +163,11 @@ class Streams:
         """Prompt and generated tokens that one request may take."""
         return self.capacity_tokens if self.positions is None else min(self.capacity_tokens, self.positions)
 
-    def open(self, request: GenerationRequest) -> Stream:
+    def open(self, request: GenerationRequest, events: Events | None = None) -> Stream:
         """Admit a request. One whose last token was generated before ends at once.
+
+        Args:
+            events: where its events go; None: to the stream, which iterates over them.
 
         Raises:
             RequestError: empty prompt, unknown tokens, more tokens than fit, a sampling value out of range, or an id in
@@ -155,6 +205,8 @@ class Streams:
                 request.sampling.stop_token_ids
             )
             stream.processor, stream.generated = processor, list(request.generated)
+            if events is not None:
+                stream.events = events
             self._open[stream.name] = stream
             self._names[request.request_id] = stream.name
         if len(stream.generated) >= request.sampling.max_tokens or stream.stopped:
