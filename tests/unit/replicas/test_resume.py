@@ -82,8 +82,11 @@ def stop(*_args: object) -> None:
 STEPS = ("capture", "_write_figures", "pack_expert", "_write_tables", "write_file")
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("step", "kept"),
+    [(step, True) for step in STEPS] + [(step, False) for step in ("pack_expert", "write_file")]
+    + [pytest.param(step, False, marks=pytest.mark.slow) for step in ("capture", "_write_figures", "_write_tables")],
+)  # fmt: skip
 def test_an_interrupted_run_resumes(
     made: Path, checkpoint: Path, calibration: Path, tmp_path: Path, step: str, kept: bool
 ) -> None:
