@@ -242,8 +242,8 @@ class LeadClient:
                 if inbox.life not in (None, life):
                     inbox.fail(NotServing("the lead's process ended", "send the request again"))
             for event in events:
-                if (inbox := self._inboxes.get(event.request_id)) is not None:  # else its consumer has left
-                    inbox.put(event)
+                if event.request_id in self._inboxes:  # else its consumer has left
+                    self._inboxes[event.request_id].put(event)
 
     async def _within(self, deadline_s: float, answer: Awaitable[T]) -> T:
         """An answer of the lead to a request; raises as `generate`."""

@@ -32,7 +32,7 @@ from .logits import processor_of
 from .sampling import PromptScorer, pick_of, prompt_rows
 from .scheduler import NAME, used_share
 from .steps import StepManager, Steps
-from .streams import Events, SequenceRows, SequenceWatcher, Stream, Streams
+from .streams import Outbox, SequenceRows, SequenceWatcher, Stream, Streams
 
 _LATER = "auto_switch_to_flash" in inspect.signature(ContinuousBatchingConfig).parameters
 _SHARES = hasattr(PagedAttentionCache, "mark_complete_blocks")  # transformers 5.17 counts blocks otherwise
@@ -45,7 +45,7 @@ class Batcher(Protocol):
     streams: Streams
     serial_because: str | None  # why requests are not batched; None when they are
 
-    def submit(self, request: GenerationRequest, events: Events | None = None) -> Stream: ...
+    def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream: ...
     def cancel(self, stream: Stream) -> bool: ...
     def close(self) -> None: ...
 
@@ -134,7 +134,7 @@ class ContinuousBatcher:
         if error is not None:
             raise _unsupported(model, error)
 
-    def submit(self, request: GenerationRequest, events: Events | None = None) -> Stream:
+    def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
         """Queue a request; `events` as in `Streams.open`.
 
         Raises:
@@ -325,7 +325,7 @@ class SerialBatcher:
         self._thread = threading.Thread(target=self._run, name="tiermoe-serial", daemon=True)
         self._thread.start()
 
-    def submit(self, request: GenerationRequest, events: Events | None = None) -> Stream:
+    def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
         """Queue a request. Raises RequestError or RuntimeFailure like `ContinuousBatcher.submit`."""
         if self.failure is not None:
             raise RuntimeFailure(f"generation stopped: {self.failure}", "restart the worker")

@@ -30,12 +30,6 @@ class SequenceRows:
     decode: bool
 
 
-class Events(Protocol):
-    """Where a stream's events go; thread-safe."""
-
-    def put(self, event: TokenEvent) -> None: ...
-
-
 class Outbox:
     """Events of all requests of one client, until it takes them: one message for all tokens of a step.
 
@@ -100,7 +94,7 @@ class Stream:
     name: str
     submitted_s: float
     seed: int  # of the draws: the request's, or a fresh one
-    events: Events = field(default_factory=queue.SimpleQueue)
+    events: queue.SimpleQueue[TokenEvent] | Outbox = field(default_factory=queue.SimpleQueue)
     stops: frozenset[int] = frozenset()  # tokens that end it
     processor: Any = None  # of its scores: a `LogitsProcessor`, or None
     generated: list[int] = field(default_factory=list)  # tokens sent, those of an earlier lead too
@@ -163,7 +157,7 @@ class Streams:
         """Prompt and generated tokens that one request may take."""
         return self.capacity_tokens if self.positions is None else min(self.capacity_tokens, self.positions)
 
-    def open(self, request: GenerationRequest, events: Events | None = None) -> Stream:
+    def open(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
         """Admit a request. One whose last token was generated before ends at once.
 
         Args:
