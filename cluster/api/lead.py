@@ -234,7 +234,7 @@ class LeadClient:
             try:
                 take = self._handle.take.options(concurrency_group=EVENTS)
                 life, events = await take.remote(self._client, _TAKE_S)
-            except ray.exceptions.RayError as error:  # which events are lost is not known
+            except Exception as error:  # which events are lost is not known, and nobody may wait for them
                 for inbox in self._inboxes.values():
                     inbox.fail(error)
                 return
