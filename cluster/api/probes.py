@@ -133,9 +133,9 @@ class Probes:
             known.tell()
 
     async def _ask(self, scope: Scope) -> Answer:
-        """One request of our own, like a client's."""
+        """One request of our own, like a client's. Raises ConnectionError: its answer is not whole."""
         status, headers, body = 0, list[tuple[bytes, bytes]](), b""
-        sent = False
+        sent = whole = False
 
         async def receive() -> Message:
             nonlocal sent
@@ -145,14 +145,17 @@ class Probes:
             return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(message: Message) -> None:
-            nonlocal status, headers, body
+            nonlocal status, headers, body, whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [(name, value) for name, value in message["headers"] if name.lower() not in _OWN]
             else:
                 body += message.get("body", b"")
+                whole = not message.get("more_body", False)
 
         await self._app({**scope, "method": "GET", "headers": list(scope["headers"]), "state": {}}, receive, send)
+        if not whole:
+            raise ConnectionError("the answer was cut off")
         if status == 404:  # Serve's: the application has both routes, so there is none yet
             return starting(scope["path"], "the server starts")
         if status == 503 and body.startswith(b'{"error"'):  # the proxy's own

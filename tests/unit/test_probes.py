@@ -24,11 +24,12 @@ class Replica:
 
     Attributes:
         hangs: whether requests wait until it is over.
+        cuts: whether it ends answers behind their headers.
         answers: times that it has answered; its answers are numbered.
     """
 
     def __init__(self) -> None:
-        self.hangs, self.status, self.answers = False, 200, 0
+        self.hangs, self.cuts, self.status, self.answers = False, False, 200, 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         while self.hangs:
@@ -38,6 +39,8 @@ class Replica:
         status = 401 if wrong else self.status
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"of another")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
+        if self.cuts:
+            return
         await send({"type": "http.response.body", "body": json.dumps({"answer": self.answers}).encode()})
 
 
@@ -59,6 +62,19 @@ def test_an_answer_is_new_where_the_replica_is_quick() -> None:
         assert (await http.head("/ready")).status_code == 200  # what it said last, as for GET
         replica.hangs = False
         assert (await http.get("/other")).headers["x-request-id"] == "of another"  # not one of these
+
+    run(call)
+
+
+def test_an_answer_that_is_cut_off_is_none() -> None:
+    async def call(http: httpx.AsyncClient, replica: Replica) -> None:
+        assert (await http.get("/health")).json() == {"answer": 1}
+        replica.cuts = True
+        for _ in range(2):
+            assert (await http.get("/health")).json() == {"answer": 1}
+        assert replica.answers > 1
+        replica.cuts = False
+        assert (await http.get("/health")).json()["answer"] > 2
 
     run(call)
 
