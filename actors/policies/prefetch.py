@@ -17,10 +17,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -135,37 +133,39 @@ class Wanted(NamedTuple):  # made by the dozen in each layer: a frozen dataclass
     source: str = ""
 
 
-new_wanted = partial(tuple.__new__, Wanted)  # of (key, priority, source): a third of the time of `Wanted(...)`
-
-
 class WantedKeys(Sequence[Wanted]):
-    """Experts that one source asks for, with an object for each only where somebody reads one.
+    """Experts to prefetch, with an object for each only where somebody reads one.
 
     Args:
-        layers: neighbours of one layer, most wanted first. priorities: of all of them in this order.
+        runs: keys, most wanted first; the keys of a run go to the cache together and do not evict each other.
+        priorities: of all of them in this order. source: as in `Wanted`.
     """
 
-    __slots__ = ("layers", "priorities")
+    __slots__ = ("priorities", "runs")
 
-    @classmethod
-    def of(cls, keys: list[int], priorities: Sequence[float], experts: int) -> WantedKeys:
-        """Of keys of any layers, most wanted first. experts: of a layer."""
-        if keys and min(keys) // experts != max(keys) // experts:
-            return cls([list(group) for _, group in groupby(keys, experts.__rfloordiv__)], priorities)
-        return cls([keys] if keys else [], priorities)
+    def __init__(self, runs: Iterable[list[int]], priorities: Sequence[float], source: str = "") -> None:
+        self.runs, self.priorities = [(source, keys) for keys in runs if keys], priorities
 
-    def __init__(self, layers: Sequence[list[int]], priorities: Sequence[float]) -> None:
-        self.layers, self.priorities = layers, priorities
+    def then(self, other: WantedKeys, source: str) -> WantedKeys:
+        """These, and less wanted than all of them the other's, which `source` asks for."""
+        both = WantedKeys((), [*self.priorities, *other.priorities])
+        both.runs = [*self.runs, *[(source, keys) for _, keys in other.runs]]
+        return both
 
     @property
     def keys(self) -> list[int]:
-        return self.layers[0] if len(self.layers) == 1 else [key for keys in self.layers for key in keys]
+        runs = self.runs
+        return runs[0][1] if len(runs) == 1 else [key for _, keys in runs for key in keys]
 
     def __len__(self) -> int:
         return len(self.priorities)
 
+    def __iter__(self) -> Iterator[Wanted]:
+        sources = [source for source, keys in self.runs for _ in keys]
+        return map(Wanted, self.keys, self.priorities, sources)
+
     def __getitem__(self, at: Any) -> Any:
-        return list(map(Wanted, self.keys, self.priorities))[at]
+        return list(self)[at]
 
     def __eq__(self, other: object) -> bool:
         return list(self) == other
@@ -278,9 +278,9 @@ class PrefetchPolicy(ABC):
 
 
 def runs(wanted: Sequence[Wanted], experts: int) -> list[tuple[str, list[int]]]:
-    """Neighbours of one layer and source, in order: (source, keys)."""
+    """The keys that go to the cache together, in order: (source, keys). Of a list: neighbours of a layer and source."""
     if isinstance(wanted, WantedKeys):
-        return [("", keys) for keys in wanted.layers]
+        return wanted.runs
     out: list[tuple[str, list[int]]] = []
     last: tuple[int, str] | None = None
     for key, _, source in wanted:
@@ -299,6 +299,16 @@ def ranked(wanted: Iterable[Wanted]) -> list[Wanted]:
         if held is None or want.priority > held.priority:
             best[want.key] = want
     return sorted(best.values(), key=lambda want: (-want.priority, want.key))
+
+
+def joined(found: Sequence[WantedKeys]) -> WantedKeys:
+    """`ranked` of several answers of one source, as one run."""
+    if len(found) == 1:
+        return found[0]
+    best: dict[int, float] = {}
+    for lowered, key in sorted([(-p, key) for one in found for p, key in zip(one.priorities, one.keys, strict=True)]):
+        best.setdefault(key, -lowered)
+    return WantedKeys([[*best]], [*best.values()])
 
 
 def most_probable(scores: NDArray[np.floating], count: int) -> list[int]:
@@ -403,7 +413,7 @@ class NextGatePrefetch(LayeredPrefetch):
     needs_ids = False
     needs_lookahead: ClassVar[bool] = True
 
-    def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
+    def observed(self, seen: LayerSeen) -> WantedKeys:
         layers: list[list[int]] = []
         self.predicted = None
         for layer in range(seen.layer + 1, min(seen.layer + 1 + self.distance, self._layers)):
@@ -523,4 +533,4 @@ class RandomPrefetch(LayeredPrefetch):
         rows = len(seen.spans) if seen.layer == self._layers - 1 else len(seen.ids)
         self.predicted = 1.0 - self._rng.random((rows, self._experts))  # (0, 1]
         keys, scores = seen.rank.by_score(self.predicted, self.top, (seen.layer + 1) % self._layers * self._experts)
-        return WantedKeys([keys] if keys else [], scores)
+        return WantedKeys([keys], scores)

@@ -25,7 +25,7 @@ from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.context_ndp import HotSet, HotSlots
 from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, load_s
 from ...actors.policies.plan import LayerPlan
-from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, ranked
+from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.sharding import shard_of, spread_by_bytes
 from ...actors.policy_settings import PolicySettings
 from ...actors.store.replicas import ReplicaTables
@@ -357,7 +357,8 @@ class MatcherLag(PrefetchPolicy):
         while self._asked and self._asked[0][0] <= self._clock.now_s:
             come += [want for want in self._asked.popleft()[1] if want.key >= first]
         self._asked.append((self._clock.now_s + self._lag_s, self._policy.observed(seen)))
-        return ranked(come)
+        best = ranked(come)
+        return WantedKeys([[want.key for want in best]], [want.priority for want in best])
 
     def end(self, sequence: str) -> None:
         self._policy.end(sequence)

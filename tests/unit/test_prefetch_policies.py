@@ -27,8 +27,11 @@ from tiermoe.actors.policies.prefetch import (
     PrefetchGovernor,
     Span,
     Wanted,
+    WantedKeys,
+    joined,
     predicted_experts,
     ranked,
+    runs,
 )
 from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
 from tiermoe.kernels import _cpu
@@ -215,6 +218,28 @@ def distance(m1: np.ndarray, m2: np.ndarray) -> float:
 def test_ranked_is_the_union_with_the_highest_priority() -> None:
     wanted = [Wanted(5, 0.5), Wanted(3, 0.5), Wanted(5, 0.9), Wanted(1, 0.1)]
     assert ranked(wanted) == [Wanted(5, 0.9), Wanted(3, 0.5), Wanted(1, 0.1)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_joined_is_ranked_without_objects(seed: int) -> None:
+    """Several answers together go to the cache as one run, whatever their layers: none evicts another."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for size in (1, 5, 3):
+        priorities = sorted((rng.integers(1, 4, size) / 4).tolist(), reverse=True)  # with ties
+        found.append(WantedKeys([rng.permutation(L * E)[:size].tolist()], priorities))
+    expected = ranked(want for one in found for want in one)
+    assert joined(found) == expected
+    assert runs(joined(found), E) == [("", keys(expected))]
+    assert joined([]) == []
+    assert joined(found[:1]) is found[0]
+
+
+def test_a_run_behind_another_keeps_its_layers() -> None:
+    maps, gates = WantedKeys([[3, 9]], [0.5, 0.25]), WantedKeys([[5, 4], [8]], [0, -1, -2])
+    both = maps.then(gates, "next-gate")
+    assert runs(both, E) == [("", [3, 9]), ("next-gate", [5, 4]), ("next-gate", [8])]
+    assert list(both)[1:3] == [Wanted(9, 0.25), Wanted(5, 0, "next-gate")]
 
 
 @pytest.mark.parametrize("seed", range(4))

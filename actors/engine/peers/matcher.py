@@ -28,7 +28,7 @@ from ....proto.messages import Context, HealthReport, HealthRequest, PrefetchCom
 from ....proto.peers import PeerLink, ReconnectingChannel
 from ...policies.eviction import EvictionPolicy
 from ...policies.fmoe import BlendPrefetch, ExpertMapEviction
-from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
+from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, WantedKeys, joined
 from ...settings import MatcherSettings
 from ...store.artifacts import MapShape
 from ..stats import Timeline
@@ -386,15 +386,11 @@ class MatcherPrefetch(PrefetchPolicy):
         link.observe(self._iteration, seen.layer, self._sequences, means)
         found = [self._wanted(command) for command in commands]
         if self._blend is None and link.source == "expert-map":
-            if len(found) < 2:
-                return found[0] if found else []
-            return ranked(want for wanted in found for want in wanted)
-        all_wanted = [want for wanted in found for want in wanted]
+            return joined(found) if found else []
         if self._blend is not None:
-            return self._blend.merged(seen, all_wanted)
+            return self._blend.merged(seen, [want for wanted in found for want in wanted])
         link.fell_back()
-        instead = self._fallback.observed(seen)
-        return [*all_wanted, *(Wanted(want.key, want.priority, NextGatePrefetch.name) for want in instead)]
+        return joined(found).then(self._fallback.observed(seen), NextGatePrefetch.name)
 
     def end(self, sequence: str) -> None:
         self._numbers.pop(sequence, None)
@@ -403,7 +399,8 @@ class MatcherPrefetch(PrefetchPolicy):
         tell_eviction(self._eviction, command, self._experts)
         if self._relay is not None:
             command = self._relay(command, self._blend is None)
-        return WantedKeys.of(*wanted_keys(command), self._experts)
+        keys, priorities = wanted_keys(command)
+        return WantedKeys([keys], priorities)
 
     def _number(self, sequence: str) -> int:
         if sequence not in self._numbers:

@@ -419,7 +419,7 @@ class ExpertMapPolicy(PrefetchPolicy):
                 expect(forecast.keys, probabilities)
         n = forecast.wanted
         keys, priorities = forecast.keys[:n].tolist(), forecast.priorities[:n].tolist()
-        return WantedKeys.of(keys, priorities, self._maps.store.experts)
+        return WantedKeys([keys], priorities)
 
 
 MAP, GATE = "expert-map", "next-gate"

@@ -131,4 +131,4 @@ class SpeculativePrefetch(LayeredPrefetch):
         if self.predicted is None:
             return []
         keys, scores = seen.rank.by_score(self.predicted, self.top, (seen.layer + 1) % self._layers * self._experts)
-        return WantedKeys([keys] if keys else [], scores)
+        return WantedKeys([keys], scores)
