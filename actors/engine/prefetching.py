@@ -166,7 +166,7 @@ class Prefetching:
     def _ask(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
         """Queue loads behind the demand of `layer`, which counts the waits of a synchronous policy.
 
-        A load does not evict an expert that is wanted more.
+        A load does not evict an expert that is wanted more, or in the same run.
         """
         if not wanted:
             return

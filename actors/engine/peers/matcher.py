@@ -390,7 +390,7 @@ class MatcherPrefetch(PrefetchPolicy):
         if self._blend is not None:
             return self._blend.merged(seen, [want for wanted in found for want in wanted])
         link.fell_back()
-        return joined(found).then(self._fallback.observed(seen), NextGatePrefetch.name)
+        return joined(found).then(self._fallback.picked(seen), NextGatePrefetch.name)
 
     def end(self, sequence: str) -> None:
         self._numbers.pop(sequence, None)
