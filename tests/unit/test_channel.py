@@ -177,12 +177,12 @@ def test_an_answer_that_is_too_large_is_an_error(connect: Opener) -> None:
 def test_the_deadline_ends_the_wait_and_unstarted_work(connect: Opener, worker: Worker) -> None:
     channel = connect()
     worker.go.clear()
-    first = channel.submit(batch(layer=1), _SOON_S)
+    first = channel.submit(batch(layer=1), 30.0)
     second = channel.submit(batch(layer=2), 0.1)
     begin = time.monotonic()
     with pytest.raises(DeadlinePassed):
         second.result()
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < _SOON_S
     threading.Event().wait(0.05)  # the server may think up to one way's time that the deadline is still to come
     worker.go.set()
     assert isinstance(first.result(), ExpertResult)
@@ -282,7 +282,7 @@ def test_two_channels_at_once(transport: str, worker: Worker) -> None:
 
 def test_a_server_that_closes_is_lost_at_once(connect: Opener, worker: Worker, transport: str) -> None:
     server = ChannelServer(worker)
-    channel = open_channel(server.address, ChannelOptions(transport=transport))  # type: ignore[arg-type]
+    channel = open_channel(server.address, ChannelOptions(transport=transport, liveness_s=20))  # type: ignore[arg-type]
     worker.go.clear()
     pending = channel.submit(batch(), 30.0)
     assert worker.started.wait(_SOON_S)
@@ -291,7 +291,7 @@ def test_a_server_that_closes_is_lost_at_once(connect: Opener, worker: Worker, t
     closer.start()
     with pytest.raises(PeerLost):
         pending.result()
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < _SOON_S
     assert not channel.alive
     worker.go.set()
     closer.join(_SOON_S)
