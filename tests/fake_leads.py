@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ class _Method:
 
 
 Items = Sequence[TokenEvent | Exception]
+REQUEST = contextvars.ContextVar("REQUEST", default="")  # as Ray knows which request makes a call
 
 
 class _Ref:
@@ -50,6 +52,9 @@ class FakeLead:
     ) -> None:  # fmt: skip
         self._items, self._states = [items, *later], list(states)
         self.requests: list[GenerationRequest] = []
+        self.began_by: list[str] = []  # the `REQUEST` of each call
+        self.taken_by: list[str] = []
+        self.cancelled_by: list[str] = []
         self._begins, self._together, self.life = begins, together, "first"
         self._waiting: dict[str, list[TokenEvent | Exception]] = {}  # by request
         self.cancelled: list[str] = []
@@ -60,6 +65,7 @@ class FakeLead:
 
     def _begin(self, client: str, request: GenerationRequest) -> _Ref:
         self.requests.append(request)
+        self.began_by.append(REQUEST.get())
         return _Ref(asyncio.get_running_loop().create_task(self._begun(request, len(self.requests) - 1)))
 
     async def _begun(self, request: GenerationRequest, number: int) -> str:
@@ -72,6 +78,7 @@ class FakeLead:
         return self.life
 
     async def _take(self, client: str, wait_s: float) -> tuple[str, list[TokenEvent]]:
+        self.taken_by.append(REQUEST.get())
         await asyncio.sleep(0.001)
         found: list[TokenEvent] = []
         for name, items in list(self._waiting.items()):
@@ -98,6 +105,7 @@ class FakeLead:
 
     async def _cancel(self, request_id: str) -> bool:
         self.cancelled.append(request_id)
+        self.cancelled_by.append(REQUEST.get())
         return self._waiting.pop(request_id, None) is not None
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -85,6 +86,11 @@ class _Inbox:
             return event
         assert self._failure is not None
         raise self._failure
+
+
+def _task_of_nobody(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task outside the request that starts it: Ray cancels a request's calls with it."""
+    return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
 
 
 class LeadClient:
@@ -225,7 +231,7 @@ class LeadClient:
 
     def _begin(self, request: GenerationRequest) -> Awaitable[str]:
         if self._reader is None or self._reader.done():
-            self._reader = asyncio.get_running_loop().create_task(self._read())
+            self._reader = _task_of_nobody(self._read())
         return self._handle.begin.remote(self._client, request)
 
     async def _read(self) -> None:
@@ -235,6 +241,8 @@ class LeadClient:
                 take = self._handle.take.options(concurrency_group=EVENTS)
                 life, events = await take.remote(self._client, _TAKE_S)
             except Exception as error:  # which events are lost is not known, and nobody may wait for them
+                if not isinstance(error, ray.exceptions.RayActorError):
+                    error = NotServing(f"the lead's answer was lost ({error})", "send the request again")
                 for inbox in self._inboxes.values():
                     inbox.fail(error)
                 return
@@ -266,7 +274,7 @@ class LeadClient:
 
     def _reap(self, request_id: str, begun: Awaitable[str]) -> None:
         """Cancel a request whose consumer has left, from a task of its own: its consumer is being cancelled itself."""
-        task = asyncio.get_running_loop().create_task(self._cancel(request_id, begun))
+        task = _task_of_nobody(self._cancel(request_id, begun))
         self._reapers.add(task)
         task.add_done_callback(self._reapers.discard)
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from fake_leads import FakeLead
-from ray.exceptions import ActorDiedError
+from fake_leads import REQUEST, FakeLead
+from ray.exceptions import ActorDiedError, TaskCancelledError
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
@@ -134,6 +134,35 @@ def test_requests_of_one_lead_share_its_messages() -> None:
 
     run([lead], call)
     assert lead.cancelled == ["b"]
+
+
+def test_calls_for_everybodys_tokens_belong_to_no_request() -> None:
+    """Guards Ray's cancelling of a request's calls with it: others lost theirs when the first request's client left."""
+    lead = FakeLead([_FIVE], later=[[_END]])
+
+    async def call(backend: LeadBackend) -> None:
+        REQUEST.set("first")
+        left = backend.generate(GenerationRequest("a", (1,)))
+        assert (await anext(left)).token_ids == (5,)
+        REQUEST.set("second")
+        assert await _tokens(backend) == [7, 8]
+        await left.aclose()
+
+    run([lead], call)
+    assert lead.began_by == ["first", "second"]
+    assert set(lead.taken_by) == {""}
+    assert lead.cancelled_by == [""]
+
+
+def test_an_answer_that_is_lost_costs_no_request() -> None:
+    lost = TaskCancelledError()
+    lead = FakeLead([_FIVE, lost], later=[[_SIX, _END]])
+
+    async def call(backend: LeadBackend) -> None:
+        assert await _tokens(backend) == [5, 6, 7, 8]
+
+    run([lead], call)
+    assert lead.requests[1].generated == (5,)
 
 
 def test_a_lead_that_was_started_again_unseen_has_none_of_the_requests() -> None:
