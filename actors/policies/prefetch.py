@@ -414,10 +414,6 @@ class NextGatePrefetch(LayeredPrefetch):
     needs_lookahead: ClassVar[bool] = True
 
     def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
-        return self.picked(seen)
-
-    def picked(self, seen: LayerSeen) -> WantedKeys:
-        """The experts that the next layers' routers pick, a run for each layer."""
         layers: list[list[int]] = []
         self.predicted = None
         for layer in range(seen.layer + 1, min(seen.layer + 1 + self.distance, self._layers)):

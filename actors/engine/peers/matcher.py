@@ -390,7 +390,9 @@ class MatcherPrefetch(PrefetchPolicy):
         if self._blend is not None:
             return self._blend.merged(seen, [want for wanted in found for want in wanted])
         link.fell_back()
-        return joined(found).then(self._fallback.picked(seen), NextGatePrefetch.name)
+        instead = self._fallback.observed(seen)
+        assert isinstance(instead, WantedKeys)
+        return joined(found).then(instead, NextGatePrefetch.name)
 
     def end(self, sequence: str) -> None:
         self._numbers.pop(sequence, None)
