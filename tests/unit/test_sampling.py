@@ -15,7 +15,7 @@ from serving import settings as engine_settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
 from tiermoe.actors.engine.serving.logits import processor_of
-from tiermoe.actors.engine.serving.sampling import Pick, draw, next_tokens, pick_of
+from tiermoe.actors.engine.serving.sampling import Pick, cut, draw, next_tokens, pick_of
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
@@ -65,6 +65,30 @@ def sample(picks: Sequence[Pick | None], scores: torch.Tensor) -> list[int]:
 )
 def test_which_tokens_may_come(params: dict[str, Any], expected: set[int]) -> None:
     assert support(**params) == expected
+
+
+def by_sorting(logits: torch.Tensor, params: SamplingParams) -> set[int]:
+    """What min-p, top-k and top-p leave, all tokens in one order: by probability, equal ones by number."""
+    chances, tokens = torch.softmax(logits.double() / params.temperature, 0).sort(descending=True, stable=True)
+    keep = min(params.top_k or len(tokens), int((chances >= params.min_p * chances[0]).sum()))
+    mass = chances[:keep].cumsum(0)
+    if params.top_p < 1.0:
+        keep = int((mass < params.top_p * mass[-1]).sum()) + 1
+    return set(tokens[:keep].tolist())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(-3, 3), min_size=1, max_size=12),
+    st.sampled_from([0, 1, 2, 5]),
+    st.sampled_from([0.11, 0.53, 0.93, 1.0]),
+    st.sampled_from([0.0, 0.07, 0.6, 1.0]),
+)
+def test_cuts_leave_what_sorting_leaves(scores: list[int], top_k: int, top_p: float, min_p: float) -> None:
+    logits, params = torch.tensor(scores).float(), SamplingParams(1, 1.3, top_p, top_k, min_p=min_p)
+    weights = torch.exp((logits.double() - logits.max()) / params.temperature)
+    cut(weights, params)
+    assert set(weights.nonzero()[:, 0].tolist()) == by_sorting(logits, params)
 
 
 def test_temperature_comes_before_top_p() -> None:

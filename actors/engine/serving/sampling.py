@@ -130,21 +130,35 @@ class PromptScorer:
 def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> int:
     """One token of logits [V]: temperature, then min-p, top-k and top-p, then inverse transform sampling.
 
-    Tokens are ordered by probability, ties by number. The uniform variate is Philox(key=seed, counter=step).
+    Tokens stand in the order of their numbers. The uniform variate is 1 - Philox(key=seed, counter=step), in (0, 1].
     """
-    scaled = (logits.double() - logits.max()) / params.temperature  # the largest is 0: no temperature overflows it
-    probabilities, tokens = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
-    keep = probabilities.shape[0] if params.top_k == 0 else min(params.top_k, probabilities.shape[0])
-    if params.min_p > 0.0:
-        keep = min(keep, int((probabilities >= params.min_p * probabilities[0]).sum()))
-    cumulative = probabilities[:keep].cumsum(0)
+    # the largest score becomes 0: no temperature overflows it
+    weights = torch.exp((logits.double() - logits.max()) / params.temperature)
+    if params.min_p > 0.0 or params.top_k or params.top_p < 1.0:
+        cut(weights, params)
+    mass = weights.cumsum(0)
+    uniform = 1.0 - np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
+    return int(torch.searchsorted(mass, uniform * mass[-1]))
+
+
+def cut(weights: torch.Tensor, params: SamplingParams) -> None:
+    """Set the weights [V] of tokens that may not come to 0, in place; the largest is 1. Of equal ones the first stay.
+
+    Only tokens that may stay are sorted: sorting a vocabulary of 150,000 takes longer than a layer.
+    """
+    head = weights[weights >= params.min_p]
+    if params.top_k:
+        head = head.topk(min(params.top_k, len(head))).values
     if params.top_p < 1.0:
-        # the smallest head whose mass reaches top_p of what top-k left
-        keep = int(torch.searchsorted(cumulative, params.top_p * cumulative[-1]).item()) + 1
-        cumulative = cumulative[:keep]
-    uniform = np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
-    index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).item())
-    return int(tokens[min(index, cumulative.shape[0] - 1)])
+        # the smallest head whose mass reaches top_p of what is left; all below `least` together have less than the rest
+        total = head.sum()
+        least = (1.0 - params.top_p) * total / len(head)
+        head = head[head >= least].sort(descending=True).values
+        head = head[: int(torch.searchsorted(head.cumsum(0), params.top_p * total)) + 1]
+    last = head.min()
+    surplus = (weights == last).nonzero()[int((head == last).sum()) :, 0]
+    weights[weights < last] = 0.0
+    weights[surplus] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
