@@ -4,6 +4,8 @@
 #include <cstring>
 #include <ctime>
 
+#include <sched.h>
+
 #if defined(__linux__)
 #include <sys/prctl.h>
 #endif
@@ -18,15 +20,20 @@ double now_s() {
 
 namespace {
 
-constexpr double kNap = 15e-6, kLook = 4e-3;  // seconds: between looks for work, and of looking
+// Seconds. To be woken takes a virtual machine tens of microseconds, longer than many copies. So who waits looks by
+// itself for kSpin, and lets others have the core where they want it; the copying thread goes on looking, with naps.
+constexpr double kSpin = 300e-6, kNap = 15e-6, kLook = 4e-3, kWake = 60e-6;
+
+void nap(double seconds) {
+    timespec span;
+    span.tv_sec = static_cast<time_t>(seconds);
+    span.tv_nsec = static_cast<long>(1e9 * (seconds - static_cast<double>(span.tv_sec)));
+    nanosleep(&span, nullptr);
+}
 
 void sleep_until(double end_s) {
-    for (double left_s = end_s - now_s(); left_s > 0; left_s = end_s - now_s()) {
-        timespec span;
-        span.tv_sec = static_cast<time_t>(left_s);
-        span.tv_nsec = static_cast<long>(1e9 * (left_s - static_cast<double>(span.tv_sec)));
-        nanosleep(&span, nullptr);
-    }
+    for (double left_s = end_s - now_s(); left_s > 0; left_s = end_s - now_s())
+        left_s > kWake ? nap(left_s - kWake) : static_cast<void>(sched_yield());
 }
 
 // bfloat16 is the upper half of a float.
@@ -80,6 +87,8 @@ bool Link::cancel(const std::shared_ptr<Copy>& copy) {
 }
 
 void Link::wait(const Copy& copy) {
+    for (const double end_s = now_s() + kSpin; now_s() < end_s; sched_yield())
+        if (copy.state >= Copy::done) return;
     std::unique_lock<std::mutex> lock(mutex_);
     ++waiting_;
     ended_.wait(lock, [&] { return copy.state >= Copy::done; });
@@ -127,13 +136,13 @@ void Link::run() {
     }
 }
 
-// To wake a sleeping thread costs the forward a system call, tens of microseconds on a virtual machine. So for some time
-// after the last copy this thread looks by itself, and sleeps for good only where nothing has come since.
+// To wake this thread costs the forward a system call: it sleeps for good only where nothing has come for kLook.
 void Link::await_work(std::unique_lock<std::mutex>& lock) {
     const auto anything = [this] { return closed_ || !demand_.empty() || !prefetch_.empty(); };
-    for (const double end_s = now_s() + kLook; !anything() && now_s() < end_s;) {
+    const double begin_s = now_s();
+    for (double looked_s = 0.0; !anything() && looked_s < kLook; looked_s = now_s() - begin_s) {
         lock.unlock();
-        sleep_until(now_s() + kNap);
+        looked_s < kSpin ? static_cast<void>(sched_yield()) : nap(kNap);
         lock.lock();
     }
     idle_ = true;
