@@ -199,7 +199,7 @@ class _Watch:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._layers = engine.layers
+        self._layers, self._cache = engine.layers, engine.cache
         self._slot_bytes = engine.slot_bytes
         self.missing: list[int] = []
         self.decode_copies, self.decode_steps = 0.0, 0
@@ -228,6 +228,7 @@ class _Watch:
                 self._step(one)
             before = layer.stats.misses + layer.stats.low_bit_misses
             out = forward(hidden, *inputs)
+            self._cache.count_passes()  # what native calls have counted, which else comes with the last layer
             if one:
                 self.missing.append(layer.stats.misses + layer.stats.low_bit_misses - before)
             return out

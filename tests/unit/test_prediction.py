@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from tiny_models import TEXT
 from topology_cases import FACTS, SPEC, a_node
 
 from tiermoe.cluster.config import RunConfig
-from tiermoe.cluster.jobs.machine import SMALL, Probe, _lateness, _line, _policy_costs, _typical
+from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
+from tiermoe.cluster.jobs.bench.serving import run_config
+from tiermoe.cluster.jobs.machine import SMALL, Probe, _lateness, _line, _policy_costs, _typical, probe
 from tiermoe.cluster.jobs.prediction import predict_by_trace, with_routing
 from tiermoe.cluster.report.tables import speed
 from tiermoe.cluster.simulate.trace import Trace
@@ -117,6 +120,16 @@ def test_a_presets_costs_explain_its_runs() -> None:
 
 def test_a_run_is_typical_by_its_misses() -> None:
     assert _typical([1, 1, 9, 5, 5, 5, 50], [0, 0, 0, 1, 1, 1, 1]) == pytest.approx((3 * 1 + 4 * 5) / 7)
+
+
+def test_misses_of_a_run_are_those_of_its_passes(tmp_path: Path) -> None:
+    """Native calls count for themselves until the forward's last layer: each pass has its own all the same."""
+    shape = MoeShape(layers=3, experts=8, top_k=2, hidden=64, intermediate=32, vocabulary=512)
+    model, settings = str(save_random_model(shape, tmp_path / "model")), {"policy": "on-demand", "budget": "0.25"}
+    found = probe(run_config(model, None, store=str(tmp_path / "store"), **settings), rounds=1, tokens=12)
+    by_layer = [found.missing[layer :: shape.layers] for layer in range(shape.layers)]
+    assert all(any(count > 0 for count in missing) for missing in by_layer)
+    assert fmean(found.missing) == pytest.approx(found.loads, abs=0.3)  # of all but the last step
 
 
 def test_waits_beyond_those_of_a_prompt_host_are_late() -> None:
