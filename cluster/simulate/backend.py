@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -17,13 +18,16 @@ from ...actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
 from ...actors.engine.dispatch import ExpertRunner, Spans
 from ...actors.engine.host_view import Asked, Routing
 from ...actors.engine.layer import MoeLayer
+from ...actors.engine.prefetching import NATIVE_RANKING
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, Span
 from .machine import Machine
 from .peers import LeadHost, SimulatedNdp, SimulatedShards, SimulatedTask, join, send
-from .trace import Iteration
+from .trace import Iteration, scattered
 
 Parts = Sequence[tuple[str, Iteration]]  # a forward's iterations with the names of their sequences
+_AT_ONCE = 1 << 16  # scores that are scattered together
+_NO_SCORES = np.empty((0, 0, 0))
 
 
 @dataclass(frozen=True)
@@ -78,17 +82,19 @@ class TimedKernel:
     """Lets the time of a kernel call pass (`ExpertKernel.run`); a segment takes its share of an expert."""
 
     def __init__(self, compute: Compute, machine: Machine, neurons: int) -> None:
-        self._compute, self._machine, self._neurons = compute, machine, neurons
+        self._compute, self._neurons, self._experts = compute, neurons, machine.experts
 
     def run(
         self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int, int, bool]], top_k: int, y: Any
     ) -> None:
-        whole = [group for group in groups if group[3] == self._neurons]
-        seconds = self._machine.experts(len(whole), sum(group[1] - group[0] for group in whole))
+        whole, rows, cut_s = 0, 0, list[float]()
         for start, stop, _, neurons, _ in groups:
-            if neurons != self._neurons:
-                seconds += self._machine.experts(1, stop - start) * (neurons / self._neurons)
-        self._compute.run(seconds)
+            if neurons == self._neurons:
+                whole += 1
+                rows += stop - start
+            else:
+                cut_s.append(self._experts(1, stop - start) * (neurons / self._neurons))
+        self._compute.run(sum(cut_s, self._experts(whole, rows)))
 
 
 class TimedReplicas:
@@ -101,26 +107,73 @@ class TimedReplicas:
         self._compute.run(self._machine.experts(len(groups), sum(stop - start for start, stop, _ in groups)))
 
 
+class RecordedForward:
+    """The recorded rows of one forward, of all sequences together.
+
+    Attributes:
+        ids: experts [L, T, K]. tokens: T.
+        alone: the experts of a single row, by layer; empty: there are several rows.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.ids = self._rows("ids").transpose(1, 0, 2).astype(np.int64, "C")
+        self.layers, self.tokens = self.ids.shape[:2]
+        self.alone: list[list[int]] = self.ids[:, 0].tolist() if self.tokens == 1 else []
+        self._ahead: dict[int, tuple[int, NDArray[np.float64]]] = {}  # by distance: a layer, scores [n, T, E] from it on
+
+    @cached_property
+    def probabilities(self) -> NDArray[np.float16]:
+        """Of the routers [T, L, E]."""
+        return self._rows("probabilities")
+
+    @cached_property
+    def weights(self) -> NDArray[np.float32]:
+        """Of `ids` [L, T, K]."""
+        return self._rows("weights").transpose(1, 0, 2).astype(np.float32, "C")
+
+    @cached_property
+    def _next(self) -> tuple[NDArray[np.unsignedinteger[Any]], NDArray[np.float16]]:
+        return self._rows("next_ids"), self._rows("next_probabilities")  # [T, L, D, K]
+
+    def lookahead(self, layer: int, distance: int) -> NDArray[np.float64] | None:
+        """`Iteration.lookahead` [T, E]; past the last layer of each sequence's last row [S, E]."""
+        if layer + distance >= self.layers:
+            found = [part.lookahead(layer, distance) for _, part in self.parts]
+            last = [scores[-1:] for scores in found if scores is not None]
+            return _joined(last) if len(last) == len(found) else None
+        first, scores = self._ahead.get(distance, (layer + 1, _NO_SCORES))
+        if not first <= layer < first + len(scores):
+            ids, probabilities = self._next
+            if not 1 <= distance <= ids.shape[2]:
+                return None
+            experts = self.parts[0][1].probabilities.shape[2]
+            stop = min(self.layers - distance, layer + max(1, _AT_ONCE // (self.tokens * experts)))
+            chosen = np.s_[:, layer:stop, distance - 1]
+            first, scores = self._ahead[distance] = layer, scattered(ids[chosen], probabilities[chosen], experts)
+        return scores[layer - first]
+
+    def _rows(self, name: str) -> NDArray[Any]:
+        return _joined([getattr(part, name) for _, part in self.parts])
+
+
 class RecordedLayer:
     """One layer of a recorded forward (`engine.layer.View`)."""
 
-    def __init__(self, index: int, parts: Parts) -> None:
-        self.index, self.parts = index, parts
-        self.picked = self.ids = _joined([part.ids[:, index] for _, part in parts]).astype(np.int64)
-        self.tokens = len(self.ids)
+    def __init__(self, index: int, forward: RecordedForward) -> None:
+        self.index, self.forward, self.tokens = index, forward, forward.tokens
+        self.picked = self.ids = forward.ids[index]
         self._weights: NDArray[np.float32] | None = None
         self._runs: NDArray[np.bool_] | None = None  # [T, K] pairs that run; None: all
 
     @property
     def weights(self) -> NDArray[np.float32]:
         """Of `ids` [T, K]."""
-        if self._weights is None:
-            self._weights = _joined([part.weights[:, self.index] for _, part in self.parts]).astype(np.float32)
-        return self._weights
+        return self.forward.weights[self.index] if self._weights is None else self._weights
 
     def scores(self, asked: Asked) -> NDArray[np.floating]:
         """The router's probabilities [T, E]; a trace has no others."""
-        return _joined([part.probabilities[:, self.index] for _, part in self.parts])
+        return self.forward.probabilities[:, self.index]
 
     def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
         """From now on the layer runs these; pairs whose weight became 0 do not run."""
@@ -131,14 +184,20 @@ class RecordedLayer:
     def routing(self) -> Routing:
         """The pairs that run, by expert; nothing computes them."""
         ids, runs, nowhere = self.ids, self._runs, cast(Any, None)
-        experts = (ids[0] if runs is None else ids[0][runs[0]]).tolist() if len(ids) == 1 else []
-        if experts and len(set(experts)) == len(experts):  # a buddy may take two places
-            counts = [1] * len(experts)
-            return Routing(1, ids.shape[1], experts, counts, list(range(len(experts) + 1)), nowhere, nowhere)
+        if self.tokens == 1:
+            experts = self.forward.alone[self.index] if runs is None else ids[0][runs[0]].tolist()
+            if runs is None or (experts and len(set(experts)) == len(experts)):  # a buddy may take two places
+                return Routing(1, ids.shape[1], experts, *_singles(len(experts)), nowhere, nowhere)
         found = np.bincount(ids.ravel() if runs is None else ids[runs])
         used = found.nonzero()[0]
         starts = [0, *found[used].cumsum().tolist()]
         return Routing(len(ids), ids.shape[1], used.tolist(), found[used].tolist(), starts, nowhere, nowhere)
+
+
+@cache
+def _singles(experts: int) -> tuple[list[int], list[int]]:
+    """Counts and starts of so many experts with a row each; shared, read-only."""
+    return [1] * experts, list(range(experts + 1))
 
 
 class RecordedBackend:
@@ -159,8 +218,8 @@ class RecordedBackend:
     def native(self, step: MoeLayer) -> None:
         return None
 
-    def look(self, layer: int, weighed: bool, parts: Any) -> Any:
-        view = RecordedLayer(layer, parts)
+    def look(self, layer: int, weighed: bool, forward: Any) -> Any:
+        view = RecordedLayer(layer, forward)
         self._compute.run(self._machine.dense(view.tokens, self.context))
         return view
 
@@ -207,33 +266,25 @@ def spans_of(parts: Parts) -> list[Span]:
     return spans
 
 
-def layer_seen(layer: int, spans: Sequence[Span], ids: NDArray[Any], parts: Parts) -> LayerSeen:
+def layer_seen(layer: int, spans: Sequence[Span], forward: RecordedForward) -> LayerSeen:
     """A recorded layer as a prefetch policy sees it."""
-
-    def lookahead(distance: int) -> NDArray[np.floating] | None:
-        scores = [part.lookahead(layer, distance) for _, part in parts]
-        if any(s is None for s in scores):
-            return None
-        past = layer + distance >= parts[0][1].ids.shape[1]
-        return _joined([s[-1:] if past else s for s in scores if s is not None])
-
-    return LayerSeen(layer, spans, ids, _joined([part.probabilities[:, layer] for _, part in parts]), lookahead)
+    lookahead = partial(forward.lookahead, layer)
+    return LayerSeen(layer, spans, forward.ids[layer], forward.probabilities[:, layer], lookahead, NATIVE_RANKING)
 
 
 def see(layer: int, spans: Sequence[Span], view: RecordedLayer) -> LayerSeen:
-    return layer_seen(layer, spans, view.picked, view.parts)
+    return layer_seen(layer, spans, view.forward)
 
 
 def recorded_logits(layer: int, view: RecordedLayer) -> NDArray[np.floating] | None:
     """Logits [T, E] of a layer's router on the view's layer's input; None: not recorded."""
-    parts = [part for _, part in view.parts]
+    found: NDArray[np.floating] | None
     if layer == view.index:
-        found = _joined([part.probabilities[:, layer] for part in parts]).astype(np.float64)
+        found = view.forward.probabilities[:, layer].astype(np.float64)
     else:
-        scores = [part.lookahead(view.index, layer - view.index) for part in parts]
-        if scores[0] is None:
+        found = view.forward.lookahead(view.index, layer - view.index)
+        if found is None:
             return None
-        found = _joined([s for s in scores if s is not None])
         known = np.isfinite(found)
         found = np.where(known, np.maximum(found, 0.0), 0.0)
         rest = np.maximum(1.0 - found.sum(axis=1, keepdims=True), 0.0)

@@ -46,6 +46,7 @@ from .backend import (
     NoPool,
     Parts,
     RecordedBackend,
+    RecordedForward,
     ShardBackend,
     TimedKernel,
     TimedReplicas,
@@ -324,8 +325,9 @@ class SimulatedEngine:
         for name, part in parts:
             self._context[name] = self._context.get(name, 0) + len(part.tokens)
         self._backend.context = sum(self._context[name] for name, _ in parts)
+        forward = RecordedForward(parts)
         for layer in self.layers:
-            layer.forward(parts)
+            layer.forward(forward)
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over."""

@@ -14,7 +14,7 @@ from ...actors.policies.buddymoe.buddies import ExpertProfile, RoutingCounts, re
 from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from ...actors.store.artifacts import PredictorsOf, read_predictors
 from ...errors import TraceError
-from .backend import layer_seen, spans_of
+from .backend import RecordedForward, layer_seen, spans_of
 from .trace import Iteration, Request, TraceHeader
 
 
@@ -155,10 +155,10 @@ def shown(
     name = f"trace-{request.number}"
     for step in request.iterations:
         parts = [(name, step)]
-        spans = spans_of(parts)
+        spans, forward = spans_of(parts), RecordedForward(parts)
         policy.begin_forward(spans)
         for layer in range(header.layers):
-            yield step, layer, policy.observed(layer_seen(layer, spans, step.ids[:, layer], parts))
+            yield step, layer, policy.observed(layer_seen(layer, spans, forward))
     policy.end(name)
 
 

@@ -175,11 +175,19 @@ class Iteration:
             return None
         if layer + distance >= layers and not self.next_probabilities[0, layer, distance - 1].any():
             return None
-        ids = self.next_ids[:, layer, distance - 1].astype(np.int64)
-        top_scores = self.next_probabilities[:, layer, distance - 1] - 1e-10 * np.arange(top)  # below fp16's least step
-        scores = np.full((len(ids), self.probabilities.shape[2]), -np.inf)
-        scores[np.arange(len(ids))[:, None], ids] = top_scores  # half the time of `put_along_axis`
-        return scores
+        chosen = np.s_[:, layer : layer + 1, distance - 1]
+        return scattered(self.next_ids[chosen], self.next_probabilities[chosen], self.probabilities.shape[2])[0]
+
+
+def scattered(
+    ids: NDArray[np.unsignedinteger[Any]], probabilities: NDArray[np.float16], experts: int
+) -> NDArray[np.float64]:
+    """Recorded probabilities [T, n, K] of `ids` as scores of all experts [n, T, E]; see `Iteration.lookahead`."""
+    tokens, layers, top = ids.shape
+    scores = np.full((layers, tokens, experts), -np.inf)
+    places = np.arange(layers)[:, None, None], np.arange(tokens)[:, None], ids.transpose(1, 0, 2)
+    scores[places] = (probabilities - 1e-10 * np.arange(top)).transpose(1, 0, 2)  # below fp16's least step
+    return scores
 
 
 @dataclass(frozen=True, eq=False)
