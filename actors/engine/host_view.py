@@ -10,7 +10,6 @@ computed on access: a demand load need not wait for a later layer's router.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -55,8 +54,7 @@ def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return ring_of(device).put(array)
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(NamedTuple):
     """A layer's routing, with its N (token, expert) pairs sorted by expert."""
 
     tokens: int

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
 _UNANNOUNCED = "a forward that was not announced"
 _NO_IDS = np.empty((0, 0), np.int64)
-NATIVE_RANKING = Ranking(_cpu.rank_by_votes, _cpu.rank_by_score)
+NATIVE = Ranking(_cpu.rank_by_votes, _cpu.rank_by_score)
 See = Callable[[int, Sequence[Span], Any], LayerSeen]  # (layer, spans, view) -> the policy's view
 
 
@@ -306,7 +306,7 @@ class RouterPrefetching(Prefetching):
         if policy.needs_probabilities:
             own = self._own[index]
             probabilities = None if own is None else view.scores(own)
-        return LayerSeen(index, spans, view.picked if policy.needs_ids else _NO_IDS, probabilities, lookahead, NATIVE_RANKING)
+        return LayerSeen(index, spans, view.picked if policy.needs_ids else _NO_IDS, probabilities, lookahead, NATIVE)
 
     def _ahead(self, gates: Sequence[RouterProbe] | None) -> list[list[Asked | None]]:
         """The scores of the later layers on each layer's input, by distance: as one product where it can be."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
@@ -41,7 +40,7 @@ class Step:
     tokens: int
     head_s: float | None  # from the last layer of the forward before to the first routing; None: not of two decodes
     experts: list[list[int]] = field(default_factory=list)  # as `Routing.experts`
-    starts: list[list[int]] = field(default_factory=list)  # as `Routing.starts`
+    counts: list[list[int]] = field(default_factory=list)  # as `Routing.counts`
     scores: list[NDArray[np.floating] | None] = field(default_factory=list)  # predictions [rows, E]
     attention_s: float = 0.0  # between layers, summed
     moe_s: float = 0.0  # in layers without waits for copies, summed
@@ -155,10 +154,10 @@ def _picks(steps: Sequence[Step], layer: int, experts: int) -> Picks:
     counts = np.zeros((len(steps), experts), np.int64)
     scores = np.full((len(steps), experts), np.nan)
     for i, step in enumerate(steps):
-        counts[i, step.experts[layer]] = np.diff(step.starts[layer])
+        counts[i, step.experts[layer]] = step.counts[layer]
         seen = step.scores[layer]
         if seen is not None and len(seen):
-            scores[i] = seen.max(axis=0)
+            scores[i] = seen[0] if len(seen) == 1 else seen.max(axis=0)
     return Picks(counts, np.array([step.tokens for step in steps]), scores)
 
 
@@ -186,7 +185,7 @@ class Recorder:
     def routed(self, layer: int, routing: Routing) -> None:
         """A layer's routing is known, as its experts will run."""
         now_s = self._clock()
-        self._began(layer, routing.tokens, routing.experts, routing.starts, now_s)
+        self._began(layer, routing.tokens, routing.experts, routing.counts, now_s)
         self._blocked_s = self._cache.stats.layers[layer].blocked_io_s
         self.spent_s += self._clock() - now_s
 
@@ -194,7 +193,7 @@ class Recorder:
         """A layer's pass that native code has run; in place of `routed`, `predicted` and `ran`."""
         now_s, base = self._clock(), found.layer * (len(self._cache.uses) // (self._last + 1))
         experts = [key - base for key in found.keys]
-        self._began(found.layer, found.tokens, experts, [0, *accumulate(found.counts)], found.began_s)
+        self._began(found.layer, found.tokens, experts, found.counts, found.began_s)
         if found.scores is not None:
             self.predicted((found.layer + 1) % (self._last + 1), found.scores)
         self._ended_pass(found.layer, found.ended_s, found.waited_s)
@@ -210,7 +209,7 @@ class Recorder:
         self._ended_pass(layer, now_s, max(0.0, self._cache.stats.layers[layer].blocked_io_s - self._blocked_s))
         self.spent_s += self._clock() - now_s
 
-    def _began(self, layer: int, tokens: int, experts: list[int], starts: list[int], now_s: float) -> None:
+    def _began(self, layer: int, tokens: int, experts: list[int], counts: list[int], now_s: float) -> None:
         self._entered_s = now_s
         if layer == 0:
             self._step = Step(self._cache.decode_only, tokens, now_s - self._left_s if self._follows else None)
@@ -221,7 +220,7 @@ class Recorder:
         if layer:
             step.attention_s += now_s - self._left_s
         step.experts.append(experts)
-        step.starts.append(starts)
+        step.counts.append(counts)
         step.scores.append(self._scores[layer])
         self._scores[layer] = None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .eviction import EvictionPolicy
 from .residency import Residency
@@ -17,8 +17,7 @@ class PlanError(ValueError):
     """No slot can be freed for the layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Bring `key` into the cache once the first `after` experts of the plan have run.
 
     evict: the expert that loses its slot; None: a free slot.
@@ -29,8 +28,7 @@ class Load:
     after: int
 
 
-@dataclass(frozen=True, slots=True)
-class Remote:
+class Remote(NamedTuple):
     """Run `key` on process `peer`, an NDP worker or shard, on its replica of `bits` bits; 0: full precision."""
 
     key: int
@@ -38,8 +36,7 @@ class Remote:
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
+class LayerPlan(NamedTuple):
     """What one layer does, in order.
 
     `run` and `remote` together hold every expert of the routing once. `run` is computed here: `resident` resident ones,

@@ -165,7 +165,8 @@ class Residency:
 
     @property
     def free_slots(self) -> int:
-        return sum(self._counts[1:])
+        counts = self._counts
+        return counts[1] if len(counts) == 2 else sum(counts[1:])
 
     @property
     def bytes_held(self) -> int:
@@ -195,22 +196,23 @@ class Residency:
         if self._state[key]:
             raise ResidencyError(f"expert {key} is {self.state(key).name}, not ABSENT")
         slot_class, counts = self._class_of[key], self._counts
-        if not counts[1 + slot_class]:
+        left = counts[1 + slot_class] - 1
+        if left < 0:
             raise ResidencyError("no free slot; evict first")
-        counts[1 + slot_class] -= 1
-        slot = self._free[self._first[slot_class] + counts[1 + slot_class]]
-        self._generation[slot] += 1
+        counts[1 + slot_class] = left
+        slot = self._slot[key] = self._free[self._first[slot_class] + left]
+        generation = self._generation[slot] = self._generation[slot] + 1
         self._state[key] = _LOADING
-        self._slot[key] = slot
-        return tuple.__new__(Reservation, (key, slot, self._generation[slot]))  # half the time of `Reservation(...)`
+        return tuple.__new__(Reservation, (key, slot, generation))  # half the time of `Reservation(...)`
 
     def publish(self, *reservations: Reservation) -> None:
         """LOADING -> RESIDENT, each once its bytes are in its slot."""
+        states, slots, generations = self._state, self._slot, self._generation
         for reservation in reservations:
             key, slot, generation = reservation
-            if self._state[key] != _LOADING or self._slot[key] != slot or self._generation[slot] != generation:
+            if states[key] != _LOADING or slots[key] != slot or generations[slot] != generation:
                 self._refuse(reservation)
-            self._state[key] = _RESIDENT
+            states[key] = _RESIDENT
             self._evictable[key] = not self._pins[key]
 
     def release(self, reservation: Reservation) -> None:
@@ -222,8 +224,9 @@ class Residency:
 
     def evict(self, *keys: int) -> None:
         """RESIDENT -> ABSENT, one after the other; weights are read-only, so nothing is copied back."""
+        states = self._state
         for key in keys:
-            if self._state[key] != _RESIDENT:
+            if states[key] != _RESIDENT:
                 raise ResidencyError(f"expert {key} is {self.state(key).name}, not RESIDENT")
         self._drop(keys)
 
@@ -285,12 +288,14 @@ class Residency:
         raise ResidencyError(f"slot {slot} was given away since generation {generation}")
 
     def _drop(self, keys: Sequence[int]) -> None:
-        pins, slots, counts = self._pins, self._slot, self._counts
+        pins, slots, counts, first, free = self._pins, self._slot, self._counts, self._first, self._free
         for key in keys:
             if pins[key]:
                 raise ResidencyError(f"expert {key} is pinned")
             slot_class = self._class_of[key]
-            self._free[self._first[slot_class] + counts[1 + slot_class]] = slots[key]
-            counts[1 + slot_class] += 1
+            before = counts[1 + slot_class]
+            free[first[slot_class] + before] = slots[key]
+            counts[1 + slot_class] = before + 1
             slots[key], self._state[key], self._evictable[key] = -1, 0, 0
-            counts[0] += sum(counts) - counts[0] == self.slots
+        if keys:
+            counts[0] += self.free_slots == self.slots

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from ...actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
 from ...actors.engine.dispatch import ExpertRunner, Spans
 from ...actors.engine.host_view import Asked, Routing
 from ...actors.engine.layer import MoeLayer
-from ...actors.engine.prefetching import NATIVE_RANKING
+from ...actors.engine.prefetching import NATIVE
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, Span
 from .machine import Machine
@@ -27,6 +27,7 @@ from .trace import Iteration, scattered
 
 Parts = Sequence[tuple[str, Iteration]]  # a forward's iterations with the names of their sequences
 _AT_ONCE = 1 << 16  # scores that are scattered together
+_NOWHERE: Any = None  # pairs that nothing computes
 _NO_SCORES = np.empty((0, 0, 0))
 
 
@@ -87,14 +88,12 @@ class TimedKernel:
     def run(
         self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int, int, bool]], top_k: int, y: Any
     ) -> None:
-        whole, rows, cut_s = 0, 0, list[float]()
-        for start, stop, _, neurons, _ in groups:
-            if neurons == self._neurons:
-                whole += 1
-                rows += stop - start
-            else:
-                cut_s.append(self._experts(1, stop - start) * (neurons / self._neurons))
-        self._compute.run(sum(cut_s, self._experts(whole, rows)))
+        whole = self._neurons
+        if groups[0][3] == whole:  # a layer's experts are all split, or none
+            seconds = self._experts(len(groups), sum([group[1] - group[0] for group in groups]))
+        else:
+            seconds = sum([self._experts(1, group[1] - group[0]) * (group[3] / whole) for group in groups])
+        self._compute.run(seconds)
 
 
 class TimedReplicas:
@@ -120,7 +119,7 @@ class RecordedForward:
         self.ids = self._rows("ids").transpose(1, 0, 2).astype(np.int64, "C")
         self.layers, self.tokens = self.ids.shape[:2]
         self.alone: list[list[int]] = self.ids[:, 0].tolist() if self.tokens == 1 else []
-        self._ahead: dict[int, tuple[int, NDArray[np.float64]]] = {}  # by distance: a layer, scores [n, T, E] from it on
+        self._ahead: dict[int, tuple[int, NDArray[np.float64]]] = {}  # by distance: a layer, scores [n, T, E] from it
 
     @cached_property
     def probabilities(self) -> NDArray[np.float16]:
@@ -183,15 +182,15 @@ class RecordedLayer:
 
     def routing(self) -> Routing:
         """The pairs that run, by expert; nothing computes them."""
-        ids, runs, nowhere = self.ids, self._runs, cast(Any, None)
+        ids, runs = self.ids, self._runs
         if self.tokens == 1:
             experts = self.forward.alone[self.index] if runs is None else ids[0][runs[0]].tolist()
             if runs is None or (experts and len(set(experts)) == len(experts)):  # a buddy may take two places
-                return Routing(1, ids.shape[1], experts, *_singles(len(experts)), nowhere, nowhere)
+                return Routing(1, ids.shape[1], experts, *_singles(len(experts)), _NOWHERE, _NOWHERE)
         found = np.bincount(ids.ravel() if runs is None else ids[runs])
         used = found.nonzero()[0]
         starts = [0, *found[used].cumsum().tolist()]
-        return Routing(len(ids), ids.shape[1], used.tolist(), found[used].tolist(), starts, nowhere, nowhere)
+        return Routing(len(ids), ids.shape[1], used.tolist(), found[used].tolist(), starts, _NOWHERE, _NOWHERE)
 
 
 @cache
@@ -213,15 +212,18 @@ class RecordedBackend:
         self.host = LeadHost(clock, machine.message_s)
         self.shards: SimulatedShards | None = None
         self.ndp: SimulatedNdp | None = None
-        self.context = 0  # tokens whose keys and values the present forward reads in each layer
+        self.begin_forward(1, 0)
 
     def native(self, step: MoeLayer) -> None:
         return None
 
+    def begin_forward(self, rows: int, context: int) -> None:
+        """context: tokens whose keys and values each layer reads."""
+        self.context, self._dense_s = context, self._machine.dense(rows, context)
+
     def look(self, layer: int, weighed: bool, forward: Any) -> Any:
-        view = RecordedLayer(layer, forward)
-        self._compute.run(self._machine.dense(view.tokens, self.context))
-        return view
+        self._compute.run(self._dense_s)
+        return RecordedLayer(layer, forward)
 
     def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> list[SimulatedTask]:
         return send(plan, step.index * step.experts, step.index, routing, self.host, self.shards, self.ndp)
@@ -230,14 +232,14 @@ class RecordedBackend:
         self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: Any,
         tasks: Sequence[Any],
     ) -> None:  # fmt: skip
-        nothing, machine, submitted = cast(Any, None), self._machine, self._loader.submitted_bytes
+        submitted = self._loader.submitted_bytes
         host_s = (submitted - self._submitted) * self._load_byte_s  # of prefetches, too
         if plan.resident < len(plan.run):
-            host_s += machine.miss_s
+            host_s += self._machine.miss_s
         self._submitted = submitted
         if host_s:
             self._clock.advance(host_s)
-        self._runner.run(step.index, plan, spans, nothing, nothing, routing.top_k, step.kernel, nothing)
+        self._runner.run(step.index, plan, spans, _NOWHERE, _NOWHERE, routing.top_k, step.kernel, _NOWHERE)
         if tasks:
             join(tasks, self._clock, self.host, step.stats)
 
@@ -266,14 +268,11 @@ def spans_of(parts: Parts) -> list[Span]:
     return spans
 
 
-def layer_seen(layer: int, spans: Sequence[Span], forward: RecordedForward) -> LayerSeen:
-    """A recorded layer as a prefetch policy sees it."""
-    lookahead = partial(forward.lookahead, layer)
-    return LayerSeen(layer, spans, forward.ids[layer], forward.probabilities[:, layer], lookahead, NATIVE_RANKING)
-
-
 def see(layer: int, spans: Sequence[Span], view: RecordedLayer) -> LayerSeen:
-    return layer_seen(layer, spans, view.forward)
+    """A recorded layer as a prefetch policy sees it."""
+    forward = view.forward
+    lookahead = partial(forward.lookahead, layer)
+    return LayerSeen(layer, spans, view.picked, forward.probabilities[:, layer], lookahead, NATIVE)
 
 
 def recorded_logits(layer: int, view: RecordedLayer) -> NDArray[np.floating] | None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...actors.engine.cache.cache import ExpertCache
+from ...actors.engine.cache.native_order import fast_eviction
 from ...actors.engine.cache.slots import LowBitPart
 from ...actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
 from ...actors.engine.dispatch import ExpertRunner
@@ -26,7 +27,7 @@ from ...actors.engine.split import Configuring, make_configuring
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.activeevict import PreEviction
 from ...actors.policies.buddymoe.buddies import ExpertProfile
-from ...actors.policies.eviction import EvictionPolicy, make_eviction
+from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.fmoe import ExpertMapPolicy
 from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout, buffer_for
@@ -324,8 +325,8 @@ class SimulatedEngine:
             shard.cache.begin_forward(self.cache.decode_only)
         for name, part in parts:
             self._context[name] = self._context.get(name, 0) + len(part.tokens)
-        self._backend.context = sum(self._context[name] for name, _ in parts)
         forward = RecordedForward(parts)
+        self._backend.begin_forward(forward.tokens, sum(self._context[name] for name, _ in parts))
         for layer in self.layers:
             layer.forward(forward)
 
@@ -363,7 +364,7 @@ def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy
     """
     split, low_bit = settings.split.kind != "off", settings.low_bit is not None
     try:
-        return make_eviction(settings.eviction, context_of(header), split=split, low_bit=low_bit)
+        return fast_eviction(settings.eviction, context_of(header), split=split, low_bit=low_bit)
     except ValueError as error:
         able = [kind for kind in kinds("eviction") if policy_class("eviction", kind).per_layer]
         raise ConfigError(str(error), f"give one of {', '.join(able)}") from error

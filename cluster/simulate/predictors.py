@@ -14,7 +14,7 @@ from ...actors.policies.buddymoe.buddies import ExpertProfile, RoutingCounts, re
 from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from ...actors.store.artifacts import PredictorsOf, read_predictors
 from ...errors import TraceError
-from .backend import RecordedForward, layer_seen, spans_of
+from .backend import RecordedForward, RecordedLayer, see, spans_of
 from .trace import Iteration, Request, TraceHeader
 
 
@@ -158,7 +158,7 @@ def shown(
         spans, forward = spans_of(parts), RecordedForward(parts)
         policy.begin_forward(spans)
         for layer in range(header.layers):
-            yield step, layer, policy.observed(layer_seen(layer, spans, forward))
+            yield step, layer, policy.observed(see(layer, spans, RecordedLayer(layer, forward)))
     policy.end(name)
 
 

@@ -170,7 +170,7 @@ class Iteration:
         Only the recorded top K are finite, without ties, in their order. Past the last layer the layers of the next
         forward follow.
         """
-        _, layers, distances, top = self.next_ids.shape
+        _, layers, distances, _ = self.next_ids.shape
         if not 1 <= distance <= distances:
             return None
         if layer + distance >= layers and not self.next_probabilities[0, layer, distance - 1].any():

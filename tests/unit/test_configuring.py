@@ -36,8 +36,8 @@ class Clock:
         return self.now_s
 
 
-def routed(tokens: int, experts: list[int], starts: list[int]) -> Any:
-    return SimpleNamespace(tokens=tokens, experts=experts, starts=starts)
+def routed(tokens: int, experts: list[int], counts: list[int]) -> Any:
+    return SimpleNamespace(tokens=tokens, experts=experts, counts=counts)
 
 
 def fake_cache(layers: int) -> Any:
@@ -59,7 +59,7 @@ def forward(recorder: Recording, cache: Any, clock: Clock, decode: bool, waits_s
     for layer in range(2):
         assert recorder.steps == []
         clock.now_s += 1
-        recorder.routed(layer, routed(1, [layer, 2], [0, 1, 2]))
+        recorder.routed(layer, routed(1, [layer, 2], [1, 1]))
         cache.stats.layers[layer].blocked_io_s += waits_s
         clock.now_s += 3 + waits_s
         recorder.ran(layer)
@@ -73,7 +73,7 @@ class TestRecorder:
         recorder = Recording(cache, clock)
         first = forward(recorder, cache, clock, decode=True, waits_s=7)
         assert (first.attention_s, first.moe_s, first.head_s) == (1, 6, None)  # waits for copies are no computing
-        assert (first.experts, first.starts, first.decode) == ([[0, 2], [1, 2]], [[0, 1, 2]] * 2, True)
+        assert (first.experts, first.counts, first.decode) == ([[0, 2], [1, 2]], [[1, 1]] * 2, True)
         clock.now_s += 4
         # the head, and the first layer's attention; none after a prompt
         assert [forward(recorder, cache, clock, decode=decode).head_s for decode in (False, True)] == [5, None]
@@ -82,16 +82,16 @@ class TestRecorder:
         cache, clock = fake_cache(2), Clock()
         recorder, wrapped, later = Recording(cache, clock), np.ones((1, 3)), np.zeros((1, 3))
         recorder.predicted(0, wrapped)
-        recorder.routed(0, routed(1, [0], [0, 1]))
+        recorder.routed(0, routed(1, [0], [1]))
         recorder.predicted(1, later)
         recorder.ran(0)
-        recorder.routed(1, routed(1, [0], [0, 1]))
+        recorder.routed(1, routed(1, [0], [1]))
         recorder.ran(1)
         [step] = recorder.steps
         assert step.scores[0] is wrapped
         assert step.scores[1] is later
         assert forward(recorder, cache, clock, decode=True).scores == [None, None]
-        recorder.routed(0, routed(1, [0], [0, 1]))
+        recorder.routed(0, routed(1, [0], [1]))
         recorder.steps.clear()
         recorder.ran(1)
         assert recorder.steps == []  # a forward that broke off is no step
@@ -101,11 +101,11 @@ class TestRecorder:
         cache, clock = fake_cache(2), Clock()
         recorder = Recording(cache, clock)
         cache.stats.layers[0].blocked_io_s = 9.0
-        recorder.routed(0, routed(1, [0], [0, 1]))
+        recorder.routed(0, routed(1, [0], [1]))
         cache.stats.layers[0] = LayerStats()
         clock.now_s += 2
         recorder.ran(0)
-        recorder.routed(1, routed(1, [0], [0, 1]))
+        recorder.routed(1, routed(1, [0], [1]))
         recorder.ran(1)
         [step] = recorder.steps
         assert step.moe_s == 2
@@ -184,7 +184,7 @@ class TestConfiguring:
 def forward_hooks(configuring: Configuring, cache: Any, clock: Clock) -> None:
     cache.decode_only = True
     for layer in range(2):
-        configuring.routed(layer, routed(1, [layer], [0, 1]))
+        configuring.routed(layer, routed(1, [layer], [1]))
         configuring.ran(layer)
 
 

@@ -27,7 +27,7 @@ from tiermoe.actors.policies.residency import Reservation
 from tiermoe.actors.store.artifacts import encode_predictors
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.simulate.backend import Compute, RecordedForward, layer_seen, spans_of
+from tiermoe.cluster.simulate.backend import Compute, RecordedForward, RecordedLayer, see, spans_of
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import POLICIES, hit_rates, policies, result, serve
 from tiermoe.cluster.simulate.machine import Machine, load_machine, machine_of
@@ -433,7 +433,7 @@ def test_speculation_past_the_last_layer_is_replayed_where_the_trace_holds_it(tm
     found = []
     for request in Trace(tmp_path / "t").requests():
         parts = [("a", request.iterations[0]), ("b", request.iterations[0])]
-        seen = layer_seen(2, spans_of(parts), RecordedForward(parts))
+        seen = see(2, spans_of(parts), RecordedLayer(2, RecordedForward(parts)))
         policy = SpeculativePrefetch(shape.layers, shape.experts, 2)
         found.append([want.key for want in policy.observed(seen)])
         if policy.predicted is not None:

@@ -223,7 +223,7 @@ def test_the_fake_finds_what_is_in_no_order() -> None:
     rig.gpu.idle = True
     rig.forward(0, [0])
     rig.cache.loads.evict([0], 0)
-    job = rig.cache.loads.new_job(rig.residency.reserve(5), "demand", None)  # no mark of the slot's last use
+    (job,) = rig.cache.loads.new_jobs([rig.residency.reserve(5)], "demand", None)  # no mark of the slot's last use
     with pytest.raises(Hazard, match="writes what compute reads"):
         rig.queue.submit([job], DEMAND)
 

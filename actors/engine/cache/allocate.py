@@ -10,10 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ....errors import BudgetError, ConfigError
-from ....kernels.importance import NativeImportance, expect_map, lowest_products
 from ...policies.cost import Link
-from ...policies.eviction import EvictionPolicy, make_eviction
-from ...policies.moepic import Lcp
 from ...policies.moepic.split import SplitLayout, SplitOptions, buffer_for
 from ...policies.prefetch import PrefetchGovernor
 from ...policies.registry import PolicyContext
@@ -27,7 +24,7 @@ from .form_slots import FormPool
 from .link_queue import LinkQueue, copy_queue
 from .loader import CopyQueue
 from .low_bits import ReplicaWeights, make_part
-from .native_split import SplitOrder
+from .native_order import fast_eviction
 from .slots import ExpertSource, SlotPool
 from .virtual_link import VirtualClock, VirtualLoader, copy_now
 
@@ -83,7 +80,10 @@ def make_cache(
         weights,
         device,
         Residency(keys, bought.slots, slot_bytes),
-        _eviction(settings, layers, shape.num_experts, top_k, bought, copies),
+        fast_eviction(
+            policy.eviction, PolicyContext(layers, shape.num_experts, top_k), split=bought.cut is not None,
+            low_bit=bought.replica_slots > 0, native=isinstance(copies, LinkQueue),
+        ),
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
@@ -93,18 +93,6 @@ def make_cache(
         policy.evict_writeback,
         part,
     )
-
-
-def _eviction(
-    settings: EngineSettings, layers: int, experts: int, top_k: int, bought: _Bought, copies: CopyQueue
-) -> EvictionPolicy:
-    options, split = settings.policy.eviction, bought.cut is not None
-    if split and isinstance(options, Lcp.Options) and isinstance(copies, LinkQueue):
-        return SplitOrder(layers, experts, options.rho, options.omega)
-    context = PolicyContext(
-        layers, experts, top_k, importance=NativeImportance, lowest=lowest_products, expect_map=expect_map
-    )
-    return make_eviction(options, context, split=split, low_bit=bought.replica_slots > 0)
 
 
 def slot_nbytes(shape: ExpertShape, dtype: torch.dtype, published: Published | None) -> int:

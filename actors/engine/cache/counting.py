@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
@@ -87,13 +87,14 @@ class Pending:
         for key in keys:
             self.marks[key] = number
 
-    def take(self, key: int) -> SourceStats | None:
-        """It is used or gone: whose prefetch it was."""
-        number = self.marks[key]
-        if not number:
-            return None
-        self.marks[key] = 0
-        return self._sources[number]
+    def take(self, keys: Iterable[int]) -> list[tuple[int, SourceStats]]:
+        """These are used or gone: which of them were prefetched, and for whom."""
+        marks, found = self.marks, list[tuple[int, SourceStats]]()
+        for key in keys:
+            if number := marks[key]:
+                marks[key] = 0
+                found.append((key, self._sources[number]))
+        return found
 
 
 class CacheCounters:
@@ -150,14 +151,13 @@ class CacheCounters:
             stats.misses += len(plan.run) - plan.resident
             if self._replicas:
                 self._count_replicas(stats, plan)
-        if self.pending:
-            self._count_prefetched(stats, plan)
+        if found := self.pending.take(plan.run[: plan.resident]):
+            self._count_prefetched(stats, found, plan.run[plan.resident :])
 
     def late(self, layer: int, keys: Sequence[int]) -> None:
         """`layer` needs these, whose prefetches are under way."""
-        for key in keys:
-            if (source := self.pending.take(key)) is not None:
-                source.late += 1
+        for _, source in self.pending.take(keys):
+            source.late += 1
         self.governor.used(len(keys))
         self.stats.layers[layer].late_prefetches += len({key % self._keys for key in keys})
 
@@ -306,15 +306,11 @@ class CacheCounters:
 
     def evicted(self, keys: Sequence[int]) -> None:
         """They left the cache: a prefetch that no layer used was wasted."""
-        if not self.pending:
-            return
-        wasted = 0
-        for key in keys:
-            if (source := self.pending.take(key)) is not None:
-                wasted += 1
+        if found := self.pending.take(keys):
+            for key, source in found:
                 source.wasted += 1
                 self.stats.layers[self._map.layer_of(key)].bytes_wasted += self._bytes_of(key)
-        self.governor.wasted(wasted)
+            self.governor.wasted(len(found))
 
     def cancelled(self, key: int, moved_share: float) -> None:
         """Its load was dropped or failed, and no forward waits for it; of its bytes count those moved, as wasted."""
@@ -322,13 +318,13 @@ class CacheCounters:
             stats, moved = self.stats.layers[self._map.layer_of(key)], round(self._bytes_of(key) * moved_share)
             stats.bytes_loaded_prefetch += moved
             stats.bytes_wasted += moved
-        if (source := self.pending.take(key)) is not None:
+        for _, source in self.pending.take((key,)):
             self.governor.wasted()
             source.cancelled += 1
 
     def forget(self, key: int) -> None:
         """Its load was given up: a pending prefetch counts as neither used nor wasted."""
-        self.pending.take(key)
+        self.pending.take((key,))
 
     def vacated(self, layer: int, keys: Sequence[int]) -> None:
         """Pre-eviction removed these experts before `layer`."""
@@ -369,16 +365,12 @@ class CacheCounters:
         stats.low_bit_hits += hits
         stats.low_bit_misses += sum(key >= self._keys for key in plan.run) - hits
 
-    def _count_prefetched(self, stats: LayerStats, plan: LayerPlan) -> None:
-        keys, pending, used, lacking = self._keys, self.pending, set[int](), set[int]()
-        count = 0
-        for key in plan.run[: plan.resident]:
-            if (source := pending.take(key)) is not None:
-                count += 1
-                used.add(key % keys)
-                source.hits += 1
-        if used:
-            self.governor.used(count)
-            for key in plan.run[plan.resident :]:  # experts, of which a segment may be there
-                lacking.add(key % keys)
-            stats.prefetched_hits += len(used - lacking)
+    def _count_prefetched(
+        self, stats: LayerStats, found: Sequence[tuple[int, SourceStats]], others: Iterable[int]
+    ) -> None:
+        """Prefetches hit. others: experts, of which a segment may be there."""
+        for _, source in found:
+            source.hits += 1
+        self.governor.used(len(found))
+        used = {key % self._keys for key, _ in found}
+        stats.prefetched_hits += len(used.difference([key % self._keys for key in others]))

@@ -68,28 +68,33 @@ class Loads:
         """Slots and jobs for absent segments; one mark for all covers what ran in these slots."""
         if not keys:
             return []
-        after, jobs = self._device.mark_use(), list[LoadJob]()
-        reserve, admitted, new_job = self._residency.reserve, self._eviction.admitted, self.new_job
+        after, reserved = self._device.mark_use(), list[Reservation]()
+        reserve, admitted = self._residency.reserve, self._eviction.admitted
         for key in keys:
-            reservation = reserve(key)
+            reserved.append(reserve(key))
             admitted(key)
-            jobs.append(new_job(reservation, cause, after))
-        return jobs
+        return self.new_jobs(reserved, cause, after)
 
-    def new_job(self, reservation: Reservation, cause: Cause, after: Any) -> LoadJob:
-        """The job of a reserved slot, not queued yet. after: the device's mark of the slot's last use."""
-        key, slot, _ = reservation
-        where, nbytes = self._map, self._map.bytes_of(key)
-        dst, src = where.targets.get((slot, nbytes)), where.sources.get(key)
-        if dst is None:
-            dst = where.target(key, slot)
-        done, layer = self.queue.event(), where.layer_of(key)
-        job = LoadJob(reservation, dst, where.source(key) if src is None else src, after, layer, cause, done, nbytes)
-        self.under_way[key] = job
-        if self._unwritten is not None and slot in self._unwritten:
-            self._unwritten.remove(slot)
-            job.writeback = True
-        return job
+    def new_jobs(self, reserved: Sequence[Reservation], cause: Cause, after: Any) -> list[LoadJob]:
+        """The jobs of reserved slots, not queued yet. after: the device's mark of the slots' last use."""
+        where, event, under_way, jobs = self._map, self.queue.event, self.under_way, list[LoadJob]()
+        bytes_of, layer_of, targets, sources = where.bytes_of, where.layer_of, where.targets, where.sources
+        for reservation in reserved:
+            key, slot, _ = reservation
+            nbytes = bytes_of(key)
+            dst, src = targets.get((slot, nbytes)), sources.get(key)
+            if dst is None:
+                dst = where.target(key, slot)
+            if src is None:
+                src = where.source(key)
+            job = LoadJob(reservation, dst, src, after, layer_of(key), cause, event(), nbytes)
+            under_way[key] = job
+            jobs.append(job)
+        if self._unwritten:
+            for job in jobs:
+                job.writeback = job.reservation.slot in self._unwritten
+            self._unwritten.difference_update([job.reservation.slot for job in jobs])
+        return jobs
 
     def prefetch_native(self, keys: list[int]) -> None:
         """`reserve` and queue prefetches of these absent experts in native code, for an order in Python."""
@@ -103,7 +108,7 @@ class Loads:
         """What native code has under way becomes jobs."""
         if self.native is not None:
             for reservation, prefetch, copy in self.native.take():
-                job = self.new_job(reservation, "prefetch" if prefetch else "demand", None)
+                (job,) = self.new_jobs((reservation,), "prefetch" if prefetch else "demand", None)
                 self.native.queue.adopt(job, copy)
 
     def hand_back(self) -> bool:
@@ -278,7 +283,7 @@ class Loads:
         if job.cause != "demand" and job.error is not None:
             self._counters.failed(job)
             self._counters.forget(job.reservation.key)
-            job = self.new_job(job.reservation, "demand", job.after)
+            (job,) = self.new_jobs((job.reservation,), "demand", job.after)
             self.queue.submit([job], DEMAND)
             self._wait(job, layer)
         if job.copied is None:

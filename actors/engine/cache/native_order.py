@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ....kernels import _cpu
-from ....kernels.importance import NativeImportance
+from ....kernels.importance import NativeImportance, expect_map, lowest_products
 from ...policies.activeevict import ImportanceEviction
-from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru, lowest_evictable
+from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru, lowest_evictable, make_eviction
 from ...policies.fmoe import ExpertMapDecay, ExpertMapEviction
+from ...policies.moepic import Lcp
+from ...policies.registry import PolicyContext, PolicyOptions
+from .native_split import SplitOrder
 
 _LRU, _SWEEP, _LFU, _MAP, _IMPORTANCE = range(5)  # `Order::Kind`
 
@@ -45,6 +49,19 @@ class NativeOrder(EvictionPolicy):
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         return lowest_evictable(partial(_cpu.order_first, self.handle), count, evictable)
+
+
+def fast_eviction(
+    options: PolicyOptions, context: PolicyContext, *, split: bool, low_bit: bool, native: bool = True
+) -> EvictionPolicy:
+    """`make_eviction`, with native code where there is some for the same decisions. Raises ValueError: as that.
+
+    native: split experts may have a native order.
+    """
+    if split and native and isinstance(options, Lcp.Options):
+        return SplitOrder(context.layers, context.experts, options.rho, options.omega)
+    given = replace(context, importance=NativeImportance, lowest=lowest_products, expect_map=expect_map)
+    return make_eviction(options, given, split=split, low_bit=low_bit)
 
 
 def native_order(policy: EvictionPolicy, layers: int, experts: int) -> NativeOrder | None:

@@ -7,9 +7,10 @@ The loader then copies at the moment at which the copy ends.
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +18,16 @@ from numpy.typing import NDArray
 
 from ....errors import RuntimeFailure
 from ...policies.cost import Link, load_s
-from .loader import HostWaits, LoadJob
+from .loader import DEMAND, PREFETCH, HostWaits, LoadJob
 
 if TYPE_CHECKING:
     import torch
 
     from ....kernels import _cpu
     from ....kernels.expert_ffn import ExpertKernel, NativeLayer
+
+
+_Queued = tuple[float, LoadJob]  # with the time at which it was submitted
 
 
 class VirtualClock:
@@ -59,11 +63,10 @@ class VirtualDone:
         self.job: LoadJob | None = None  # once it is submitted
 
     def is_set(self) -> bool:
-        job, loader = self.job, self._loader
+        job = self.job
         if job is None:
             return False
-        if loader.caught_up_s != loader.clock.now_s:
-            loader.catch_up()
+        self._loader.catch_up()
         return job.copied is not None or job.error is not None or job.cancelled
 
     def wait(self) -> None:
@@ -94,12 +97,11 @@ class VirtualLoader(HostWaits):
         late_s: from a copy's end until who waits for it goes on.
         """
         self.clock, self._link, self._carry, self._late_s = clock, link, carry, late_s
-        self.caught_up_s = 0.0  # when copies were last ended and started
         self._closed = False
-        self._heap: list[tuple[int, int, float, LoadJob]] = []  # priority, number, submitted at, job
-        self._number, self.submitted_bytes = 0, 0
-        self._current: tuple[LoadJob, float, float] | None = None  # job, start, end
-        self._free_s = 0.0
+        self._queues: tuple[deque[_Queued], deque[_Queued]] = deque(), deque()  # by priority
+        self.submitted_bytes = 0
+        self._current: LoadJob | None = None  # None: nothing is queued either
+        self._start_s, self._end_s, self._free_s = 0.0, inf, 0.0  # of the current copy; when the one before ended
         self.event = partial(VirtualDone, self)
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
@@ -107,57 +109,57 @@ class VirtualLoader(HostWaits):
         if self._closed:
             raise RuntimeFailure("the expert cache is closed", "start a new worker")
         self.catch_up()
-        now_s = self.clock.now_s
+        now_s, queue = self.clock.now_s, self._queues[priority]
         for job in jobs:
             job.done.job = job  # type: ignore[attr-defined]  # made by `event`
-            heapq.heappush(self._heap, (priority, self._number, now_s, job))
-            self._number += 1
+            queue.append((now_s, job))
             self.submitted_bytes += job.nbytes
-        self.catch_up()
+        if self._current is None:
+            self._start()
+            self.catch_up()
 
     def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
-        if self.caught_up_s != self.clock.now_s:
-            self.catch_up()
+        self.catch_up()
         found = list[LoadJob]()
         for job in jobs:
             if job.copied is not None or job.error is not None or job.cancelled:
                 found.append(job)
         return found
 
+    def join(self, job: LoadJob, layer: int) -> bool:
+        self.wait(job)
+        return True
+
     def promote(self, job: LoadJob) -> None:
         self.catch_up()
-        for i, (_, _, submitted_s, queued) in enumerate(self._heap):
-            if queued is job:
-                self._heap[i] = (0, self._number, submitted_s, job)
-                self._number += 1
-                heapq.heapify(self._heap)
-                return
+        if (queued := self._leave(job)) is not None:
+            self._queues[DEMAND].append(queued)
 
     def cancel(self, job: LoadJob) -> bool:
         self.catch_up()
         if job.started:
             return False
         job.cancelled = True
-        self._heap = [entry for entry in self._heap if entry[3] is not job]
-        heapq.heapify(self._heap)
+        self._leave(job)
         return True
 
     @property
     def pending(self) -> int:
         """Copies queued or under way at the last question; from any thread."""
-        return len(self._heap) + (self._current is not None)
+        return sum(map(len, self._queues)) + (self._current is not None)
 
     def busy_until(self) -> float | None:
         """When the copy under way ends; None: the link is idle."""
         self.catch_up()
-        return None if self._current is None else self._current[2]
+        return None if self._current is None else self._end_s
 
     def close(self) -> None:
         """Drop what is queued. Safe to call twice."""
         self._closed = True
-        for entry in self._heap:
-            entry[3].cancelled = True
-        self._heap.clear()
+        for queue in self._queues:
+            for _, job in queue:
+                job.cancelled = True
+            queue.clear()
 
     def wait(self, job: LoadJob) -> None:
         """Let time pass until a copy has ended, and `late_s` more where it had not."""
@@ -166,34 +168,47 @@ class VirtualLoader(HostWaits):
         while job.copied is None and job.error is None and not job.cancelled:
             if self._current is None:
                 raise AssertionError("waiting for a copy that is not queued")
-            self.clock.now_s = self._current[2]
+            self.clock.now_s = self._end_s
             self.catch_up()
         if self._late_s and self.clock.now_s > begin_s:
             self.clock.advance(self._late_s)
             self.catch_up()
 
     def catch_up(self) -> None:
-        now_s = self.caught_up_s = self.clock.now_s
-        while True:
-            if self._current is not None:
-                job, start_s, end_s = self._current
-                if end_s > now_s:
-                    return
-                self._free_s, self._current = end_s, None
-                try:
-                    if self._carry is not None:
-                        self._carry(job)
-                    writeback_s = (end_s - start_s) / 2 if job.writeback else 0.0
-                    job.copied = VirtualCopy(start_s, end_s, writeback_s)  # type: ignore[assignment]  # the same fields
-                except Exception as error:  # handed to the cache, as `Loader` does
-                    job.error = error
-            if not self._heap:
-                return
-            _, _, submitted_s, job = heapq.heappop(self._heap)
-            job.started = True
-            start_s = max(self._free_s, submitted_s)
-            copy_s = 0.0 if self._link is None else load_s(job.nbytes, self._link)
-            self._current = (job, start_s, start_s + copy_s * (2 if job.writeback else 1))
+        """End and start the copies that do so by now."""
+        while self._end_s <= self.clock.now_s:
+            job, self._current = self._current, None
+            assert job is not None  # it ends
+            start_s, end_s = self._start_s, self._end_s
+            self._free_s, self._end_s = end_s, inf
+            try:
+                if self._carry is not None:
+                    self._carry(job)
+                writeback_s = (end_s - start_s) / 2 if job.writeback else 0.0
+                job.copied = VirtualCopy(start_s, end_s, writeback_s)  # type: ignore[assignment]  # the same fields
+            except Exception as error:  # handed to the cache, as `Loader` does
+                job.error = error
+            self._start()
+
+    def _start(self) -> None:
+        """Begin the first copy of the queue on the idle link."""
+        queue = self._queues[DEMAND] or self._queues[PREFETCH]
+        if not queue:
+            return
+        submitted_s, job = queue.popleft()
+        job.started, self._current = True, job
+        copy_s = 0.0 if self._link is None else load_s(job.nbytes, self._link)
+        self._start_s = max(self._free_s, submitted_s)
+        self._end_s = self._start_s + copy_s * (2 if job.writeback else 1)
+
+    def _leave(self, job: LoadJob) -> _Queued | None:
+        """Take a job out of its queue; None: it is in none."""
+        for queue in self._queues:
+            for queued in queue:
+                if queued[1] is job:
+                    queue.remove(queued)
+                    return queued
+        return None
 
 
 def copy_now(job: LoadJob) -> None:

@@ -11,7 +11,6 @@ import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,7 @@ class PeerPlacer(Placer):
         cache, away = self._cache, {r.key for r in remote}
         here = [key for key in needed if key not in away] if away else needed
         plan = self._plan_loads(here, cache.residency, cache.eviction, keep)
-        return replace(plan, remote=tuple(remote)) if remote else plan
+        return plan._replace(remote=tuple(remote)) if remote else plan
 
 
 class GpuPlacer(PeerPlacer):

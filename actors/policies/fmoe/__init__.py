@@ -403,8 +403,10 @@ class ExpertMapPolicy(PrefetchPolicy):
         """Raises ValueError: the model exposes no probabilities, or no forward has begun."""
         if seen.probabilities is None:
             raise ValueError("expert maps need the router's probabilities, which this model does not expose")
-        means = [seen.probabilities[span.start : span.stop].mean(axis=0, dtype=np.float64) for span in seen.spans]
-        wanted = self._wanted(self._maps.observe(seen.layer, np.stack(means).astype(np.float32)))
+        rows, spans = seen.probabilities, seen.spans
+        if len(spans) < len(rows):
+            rows = np.stack([rows[span.start : span.stop].mean(axis=0, dtype=np.float64) for span in spans])
+        wanted = self._wanted(self._maps.observe(seen.layer, rows.astype(np.float32)))
         if seen.layer == self._maps.store.layers - 1:
             self._maps.end()
         return wanted
