@@ -57,11 +57,12 @@ class ExpertRunner:
         cache, done, ran, whole = self._cache, 0, 0, self._cache.neurons
         begun: set[int] = set()  # split experts of which one segment has run
         layout = cache.layout if cache.divided else None
-        late = [load for load in plan.loads if load.after] if plan.loads else []
-        while done < len(plan.run):
-            stop = plan.resident if done < plan.resident else len(plan.run)
-            keys: Sequence[int] = plan.run[done : _stop(plan, late, done) if late else stop]
-            if late or done < plan.resident:
+        run, resident, _, loads, _ = plan
+        late = [load for load in loads if load.after] if loads else []
+        while done < len(run):
+            stop = resident if done < resident else len(run)
+            keys: Sequence[int] = run[done : _stop(plan, late, done) if late else stop]
+            if late or done < resident:
                 slots = cache.await_experts(keys, layer)
             else:  # with the arrivals behind it that have landed by then
                 slots = cache.await_first(keys, layer)
@@ -76,11 +77,11 @@ class ExpertRunner:
             if groups:
                 kernel.run(hidden, pairs, groups, top_k, y)
             if late:
-                cache.ran(plan.run[ran:done])
+                cache.ran(run[ran:done])
                 cache.issue([load for load in late if load.after == done])
                 ran = done
         if ran < done:
-            cache.ran(plan.run[ran:done])
+            cache.ran(run[ran:done])
 
     def _run_replicas(
         self, kernel: PackedKernel, segments: Sequence[int], slots: Sequence[int], spans: Spans, hidden: torch.Tensor,

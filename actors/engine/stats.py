@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PeerKind = Literal["ndp", "shard"]
 
 
-@dataclass
+@dataclass(slots=True)
 class LayerStats:
     """Counters of one MoE layer since the last reset.
 

@@ -224,30 +224,27 @@ class Residency:
 
     def evict(self, *keys: int) -> None:
         """RESIDENT -> ABSENT, one after the other; weights are read-only, so nothing is copied back."""
-        states = self._state
-        for key in keys:
-            if states[key] != _RESIDENT:
-                raise ResidencyError(f"expert {key} is {self.state(key).name}, not RESIDENT")
+        if min(map(self._state.__getitem__, keys), default=_RESIDENT) < _RESIDENT:
+            key = next(key for key in keys if self._state[key] < _RESIDENT)
+            raise ResidencyError(f"expert {key} is {self.state(key).name}, not RESIDENT")
         self._drop(keys)
 
     def pin(self, *keys: int) -> None:
         """Keep LOADING or RESIDENT experts in their slots until as many `unpin` calls."""
         states, pins, evictable = self._state, self._pins, self._evictable
-        for key in keys:
-            if not states[key]:
-                raise ResidencyError(f"expert {key} is ABSENT and cannot be pinned")
+        if not all(map(states.__getitem__, keys)):
+            raise ResidencyError(f"of experts {keys} one is ABSENT and cannot be pinned")
         for key in keys:
             pins[key] += 1
             evictable[key] = 0
 
     def unpin(self, *keys: int) -> None:
         states, pins, evictable = self._state, self._pins, self._evictable
+        if not all(map(pins.__getitem__, keys)):
+            raise ResidencyError(f"of experts {keys} one is not pinned")
         for key in keys:
-            if not pins[key]:
-                raise ResidencyError(f"expert {key} is not pinned")
-        for key in keys:
-            pins[key] -= 1
-            if not pins[key]:
+            left = pins[key] = pins[key] - 1
+            if not left:
                 evictable[key] = states[key] == _RESIDENT
 
     def unpin_all(self) -> None:

@@ -83,7 +83,7 @@ class TimedKernel:
     """Lets the time of a kernel call pass (`ExpertKernel.run`); a segment takes its share of an expert."""
 
     def __init__(self, compute: Compute, machine: Machine, neurons: int) -> None:
-        self._compute, self._neurons, self._experts = compute, neurons, machine.experts
+        self._compute, self._neurons, self._experts = compute, neurons, cache(machine.experts)
 
     def run(
         self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int, int, bool]], top_k: int, y: Any
@@ -208,7 +208,7 @@ class RecordedBackend:
     ) -> None:  # fmt: skip
         self._clock, self._machine, self._runner = clock, machine, runner
         self._loader, self._submitted, self._compute = loader, 0, compute
-        self._load_byte_s = machine.load_s / slot_bytes
+        self._load_byte_s, self._miss_s = machine.load_s / slot_bytes, machine.miss_s
         self.host = LeadHost(clock, machine.message_s)
         self.shards: SimulatedShards | None = None
         self.ndp: SimulatedNdp | None = None
@@ -235,7 +235,7 @@ class RecordedBackend:
         submitted = self._loader.submitted_bytes
         host_s = (submitted - self._submitted) * self._load_byte_s  # of prefetches, too
         if plan.resident < len(plan.run):
-            host_s += self._machine.miss_s
+            host_s += self._miss_s
         self._submitted = submitted
         if host_s:
             self._clock.advance(host_s)

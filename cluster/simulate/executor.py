@@ -268,7 +268,7 @@ class SimulatedEngine:
         for shard in self._shards:
             shard.cache.settle_times()
         rows = zip(found.layers, *(shard.cache.live_stats().layers for shard in self._shards), strict=True)
-        layers = [merged(lead, others, vars(lead)) for lead, *others in rows]
+        layers = [merged(lead, others) for lead, *others in rows]
         each = [found, *(shard.cache.stats for shard in self._shards)]
         return replace(
             found, slots=self.slots, layers=layers, decode_hits=sum(stats.decode_hits for stats in each),

@@ -10,8 +10,8 @@ after they were asked for. The lead's placers are the engine's (`engine.peers.pl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -323,12 +323,12 @@ def make_simulated_placer(
     return engine.make_static(cache, experts, peers, pool, widest, hot_slots, popular, bits)
 
 
-def merged(lead: LayerStats, others: Sequence[LayerStats], fields: Mapping[str, Any]) -> LayerStats:
+def merged(lead: LayerStats, others: Sequence[LayerStats]) -> LayerStats:
     """A layer's counters over all GPUs; passes, paths and answers are the lead's."""
     own = ("forwards", "waves", "io_path_s", "link_path_s")
     values = {
-        name: getattr(lead, name) + (0 if name in own else sum(getattr(other, name) for other in others))
-        for name in fields
+        name: found + (0 if name in own else sum(getattr(other, name) for other in others))
+        for name, found in asdict(lead).items()
     }
     return LayerStats(**values)
 

@@ -64,17 +64,17 @@ def test_demand_overtakes_queued_prefetches_and_not_the_copy_under_way() -> None
     wanted = job(loader, 2, "demand")
     loader.submit([wanted], DEMAND)
     assert loader.pending == 3
-    wanted.done.wait()
+    loader.wait(wanted)
     assert clock.now_s == pytest.approx(2.0)
     assert [(j.copied.start_s, j.copied.end_s) for j in (first, wanted) if j.copied] == [(0, 1), (1, 2)]
-    assert not second.done.is_set()
-    second.done.wait()
+    assert not loader.arrived([second])
+    loader.wait(second)
     assert clock.now_s == pytest.approx(3.0)
     assert loader.pending == 0
     late = job(loader, 3, "demand")
     clock.advance(5.0)
     loader.submit([late], DEMAND)
-    late.done.wait()
+    loader.wait(late)
     assert clock.now_s == pytest.approx(9.0)  # the idle link starts when it is asked
 
 
@@ -85,15 +85,15 @@ def test_queued_copies_can_be_cancelled_and_promoted() -> None:
     loader.submit(jobs, PREFETCH)
     assert not loader.cancel(jobs[0])  # started at once
     assert loader.cancel(jobs[1])
-    assert jobs[1].done.is_set()
+    assert loader.arrived([jobs[1]])
     loader.promote(jobs[3])
     loader.promote(jobs[0])  # under way: nothing to do
-    jobs[3].done.wait()
+    loader.wait(jobs[3])
     assert clock.now_s == pytest.approx(2.0)
     assert jobs[2].started
     assert not jobs[4].started
     loader.close()
-    assert jobs[4].done.is_set()
+    assert loader.arrived([jobs[4]])
     assert jobs[4].copied is None
 
 

@@ -265,7 +265,7 @@ class ExpertCache:
     def await_experts(self, keys: Sequence[int], layer: int) -> list[int]:
         """`await_expert` of each, in this order."""
         under_way = self._under_way
-        if under_way:
+        if not under_way.keys().isdisjoint(keys):
             for key in keys:
                 if key in under_way:
                     self.loads.land_needed(under_way[key], layer)

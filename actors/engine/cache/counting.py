@@ -89,11 +89,10 @@ class Pending:
 
     def take(self, keys: Iterable[int]) -> list[tuple[int, SourceStats]]:
         """These are used or gone: which of them were prefetched, and for whom."""
-        marks, found = self.marks, list[tuple[int, SourceStats]]()
-        for key in keys:
-            if number := marks[key]:
-                marks[key] = 0
-                found.append((key, self._sources[number]))
+        marks, sources = self.marks, self._sources
+        found = [(key, sources[marks[key]]) for key in keys if marks[key]]
+        for key, _ in found:
+            marks[key] = 0
         return found
 
 
@@ -176,10 +175,10 @@ class CacheCounters:
     def ran(self, segments: Sequence[int]) -> None:
         """A forward has run these segments; a split expert counts once."""
         shown, keys, uses = self._map.shown, self._keys, self.uses
+        if shown is not None:
+            segments = [segment for segment in segments if shown[segment % keys] == segment]
         for segment in segments:
-            key = segment % keys
-            if shown is None or shown[key] == segment:
-                uses[key] += 1
+            uses[segment % keys] += 1
 
     # -- copies ------------------------------------------------------------------------------------------
 
@@ -197,9 +196,9 @@ class CacheCounters:
         """Copies became resident, or failed: count their bytes by cause, and the link's seconds where known."""
         layers = self.stats.layers
         for job in jobs:
-            stats, copied, nbytes, cause = layers[job.layer], job.copied, job.nbytes, job.cause
-            if copied is None:
+            if (copied := job.copied) is None:
                 continue
+            stats, nbytes, cause = layers[job.layer], job.nbytes, job.cause
             if cause == "prefetch":
                 stats.bytes_loaded_prefetch += nbytes
             elif cause == "migration":
@@ -211,8 +210,8 @@ class CacheCounters:
             if job.writeback:
                 stats.bytes_written_back += nbytes
                 stats.writebacks += 1
+                stats.writeback_link_s += 0.0 if copied.event is not None else copied.writeback_s
             if copied.event is None:
-                stats.writeback_link_s += copied.writeback_s
                 stats.total_io_s += copied.end_s - copied.start_s
                 stats.link_s += copied.link_s
                 if self.timeline.enabled:

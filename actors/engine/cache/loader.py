@@ -81,6 +81,10 @@ class CopyQueue(Protocol):
     def cancel(self, job: LoadJob) -> bool: ...
     def close(self) -> None: ...
 
+    def wait(self, job: LoadJob) -> None:
+        """Have the host wait until the copy has ended, failed or was dropped."""
+        ...
+
     def join(self, job: LoadJob, layer: int) -> bool:
         """Order the compute of `layer` enqueued from now on behind the copy. True: the host has waited.
 
@@ -111,12 +115,15 @@ class CopyQueue(Protocol):
 class HostWaits:
     """The part of a `CopyQueue` for copies that the host waits for, and that are timed when they end."""
 
-    def join(self, job: LoadJob, layer: int) -> bool:
+    def wait(self, job: LoadJob) -> None:
         job.done.wait()
+
+    def join(self, job: LoadJob, layer: int) -> bool:
+        self.wait(job)
         return True
 
     def overtake(self, job: LoadJob) -> bool:
-        job.done.wait()
+        self.wait(job)
         return True
 
     def poll(self) -> None:

@@ -131,8 +131,9 @@ class Loads:
         """A native pass found the copy of one of these cancelled. Raises RuntimeFailure."""
         self.adopt()
         for key in keys:
-            if key in self.under_way and self.under_way[key].done.is_set() and self.under_way[key].copied is None:
-                self._fail(self.under_way[key])
+            job = self.under_way.get(key)
+            if job is not None and self.queue.arrived((job,)) and job.copied is None:
+                self._fail(job)
         raise AssertionError(f"no copy of {keys} was cancelled")
 
     def land_ended(self) -> None:
@@ -188,7 +189,7 @@ class Loads:
         """Wait on the host for every copy under way; counted in no layer."""
         self.adopt()
         for job in list(self.under_way.values()):
-            job.done.wait()
+            self.queue.wait(job)
             self._land([job])
 
     def preload(self, keys: Sequence[int]) -> list[LoadJob]:
@@ -196,7 +197,7 @@ class Loads:
         jobs = self.reserve(keys, "demand")
         self.queue.submit(jobs, DEMAND)
         for job in jobs:
-            job.done.wait()
+            self.queue.wait(job)
             if job.copied is None:
                 self._fail(job)
             self._residency.publish(job.reservation)
@@ -258,12 +259,11 @@ class Loads:
 
     def _land(self, jobs: Sequence[LoadJob]) -> None:
         """Make finished copies resident; the slots of failed ones are free then."""
-        landed = list[Reservation]()
-        for job in jobs:
-            if job.copied is None:
-                self._drop_failed(job)
-            else:
-                landed.append(job.reservation)
+        landed = [job.reservation for job in jobs if job.copied is not None]
+        if len(landed) < len(jobs):
+            for job in jobs:
+                if job.copied is None:
+                    self._drop_failed(job)
         self._counters.landed(jobs)
         self._residency.publish(*landed)
         for key, _, _ in landed:
@@ -325,7 +325,7 @@ class Loads:
 
     def _wait(self, job: LoadJob, layer: int) -> None:
         """Have the compute wait until a copy is done; the time counts for `layer`."""
-        if job.done.is_set():
+        if self.queue.arrived((job,)):
             return
         start_s = self._clock()
         if self.queue.join(job, layer):
@@ -335,7 +335,7 @@ class Loads:
 
     def _overtake(self, job: LoadJob, layer: int) -> None:
         """Give the slot of a copy under way to another load; waiting time counts for `layer`."""
-        if job.done.is_set():
+        if self.queue.arrived((job,)):
             return
         start_s = self._clock()
         if self.queue.overtake(job):

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import RuntimeFailure
 from ...policies.cost import Link, load_s
-from .loader import DEMAND, PREFETCH, HostWaits, LoadJob
+from .loader import DEMAND, HostWaits, LoadJob
 
 if TYPE_CHECKING:
     import torch
@@ -46,36 +46,12 @@ class VirtualClock:
 class VirtualCopy:
     """The fields of `cache.device.Copied`, without torch."""
 
-    __slots__ = ("end_s", "event", "link_s", "start_s", "writeback_s")
+    __slots__ = ("end_s", "link_s", "start_s", "writeback_s")
+    event = None
 
     def __init__(self, start_s: float, end_s: float, writeback_s: float) -> None:
-        self.start_s, self.end_s, self.event, self.link_s = start_s, end_s, None, end_s - start_s
-        self.writeback_s = writeback_s
-
-
-class VirtualDone:
-    """A copy's end, like `threading.Event`; waiting sets the clock."""
-
-    __slots__ = ("_loader", "job")
-
-    def __init__(self, loader: VirtualLoader) -> None:
-        self._loader = loader
-        self.job: LoadJob | None = None  # once it is submitted
-
-    def is_set(self) -> bool:
-        job = self.job
-        if job is None:
-            return False
-        self._loader.catch_up()
-        return job.copied is not None or job.error is not None or job.cancelled
-
-    def wait(self) -> None:
-        if self.job is None:
-            raise AssertionError("waiting for a copy that was not submitted")
-        self._loader.wait(self.job)
-
-    def set(self) -> None:
-        raise AssertionError("a copy on a virtual link ends by the clock")
+        self.start_s, self.end_s = start_s, end_s
+        self.link_s, self.writeback_s = end_s - start_s, writeback_s
 
 
 class VirtualLoader(HostWaits):
@@ -96,25 +72,28 @@ class VirtualLoader(HostWaits):
 
         late_s: from a copy's end until who waits for it goes on.
         """
-        self.clock, self._link, self._carry, self._late_s = clock, link, carry, late_s
+        self.clock, self._carry, self._late_s = clock, carry, late_s
+        self._copy_s = cache(lambda nbytes: 0.0 if link is None else load_s(nbytes, link))
         self._closed = False
-        self._queues: tuple[deque[_Queued], deque[_Queued]] = deque(), deque()  # by priority
+        self._demand, self._prefetch = deque[_Queued](), deque[_Queued]()
         self.submitted_bytes = 0
         self._current: LoadJob | None = None  # None: nothing is queued either
         self._start_s, self._end_s, self._free_s = 0.0, inf, 0.0  # of the current copy; when the one before ended
-        self.event = partial(VirtualDone, self)
+
+    def event(self) -> Any:
+        """None: a copy ends by the clock."""
+        return None
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
         """Queue copies in this order. Raises RuntimeFailure after `close`."""
         if self._closed:
             raise RuntimeFailure("the expert cache is closed", "start a new worker")
         self.catch_up()
-        now_s, queue = self.clock.now_s, self._queues[priority]
+        now_s, queue = self.clock.now_s, self._demand if priority == DEMAND else self._prefetch
         for job in jobs:
-            job.done.job = job  # type: ignore[attr-defined]  # made by `event`
             queue.append((now_s, job))
             self.submitted_bytes += job.nbytes
-        if self._current is None:
+        if self._current is None and queue:
             self._start()
             self.catch_up()
 
@@ -126,14 +105,10 @@ class VirtualLoader(HostWaits):
                 found.append(job)
         return found
 
-    def join(self, job: LoadJob, layer: int) -> bool:
-        self.wait(job)
-        return True
-
     def promote(self, job: LoadJob) -> None:
         self.catch_up()
         if (queued := self._leave(job)) is not None:
-            self._queues[DEMAND].append(queued)
+            self._demand.append(queued)
 
     def cancel(self, job: LoadJob) -> bool:
         self.catch_up()
@@ -146,7 +121,7 @@ class VirtualLoader(HostWaits):
     @property
     def pending(self) -> int:
         """Copies queued or under way at the last question; from any thread."""
-        return sum(map(len, self._queues)) + (self._current is not None)
+        return len(self._demand) + len(self._prefetch) + (self._current is not None)
 
     def busy_until(self) -> float | None:
         """When the copy under way ends; None: the link is idle."""
@@ -156,7 +131,7 @@ class VirtualLoader(HostWaits):
     def close(self) -> None:
         """Drop what is queued. Safe to call twice."""
         self._closed = True
-        for queue in self._queues:
+        for queue in (self._demand, self._prefetch):
             for _, job in queue:
                 job.cancelled = True
             queue.clear()
@@ -188,22 +163,19 @@ class VirtualLoader(HostWaits):
                 job.copied = VirtualCopy(start_s, end_s, writeback_s)  # type: ignore[assignment]  # the same fields
             except Exception as error:  # handed to the cache, as `Loader` does
                 job.error = error
-            self._start()
+            if self._demand or self._prefetch:
+                self._start()
 
     def _start(self) -> None:
-        """Begin the first copy of the queue on the idle link."""
-        queue = self._queues[DEMAND] or self._queues[PREFETCH]
-        if not queue:
-            return
-        submitted_s, job = queue.popleft()
+        """Begin the first queued copy on the idle link."""
+        submitted_s, job = (self._demand or self._prefetch).popleft()
         job.started, self._current = True, job
-        copy_s = 0.0 if self._link is None else load_s(job.nbytes, self._link)
-        self._start_s = max(self._free_s, submitted_s)
-        self._end_s = self._start_s + copy_s * (2 if job.writeback else 1)
+        start_s, copy_s = max(self._free_s, submitted_s), self._copy_s(job.nbytes)
+        self._start_s, self._end_s = start_s, start_s + (2 * copy_s if job.writeback else copy_s)
 
     def _leave(self, job: LoadJob) -> _Queued | None:
         """Take a job out of its queue; None: it is in none."""
-        for queue in self._queues:
+        for queue in (self._demand, self._prefetch):
             for queued in queue:
                 if queued[1] is job:
                     queue.remove(queued)

@@ -147,6 +147,9 @@ class StreamQueue:
             self._fence(copy.last)
         return True
 
+    def wait(self, job: LoadJob) -> None:
+        job.done.wait()
+
     def join(self, job: LoadJob, layer: int) -> bool:
         """Have the compute wait for a copy in its stream; True: the host has waited for the loader's thread."""
         done = _done(job)
