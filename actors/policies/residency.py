@@ -156,8 +156,9 @@ class Residency:
         if len(self._first) == 1:
             return {0: list(keys)}
         out: dict[int, list[int]] = {}
+        class_of = self._class_of
         for key in keys:
-            out.setdefault(self._class_of[key], []).append(key)
+            out.setdefault(class_of[key], []).append(key)
         return out
 
     def free_of(self, slot_class: int) -> int:
@@ -165,8 +166,7 @@ class Residency:
 
     @property
     def free_slots(self) -> int:
-        counts = self._counts
-        return counts[1] if len(counts) == 2 else sum(counts[1:])
+        return sum(self._counts[1:])
 
     @property
     def bytes_held(self) -> int:
@@ -295,4 +295,4 @@ class Residency:
             counts[1 + slot_class] = before + 1
             slots[key], self._state[key], self._evictable[key] = -1, 0, 0
         if keys:
-            counts[0] += self.free_slots == self.slots
+            counts[0] += sum(counts) - counts[0] == self.slots

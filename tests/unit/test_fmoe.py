@@ -449,7 +449,11 @@ def test_wants_what_the_forecasts_want() -> None:
     """Two sequences, of one and of three rows: rows of a sequence count by their mean."""
     told: list[tuple[int, float]] = []
     maps, direct = reference(), reference()
-    policy = ExpertMapPolicy(maps, SHAPE.hidden, lambda keys, p: told.extend(zip(keys, p, strict=True)))
+
+    def tell(keys: np.ndarray, priorities: np.ndarray, now: int, experts: int) -> None:
+        told.extend(zip(keys, probability_of(priorities, keys // experts, now), strict=True))
+
+    policy = ExpertMapPolicy(maps, SHAPE.hidden, tell)
     assert policy.distance == 2
     for number in range(4):
         shown = iteration(number, 2)
@@ -487,7 +491,7 @@ def test_eviction_is_told() -> None:
     best = shown.probabilities[0, 0].argsort()
     for key in range(SHAPE.experts):
         eviction.admitted(key)
-    policy = ExpertMapPolicy(maps, SHAPE.hidden, eviction.expect)
+    policy = ExpertMapPolicy(maps, SHAPE.hidden, eviction.expect_map)
     policy.begin_forward([Span("a", 0, 1, True, shown.embeddings[0])])
     assert eviction.victims(SHAPE.experts, lambda key: True) == best.tolist()
 

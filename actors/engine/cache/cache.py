@@ -196,11 +196,12 @@ class ExpertCache:
     def begin(self, layer: int, plan: LayerPlan) -> None:
         """Count hits and misses, pin resident and loading segments, and promote late prefetches to demand."""
         self.counters.begin(layer, plan)
-        here = plan.resident + plan.arriving
-        self.residency.pin(*plan.run[:here])
-        if not plan.arriving:
+        run, resident, arrivals, _, _ = plan
+        here = resident + arrivals
+        self.residency.pin(*run[:here])
+        if not arrivals:
             return
-        arriving = plan.run[plan.resident : here]
+        arriving = run[resident:here]
         self.counters.late(layer, [key for key in arriving if self._under_way[key].cause == "prefetch"])
         for key in arriving:
             job = self._under_way[key]

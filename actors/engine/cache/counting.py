@@ -89,10 +89,11 @@ class Pending:
 
     def take(self, keys: Iterable[int]) -> list[tuple[int, SourceStats]]:
         """These are used or gone: which of them were prefetched, and for whom."""
-        marks, sources = self.marks, self._sources
-        found = [(key, sources[marks[key]]) for key in keys if marks[key]]
-        for key, _ in found:
-            marks[key] = 0
+        marks, found = self.marks, list[tuple[int, SourceStats]]()
+        for key in keys:
+            if number := marks[key]:
+                marks[key] = 0
+                found.append((key, self._sources[number]))
         return found
 
 
@@ -138,20 +139,20 @@ class CacheCounters:
 
     def begin(self, layer: int, plan: LayerPlan) -> None:
         """Count hits, misses, prefetches that hit, and loads of experts that were pre-evicted too early."""
-        stats = self.stats.layers[layer]
+        stats, (run, resident, arriving, loads, _) = self.stats.layers[layer], plan
         stats.forwards += 1
-        stats.waves += plan.waves if plan.loads else 1
+        stats.waves += plan.waves if loads else 1
         if 1 in self.vacant:
-            self.premature(layer, plan.run[plan.resident + plan.arriving :])
+            self.premature(layer, run[resident + arriving :])
         if self._divided:
             self._count_segments(stats, plan)
         else:
-            stats.hits += plan.resident
-            stats.misses += len(plan.run) - plan.resident
+            stats.hits += resident
+            stats.misses += len(run) - resident
             if self._replicas:
                 self._count_replicas(stats, plan)
-        if found := self.pending.take(plan.run[: plan.resident]):
-            self._count_prefetched(stats, found, plan.run[plan.resident :])
+        if found := self.pending.take(run[:resident]):
+            self._count_prefetched(stats, found, run[resident:])
 
     def late(self, layer: int, keys: Sequence[int]) -> None:
         """`layer` needs these, whose prefetches are under way."""
@@ -175,10 +176,9 @@ class CacheCounters:
     def ran(self, segments: Sequence[int]) -> None:
         """A forward has run these segments; a split expert counts once."""
         shown, keys, uses = self._map.shown, self._keys, self.uses
-        if shown is not None:
-            segments = [segment for segment in segments if shown[segment % keys] == segment]
         for segment in segments:
-            uses[segment % keys] += 1
+            if shown is None or shown[segment % keys] == segment:
+                uses[segment % keys] += 1
 
     # -- copies ------------------------------------------------------------------------------------------
 
@@ -368,8 +368,11 @@ class CacheCounters:
         self, stats: LayerStats, found: Sequence[tuple[int, SourceStats]], others: Iterable[int]
     ) -> None:
         """Prefetches hit. others: experts, of which a segment may be there."""
-        for _, source in found:
+        keys, used = self._keys, set[int]()
+        for key, source in found:
             source.hits += 1
+            used.add(key % keys)
         self.governor.used(len(found))
-        used = {key % self._keys for key, _ in found}
-        stats.prefetched_hits += len(used.difference([key % self._keys for key in others]))
+        for key in others:
+            used.discard(key % keys)
+        stats.prefetched_hits += len(used)

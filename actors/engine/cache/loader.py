@@ -119,11 +119,11 @@ class HostWaits:
         job.done.wait()
 
     def join(self, job: LoadJob, layer: int) -> bool:
-        self.wait(job)
+        job.done.wait()
         return True
 
     def overtake(self, job: LoadJob) -> bool:
-        self.wait(job)
+        job.done.wait()
         return True
 
     def poll(self) -> None:

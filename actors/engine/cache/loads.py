@@ -259,11 +259,12 @@ class Loads:
 
     def _land(self, jobs: Sequence[LoadJob]) -> None:
         """Make finished copies resident; the slots of failed ones are free then."""
-        landed = [job.reservation for job in jobs if job.copied is not None]
-        if len(landed) < len(jobs):
-            for job in jobs:
-                if job.copied is None:
-                    self._drop_failed(job)
+        landed = list[Reservation]()
+        for job in jobs:
+            if job.copied is None:
+                self._drop_failed(job)
+            else:
+                landed.append(job.reservation)
         self._counters.landed(jobs)
         self._residency.publish(*landed)
         for key, _, _ in landed:

@@ -105,6 +105,14 @@ class VirtualLoader(HostWaits):
                 found.append(job)
         return found
 
+    def join(self, job: LoadJob, layer: int) -> bool:
+        self.wait(job)
+        return True
+
+    def overtake(self, job: LoadJob) -> bool:
+        self.wait(job)
+        return True
+
     def promote(self, job: LoadJob) -> None:
         self.catch_up()
         if (queued := self._leave(job)) is not None:

@@ -347,7 +347,7 @@ def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.integer] 
     return (priorities * (layers + 1 - now)).astype(np.float32, copy=False)
 
 
-Expect = Callable[[NDArray[np.integer], NDArray[np.floating]], None]
+Expect = Callable[[NDArray[np.int32], NDArray[np.float32], int, int], None]
 
 
 @register("prefetch", "expert-map")
@@ -360,7 +360,7 @@ class ExpertMapPolicy(PrefetchPolicy):
 
     Args:
         maps: store, distance and top-k. hidden: H, width of embeddings.
-        expect: receives the probabilities of each forecast's layers, as `ExpertMapEviction.expect`.
+        expect: receives each forecast's priorities, as `ExpertMapEviction.expect_map`.
     """
 
     class Options(MapOptions):
@@ -381,7 +381,7 @@ class ExpertMapPolicy(PrefetchPolicy):
         width = min(context.hidden, WIDTH)
         store = ExpertMapStore(context.layers, context.experts, width, options.distance, context.map_capacity)
         maps = ExpertMapPrefetch(store, context.hidden, options.experts(context), options.semantic, options.dynamic)
-        told = context.eviction.expect if isinstance(context.eviction, ExpertMapEviction) else None
+        told = context.eviction.expect_map if isinstance(context.eviction, ExpertMapEviction) else None
         return cls(maps, context.hidden, told)
 
     def __init__(self, maps: ExpertMapPrefetch, hidden: int, expect: Expect | None = None) -> None:
@@ -391,7 +391,7 @@ class ExpertMapPolicy(PrefetchPolicy):
     def tell(self, eviction: EvictionPolicy) -> None:
         """Give another GPU's eviction the probabilities, too."""
         if isinstance(eviction, ExpertMapEviction):
-            self._expect.append(eviction.expect)
+            self._expect.append(eviction.expect_map)
 
     def begin_forward(self, spans: Sequence[Span]) -> Sequence[Wanted]:
         rows: list[NDArray[np.float32]] = [
@@ -414,11 +414,8 @@ class ExpertMapPolicy(PrefetchPolicy):
     def _wanted(self, forecast: Forecast | None) -> Sequence[Wanted]:
         if forecast is None:
             return []
-        if self._expect:
-            layers = forecast.keys // self._maps.store.experts
-            probabilities = probability_of(forecast.priorities, layers, forecast.now)
-            for expect in self._expect:
-                expect(forecast.keys, probabilities)
+        for expect in self._expect:
+            expect(forecast.keys, forecast.priorities, forecast.now, self._maps.store.experts)
         n = forecast.wanted
         keys, priorities = forecast.keys[:n].tolist(), forecast.priorities[:n].tolist()
         return WantedKeys([keys], priorities)

@@ -235,7 +235,7 @@ def cosines(
 ) -> NDArray[np.float64]:
     """dots / (lengths of old and new) where both are above zero, else 0; shapes broadcast to that of `dots`."""
     lengths = np.sqrt(old_squares * new_squares)
-    return np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths > 0)
+    return np.divide(dots, lengths, out=np.zeros(dots.shape), where=lengths > 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -430,7 +430,7 @@ class Maps:
         width = Sketch(header.hidden).width
         store = ExpertMapStore(header.layers, header.experts, width, distance, capacity)
         maps = ExpertMapPrefetch(store, header.hidden, header.top_k)
-        return ExpertMapPolicy(maps, header.hidden, None if eviction is None else eviction.expect), store
+        return ExpertMapPolicy(maps, header.hidden, None if eviction is None else eviction.expect_map), store
 
 
 @metric("paper-map-search")
