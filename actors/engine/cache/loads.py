@@ -82,11 +82,10 @@ class Loads:
         for reservation in reserved:
             key, slot, _ = reservation
             nbytes = bytes_of(key)
-            dst, src = targets.get((slot, nbytes)), sources.get(key)
+            dst, known = targets.get((slot, nbytes)), sources.get(key)
             if dst is None:
                 dst = where.target(key, slot)
-            if src is None:
-                src = where.source(key)
+            src = where.source(key) if known is None else known
             job = LoadJob(reservation, dst, src, after, layer_of(key), cause, event(), nbytes)
             under_way[key] = job
             jobs.append(job)
