@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from .trace import Iteration, scattered
 Parts = Sequence[tuple[str, Iteration]]  # a forward's iterations with the names of their sequences
 _AT_ONCE = 1 << 16  # scores that are scattered together
 _NOWHERE: Any = None  # pairs that nothing computes
-_NO_SCORES = np.empty((0, 0, 0))
 
 
 @dataclass(frozen=True)
@@ -110,50 +109,33 @@ class RecordedForward:
     """The recorded rows of one forward, of all sequences together.
 
     Attributes:
-        ids: experts [L, T, K]. tokens: T.
-        alone: the experts of a single row, by layer; empty: there are several rows.
+        ids, weights: [L, T, K]. probabilities: [T, L, E]. alone: experts of a single row, by layer; empty: of several.
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.ids = self._rows("ids").transpose(1, 0, 2).astype(np.int64, "C")
-        self.layers, self.tokens = self.ids.shape[:2]
+        names = "ids", "weights", "probabilities", "next_ids", "next_probabilities"
+        ids, weights, probabilities, *self._next = [_joined([getattr(p, name) for _, p in parts]) for name in names]
+        self.parts, self.probabilities, self.tokens = parts, probabilities, len(ids)
+        self.ids = ids.transpose(1, 0, 2).astype(np.int64, "C")
+        self.weights = weights.transpose(1, 0, 2).astype(np.float32, "C")
         self.alone: list[list[int]] = self.ids[:, 0].tolist() if self.tokens == 1 else []
         self._ahead: dict[int, tuple[int, NDArray[np.float64]]] = {}  # by distance: a layer, scores [n, T, E] from it
 
-    @cached_property
-    def probabilities(self) -> NDArray[np.float16]:
-        """Of the routers [T, L, E]."""
-        return self._rows("probabilities")
-
-    @cached_property
-    def weights(self) -> NDArray[np.float32]:
-        """Of `ids` [L, T, K]."""
-        return self._rows("weights").transpose(1, 0, 2).astype(np.float32, "C")
-
-    @cached_property
-    def _next(self) -> tuple[NDArray[np.unsignedinteger[Any]], NDArray[np.float16]]:
-        return self._rows("next_ids"), self._rows("next_probabilities")  # [T, L, D, K]
-
     def lookahead(self, layer: int, distance: int) -> NDArray[np.float64] | None:
         """`Iteration.lookahead` [T, E]; past the last layer of each sequence's last row [S, E]."""
-        if layer + distance >= self.layers:
+        _, layers, experts = self.probabilities.shape
+        if layer + distance >= layers:
             found = [part.lookahead(layer, distance) for _, part in self.parts]
             last = [scores[-1:] for scores in found if scores is not None]
             return _joined(last) if len(last) == len(found) else None
-        first, scores = self._ahead.get(distance, (layer + 1, _NO_SCORES))
-        if not first <= layer < first + len(scores):
-            ids, probabilities = self._next
-            if not 1 <= distance <= ids.shape[2]:
+        if distance not in self._ahead or not 0 <= layer - self._ahead[distance][0] < len(self._ahead[distance][1]):
+            if not 1 <= distance <= self._next[0].shape[2]:
                 return None
-            experts = self.parts[0][1].probabilities.shape[2]
-            stop = min(self.layers - distance, layer + max(1, _AT_ONCE // (self.tokens * experts)))
-            chosen = np.s_[:, layer:stop, distance - 1]
-            first, scores = self._ahead[distance] = layer, scattered(ids[chosen], probabilities[chosen], experts)
+            stop = min(layers - distance, layer + max(1, _AT_ONCE // (self.tokens * experts)))
+            ids, probabilities = (recorded[:, layer:stop, distance - 1] for recorded in self._next)
+            self._ahead[distance] = layer, scattered(ids, probabilities, experts)
+        first, scores = self._ahead[distance]
         return scores[layer - first]
-
-    def _rows(self, name: str) -> NDArray[Any]:
-        return _joined([getattr(part, name) for _, part in self.parts])
 
 
 class RecordedLayer:
