@@ -141,7 +141,7 @@ class SplitStack(Stack):
             "arrays": [bytes(array) for array in residency.arrays],
             "governor": vars(self.governor),
             "steps": [
-                (step.decode, step.tokens, step.experts, step.starts, step.head_s is None,
+                (step.decode, step.tokens, step.experts, step.counts, step.head_s is None,
                  [None if s is None else s.max(axis=0).tolist() for s in step.scores])
                 for step in self.steps
             ],
