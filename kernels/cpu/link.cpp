@@ -4,11 +4,11 @@
 #include <cstring>
 #include <ctime>
 
-#include <sched.h>
-
 #if defined(__linux__)
 #include <sys/prctl.h>
 #endif
+
+#include "threads.hpp"
 
 namespace tiermoe {
 
@@ -21,8 +21,9 @@ double now_s() {
 namespace {
 
 // Seconds. To be woken takes a virtual machine tens of microseconds, longer than many copies. So who waits looks by
-// itself for kSpin, and lets others have the core where they want it; the copying thread goes on looking, with naps.
-constexpr double kSpin = 300e-6, kNap = 15e-6, kLook = 4e-3, kWake = 60e-6;
+// itself for kSpin; the copying thread goes on looking, with naps. Neither yields: on a busy machine who yields comes
+// back milliseconds later.
+constexpr double kSpin = 200e-6, kNap = 15e-6, kLook = 4e-3, kWake = 60e-6;
 
 void nap(double seconds) {
     timespec span;
@@ -33,7 +34,7 @@ void nap(double seconds) {
 
 void sleep_until(double end_s) {
     for (double left_s = end_s - now_s(); left_s > 0; left_s = end_s - now_s())
-        left_s > kWake ? nap(left_s - kWake) : static_cast<void>(sched_yield());
+        left_s > kWake ? nap(left_s - kWake) : relax();
 }
 
 // bfloat16 is the upper half of a float.
@@ -87,7 +88,7 @@ bool Link::cancel(const std::shared_ptr<Copy>& copy) {
 }
 
 void Link::wait(const Copy& copy) {
-    for (const double end_s = now_s() + kSpin; now_s() < end_s; sched_yield())
+    for (const double end_s = now_s() + kSpin; now_s() < end_s; relax())
         if (copy.state >= Copy::done) return;
     std::unique_lock<std::mutex> lock(mutex_);
     ++waiting_;
@@ -142,7 +143,7 @@ void Link::await_work(std::unique_lock<std::mutex>& lock) {
     const double begin_s = now_s();
     for (double looked_s = 0.0; !anything() && looked_s < kLook; looked_s = now_s() - begin_s) {
         lock.unlock();
-        looked_s < kSpin ? static_cast<void>(sched_yield()) : nap(kNap);
+        looked_s < kSpin ? relax() : nap(kNap);
         lock.lock();
     }
     idle_ = true;

@@ -13,12 +13,6 @@ namespace {
 
 constexpr int kSpins = 2000;  // some tens of microseconds, about what waking a thread costs
 
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
-
 void bind(int core) {
     cpu_set_t set;
     CPU_ZERO(&set);

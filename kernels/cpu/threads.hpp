@@ -11,6 +11,13 @@
 
 namespace tiermoe {
 
+// Between two looks at what another thread will change.
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
 class Threads {
    public:
     // `count` threads work on a call: the caller and count - 1 that wait here. `cores` is empty, or names a core for
