@@ -63,7 +63,7 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python tests/chaos/soak.py --out docs/results --minutes $(MINUTES)
 
 readme-times: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -s --cold tests/e2e/test_readme.py -k "command or start"
+	$(BIN)/python -m pytest -q -s --cold tests/e2e/test_readme.py -m "slow or not slow" -k "command or start"
 
 train-default-model: $(VENV)/.installed
 	$(BIN)/python models/tiny-moe/train/train.py $(TRAIN_ARGS)

@@ -107,7 +107,8 @@ def sweep(directory: Path, spare: int | None = None) -> None:
 def _of_ray(process: psutil.Process, directory: Path) -> bool:
     """Whether it is one of the processes of the Ray there, and no driver that joined it."""
     with contextlib.suppress(psutil.Error):
-        return any(part.startswith("ray::") or str(directory) in part for part in process.cmdline())
+        names = ("ray::", "ray.util.client.")  # of actors; of the server for Ray's client
+        return any(part.startswith(names) or str(directory) in part for part in process.cmdline())
     return True  # it has ended
 
 

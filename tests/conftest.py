@@ -13,6 +13,8 @@ import pytest
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Ray starts its workers at niceness 15, where the tests beside them leave them hardly any time
+os.environ.setdefault("RAY_worker_niceness", "0")
 # before triton is imported anywhere: where there is no GPU its kernels are interpreted
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -24,7 +26,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 sys.path.insert(0, str(Path(__file__).parent))
 
 # beside tests/cluster and tests/multinode
-_STARTS_RAY = ("test_api", "test_cli", "test_readme", "test_write_a_policy")
+_STARTS_RAY = ("e2e/test_api", "e2e/test_cli", "e2e/test_readme", "e2e/test_write_a_policy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tests may be run without pytest-timeout, as on a bare GPU machine: its marks then say nothing."""
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
+    # pytest-xdist would begin with the group of the most tests; in the order of collection the longest one begins
+    config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist's own hook, which reads the marks, is registered later and would come first
@@ -55,5 +59,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         path = item.path
-        ray = path.parent.name in ("cluster", "multinode", "chaos") or path.stem in _STARTS_RAY
+        ray = path.parent.name in ("cluster", "multinode", "chaos") or f"{path.parent.name}/{path.stem}" in _STARTS_RAY
         item.add_marker(pytest.mark.xdist_group("ray" if ray else str(path)))

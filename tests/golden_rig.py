@@ -83,7 +83,7 @@ SIMULATED = (
 def golden_store(folder: Path, widths: Sequence[int]) -> ExpertStore:
     """The default model's store with handmade gates, predictors, profile and sensitivities, and replicas of `widths`.
 
-    Replicas of more than one width take many seconds to make.
+    Replicas take most of a minute to make.
     """
     store = prepared(default_model_dir(), folder / "store")
     path = Path(store.describe().path)
@@ -107,9 +107,10 @@ def golden_store(folder: Path, widths: Sequence[int]) -> ExpertStore:
     (path / predictors_file(stride)).write_bytes(encode_predictors(predictors, of))
     (path / SENSITIVITY_NAME).write_bytes(encode_sensitivity((1.0,) * layers, manifest, 100))
     add_random_profile(path, TOP_K, outputs=True)
-    text = folder / "text.txt"
-    text.write_text("".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(12)))
-    add_replicas(path, default_model_dir(), ReplicaOptions(tuple(widths), 64), text, progress=False)
+    if widths:
+        text = folder / "text.txt"
+        text.write_text("".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(12)))
+        add_replicas(path, default_model_dir(), ReplicaOptions(tuple(widths), 64), text, progress=False)
     return store
 
 
@@ -128,9 +129,10 @@ def uses_ndp(preset: str) -> bool:
     return load_policy(preset).uses_ndp
 
 
-def needs_many_widths(preset: str) -> bool:
-    """Whether the store must have more than the replicas of 4 bits."""
-    return not set(load_policy(preset).replica_widths) <= {4}
+def replica_widths(preset: str) -> tuple[int, ...]:
+    """Of the replicas that the store must have: none, 4 bits, or all."""
+    needed = set(load_policy(preset).replica_widths)
+    return () if not needed else (4,) if needed == {4} else (1, 2, 3, 4)
 
 
 class _Answer:

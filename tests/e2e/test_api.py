@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +55,12 @@ class Server(Started):
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
 
-    def wait_until_idle(self) -> None:
+    def wait_until(self, holds: Callable[[dict[tuple[str, ...], float]], bool]) -> None:
+        """Until it holds for the metrics."""
         end_s = time.monotonic() + WAIT_S
-        time.sleep(1.5)  # the lead is asked once a second
-        with self.client() as http:
-            while http.get("/ready").json()["runtime"]["running"]:
-                assert time.monotonic() < end_s
+        while not holds(self.metrics()):
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -169,18 +170,25 @@ def test_four_at_a_time_get_what_each_gets_alone(server: Server) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
-    server.wait_until_idle()
-    before = server.metrics()["tiermoe_generation_tokens_total",]
+    generated, ended = ("tiermoe_generation_tokens_total",), ("tiermoe_request_success_total", "abort")
+    before = server.metrics()[generated]
     body = {"prompt": _PROMPT, "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
     with server.client() as http, http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         assert next(response.iter_lines()).startswith("data: {")
-    server.wait_until_idle()
-    with server.client() as http, pytest.raises(httpx.ReadTimeout):  # and one that waits for the whole answer
-        http.post("/v1/completions", json=body, timeout=0.5)
-    server.wait_until_idle()
-    after = server.metrics()
-    assert after["tiermoe_request_success_total", "abort"] == 2
-    assert after["tiermoe_generation_tokens_total",] - before < 2 * 2000
+    server.wait_until(lambda found: found.get(ended) == 1)
+    streamed = server.metrics()[generated]
+
+    async def leave_without_an_answer() -> None:
+        async with httpx.AsyncClient(timeout=WAIT_S, headers={"Authorization": f"Bearer {_KEY}"}) as http:
+            whole = asyncio.ensure_future(http.post(f"{server.url}/v1/completions", json=body))
+            await asyncio.to_thread(server.wait_until, lambda found: found[generated] > streamed)
+            whole.cancel()
+
+    asyncio.run(leave_without_an_answer())
+    server.wait_until(lambda found: found[ended] == 2)
+    time.sleep(1.5)  # the lead is asked once a second
+    server.wait_until(lambda found: found["tiermoe_num_requests_running",] == 0)
+    assert server.metrics()[generated] - before < 2 * 2000
 
 
 def test_the_key_is_asked_for(server: Server) -> None:

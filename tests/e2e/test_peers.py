@@ -28,7 +28,7 @@ from tiermoe.proto.messages import HealthReport, HealthRequest, PrefetchCommand
 slow = pytest.mark.slow
 PATIENCE_S = 30.0
 STRIKES = [signal.SIGKILL, signal.SIGSTOP]
-LOST_S = 4.0  # liveness within 1 s, recomputation, and a busy machine
+LOST_S = 5.0  # liveness within 1 s, recomputation, and a busy machine; less than a deadline would take
 
 
 def _rejoined(worker: LocalWorker, process: WorkerProcess, peer: str) -> None:
@@ -47,9 +47,10 @@ def _sharded(count: int, budget: float, prefetch: str = "next-gate", **more: Any
     return settings(budget, prefetch, kv=kv, shards=ShardSettings(count=count), **more)
 
 
-@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
-@pytest.mark.parametrize("budget", ["share", "small"])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("count", "budget", "prefetch"),  # every two of their values together
+    [(2, "share", "none"), (2, "small", "next-gate"), (4, "share", "next-gate"), (4, "small", "none")],
+)
 def test_shards(count: int, budget: str, prefetch: str, store: ExpertStore, reference: Reference) -> None:
     """Each GPU holds half of what it owns, or a twentieth of the model."""
     with serving_group(store, _sharded(count, 0.5 / count if budget == "share" else 0.05, prefetch)) as group:

@@ -51,7 +51,8 @@ def _run(command: str, cache: dict[str, str]) -> tuple[str, float]:
 
 @pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("command", [_COMMANDS[0], *(pytest.param(it, marks=pytest.mark.slow) for it in _COMMANDS[1:])])
+@pytest.mark.slow  # test_cli.py has a run of each kind
+@pytest.mark.parametrize("command", _COMMANDS)
 def test_command(command: str, cache: dict[str, str]) -> None:
     out, took_s = _run(command, cache)
     assert out.strip()

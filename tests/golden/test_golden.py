@@ -11,12 +11,13 @@ A refactoring changes none of them. A change on purpose says so in its commit an
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ import golden_rig as rig
 import pytest
 from golden_rig import PRESETS, ExpertStore
 
-FIRST = {  # in `make test`; the others take a minute more
-    "activeevict", "adapmoe", "buddymoe", "fmoe", "hobbit", "mixtral-offloading-swap", "moe-infinity", "moepic",
-    "next-gate", "on-demand", "pre-gated", "promoe",
+FIRST = {  # in `make test`; the others take a minute more, and hobbit's replicas another
+    "activeevict", "adapmoe", "buddymoe", "fmoe", "mixtral-offloading-swap", "moe-infinity", "moepic", "next-gate",
+    "on-demand", "pre-gated", "promoe",
 }  # fmt: skip
+StoreOf = Callable[[str], ExpertStore]
 COUNTED = ("next-gate", "moepic", "fmoe", "activeevict", "on-demand")
 
 
@@ -83,13 +85,10 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return rig.golden_store(tmp_path_factory.mktemp("golden"), (4,))
-
-
-@pytest.fixture(scope="session")
-def wide_store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return rig.golden_store(tmp_path_factory.mktemp("golden-wide"), (1, 2, 3, 4))
+def store_of(tmp_path_factory: pytest.TempPathFactory) -> StoreOf:
+    """By preset, with the replicas that it needs; made once for all that need the same."""
+    made = functools.cache(lambda widths: rig.golden_store(tmp_path_factory.mktemp("golden"), widths))
+    return lambda preset: made(rig.replica_widths(preset))
 
 
 @pytest.fixture(scope="session")
@@ -108,10 +107,9 @@ def test_every_preset_is_frozen(file: str, golden: Golden) -> None:
 @pytest.mark.parametrize(
     "preset", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
 )
-def test_emulated(preset: str, golden: Golden, request: pytest.FixtureRequest) -> None:
+def test_emulated(preset: str, golden: Golden, store_of: StoreOf) -> None:
     """Tokens, bytes by cause, hits and the order of loads on a link whose clock layers move."""
-    store = request.getfixturevalue("wide_store" if rig.needs_many_widths(preset) else "store")
-    golden.check("emulated", preset, rig.run_emulated(store, preset))
+    golden.check("emulated", preset, rig.run_emulated(store_of(preset), preset))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -166,10 +164,10 @@ def test_json_keys(
     golden.check_none_lost("json_keys", name, sorted(rig.keys_of(json.loads(out))))
 
 
-@pytest.mark.parametrize("preset", ["fmoe", "hobbit", "moepic"])
-def test_json_keys_of_a_worker(preset: str, golden: Golden, store: ExpertStore) -> None:
+@pytest.mark.parametrize("preset", ["fmoe", pytest.param("hobbit", marks=pytest.mark.slow), "moepic"])
+def test_json_keys_of_a_worker(preset: str, golden: Golden, store_of: StoreOf) -> None:
     """The plan and the counters, which `run`, `status` and the benchmarks print."""
-    with rig.emulated(store, rig.golden_settings(preset)) as worker:
+    with rig.emulated(store_of(preset), rig.golden_settings(preset)) as worker:
         rig.greedy(worker, rig.workload()[:1], 4)
         record = {"plan": worker.plan(), "counters": worker.stats().as_dict(), "gpus": worker.shard_stats()}
     golden.check_none_lost("json_keys", f"worker-{preset}", sorted(rig.keys_of(record)))
@@ -177,12 +175,12 @@ def test_json_keys_of_a_worker(preset: str, golden: Golden, store: ExpertStore) 
 
 @pytest.mark.parametrize("preset", COUNTED)
 @pytest.mark.parametrize("budget", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_calls_per_layer(preset: str, budget: float, golden: Golden, store: ExpertStore) -> None:
+def test_calls_per_layer(preset: str, budget: float, golden: Golden, store_of: StoreOf) -> None:
     """A ratchet: Python calls of a decode pass through a layer at batch 1, the median, do not rise.
 
     With all experts resident a pass has no misses. `before` is the number before issue L, and stays.
     """
-    name, found = f"{preset} {budget}", statistics.median_low(rig.calls_per_layer(store, preset, budget))
+    name, found = f"{preset} {budget}", statistics.median_low(rig.calls_per_layer(store_of(preset), preset, budget))
     before = golden.read("calls_per_layer").get(name, {}).get("before", found)
     frozen = golden.expected("calls_per_layer", name, {"before": before, "at_most": found})
     assert found <= frozen["at_most"]

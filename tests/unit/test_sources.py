@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from channel_peer import wait_until
 from handmade_store import EXPERTS, layer_values, write_store
 
 from tiermoe.actors.engine.cache.device import CpuDevice
@@ -258,7 +259,7 @@ def test_a_store_of_another_model_is_not_connected_to(make: Make, tmp_path: Path
         with pytest.raises(StoreError, match="MoE layer 0 cannot be read"):
             reader.start(0.5)
         (holder,) = reader._holders.values()
-        assert "another model" in holder.problem
+        wait_until(lambda: "another model" in holder.problem, WAIT_S)  # half a second is short on a busy machine
 
 
 def test_a_damaged_store_is_left_until_it_is_well(make: Make) -> None:
@@ -292,6 +293,7 @@ def test_an_outage_is_waited_for_once(make: Make, monkeypatch: Any) -> None:
             with pytest.raises(StoreError, match="bring back store/1"):
                 take(reader, 2, 1)
         assert sum(waits) < FAST.deadline_s / 10  # a rest of the first wait, at most
+        reader._settings = LONG  # of a store that is there; a busy machine may take longer than `FAST` allows
         assert_right(take(reader, 1, 0), 1, 0)  # the other store serves on
         stores.restart(1)
         assert reader._holders["store/1"].wait(WAIT_S)

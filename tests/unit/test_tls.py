@@ -27,20 +27,20 @@ def test_tls_and_mutual_tls(tmp_path: Path, transport: str) -> None:
     server_crt, server_key = certificate(tmp_path, "server")
     client_crt, client_key = certificate(tmp_path, "client")
 
-    def options(tls: TlsFiles | None) -> ChannelOptions:
-        return ChannelOptions(transport=transport, tls=tls, open_deadline_s=1.0)  # type: ignore[arg-type]
+    def options(tls: TlsFiles | None, deadline_s: float = 20.0) -> ChannelOptions:
+        return ChannelOptions(transport=transport, tls=tls, open_deadline_s=deadline_s)  # type: ignore[arg-type]
 
     with ChannelServer(lambda m: None, ServerOptions(tls=TlsFiles(None, server_crt, server_key))) as server:
         with open_channel(server.address, options(TlsFiles(ca=server_crt))) as channel:
             assert channel.call(HealthRequest(), _SOON_S) is None
         for wrong in (None, TlsFiles(ca=client_crt)):
             with pytest.raises(ChannelRefused):
-                open_channel(server.address, options(wrong))
+                open_channel(server.address, options(wrong, 1.0))
     with ChannelServer(lambda m: None, ServerOptions(tls=TlsFiles(client_crt, server_crt, server_key))) as server:
         with open_channel(server.address, options(TlsFiles(server_crt, client_crt, client_key))) as channel:
             assert channel.call(HealthRequest(), _SOON_S) is None
         with pytest.raises(ChannelRefused):
-            open_channel(server.address, options(TlsFiles(ca=server_crt)))
+            open_channel(server.address, options(TlsFiles(ca=server_crt), 1.0))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
