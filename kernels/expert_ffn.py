@@ -275,6 +275,19 @@ class Budget(NamedTuple):
     renormalise: bool
 
 
+def native_operands(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """The same, contiguous; None: in other dtypes than the kernel's. Raises ValueError: of other shapes."""
+    float32 = torch.float32
+    if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
+        return None
+    shape = ids.shape
+    if hidden.shape != (shape[0], width) or weights.shape != shape:
+        raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(shape)} ids and {tuple(weights.shape)} weights")
+    return hidden.contiguous(), ids.contiguous(), weights.contiguous()
+
+
 class NativeLayer:
     """Runs a layer in native calls (`kernels/cpu/layer_module.cpp`): `step`, or `run`, or `begin`, `load` and `finish`.
 
@@ -323,7 +336,7 @@ class NativeLayer:
         the link is closed. decode_only: the forward has no rows of a prompt. source: number of the prefetch policy in
         the counters; 0: nothing is prefetched.
         """
-        of = self._operands(hidden, ids, weights)
+        of = native_operands(hidden, ids, weights, self._width)
         if of is None:
             return None
         hidden, ids, weights = of
@@ -356,7 +369,7 @@ class NativeLayer:
     def _begin(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, runs: bool
     ) -> torch.Tensor | Needed | None:
-        operands = self._operands(hidden, ids, weights)
+        operands = native_operands(hidden, ids, weights, self._width)
         if operands is None:
             return None
         hidden, ids, weights = operands
@@ -370,18 +383,6 @@ class NativeLayer:
             return None
         self._pass = hidden, weights, out
         return tuple.__new__(Needed, found)
-
-    def _operands(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """The same, contiguous; None: in other dtypes than the kernel's."""
-        float32 = torch.float32
-        if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
-            return None
-        shape = ids.shape
-        if hidden.shape != (shape[0], self._width) or weights.shape != shape:
-            raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(shape)} ids and {tuple(weights.shape)} weights")
-        return hidden.contiguous(), ids.contiguous(), weights.contiguous()
 
     def load(self, victims: list[int] | None, decode_only: bool) -> bool:
         """Evict these (None: by native order), and load the missing experts; False: the link is closed."""

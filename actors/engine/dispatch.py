@@ -165,7 +165,7 @@ class DeviceBackend:
         if self.cache.divided:
             from .split_layer import SplitLayer
 
-            return cast("NativeRun | None", SplitLayer.of(step, self))  # it decides, so only `run` is called
+            return cast("NativeRun | None", SplitLayer.of(step, self))  # it decides, so only `step` is called
         if step.hooks.watch:
             return None
         cache, mine = self.cache, slice(step.index * step.experts, (step.index + 1) * step.experts)

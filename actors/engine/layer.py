@@ -58,9 +58,9 @@ class View(Protocol):
 
 
 class NativeRun(Protocol):
-    """A layer in native calls: `kernels.expert_ffn.NativeLayer`, or `native_split.SplitLayer`, which `decides`.
+    """A layer in native calls: `kernels.expert_ffn.NativeLayer`, or `split_layer.SplitLayer`, which `decides`.
 
-    decides: victims and prefetches, too; then only `run` is called. plans: layers with misses, too. orders: it has the
+    decides: victims and prefetches, too; then only `step` is called. plans: layers with misses, too. orders: it has the
     order of eviction, so `step` may be called. waited_s: seconds that the last `finish` or `step` waited for copies.
     """
 
@@ -240,7 +240,8 @@ class MoeLayer:
         if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
             self.native = None
         self._source: str | None = None  # of the prefetches of one native call
-        self._whole = self.native is not None and self.native.orders and self._leave_hooks(self.native)
+        found = self.native
+        self._whole = found is not None and (found.decides or (found.orders and self._leave_hooks(found)))
         self._promising = True  # the last pass had no miss
 
     def _leave_hooks(self, native: NativeRun) -> bool:
@@ -282,10 +283,7 @@ class MoeLayer:
                     view = backend.look(index, False, *inputs)
                     low = self._reroute(view)
                 given = inputs if view is None else view.operands()
-                if native.decides:
-                    out = native.run(*given)
-                else:
-                    out = (self._native if self._whole else self._planned)(native, given, view)
+                out = (self._native if self._whole else self._planned)(native, given, view)
                 if out is not None:
                     return out
             if native.plans or cache.passes.words[0] > 1:
@@ -340,10 +338,13 @@ class MoeLayer:
         cache = self.cache
         source = 0 if self._source is None else cache.counters.number_of(self._source)
         hidden, ids, weights = inputs
-        out = native.step(hidden, ids, weights, cache.decode_only, source)
-        if type(out) is list:
+        try:
+            out = native.step(hidden, ids, weights, cache.decode_only, source)
+            if type(out) is list:
+                cache.fail_native(out)
+        except BaseException:
             cache.abandon()
-            cache.fail_native(out)
+            raise
         if out is None:
             return None
         if native.waited_s:

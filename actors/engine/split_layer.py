@@ -6,13 +6,12 @@ the two calls.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ...errors import RuntimeFailure
 from ...kernels import _cpu
-from ...kernels.expert_ffn import CpuKernel
+from ...kernels.expert_ffn import CpuKernel, native_operands
 from ...kernels.router import MOST_ROWS
 from .prefetching import Prefetching
 from .split import Configuring
@@ -55,7 +54,7 @@ class SplitLayer:
     ) -> None:
         assert isinstance(step.kernel, CpuKernel)
         self._index, self._backend, self._cache, self._ahead = step.index, backend, backend.cache, ahead
-        self._last, self._check, self._width = step.index == layers - 1, step.check, step.kernel.width
+        self._last, self._width = step.index == layers - 1, step.kernel.width
         found = None if ahead is None else ahead.probe(step.index)
         operands = None if found is None else found[0].operands
         at = None
@@ -68,89 +67,54 @@ class SplitLayer:
         self.waited_s = self.kernels_s = 0.0
         self.by_cpu = False
 
-    def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; None: the page must run the pass."""
-        float32 = torch.float32
-        if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
-            return None
-        tokens = len(ids)
-        if hidden.shape != (tokens, self._width) or weights.shape != ids.shape:
-            raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(ids.shape)} ids and {tuple(weights.shape)} weights")
-        hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
-        self.waited_s = self.kernels_s = 0.0
-        cache, ahead = self._cache, self._ahead
-        probes = self._probes and tokens <= MOST_ROWS and ahead is not None and ahead.takes(self._index, tokens)
-        try:
-            if probes or ahead is None:
-                out = self._whole(hidden, ids, weights, probes)
-            else:
-                out = self._in_turn(ahead, hidden, ids, weights)
-        except BaseException:
-            cache.abandon()
-            raise
-        if out is None:
-            return None
-        if self.waited_s:
-            stats = cache.stats.layers[self._index]
-            stats.blocked_io_s += self.waited_s
-            stats.io_path_s += self.waited_s
-        if self._last:
-            cache.count_passes()
-        if self._check:
-            cache.check_integrity()
-        return out
-
-    def _whole(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, probes: bool
-    ) -> torch.Tensor | None:
-        """One native call; probes: it prefetches by the router's scores."""
-        cache, ahead, source = self._cache, self._ahead, 0
-        if probes and ahead is not None and not ahead.idle(self._index):
-            source = cache.counters.pending.number(cache.stats.source(ahead.policy.name))
-        out = torch.empty_like(hidden)
-        state, used, wasted, later, self.waited_s, self.kernels_s = self.step(hidden, ids, weights, source, out)
-        self._judge(used, wasted)
-        if state == _PAGE:
-            return None
-        if probes and ahead is not None:
-            cache.governor.allows()
-            self._judge(0, later)
-            if self._last:
-                ahead.ended()
-        if state == _CLOSED:
-            self._fail_closed()
-        if state == _CANCELLED:
-            self._fail_cancelled()
-        return out
-
     def step(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, source: int, out: torch.Tensor
-    ) -> tuple[int, int, int, int, float, float]:
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, decode_only: bool, source: int
+    ) -> torch.Tensor | list[int] | None:
+        """As `NativeLayer.step`; the source of prefetches is its own."""
+        of = native_operands(hidden, ids, weights, self._width)
+        if of is None:
+            return None
+        hidden, ids, weights = of
         tokens, top_k = ids.shape
-        return _cpu.split_pass(
-            self._made, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, self._cache.decode_only,
-            source, out.data_ptr(), self.by_cpu,
-        )  # fmt: skip
-
-    def _in_turn(
-        self, ahead: Prefetching, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Two native calls, and Python's prefetch between them."""
-        cache, (tokens, top_k) = self._cache, ids.shape
-        state, used, wasted, _ = _cpu.split_begin(
-            self._made, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, cache.decode_only, 0
+        out, cache, ahead = torch.empty_like(hidden), self._cache, self._ahead
+        given = self._made, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, decode_only
+        self.waited_s = self.kernels_s = 0.0
+        if ahead is not None:
+            if not (self._probes and tokens <= MOST_ROWS and ahead.takes(self._index, tokens)):
+                return self._in_turn(ahead, given, of, out)
+            if not ahead.idle(self._index):
+                source = cache.counters.pending.number(cache.stats.source(ahead.policy.name))
+        state, used, wasted, later, self.waited_s, self.kernels_s = _cpu.split_pass(
+            *given, source, out.data_ptr(), self.by_cpu
         )
         self._judge(used, wasted)
         if state == _PAGE:
             return None
+        if ahead is not None:
+            cache.governor.allows()
+            self._judge(0, later)
+            if self._last:
+                ahead.ended()
+        return self._under_way() if state == _CANCELLED else [] if state == _CLOSED else out
+
+    def _in_turn(
+        self, ahead: Prefetching, given: tuple[_cpu.SplitLayer, int, int, int, int, int, bool],
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor,
+    ) -> torch.Tensor | list[int] | None:  # fmt: skip
+        """Two native calls, and Python's prefetch between them."""
+        cache = self._cache
+        state, used, wasted, _ = _cpu.split_begin(*given, 0)
+        self._judge(used, wasted)
+        if state == _PAGE:
+            return None
         if state == _CLOSED:
-            self._fail_closed()
+            return []
         cache.count_passes()  # before what it predicts
-        ahead.layer(self._index, self._backend.look(self._index, False, hidden, ids, weights))
-        out = torch.empty_like(hidden)
+        ahead.layer(self._index, self._backend.look(self._index, False, *inputs))
+        hidden, _, weights = inputs
         found = _cpu.split_finish(self._made, hidden.data_ptr(), weights.data_ptr(), out.data_ptr(), self.by_cpu)
         if found is None:
-            self._fail_cancelled()
+            return self._under_way()
         self.waited_s, self.kernels_s = found
         return out
 
@@ -160,10 +124,7 @@ class SplitLayer:
         if wasted:
             self._cache.governor.wasted(wasted)
 
-    def _fail_closed(self) -> NoReturn:
-        raise RuntimeFailure("the expert cache is closed", "start a new worker")
-
-    def _fail_cancelled(self) -> NoReturn:
-        loads = self._cache.loads
-        assert loads.native is not None
-        loads.fail_cancelled(loads.native.under_way)
+    def _under_way(self) -> list[int]:
+        native = self._cache.loads.native
+        assert native is not None
+        return list(native.under_way)

@@ -102,14 +102,14 @@ class SplitStack(Stack):
                 self._watch(layer.native)
 
     def _watch(self, native: Any) -> None:
-        run = native.run
+        step = native.step
 
         def counted(*inputs: Any) -> Any:
-            found = run(*inputs)
+            found = step(*inputs)
             self.planned += found is not None
             return found
 
-        native.run = counted
+        native.step = counted
 
     def forward(self, passes: list[tuple[torch.Tensor, ...]], spans: list[SequenceRows]) -> list[torch.Tensor]:
         self.cache.decode_only = all(span.decode for span in spans)
