@@ -1,5 +1,6 @@
 #include "split.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "dense.hpp"
@@ -22,31 +23,49 @@ bool Split::plan(SplitPass& of) {
             }
         }
     }
-    const std::int64_t whole = loads_.whole(), bottoms = order_.layers();
+    const std::int64_t whole = loads_.whole();
     std::vector<std::int64_t> by[3];
-    std::int64_t short_of_tops = -loads_.free_slots(of.index), short_of_bottoms = -loads_.free_slots(bottoms);
     for (std::int64_t expert : of.used)
-        for (std::int64_t key : {of.key(expert), whole + of.key(expert)}) {
-            if (!loads_.units(key)) continue;
-            by[2 - static_cast<int>(loads_.state(key))].push_back(key);
-            if (loads_.state(key) == SlotState::absent) ++(key < whole ? short_of_tops : short_of_bottoms);
-        }
-    const auto goes = [&](std::int64_t key) {
-        return loads_.may_evict(key) && !(loads_.layer_of(key) == of.index && of.counts[key % of.experts]);
-    };
-    of.victims = order_.first(of.index, short_of_tops, goes);
-    if (static_cast<std::int64_t>(of.victims.size()) < short_of_tops) return false;
-    const auto more = order_.first(bottoms, short_of_bottoms, goes);
-    if (static_cast<std::int64_t>(more.size()) < short_of_bottoms) return false;
-    of.victims.insert(of.victims.end(), more.begin(), more.end());
+        for (std::int64_t key : {of.key(expert), whole + of.key(expert)})
+            if (loads_.units(key)) by[2 - static_cast<int>(loads_.state(key))].push_back(key);
     of.resident = static_cast<std::int64_t>(by[0].size());
     of.arriving = static_cast<std::int64_t>(by[1].size());
     of.run = std::move(by[0]);
     for (int i : {1, 2}) of.run.insert(of.run.end(), by[i].begin(), by[i].end());
+    of.loads = std::move(by[2]);
+    of.victims.clear();
+    of.turns.clear();
+    if (!make_room(of, of.index) || !make_room(of, order_.layers())) return false;
+    std::sort(of.turns.begin(), of.turns.end(), [](const Turn& a, const Turn& b) { return a.after < b.after; });
+    for (const Turn& turn : of.turns)
+        of.loads.erase(std::find(of.loads.begin(), of.loads.end(), of.run[turn.at]));
     return true;
 }
 
-bool Split::begin(SplitPass& of, bool decode) {
+// Victims for the missing segments of a slot class and, where they are too few, turns on the class's own segments. False:
+// a copy under way would have to go, or there is no slot at all.
+bool Split::make_room(SplitPass& of, std::int64_t slot_class) const {
+    const auto used = [&](std::int64_t key) { return loads_.layer_of(key) == of.index && of.counts[key % of.experts]; };
+    std::vector<std::size_t> own;
+    std::int64_t lacking = -loads_.free_slots(slot_class);
+    for (std::size_t i = 0; i < of.run.size(); ++i)
+        if (loads_.class_of(of.run[i]) == slot_class) {
+            own.push_back(i);
+            lacking += loads_.state(of.run[i]) == SlotState::absent;
+        }
+    const auto going = order_.first(slot_class, lacking,
+                                    [&](std::int64_t key) { return loads_.may_evict(key) && !used(key); });
+    of.victims.insert(of.victims.end(), going.begin(), going.end());
+    lacking -= static_cast<std::int64_t>(going.size());
+    if (lacking <= 0) return true;
+    for (const Flight& flight : loads_.flights())
+        if (loads_.class_of(flight.key) == slot_class && !used(flight.key) && !loads_.pinned(flight.key)) return false;
+    const std::size_t first = own.size() - static_cast<std::size_t>(lacking);
+    for (std::size_t i = 0; first && first + i < own.size(); ++i) of.turns.push_back({own[i] + 1, own[first + i]});
+    return first > 0;
+}
+
+bool Split::begin(SplitPass& of) {
     std::vector<std::int64_t> keys, counts;
     for (std::int64_t expert : of.used) {
         keys.push_back(of.key(expert));
@@ -58,14 +77,16 @@ bool Split::begin(SplitPass& of, bool decode) {
     for (std::size_t i = 0; i < here; ++i) loads_.pin(of.run[i]);
     for (auto i = static_cast<std::size_t>(of.resident); i < here; ++i)
         if (const Flight* flight = loads_.flight(of.run[i]); flight && flight->prefetch) loads_.promote(*flight);
-    const std::vector<std::int64_t> missing(of.run.begin() + static_cast<std::ptrdiff_t>(here), of.run.end());
-    if (missing.empty()) return true;
-    evicted(of.victims);
-    const bool open = loads_.start(missing, of.victims, false);
-    for (std::int64_t key : missing) {
+    return load(of, of.loads, of.victims);
+}
+
+bool Split::load(const SplitPass& of, const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& victims) {
+    evicted(victims);
+    const bool open = loads_.start(keys, victims, false);
+    for (std::int64_t key : keys) {
         order_.admitted(key);
         loads_.pin(key);
-        if (decode) counts_[of.index].demanded += loads_.units(key);
+        if (of.decode) counts_[of.index].demanded += loads_.units(key);
     }
     return open;
 }
@@ -94,6 +115,7 @@ void Split::count(SplitPass& of) {
         late[key % of.experts] = 1;
     }
     ++counts.forwards;
+    counts.waves += 1 + static_cast<std::int64_t>(of.turns.size());
     for (std::int64_t expert : of.used) {
         ++(lacking[expert] ? counts.misses : counts.hits);
         counts.prefetched_hits += prefetched[expert] && !lacking[expert];
@@ -164,48 +186,56 @@ bool Split::queue(const std::vector<std::int64_t>& experts, std::uint8_t source)
 }
 
 void Split::ready(SplitPass& of) {
+    of.cancelled = false;
     of.copies.assign(of.run.size(), nullptr);
     of.groups.clear();
-    std::vector<std::int64_t> place(static_cast<std::size_t>(of.experts), -1);
+    std::vector<std::int64_t> place(static_cast<std::size_t>(of.experts), -1), slots;
     for (std::size_t i = 0; i < of.used.size(); ++i) place[of.used[i]] = static_cast<std::int64_t>(i);
+    for (std::int64_t key : of.run) slots.push_back(loads_.slot(key));
+    for (const Turn& turn : of.turns) slots[turn.at] = slots[turn.after - 1];
     std::vector<std::uint8_t> begun(static_cast<std::size_t>(of.experts));
     for (std::size_t i = 0; i < of.run.size(); ++i) {
         const std::int64_t key = of.run[i], expert = key % of.experts, at = place[expert];
         if (i >= static_cast<std::size_t>(of.resident))
             if (const Flight* flight = loads_.flight(key)) of.copies[i] = flight->copy;
-        of.groups.push_back({of.starts[at], of.starts[at + 1], loads_.first_unit(loads_.slot(key)), loads_.units(key),
+        of.groups.push_back({of.starts[at], of.starts[at + 1], loads_.first_unit(slots[i]), loads_.units(key),
                              std::exchange(begun[expert], std::uint8_t{1}) != 0});
     }
     size_rows(of);
 }
 
-void Split::run(SplitPass& of, const float* hidden, const float* weights, float* out, double (*now)()) {
-    of.waited_s = of.kernels_s = 0.0;
-    of.cancelled = false;
-    const std::size_t count = of.run.size(), resident = static_cast<std::size_t>(of.resident);
+void Split::run(SplitPass& of, std::size_t at, std::size_t stop, const float* hidden, double (*now)()) {
+    const std::size_t resident = std::min(stop, static_cast<std::size_t>(of.resident));
     const auto there = [&](std::size_t i) { return !of.copies[i] || of.copies[i]->state == Copy::done; };
-    for (std::size_t at = 0, end; at < count; at = end) {
+    for (std::size_t end; at < stop; at = end) {
         if (of.copies[at]) of.waited_s += loads_.await(*of.copies[at]);
         if ((of.cancelled = !there(at))) return;
         end = at < resident ? resident : at + 1;
         if (at >= resident)
-            while (end < count && there(end)) ++end;
+            while (end < stop && there(end)) ++end;
         const double start_s = now();
         run_groups(of, hidden, at, end);
         of.kernels_s += now() - start_s;
     }
+}
+
+void Split::combine(SplitPass& of, const float* weights, float* out, double (*now)()) {
     const double start_s = now();
     combine_f32(of.y.data(), weights, of.tokens, of.top_k, of.width, out);
     of.kernels_s += now() - start_s;
 }
 
-void Split::end(SplitPass& of) {
-    for (std::size_t i = 0; i < of.run.size(); ++i) {
+void Split::end(SplitPass& of, std::size_t at, std::size_t stop) {
+    for (std::size_t i = at; i < stop; ++i) {
         if (of.copies[i]) loads_.land(of.run[i], of.index);
         loads_.unpin(of.run[i]);
         order_.used(of.run[i]);
     }
-    of.copies.clear();
+}
+
+void Split::take(SplitPass& of, const Turn& turn) {
+    load(of, {of.run[turn.at]}, {of.run[turn.after - 1]});
+    of.copies[turn.at] = loads_.flight(of.run[turn.at])->copy;  // cancelled where the link is closed
 }
 
 }  // namespace tiermoe

@@ -2,10 +2,10 @@
 // `engine.layer.MoeLayer.forward` with `LoadOnMiss`, `SplitOrder`'s order of eviction and the speculative prefetch.
 //
 //     plan      copies that have ended land, stale prefetches are dropped; segments in the order in which they run, victims
-//     begin     priorities, counters, pins; victims are evicted, the missing segments' copies queued
+//     begin     priorities, counters, pins; victims are evicted, copies queued for the segments that have slots then
 //     prefetch  segments of the next layer's experts, by falling score
-//     run       residents, arrivals as they land; combine
-//     end       unpin, and what ran is used
+//     finish    in waves: residents, arrivals as they land; unpin, what ran is used, and one gives its slot to a segment
+//               that waits for it (`Turn`); after the last wave combine
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ namespace tiermoe {
 
 // Of one layer since the last `take`, as `engine.stats.LayerStats`; demanded and wasted in neurons.
 struct SplitCounts {
-    std::int64_t forwards, hits, misses, top_hits, prefetched_hits, late, demanded, wasted;
+    std::int64_t forwards, waves, hits, misses, top_hits, prefetched_hits, late, demanded, wasted;
 };
 
 // Of one source of prefetches, as `engine.stats.SourceStats`.
@@ -43,9 +43,16 @@ struct Probe {
     std::uint8_t source;  // of its prefetches
 };
 
+// run[at] is loaded once run[after - 1] has run, into its slot. No two of a pass have one `after`.
+struct Turn {
+    std::size_t after, at;
+};
+
 struct SplitPass : Pass {
     Probe probe;
-    std::vector<std::int64_t> run, victims;  // segments
+    bool decode;
+    std::vector<std::int64_t> run, loads, victims;  // segments; `loads` start before any runs
+    std::vector<Turn> turns;                        // of the other missing ones, by `after`
     std::int64_t resident, arriving;
     std::vector<std::shared_ptr<Copy>> copies;  // of each of `run`; null: it is there
     std::vector<float> scores;                  // the highest of any row [E]
@@ -61,20 +68,44 @@ class Split {
     // False: Python's step must run the pass, and what has changed it would have changed, too.
     bool plan(SplitPass& of);
     // False: the link is closed.
-    bool begin(SplitPass& of, bool decode);
+    bool begin(SplitPass& of);
     // Scores of the probe on hidden [T, H]; experts by falling score; their absent segments are queued.
     // False: the link is closed.
     bool prefetch(SplitPass& of, const float* hidden);
-    // Without the interpreter's lock between `ready` and `end`.
-    void ready(SplitPass& of);
-    void run(SplitPass& of, const float* hidden, const float* weights, float* out, double (*now)());
-    void end(SplitPass& of);
+    // unlocked: calls what it is given, without the interpreter's lock. False: a copy was cancelled.
+    template <typename Unlocked>
+    bool finish(SplitPass& of, const float* hidden, const float* weights, float* out, double (*now)(),
+                const Unlocked& unlocked) {
+        ready(of);
+        std::size_t at = 0;
+        for (const Turn& turn : of.turns) {
+            unlocked([&] { run(of, at, turn.after, hidden, now); });
+            if (of.cancelled) return false;
+            end(of, at, turn.after);
+            take(of, turn);
+            at = turn.after;
+        }
+        unlocked([&] {
+            run(of, at, of.run.size(), hidden, now);
+            if (!of.cancelled) combine(of, weights, out, now);
+        });
+        if (of.cancelled) return false;
+        end(of, at, of.run.size());
+        return true;
+    }
 
     Judged judge() { return std::exchange(judged_, Judged{}); }
     std::vector<SplitCounts>& counts() { return counts_; }
     std::array<PrefetchCounts, 256>& sources() { return sources_; }
 
   private:
+    bool make_room(SplitPass& of, std::int64_t slot_class) const;
+    bool load(const SplitPass& of, const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& victims);
+    void ready(SplitPass& of);
+    void run(SplitPass& of, std::size_t at, std::size_t stop, const float* hidden, double (*now)());
+    void combine(SplitPass& of, const float* weights, float* out, double (*now)());
+    void end(SplitPass& of, std::size_t at, std::size_t stop);
+    void take(SplitPass& of, const Turn& turn);
     void count(SplitPass& of);
     void evicted(const std::vector<std::int64_t>& keys);
     bool queue(const std::vector<std::int64_t>& experts, std::uint8_t source);

@@ -226,9 +226,10 @@ Begun begin(SplitLayer& of, PyObject* const* args, Told& told) {
     const std::int64_t* ids = address<const std::int64_t>(args[1]);
     of.tokens = PyLong_AsLongLong(args[3]);
     of.top_k = PyLong_AsLongLong(args[4]);
-    const bool decode = PyObject_IsTrue(args[5]) == 1;
+    of.decode = PyObject_IsTrue(args[5]) == 1;
     const long long source = PyLong_AsLongLong(args[6]);
     if (PyErr_Occurred()) return Begun::refused;
+    of.waited_s = of.kernels_s = 0.0;
     Split& split = of.of->split;
     Record& record = of.of->record;
     if (of.tokens < 1 || of.top_k < 1 || of.tokens * of.top_k > kMaxPairs) return Begun::page;
@@ -243,7 +244,7 @@ Begun begin(SplitLayer& of, PyObject* const* args, Told& told) {
         told.first = split.judge();  // of prefetches that were dropped
         return Begun::page;
     }
-    bool open = split.begin(of, decode);
+    bool open = split.begin(of);
     told.first = split.judge();
     of.predicts = source && of.probe.weight;
     if (open && of.predicts) {
@@ -260,12 +261,12 @@ bool finish(SplitLayer& of, PyObject* const* args, bool cpu) {
     const float* weights = address<const float>(args[1]);
     float* out = address<float>(args[2]);
     Split& split = of.of->split;
-    split.ready(of);
-    Py_BEGIN_ALLOW_THREADS;
-    split.run(of, hidden, weights, out, cpu ? cpu_s : now_s);
-    Py_END_ALLOW_THREADS;
-    if (of.cancelled) return false;
-    split.end(of);
+    const auto unlocked = [](const auto& work) {
+        Py_BEGIN_ALLOW_THREADS;
+        work();
+        Py_END_ALLOW_THREADS;
+    };
+    if (!split.finish(of, hidden, weights, out, cpu ? cpu_s : now_s, unlocked)) return false;
     Record& record = of.of->record;
     if (record.words[0] == 1) record.passes = 0;  // the words were read since `begin`
     double* moments = record.moments + 4 * record.passes;
@@ -324,8 +325,8 @@ PyObject* split_finish(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return Py_BuildValue("(dd)", of->waited_s, of->kernels_s);
 }
 
-// split_take(split) -> ([(layer, forwards, hits, misses, top hits, prefetched hits, late, demanded, wasted), ...],
-// [(source, queued, hits, late, wasted, cancelled), ...]) since the last call, of those that have any
+// split_take(split) -> ([(layer, forwards, waves, hits, misses, top hits, prefetched hits, late, demanded, wasted),
+// ...], [(source, queued, hits, late, wasted, cancelled), ...]) since the last call, of those that have any
 PyObject* split_take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 1)) return nullptr;
     Made* of = split_of(args[0]);
@@ -338,12 +339,12 @@ PyObject* split_take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     };
     for (std::size_t i = 0; !failed && i < of->split.counts().size(); ++i) {
         SplitCounts& c = of->split.counts()[i];
-        if (!c.forwards && !c.wasted) continue;
-        add(layers, Py_BuildValue("(nLLLLLLLL)", static_cast<Py_ssize_t>(i), static_cast<long long>(c.forwards),
-                                  static_cast<long long>(c.hits), static_cast<long long>(c.misses),
-                                  static_cast<long long>(c.top_hits), static_cast<long long>(c.prefetched_hits),
-                                  static_cast<long long>(c.late), static_cast<long long>(c.demanded),
-                                  static_cast<long long>(c.wasted)));
+        if (!(c.forwards | c.demanded | c.wasted)) continue;  // demanded: by turns, after a count within the pass
+        add(layers, Py_BuildValue("(nLLLLLLLLL)", static_cast<Py_ssize_t>(i), static_cast<long long>(c.forwards),
+                                  static_cast<long long>(c.waves), static_cast<long long>(c.hits),
+                                  static_cast<long long>(c.misses), static_cast<long long>(c.top_hits),
+                                  static_cast<long long>(c.prefetched_hits), static_cast<long long>(c.late),
+                                  static_cast<long long>(c.demanded), static_cast<long long>(c.wasted)));
         c = SplitCounts{};
     }
     for (std::size_t i = 1; !failed && i < of->split.sources().size(); ++i) {

@@ -254,10 +254,10 @@ class CacheCounters:
 
     def passed_split(self, layers: Sequence[tuple[int, ...]], sources: Sequence[tuple[int, ...]]) -> None:
         """What native passes of split experts have counted (`_cpu.split_take`)."""
-        for layer, forwards, hits, misses, top_hits, prefetched, late, demanded, wasted in layers:
+        for layer, forwards, waves, hits, misses, top_hits, prefetched, late, demanded, wasted in layers:
             stats, unit = self.stats.layers[layer], self._map.unit_bytes(layer)
             stats.forwards += forwards
-            stats.waves += forwards
+            stats.waves += waves
             stats.hits += hits
             stats.misses += misses
             stats.top_hits += top_hits
