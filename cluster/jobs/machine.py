@@ -3,8 +3,8 @@
 Two random models, a small and a large one, with everything resident: their dense parts and their experts' kernels give
 two points each of `calls + bytes / bandwidth`. On demand, their copies give two points of the same. Then the small one
 under each preset, at all, a quarter and three quarters of the experts: whatever a layer takes beyond its dense part,
-its kernels and its waits is the preset's, by layers, layers that miss, and loads. A minute on an idle machine, half a
-gigabyte.
+its kernels and its waits is the preset's, by layers, layers that miss, and loads. Half a minute on an idle machine,
+half a gigabyte.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from .bench.random_model import MoeShape, save_random_model
 from .bench.serving import ensure_artifacts, run_config, serve, start_worker
 
 PRESETS = ("all-resident", "on-demand", "next-gate", "mixtral-offloading", "moe-infinity", "hobbit")
-# layers enough that the first and the last, which some presets treat in Python, weigh as little as in a real model
-SMALL = MoeShape(layers=12, experts=32, top_k=4, hidden=256, intermediate=128, vocabulary=4096)
+SMALL = MoeShape(layers=4, experts=64, top_k=4, hidden=256, intermediate=128, vocabulary=4096)
 LARGE = MoeShape(layers=2, experts=8, top_k=4, hidden=1024, intermediate=512, vocabulary=4096)
 PROMPTS, TOKENS = tuple(tuple(range(first, first + 32)) for first in (3, 103, 203, 303)), 32
 BUDGETS = ("0.25", "0.75")  # of presets that load
