@@ -21,8 +21,8 @@ double now_s() {
 namespace {
 
 // Seconds. To be woken takes a virtual machine tens of microseconds, longer than many copies. So who waits looks by
-// itself for kSpin; the copying thread goes on looking, with naps. Neither yields: on a busy machine who yields comes
-// back milliseconds later.
+// itself for kSpin; the copying thread goes on looking until kLook, with naps of kNap, and ends a sleep kWake early
+// to look. Neither yields: on a busy machine who yields comes back milliseconds later.
 constexpr double kSpin = 200e-6, kNap = 15e-6, kLook = 4e-3, kWake = 60e-6;
 
 void nap(double seconds) {
