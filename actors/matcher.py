@@ -224,10 +224,7 @@ class Matcher:
             self._counts["unknown_iterations"] += 1  # it began before this matcher started
             return None
         else:
-            experts, probabilities = self._shape.experts, context.probabilities
-            for number in range(probabilities.shape[1] // experts):  # the last one's forecast is the answer
-                of_layer = probabilities[:, number * experts : (number + 1) * experts]
-                forecast = self._prefetch.observe(context.layer + number, of_layer)
+            forecast = self._prefetch.observe(context.layer, context.probabilities)
         if forecast is not None:
             total = self._scores["semantic" if forecast.semantic else "trajectory"]
             total[0] += float(forecast.scores.sum())

@@ -20,6 +20,7 @@ constexpr std::uint64_t WORD = 8;                      // records start at multi
 constexpr std::uint64_t CHUNK = 128 * 1024;            // published at once, so that both sides copy at the same time
 constexpr std::int64_t POLITE = 5000;                  // ns of spinning, after which others may have the core
 constexpr std::int64_t LONGEST_PARK = 100 * 1000000;   // ns; then `closed` is looked at again
+constexpr std::int64_t NAP = 50000;                    // ns between two looks of who dozes
 
 std::int64_t now_ns() {
     timespec time;
@@ -55,10 +56,10 @@ void wake_if_parked(std::atomic<std::uint32_t>& parked, std::atomic<std::uint32_
     if (parked.load(std::memory_order_relaxed) != 0) wake(word);
 }
 
-// Until ready() or closed: spin, then park.
+// Until ready() or closed: spin, doze, then park.
 template <typename Ready>
 Status await(RingHeader& header, std::atomic<std::uint32_t>& word, std::atomic<std::uint32_t>& parked,
-             std::int64_t timeout, std::int64_t spin, Ready ready) {
+             std::int64_t timeout, std::int64_t spin, Ready ready, std::int64_t doze = 0) {
     if (ready()) return Status::ok;
     if (header.closed.load(std::memory_order_acquire) != 0) return ready() ? Status::ok : Status::closed;
     if (timeout <= 0) return Status::timeout;
@@ -72,6 +73,11 @@ Status await(RingHeader& header, std::atomic<std::uint32_t>& word, std::atomic<s
         const std::int64_t now = now_ns();
         if (now >= spin_until) break;
         if (now >= begin + POLITE) sched_yield();
+    }
+    for (const std::int64_t until = std::min(doze, begin + timeout); now_ns() < until;) {
+        const timespec nap{0, NAP};
+        nanosleep(&nap, nullptr);
+        if (ready()) return Status::ok;
     }
     for (;;) {
         const std::int64_t left = begin + timeout - now_ns();
@@ -184,7 +190,7 @@ Status ring_wait(const Ring& ring, std::uint64_t max_bytes, const Patience& pati
     const Status status = await(header, header.data_futex, header.consumer_parked, patience.timeout, patience.spin, [&] {
         filled = header.head.load(std::memory_order_acquire) - tail;
         return filled != 0;
-    });
+    }, patience.doze);
     if (status != Status::ok) return status;
     if (filled > ring.capacity || filled < WORD || tail % WORD != 0) return Status::corrupt;
     copy_out(ring, tail, reinterpret_cast<unsigned char*>(&record->length), WORD);

@@ -48,11 +48,13 @@ struct Ring {
     std::uint64_t capacity;
 };
 
-// Times in ns. timeout: until the first byte can move. stall: how long the peer may then keep it waiting.
+// Times in ns. timeout: until the first byte can move. stall: how long the peer may then keep it waiting. doze: the time
+// (CLOCK_MONOTONIC) until which it looks again and again after spinning, so that the peer need not wake it.
 struct Patience {
     std::int64_t timeout;
     std::int64_t spin;
     std::int64_t stall;
+    std::int64_t doze = 0;
 };
 
 // Write one record. Waits until it fits whole, or half of the ring is free where it is longer than that.

@@ -37,7 +37,6 @@ _REASONS = {
     _STALLED: "the peer stopped in the middle of a message",
 }
 _MAX_WAIT_S = 3600.0
-_DOZE_STEP_S = 50e-6  # some 0.1 ms with the kernel's timer slack
 _READ_STALL_NS = 5_000_000_000  # the longest pause of a live writer within a message
 
 
@@ -59,8 +58,8 @@ class Ring:
 
     def __init__(self, memory: mmap.mmap, offset: int, capacity: int, spin_s: float, doze_s: float = 0.0) -> None:
         self._memory, self._offset, self._capacity = memory, offset, capacity
-        self._spin_ns = int(spin_s * 1e9)
-        self._doze_s, self._doze_until_s = doze_s, 0.0
+        self._spin_ns, self._doze_ns = int(spin_s * 1e9), int(doze_s * 1e9)
+        self._doze_until_ns = 0
 
     def write(self, pieces: Pieces, timeout_s: float, stall_s: float = _MAX_WAIT_S) -> bool:
         """Write a message; False: no space within `timeout_s`.
@@ -88,32 +87,16 @@ class Ring:
             ValueError: the supplied buffer has another size or is not aligned.
         """
         timeout_ns = int(min(timeout_s, _MAX_WAIT_S) * 1e9)
-        if self._doze_s and (data := self._doze(timeout_s, max_bytes, supply)) is not None:
-            return data
-        return self._read(timeout_ns, max_bytes, supply)
-
-    def _read(self, timeout_ns: int, max_bytes: int, supply: Supply | None = None) -> Received | None:
         data = _ring.read(
-            self._memory, self._offset, self._capacity, max_bytes, timeout_ns, self._spin_ns, _READ_STALL_NS, supply
+            self._memory, self._offset, self._capacity, max_bytes, timeout_ns, self._spin_ns, _READ_STALL_NS,
+            self._doze_until_ns, supply,
         )  # fmt: skip
         if isinstance(data, int):
             self._nothing(data)
             return None
-        if self._doze_s:
-            self._doze_until_s = time.monotonic() + self._doze_s
+        if self._doze_ns:
+            self._doze_until_ns = time.monotonic_ns() + self._doze_ns
         return data if isinstance(data, bytes) else memoryview(data).toreadonly()
-
-    def _doze(self, timeout_s: float, max_bytes: int, supply: Supply | None) -> Received | None:
-        """Poll at intervals for `timeout_s`, at most until `doze_s` after the last message."""
-        until_s = min(self._doze_until_s, time.monotonic() + timeout_s)
-        left_ns = self._spin_ns
-        while time.monotonic() < until_s:
-            data = self._read(left_ns, max_bytes, supply)
-            if data is not None:
-                return data
-            left_ns = 0
-            time.sleep(_DOZE_STEP_S)
-        return None
 
     @property
     def whole(self) -> int:

@@ -21,9 +21,10 @@ double now_s() {
 namespace {
 
 // Seconds. To be woken takes a virtual machine tens of microseconds, longer than many copies. So who waits looks by
-// itself for kSpin; the copying thread goes on looking until kLook, with naps of kNap, and ends a sleep kWake early
-// to look. Neither yields: on a busy machine who yields comes back milliseconds later.
-constexpr double kSpin = 200e-6, kNap = 15e-6, kLook = 4e-3, kWake = 60e-6;
+// itself for kSpin; the copying thread for kBrief, then with naps of kNap until kLook (without naps it takes a core
+// from the matcher), and it ends a sleep kWake early to look. Neither yields: on a busy machine who yields comes back
+// milliseconds later.
+constexpr double kSpin = 200e-6, kBrief = 20e-6, kNap = 15e-6, kLook = 4e-3, kWake = 60e-6;
 
 void nap(double seconds) {
     timespec span;
@@ -143,7 +144,7 @@ void Link::await_work(std::unique_lock<std::mutex>& lock) {
     const double begin_s = now_s();
     for (double looked_s = 0.0; !anything() && looked_s < kLook; looked_s = now_s() - begin_s) {
         lock.unlock();
-        looked_s < kSpin ? relax() : nap(kNap);
+        looked_s < kBrief ? relax() : nap(kNap);
         lock.lock();
     }
     idle_ = true;

@@ -379,6 +379,19 @@ class TestPrefetch:
         assert policy.end() == sequences
         assert len(store) == 12 + sequences
 
+    @pytest.mark.parametrize("together", [2, 3, 4])
+    def test_of_layers_seen_together_each_gets_a_layer_forecast(self, together: int) -> None:
+        """By the newest trajectory; not a layer that was seen by then."""
+        random = np.random.default_rng(together)
+        store, _, m = store_of(random, 12, distance=2)
+        policy = ExpertMapPrefetch(store, D, K)
+        policy.begin(embeddings(random, 1))
+        shown = softmax(random, 1, L, J)
+        forecast = policy.observe(0, shown[:, :together].reshape(1, -1))
+        scores = [cosine(shown[0, :together], y[:together]) for y in m]
+        targets = [layer for layer in range(3, 3 + together) if together <= layer < L]
+        check(forecast, direct_forecast(targets, together, m, [int(np.argmax(scores))], [max(scores)]))
+
     def test_empty_store_says_nothing_and_learns(self) -> None:
         random = np.random.default_rng(0)
         policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D, K)

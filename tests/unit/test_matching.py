@@ -62,8 +62,11 @@ class FakePending:
 
 @dataclass
 class FakeChannel:
+    """prompt: it answers at once, without a command."""
+
     report: HealthReport
     alive: bool = True
+    prompt: bool = False
     sent: list[FakePending] = field(default_factory=list)
 
     @property
@@ -77,6 +80,8 @@ class FakeChannel:
         if not self.alive:
             raise PeerLost("the matcher died", "restart it")
         self.sent.append(FakePending(message))
+        if self.prompt:
+            self.sent[-1].give(None)
         return self.sent[-1]
 
     def close(self) -> None:
@@ -116,6 +121,7 @@ def begin(link: MatcherLink, number: int) -> None:
 
 
 def observe(link: MatcherLink, number: int, layer: int) -> None:
+    link.take(number, layer - 1)
     link.observe(number, layer, np.zeros(1, np.int64), np.ones((1, SHAPE.experts), np.float32))
 
 
@@ -127,6 +133,7 @@ def command(number: int, layer: int, *keys: int, hints: int = 0) -> PrefetchComm
 class TestPublish:
     def test_what_is_sent(self) -> None:
         with linked() as (link, _, channel):
+            channel.prompt = True
             begin(link, 3)
             observe(link, 3, 1)
             sent = [pending.context for pending in channel.sent]
@@ -147,27 +154,44 @@ class TestPublish:
         rng = np.random.default_rng(first)
         shown = rng.random((SHAPE.layers, 2, SHAPE.experts)).astype(np.float32)
         with linked() as (link, _, channel):
+            channel.prompt = True
             begin(link, 0)
             observe(link, 0, TAIL)  # the forward fails behind it
             begin(link, 1)
             channel.sent.clear()
             for layer in range(first, SHAPE.layers):
+                link.take(1, layer)
                 link.observe(1, layer, np.arange(2), shown[layer])
             sent = [pending.context for pending in channel.sent]
             tail = max(first, TAIL)
             assert [context.layer for context in sent] == [*range(first, TAIL), tail]
             np.testing.assert_array_equal(sent[-1].probabilities, np.concatenate(shown[tail:], axis=1))
 
+    def test_layers_wait_while_an_answer_is_owed(self) -> None:
+        """They go with the first layer behind the answer, in one message."""
+        shown = np.random.default_rng(1).random((TAIL, 1, SHAPE.experts)).astype(np.float32)
+        with linked() as (link, _, channel):
+            begin(link, 0)
+            for layer in range(TAIL):
+                if layer == TAIL - 1:
+                    channel.sent[0].give(command(0, 0, _DEEP - 1))
+                    assert len(link.take(0, layer)) == 1
+                link.observe(0, layer, np.zeros(1, np.int64), shown[layer])
+                assert len(channel.sent) == 1 + (layer == TAIL - 1)
+            context = channel.sent[1].context
+            assert context.layer == 0
+            np.testing.assert_array_equal(context.probabilities, np.concatenate(shown, axis=1))
+
     def test_nothing_waits_for_a_matcher_that_does_not_answer(self) -> None:
         with linked() as (link, _, channel):
-            for number in range(9):
+            for number in range(20):
                 begin(link, number)
                 for layer in range(SHAPE.layers):
                     observe(link, number, layer)
                     assert link.take(number, layer) == []
             report = link.report()
             assert len(channel.sent) == report["published"] == 2 * (TAIL + 2)
-            assert report["dropped"] == 7 * (TAIL + 2)
+            assert report["dropped"] == 2 * 20 - 2 * (TAIL + 2)
             assert "slow" in report["problem"]
 
 
@@ -175,7 +199,7 @@ class TestTake:
     def test_commands_in_the_order_of_their_contexts(self) -> None:
         with linked() as (link, _, channel):
             begin(link, 0)
-            observe(link, 0, 0)
+            begin(link, 0)
             channel.sent[1].give(command(0, 1, 24, 25))
             assert link.take(0, 0) == []  # the one before is not there
             channel.sent[0].give(command(0, 0, 8, 16, hints=1))
@@ -187,7 +211,7 @@ class TestTake:
     def test_what_is_late_is_dropped_and_counted(self) -> None:
         with linked() as (link, _, channel):
             begin(link, 0)
-            observe(link, 0, 0)
+            begin(link, 0)
             begin(link, 1)
             channel.sent[0].give(command(0, 0, 8))  # of the last iteration
             channel.sent[1].give(command(0, 1, 40))
@@ -262,6 +286,7 @@ class TestSource:
 
     def test_a_submit_that_fails_is_a_loss(self) -> None:
         with linked() as (link, _, channel):
+            channel.prompt = True
             begin(link, 0)
             real = channel.submit
 
@@ -310,15 +335,20 @@ def test_with_a_real_matcher() -> None:
 
 def _run(link: MatcherLink, shown: Iteration, count: int) -> list[PrefetchCommand]:
     """Publish a whole iteration and take its commands as if the forward stood before its first layer."""
-    link.begin(shown.number, shown.sequences, shown.embeddings)
-    for layer in range(SHAPE.layers):
-        link.observe(shown.number, layer, shown.sequences, shown.probabilities[layer])
     taken: list[PrefetchCommand] = []
     until_s = time.monotonic() + _PATIENCE_S
-    while link.waiting:
-        assert time.monotonic() < until_s
-        link._asked[0].pending.result()  # waits for the event; `take` does not
-        taken += link.take(shown.number, -1)
+
+    def take() -> None:
+        while link.waiting:
+            assert time.monotonic() < until_s
+            link._asked[0].pending.result()  # waits for the event; `take` does not
+            taken.extend(link.take(shown.number, -1))
+
+    link.begin(shown.number, shown.sequences, shown.embeddings)
+    for layer in range(SHAPE.layers):
+        take()
+        link.observe(shown.number, layer, shown.sequences, shown.probabilities[layer])
+    take()
     assert len(taken) == count
     return taken
 

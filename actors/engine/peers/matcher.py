@@ -67,7 +67,7 @@ class MatcherLink:
         expected = asdict(shape) | {"distance": settings.distance}
         self._peer = ReconnectingChannel("matcher", link, settings.transport, expected)
         self._tail_from = max(0, shape.layers - 1 - settings.distance)  # from here on no forecast is left to ask for
-        self._tail: list[NDArray[np.float32]] = []  # probabilities of the layers from there on, which go together
+        self._held: list[NDArray[np.float32]] = []  # probabilities of the last layers, which go with the next's
         self._most = 2 * (self._tail_from + 2)  # contexts without answer: two iterations
         self._channel: Channel | None = None  # of the last publish
         self._asked: deque[_Asked] = deque()
@@ -131,7 +131,7 @@ class MatcherLink:
 
         iteration: number of this forward; numbers rise. sequences: ids [S]. embeddings: [S, H].
         """
-        self._tail.clear()
+        self._held.clear()
         self._publish(Context(iteration, 0, sequences, embeddings, self._none_for(sequences)), True)
 
     def observe(
@@ -139,15 +139,16 @@ class MatcherLink:
     ) -> None:
         """Publish a layer's router probabilities [S, E]: each sequence's mean over its tokens.
 
-        Those of the last layers, on which no forecast of this iteration depends, go in one message with the last.
+        They wait for the next layer's, to go in one message, in the last layers, on which no forecast of this iteration
+        depends, and while the matcher owes an answer: were each layer sent, a slow matcher would come later and later.
         """
-        tail, last = self._tail, layer == self.shape.layers - 1
-        if layer >= self._tail_from:
-            tail.append(probabilities)
-            if not last:
-                return
-            layer, probabilities = layer + 1 - len(tail), np.concatenate(tail, axis=1)
-            tail.clear()
+        held, last = self._held, layer == self.shape.layers - 1
+        held.append(probabilities)
+        if not last and (layer >= self._tail_from or self._asked):
+            return
+        if len(held) > 1:
+            layer, probabilities = layer + 1 - len(held), np.concatenate(held, axis=1)
+        held.clear()
         self._publish(Context(iteration, layer, sequences, self._none_for(sequences), probabilities), False)
 
     def take(self, iteration: int, layer: int) -> list[PrefetchCommand]:

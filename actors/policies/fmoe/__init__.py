@@ -211,7 +211,7 @@ class ExpertMapPrefetch:
 
         n = 0: the semantic match forecasts layers 0..d: the paper's 1..d, and its layer d + 1, for which the
             trajectory of l = 1 is empty.
-        n > 0: the trajectory match of layers 0..n-1 forecasts layer n + d.
+        n > 0: the trajectory match of layers 0..n-1 forecasts layer n + d; layers seen together, a layer each.
 
     So each layer gets one forecast. `select` takes the experts of each sequence's map; their union is prefetched, each
     expert at its highest probability p over the sequences, with priority p / (l - l_now) = p / (layer + 1 - n), l_now
@@ -263,22 +263,23 @@ class ExpertMapPrefetch:
         return self._forecast(0, match, range(min(self.store.distance + 1, self.store.layers)), True)
 
     def observe(self, layer: int, probabilities: NDArray[np.float32]) -> Forecast | None:
-        """The router's probabilities of a layer [S, J], averaged over each sequence's tokens.
+        """The router's probabilities of a layer and the n - 1 behind it [S, n*J], averaged over each sequence's tokens.
 
         Returns:
-            The forecast of layer `layer + 1 + d`; None if there is none.
+            The forecast of the n layers from `layer + 1 + d` on that were not seen; None if there is none.
 
         Raises:
-            ValueError: no iteration has begun, the shape is wrong, or the layer was seen before.
+            ValueError: no iteration has begun, the shape is wrong, or a layer was seen before.
         """
         if self._search is None:
             raise ValueError("no iteration has begun")
-        self._search.observe(layer, probabilities)
-        now = layer + 1
-        target = now + self.store.distance
-        if target >= self.store.layers:
-            return None
-        return self._forecast(now, self._search.trajectory(), range(target, target + 1), False)
+        store, now = self.store, layer
+        for at in range(0, probabilities.shape[1], store.experts):
+            self._search.observe(now, probabilities[:, at : at + store.experts])
+            now += 1
+        first = max(layer + 1 + store.distance, now)
+        targets = range(first, min(now + 1 + store.distance, store.layers))
+        return self._forecast(now, self._search.trajectory(), targets, False) if targets else None
 
     def end(self) -> int:
         """End the iteration and store its maps if all layers were seen; the number of stored maps."""
