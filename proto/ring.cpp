@@ -74,7 +74,8 @@ Status await(RingHeader& header, std::atomic<std::uint32_t>& word, std::atomic<s
         if (now >= spin_until) break;
         if (now >= begin + POLITE) sched_yield();
     }
-    for (const std::int64_t until = std::min(doze, begin + timeout); now_ns() < until;) {
+    const std::int64_t doze_until = std::min(doze, begin + timeout);
+    while (now_ns() < doze_until && header.closed.load(std::memory_order_acquire) == 0) {
         const timespec nap{0, NAP};
         nanosleep(&nap, nullptr);
         if (ready()) return Status::ok;

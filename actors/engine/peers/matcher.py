@@ -67,7 +67,7 @@ class MatcherLink:
         expected = asdict(shape) | {"distance": settings.distance}
         self._peer = ReconnectingChannel("matcher", link, settings.transport, expected)
         self._tail_from = max(0, shape.layers - 1 - settings.distance)  # from here on no forecast is left to ask for
-        self._held: list[NDArray[np.float32]] = []  # probabilities of the last layers, which go with the next's
+        self._held: list[NDArray[np.float32]] = []  # probabilities of the layers that were not sent yet
         self._most = 2 * (self._tail_from + 2)  # contexts without answer: two iterations
         self._channel: Channel | None = None  # of the last publish
         self._asked: deque[_Asked] = deque()
@@ -139,8 +139,9 @@ class MatcherLink:
     ) -> None:
         """Publish a layer's router probabilities [S, E]: each sequence's mean over its tokens.
 
-        They wait for the next layer's, to go in one message, in the last layers, on which no forecast of this iteration
-        depends, and while the matcher owes an answer: were each layer sent, a slow matcher would come later and later.
+        They are held, and go with the next layer's in one message, while the matcher owes an answer: if each layer were
+        sent, a slow matcher would fall behind without end. So are those of the last layers, on which no forecast of
+        this iteration depends. The last layer is always sent.
         """
         held, last = self._held, layer == self.shape.layers - 1
         held.append(probabilities)
