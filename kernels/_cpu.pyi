@@ -189,7 +189,7 @@ def layer_load(layer: Layer, victims: list[int] | None, decode_only: bool, /) ->
 def layer_finish(layer: Layer, /) -> float | None:
     """Seconds waited for copies; None: one was cancelled."""
 
-def split_order(layers: int, experts: int, rate: float, /) -> SplitOrder: ...
+def split_order(layers: int, experts: int, rate: float, by_use: bool, /) -> SplitOrder: ...
 def split_routed(order: SplitOrder, keys: list[int], counts: list[int], tokens: int, /) -> None:
     """Raises ValueError: keys of several layers, or of none."""
 

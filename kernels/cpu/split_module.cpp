@@ -55,9 +55,9 @@ double cpu_s() {
 
 // -- the order -------------------------------------------------------------------------------------------
 
-// split_order(layers, experts, rate) -> capsule
+// split_order(layers, experts, rate, by_use) -> capsule
 PyObject* split_order(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 3)) return nullptr;
+    if (!expect(count, 4)) return nullptr;
     const std::int64_t layers = PyLong_AsLongLong(args[0]), experts = PyLong_AsLongLong(args[1]);
     const double rate = PyFloat_AsDouble(args[2]);
     if (PyErr_Occurred()) return nullptr;
@@ -65,7 +65,7 @@ PyObject* split_order(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("a model has layers and experts", std::min(layers, experts));
         return nullptr;
     }
-    auto* made = new SplitOrder(layers, experts, rate);
+    auto* made = new SplitOrder(layers, experts, rate, args[3] == Py_True);
     PyObject* capsule = PyCapsule_New(made, kOrder, delete_order);
     if (!capsule) delete made;
     return capsule;

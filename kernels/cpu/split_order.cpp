@@ -7,8 +7,8 @@
 
 namespace tiermoe {
 
-SplitOrder::SplitOrder(std::int64_t layers, std::int64_t experts, double rate)
-    : experts_(experts), rate_(rate), tokens_(layers), stamp_(layers), picked_(layers * experts),
+SplitOrder::SplitOrder(std::int64_t layers, std::int64_t experts, double rate, bool by_use)
+    : experts_(experts), rate_(rate), by_use_(by_use), tokens_(layers), stamp_(layers), picked_(layers * experts),
       admitted_(layers * experts), value_(layers * experts, -std::numeric_limits<double>::infinity()),
       held_(layers * experts), present_(2 * layers * experts), next_(2 * layers * experts + 1),
       before_(2 * layers * experts + 1) {
@@ -17,6 +17,7 @@ SplitOrder::SplitOrder(std::int64_t layers, std::int64_t experts, double rate)
 
 void SplitOrder::routed(std::int64_t layer, const std::int64_t* keys, const std::int64_t* counts, std::int64_t count,
                         std::int64_t tokens) {
+    if (by_use_) return;
     tokens_[layer] += tokens;
     // volatile: rounded before it is added, as in Python
     const volatile double age = static_cast<double>(tokens_[layer]) * rate_;
@@ -31,6 +32,7 @@ void SplitOrder::routed(std::int64_t layer, const std::int64_t* keys, const std:
 void SplitOrder::admitted(std::int64_t key) {
     present_[key] = 1;
     if (key >= whole()) return link(key);
+    if (by_use_) return touch(key);
     const std::int64_t layer = key / experts_;
     held_[key] = std::max(static_cast<double>(tokens_[layer]) * rate_, value_[key]);  // of one pick now
     admitted_[key] = ++stamp_[layer];
@@ -38,14 +40,20 @@ void SplitOrder::admitted(std::int64_t key) {
 
 void SplitOrder::removed(std::int64_t key) {
     present_[key] = 0;
-    if (key >= whole()) unlink(key);
+    if (key >= whole()) return unlink(key);
+    if (by_use_) value_[key] = -std::numeric_limits<double>::infinity();
 }
 
 void SplitOrder::used(std::int64_t key) {
-    if (key < whole()) return;
+    if (key < whole()) {
+        if (by_use_) touch(key);
+        return;
+    }
     unlink(key);
     link(key);
 }
+
+void SplitOrder::touch(std::int64_t key) { value_[key] = held_[key] = static_cast<double>(++stamp_[key / experts_]); }
 
 void SplitOrder::sort(std::vector<std::int64_t>& keys, std::int64_t most) const {
     const auto before = [&](std::int64_t a, std::int64_t b) {

@@ -1,5 +1,6 @@
-// The orders of eviction of split experts: tops of each layer by least cache priority (MoEpic, equation 4), bottoms by
-// last use. The reference, with the equation, is `policies.eviction.split_eviction` of `policies.moepic.Lcp`.
+// The orders of eviction of split experts: tops of each layer by least cache priority (MoEpic, equation 4) or by last use,
+// bottoms by last use. The reference is `policies.eviction.split_eviction` of `policies.moepic.Lcp` (with the equation) and
+// `policies.eviction.Lru`.
 //
 // Keys below N = layers * experts are tops, of slot class `layer`; the others are bottoms, of class `layers`.
 #pragma once
@@ -11,8 +12,8 @@ namespace tiermoe {
 
 class SplitOrder {
   public:
-    // rate: log(1 / rho) / omega.
-    SplitOrder(std::int64_t layers, std::int64_t experts, double rate);
+    // rate: log(1 / rho) / omega. by_use: tops by last use, whatever the rate.
+    SplitOrder(std::int64_t layers, std::int64_t experts, double rate, bool by_use);
 
     std::int64_t layers() const { return static_cast<std::int64_t>(tokens_.size()); }
     std::int64_t experts() const { return experts_; }
@@ -25,7 +26,7 @@ class SplitOrder {
     void admitted(std::int64_t key);
     void removed(std::int64_t key);  // which is present
     void used(std::int64_t key);     // which is present
-    // -inf: never picked.
+    // -inf: never picked; by last use, not present.
     double value(std::int64_t key) const { return value_[key]; }
 
     // The first `most` present keys of a slot class that are wanted, in order of eviction.
@@ -48,11 +49,13 @@ class SplitOrder {
 
   private:
     void sort(std::vector<std::int64_t>& keys, std::int64_t most) const;
+    void touch(std::int64_t key);
     void link(std::int64_t key);
     void unlink(std::int64_t key);
 
     std::int64_t experts_;
     double rate_;
+    bool by_use_;
     std::vector<std::int64_t> tokens_, stamp_;   // of each layer
     std::vector<std::int64_t> picked_, admitted_;  // of each top: tokens that picked it, stamp of its admission
     std::vector<double> value_, held_;           // of each top; `held_` orders those that are present

@@ -156,7 +156,7 @@ float expected(const Memory& memory, std::int64_t key, const float* x, std::int6
 }
 
 // tops: slots of a layer; bottoms: of all. Where they are few, segments take the slots of others that have run.
-int check_split(std::int64_t tops, std::int64_t bottoms, bool overrun) {
+int check_split(std::int64_t tops, std::int64_t bottoms, bool overrun, bool by_use) {
     constexpr std::int64_t kHalf = kNeurons / 2;
     Memory memory(2 * kKeys, {tops, tops, tops, bottoms}, (kLayers * tops + bottoms) * kHalf);
     Layout layout;
@@ -169,7 +169,7 @@ int check_split(std::int64_t tops, std::int64_t bottoms, bool overrun) {
     for (std::int64_t s = 0; s < kLayers * tops + bottoms; ++s) layout.first.push_back(s * kHalf);
     Link link(0.0, 0.0);
     Loads loads(&link, memory.arrays(), kExperts, memory.parts(1), layout, nullptr, nullptr);
-    SplitOrder order(kLayers, kExperts, 0.01);
+    SplitOrder order(kLayers, kExperts, 0.01, by_use);
     std::vector<std::uint8_t> marks(2 * kKeys);
     Split split(loads, order, marks.data());
     const std::vector<float> router = numbers(kExperts * kWidth - (overrun ? 1 : 0)), bias = numbers(kExperts);
@@ -218,7 +218,7 @@ int check_split(std::int64_t tops, std::int64_t bottoms, bool overrun) {
 
 int main(int argc, char** argv) {
     const bool overrun = argc > 1 && !std::strcmp(argv[1], "overrun");
-    int wrong = check_split(3, 7, overrun) + check_split(1, 2, false);
+    int wrong = check_split(3, 7, overrun, false) + check_split(1, 2, false, false) + check_split(3, 7, false, true);
     for (Order::Kind kind : {Order::Kind::lru, Order::Kind::sweep, Order::Kind::lfu, Order::Kind::map,
                              Order::Kind::importance})
         wrong += check_whole(kind);

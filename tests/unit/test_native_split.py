@@ -27,7 +27,7 @@ from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.engine.split import Configuring, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import split_eviction
+from tiermoe.actors.policies.eviction import Lru, split_eviction
 from tiermoe.actors.policies.moepic import Lcp, SpeculativePrefetch
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.prefetch import PrefetchGovernor, RandomPrefetch
@@ -51,7 +51,7 @@ class SplitStack(Stack):
 
     def __init__(
         self, cut: SplitLayout, native: bool, gbps: float | None = None, prefetch: str = "speculative",
-        min_useful: float = 0.0, configured: bool = True,
+        min_useful: float = 0.0, configured: bool = True, by_use: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(5)
         weights = [
@@ -63,10 +63,11 @@ class SplitStack(Stack):
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
         self.queue = LinkQueue(LinkSettings(gbps=gbps, latency_us=0))
         self.governor = PrefetchGovernor(min_useful, window=8, rest=6)
-        order = split_eviction(lambda: Lcp(RHO, OMEGA, one_layer=True), LAYERS, EXPERTS)
+        in_python = split_eviction(Lru if by_use else lambda: Lcp(RHO, OMEGA, one_layer=True), LAYERS, EXPERTS)
+        in_native = SplitOrder(LAYERS, EXPERTS, None if by_use else RHO, OMEGA)
         self.cache = ExpertCache(
             pool, weights, device, Residency(KEYS, slots, SHAPE.nbytes(4)),
-            SplitOrder(LAYERS, EXPERTS, RHO, OMEGA) if native else order, self.governor,
+            in_native if native else in_python, self.governor,
             self.stats, Timeline(False), self.queue, cut=cut,
         )  # fmt: skip
         self.steps: list[Step] = []
@@ -165,12 +166,13 @@ def forwards(seed: int, count: int, most: int) -> list[tuple[list[tuple[torch.Te
     return found
 
 
+@pytest.mark.parametrize("by_use", [False, True])
 @pytest.mark.parametrize("most", [8, 24])
 @pytest.mark.parametrize("prefetch", ["speculative", "random", "none"])
 @pytest.mark.parametrize("cut", CUTS)
-def test_native_calls_are_the_step_in_python(cut: str, prefetch: str, most: int) -> None:
+def test_native_calls_are_the_step_in_python(cut: str, prefetch: str, most: int, by_use: bool) -> None:
     """Every decision is the same, forward by forward, at 8 rows all native, at more with single passes in Python."""
-    native, python = (SplitStack(CUTS[cut], on, prefetch=prefetch) for on in (True, False))
+    native, python = (SplitStack(CUTS[cut], on, prefetch=prefetch, by_use=by_use) for on in (True, False))
     for passes, spans in forwards(len(cut), 40, most):
         for one, other in zip(native.forward(passes, spans), python.forward(passes, spans), strict=True):
             assert torch.equal(one, other)
@@ -193,8 +195,9 @@ def test_a_governor_that_judges_and_a_fixed_cut(min_useful: float, configured: b
     native.cache.close(), python.cache.close()
 
 
-def test_a_new_cut_between_forwards() -> None:
-    native, python = (SplitStack(CUTS["halves"], on) for on in (True, False))
+@pytest.mark.parametrize("by_use", [False, True])
+def test_a_new_cut_between_forwards(by_use: bool) -> None:
+    native, python = (SplitStack(CUTS["halves"], on, by_use=by_use) for on in (True, False))
     for number, (passes, spans) in enumerate(forwards(2, 24, 2)):
         if number % 6 == 5:
             for stack in (native, python):
@@ -250,8 +253,9 @@ def test_the_native_order_is_the_policy(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
     layers, experts = int(rng.integers(1, 4)), int(rng.integers(1, 7))
     keys, rho, omega = layers * experts, float(rng.choice([0.25, 0.5, 0.9])), float(rng.choice([1, 4, 128]))
-    native = SplitOrder(layers, experts, rho, omega)
-    policy = split_eviction(lambda: Lcp(rho, omega, one_layer=True), layers, experts)
+    by_use = data.draw(st.booleans())
+    native = SplitOrder(layers, experts) if by_use else SplitOrder(layers, experts, rho, omega)
+    policy = split_eviction(Lru if by_use else lambda: Lcp(rho, omega, one_layer=True), layers, experts)
     held = set[int]()
     for _ in range(80):
         layer = int(rng.integers(layers))

@@ -1,6 +1,6 @@
 """Split experts in native code (`kernels/cpu/split.hpp`): their order of eviction, and what its passes have counted.
 
-The decisions are those of `LoadOnMiss`, `split_eviction` of `Lcp` and `SpeculativePrefetch`.
+The decisions are those of `LoadOnMiss`, `split_eviction` of `Lcp` or `Lru`, and `SpeculativePrefetch`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 
 class SplitOrder(EvictionPolicy):
-    """`split_eviction` of `Lcp`, with the state in native arrays.
+    """`split_eviction` of `Lcp`, or of `Lru`, with the state in native arrays.
 
     Args:
-        layers, experts: L and E. rho, omega: of `Lcp`.
+        layers, experts: L and E. rho, omega: of `Lcp`; None: `Lru`.
     """
 
     learns_use = True
 
-    def __init__(self, layers: int, experts: int, rho: float, omega: float) -> None:
+    def __init__(self, layers: int, experts: int, rho: float | None = None, omega: float = 1.0) -> None:
         self._layers, self._keys = layers, layers * experts
-        self.handle = _cpu.split_order(layers, experts, log(1 / rho) / omega)
+        rate = 0.0 if rho is None else log(1 / rho) / omega
+        self.handle = _cpu.split_order(layers, experts, rate, rho is None)
 
     def admitted(self, key: int) -> None:
         _cpu.split_moved(self.handle, [key], True)
