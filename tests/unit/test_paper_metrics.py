@@ -30,7 +30,7 @@ from tiermoe.cluster.jobs.bench.engine_metrics import (
     quality_of,
 )
 from tiermoe.cluster.jobs.bench.experiment import load_experiment
-from tiermoe.cluster.jobs.bench.metrics import Spread, median_of, paired, rounded
+from tiermoe.cluster.jobs.bench.metrics import Spread, median_of, orders, paired, rounded
 from tiermoe.cluster.jobs.bench.run import Study
 from tiermoe.cluster.jobs.bench.serving import (
     Calibration,
@@ -94,6 +94,17 @@ def test_a_trace_decodes_the_text_of_its_prompts(tmp_path: Path, monkeypatch: py
     with pytest.raises(TraceError, match="repeated"):
         record_split(study.base, Split(((1, 2) * 40,), ()), 8, 64, 2, tmp_path / "t", None)
     assert len(asked) == 1
+
+
+def test_orders_count_pairs_of_a_cell_that_differ_clearly_in_both() -> None:
+    def row(policy: str, waits_s: float, tpot_ms: float, budget: str = "0.25") -> dict[str, Any]:
+        return {"section": "s", "policy": policy, "budget": budget, "link_gbps": 2.0, "blocked_io_s": waits_s,
+                "tpot_ms": tpot_ms}  # fmt: skip
+
+    rows = [row("a", 1.0, 5.0), row("b", 2.0, 6.0), row("c", 3.0, 4.0), row("like a", 1.01, 9.0)]
+    rows += [row("b", 9.0, 9.0, "1.0"), {"section": "simulated", "policy": "a", "budget": "0.25", "tpot_ms": 1.0}]
+    # a-b agrees; a-c and b-c do not; of those with "like a", b and c do not; a waits as long
+    assert orders(rows) == [{"section": "s", "pairs": 5, "same": 1, "share": 0.2}]
 
 
 def test_ratios_are_paired_within_repetitions() -> None:

@@ -23,7 +23,7 @@ from ...simulate.machine import Machine, load_machine, without_ndp
 from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
 from .experiment import Experiment, Section
-from .metrics import METRICS, Bar, Report, Row, Spread, cells_of, median_of, paired, rounded
+from .metrics import METRICS, Bar, Report, Row, Spread, cells_of, median_of, orders, paired, rounded
 from .serving import (
     Calibration,
     Recorded,
@@ -161,6 +161,8 @@ def run_experiment(
         _run_cells(study, cells or partial(_in_turn, study, start, score))
         _judge(study)
         figures: dict[str, Any] = papers.figures(study)
+        if study.ran:
+            figures["orders"] = orders(study.rows)
         if study.calibration is not None:
             figures["calibration"] = asdict(study.calibration)
         for metric in experiment.metrics:

@@ -19,7 +19,11 @@ from .metrics import Spread, fill_tables, markdown, paired
 
 _CONSTANT = ("experts", "slots", "expert_bytes_peak")  # of a cell
 _FULL = ("layers", "spread", "residency")  # only in a record that is not made small
-_BUILT_IN = {  # tables of every experiment on synthetic routing
+_BUILT_IN = {  # `orders` of every experiment that serves prompts, the others of those on synthetic routing
+    "orders": Table.model_validate({"from": "orders", "columns": [
+        {"title": "section", "show": "{section}"}, {"title": "pairs that differ in waits and TPOT", "show": "{pairs}"},
+        {"title": "of the same order in both", "show": "{same} ({share:.0%})"},
+    ]}),
     "comparisons": Table.model_validate({"from": "comparisons", "columns": [
         {"title": "comparison", "show": "{title}"}, {"title": "of", "show": "{of_key}"},
         {"title": "published", "show": "{published}"}, {"title": "ours", "show": "{ours:.3g}"},
@@ -52,7 +56,8 @@ def page_of(experiment: Experiment, record: Mapping[str, Any], before: str | Non
         ConfigError: the page has a block whose table the experiment lacks.
     """
     if before is None:
-        names = ("run", *(("bars",) if experiment.needs_model else _BUILT_IN), *experiment.tables)
+        synthetic = [name for name in _BUILT_IN if name != "orders"]
+        names = ("run", *(("bars",) if experiment.needs_model else synthetic), *experiment.tables)
         blocks = [f"## {name}\n\n<!-- table: {name} -->\n<!-- end -->\n" for name in names]
         images = [f"![{name}]({name})\n" for name in experiment.plots]
         before = "\n".join([f"# {experiment.title}\n", *blocks, *images])
