@@ -131,10 +131,6 @@ class Pending:
         """Whether `result` returns or raises at once."""
         return self.reply is not None or self._channel._poll(self)
 
-    def has_come(self) -> bool:
-        """Whether the answer has been read; reads none."""
-        return self.reply is not None
-
     def result(self) -> Message | None:
         """The answer; None for an acknowledgement.
 
@@ -425,10 +421,11 @@ class Channel:
         self._deliver(data)
         return True
 
-    def _drain(self, timeout_s: float = 0.0) -> None:
+    def _drain(self, timeout_s: float = 0.0, pending: Pending | None = None) -> None:
+        """Read answers until none is there, or until that of `pending` was."""
         if self._transport.pull and self._reading.acquire(blocking=False):
             try:
-                while self._take(timeout_s):
+                while self._take(timeout_s) and (pending is None or pending.reply is None):
                     pass
             finally:
                 self._reading.release()
@@ -437,7 +434,7 @@ class Channel:
 
     def _poll(self, pending: Pending) -> bool:
         if pending.reply is None:
-            self._drain()
+            self._drain(pending=pending)
         return pending.reply is not None or self._lost is not None or time.monotonic() >= pending.deadline
 
     def _wake(self) -> None:

@@ -139,9 +139,6 @@ class _Answer:
     def __init__(self, answer: Any) -> None:
         self._answer = answer
 
-    def has_come(self) -> bool:
-        return True
-
     def done(self) -> bool:
         return True
 

@@ -52,8 +52,6 @@ class FakePending:
     def done(self) -> bool:
         return self.here
 
-    has_come = done
-
     def result(self) -> Message | None:
         if isinstance(self.answer, Exception):
             raise self.answer

@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import count
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -158,15 +158,13 @@ class MatcherLink:
         A partly late command keeps its other keys; a late command is dropped and counted.
         """
         asked, out = self._asked, list[PrefetchCommand]()
-        ready = bool(asked) and asked[0].pending.done()  # which reads all that has come
-        while ready:
+        while asked and asked[0].pending.done():
             command = self._answer(asked.popleft())
             if command is not None:
                 command = self._in_time(command, iteration, layer)
                 self._judge(command is not None)
             if command is not None:
                 out.append(command)
-            ready = bool(asked) and asked[0].pending.has_come()
         return out
 
     def report(self) -> dict[str, Any]:
@@ -268,7 +266,7 @@ class MatcherLink:
             if left:
                 self._counts["commands"] += 1
                 keys, priorities = command.keys[later], command.priorities[later]
-                return replace(command, keys=keys, priorities=priorities, hints=len(keys) - left)
+                return PrefetchCommand(iteration, command.layer, keys, priorities, len(keys) - left, command.mapped)
         self._counts["late"] += 1
         return None
 
