@@ -230,6 +230,7 @@ def split_layer(
     probe_bias: int,
     probe_layer: int,
     probe_top: int,
+    probe_by_votes: int,
     /,
 ) -> SplitLayer: ...
 def split_begin(

@@ -205,10 +205,10 @@ class CpuKernel:
         return NativeLayer(made, self._width, loads is not None, orders, held)
 
     def split_layer(
-        self, split: _cpu.Split, layer: int, layers: int, experts: int, probe: tuple[int, int, int, int]
+        self, split: _cpu.Split, layer: int, layers: int, experts: int, probe: tuple[int, int, int, int, int]
     ) -> _cpu.SplitLayer:
         """One layer of split experts in native calls. probe: address of a router's weight, 0: none; of its bias; whose
-        layer it is; experts that each row names.
+        layer it is; experts that each row names; whether their votes order them, else the highest probability.
         """
         return _cpu.split_layer(
             split, layer, experts, layers, *self._addresses, self._width, self._activation, CPU_MAX_ROWS, *probe

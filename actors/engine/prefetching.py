@@ -152,8 +152,10 @@ class Prefetching:
     def skip(self, index: int) -> None:
         self._cache.governor.allows()
 
-    def probe(self, index: int) -> tuple[LinearRouter, int, int] | None:
-        """The router by whose scores alone native code may prefetch at a layer, its layer, and experts for each row."""
+    def probe(self, index: int) -> tuple[LinearRouter, int, int, bool] | None:
+        """The router by whose scores alone native code may prefetch at a layer, its layer, experts for each row, and
+        whether their votes order them.
+        """
         return None
 
     def takes(self, index: int, tokens: int) -> bool:
@@ -267,18 +269,22 @@ class RouterPrefetching(Prefetching):
         operands = probe.operands if isinstance(probe, LinearRouter) and probe.layers == len(asked) else None
         return None if operands is None else RoutersAhead(*operands, len(asked), policy.top, MOST_ROWS, policy.name)
 
-    def probe(self, index: int) -> tuple[LinearRouter, int, int] | None:
+    def probe(self, index: int) -> tuple[LinearRouter, int, int, bool] | None:
         from ...kernels.router import LinearRouter
 
         policy, layer = self.policy, (index + 1) % (self._last + 1)
         router = self._routers[layer]
-        if type(policy) is not SpeculativePrefetch or policy.synchronous or self._shards is not None:
+        if type(policy) is not SpeculativePrefetch and type(policy) is not NextGatePrefetch:
+            return None
+        if policy.distance > 1 or policy.synchronous:
+            return None
+        if self._shards is not None or (layer == 0 and not policy.wraps):
             return None
         if not self._cache.governor.always or self._trials is not None:
             return None
         if type(router) is not LinearRouter or router.layers > 1:
             return None
-        return router, layer, policy.top
+        return router, layer, policy.top, type(policy) is NextGatePrefetch
 
     def takes(self, index: int, tokens: int) -> bool:
         return self._announced(tokens) and (index < self._last or len(self._spans) == tokens)

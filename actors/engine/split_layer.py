@@ -1,6 +1,6 @@
 """A layer of split experts in native calls, which decide everything: victims, loads, and prefetch for the next layer.
 
-What it does is the page of `layer.MoeLayer.forward`; where prefetch is not the speculative one, its hook runs between
+What it does is the page of `layer.MoeLayer.forward`; where prefetch is not by the next router, its hook runs between
 the two calls.
 """
 
@@ -61,7 +61,7 @@ class SplitLayer:
         if operands is not None:
             at = operands[0].data_ptr(), 0 if operands[1] is None else operands[1].data_ptr()
         self._probes = found is not None and at is not None
-        probe = (0, 0, 0, 1) if found is None or at is None else (*at, *found[1:])
+        probe = (0, 0, 0, 1, False) if found is None or at is None else (*at, *found[1:])
         self._made = step.kernel.split_layer(split, step.index, layers, step.experts, probe)
         self._held = split, step.kernel, found  # the layer's memory
         self.waited_s = self.kernels_s = 0.0

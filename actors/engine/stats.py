@@ -174,6 +174,7 @@ class EngineStats:
     dropped: int = 0  # pairs that did not run
     decode_hits: int = 0  # part of all hits and misses: of forwards without rows of a prompt (`PhaseCounter`)
     decode_misses: int = 0
+    decode_blocked_io_s: float = 0.0  # of the same forwards
 
     def total(self) -> LayerStats:
         """The sum over layers."""
@@ -188,6 +189,7 @@ class EngineStats:
         self.layers[:] = [LayerStats() for _ in self.layers]
         self.migrations = self.substitutions = self.dropped = 0
         self.decode_hits = self.decode_misses = 0
+        self.decode_blocked_io_s = 0.0
         self.ndp_workers, self.prefetch_sources = {}, {}
         if self.configurator is not None:
             self.configurator = ConfiguratorStats()
@@ -252,7 +254,7 @@ def _share(hits: int, misses: int) -> float | None:
 
 
 class PhaseCounter:
-    """Counts hits and misses of decoding: what layers have counted when a forward ends, less what they had.
+    """Counts hits, misses and waits of decoding: what layers have counted when a forward ends, less what they had.
 
     `begin` is called on the forward's thread, `settle` from any, between forwards. A reset makes new layers.
     """
@@ -260,7 +262,7 @@ class PhaseCounter:
     def __init__(self, stats: EngineStats) -> None:
         self._stats, self._decode, self._lock = stats, False, threading.Lock()
         self._first: LayerStats | None = None
-        self._counted = (0, 0)
+        self._counted = (0, 0, 0.0)
 
     def begin(self, decode: bool) -> None:
         """A forward begins. decode: it has no row of a prompt."""
@@ -271,11 +273,15 @@ class PhaseCounter:
         """Count the forward before."""
         stats, layers = self._stats, self._stats.layers
         with self._lock:
-            now = sum(layer.hits for layer in layers), sum(layer.misses for layer in layers)
-            before = self._counted if layers and layers[0] is self._first else (0, 0)
+            now = (
+                sum(layer.hits for layer in layers), sum(layer.misses for layer in layers),
+                sum(layer.blocked_io_s for layer in layers),
+            )  # fmt: skip
+            before = self._counted if layers and layers[0] is self._first else (0, 0, 0.0)
             if self._decode:
                 stats.decode_hits += now[0] - before[0]
                 stats.decode_misses += now[1] - before[1]
+                stats.decode_blocked_io_s += now[2] - before[2]
             self._first, self._counted = (layers[0] if layers else None), now
 
 

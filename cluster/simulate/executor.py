@@ -273,6 +273,7 @@ class SimulatedEngine:
         return replace(
             found, slots=self.slots, layers=layers, decode_hits=sum(stats.decode_hits for stats in each),
             decode_misses=sum(stats.decode_misses for stats in each),
+            decode_blocked_io_s=sum(stats.decode_blocked_io_s for stats in each),
         )  # fmt: skip
 
     def _make_ahead(

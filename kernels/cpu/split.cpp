@@ -135,18 +135,21 @@ void Split::evicted(const std::vector<std::int64_t>& keys) {
 }
 
 bool Split::prefetch(SplitPass& of, const float* hidden) {
+    const Probe& probe = of.probe;
     const auto experts = static_cast<std::size_t>(of.experts);
     std::vector<float> scores(static_cast<std::size_t>(of.tokens) * experts);
-    router_scores(hidden, of.tokens, of.probe.weight, of.width, of.experts, of.probe.bias, of.experts, scores.data());
-    const Ranked found = positive(rank_experts(of.tokens, of.experts, of.probe.top, false,
-                                          [&](std::int64_t t, std::vector<double>& row) {
-                                              const float* from = scores.data() + static_cast<std::size_t>(t) * experts;
-                                              row.assign(from, from + experts);
-                                          }));
+    const std::int64_t soft = probe.by_votes ? 0 : of.experts;
+    router_scores(hidden, of.tokens, probe.weight, of.width, of.experts, probe.bias, soft, scores.data());
+    Ranked found = rank_experts(of.tokens, of.experts, probe.top, probe.by_votes,
+                                [&](std::int64_t t, std::vector<double>& row) {
+                                    const float* from = scores.data() + static_cast<std::size_t>(t) * experts;
+                                    row.assign(from, from + experts);
+                                });
+    if (!probe.by_votes) found = positive(std::move(found));
     of.scores.assign(found.best.begin(), found.best.end());
     std::vector<std::int64_t> keys;
-    for (int expert : found.experts) keys.push_back(of.probe.layer * of.experts + expert);
-    return queue(keys, of.probe.source);
+    for (int expert : found.experts) keys.push_back(probe.layer * of.experts + expert);
+    return queue(keys, probe.source);
 }
 
 // `ExpertCache.prefetch` of these experts of one layer.

@@ -1,9 +1,9 @@
 // A layer of split experts on a pool (MoEpic), planned, loaded, prefetched for and run without Python: the decisions of
-// `engine.layer.MoeLayer.forward` with `LoadOnMiss`, `SplitOrder`'s order of eviction and the speculative prefetch.
+// `engine.layer.MoeLayer.forward` with `LoadOnMiss`, `SplitOrder`'s order of eviction and prefetch by the next router.
 //
 //     plan      copies that have ended land, stale prefetches are dropped; segments in the order in which they run, victims
 //     begin     priorities, counters, pins; victims are evicted, copies queued for the segments that have slots then
-//     prefetch  segments of the next layer's experts, by falling score
+//     prefetch  segments of the next layer's experts, the most wanted first
 //     finish    in waves: residents, arrivals as they land; unpin, what ran is used, and one gives its slot to a segment
 //               that waits for it (`Turn`); after the last wave combine
 #pragma once
@@ -40,6 +40,7 @@ struct Probe {
     const float* weight;  // [E, H]; null: there is none
     const float* bias;    // [E], or null
     std::int64_t layer, top;
+    bool by_votes;        // as `NextGatePrefetch`; else as `SpeculativePrefetch`, by its probabilities
     std::uint8_t source;  // of its prefetches
 };
 
@@ -69,7 +70,7 @@ class Split {
     bool plan(SplitPass& of);
     // False: the link is closed.
     bool begin(SplitPass& of);
-    // Scores of the probe on hidden [T, H]; experts by falling score; their absent segments are queued.
+    // Scores of the probe on hidden [T, H]; absent segments of the experts that they name are queued, in their order.
     // False: the link is closed.
     bool prefetch(SplitPass& of, const float* hidden);
     // unlocked: calls what it is given, without the interpreter's lock. False: a copy was cancelled.

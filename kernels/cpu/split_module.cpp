@@ -183,9 +183,9 @@ PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // split_layer(split, index, experts, layers, gate_up, down, width, activation, max_rows, probe weight or 0, probe bias or
-// 0, its layer, its top) -> capsule
+// 0, its layer, its top, by votes) -> capsule
 PyObject* split_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 13)) return nullptr;
+    if (!expect(count, 14)) return nullptr;
     Made* of = split_of(args[0]);
     if (!of) return nullptr;
     auto* made = new SplitLayer{};
@@ -203,6 +203,7 @@ PyObject* split_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
     made->probe.bias = address<const float>(args[10]);
     made->probe.layer = PyLong_AsLongLong(args[11]);
     made->probe.top = PyLong_AsLongLong(args[12]);
+    made->probe.by_votes = PyObject_IsTrue(args[13]) == 1;
     if (!PyErr_Occurred() && (activation < 0 || activation > static_cast<int>(Activation::relu)))
         refuse("there is no such activation", activation);
     if (!PyErr_Occurred() && (made->index < 0 || made->index >= layers || made->probe.layer < 0 ||

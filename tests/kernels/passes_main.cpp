@@ -186,7 +186,7 @@ int check_split(std::int64_t tops, std::int64_t bottoms, bool overrun, bool by_u
         of.activation = Activation::relu;
         of.tokens = 1 + step % 2;
         of.top_k = kTop;
-        of.probe = {router.data(), bias.data(), (of.index + 1) % kLayers, kTop, 1};
+        of.probe = {router.data(), bias.data(), (of.index + 1) % kLayers, kTop, of.index % 2 == 0, 1};
         std::vector<std::int64_t> ids;
         for (std::int64_t t = 0; t < of.tokens; ++t)
             for (std::int64_t id : some(kExperts, kTop)) ids.push_back(id);

@@ -117,7 +117,7 @@ def test_triton_prefill_rows(triton_kernel: Make) -> None:
 def test_a_row_does_not_depend_on_its_neighbours(triton_kernel: Make) -> None:
     """Bit for bit, within the class of up to 16 rows.
 
-    A row keeps its place: the interpreter multiplies with BLAS, where a sum may depend on it; tests/cuda has other places.
+    A row keeps its place: the interpreter multiplies with BLAS, whose sums may depend on it. tests/cuda moves rows.
     """
     shape, rng = SHAPES["tails"], np.random.default_rng(4)
     _, slots = slots_of(shape, 2, rng)

@@ -30,7 +30,7 @@ from tiermoe.actors.engine.stats import ConfiguratorStats, EngineStats, LayerSta
 from tiermoe.actors.policies.eviction import Lru, split_eviction
 from tiermoe.actors.policies.moepic import Lcp, SpeculativePrefetch
 from tiermoe.actors.policies.moepic.split import SplitLayout
-from tiermoe.actors.policies.prefetch import PrefetchGovernor, RandomPrefetch
+from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchGovernor, RandomPrefetch
 from tiermoe.actors.policies.residency import Residency
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.errors import RuntimeFailure
@@ -81,6 +81,7 @@ class SplitStack(Stack):
         ]
         policies = {
             "speculative": SpeculativePrefetch(LAYERS, EXPERTS, 2),
+            "next-gate": NextGatePrefetch(LAYERS, EXPERTS, 2),
             "random": RandomPrefetch(LAYERS, EXPERTS, 2, seed=3),
         }
         self.ahead = None
@@ -168,7 +169,7 @@ def forwards(seed: int, count: int, most: int) -> list[tuple[list[tuple[torch.Te
 
 @pytest.mark.parametrize("by_use", [False, True])
 @pytest.mark.parametrize("most", [8, 24])
-@pytest.mark.parametrize("prefetch", ["speculative", "random", "none"])
+@pytest.mark.parametrize("prefetch", ["speculative", "next-gate", "random", "none"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_native_calls_are_the_step_in_python(cut: str, prefetch: str, most: int, by_use: bool) -> None:
     """Every decision is the same, forward by forward, at 8 rows all native, at more with single passes in Python."""

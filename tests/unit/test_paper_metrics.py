@@ -98,7 +98,7 @@ def test_a_trace_decodes_the_text_of_its_prompts(tmp_path: Path, monkeypatch: py
 
 def test_orders_count_pairs_of_a_cell_that_differ_clearly_in_both() -> None:
     def row(policy: str, waits_s: float, tpot_ms: float, budget: str = "0.25") -> dict[str, Any]:
-        return {"section": "s", "policy": policy, "budget": budget, "link_gbps": 2.0, "blocked_io_s": waits_s,
+        return {"section": "s", "policy": policy, "budget": budget, "link_gbps": 2.0, "decode_blocked_io_s": waits_s,
                 "tpot_ms": tpot_ms}  # fmt: skip
 
     rows = [row("a", 1.0, 5.0), row("b", 2.0, 6.0), row("c", 3.0, 4.0), row("like a", 1.01, 9.0)]

@@ -133,7 +133,7 @@ def test_a_trace_without_decode(tmp_path: Path) -> None:
 def test_a_replay_s_hits_by_phase(tmp_path: Path) -> None:
     traces.write(tmp_path / "t", traces.header(), [[1, 2, 3], [4, 5]], decodes=6)
     trace = Trace(tmp_path / "t")
-    engine = SimulatedEngine(trace.header, Machine(name="any", **traces.COSTS.model_dump()), 0.5, Lru())
+    engine = SimulatedEngine(trace.header, Machine(name="any", **traces.COSTS.model_dump(), link_gbps=1e-2), 0.5, Lru())
     figures = result(engine, serve(engine, trace.requests()))
     routing = routing_of(trace.header, trace.requests())
     needs = routing.decode.sum() * 3 * 2
@@ -141,3 +141,4 @@ def test_a_replay_s_hits_by_phase(tmp_path: Path) -> None:
     assert figures["decode_hit_rate"] == figures["decode_hits"] / needs
     prompts = figures["hits"] + figures["misses"] - needs
     assert figures["prefill_hit_rate"] == (figures["hits"] - figures["decode_hits"]) / prompts
+    assert 0 < figures["decode_blocked_io_s"] < figures["blocked_io_s"]

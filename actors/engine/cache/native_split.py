@@ -1,6 +1,7 @@
 """Split experts in native code (`kernels/cpu/split.hpp`): their order of eviction, and what its passes have counted.
 
-The decisions are those of `LoadOnMiss`, `split_eviction` of `Lcp` or `Lru`, and `SpeculativePrefetch`.
+The decisions are those of `LoadOnMiss`, `split_eviction` of `Lcp` or `Lru`, and `SpeculativePrefetch` or
+`NextGatePrefetch`.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Measures = dict[str, float]
 _LOG_WIDTH = 160
 CLEAR = 0.05  # of the larger: a difference that decides an order
+_ORDERED = "decode_blocked_io_s", "tpot_ms"
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -195,22 +196,22 @@ def paired(row: Row, other: Row, measure: str) -> float:
 
 
 def orders(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Whether who waits less for copies is faster, by section that was served.
+    """Whether who waits less for copies decodes faster, by section that was served.
 
-    Of the pairs of variants of a cell whose medians of blocked I/O and of TPOT both differ by more than `CLEAR`:
-    `pairs`, how many, and `same` and `share`, how many have the same order in both.
+    Of the pairs of variants of a cell whose medians of decoding's blocked I/O and of TPOT both differ by more than
+    `CLEAR`: `pairs`, how many, and `same` and `share`, how many have the same order in both.
     """
     found: list[dict[str, Any]] = []
-    for section in dict.fromkeys(row["section"] for row in rows if {"blocked_io_s", "tpot_ms"} <= row.keys()):
+    for section in dict.fromkeys(row["section"] for row in rows if row.keys() >= set(_ORDERED)):
         cells = cells_of(rows, section).values()
         pairs = [pair for of in cells for pair in combinations(of.values(), 2) if all(_differ(*pair))]
-        same = sum((a["blocked_io_s"] < b["blocked_io_s"]) == (a["tpot_ms"] < b["tpot_ms"]) for a, b in pairs)
+        same = sum(len({a[name] < b[name] for name in _ORDERED}) == 1 for a, b in pairs)
         found.append({"section": section, "pairs": len(pairs), "same": same, "share": ratio(same, len(pairs))})
     return found
 
 
 def _differ(a: Row, b: Row) -> list[bool]:
-    return [abs(a[name] - b[name]) > CLEAR * max(a[name], b[name]) for name in ("blocked_io_s", "tpot_ms")]
+    return [abs(a[name] - b[name]) > CLEAR * max(a[name], b[name]) for name in _ORDERED]
 
 
 MetricFunction = Callable[..., dict[str, Any]]

@@ -347,6 +347,7 @@ def _rows(ran: Sequence[tuple[Cell, Measured]]) -> list[dict[str, Any]]:
         row |= {
             "hit_rate": middle.get("hit_rate", 0.0), "ttft_ms": 1e3 * middle.get("ttft_s", 0.0),
             "tpot_ms": 1e3 * middle.get("tpot_s", 0.0), "blocked_io_s": middle.get("blocked_io_s", 0.0),
+            "decode_blocked_io_s": middle.get("decode_blocked_io_s", 0.0),
             "expert_bytes_peak": middle.get("expert_bytes_peak"),
             "mb_loaded": middle.get("bytes_loaded", 0.0) / 1e6, "mb_wasted": middle.get("bytes_wasted", 0.0) / 1e6,
         }  # fmt: skip
