@@ -62,7 +62,7 @@ class Ahead:
     def idle(self, index: int) -> bool:
         return not self.wanted
 
-    def skip(self, index: int) -> None:
+    def skip(self, index: int, view: Any) -> None:
         self._cache.governor.allows()
 
 

@@ -157,8 +157,8 @@ class AheadHook(Protocol):
         """Whether `layer` would change nothing but what `skip` changes."""
         ...
 
-    def skip(self, index: int) -> None:
-        """The layer has run; in place of an idle `layer`."""
+    def skip(self, index: int, view: Any) -> None:
+        """In place of an idle `layer`."""
         ...
 
 
@@ -283,8 +283,11 @@ class MoeLayer:
                     view = backend.look(index, False, *inputs)
                     low = self._reroute(view)
                 given = inputs if view is None else view.operands()
-                out = (self._native if self._whole else self._planned)(native, given, view)
+                idle = not self._whole and native.orders and all(hook.idle(index) for hook in hooks.ahead)
+                out = (self._native if self._whole or idle else self._planned)(native, given, view)
                 if out is not None:
+                    if idle:
+                        self._skip(given, view)
                     return out
             if native.plans or cache.passes.words[0] > 1:
                 cache.count_passes()
@@ -367,7 +370,7 @@ class MoeLayer:
         if self._promising and 1 not in cache.counters.vacant and all(hook.idle(index) for hook in ahead):
             found: Any = native.run(*inputs)
             if found is not None and not isinstance(found, tuple):
-                return self._ran_resident(found)
+                return self._ran_resident(found, inputs, view)
             needed = cast("Needed | None", found)
         elif native.plans:
             needed = native.begin(*inputs)
@@ -384,10 +387,10 @@ class MoeLayer:
         try:
             cache.load_native(index, needed, native)
             for hook in ahead:
+                view = self.backend.look(index, False, *inputs) if view is None else view
                 if hook.idle(index):
-                    hook.skip(index)
+                    hook.skip(index, view)
                 else:
-                    view = self.backend.look(index, False, *inputs) if view is None else view
                     hook.layer(index, view)
             out = native.finish()
             if out is None:
@@ -403,9 +406,13 @@ class MoeLayer:
         self._observe(stats, stats.blocked_io_s - blocked_s, 0.0, ())  # landings count their own share of the link
         return out
 
-    def _ran_resident(self, out: Any) -> Any:
+    def _skip(self, inputs: tuple[Any, ...], view: Any) -> None:
         for hook in self.hooks.ahead:
-            hook.skip(self.index)
+            view = self.backend.look(self.index, False, *inputs) if view is None else view
+            hook.skip(self.index, view)
+
+    def _ran_resident(self, out: Any, inputs: tuple[Any, ...], view: Any) -> Any:
+        self._skip(inputs, view)
         if self._last or self.check:
             self.cache.count_passes()
         if self.check:

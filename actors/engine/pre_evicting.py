@@ -94,7 +94,7 @@ class PreEvicting:
     def idle(self, index: int) -> bool:
         return False
 
-    def skip(self, index: int) -> None:
+    def skip(self, index: int, view: Any) -> None:
         return None
 
     def _release(self, layer: int, logits: NDArray[np.floating]) -> None:

@@ -111,7 +111,7 @@ class Prefetching:
     def layer(self, index: int, view: Any) -> None:
         """A layer's routing is known and its loads are queued: queue loads for later layers."""
         policy, allowed = self.policy, self._cache.governor.allows()
-        if self.idle(index, allowed):
+        if policy.stateless and self.idle(index, allowed):
             return
         self._ask(index, policy.observed(self._see(index, self._spans, view)), allowed)
         if self.on_predicted is not None and policy.predicted is not None:
@@ -149,7 +149,7 @@ class Prefetching:
         found = [(first * experts, min(stop, layers) * experts)] if first < layers else []
         return [*found, (0, (stop - layers) * experts)] if policy.wraps and stop > layers else found
 
-    def skip(self, index: int) -> None:
+    def skip(self, index: int, view: Any) -> None:
         self._cache.governor.allows()
 
     def probe(self, index: int) -> tuple[LinearRouter, int, int, bool] | None:
@@ -248,7 +248,7 @@ class RouterPrefetching(Prefetching):
     def asks(self, layer: int, tokens: int) -> list[Asked]:
         """The scores that `layer` reads, as far as known before (`host_view.Asker`)."""
         policy = self.policy
-        if self.idle(layer, not self._cache.governor.resting):
+        if policy.stateless and self.idle(layer, not self._cache.governor.resting):
             return []
         found = [self._lookahead(layer, distance, tokens) for distance in range(1, policy.looks_ahead + 1)]
         if policy.needs_probabilities:
@@ -285,6 +285,16 @@ class RouterPrefetching(Prefetching):
         if type(router) is not LinearRouter or router.layers > 1:
             return None
         return router, layer, policy.top, type(policy) is NextGatePrefetch
+
+    def idle(self, index: int, allowed: bool = True) -> bool:
+        if self.policy.stateless:
+            return super().idle(index, allowed)
+        return self._running and index > 0 and self.policy.holds(index)
+
+    def skip(self, index: int, view: LayerView) -> None:
+        super().skip(index, view)
+        if not self.policy.stateless:
+            self.policy.hold(self._seen(index, self._spans, view))
 
     def takes(self, index: int, tokens: int) -> bool:
         return self._announced(tokens) and (index < self._last or len(self._spans) == tokens)

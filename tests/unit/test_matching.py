@@ -481,6 +481,30 @@ def test_next_gate_steps_in() -> None:
     assert link.fallback_layers == 1
 
 
+def test_a_held_layer_goes_with_the_next_that_is_not() -> None:
+    spans = [Span("a", 0, 1, True)]
+    with linked() as (link, _, channel):
+        policy = _policy(link)
+        policy.begin_forward(spans)
+        assert not policy.holds(1)  # before a forecast next-gate prefetches
+        channel.sent[0].give(_command({3 * E: 0.2}))
+        policy.observed(_seen(0, spans))
+        assert [policy.holds(layer) for layer in (1, L - 1)] == [True, False]
+        assert not _policy(link, blend=BlendPrefetch(L, E, K, 2)).holds(1)
+        policy.hold(_seen(1, spans))
+        assert (len(channel.sent), policy.holds(2)) == (2, True)
+        channel.sent[1].give(None)
+        assert not policy.holds(2)  # there is an answer to take
+        seen = [_seen(layer, spans) for layer in (1, 2)]
+        assert policy.observed(seen[1]) == []
+        context = channel.sent[2].context
+        assert context.layer == 1
+        np.testing.assert_array_equal(context.probabilities, np.concatenate([s.probabilities for s in seen], axis=1))
+        channel.sent[2].give(None)
+        link.take(0, 2)
+        assert [policy.holds(layer) for layer in (TAIL - 1, TAIL)] == [False, True]  # nothing is owed
+
+
 def test_blend_judges_by_ids() -> None:
     policy = _policy(FakeMatcher(), blend=BlendPrefetch(L, E, K, 2))
     assert policy.needs_ids

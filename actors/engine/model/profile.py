@@ -227,7 +227,8 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
     yield "await", cache, "await_experts"
     yield "send", backend, "send"
     for hook in layer.hooks.ahead:
-        yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, "layer"
+        for method in ("layer", "skip"):
+            yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, method
     yield "run", backend, "run"
     for method in ("step",) if isinstance(layer.native, SplitLayer) else ("step", "run", "begin", "load", "finish"):
         yield "native", layer.native, method  # less its kernels and waits
