@@ -141,7 +141,7 @@ class Watcher(Protocol):
 
 
 class AheadHook(Protocol):
-    """always: it is asked at every layer, since `idle` is never true."""
+    """always: it sees every layer, by `layer` or by `skip`."""
 
     always: bool
 
