@@ -412,7 +412,8 @@ class MoeLayer:
             hook.skip(self.index, view)
 
     def _ran_resident(self, out: Any, inputs: tuple[Any, ...], view: Any) -> Any:
-        self._skip(inputs, view)
+        if self.hooks.ahead:
+            self._skip(inputs, view)
         if self._last or self.check:
             self.cache.count_passes()
         if self.check:
