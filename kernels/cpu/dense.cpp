@@ -20,7 +20,6 @@ namespace tiermoe {
 namespace {
 
 constexpr int kLanes = 16;
-constexpr std::int64_t kPage = 4096;   // a weight row of so many bytes or more is prefetched by the processor itself
 constexpr std::int64_t kAhead = 16384;  // bytes between what is read and what is prefetched
 constexpr std::int64_t kThreadedBytes = 1 << 19;  // weights from which a product is worth more threads
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
@@ -74,14 +73,14 @@ INLINED Four sums_of(const Vec& v0, const Vec& v1, const Vec& v2, const Vec& v3)
 
 // --- products ------------------------------------------------------------------------------------------------
 
-// out[r][n..n+N) = x[r] . w[n..n+N). One row reads weight after weight as they are stored, and prefetches short ones:
+// out[r][n..n+N) = x[r] . w[n..n+N). One row reads weight after weight as they are stored, and prefetches:
 // else it waits for memory at each page.
 template <class T, int R, int N>
 INLINED void dots(const float* x, const T* w, std::int64_t k, float* out, std::int64_t out_stride, const float* bias) {
     constexpr int kTogether = R == 1 ? 1 : N;
     constexpr std::int64_t kElement = sizeof(T);
     Vec sum[N][R] = {};
-    const std::int64_t whole = k / kLanes * kLanes, ahead = k * kElement < kPage ? kAhead / kElement : 0;
+    const std::int64_t whole = k / kLanes * kLanes, ahead = kAhead / kElement;
 #pragma GCC unroll 4
     for (int from = 0; from < N; from += kTogether)
         for (std::int64_t i = 0; i < whole; i += kLanes) {

@@ -22,7 +22,6 @@ constexpr int kRows = kSumRows;  // rows that share one read of a neuron
 constexpr int kNeurons = 8;      // neurons that share one read and write of the result rows
 constexpr int kChunk = 128;      // neurons whose gate and up rows are read before their down rows
 constexpr int kAhead = 16;       // rows between what is read and what is prefetched
-constexpr std::int64_t kPage = 4096 / sizeof(float);  // a row of a page or more is prefetched by the processor itself
 
 inline float activate(float v, Activation activation) {
     switch (activation) {
@@ -124,13 +123,12 @@ __attribute__((always_inline)) static inline void block(const float* const* x, f
     constexpr int kTogether = R <= 2 ? 4 : 2;  // neurons; more would need more registers than there are
     for (int r = 0; r < R; ++r) std::memset(y[r], 0, static_cast<std::size_t>(width) * sizeof(float));
     float scale[kChunk][kRows];
-    const std::int64_t mask = width < kPage ? -1 : 0;
     for (std::int64_t left = neurons; left > 0; left -= kChunk) {
         const std::int64_t count = left < kChunk ? left : kChunk;
         std::int64_t n = 0;
         for (; n + kTogether <= count; n += kTogether, gate_up += 2 * kTogether * width)
-            neurons_of<R, kTogether>(x, gate_up, mask ? ahead_of(gate_up, 2 * (count - n), down, width) : x[0], mask,
-                                     width, activation, scale + n);
+            neurons_of<R, kTogether>(x, gate_up, ahead_of(gate_up, 2 * (count - n), down, width), -1, width, activation,
+                                     scale + n);
         for (; n < count; ++n, gate_up += 2 * width)
             neurons_of<R, 1>(x, gate_up, x[0], 0, width, activation, scale + n);
         const float* after = left > kChunk ? gate_up : next;
