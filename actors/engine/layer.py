@@ -158,7 +158,7 @@ class AheadHook(Protocol):
         ...
 
     def skip(self, index: int, view: Any) -> None:
-        """In place of an idle `layer`."""
+        """In place of an idle `layer`. view: may be None where `always` is false."""
         ...
 
 
@@ -408,7 +408,8 @@ class MoeLayer:
 
     def _skip(self, inputs: tuple[Any, ...], view: Any) -> None:
         for hook in self.hooks.ahead:
-            view = self.backend.look(self.index, False, *inputs) if view is None else view
+            if view is None and hook.always:
+                view = self.backend.look(self.index, False, *inputs)
             hook.skip(self.index, view)
 
     def _ran_resident(self, out: Any, inputs: tuple[Any, ...], view: Any) -> Any:
