@@ -40,6 +40,7 @@ class BoundedEnd:
         self._wake, self._seen = socket.socketpair()
         self._before: int | None = None
         self._over = False
+        self._muted = False
 
     def __enter__(self) -> BoundedEnd:
         if threading.current_thread() is threading.main_thread():
@@ -68,6 +69,7 @@ class BoundedEnd:
     def lost(self, reason: str) -> None:
         """Ray has ended or hangs: nothing can end in order. Called on any thread."""
         self._lost_s, self._lost = time.monotonic(), reason
+        self._mute()
         with contextlib.suppress(OSError):
             self._seen.send(b"\0")
 
@@ -93,13 +95,22 @@ class BoundedEnd:
         self._until_s = time.monotonic() + patience_s
         if self._code is None:
             self._code = _CODES[signal.Signals(number)]
+            self._mute()
+
+    def _mute(self) -> None:
+        """Drop what native code writes to standard error: Ray's client writes each call that an ending Ray fails."""
+        if not self._muted:
+            self._muted, before = True, sys.stderr
+            before.flush()
+            kept = os.dup(before.fileno())
+            sys.stderr = os.fdopen(kept, "w", buffering=1, encoding=before.encoding, errors=before.errors)
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), before.fileno())
 
     def _end(self, code: int) -> None:
         """End by force, unless there is nothing to be ended so."""
         if code == 1:
             print(f"error: {self._lost}; start it again", file=sys.stderr, flush=True)
-        if self._lost is not None:  # Ray's client in this process has much to say about it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         if not self._force() and self._lost is None:
             self._until_s = time.monotonic() + _AGAIN_S  # Ray was not started yet
             return
