@@ -32,9 +32,12 @@ setup(
                 "kernels/cpu/order.cpp",
                 "kernels/cpu/pages_module.cpp",
                 "kernels/cpu/rank_module.cpp",
+                "kernels/cpu/reroute.cpp",
                 "kernels/cpu/split.cpp",
                 "kernels/cpu/split_module.cpp",
                 "kernels/cpu/split_order.cpp",
+                "kernels/cpu/substitute.cpp",
+                "kernels/cpu/substitute_module.cpp",
                 "kernels/cpu/threads.cpp",
             ],
             depends=[
@@ -61,19 +64,11 @@ setup(
                 "kernels/cpu/rank.hpp",
                 "kernels/cpu/split.hpp",
                 "kernels/cpu/split_order.hpp",
+                "kernels/cpu/substitute.hpp",
                 "kernels/cpu/threads.hpp",
             ],
             include_dirs=["kernels/cpu"],
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-pthread"],
-            language="c++",
-        ),
-        Extension(
-            "tiermoe.kernels._substitute",
-            sources=["kernels/cpu/substitute.cpp", "kernels/cpu/substitute_module.cpp"],
-            depends=["kernels/cpu/substitute.hpp"],
-            include_dirs=["kernels/cpu"],
-            # its results are those of other languages to the last bit: no sum may swallow the product before it
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off"],
             language="c++",
         ),
         Extension(

@@ -1,7 +1,7 @@
 """The C++ extension (`kernels/cpu/module.cpp`, `neuron_module.cpp`). Buffers are given by address, which
 `kernels/cpu_ffn.py` and `kernels/packed_ffn.py` check."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -292,6 +292,25 @@ def layer_active(
     """`layer_step` frees slots for the next layer by this router, which the caller keeps alive, where weight is not 0,
     and drops pairs where narrowest is not 0. Raises ValueError: there is no next layer, or no order by importance."""
 
+def layer_replace(
+    layer: Layer,
+    weight: int,
+    bias: int,
+    draws: int,
+    drawn: int,
+    next: int,
+    full: int,
+    emptied: int,
+    buddies: int,
+    similarity: int,
+    options: tuple[Any, ...],
+    beta: float,
+    max_rows: int,
+    /,
+) -> None:
+    """`layer_step` replaces missing experts, by this router or by these draws, where one is not 0. options: as
+    `substitute`. The caller keeps the buffers alive. Raises ValueError: no such options, or no order of eviction."""
+
 def layer_times(layer: Layer, seconds: int, /) -> None:
     """Where the kernels' seconds are added: two doubles, of the wall's clock and of the thread's; 0: nowhere."""
 
@@ -539,3 +558,29 @@ def release_pages(file: int, /) -> None:
 
 def bad_page() -> tuple[int, int] | None:
     """The file and the offset of the first page that could not be read."""
+
+def replaceable(
+    ids: NDArray[np.int64],
+    resident: NDArray[np.bool_],
+    beta: float,
+    shard_of: NDArray[np.int64] | None,
+    shards: int,
+    out: NDArray[np.bool_],
+    /,
+) -> None:
+    """Raises ValueError: an array is of another kind or size, or an expert or shard does not exist."""
+
+def substitute(
+    ids: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    probabilities: NDArray[np.float32] | None,
+    replace: NDArray[np.bool_],
+    reach: NDArray[np.float32],
+    buddies: NDArray[np.int32],
+    similarity: NDArray[np.float32],
+    out_ids: NDArray[np.int64],
+    out_weights: NDArray[np.float32],
+    numbers: tuple[Any, ...],
+    /,
+) -> tuple[int, int]:
+    """Pairs replaced and left out. Raises ValueError: as `replaceable`, or what is needed is None."""

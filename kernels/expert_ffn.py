@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from . import _cpu
 from .packed_ffn import ACTIVATIONS
+from .substitute import BuddyLists, Options, numbers
 
 CPU_MAX_ROWS = 8  # rows of one expert above which blocked GEMMs beat the C++ kernel
 MAX_SLOTS = 1023  # groups that one grouped product takes
@@ -275,6 +277,28 @@ class Budget(NamedTuple):
     renormalise: bool
 
 
+class Replace(NamedTuple):
+    """Missing experts are replaced by others, or left out: as `policies.buddymoe.MissRule` on one GPU.
+
+    top_k: of the routings; others are for Python. tau, beta: None: no gate. weight [E, H] and bias [E], or None: the
+    router whose probabilities the options ask for. draws [n] float32 and next [1] int64, the first that was not read:
+    in their place. full [L] bool, emptied [1] int64: the rule's state. max_rows: of which probabilities are computed.
+    """
+
+    top_k: int
+    buddies: BuddyLists
+    options: Options
+    tau: float | None
+    beta: float | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    draws: NDArray[np.float32] | None
+    next: NDArray[np.int64] | None
+    full: NDArray[np.bool_]
+    emptied: NDArray[np.int64]
+    max_rows: int
+
+
 def native_operands(
     hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -323,9 +347,21 @@ class NativeLayer:
             _cpu.layer_active(self._made, *self._release, 0, False)
         self._held = self._held, ahead
 
-    def drop(self, budget: Budget) -> None:
-        """`step` drops the pairs that do not fit."""
-        _cpu.layer_active(self._made, *self._release, *budget)
+    def reroute(self, rule: Budget | Replace) -> None:
+        """`step` changes the routing so."""
+        if isinstance(rule, Budget):
+            _cpu.layer_active(self._made, *self._release, *rule)
+            return
+        weight, bias = (0 if t is None else t.data_ptr() for t in (rule.weight, rule.bias))
+        draws, after = rule.draws, rule.next
+        read = (0, 0, 0) if draws is None or after is None else (draws.ctypes.data, len(draws), after.ctypes.data)
+        _cpu.layer_replace(
+            self._made, weight, bias, *read, rule.full.ctypes.data, rule.emptied.ctypes.data,
+            rule.buddies.ids.ctypes.data, rule.buddies.similarity.ctypes.data,
+            numbers((0, rule.top_k), rule.buddies, rule.options, rule.tau),
+            math.inf if rule.beta is None else rule.beta, rule.max_rows,
+        )  # fmt: skip
+        self._held = self._held, rule
 
     def step(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, decode_only: bool, source: int

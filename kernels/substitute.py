@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from . import _substitute
+from . import _cpu
 
 # Terms of the series that all implementations evaluate, for equal bits.
 LOG_TERMS = tuple(1.0 / (2 * i + 1) for i in range(8))
@@ -116,7 +116,7 @@ def replaceable_arrays(
     """
     out = np.empty(len(resident), np.bool_)
     shards = 1 if shard_of is None else int(shard_of.max()) + 1
-    _substitute.replaceable(ids, resident, math.inf if beta is None else beta, shard_of, shards, out)
+    _cpu.replaceable(ids, resident, math.inf if beta is None else beta, shard_of, shards, out)
     return out
 
 
@@ -137,8 +137,19 @@ def substitute_arrays(
             are missing.
     """
     out_ids, out_weights = np.empty_like(ids), np.empty_like(weights)
-    (tokens, top_k), (experts, ranks) = ids.shape, buddies.ids.shape
-    numbers = (
+    substituted, dropped = _cpu.substitute(
+        ids, weights, probabilities, replace, reach, buddies.ids, buddies.similarity, out_ids, out_weights,
+        numbers(ids.shape, buddies, options, tau),
+    )  # fmt: skip
+    return ReplacedArrays(out_ids, out_weights, substituted, dropped)
+
+
+def numbers(
+    shape: tuple[int, ...], buddies: BuddyLists, options: Options, tau: float | None = None
+) -> tuple[int | float | bool, ...]:
+    """Sizes and options as C++ reads them. shape: of the routing, (T, K)."""
+    (tokens, top_k), (experts, ranks) = shape, buddies.ids.shape
+    return (
         tokens, top_k, experts, ranks,
         top_k if options.rho is None else options.rho,
         ranks if options.search is None else min(options.search, ranks),
@@ -147,10 +158,6 @@ def substitute_arrays(
         options.temperature, math.log(top_k), options.eta, options.reuse,
         options.fallback == "drop", options.weights == "buddy", options.renormalise,
     )  # fmt: skip
-    substituted, dropped = _substitute.substitute(
-        ids, weights, probabilities, replace, reach, buddies.ids, buddies.similarity, out_ids, out_weights, numbers
-    )
-    return ReplacedArrays(out_ids, out_weights, substituted, dropped)
 
 
 class _HostBuddies(NamedTuple):

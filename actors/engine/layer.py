@@ -25,7 +25,7 @@ from .stats import LayerStats
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
-    from ...kernels.expert_ffn import Budget, ExpertKernel, Needed, ReleaseAhead, RoutersAhead
+    from ...kernels.expert_ffn import Budget, ExpertKernel, Needed, ReleaseAhead, Replace, RoutersAhead
     from .dispatch import RemoteTask, Spans
     from .host_view import Routing
     from .serving.streams import SequenceRows
@@ -73,8 +73,8 @@ class NativeRun(Protocol):
         """What `step` prefetches by, or frees slots by."""
         ...
 
-    def drop(self, budget: Budget) -> None:
-        """What `step` drops pairs by."""
+    def reroute(self, rule: Budget | Replace) -> None:
+        """What `step` changes the routing by."""
         ...
 
     def step(self, hidden: Any, ids: Any, weights: Any, decode_only: bool, source: int) -> Any | list[int] | None:
@@ -125,8 +125,8 @@ class RerouteHook(Protocol):
         """May change the view's routing; returns the keys of experts that run on low-bit replicas."""
         ...
 
-    def native(self) -> Budget | None:
-        """What native code needs to do `layer`; None: it cannot."""
+    def native(self, index: int) -> Budget | Replace | None:
+        """What native code needs to do `layer` at this layer; None: it cannot."""
         ...
 
 
@@ -246,21 +246,16 @@ class MoeLayer:
 
     def _leave_hooks(self, native: NativeRun) -> bool:
         """Have native code reroute, and prefetch or free slots; False: it cannot."""
-        budgets = [rule.native() for rule in self.hooks.reroute]
-        ahead = [hook.native(self.index) for hook in self.hooks.ahead]
-        if len(budgets) > 1 or len(ahead) > 1:
+        hooks = self.hooks
+        rules = [rule for hook in hooks.reroute if (rule := hook.native(self.index)) is not None]
+        ahead = [found for hook in hooks.ahead if (found := hook.native(self.index)) is not None]
+        if not len(rules) == len(hooks.reroute) < 2 or not len(ahead) == len(hooks.ahead) < 2:
             return False
-        for budget in budgets:
-            if budget is None:
-                return False
         for found in ahead:
-            if found is None:
-                return False
             native.look_ahead(found)
             self._source = found.source
-        for budget in budgets:
-            if budget is not None:
-                native.drop(budget)
+        for rule in rules:
+            native.reroute(rule)
         return True
 
     @property

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ..policies.activeevict import BudgetAwareTopK
+from ..policies.buddymoe import DropRule, MissRule, RandomRule
 from ..policies.hobbit import MixedPrecision
 from ..policies.residency import State
 from ..policies.routing import RerouteView, Rerouting
@@ -18,7 +19,7 @@ from .layer import NO_KEYS, View
 from .stats import EngineStats
 
 if TYPE_CHECKING:
-    from ...kernels.expert_ffn import Budget
+    from ...kernels.expert_ffn import Budget, Replace
     from .model.model import MoeBlock
     from .peers.shards import PeerCaches
 
@@ -83,13 +84,26 @@ class Rerouter:
             view.reroute(found.ids, found.weights, dropped=found.dropped > 0)
         return NO_KEYS
 
-    def native(self) -> Budget | None:
-        """What native code needs to apply the rule; None: it cannot."""
-        from ...kernels.expert_ffn import Budget
+    def native(self, index: int) -> Budget | Replace | None:
+        """What native code needs to apply the rule at this layer; None: it cannot."""
+        from ...kernels.expert_ffn import Budget, Replace
+        from ...kernels.router import MOST_ROWS, LinearRouter
 
-        if type(self.rule) is not BudgetAwareTopK or self._peers is not None:
+        rule, weight, bias = self.rule, None, None
+        if self._peers is not None:
             return None
-        return Budget(self.rule.narrowest, self.rule.renormalise)
+        if type(rule) is BudgetAwareTopK:
+            return Budget(rule.narrowest, rule.renormalise)
+        if type(rule) not in (MissRule, RandomRule, DropRule):
+            return None
+        assert isinstance(rule, MissRule)
+        if (asked := self._asked[index]) is not None:
+            operands = asked.probe.operands if isinstance(asked.probe, LinearRouter) else None
+            if operands is None:
+                return None
+            weight, bias = operands
+        state = rule.native(index)
+        return None if state is None else Replace(self._top_k, weight=weight, bias=bias, max_rows=MOST_ROWS, **state)
 
     def _view(self, layer: int) -> RerouteView:
         if not self.rule.needs_view:
@@ -112,7 +126,7 @@ class LowBits:
         self.rule, self._cache, self._experts = rule, cache, experts
         self._keys = len(cache.uses)
 
-    def native(self) -> None:
+    def native(self, index: int) -> None:
         """Native code runs no replicas."""
         return None
 

@@ -14,6 +14,7 @@ class Loads;
 struct Copy;
 struct Counts;
 struct Importance;
+struct Substitution;
 }  // namespace tiermoe
 
 namespace tiermoe::bindings {
@@ -24,6 +25,8 @@ const std::shared_ptr<Copy>* copy_of(PyObject* capsule);
 Loads* loads_of(PyObject* capsule);                    // loads_module.cpp
 Counts* counts_of(PyObject* capsule);
 Importance* importance_of(PyObject* capsule);          // importance_module.cpp
+// The sizes and options of a substitution, from `kernels.substitute.numbers`; false: an exception is set.
+bool read_options(PyObject* tuple, Substitution& problem);  // substitute_module.cpp
 // Whether these keys can take slots, those of the victims included; else an exception is set.
 bool check_start(const Loads& of, const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& victims);
 
@@ -78,5 +81,6 @@ extern PyMethodDef split_methods[];     // split_module.cpp
 extern PyMethodDef rank_methods[];      // rank_module.cpp
 extern PyMethodDef decode_methods[];    // decode_module.cpp
 extern PyMethodDef page_methods[];      // pages_module.cpp
+extern PyMethodDef substitute_methods[];  // substitute_module.cpp
 
 }  // namespace tiermoe::bindings

@@ -9,8 +9,11 @@
 namespace tiermoe {
 
 struct Counts {
-    // of a layer: passes, experts, and pairs that were dropped; premature: loads of experts that were vacated
-    enum Of { forwards, hits, misses, prefetched_hits, late, demanded, wasted, vacated, premature, dropped_pairs, kFields };
+    // of a layer: passes, experts, and pairs that another expert ran, or none; premature: loads of experts that were vacated
+    enum Of {
+        forwards, hits, misses, prefetched_hits, late, demanded, wasted, vacated, premature, substituted_pairs,
+        dropped_pairs, kFields
+    };
     enum Outcome { queued, used, arrived_late, left_unused, cancelled, kOutcomes };        // of a source's prefetches
     std::int64_t layers, experts;
     std::int64_t *fields, *outcomes;  // [layers, kFields], [sources, kOutcomes]

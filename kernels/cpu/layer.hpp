@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "expert_ffn.hpp"
+#include "loads.hpp"
+#include "substitute.hpp"
 
 namespace tiermoe {
 
@@ -26,6 +29,74 @@ struct Pass {
 
     std::int64_t key(std::int64_t expert) const { return index * experts + expert; }
 };
+
+// The routers of the layers behind, on this layer's input (`policies.prefetch.NextGatePrefetch`).
+struct Ahead {
+    const float* weight;                 // [layers * E, H]; null: nothing is prefetched here
+    const float* bias;                   // [layers * E], or null
+    std::int64_t layers, top, max_rows;  // of an input
+};
+
+// Slots that are freed for the next layer by its router's scores (`activeevict.PreEviction`).
+struct Release {
+    const float* weight;  // [E, H]; null: none are freed here
+    const float* bias;    // [E], or null
+    double threshold;
+    std::int64_t most, max_rows;  // slots for uncertainty; rows of an input
+};
+
+// Pairs are dropped whose experts do not fit (`activeevict.BudgetAwareTopK`).
+struct Budget {
+    std::int64_t narrowest;  // experts that a token keeps; 0: no pair is dropped
+    bool renormalise;
+};
+
+// Missing experts are replaced by others, or left out (`buddymoe.MissRule` on one GPU).
+struct Replace {
+    Substitution problem;  // options and lists; for routings of this top_k
+    double beta;           // infinity: no gate
+    const float *weight, *bias;  // the layer's router, whose probabilities are read; null: none are, or `draws`
+    const float* draws;          // random numbers in their place, or null
+    std::int64_t drawn, max_rows;  // numbers there; rows that the router's scores are computed of
+    std::int64_t* next;            // the first draw that nobody has read
+    std::uint8_t* full;            // [layers], whether the slots were all in use since the cache was empty
+    std::int64_t* emptied;         // how often it had been, then
+    // of one pass
+    std::vector<std::uint8_t> here, wanted;  // [E]
+    std::vector<float> reach, probabilities;
+    std::int64_t read;  // draws
+};
+
+// A layer of whole experts (layer_module.cpp).
+struct Layer : Pass {
+    std::int64_t neurons, record_words;
+    const std::uint8_t* states;  // `SlotState` of each expert of the layer [E]
+    const std::int32_t* slots;   // [E]
+    std::int64_t* record;
+    const Counts* counters;
+    Loads* loads;  // null: only passes without misses run here
+    Ahead ahead;
+    Release release;
+    Budget budget;
+    std::unique_ptr<Replace> replace;  // null: none is
+    double* times;  // where kernels' seconds are added, by the wall's clock and the thread's; null: nobody asks
+    // of one pass
+    const float *hidden, *weights;
+    const std::int64_t *picked, *ids;  // [tokens, picked_k] as the model picked them; [tokens, top_k] as they run
+    float* out;
+    std::int64_t resident, arriving, picked_k, substituted, dropped;
+    std::vector<std::int64_t> kept_ids;  // of the pairs that run, where the routing was changed
+    std::vector<float> kept_weights;
+    std::vector<std::int64_t> run, missing;  // keys
+    std::vector<float> scores;
+
+    SlotState state(std::int64_t expert) const { return static_cast<SlotState>(states[expert]); }
+    Order* evicts() const { return loads ? loads->order() : nullptr; }
+};
+
+// Changes the routing of a pass that was read by the layer's rule; false: the pass is not for native code, and no draw
+// was read. reroute.cpp
+bool reroute(Layer& of);
 
 // The first id that is no expert; -1: there is none.
 inline std::int64_t foreign(const Pass& of, const std::int64_t* ids) {

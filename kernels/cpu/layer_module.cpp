@@ -27,52 +27,6 @@ namespace {
 
 constexpr const char* kLayer = "tiermoe.kernels.Layer";
 
-// The routers of the layers behind, on this layer's input (`policies.prefetch.NextGatePrefetch`).
-struct Ahead {
-    const float* weight;                 // [layers * E, H]; null: nothing is prefetched here
-    const float* bias;                   // [layers * E], or null
-    std::int64_t layers, top, max_rows;  // of an input
-};
-
-// Slots that are freed for the next layer by its router's scores (`activeevict.PreEviction`).
-struct Release {
-    const float* weight;  // [E, H]; null: none are freed here
-    const float* bias;    // [E], or null
-    double threshold;
-    std::int64_t most, max_rows;  // slots for uncertainty; rows of an input
-};
-
-// Pairs are dropped whose experts do not fit (`activeevict.BudgetAwareTopK`).
-struct Budget {
-    std::int64_t narrowest;  // experts that a token keeps; 0: no pair is dropped
-    bool renormalise;
-};
-
-struct Layer : Pass {
-    std::int64_t neurons, record_words;
-    const std::uint8_t* states;  // `SlotState` of each expert of the layer [E]
-    const std::int32_t* slots;   // [E]
-    std::int64_t* record;
-    const Counts* counters;
-    Loads* loads;  // null: only passes without misses run here
-    Ahead ahead;
-    Release release;
-    Budget budget;
-    double* times;  // where kernels' seconds are added, by the wall's clock and the thread's; null: nobody asks
-    // of one pass
-    const float *hidden, *weights;
-    const std::int64_t* picked;  // ids [tokens, picked_k] before pairs were dropped
-    float* out;
-    std::int64_t resident, arriving, picked_k, dropped;
-    std::vector<std::int64_t> kept_ids;  // of the pairs that run, where some were dropped
-    std::vector<float> kept_weights;
-    std::vector<std::int64_t> run, missing;  // keys
-    std::vector<float> scores;
-
-    SlotState state(std::int64_t expert) const { return static_cast<SlotState>(states[expert]); }
-    Order* evicts() const { return loads ? loads->order() : nullptr; }
-};
-
 Layer* layer_of(PyObject* capsule) { return static_cast<Layer*>(PyCapsule_GetPointer(capsule, kLayer)); }
 void delete_layer(PyObject* capsule) { delete layer_of(capsule); }
 
@@ -169,6 +123,36 @@ PyObject* layer_active(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+// layer_replace(layer, weight or 0, bias or 0, draws or 0, drawn, next or 0, full, emptied, buddies, similarity, options,
+//               beta, max_rows): `layer_step` replaces missing experts; options: as of `substitute`; all outlive it
+PyObject* layer_replace(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 13)) return nullptr;
+    Layer* of = layer_of(args[0]);
+    auto rule = std::make_unique<Replace>();
+    Substitution& problem = rule->problem;
+    if (!of || !read_options(args[10], problem)) return nullptr;
+    rule->weight = address<const float>(args[1]);
+    rule->bias = address<const float>(args[2]);
+    rule->draws = address<const float>(args[3]);
+    rule->drawn = PyLong_AsLongLong(args[4]);
+    rule->next = address<std::int64_t>(args[5]);
+    rule->full = address<std::uint8_t>(args[6]);
+    rule->emptied = address<std::int64_t>(args[7]);
+    problem.buddies = address<const std::int32_t>(args[8]);
+    problem.similarity = address<const float>(args[9]);
+    rule->beta = PyFloat_AsDouble(args[11]);
+    rule->max_rows = PyLong_AsLongLong(args[12]);
+    if (PyErr_Occurred()) return nullptr;
+    const Fault fault = size_fault(problem, rule->weight || rule->draws);
+    if (!fault.empty()) return PyErr_Format(PyExc_ValueError, "%s", fault.c_str());
+    if (!of->evicts() || problem.experts != of->experts || of->budget.narrowest) {
+        refuse("there is no such replacement, layer", of->index);
+        return nullptr;
+    }
+    of->replace = std::move(rule);
+    Py_RETURN_NONE;
+}
+
 // layer_times(layer, address of two doubles or 0)
 PyObject* layer_times(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
@@ -186,48 +170,21 @@ void group_pairs(Layer& of) {
         of.groups.push_back({of.starts[i], of.starts[i + 1], of.slots[of.used[i]] * of.neurons, of.neurons, false});
 }
 
-// Drops the pairs whose experts do not fit, and the columns in which nothing runs (`LayerView.reroute`).
-void drop_unfit(Layer& of) {
-    Loads& loads = *of.loads;
-    const std::int64_t tokens = of.tokens, top_k = of.top_k, vacant = loads.free_slots();
-    if (misses_fit(of.picked, tokens * top_k, of.states, of.experts, vacant)) return;
-    of.kept_ids.resize(static_cast<std::size_t>(tokens * top_k));
-    of.kept_weights.resize(of.kept_ids.size());
-    of.dropped = budget_top_k(of.picked, of.weights, tokens, top_k, of.states, of.experts, vacant, of.budget.narrowest,
-                              of.budget.renormalise, of.kept_ids.data(), of.kept_weights.data());
-    if (!of.dropped) return;
-    std::vector<std::int64_t> columns;
-    for (std::int64_t k = 0; k < top_k; ++k) {
-        bool used = false;
-        for (std::int64_t t = 0; t < tokens; ++t) used |= of.kept_weights[t * top_k + k] != 0.0f;
-        if (used) columns.push_back(k);
-    }
-    of.weights = of.kept_weights.data();
-    const auto left = static_cast<std::int64_t>(columns.size());
-    if (!left || left == top_k) return;
-    for (std::int64_t t = 0, at = 0; t < tokens; ++t)
-        for (std::int64_t k : columns) {
-            of.kept_ids[at] = of.kept_ids[t * top_k + k];
-            of.kept_weights[at++] = of.kept_weights[t * top_k + k];
-        }
-    of.top_k = left;
-}
-
-// Reads layer, hidden, ids, weights, tokens, top_k and out, and sorts the pairs; budget: of those that fit. False: the pass
-// is not for native code, or an exception is set.
-bool read_pass(Layer& of, PyObject* const* args, bool budget = false) {
+// Reads layer, hidden, ids, weights, tokens, top_k and out, and sorts the pairs, as they run where `rules` may change them.
+// False: the pass is not for native code, or an exception is set.
+bool read_pass(Layer& of, PyObject* const* args, bool rules = false) {
     of.hidden = address<const float>(args[1]);
-    const std::int64_t* ids = of.picked = address<const std::int64_t>(args[2]);
+    of.picked = of.ids = address<const std::int64_t>(args[2]);
     of.weights = address<const float>(args[3]);
     of.tokens = PyLong_AsLongLong(args[4]);
     of.top_k = of.picked_k = PyLong_AsLongLong(args[5]);
     of.out = address<float>(args[6]);
-    of.dropped = 0;
+    of.substituted = of.dropped = 0;
     if (PyErr_Occurred()) return false;
     if (of.tokens < 1 || of.top_k < 1 || of.tokens * of.top_k > kMaxPairs) return false;
-    if (const std::int64_t at = foreign(of, ids); at >= 0) return refuse("there is no such expert", ids[at]);
-    if (budget) drop_unfit(of);
-    if (!sort_pairs(of, of.dropped ? of.kept_ids.data() : ids)) return false;
+    if (const std::int64_t at = foreign(of, of.ids); at >= 0) return refuse("there is no such expert", of.ids[at]);
+    if (rules && !reroute(of)) return false;
+    if (!sort_pairs(of, of.ids)) return false;
     group_pairs(of);
     return true;
 }
@@ -423,7 +380,7 @@ PyObject* layer_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("such a pass takes part of Python, layer", of->index);
         return nullptr;
     }
-    if (!read_pass(*of, args, of->budget.narrowest > 0)) {
+    if (!read_pass(*of, args, true)) {
         if (PyErr_Occurred()) return nullptr;
         Py_RETURN_NONE;
     }
@@ -431,7 +388,9 @@ PyObject* layer_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if ((source && of->tokens > of->ahead.max_rows) || (releases && of->tokens > of->release.max_rows) ||
         (releases && of->picked_k != of->evicts()->importance()->top_k) || !settle_copies(*of) || !plan_run(*of))
         Py_RETURN_NONE;
+    of->counters->of(of->index, Counts::substituted_pairs) += of->substituted;
     of->counters->of(of->index, Counts::dropped_pairs) += of->dropped;
+    if (of->replace && of->replace->read) *of->replace->next += of->replace->read;
     if (releases) of->counters->load(of->index, of->missing);
     const bool missing = of->missing.size() + static_cast<std::size_t>(of->arriving) > 0;
     if (missing && !load_missing(*of, of->loads->victims(victims_wanted(*of)), decode_only)) return PyList_New(0);
@@ -498,6 +457,7 @@ PyMethodDef layer_methods[] = {
     {"layer", fast(layer), METH_FASTCALL, "A layer on a pool."},
     {"layer_ahead", fast(layer_ahead), METH_FASTCALL, "Prefetch by the routers of the layers behind."},
     {"layer_active", fast(layer_active), METH_FASTCALL, "Drop pairs that do not fit, and free slots for the next layer."},
+    {"layer_replace", fast(layer_replace), METH_FASTCALL, "Replace missing experts by others, or leave them out."},
     {"layer_times", fast(layer_times), METH_FASTCALL, "Time the kernels."},
     {"layer_step", fast(layer_step), METH_FASTCALL, "Run a layer."},
     {"layer_begin", fast(layer_begin), METH_FASTCALL, "Run a layer without misses, or find what it needs."},

@@ -79,6 +79,7 @@ class Loads {
     std::int64_t first_unit(std::int64_t slot) const { return split() ? layout_.first[slot] : slot; }
     std::int64_t free_slots(std::int64_t slot_class = 0) const { return arrays_.counts[1 + slot_class]; }
     std::int64_t evictable() const;
+    std::int64_t emptied() const { return arrays_.counts[0]; }
     Order* order() const { return order_; }
     bool may_evict(std::int64_t key) const { return arrays_.evictable[key] != 0; }
     bool pinned(std::int64_t key) const { return arrays_.pins[key] != 0; }

@@ -124,7 +124,7 @@ PyMODINIT_FUNC PyInit__cpu() {
                                tiermoe::bindings::layer_methods, tiermoe::bindings::split_methods,
                                tiermoe::bindings::importance_methods, tiermoe::bindings::rank_methods,
                                tiermoe::bindings::decode_methods, tiermoe::bindings::page_methods,
-                               tiermoe::bindings::loads_methods})
+                               tiermoe::bindings::loads_methods, tiermoe::bindings::substitute_methods})
         if (module && PyModule_AddFunctions(module, more) < 0) Py_CLEAR(module);
     if (module && (PyModule_AddIntConstant(module, "COUNTED", tiermoe::Counts::kFields) < 0 ||
                    PyModule_AddIntConstant(module, "OUTCOMES", tiermoe::Counts::kOutcomes) < 0))

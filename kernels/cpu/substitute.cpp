@@ -1,6 +1,11 @@
 // Buddy expert substitution (Algorithm 1 of BuddyMoE with its gates) for the few tokens of a layer: what
 // actors/policies/buddymoe/substitution.py says, to the last bit. Doubles and floats are added, multiplied and divided in the
-// same order as there, and never contracted: this file is compiled with -ffp-contract=off.
+// same order as there, and no sum swallows the product before it.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
 #include "substitute.hpp"
 
 #include <cmath>

@@ -1,12 +1,11 @@
 // The Python side of substitute.cpp: arguments are buffers (NumPy arrays), whose item sizes and shapes are checked here.
 // The interpreter lock is released while tokens are decided.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include <cstring>
 
+#include "bindings.hpp"
 #include "substitute.hpp"
 
+namespace tiermoe::bindings {
 namespace {
 
 // A contiguous buffer of the kind and shape wanted (rows < 0: of any), released when it goes. Kinds are those of Python's struct module.
@@ -38,7 +37,7 @@ class Buffer {
     bool held_ = false;
 };
 
-PyObject* refuse(const tiermoe::Fault& fault) {
+PyObject* refuse(const Fault& fault) {
     return PyErr_Format(PyExc_ValueError, "%s", fault.c_str());
 }
 
@@ -56,7 +55,7 @@ PyObject* replaceable(PyObject*, PyObject* const* args, Py_ssize_t count) {
         (several && !shard_of.take(args[3], "shard_of", "lq", 8, 1, experts, false)) ||
         !out.take(args[5], "out", "?B", 1, 1, experts, true))
         return nullptr;
-    const tiermoe::Fault fault = tiermoe::replaceable(
+    const Fault fault = tiermoe::replaceable(
         ids.data<const std::int64_t>(), ids.items(), resident.data<const std::uint8_t>(), experts, beta,
         several ? shard_of.data<const std::int64_t>() : nullptr, shards, out.data<std::uint8_t>());
     if (!fault.empty()) return refuse(fault);
@@ -68,19 +67,11 @@ PyObject* replaceable(PyObject*, PyObject* const* args, Py_ssize_t count) {
 //             renormalise)) -> (substituted, dropped)
 PyObject* substitute(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 10) return PyErr_Format(PyExc_TypeError, "expected 10 arguments, got %zd", count);
-    tiermoe::Substitution problem{};
-    long long tokens, top_k, experts, ranks, rho, search;
-    int drop, by_buddy, renormalise;
-    if (!PyTuple_Check(args[9])) return PyErr_Format(PyExc_TypeError, "the options are a tuple");
-    if (!PyArg_ParseTuple(args[9], "LLLLLLddddffppp", &tokens, &top_k, &experts, &ranks, &rho, &search, &problem.tau,
-                          &problem.gamma, &problem.temperature, &problem.log_top_k, &problem.eta, &problem.reuse, &drop,
-                          &by_buddy, &renormalise))
-        return nullptr;
+    Substitution problem{};
+    if (!read_options(args[9], problem)) return nullptr;
     const bool probable = args[2] != Py_None;
-    problem.tokens = tokens, problem.top_k = top_k, problem.experts = experts, problem.ranks = ranks;
-    problem.rho = rho, problem.search = search;
-    problem.drop = drop, problem.by_buddy = by_buddy, problem.renormalise = renormalise;
-    tiermoe::Fault fault = tiermoe::size_fault(problem, probable);
+    const std::int64_t tokens = problem.tokens, top_k = problem.top_k, experts = problem.experts, ranks = problem.ranks;
+    Fault fault = size_fault(problem, probable);
     if (!fault.empty()) return refuse(fault);
     Buffer ids, weights, probabilities, replace, reach, buddies, similarity, out_ids, out_weights;
     if (!ids.take(args[0], "ids", "lq", 8, tokens, top_k, false) ||
@@ -102,7 +93,7 @@ PyObject* substitute(PyObject*, PyObject* const* args, Py_ssize_t count) {
     problem.similarity = similarity.data<const float>();
     problem.out_ids = out_ids.data<std::int64_t>();
     problem.out_weights = out_weights.data<float>();
-    fault = tiermoe::content_fault(problem);
+    fault = content_fault(problem);
     if (!fault.empty()) return refuse(fault);
     Py_BEGIN_ALLOW_THREADS;
     tiermoe::substitute(problem);
@@ -110,19 +101,29 @@ PyObject* substitute(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return Py_BuildValue("LL", static_cast<long long>(problem.substituted), static_cast<long long>(problem.dropped));
 }
 
-PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}  // namespace
+
+bool read_options(PyObject* tuple, Substitution& problem) {
+    long long tokens, top_k, experts, ranks, rho, search;
+    int drop, by_buddy, renormalise;
+    if (!PyTuple_Check(tuple)) {
+        PyErr_SetString(PyExc_TypeError, "the options are a tuple");
+        return false;
+    }
+    if (!PyArg_ParseTuple(tuple, "LLLLLLddddffppp", &tokens, &top_k, &experts, &ranks, &rho, &search, &problem.tau,
+                          &problem.gamma, &problem.temperature, &problem.log_top_k, &problem.eta, &problem.reuse, &drop,
+                          &by_buddy, &renormalise))
+        return false;
+    problem.tokens = tokens, problem.top_k = top_k, problem.experts = experts, problem.ranks = ranks;
+    problem.rho = rho, problem.search = search;
+    problem.drop = drop, problem.by_buddy = by_buddy, problem.renormalise = renormalise;
+    return true;
 }
 
-PyMethodDef methods[] = {
+PyMethodDef substitute_methods[] = {
     {"replaceable", fast(replaceable), METH_FASTCALL, "The distribution gate of BuddyMoE; see kernels/substitute.py."},
     {"substitute", fast(substitute), METH_FASTCALL, "Algorithm 1 of BuddyMoE; see kernels/substitute.py."},
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_substitute", "Buddy substitution of tiermoe.", -1, methods,
-                          nullptr,               nullptr,       nullptr,                          nullptr};
-
-}  // namespace
-
-PyMODINIT_FUNC PyInit__substitute() { return PyModule_Create(&definition); }
+}  // namespace tiermoe::bindings

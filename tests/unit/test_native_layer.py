@@ -22,7 +22,10 @@ from tiermoe.actors.engine.pre_evicting import PreEvicting
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.engine.stats import SourceStats
+from tiermoe.actors.policies import buddymoe
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, PreEviction
+from tiermoe.actors.policies.buddymoe import DropRule, MissRule, RandomRule, no_buddies
+from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.policies.prefetch import NextGatePrefetch
 from tiermoe.actors.policies.residency import ResidencyError, State
@@ -171,6 +174,62 @@ def test_active_evict_in_native_calls(slots: int) -> None:
     assert native.planned > 40
     assert native.stats.dropped > 0
     assert sum(layer.vacated for layer in native.stats.layers) > 0
+    native.cache.close(), python.cache.close()
+
+
+def replacing(kind: str) -> Callable[[ExpertCache], Hooks]:
+    """Next-gate, and a rule of BuddyMoE's, by random lists and routers."""
+    rng, generator = np.random.default_rng(6), torch.Generator().manual_seed(6)
+    lists = [
+        Buddies(
+            np.stack([rng.permutation(EXPERTS) for _ in range(EXPERTS)])[:, :4].astype(np.int32).copy(),
+            rng.random((EXPERTS, 4), np.float32),
+        )
+        for _ in range(LAYERS)
+    ]
+    blocks: list[Any] = [
+        SimpleNamespace(router=LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None))
+        for _ in range(LAYERS)
+    ]
+
+    def rule() -> MissRule:
+        if kind == "random":
+            return RandomRule(LAYERS, EXPERTS, SubstitutionOptions(rho=2), seed=3)
+        if kind == "drop":
+            return DropRule(no_buddies(LAYERS, EXPERTS), SubstitutionOptions(fallback="drop", renormalise=True))
+        if kind == "gates":
+            options = SubstitutionOptions(rho=1, search=3, gamma=0.4, temperature=0.9, reuse=0.5, fallback="drop")
+            return MissRule(lists, options, taus=[0.5, 0.8, 0.9][:LAYERS], beta=0.7)
+        return MissRule(lists, SubstitutionOptions(eta=10.0, weights="buddy", renormalise=True))
+
+    def hooks(cache: ExpertCache) -> Hooks:
+        ahead = RouterPrefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, 1), cache, blocks, EXPERTS)
+        return Hooks((Rerouter(rule(), cache, blocks, TOP),), (), (ahead,))
+
+    return hooks
+
+
+@pytest.mark.parametrize("kind", ["router", "gates", "random", "drop"])
+@pytest.mark.parametrize("slots", [TOP + 1, 9, KEYS - 5])
+def test_replacement_in_native_calls(kind: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same experts, weights and draws as the reference's, and where Python runs a pass."""
+    monkeypatch.setattr(buddymoe, "_DRAWS", 100 * EXPERTS)
+    native = Stack(slots, "lru", hooks=replacing(kind))
+    python = Stack(slots, "lru", hooks=replacing(kind)).in_python()
+    assert all(layer._whole for layer in native.layers)
+    rng = np.random.default_rng(slots)
+    for step in range(60):
+        for index in range(LAYERS):
+            tokens = int(rng.choice([1, 1, 2, 5])) if step % 9 else CPU_MAX_ROWS + 20
+            ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP].copy())
+            inputs = torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, TOP)
+            assert torch.equal(native.layers[index].forward(*inputs), python.layers[index].forward(*inputs))
+            native.settle(), python.settle()
+        assert native.known() == python.known()
+        if step == 30:
+            native.cache.flush(), python.cache.flush()  # the slots fill again, without replacements
+    assert native.planned > 40
+    assert native.stats.dropped if kind == "drop" else native.stats.substitutions
     native.cache.close(), python.cache.close()
 
 

@@ -229,7 +229,7 @@ class CacheCounters:
         for layer, found in enumerate(self._fields.tolist()):
             if any(found):
                 stats, nbytes = self.stats.layers[layer], self._bytes_of(layer * self._experts)
-                forwards, hits, misses, prefetched_hits, late, demanded, wasted, vacated, premature, dropped = found
+                forwards, hits, misses, prefetched_hits, late, demanded, wasted, vacated, premature, *changed = found
                 stats.forwards += forwards
                 stats.waves += forwards
                 stats.hits += hits
@@ -240,7 +240,8 @@ class CacheCounters:
                 stats.bytes_wasted += wasted * nbytes
                 stats.vacated += vacated
                 stats.bytes_premature += premature * nbytes
-                self.stats.dropped += dropped
+                self.stats.substitutions += changed[0]
+                self.stats.dropped += changed[1]
         self._fields[:] = 0
         for number, found in enumerate(self._outcomes[: self.pending.sources].tolist()):
             if any(found):

@@ -31,6 +31,7 @@ from .substitution import (
 )
 
 _CALLS = 64  # of a layer that an adaptive beta remembers
+_DRAWS = 1 << 14  # random numbers that are drawn ahead, for native code to read
 _PROFILE = "make it with `tiermoe prepare MODEL --profile TEXT`"
 
 
@@ -215,15 +216,15 @@ class MissRule(Rerouting):
             raise ValueError(f"beta is a share, not {beta}")
         self._buddies, self.options, self._taus, self._beta, self._betas = buddies, options, taus, beta, betas
         self._replaceable, self._substitute = replaceable, substitute
-        self._full, self._emptied = [False] * len(buddies), 0
+        self._full, self._emptied = np.zeros(len(buddies), np.bool_), np.zeros(1, np.int64)
         self.needs_probabilities = options.needs_probabilities
 
     def reroute(
         self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
     ) -> Rerouted:
         here, shard_of = view.available, view.shard_of
-        if view.emptied != self._emptied:  # nothing was resident since: all layers fill again
-            self._emptied, self._full = view.emptied, [False] * len(self._full)
+        if view.emptied != self._emptied[0]:  # nothing was resident since: all layers fill again
+            self._emptied[0], self._full[:] = view.emptied, False
         if not self._full[layer]:
             self._full[layer] = view.vacant == 0
             if view.vacant and shard_of is None:
@@ -246,6 +247,18 @@ class MissRule(Rerouting):
         )  # fmt: skip
         return Rerouted(found.ids, found.weights, found.substituted, found.dropped)
 
+    def native(self, layer: int) -> dict[str, Any] | None:
+        """What native code needs to do `reroute` of a layer on one GPU, with the arrays of this rule's state: fields of
+        `kernels.expert_ffn.Replace`. None: beta adapts.
+        """
+        if self._betas is not None:
+            return None
+        return {
+            "buddies": self._buddies[layer], "options": self.options, "beta": self._beta, "full": self._full,
+            "emptied": self._emptied, "tau": None if self._taus is None else self._taus[layer], "draws": None,
+            "next": None,
+        }  # fmt: skip
+
     def measured(self, link_bytes_per_s: float) -> None:
         """Measured link speed, for adaptive betas."""
         for beta in self._betas or ():
@@ -254,7 +267,7 @@ class MissRule(Rerouting):
     def _filling(self, layer: int, view: RerouteView) -> NDArray[np.bool_]:
         """Which shards' slots for the layer were never all in use [G]."""
         if view.filling is None:
-            return np.array([not self._full[layer]])
+            return ~self._full[layer : layer + 1]
         filling = view.filling.copy()
         filling[0] = not self._full[layer]
         return filling
@@ -310,12 +323,23 @@ class RandomRule(MissRule):
         )  # fmt: skip
         super().__init__([everyone] * layers, drawing, **gates)
         self.needs_probabilities = False
-        self._draw = np.random.default_rng(seed)
+        self._generator = np.random.default_rng(seed)
+        self._draws, self._next = self._generator.random(_DRAWS, np.float32), np.zeros(1, np.int64)
+
+    def native(self, layer: int) -> dict[str, Any] | None:
+        found = super().native(layer)
+        return None if found is None else found | {"draws": self._draws, "next": self._next}
 
     def _compatibility(
         self, ids: Ids, probabilities: NDArray[np.floating] | None, experts: int
     ) -> NDArray[np.float32] | None:
-        return self._draw.random((len(ids), experts), np.float32)
+        wanted, begin = len(ids) * experts, int(self._next[0])
+        found = self._draws[begin : begin + wanted]
+        self._next[0] += wanted
+        if len(found) < wanted:  # in the order in which they were drawn, however many at a time
+            found = np.concatenate((found, self._generator.random(wanted - len(found), np.float32)))
+            self._draws[:], self._next[0] = self._generator.random(_DRAWS, np.float32), 0
+        return found.reshape(len(ids), experts)
 
 
 @register("on_miss", "drop")

@@ -256,6 +256,8 @@ class Buddies:
             raise ValueError(f"buddies must both be [E, R], not {list(ids.shape)} and {list(similarity.shape)}")
         if ids.dtype != np.int32 or similarity.dtype != np.float32:
             raise ValueError(f"buddies are int32 and float32, not {ids.dtype} and {similarity.dtype}")
+        if not (ids.flags.c_contiguous and similarity.flags.c_contiguous):
+            raise ValueError("buddies are contiguous, since native code reads them")
         if ids.min() < 0 or ids.max() >= len(ids):
             raise ValueError(f"a buddy is one of the layer's {len(ids)} experts")
         if not np.isfinite(similarity).all() or similarity.min() < 0:
