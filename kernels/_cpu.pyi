@@ -474,6 +474,25 @@ def dense_begin(
 ) -> None:
     """Raises ValueError: the tables do not fit each other."""
 
+def dense_layers(
+    program: Program,
+    segment: int,
+    layers: list[Layer],
+    rows: int,
+    top_k: int,
+    decode_only: bool,
+    source: int,
+    hidden: int,
+    ids: int,
+    weights: int,
+    out: int,
+    last: int,
+    waits: int,
+    /,
+) -> int | list[int]:
+    """How many of the layers ran, each with the segment behind it; the keys of a pass that has failed, as of
+    `layer_step`. Raises ValueError: there is no such expert, layer or segment."""
+
 def dense_run(program: Program, segment: int, addresses: tuple[int, ...], /) -> None:
     """Raises ValueError: there is no such segment, no step has begun, or an address is missing."""
 

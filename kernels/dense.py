@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from . import _cpu
 
@@ -210,6 +211,30 @@ class Program:
                 (0 if read is None else read.data_ptr(), write.data_ptr(), cu_keys.data_ptr(), window)
                 for read, write, cu_keys, window in groups
             ],
+        )  # fmt: skip
+
+    def run_layers(
+        self, segment: int, layers: list[_cpu.Layer], inputs: Sequence[torch.Tensor], out: torch.Tensor,
+        last: torch.Tensor | None, decode_only: bool, source: int, waits: NDArray[np.float64],
+    ) -> int | list[int]:  # fmt: skip
+        """Run layers of experts, and behind each the segment that follows it.
+
+        Args:
+            segment: behind the first of them.
+            layers: that run in one call each (`expert_ffn.NativeLayer.step`), as for `decode_only` and `source`.
+            inputs: of the first: hidden [T, H] float32, ids [T, K] int64, weights [T, K] float32; then of the first
+                that did not run.
+            out: [T, H], where each layer's result goes. last: that of the last segment, if it is behind the last layer.
+            waits: [layers], gets the seconds that each waited for copies.
+
+        Returns:
+            How many ran; a list of keys where a pass has failed, as of `NativeLayer.step`.
+        """
+        hidden, ids, weights = inputs
+        tokens, top_k = ids.shape
+        return _cpu.dense_layers(
+            self._made, segment, layers, tokens, top_k, decode_only, source, hidden.data_ptr(), ids.data_ptr(),
+            weights.data_ptr(), out.data_ptr(), 0 if last is None else last.data_ptr(), waits.ctypes.data,
         )  # fmt: skip
 
     def run(self, segment: int, *tensors: torch.Tensor) -> None:

@@ -321,21 +321,23 @@ class NativeLayer:
         plans: whether passes with misses run.
         orders: whether the order of eviction is in native code; without, `step` cannot run.
         waited_s: seconds that the last `finish` or `step` has waited for copies.
-        kernel_s: seconds of the kernels, by the wall's clock and by the thread's CPU time, added up while `timed`.
+        spent_s: seconds of the kernels, wall-clock and CPU time of the thread, then those of passes in one call,
+            added up while `timed`.
     """
 
     decides = False
 
     def __init__(self, made: _cpu.Layer, width: int, plans: bool, orders: bool, held: object) -> None:
-        self._made, self._width, self._held = made, width, held
+        self.handle = self._made = made
+        self._width, self._held = width, held
         self.plans, self.orders, self.waited_s = plans, orders, 0.0
-        self.kernel_s = np.zeros(2)
+        self.spent_s = np.zeros(4)
         self._release = 0, 0, 0.0, 0, 0  # of `ReleaseAhead`
         self._pass: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def timed(self, on: bool) -> None:
-        """Whether the kernels' seconds are added up."""
-        _cpu.layer_times(self._made, self.kernel_s.ctypes.data if on else 0)
+        """Whether seconds are added up."""
+        _cpu.layer_times(self._made, self.spent_s.ctypes.data if on else 0)
 
     def look_ahead(self, ahead: RoutersAhead | ReleaseAhead) -> None:
         """`step` prefetches what these routers pick, or frees slots."""

@@ -25,7 +25,15 @@ from .stats import LayerStats
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
-    from ...kernels.expert_ffn import Budget, ExpertKernel, Needed, ReleaseAhead, Replace, RoutersAhead
+    from ...kernels.expert_ffn import (
+        Budget,
+        ExpertKernel,
+        NativeLayer,
+        Needed,
+        ReleaseAhead,
+        Replace,
+        RoutersAhead,
+    )
     from .dispatch import RemoteTask, Spans
     from .host_view import Routing
     from .serving.streams import SequenceRows
@@ -217,6 +225,7 @@ class MoeLayer:
 
     Attributes:
         observers: called with the routing of every forward.
+        source: the policy whose prefetches are part of one native call; None: there are none.
     """
 
     def __init__(
@@ -239,7 +248,7 @@ class MoeLayer:
         self.native = backend.native(self) if type(placer) is Placer else None
         if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
             self.native = None
-        self._source: str | None = None  # of the prefetches of one native call
+        self.source: str | None = None
         found = self.native
         self._whole = found is not None and (found.decides or (found.orders and self._leave_hooks(found)))
         self._promising = True  # the last pass had no miss
@@ -253,10 +262,16 @@ class MoeLayer:
             return False
         for found in ahead:
             native.look_ahead(found)
-            self._source = found.source
+            self.source = found.source
         for rule in rules:
             native.reroute(rule)
         return True
+
+    @property
+    def joins(self) -> NativeLayer | None:
+        """What runs a pass as a whole, so that it may run in one call with other layers' (`model.native.Joined`)."""
+        native: Any = self.native
+        return native if self._whole and not native.decides and not self.check else None
 
     @property
     def stats(self) -> LayerStats:
@@ -334,7 +349,7 @@ class MoeLayer:
     def _native(self, native: NativeRun, inputs: tuple[Any, ...], view: Any) -> Any | None:
         """The step in one native call; None: nothing was done that the page would not do."""
         cache = self.cache
-        source = 0 if self._source is None else cache.counters.number_of(self._source)
+        source = 0 if self.source is None else cache.counters.number_of(self.source)
         hidden, ids, weights = inputs
         try:
             out = native.step(hidden, ids, weights, cache.decode_only, source)

@@ -14,6 +14,7 @@ class Loads;
 struct Copy;
 struct Counts;
 struct Importance;
+struct Layer;
 struct Substitution;
 }  // namespace tiermoe
 
@@ -25,6 +26,21 @@ const std::shared_ptr<Copy>* copy_of(PyObject* capsule);
 Loads* loads_of(PyObject* capsule);                    // loads_module.cpp
 Counts* counts_of(PyObject* capsule);
 Importance* importance_of(PyObject* capsule);          // importance_module.cpp
+Layer* layer_of(PyObject* capsule);                    // layer_module.cpp
+// The inputs and the output of a layer's pass.
+struct Given {
+    const float* hidden;        // [tokens, H]
+    const std::int64_t* ids;    // [tokens, top_k]
+    const float* weights;       // [tokens, top_k]
+    std::int64_t tokens, top_k;
+    float* out;                 // [tokens, H]
+};
+// How a pass in one call has ended. left: nothing was done that Python's step would not do, or an exception is set.
+enum class Ended { ran, left, closed, cancelled };
+// A layer's pass in one call (layer_module.cpp); waited_s: for copies, where it ran.
+Ended step_layer(Layer& of, const Given& given, bool decode_only, std::int64_t source, double& waited_s);
+// What a pass that was closed or cancelled has lost: the keys whose copies were cancelled; empty: the link is closed.
+PyObject* failed_keys(const Layer& of, Ended how);
 // The sizes and options of a substitution, from `kernels.substitute.numbers`; false: an exception is set.
 bool read_options(PyObject* tuple, Substitution& problem);  // substitute_module.cpp
 // Whether these keys can take slots, those of the victims included; else an exception is set.

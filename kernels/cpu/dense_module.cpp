@@ -7,6 +7,7 @@
 
 #include "bindings.hpp"
 #include "dense.hpp"
+#include "layer.hpp"
 
 namespace tiermoe::bindings {
 namespace {
@@ -131,6 +132,20 @@ PyObject* dense_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
     });
 }
 
+// Other threads of Python may run during a long segment.
+void run_segment(DenseProgram& program, std::int64_t segment, const std::vector<void*>& io) {
+    if (segment < 0 || segment >= program.segments() || program.weight_bytes(segment) < kLongBytes)
+        return program.run(segment, io);
+    PyThreadState* state = PyEval_SaveThread();
+    try {
+        program.run(segment, io);
+    } catch (...) {
+        PyEval_RestoreThread(state);
+        throw;
+    }
+    PyEval_RestoreThread(state);
+}
+
 // dense_run(program, segment, addresses: tuple[int, ...])
 PyObject* dense_run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 3)) return nullptr;
@@ -145,19 +160,48 @@ PyObject* dense_run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[2]); ++i) io.push_back(address<void>(PyTuple_GET_ITEM(args[2], i)));
     if (PyErr_Occurred()) return nullptr;
     return guarded([&]() -> PyObject* {
-        if (segment < 0 || segment >= program->segments() || program->weight_bytes(segment) < kLongBytes) {
-            program->run(segment, io);
-            Py_RETURN_NONE;
-        }
-        PyThreadState* state = PyEval_SaveThread();
-        try {
-            program->run(segment, io);
-        } catch (...) {
-            PyEval_RestoreThread(state);
-            throw;
-        }
-        PyEval_RestoreThread(state);
+        run_segment(*program, segment, io);
         Py_RETURN_NONE;
+    });
+}
+
+// dense_layers(program, segment, layers: list, rows, top_k, decode_only, source, hidden, ids, weights, out, last or 0, waits)
+//   -> how many of these layers have run, each with the segment behind it, from this on | the keys of a pass that has
+// failed (`failed_keys`). hidden, ids and weights are the inputs of the first and of the first that did not run. source:
+// of those that prefetch. last: output of the program's last segment, where it is behind the last of these. waits:
+// float64 [len(layers)], seconds that each waited for copies.
+PyObject* dense_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 13)) return nullptr;
+    DenseProgram* program = program_of(args[0]);
+    if (!program) return nullptr;
+    if (!PyList_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "layers must be a list");
+        return nullptr;
+    }
+    const Py_ssize_t layers = PyList_GET_SIZE(args[2]);
+    const long long segment = PyLong_AsLongLong(args[1]), rows = PyLong_AsLongLong(args[3]);
+    const long long top_k = PyLong_AsLongLong(args[4]), source = PyLong_AsLongLong(args[6]);
+    const bool decode_only = PyObject_IsTrue(args[5]) == 1;
+    void *hidden = address<void>(args[7]), *ids = address<void>(args[8]), *weights = address<void>(args[9]);
+    void *out = address<void>(args[10]), *last = address<void>(args[11]);
+    double* waits = address<double>(args[12]);
+    if (PyErr_Occurred()) return nullptr;
+    const Given given{static_cast<float*>(hidden), static_cast<std::int64_t*>(ids), static_cast<float*>(weights),
+                      rows, top_k, static_cast<float*>(out)};
+    return guarded([&]() -> PyObject* {
+        for (Py_ssize_t at = 0; at < layers; ++at) {
+            Layer* layer = layer_of(PyList_GET_ITEM(args[2], at));
+            if (!layer) return nullptr;
+            const Ended how = step_layer(*layer, given, decode_only, layer->ahead.top ? source : 0, waits[at]);
+            if (PyErr_Occurred()) return nullptr;
+            if (how == Ended::left) return PyLong_FromLongLong(at);
+            if (how != Ended::ran) return failed_keys(*layer, how);
+            if (at + 1 < layers || !last)
+                run_segment(*program, segment + at, {out, hidden, ids, weights});
+            else
+                run_segment(*program, segment + at, {out, last});
+        }
+        return PyLong_FromLongLong(layers);
     });
 }
 
@@ -192,6 +236,7 @@ PyMethodDef dense_methods[] = {
     {"dense_bind", fast(dense_bind), METH_FASTCALL, "Where a layer's keys and values are; see dense.hpp."},
     {"dense_begin", fast(dense_begin), METH_FASTCALL, "The rows and cache tables of the next step; see dense.hpp."},
     {"dense_run", fast(dense_run), METH_FASTCALL, "One segment of a program; see dense.hpp."},
+    {"dense_layers", fast(dense_layers), METH_FASTCALL, "Layers of a step, with the segments behind them."},
     {nullptr, nullptr, 0, nullptr},
 };
 

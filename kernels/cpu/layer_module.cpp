@@ -27,7 +27,6 @@ namespace {
 
 constexpr const char* kLayer = "tiermoe.kernels.Layer";
 
-Layer* layer_of(PyObject* capsule) { return static_cast<Layer*>(PyCapsule_GetPointer(capsule, kLayer)); }
 void delete_layer(PyObject* capsule) { delete layer_of(capsule); }
 
 double seconds(clockid_t clock) {
@@ -153,7 +152,7 @@ PyObject* layer_replace(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// layer_times(layer, address of two doubles or 0)
+// layer_times(layer, address of four doubles or 0)
 PyObject* layer_times(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
     Layer* of = layer_of(args[0]);
@@ -170,17 +169,22 @@ void group_pairs(Layer& of) {
         of.groups.push_back({of.starts[i], of.starts[i + 1], of.slots[of.used[i]] * of.neurons, of.neurons, false});
 }
 
-// Reads layer, hidden, ids, weights, tokens, top_k and out, and sorts the pairs, as they run where `rules` may change them.
-// False: the pass is not for native code, or an exception is set.
-bool read_pass(Layer& of, PyObject* const* args, bool rules = false) {
-    of.hidden = address<const float>(args[1]);
-    of.picked = of.ids = address<const std::int64_t>(args[2]);
-    of.weights = address<const float>(args[3]);
-    of.tokens = PyLong_AsLongLong(args[4]);
-    of.top_k = of.picked_k = PyLong_AsLongLong(args[5]);
-    of.out = address<float>(args[6]);
+// hidden, ids, weights, tokens, top_k and out; an exception may be set.
+Given given_of(PyObject* const* args) {
+    return {address<const float>(args[0]), address<const std::int64_t>(args[1]), address<const float>(args[2]),
+            PyLong_AsLongLong(args[3]), PyLong_AsLongLong(args[4]), address<float>(args[5])};
+}
+
+// Takes a pass and sorts its pairs, as they run where `rules` may change them. False: the pass is not for native code, or
+// an exception is set.
+bool take_pass(Layer& of, const Given& given, bool rules = false) {
+    of.hidden = given.hidden;
+    of.picked = of.ids = given.ids;
+    of.weights = given.weights;
+    of.tokens = given.tokens;
+    of.top_k = of.picked_k = given.top_k;
+    of.out = given.out;
     of.substituted = of.dropped = 0;
-    if (PyErr_Occurred()) return false;
     if (of.tokens < 1 || of.top_k < 1 || of.tokens * of.top_k > kMaxPairs) return false;
     if (const std::int64_t at = foreign(of, of.ids); at >= 0) return refuse("there is no such expert", of.ids[at]);
     if (rules && !reroute(of)) return false;
@@ -367,37 +371,54 @@ bool settle_copies(Layer& of) {
     return true;
 }
 
+}  // namespace
+
+Layer* layer_of(PyObject* capsule) { return static_cast<Layer*>(PyCapsule_GetPointer(capsule, kLayer)); }
+
+Ended step_layer(Layer& of, const Given& given, bool decode_only, std::int64_t source, double& waited_s) {
+    if (!of.evicts() || source < 0 || source > 255 || (source && !of.ahead.top)) {
+        refuse("such a pass takes part of Python, layer", of.index);
+        return Ended::left;
+    }
+    const Timed timed(of.times ? of.times + 2 : nullptr);
+    if (!take_pass(of, given, true)) return Ended::left;
+    const bool releases = of.release.weight;
+    if ((source && of.tokens > of.ahead.max_rows) || (releases && of.tokens > of.release.max_rows) ||
+        (releases && of.picked_k != of.evicts()->importance()->top_k) || !settle_copies(of) || !plan_run(of))
+        return Ended::left;
+    of.counters->of(of.index, Counts::substituted_pairs) += of.substituted;
+    of.counters->of(of.index, Counts::dropped_pairs) += of.dropped;
+    if (of.replace && of.replace->read) *of.replace->next += of.replace->read;
+    if (releases) of.counters->load(of.index, of.missing);
+    const bool missing = of.missing.size() + static_cast<std::size_t>(of.arriving) > 0;
+    if (missing && !load_missing(of, of.loads->victims(victims_wanted(of)), decode_only)) return Ended::closed;
+    if (source && !look_ahead(of, static_cast<std::uint8_t>(source))) return Ended::closed;
+    if (releases) release_ahead(of);
+    const double found_s = finish(of);
+    if (found_s < 0) return Ended::cancelled;
+    waited_s = found_s;
+    return Ended::ran;
+}
+
+PyObject* failed_keys(const Layer& of, Ended how) { return how == Ended::closed ? PyList_New(0) : list_of(of.run); }
+
+namespace {
+
 // layer_step(layer, hidden, ids, weights, tokens, top_k, out, decode_only, source or 0) -> seconds waited for copies | None:
 // nothing was done that Python's step would not do | the keys whose copies were cancelled; empty: the link is closed
 PyObject* layer_step(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 9)) return nullptr;
     Layer* of = layer_of(args[0]);
     if (!of) return nullptr;
-    const int decode_only = PyObject_IsTrue(args[7]);
+    const Given given = given_of(args + 1);
+    const bool decode_only = PyObject_IsTrue(args[7]) == 1;
     const long long source = PyLong_AsLongLong(args[8]);
     if (PyErr_Occurred()) return nullptr;
-    if (!of->evicts() || source < 0 || source > 255 || (source && !of->ahead.top)) {
-        refuse("such a pass takes part of Python, layer", of->index);
-        return nullptr;
-    }
-    if (!read_pass(*of, args, true)) {
-        if (PyErr_Occurred()) return nullptr;
-        Py_RETURN_NONE;
-    }
-    const bool releases = of->release.weight;
-    if ((source && of->tokens > of->ahead.max_rows) || (releases && of->tokens > of->release.max_rows) ||
-        (releases && of->picked_k != of->evicts()->importance()->top_k) || !settle_copies(*of) || !plan_run(*of))
-        Py_RETURN_NONE;
-    of->counters->of(of->index, Counts::substituted_pairs) += of->substituted;
-    of->counters->of(of->index, Counts::dropped_pairs) += of->dropped;
-    if (of->replace && of->replace->read) *of->replace->next += of->replace->read;
-    if (releases) of->counters->load(of->index, of->missing);
-    const bool missing = of->missing.size() + static_cast<std::size_t>(of->arriving) > 0;
-    if (missing && !load_missing(*of, of->loads->victims(victims_wanted(*of)), decode_only)) return PyList_New(0);
-    if (source && !look_ahead(*of, static_cast<std::uint8_t>(source))) return PyList_New(0);
-    if (releases) release_ahead(*of);
-    const double waited_s = finish(*of);
-    return waited_s < 0 ? list_of(of->run) : PyFloat_FromDouble(waited_s);
+    double waited_s = 0.0;
+    const Ended how = step_layer(*of, given, decode_only, source, waited_s);
+    if (PyErr_Occurred()) return nullptr;
+    if (how == Ended::left) Py_RETURN_NONE;
+    return how == Ended::ran ? PyFloat_FromDouble(waited_s) : failed_keys(*of, how);
 }
 
 // layer_begin(layer, hidden, ids, weights, tokens, top_k, out, runs) -> True: the pass has run | None: nothing was done
@@ -407,8 +428,10 @@ PyObject* layer_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 8)) return nullptr;
     Layer* of = layer_of(args[0]);
     if (!of) return nullptr;
+    const Given given = given_of(args + 1);
     const int runs = PyObject_IsTrue(args[7]);
-    if (!read_pass(*of, args)) {
+    if (PyErr_Occurred()) return nullptr;
+    if (!take_pass(*of, given)) {
         if (PyErr_Occurred()) return nullptr;
         Py_RETURN_NONE;
     }

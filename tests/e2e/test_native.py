@@ -10,10 +10,11 @@ import torch
 from serving import greedy, prepared, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
+from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.engine.model.native import MAX_ROWS, _Head, _lowered
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
-from tiermoe.actors.settings import KvSettings
+from tiermoe.actors.settings import EngineSettings, KvSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.errors import ConfigError
 
@@ -56,6 +57,66 @@ def test_tokens_are_those_of_the_eager_model(kind: str, overrides: dict[str, Any
         assert sum(len(event.logprobs) for event in events) == 4
         base = worker.model.base_model
     assert "forward" not in vars(base)
+
+
+def unchecked(budget: float, prefetch: str = "none") -> EngineSettings:
+    """As in service: integrity checks after each layer keep layers apart."""
+    return settings(budget, prefetch, kv=KV, compile="native").model_copy(update={"integrity_checks": False})
+
+
+def counted(worker: GpuWorker) -> dict[str, Any]:
+    """What does not depend on time."""
+    engine = worker.engine
+    engine.cache.check_integrity()
+    names = ("forwards", "hits", "misses", "bytes_loaded_demand", "waves", "bytes_demanded_decode")
+    return {
+        "layers": [[getattr(layer, name) for name in names] for layer in engine.cache.stats.layers],
+        "uses": list(engine.cache.uses),
+        "order": engine.cache.eviction.victims(engine.cache.residency.slots, lambda key: True),
+    }
+
+
+@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+def test_layers_in_one_call_are_layers_one_by_one(prefetch: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Tokens, loads, order of eviction and counters; a layer that is observed runs by itself, and its neighbours too."""
+    store, asked = made("qwen3_moe", tmp_path), prompts(5, 11, 17)
+    found: dict[str, Any] = {}
+    alone: list[int] = []
+    forward = MoeLayer.forward
+
+    def watched(layer: MoeLayer, *inputs: Any) -> Any:
+        alone.append(len(inputs[0]))
+        return forward(layer, *inputs)
+
+    monkeypatch.setattr(MoeLayer, "forward", watched)
+    for how in ("apart", "joined", "observed"):
+        with serving(store, unchecked(0.3, prefetch)) as worker:
+            layers, dense = worker.engine.layers, worker.model.base_model.forward.__self__
+            seen: list[int] = []
+            if how == "apart":
+                dense.joined = None
+            if how == "observed":
+                layers[1].observers.append(lambda layer, ids, weights: seen.append(len(ids)))
+            alone.clear()
+            tokens = [greedy(worker, asked[:n], TOKENS) for n in (1, 3)]
+            decodes = alone.count(1)
+            found[how] = tokens, counted(worker) if prefetch == "none" else None
+            assert all(layer.forwards > TOKENS for layer in worker.engine.cache.stats.layers)
+            assert seen.count(1) >= TOKENS - 2 if how == "observed" else not seen
+            assert decodes == 0 if how == "joined" else decodes >= TOKENS - 2
+    assert found["joined"] == found["apart"] == found["observed"]
+
+
+def test_a_lost_link_fails_a_pass_of_joined_layers(tmp_path: Path) -> None:
+    with serving(made("qwen3_moe", tmp_path), unchecked(0.3)) as worker:
+        assert worker.model.base_model.forward.__self__.joined is not None
+        worker.engine.cache.flush()
+        worker.engine.cache.close()
+        events = list(worker.submit(GenerationRequest("late", tuple(prompts(5)[0]), SamplingParams(max_tokens=4))))
+        assert events[-1].error is not None
+        assert "closed" in str(events[-1].error)
+        residency = worker.engine.cache.residency
+        assert not any(map(residency.pinned, range(len(worker.engine.cache.uses))))
 
 
 def test_bfloat16(tmp_path: Path) -> None:

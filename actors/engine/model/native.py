@@ -3,7 +3,8 @@
     trace   the model once, on a few rows, with stand-ins for attention and experts        torch.fx
     lower   the trace to row operators                                                     model.lowering
     bind    each layer's keys and values in the manager's paged cache
-    run     a segment, the experts of a layer, the next segment, ...                       kernels/cpu/dense.cpp
+    run     a segment, the experts of a layer, the next segment, ...; layers that run natively as a whole go in one call
+            with the segments behind them                                                  kernels/cpu/dense.cpp
 
 A segment reaches from one layer's experts to the next layer's: residual, norms, projections, rotary embedding,
 attention on the cache's blocks in place, router. Before its first use the program is compared with the model on a step
@@ -20,11 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ....errors import ConfigError
+from ....kernels import _cpu
 from ....kernels.dense import Program
+from ..layer import MoeLayer
 from .lowering import CannotLowerError, Lowering
 from .model import ExpertLayer, layer_of, replaced_layers
 
@@ -74,6 +78,62 @@ class _Head:
         return logits.view(1, rows, -1)
 
 
+class Joined:
+    """Runs layers, each natively as a whole, and the segments behind them in one call.
+
+    Args:
+        layers: of the model. stores: what its segments store, as (shape, dtype).
+    """
+
+    def __init__(self, program: Program, layers: Sequence[ExpertLayer], stores: Sequence[Any]) -> None:
+        self._program = program
+        self.layers = [layer for layer in layers if isinstance(layer, MoeLayer)]
+        dtypes = [[dtype for _, dtype in stored] for stored in stores[: len(layers)]]
+        plain = all(found == [torch.float32, torch.int64, torch.float32] for found in dtypes)
+        natives = [layer.joins if plain else None for layer in layers if isinstance(layer, MoeLayer)]
+        # from each layer on, those that join
+        self._from: list[list[_cpu.Layer]] = [[] for _ in natives]
+        for at in range(len(natives) - 1, -1, -1):
+            if (native := natives[at]) is not None:
+                self._from[at] = [native.handle, *(self._from[at + 1] if at + 1 < len(natives) else [])]
+        self.waits = np.zeros(len(natives))
+
+    def run(self, at: int, inputs: Sequence[torch.Tensor], out: torch.Tensor, last: torch.Tensor) -> int:
+        """Run layers from `at` on: how many. inputs: hidden, ids, weights; out: [T, H]; last: of the last segment."""
+        handles = self._from[at] if self._from else []
+        layers = self.layers[at : at + len(handles)]
+        if not handles or any(layer.observers or "forward" in vars(layer) for layer in layers):
+            return 0
+        cache, waits = layers[0].cache, self.waits[at : at + len(handles)]
+        if not cache.quiet:
+            return 0
+        ends = at + len(handles) == len(self.layers)
+        waits[:] = 0.0
+        try:
+            ran = self._program.run_layers(
+                at + 1, handles, inputs, out, last if ends else None, cache.decode_only, self._source(layers), waits
+            )
+            if isinstance(ran, list):
+                cache.fail_native(ran)
+        except BaseException:
+            cache.abandon()
+            raise
+        assert isinstance(ran, int)
+        if waits.any():
+            for layer, waited_s in zip(layers[:ran], waits.tolist(), strict=False):
+                layer.stats.blocked_io_s += waited_s
+                layer.stats.io_path_s += waited_s
+        if ends and ran == len(handles):
+            cache.count_passes()
+        return ran
+
+    @staticmethod
+    def _source(layers: Sequence[MoeLayer]) -> int:
+        """The number of the policy that prefetches; 0: none does."""
+        found = next((layer.source for layer in layers if layer.source is not None), None)
+        return 0 if found is None else layers[0].cache.counters.number_of(found)
+
+
 class NativeDense:
     """A model's base module that runs small forwards natively.
 
@@ -84,6 +144,7 @@ class NativeDense:
 
     Attributes:
         notes: for the plan; complete once a step has run.
+        joined: runs layers and segments in one call; None: no step has come yet.
     """
 
     def __init__(self, model: Any, threads: int, required: bool) -> None:
@@ -93,6 +154,7 @@ class NativeDense:
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         self._program: Program | None = None
+        self.joined: Joined | None = None
         self._cache: Any = None
         self._decided: bool | None = None  # whether the program runs; None: no step has come yet
         self._replaced = False
@@ -157,6 +219,7 @@ class NativeDense:
             if self._program is None:
                 groups = {layer: allocator.index for layer, allocator in allocators.items()}
                 self._program = builder.build(MAX_ROWS, len(tables), groups, self._threads)
+                self.joined = Joined(self._program, self._layers, self._lowered.stores)
             for place, (keys, values) in enumerate(views):
                 self._program.bind(place, keys, values)
         except (AttributeError, KeyError, ValueError) as error:  # as in another version of transformers
@@ -178,13 +241,24 @@ class NativeDense:
                 for read in (kwargs["read_index"][index],)
             ],
         )
-        inputs = [self._embedding(input_ids), kwargs["position_ids"].to(torch.int32)]
-        for segment, stored in enumerate(self._lowered.stores):
-            out = [torch.empty((rows, *shape), dtype=dtype) for shape, dtype in stored]
-            program.run(segment, *[part.contiguous() for part in inputs], *out)
-            if segment < len(layers):
-                inputs = [layers[segment].forward(*out)]
-        return self._output(last_hidden_state=out[0].view(1, rows, -1))
+        out = self._made(0, rows)
+        positions = kwargs["position_ids"].to(torch.int32)
+        program.run(0, self._embedding(input_ids).contiguous(), positions.contiguous(), *out)
+        joined, at = self.joined if layers is self._layers else None, 0
+        result, (last,) = torch.empty_like(out[0]), self._made(len(layers), rows)
+        while at < len(layers):
+            if joined is not None:
+                at += joined.run(at, out, result, last)
+            if at < len(layers):
+                found = layers[at].forward(*out).contiguous()
+                at += 1
+                out = self._made(at, rows) if at < len(layers) else [last]
+                program.run(at, found, *out)
+        return self._output(last_hidden_state=last.view(1, rows, -1))
+
+    def _made(self, segment: int, rows: int) -> list[torch.Tensor]:
+        """What a segment stores for so many rows."""
+        return [torch.empty((rows, *shape), dtype=dtype) for shape, dtype in self._lowered.stores[segment]]
 
     def _decide(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Compare the program with the model on a step like this, of other tokens (a padding token's state is zero).

@@ -25,6 +25,7 @@ from ..engine import ExpertEngine
 from ..layer import MoeLayer
 from ..prefetching import RouterPrefetching
 from ..split_layer import SplitLayer
+from .native import Joined, NativeDense
 
 PARTS = (
     "read", "wait", "reroute", "plan", "begin", "issue", "await", "copies", "send", "prefetch", "pre_evict", "run",
@@ -150,6 +151,12 @@ class _Clock:
         self._open.pop()
         self._since_s = now_s
 
+    def take_out(self, seconds: float) -> None:
+        """They do not belong to the open part."""
+        if self._open:
+            part = self._open[-1]
+            self.spent_s[part] = self.spent_s.get(part, 0.0) - seconds
+
     def _count(self, now_s: float) -> None:
         part = self._open[-1]
         self.spent_s[part] = self.spent_s.get(part, 0.0) + now_s - self._since_s - self._cost_s
@@ -188,8 +195,12 @@ def host_steps(
     steps: list[HostStep] = []
     passes: list[HostPass] = []
     clock = _Clock(now)
+    dense = getattr(model.base_model.forward, "__self__", None)
+    joined = dense.joined if isinstance(dense, NativeDense) and parts == KERNEL_PARTS else None
     with _Replaced() as replaced:
-        _time_layers(engine, parts, clock, replaced, passes)
+        _time_layers(engine, parts, clock, replaced, passes, joined)
+        if joined is not None:
+            replaced.set(joined, "run", _timed_joined(clock, joined, passes))
         replaced.set(model, "forward", _timed(clock, "dense", model.forward))
         replaced.set(engine, "begin_forward", _timed(clock, "announce", engine.begin_forward))
         for part, owner, method in batcher.parts():
@@ -199,8 +210,10 @@ def host_steps(
 
 
 def _time_layers(
-    engine: ExpertEngine, parts: Sequence[str], clock: _Clock, replaced: _Replaced, passes: list[HostPass]
-) -> None:
+    engine: ExpertEngine, parts: Sequence[str], clock: _Clock, replaced: _Replaced, passes: list[HostPass],
+    joined: Joined | None = None,
+) -> None:  # fmt: skip
+    """joined: its passes are timed elsewhere; else each layer runs by itself."""
     wrapped = set[tuple[int, str]]()
     for layer in engine.layers:
         for part, owner, method in _parts_of(layer):
@@ -210,6 +223,8 @@ def _time_layers(
         if isinstance(layer.native, NativeLayer):
             layer.native.timed(True)
             replaced.at_end(partial(layer.native.timed, False))
+        if joined is not None and layer.joins is not None:
+            continue
         host_waits = engine.device.executor != "real"  # a GPU's stream waits for copies, the host does not
         replaced.set(layer, "forward", _timed_pass(clock, layer, host_waits, passes))
 
@@ -367,7 +382,7 @@ def _timed_pass(
         waited_s, native = layer.stats.blocked_io_s, layer.native
         if isinstance(native, NativeLayer):
             native.waited_s = 0.0
-            native.kernel_s[:] = 0.0
+            native.spent_s[:] = 0.0
         elif isinstance(native, SplitLayer):
             native.kernels_s, native.by_cpu = 0.0, not clock.counts_waits
         clock.enter("other")
@@ -379,7 +394,7 @@ def _timed_pass(
             waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
             if isinstance(native, NativeLayer | SplitLayer):
                 inside = "native" if spent_s["native"] > 0 else "other"
-                counted_s = native.kernels_s if isinstance(native, SplitLayer) else float(native.kernel_s[clock_at])
+                counted_s = native.kernels_s if isinstance(native, SplitLayer) else float(native.spent_s[clock_at])
                 kernel_s = min(counted_s, spent_s[inside])
                 spent_s[inside] -= kernel_s
                 spent_s["kernels"] += kernel_s
@@ -390,6 +405,28 @@ def _timed_pass(
             passes.append(HostPass(layer.index, len(hidden), spent_s))
 
     return run
+
+
+def _timed_joined(clock: _Clock, joined: Joined, passes: list[HostPass]) -> Callable[..., int]:
+    """Of a call of many layers the layers' passes, by the native clock; they are not part of what is open."""
+    run, clock_at = joined.run, 0 if clock.counts_waits else 1
+
+    def timed(at: int, inputs: Sequence[torch.Tensor], *more: torch.Tensor) -> int:
+        natives = [layer.joins for layer in joined.layers[at:]]
+        for native in natives:
+            if native is not None:
+                native.spent_s[:] = 0.0
+        ran = run(at, inputs, *more)
+        for place, native in enumerate(natives[:ran], at):
+            assert native is not None  # it ran
+            kernel_s, whole_s = native.spent_s[clock_at::2].tolist()
+            copies_s = float(joined.waits[place]) if clock.counts_waits else 0.0
+            parts = {"kernels": kernel_s, "copies": copies_s, "native": whole_s - kernel_s - copies_s}
+            passes.append(HostPass(place, len(inputs[0]), dict.fromkeys(PARTS, 0.0) | parts))
+            clock.take_out(whole_s)
+        return ran
+
+    return timed
 
 
 def _timed_step(
