@@ -78,10 +78,11 @@ def counted(worker: GpuWorker) -> dict[str, Any]:
 
 @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
 def test_layers_in_one_call_are_layers_one_by_one(prefetch: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Tokens, loads, order of eviction and counters; a layer that is observed runs by itself, and its neighbours too."""
+    """Tokens, loads, order of eviction and counters; a layer that is observed runs by itself."""
     store, asked = made("qwen3_moe", tmp_path), prompts(5, 11, 17)
     found: dict[str, Any] = {}
     alone: list[int] = []
+    seen: list[int] = []
     forward = MoeLayer.forward
 
     def watched(layer: MoeLayer, *inputs: Any) -> Any:
@@ -92,7 +93,6 @@ def test_layers_in_one_call_are_layers_one_by_one(prefetch: str, tmp_path: Path,
     for how in ("apart", "joined", "observed"):
         with serving(store, unchecked(0.3, prefetch)) as worker:
             layers, dense = worker.engine.layers, worker.model.base_model.forward.__self__
-            seen: list[int] = []
             if how == "apart":
                 dense.joined = None
             if how == "observed":
