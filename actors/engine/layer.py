@@ -1,8 +1,9 @@
 """One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
 
 On the CPU a native call does it all where native code has the orders of eviction and of prefetch, and the cache counts
-it later (`ExpertCache.count_passes`); such layers run together in one call (`model.native.Joined`). Where a policy in Python chooses victims or prefetches, it is three
-(`MoeLayer._planned`). The page is their reference: same output, loads, victims and counters.
+it later (`ExpertCache.count_passes`); such layers run together in one call (`model.native.Joined`). Where a policy in
+Python chooses victims or prefetches, it is three (`MoeLayer._planned`). The page is their reference: same output,
+loads, victims and counters.
 
 Three executors run this page with different backends: the lead (`dispatch.DeviceBackend`), another shard
 (`peers.shard`) and the simulator (`cluster.simulate.executor`).
