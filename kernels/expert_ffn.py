@@ -318,6 +318,7 @@ class NativeLayer:
     The output is that of `CpuKernel.run` and `combine`, to the bit. What is found at `begin` is pinned until `finish`.
 
     Attributes:
+        handle: for `dense.Program.run_layers`. width: of rows, H.
         plans: whether passes with misses run.
         orders: whether the order of eviction is in native code; without, `step` cannot run.
         waited_s: seconds that the last `finish` or `step` has waited for copies.
@@ -328,8 +329,7 @@ class NativeLayer:
     decides = False
 
     def __init__(self, made: _cpu.Layer, width: int, plans: bool, orders: bool, held: object) -> None:
-        self.handle = self._made = made
-        self._width, self._held = width, held
+        self.handle, self.width, self._held = made, width, held
         self.plans, self.orders, self.waited_s = plans, orders, 0.0
         self.spent_s = np.zeros(4)
         self._release = 0, 0, 0.0, 0, 0  # of `ReleaseAhead`
@@ -337,28 +337,28 @@ class NativeLayer:
 
     def timed(self, on: bool) -> None:
         """Whether seconds are added up."""
-        _cpu.layer_times(self._made, self.spent_s.ctypes.data if on else 0)
+        _cpu.layer_times(self.handle, self.spent_s.ctypes.data if on else 0)
 
     def look_ahead(self, ahead: RoutersAhead | ReleaseAhead) -> None:
         """`step` prefetches what these routers pick, or frees slots."""
         weight, bias = (0 if t is None else t.data_ptr() for t in (ahead.weight, ahead.bias))
         if isinstance(ahead, RoutersAhead):
-            _cpu.layer_ahead(self._made, weight, bias, ahead.layers, ahead.top, ahead.max_rows)
+            _cpu.layer_ahead(self.handle, weight, bias, ahead.layers, ahead.top, ahead.max_rows)
         else:
             self._release = weight, bias, ahead.threshold, ahead.most, ahead.max_rows
-            _cpu.layer_active(self._made, *self._release, 0, False)
+            _cpu.layer_active(self.handle, *self._release, 0, False)
         self._held = self._held, ahead
 
     def reroute(self, rule: Budget | Replace) -> None:
         """`step` changes the routing so."""
         if isinstance(rule, Budget):
-            _cpu.layer_active(self._made, *self._release, *rule)
+            _cpu.layer_active(self.handle, *self._release, *rule)
             return
         weight, bias = (0 if t is None else t.data_ptr() for t in (rule.weight, rule.bias))
         draws, after = rule.draws, rule.next
         read = (0, 0, 0) if draws is None or after is None else (draws.ctypes.data, len(draws), after.ctypes.data)
         _cpu.layer_replace(
-            self._made, weight, bias, *read, rule.full.ctypes.data, rule.emptied.ctypes.data,
+            self.handle, weight, bias, *read, rule.full.ctypes.data, rule.emptied.ctypes.data,
             rule.buddies.ids.ctypes.data, rule.buddies.similarity.ctypes.data,
             numbers((0, rule.top_k), rule.buddies, rule.options, rule.tau),
             math.inf if rule.beta is None else rule.beta, rule.max_rows,
@@ -374,14 +374,14 @@ class NativeLayer:
         the link is closed. decode_only: the forward has no rows of a prompt. source: number of the prefetch policy in
         the counters; 0: nothing is prefetched.
         """
-        of = native_operands(hidden, ids, weights, self._width)
+        of = native_operands(hidden, ids, weights, self.width)
         if of is None:
             return None
         hidden, ids, weights = of
         tokens, top_k = ids.shape
         out = torch.empty_like(hidden)
         found = _cpu.layer_step(
-            self._made, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, out.data_ptr(),
+            self.handle, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, out.data_ptr(),
             decode_only, source,
         )  # fmt: skip
         if type(found) is not float:
@@ -407,14 +407,14 @@ class NativeLayer:
     def _begin(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, runs: bool
     ) -> torch.Tensor | Needed | None:
-        operands = native_operands(hidden, ids, weights, self._width)
+        operands = native_operands(hidden, ids, weights, self.width)
         if operands is None:
             return None
         hidden, ids, weights = operands
         tokens, top_k = ids.shape
         out = torch.empty_like(hidden)
         of = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
-        found = _cpu.layer_begin(self._made, *of, tokens, top_k, out.data_ptr(), runs)
+        found = _cpu.layer_begin(self.handle, *of, tokens, top_k, out.data_ptr(), runs)
         if found is True:
             return out
         if found is None:
@@ -424,13 +424,13 @@ class NativeLayer:
 
     def load(self, victims: list[int] | None, decode_only: bool) -> bool:
         """Evict these (None: by native order), and load the missing experts; False: the link is closed."""
-        return _cpu.layer_load(self._made, victims, decode_only)
+        return _cpu.layer_load(self.handle, victims, decode_only)
 
     def finish(self) -> torch.Tensor | None:
         """Run the pass, arrivals as they land: [T, H]. None: a copy was cancelled, and nothing has changed."""
         assert self._pass is not None  # of `begin`
         out = self._pass[2]
-        waited_s = _cpu.layer_finish(self._made)
+        waited_s = _cpu.layer_finish(self.handle)
         self._pass = None
         if waited_s is None:
             return None

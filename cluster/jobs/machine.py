@@ -170,13 +170,13 @@ def probe(config: RunConfig, rounds: int, tokens: int = TOKENS) -> Probe:
         serve(worker.submit, [PROMPTS[-1]], tokens)
         worker.reset_stats()
         watch = _Watch(worker.engine)
-        with host_steps(worker.engine, worker.model, worker.batcher) as steps, watch:
+        with host_steps(worker.engine, worker.model, worker.batcher, misses=True) as steps, watch:
             for prompt in PROMPTS[:rounds]:
                 serve(worker.submit, [prompt], tokens)
         copies, link_s = watch.copies, worker.stats().total().total_io_s
         decode = [step for step in steps if step.rows == 1]
         layers = [layer for step in decode for layer in step.layers]
-        missing = tuple(watch.missing[: len(layers)])  # the last step may have delivered its token and not ended
+        missing = tuple(layer.missing for layer in layers)
         return Probe(
             step_s=median(sum(value for part, value in step.parts.items() if part != "dense") for step in decode),
             dense_s=median(step.parts["dense"] for step in decode),
@@ -191,49 +191,36 @@ def probe(config: RunConfig, rounds: int, tokens: int = TOKENS) -> Probe:
 
 
 class _Watch:
-    """Counts, inside the `with` block, misses of each decode pass of a layer, and copies of decode steps.
+    """Counts, inside the `with` block, copies of decode steps.
 
     Attributes:
-        missing: experts that each decode pass missed. decode_copies, decode_steps: of the steps that a decode step
-            follows, since copies count when they land, in experts of full precision.
+        decode_copies, decode_steps: of the steps that a decode step follows, since copies count when they land, in
+            experts of full precision.
     """
 
     def __init__(self, engine: Any) -> None:
-        self._layers, self._cache = engine.layers, engine.cache
-        self._slot_bytes = engine.slot_bytes
-        self.missing: list[int] = []
+        self._engine = engine
         self.decode_copies, self.decode_steps = 0.0, 0
-        self._before: list[Callable[..., Any]] = []
+        self._before: Callable[..., Any] = engine.begin_forward
         self._begun: float | None = None  # copies at the begin of the decode step before
 
     @property
     def copies(self) -> float:
         """Experts that landed since the counters were reset; of part of an expert, its share of the bytes."""
-        stats = [layer.stats for layer in self._layers]
-        return sum(s.bytes_loaded_demand + s.bytes_loaded_prefetch for s in stats) / self._slot_bytes
+        stats = [layer.stats for layer in self._engine.layers]
+        return sum(s.bytes_loaded_demand + s.bytes_loaded_prefetch for s in stats) / self._engine.slot_bytes
 
     def __enter__(self) -> None:
-        self._before = [layer.forward for layer in self._layers]
-        for layer, forward in zip(self._layers, self._before, strict=True):
-            layer.forward = self._counted(layer, forward)
+        self._before = self._engine.begin_forward
+
+        def counted(sequences: Sequence[Any]) -> None:
+            self._step(len(sequences) == 1 and sequences[0].decode)
+            self._before(sequences)
+
+        self._engine.begin_forward = counted
 
     def __exit__(self, *exception: object) -> None:
-        for layer, forward in zip(self._layers, self._before, strict=True):
-            layer.forward = forward
-
-    def _counted(self, layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(hidden: Any, *inputs: Any) -> Any:
-            one = len(hidden) == 1
-            if layer.index == 0:
-                self._step(one)
-            before = layer.stats.misses + layer.stats.low_bit_misses
-            out = forward(hidden, *inputs)
-            self._cache.count_passes()  # what native calls have counted, which else comes with the last layer
-            if one:
-                self.missing.append(layer.stats.misses + layer.stats.low_bit_misses - before)
-            return out
-
-        return run
+        self._engine.begin_forward = self._before
 
     def _step(self, one: bool) -> None:
         copies = self.copies if one else 0.0

@@ -1,6 +1,7 @@
 #include "order.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 namespace tiermoe {
 
@@ -14,11 +15,31 @@ Order::Order(Kind kind, std::int64_t layers, std::int64_t experts, double least,
       importance_(importance), own_held_(importance ? 0 : layers * experts), own_stamps_(own_held_.size()),
       picked_(kind == Kind::sweep ? layers * experts : 0), held_(importance ? importance->resident : own_held_.data()),
       stamps_(importance ? importance->stamp : own_stamps_.data()), freq_(counts() ? layers * experts : 0),
-      credit_(freq_.size()) {}
+      credit_(freq_.size()), next_(importance || counts() ? 0 : keys() + 1), previous_(next_.size()) {
+    std::iota(next_.begin(), next_.end(), 0);
+    std::iota(previous_.begin(), previous_.end(), 0);
+}
+
+void Order::leave(std::int64_t key) {
+    if (next_.empty()) return;
+    next_[previous_[key]] = next_[key];
+    previous_[next_[key]] = previous_[key];
+    next_[key] = previous_[key] = key;
+}
+
+void Order::join_last(std::int64_t key) {
+    if (next_.empty()) return;
+    leave(key);
+    const std::int64_t end = keys(), last = previous_[end];
+    next_[last] = previous_[end] = key;
+    previous_[key] = last;
+    next_[key] = end;
+}
 
 void Order::admitted(std::int64_t key) {
     held_[key] = 1;
     stamps_[key] = ++clock_;
+    join_last(key);
     if (!counts()) return;
     credit_[key] = std::max(0.0, unit_ - freq_[key]);
     freq_[key] += credit_[key];
@@ -26,6 +47,7 @@ void Order::admitted(std::int64_t key) {
 
 void Order::removed(std::int64_t key) {
     held_[key] = 0;
+    leave(key);
     if (!counts()) return;
     freq_[key] -= credit_[key];
     credit_[key] = 0.0;
@@ -34,6 +56,7 @@ void Order::removed(std::int64_t key) {
 void Order::used(const std::vector<std::int64_t>& keys) {
     for (std::int64_t key : keys) {
         stamps_[key] = ++clock_;
+        if (held_[key]) join_last(key);
         if (!counts()) continue;
         freq_[key] += unit_ - credit_[key];
         credit_[key] = 0.0;
@@ -76,6 +99,12 @@ std::vector<std::int64_t> Order::first(std::int64_t count, const std::uint8_t* m
     if (importance_) {
         const std::int64_t found = importance_lowest(*importance_, count, may);
         return {importance_->order.begin(), importance_->order.begin() + found};
+    }
+    if (by_use()) {
+        const std::int64_t end = this->keys();
+        for (std::int64_t key = next_[end]; key != end && static_cast<std::int64_t>(keys.size()) < count; key = next_[key])
+            if (!may || may[key]) keys.push_back(key);
+        return keys;
     }
     std::vector<Entry> found;  // a heap of the first so far, the last of them on top
     for (std::int64_t key = 0; key < this->keys(); ++key) {

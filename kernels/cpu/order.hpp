@@ -36,6 +36,9 @@ class Order {
  private:
     double value(std::int64_t key) const;
     bool counts() const { return kind_ == Kind::lfu || kind_ == Kind::map; }
+    bool by_use() const { return kind_ == Kind::lru || (kind_ == Kind::sweep && now_ < 0); }
+    void leave(std::int64_t key);
+    void join_last(std::int64_t key);
 
     Kind kind_;
     std::int64_t layers_, experts_;
@@ -48,6 +51,8 @@ class Order {
     std::uint8_t* held_;    // [keys], of importance_ where there is one
     std::int64_t* stamps_;  // [keys], as held_
     std::vector<double> freq_, credit_;  // uses, and what of them admission lent until the first use
+    // Of lru and sweep the held keys by their stamps, a ring through keys(); a key that is not held is a ring of its own.
+    std::vector<std::int64_t> next_, previous_;
 };
 
 }  // namespace tiermoe

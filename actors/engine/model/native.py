@@ -88,19 +88,19 @@ class Joined:
     def __init__(self, program: Program, layers: Sequence[ExpertLayer], stores: Sequence[Any]) -> None:
         self._program = program
         self.layers = [layer for layer in layers if isinstance(layer, MoeLayer)]
-        dtypes = [[dtype for _, dtype in stored] for stored in stores[: len(layers)]]
-        plain = all(found == [torch.float32, torch.int64, torch.float32] for found in dtypes)
-        natives = [layer.joins if plain else None for layer in layers if isinstance(layer, MoeLayer)]
-        # from each layer on, those that join
-        self._from: list[list[_cpu.Layer]] = [[] for _ in natives]
-        for at in range(len(natives) - 1, -1, -1):
-            if (native := natives[at]) is not None:
-                self._from[at] = [native.handle, *(self._from[at + 1] if at + 1 < len(natives) else [])]
-        self.waits = np.zeros(len(natives))
+        self._from: list[list[_cpu.Layer]] = [[]]  # from each layer on, those that join
+        for layer, stored in zip(reversed(self.layers), reversed(stores[: len(self.layers)]), strict=True):
+            native, top_k = layer.joins, stored[-1][0]
+            plain = [(top_k, torch.int64), (top_k, torch.float32)]
+            if native is not None and stored == [((native.width,), torch.float32), *plain] and stored == stores[0]:
+                self._from.insert(0, [native.handle, *self._from[0]])
+            else:
+                self._from.insert(0, [])
+        self.waits = np.zeros(len(self.layers))
 
     def run(self, at: int, inputs: Sequence[torch.Tensor], out: torch.Tensor, last: torch.Tensor) -> int:
         """Run layers from `at` on: how many. inputs: hidden, ids, weights; out: [T, H]; last: of the last segment."""
-        handles = self._from[at] if self._from else []
+        handles = self._from[at]
         layers = self.layers[at : at + len(handles)]
         if not handles or any(layer.observers or "forward" in vars(layer) for layer in layers):
             return 0

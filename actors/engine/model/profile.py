@@ -51,7 +51,8 @@ _CALLS = dict.fromkeys(_LAUNCHES, "launches") | {
 
 @dataclass(frozen=True, slots=True)
 class HostPass:
-    """One pass of one MoE layer: tokens in the batch, seconds of the host by part (of `PARTS`).
+    """One pass of one MoE layer: tokens in the batch, seconds of the host by part (of `PARTS`), experts that it missed
+    (0 unless they are asked for).
 
     copies: waits for copies where the host waits for them itself. On CUDA `kernels` and `combine` are the seconds of
     launching them.
@@ -60,6 +61,7 @@ class HostPass:
     layer: int
     tokens: int
     parts: dict[str, float]
+    missing: int = 0
 
     @property
     def total_s(self) -> float:
@@ -184,13 +186,14 @@ def host_passes(
 @contextmanager
 def host_steps(
     engine: ExpertEngine, model: Any, batcher: Any, parts: Sequence[str] = KERNEL_PARTS,
-    now: Clock = time.perf_counter,
+    now: Clock = time.perf_counter, misses: bool = False,
 ) -> Iterator[list[HostStep]]:  # fmt: skip
     """Collect every step of the batching loop that begins inside the `with` block; no request may be in flight.
 
     Args:
         model: that the loop runs. batcher: a `ContinuousBatcher`.
-        parts: of the layers, as for `host_passes`.
+        parts: of the layers, as for `host_passes`. With `KERNEL_PARTS` native code times layers that run together.
+        misses: count those of each pass, which costs time between passes.
     """
     steps: list[HostStep] = []
     passes: list[HostPass] = []
@@ -198,9 +201,9 @@ def host_steps(
     dense = getattr(model.base_model.forward, "__self__", None)
     joined = dense.joined if isinstance(dense, NativeDense) and parts == KERNEL_PARTS else None
     with _Replaced() as replaced:
-        _time_layers(engine, parts, clock, replaced, passes, joined)
+        _time_layers(engine, parts, clock, replaced, passes, joined, misses)
         if joined is not None:
-            replaced.set(joined, "run", _timed_joined(clock, joined, passes))
+            replaced.set(joined, "run", _timed_joined(clock, joined, passes, misses))
         replaced.set(model, "forward", _timed(clock, "dense", model.forward))
         replaced.set(engine, "begin_forward", _timed(clock, "announce", engine.begin_forward))
         for part, owner, method in batcher.parts():
@@ -211,7 +214,7 @@ def host_steps(
 
 def _time_layers(
     engine: ExpertEngine, parts: Sequence[str], clock: _Clock, replaced: _Replaced, passes: list[HostPass],
-    joined: Joined | None = None,
+    joined: Joined | None = None, misses: bool = False,
 ) -> None:  # fmt: skip
     """joined: its passes are timed elsewhere; else each layer runs by itself."""
     wrapped = set[tuple[int, str]]()
@@ -226,7 +229,7 @@ def _time_layers(
         if joined is not None and layer.joins is not None:
             continue
         host_waits = engine.device.executor != "real"  # a GPU's stream waits for copies, the host does not
-        replaced.set(layer, "forward", _timed_pass(clock, layer, host_waits, passes))
+        replaced.set(layer, "forward", _timed_pass(clock, layer, host_waits, passes, misses))
 
 
 def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
@@ -374,12 +377,12 @@ def _timed(clock: _Clock, part: str, method: Callable[..., Any]) -> Callable[...
 
 
 def _timed_pass(
-    clock: _Clock, layer: MoeLayer, host_waits: bool, passes: list[HostPass]
+    clock: _Clock, layer: MoeLayer, host_waits: bool, passes: list[HostPass], misses: bool = False
 ) -> Callable[..., torch.Tensor]:
     forward, clock_at = layer.forward, 0 if clock.counts_waits else 1
 
     def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        waited_s, native = layer.stats.blocked_io_s, layer.native
+        waited_s, native, missed = layer.stats.blocked_io_s, layer.native, _missed(layer)
         if isinstance(native, NativeLayer):
             native.waited_s = 0.0
             native.spent_s[:] = 0.0
@@ -402,27 +405,38 @@ def _timed_pass(
             if host_waits and clock.counts_waits:
                 spent_s["copies"] = min(layer.stats.blocked_io_s - waited_s, spent_s[waiting])
                 spent_s[waiting] -= spent_s["copies"]
-            passes.append(HostPass(layer.index, len(hidden), spent_s))
+            if misses:
+                layer.cache.count_passes()  # what native calls have counted, which else comes with the last layer
+            passes.append(HostPass(layer.index, len(hidden), spent_s, _missed(layer) - missed if misses else 0))
 
     return run
 
 
-def _timed_joined(clock: _Clock, joined: Joined, passes: list[HostPass]) -> Callable[..., int]:
+def _missed(layer: MoeLayer) -> int:
+    """Experts, so far as they are counted."""
+    return layer.stats.misses + layer.stats.low_bit_misses
+
+
+def _timed_joined(clock: _Clock, joined: Joined, passes: list[HostPass], misses: bool) -> Callable[..., int]:
     """Of a call of many layers the layers' passes, by the native clock; they are not part of what is open."""
     run, clock_at = joined.run, 0 if clock.counts_waits else 1
 
     def timed(at: int, inputs: Sequence[torch.Tensor], *more: torch.Tensor) -> int:
-        natives = [layer.joins for layer in joined.layers[at:]]
+        layers = joined.layers[at:]
+        natives, missed = [layer.joins for layer in layers], list(map(_missed, layers))
         for native in natives:
             if native is not None:
                 native.spent_s[:] = 0.0
         ran = run(at, inputs, *more)
+        if misses and ran < len(layers):  # else they are counted
+            layers[0].cache.count_passes()
         for place, native in enumerate(natives[:ran], at):
             assert native is not None  # it ran
             kernel_s, whole_s = native.spent_s[clock_at::2].tolist()
             copies_s = float(joined.waits[place]) if clock.counts_waits else 0.0
             parts = {"kernels": kernel_s, "copies": copies_s, "native": whole_s - kernel_s - copies_s}
-            passes.append(HostPass(place, len(inputs[0]), dict.fromkeys(PARTS, 0.0) | parts))
+            missing = _missed(layers[place - at]) - missed[place - at] if misses else 0
+            passes.append(HostPass(place, len(inputs[0]), dict.fromkeys(PARTS, 0.0) | parts, missing))
             clock.take_out(whole_s)
         return ran
 
