@@ -10,6 +10,13 @@
 
 #include "threads.hpp"
 
+// The loader picks the widest version that the processor has; TIERMOE_NO_CLONES: see expert_ffn.cpp.
+#if !defined(TIERMOE_NO_CLONES) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#define TIERMOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define TIERMOE_CLONES
+#endif
+
 namespace tiermoe {
 
 double now_s() {
@@ -39,7 +46,7 @@ void sleep_until(double end_s) {
 }
 
 // bfloat16 is the upper half of a float.
-void widen(const std::uint16_t* from, std::uint32_t* to, std::int64_t count) {
+TIERMOE_CLONES void widen(const std::uint16_t* from, std::uint32_t* to, std::int64_t count) {
     for (std::int64_t i = 0; i < count; ++i) to[i] = static_cast<std::uint32_t>(from[i]) << 16;
 }
 
