@@ -17,11 +17,12 @@ from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru, split_eviction
+from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 

@@ -13,9 +13,9 @@ import traces
 
 from tiermoe.actors.engine.split import Configuring, Recorder, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
-from tiermoe.actors.policies.eviction import split_eviction
 from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic.split import SplitOptions
+from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy, with_prefetch
 from tiermoe.cluster.report.status import configurator_rows

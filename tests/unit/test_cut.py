@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tiermoe.actors.policies.eviction import Lru, TwoPools, split_eviction
+from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic.split import Segments, SplitLayout, SplitOptions, buffer_for
 from tiermoe.actors.policies.plan import Load, LoadOnMiss, PlanError
 from tiermoe.actors.policies.residency import Residency, ResidencyError
+from tiermoe.actors.policies.slot_classes import TwoPools, split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
 from tiermoe.errors import ConfigError

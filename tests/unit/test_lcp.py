@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.eviction import Lfu, Lru, PerLayer, RandomOrder
+from tiermoe.actors.policies.eviction import Lfu, Lru, RandomOrder
 from tiermoe.actors.policies.moepic import Lcp
+from tiermoe.actors.policies.slot_classes import PerLayer
 
 EXPERTS, LAYERS = 6, 3
 

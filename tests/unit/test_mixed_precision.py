@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.eviction import Lfu, TwoPools
+from tiermoe.actors.policies.eviction import Lfu
 from tiermoe.actors.policies.hobbit import LowBitOptions, MixedGatePrefetch, MixedPlan, MixedPrecision, unimportance
 from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted
 from tiermoe.actors.policies.registry import PolicyContext, options
+from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import mixed_slots
 from tiermoe.cluster.config import load_policy

@@ -27,11 +27,12 @@ from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.engine.split import Configuring, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru, split_eviction
+from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import Lcp, SpeculativePrefetch
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchGovernor, RandomPrefetch
 from tiermoe.actors.policies.residency import Residency
+from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.router import LinearRouter

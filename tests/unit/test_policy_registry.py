@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tiermoe.actors.policies.eviction import Lfu, make_eviction
+from tiermoe.actors.policies.eviction import Lfu
 from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
+from tiermoe.actors.policies.slot_classes import make_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy, policy_names
 from tiermoe.errors import ConfigError

@@ -31,12 +31,13 @@ from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.engine.rerouting import LowBits, Rerouter
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.adapmoe import AdaptiveGating, Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
-from tiermoe.actors.policies.eviction import Lru, TwoPools
+from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.hobbit import MixedPrecision
 from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.artifacts import PolicyArtifacts

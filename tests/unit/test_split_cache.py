@@ -24,10 +24,11 @@ from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights, PendingExpert, PendingSegment, SharedPending, SlotPool
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru, split_eviction
+from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout, SplitOptions
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.simulate.executor import SimulatedEngine

@@ -19,11 +19,12 @@ from tiermoe.actors.engine.cache.loader import DEMAND
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
 from tiermoe.actors.engine.stats import LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru, TwoPools
+from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.plan import Load, LoadOnMiss
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.pack import PackedShape
 

@@ -9,10 +9,11 @@ from functools import partial
 from ....kernels import _cpu
 from ....kernels.importance import NativeImportance, expect_map, lowest_products
 from ...policies.activeevict import ImportanceEviction
-from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru, lowest_evictable, make_eviction
+from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru, lowest_evictable
 from ...policies.fmoe import ExpertMapDecay, ExpertMapEviction
 from ...policies.moepic import Lcp
 from ...policies.registry import PolicyContext, PolicyOptions, policy_class
+from ...policies.slot_classes import make_eviction
 from .native_split import SplitOrder
 
 _LRU, _SWEEP, _LFU, _MAP, _IMPORTANCE = range(5)  # `Order::Kind`
@@ -58,10 +59,11 @@ def fast_eviction(
 
     native: split experts may have a native order.
     """
-    if split and native and isinstance(options, Lcp.Options):
-        return SplitOrder(context.layers, context.experts, options.rho, options.omega)
-    if split and native and policy_class("eviction", options.kind) is Lru:
-        return SplitOrder(context.layers, context.experts)
+    if split and native:
+        if isinstance(options, Lcp.Options):
+            return SplitOrder(context.layers, context.experts, options.rho, options.omega)
+        if policy_class("eviction", options.kind) is Lru:
+            return SplitOrder(context.layers, context.experts)
     given = replace(context, importance=NativeImportance, lowest=lowest_products, expect_map=expect_map)
     return make_eviction(options, given, split=split, low_bit=low_bit)
 

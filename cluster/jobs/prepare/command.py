@@ -65,8 +65,7 @@ def prepare_command(
         typer.Option(help="Add a profile of the experts, for buddies, from .txt, .jsonl or a folder.", metavar="TEXT"),
     ] = None,
     profile_trace: Annotated[
-        Path | None,
-        typer.Option(help="Add a profile from a recorded trace: co-activation only.", metavar="TRACE"),
+        Path | None, typer.Option(help="Add a profile from a recorded trace: co-activation only.", metavar="TRACE")
     ] = None,
     profile_outputs: Annotated[
         int | None, typer.Option(help="Tokens on which all experts are run, to compare outputs. (8192)")
