@@ -76,7 +76,8 @@ class Host(Options):
     model: Model = None
     repeats: Repeats = 5
     preset: tuple[str, ...] = Field(
-        ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict"), description="Policy; repeat it."
+        ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict", "buddymoe"),
+        description="Policy; repeat it.",
     )
     batch: tuple[Annotated[int, Ge(1)], ...] = Field((1, 8), description="Prompts in flight together; repeat it.")
     budget: str = Field("0.25", description="Device memory for experts, of presets that load them.")
