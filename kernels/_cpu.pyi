@@ -477,21 +477,21 @@ def dense_begin(
 def dense_layers(
     program: Program,
     segment: int,
-    layers: list[Layer],
+    layers: list[Layer | SplitLayer],
     rows: int,
     top_k: int,
-    decode_only: bool,
-    source: int,
+    mode: tuple[bool, int, bool, bool],
     hidden: int,
     ids: int,
     weights: int,
     out: int,
     last: int,
-    waits: int,
+    spent: int,
+    judged: int,
     /,
-) -> int | list[int]:
+) -> int | list[int] | None:
     """How many of the layers ran, each with the segment behind it; the keys of a pass that has failed, as of
-    `layer_step`. Raises ValueError: there is no such expert, layer or segment."""
+    `layer_step`; None: those under way. Raises ValueError: there is no such expert, layer or segment."""
 
 def dense_run(program: Program, segment: int, addresses: tuple[int, ...], /) -> None:
     """Raises ValueError: there is no such segment, no step has begun, or an address is missing."""

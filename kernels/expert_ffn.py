@@ -318,26 +318,28 @@ class NativeLayer:
     The output is that of `CpuKernel.run` and `combine`, to the bit. What is found at `begin` is pinned until `finish`.
 
     Attributes:
-        handle: for `dense.Program.run_layers`. width: of rows, H.
+        handle: for `dense.Program.run_layers`. width: of rows, H. joins: it may run so.
         plans: whether passes with misses run.
         orders: whether the order of eviction is in native code; without, `step` cannot run.
         waited_s: seconds that the last `finish` or `step` has waited for copies.
-        spent_s: seconds of the kernels, wall-clock and CPU time of the thread, then those of passes in one call,
-            added up while `timed`.
+        source: the policy whose prefetches are part of `step`; None: there are none.
+        kernel_s: seconds of the kernels, by the wall's clock and by the thread's CPU time, added up while `timed`.
     """
 
     decides = False
+    joins = True
 
     def __init__(self, made: _cpu.Layer, width: int, plans: bool, orders: bool, held: object) -> None:
         self.handle, self.width, self._held = made, width, held
         self.plans, self.orders, self.waited_s = plans, orders, 0.0
-        self.spent_s = np.zeros(4)
+        self.kernel_s = np.zeros(2)
+        self.source: str | None = None
         self._release = 0, 0, 0.0, 0, 0  # of `ReleaseAhead`
         self._pass: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def timed(self, on: bool) -> None:
-        """Whether seconds are added up."""
-        _cpu.layer_times(self.handle, self.spent_s.ctypes.data if on else 0)
+        """Whether the kernels' seconds are added up."""
+        _cpu.layer_times(self.handle, self.kernel_s.ctypes.data if on else 0)
 
     def look_ahead(self, ahead: RoutersAhead | ReleaseAhead) -> None:
         """`step` prefetches what these routers pick, or frees slots."""
@@ -347,7 +349,7 @@ class NativeLayer:
         else:
             self._release = weight, bias, ahead.threshold, ahead.most, ahead.max_rows
             _cpu.layer_active(self.handle, *self._release, 0, False)
-        self._held = self._held, ahead
+        self._held, self.source = (self._held, ahead), ahead.source
 
     def reroute(self, rule: Budget | Replace) -> None:
         """`step` changes the routing so."""

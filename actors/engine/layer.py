@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ...kernels.expert_ffn import (
         Budget,
         ExpertKernel,
-        NativeLayer,
         Needed,
         ReleaseAhead,
         Replace,
@@ -70,13 +69,19 @@ class NativeRun(Protocol):
     """A layer in native calls: `kernels.expert_ffn.NativeLayer`, or `split_layer.SplitLayer`, which `decides`.
 
     decides: victims and prefetches, too; then only `step` is called. plans: layers with misses, too. orders: it has the
-    order of eviction, so `step` may be called. waited_s: seconds that the last `finish` or `step` waited for copies.
+    order of eviction, so `step` may be called. joins: `step` may run in one call with other layers'
+    (`model.native.Joined`), as `handle`. source: the policy whose prefetches are part of `step`; None: there are none.
+    waited_s: seconds that the last `finish` or `step` waited for copies. width: of rows, H.
     """
 
     decides: bool
     plans: bool
     orders: bool
+    joins: bool
+    handle: Any
+    source: str | None
     waited_s: float
+    width: int
 
     def look_ahead(self, ahead: RoutersAhead | ReleaseAhead) -> None:
         """What `step` prefetches by, or frees slots by."""
@@ -226,7 +231,6 @@ class MoeLayer:
 
     Attributes:
         observers: called with the routing of every forward.
-        source: the policy whose prefetches are part of one native call; None: there are none.
     """
 
     def __init__(
@@ -249,7 +253,6 @@ class MoeLayer:
         self.native = backend.native(self) if type(placer) is Placer else None
         if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
             self.native = None
-        self.source: str | None = None
         found = self.native
         self._whole = found is not None and (found.decides or (found.orders and self._leave_hooks(found)))
         self._promising = True  # the last pass had no miss
@@ -263,16 +266,15 @@ class MoeLayer:
             return False
         for found in ahead:
             native.look_ahead(found)
-            self.source = found.source
         for rule in rules:
             native.reroute(rule)
         return True
 
     @property
-    def joins(self) -> NativeLayer | None:
+    def joins(self) -> NativeRun | None:
         """What runs a pass as a whole, so that it may run in one call with other layers' (`model.native.Joined`)."""
-        native: Any = self.native
-        return native if self._whole and not native.decides and not self.check else None
+        native = self.native
+        return native if native is not None and self._whole and native.joins and not self.check else None
 
     @property
     def stats(self) -> LayerStats:
@@ -350,7 +352,7 @@ class MoeLayer:
     def _native(self, native: NativeRun, inputs: tuple[Any, ...], view: Any) -> Any | None:
         """The step in one native call; None: nothing was done that the page would not do."""
         cache = self.cache
-        source = 0 if self.source is None else cache.counters.number_of(self.source)
+        source = 0 if native.source is None else cache.counters.number_of(native.source)
         hidden, ids, weights = inputs
         try:
             out = native.step(hidden, ids, weights, cache.decode_only, source)

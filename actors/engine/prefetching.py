@@ -138,9 +138,22 @@ class Prefetching:
             return False
         if not allowed or policy.synchronous:
             return not allowed
-        if self._split and (cut := self._cache.cut) is not None and cut.buffer_slots:
+        if self._loads_bottoms:
             return False
         return not any(starmap(self._cache.residency.absent, reach))
+
+    def reaches(self, index: int) -> bool:
+        """Whether the policy prefetches for any layer at this one."""
+        return bool(self._reach[index])
+
+    @property
+    def _loads_bottoms(self) -> bool:
+        return self._split and (cut := self._cache.cut) is not None and cut.buffer_slots > 0
+
+    @property
+    def tireless(self) -> bool:
+        """Whether no layer with others in its reach is `idle`."""
+        return not self.policy.stateless or self.on_predicted is not None or self._loads_bottoms
 
     def _keys_ahead(self, index: int) -> list[tuple[int, int]]:
         """The keys of the layers that the policy prefetches for at a layer: first and end of each stretch."""

@@ -27,6 +27,7 @@ class SplitLayer:
     """As `layer.NativeRun`.
 
     Attributes:
+        ahead: its prefetch; None: there is none.
         waited_s, kernels_s: seconds that the last pass has waited for copies, and run kernels.
         by_cpu: kernels by the thread's CPU time.
     """
@@ -53,16 +54,18 @@ class SplitLayer:
         self, step: MoeLayer, backend: DeviceBackend, ahead: Prefetching | None, split: _cpu.Split, layers: int
     ) -> None:
         assert isinstance(step.kernel, CpuKernel)
-        self._index, self._backend, self._cache, self._ahead = step.index, backend, backend.cache, ahead
-        self._last, self._width = step.index == layers - 1, step.kernel.width
+        self._index, self._backend, self._cache, self.ahead = step.index, backend, backend.cache, ahead
+        self._last, self.width = step.index == layers - 1, step.kernel.width
         found = None if ahead is None else ahead.probe(step.index)
         operands = None if found is None else found[0].operands
         at = None
         if operands is not None:
             at = operands[0].data_ptr(), 0 if operands[1] is None else operands[1].data_ptr()
         self._probes = found is not None and at is not None
+        self.source = ahead.policy.name if ahead is not None and self._probes else None
+        self.joins = ahead is None or self._probes or not ahead.reaches(step.index)
         probe = (0, 0, 0, 1, False) if found is None or at is None else (*at, *found[1:])
-        self._made = step.kernel.split_layer(split, step.index, layers, step.experts, probe)
+        self.handle = step.kernel.split_layer(split, step.index, layers, step.experts, probe)
         self._held = split, step.kernel, found  # the layer's memory
         self.waited_s = self.kernels_s = 0.0
         self.by_cpu = False
@@ -70,20 +73,20 @@ class SplitLayer:
     def step(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, decode_only: bool, source: int
     ) -> torch.Tensor | list[int] | None:
-        """As `NativeLayer.step`; the source of prefetches is its own."""
-        of = native_operands(hidden, ids, weights, self._width)
+        """As `NativeLayer.step`."""
+        of = native_operands(hidden, ids, weights, self.width)
         if of is None:
             return None
         hidden, ids, weights = of
         tokens, top_k = ids.shape
-        out, cache, ahead = torch.empty_like(hidden), self._cache, self._ahead
-        given = self._made, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, decode_only
+        out, cache, ahead = torch.empty_like(hidden), self._cache, self.ahead
+        given = self.handle, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, decode_only
         self.waited_s = self.kernels_s = 0.0
         if ahead is not None:
             if not (self._probes and tokens <= MOST_ROWS and ahead.takes(self._index, tokens)):
                 return self._in_turn(ahead, given, of, out)
-            if not ahead.idle(self._index):
-                source = cache.counters.pending.number(cache.stats.source(ahead.policy.name))
+            if ahead.idle(self._index):
+                source = 0
         state, used, wasted, later, self.waited_s, self.kernels_s = _cpu.split_pass(
             *given, source, out.data_ptr(), self.by_cpu
         )
@@ -95,7 +98,7 @@ class SplitLayer:
             self._judge(0, later)
             if self._last:
                 ahead.ended()
-        return self._under_way() if state == _CANCELLED else [] if state == _CLOSED else out
+        return cache.loads.copying() if state == _CANCELLED else [] if state == _CLOSED else out
 
     def _in_turn(
         self, ahead: Prefetching, given: tuple[_cpu.SplitLayer, int, int, int, int, int, bool],
@@ -112,9 +115,9 @@ class SplitLayer:
         cache.count_passes()  # before what it predicts
         ahead.layer(self._index, self._backend.look(self._index, False, *inputs))
         hidden, _, weights = inputs
-        found = _cpu.split_finish(self._made, hidden.data_ptr(), weights.data_ptr(), out.data_ptr(), self.by_cpu)
+        found = _cpu.split_finish(self.handle, hidden.data_ptr(), weights.data_ptr(), out.data_ptr(), self.by_cpu)
         if found is None:
-            return self._under_way()
+            return cache.loads.copying()
         self.waited_s, self.kernels_s = found
         return out
 
@@ -123,8 +126,3 @@ class SplitLayer:
             self._cache.governor.used(used)
         if wasted:
             self._cache.governor.wasted(wasted)
-
-    def _under_way(self) -> list[int]:
-        native = self._cache.loads.native
-        assert native is not None
-        return list(native.under_way)

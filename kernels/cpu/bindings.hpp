@@ -39,6 +39,16 @@ struct Given {
 enum class Ended { ran, left, closed, cancelled };
 // A layer's pass in one call (layer_module.cpp); waited_s: for copies, where it ran.
 Ended step_layer(Layer& of, const Given& given, bool decode_only, std::int64_t source, double& waited_s);
+// The same of a layer of split experts (split_module.cpp). always: of `Mode`; spent: seconds waited, and in kernels; judged:
+// prefetches used and wasted are added.
+bool is_split(PyObject* layer);
+struct Mode {
+    bool decode_only;
+    std::int64_t source;  // of prefetches; 0: there are none
+    bool always;          // split experts are probed for even where each is in a slot, since bottoms are loaded for each use
+    bool cpu;             // kernels by the thread's CPU time
+};
+Ended step_split(PyObject* layer, const Given& given, const Mode& mode, double* spent, std::int64_t* judged);
 // What a pass that was closed or cancelled has lost: the keys whose copies were cancelled; empty: the link is closed.
 PyObject* failed_keys(const Layer& of, Ended how);
 // The sizes and options of a substitution, from `kernels.substitute.numbers`; false: an exception is set.

@@ -8,6 +8,7 @@
 #include "bindings.hpp"
 #include "dense.hpp"
 #include "layer.hpp"
+#include "link.hpp"
 
 namespace tiermoe::bindings {
 namespace {
@@ -165,37 +166,59 @@ PyObject* dense_run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     });
 }
 
-// dense_layers(program, segment, layers: list, rows, top_k, decode_only, source, hidden, ids, weights, out, last or 0, waits)
-//   -> how many of these layers have run, each with the segment behind it, from this on | the keys of a pass that has
-// failed (`failed_keys`). hidden, ids and weights are the inputs of the first and of the first that did not run. source:
-// of those that prefetch. last: output of the program's last segment, where it is behind the last of these. waits:
-// float64 [len(layers)], seconds that each waited for copies.
+// A layer's pass in one call; spent, judged: of `step_split`. Leaves the result of `failed_keys` in `failed`, or None, where
+// the keys are those under way.
+Ended step(PyObject* layer, const Given& given, const Mode& mode, double* spent, std::int64_t* judged, PyObject*& failed) {
+    Ended how;
+    if (is_split(layer)) {
+        how = step_split(layer, given, mode, spent, judged);
+        if (how == Ended::closed) failed = PyList_New(0);
+        if (how == Ended::cancelled) failed = Py_NewRef(Py_None);
+        return how;
+    }
+    Layer* of = layer_of(layer);
+    if (!of) return Ended::left;
+    how = step_layer(*of, given, mode.decode_only, of->ahead.top ? mode.source : 0, spent[0]);
+    if (how == Ended::closed || how == Ended::cancelled) failed = failed_keys(*of, how);
+    return how;
+}
+
+// dense_layers(program, segment, layers: list, rows, top_k, (decode_only, source, always, cpu), hidden, ids, weights, out,
+//              last or 0, spent, judged) -> how many of these layers have run, each with the segment behind it, from this
+// on | the keys of a pass that has failed, or None: those under way. hidden, ids and weights are the inputs of the first
+// and of the first that did not run. last: output of the program's last segment, where it is behind the last of these.
+// spent: float64 [len(layers), 3], seconds that each waited for copies, ran kernels (of split experts) and took.
 PyObject* dense_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 13)) return nullptr;
     DenseProgram* program = program_of(args[0]);
     if (!program) return nullptr;
-    if (!PyList_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "layers must be a list");
+    if (!PyList_Check(args[2]) || !PyTuple_Check(args[5])) {
+        PyErr_SetString(PyExc_TypeError, "layers must be a list, and the mode a tuple");
         return nullptr;
     }
     const Py_ssize_t layers = PyList_GET_SIZE(args[2]);
     const long long segment = PyLong_AsLongLong(args[1]), rows = PyLong_AsLongLong(args[3]);
-    const long long top_k = PyLong_AsLongLong(args[4]), source = PyLong_AsLongLong(args[6]);
-    const bool decode_only = PyObject_IsTrue(args[5]) == 1;
-    void *hidden = address<void>(args[7]), *ids = address<void>(args[8]), *weights = address<void>(args[9]);
-    void *out = address<void>(args[10]), *last = address<void>(args[11]);
-    double* waits = address<double>(args[12]);
+    const long long top_k = PyLong_AsLongLong(args[4]);
+    int decode_only, always, cpu;
+    long long source;
+    if (!PyArg_ParseTuple(args[5], "pLpp", &decode_only, &source, &always, &cpu)) return nullptr;
+    const Mode mode{decode_only != 0, source, always != 0, cpu != 0};
+    void *hidden = address<void>(args[6]), *ids = address<void>(args[7]), *weights = address<void>(args[8]);
+    void *out = address<void>(args[9]), *last = address<void>(args[10]);
+    double* spent = address<double>(args[11]);
+    std::int64_t* judged = address<std::int64_t>(args[12]);
     if (PyErr_Occurred()) return nullptr;
     const Given given{static_cast<float*>(hidden), static_cast<std::int64_t*>(ids), static_cast<float*>(weights),
                       rows, top_k, static_cast<float*>(out)};
     return guarded([&]() -> PyObject* {
-        for (Py_ssize_t at = 0; at < layers; ++at) {
-            Layer* layer = layer_of(PyList_GET_ITEM(args[2], at));
-            if (!layer) return nullptr;
-            const Ended how = step_layer(*layer, given, decode_only, layer->ahead.top ? source : 0, waits[at]);
+        for (Py_ssize_t at = 0; at < layers; ++at, spent += 3) {
+            PyObject* failed = nullptr;
+            const double begin_s = mode.cpu ? cpu_s() : now_s();
+            const Ended how = step(PyList_GET_ITEM(args[2], at), given, mode, spent, judged, failed);
+            spent[2] = (mode.cpu ? cpu_s() : now_s()) - begin_s;
             if (PyErr_Occurred()) return nullptr;
             if (how == Ended::left) return PyLong_FromLongLong(at);
-            if (how != Ended::ran) return failed_keys(*layer, how);
+            if (how != Ended::ran) return failed;
             if (at + 1 < layers || !last)
                 run_segment(*program, segment + at, {out, hidden, ids, weights});
             else

@@ -79,9 +79,7 @@ struct Layer : Pass {
     Release release;
     Budget budget;
     std::unique_ptr<Replace> replace;  // null: none is
-    // Where seconds are added, by the wall's clock and the thread's, of the kernels and of passes in one call; null: nobody
-    // asks.
-    double* times;
+    double* times;  // where kernels' seconds are added, by the wall's clock and the thread's; null: nobody asks
     // of one pass
     const float *hidden, *weights;
     const std::int64_t *picked, *ids;  // [tokens, picked_k] as the model picked them; [tokens, top_k] as they run

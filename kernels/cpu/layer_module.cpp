@@ -12,7 +12,6 @@
 // pass: layer, tokens, n, n keys, n counts of tokens. The order of keys is that of `Routing.of`: as picked for a token of
 // distinct experts, else rising.
 #include <algorithm>
-#include <ctime>
 #include <vector>
 
 #include "bindings.hpp"
@@ -29,22 +28,16 @@ constexpr const char* kLayer = "tiermoe.kernels.Layer";
 
 void delete_layer(PyObject* capsule) { delete layer_of(capsule); }
 
-double seconds(clockid_t clock) {
-    timespec at;
-    clock_gettime(clock, &at);
-    return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
-}
-
 // Adds the time of its scope to the kernels' where somebody asks.
 class Timed {
    public:
     explicit Timed(double* times) : times_(times) {
-        if (times_) wall_ = seconds(CLOCK_MONOTONIC), thread_ = seconds(CLOCK_THREAD_CPUTIME_ID);
+        if (times_) wall_ = now_s(), thread_ = cpu_s();
     }
     ~Timed() {
         if (!times_) return;
-        times_[1] += seconds(CLOCK_THREAD_CPUTIME_ID) - thread_;
-        times_[0] += seconds(CLOCK_MONOTONIC) - wall_;
+        times_[1] += cpu_s() - thread_;
+        times_[0] += now_s() - wall_;
     }
 
    private:
@@ -152,7 +145,7 @@ PyObject* layer_replace(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// layer_times(layer, address of four doubles or 0)
+// layer_times(layer, address of two doubles or 0)
 PyObject* layer_times(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
     Layer* of = layer_of(args[0]);
@@ -380,7 +373,6 @@ Ended step_layer(Layer& of, const Given& given, bool decode_only, std::int64_t s
         refuse("such a pass takes part of Python, layer", of.index);
         return Ended::left;
     }
-    const Timed timed(of.times ? of.times + 2 : nullptr);
     if (!take_pass(of, given, true)) return Ended::left;
     const bool releases = of.release.weight;
     if ((source && of.tokens > of.ahead.max_rows) || (releases && of.tokens > of.release.max_rows) ||

@@ -25,6 +25,12 @@ double now_s() {
     return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
 }
 
+double cpu_s() {
+    timespec at;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &at);
+    return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
+}
+
 namespace {
 
 // Seconds. To be woken takes a virtual machine tens of microseconds, longer than many copies. So who waits looks by

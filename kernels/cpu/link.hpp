@@ -14,6 +14,7 @@
 namespace tiermoe {
 
 double now_s();  // of CLOCK_MONOTONIC
+double cpu_s();  // of the thread
 
 // `count` elements from `source` to `target`: bytes as they are, or bfloat16 widened to float.
 struct Piece {

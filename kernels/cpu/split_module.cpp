@@ -6,8 +6,6 @@
 //
 // Passes that have run are recorded as in layer_module.cpp, with a row of `moments` for each: when the pass began and
 // ended, the seconds that it waited, and 1 where it has scores, which are the row of `predicted`.
-#include <time.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -32,6 +30,7 @@ struct Record {
 struct Made {
     Split split;
     Record record;
+    const Loads* loads;
 };
 
 struct SplitLayer : SplitPass {
@@ -44,14 +43,8 @@ SplitOrder* order_of(PyObject* capsule) { return static_cast<SplitOrder*>(PyCaps
 void delete_order(PyObject* capsule) { delete order_of(capsule); }
 Made* split_of(PyObject* capsule) { return static_cast<Made*>(PyCapsule_GetPointer(capsule, kSplit)); }
 void delete_split(PyObject* capsule) { delete split_of(capsule); }
-SplitLayer* layer_of(PyObject* capsule) { return static_cast<SplitLayer*>(PyCapsule_GetPointer(capsule, kLayer)); }
-void delete_layer(PyObject* capsule) { delete layer_of(capsule); }
-
-double cpu_s() {
-    timespec at;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &at);
-    return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
-}
+SplitLayer* split_layer_of(PyObject* capsule) { return static_cast<SplitLayer*>(PyCapsule_GetPointer(capsule, kLayer)); }
+void delete_layer(PyObject* capsule) { delete split_layer_of(capsule); }
 
 // -- the order -------------------------------------------------------------------------------------------
 
@@ -176,7 +169,7 @@ PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("an order of other experts", order->whole());
         return nullptr;
     }
-    auto* made = new Made{Split(*loads, *order, marks), record};
+    auto* made = new Made{Split(*loads, *order, marks), record, loads};
     PyObject* capsule = PyCapsule_New(made, kSplit, delete_split);
     if (!capsule) delete made;
     return capsule;
@@ -221,26 +214,27 @@ struct Told {
     Judged first, later;
 };
 
-// args: hidden, ids, weights, tokens, top_k, decode, source
-Begun begin(SplitLayer& of, PyObject* const* args, Told& told) {
-    const float* hidden = address<const float>(args[0]);
-    const std::int64_t* ids = address<const std::int64_t>(args[1]);
-    of.tokens = PyLong_AsLongLong(args[3]);
-    of.top_k = PyLong_AsLongLong(args[4]);
-    of.decode = PyObject_IsTrue(args[5]) == 1;
-    const long long source = PyLong_AsLongLong(args[6]);
-    if (PyErr_Occurred()) return Begun::refused;
+// hidden, ids, weights, tokens and top_k; an exception may be set.
+Given given_of(PyObject* const* args) {
+    return {address<const float>(args[0]), address<const std::int64_t>(args[1]), address<const float>(args[2]),
+            PyLong_AsLongLong(args[3]), PyLong_AsLongLong(args[4]), nullptr};
+}
+
+Begun begin(SplitLayer& of, const Given& given, bool decode, std::int64_t source, Told& told) {
+    of.tokens = given.tokens;
+    of.top_k = given.top_k;
+    of.decode = decode;
     of.waited_s = of.kernels_s = 0.0;
     Split& split = of.of->split;
     Record& record = of.of->record;
     if (of.tokens < 1 || of.top_k < 1 || of.tokens * of.top_k > kMaxPairs) return Begun::page;
-    if (const std::int64_t at = foreign(of, ids); at >= 0) {
-        refuse("there is no such expert", ids[at]);
+    if (const std::int64_t at = foreign(of, given.ids); at >= 0) {
+        refuse("there is no such expert", given.ids[at]);
         return Begun::refused;
     }
     if (record.words[0] == 1) record.passes = 0;
     of.began_s = now_s();
-    if (!sort_pairs(of, ids) || record.passes == record.rows || !record_fits(of, record.words, record.size) ||
+    if (!sort_pairs(of, given.ids) || record.passes == record.rows || !record_fits(of, record.words, record.size) ||
         !split.plan(of)) {
         told.first = split.judge();  // of prefetches that were dropped
         return Begun::page;
@@ -250,17 +244,14 @@ Begun begin(SplitLayer& of, PyObject* const* args, Told& told) {
     of.predicts = source && of.probe.weight;
     if (open && of.predicts) {
         of.probe.source = static_cast<std::uint8_t>(source);
-        open = split.prefetch(of, hidden);
+        open = split.prefetch(of, given.hidden);
         told.later = split.judge();
     }
     return open ? Begun::open : Begun::closed;
 }
 
 // False: a copy was cancelled.
-bool finish(SplitLayer& of, PyObject* const* args, bool cpu) {
-    const float* hidden = address<const float>(args[0]);
-    const float* weights = address<const float>(args[1]);
-    float* out = address<float>(args[2]);
+bool finish(SplitLayer& of, const float* hidden, const float* weights, float* out, bool cpu) {
     Split& split = of.of->split;
     const auto unlocked = [](const auto& work) {
         Py_BEGIN_ALLOW_THREADS;
@@ -286,10 +277,14 @@ bool finish(SplitLayer& of, PyObject* const* args, bool cpu) {
 // -> (state, used, wasted, wasted by prefetch); state: 0, Python's step must run the pass; 1, begun; 2, the link is closed
 PyObject* split_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 8)) return nullptr;
-    SplitLayer* of = layer_of(args[0]);
+    SplitLayer* of = split_layer_of(args[0]);
     if (!of) return nullptr;
+    const Given given = given_of(args + 1);
+    const bool decode = PyObject_IsTrue(args[6]) == 1;
+    const long long source = PyLong_AsLongLong(args[7]);
+    if (PyErr_Occurred()) return nullptr;
     Told told{};
-    const Begun begun = begin(*of, args + 1, told);
+    const Begun begun = begin(*of, given, decode, source, told);
     if (begun == Begun::refused) return nullptr;
     return Py_BuildValue("(iLLL)", static_cast<int>(begun), static_cast<long long>(told.first.used),
                          static_cast<long long>(told.first.wasted), static_cast<long long>(told.later.wasted));
@@ -300,16 +295,18 @@ PyObject* split_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // cancelled
 PyObject* split_pass(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 10)) return nullptr;
-    SplitLayer* of = layer_of(args[0]);
+    SplitLayer* of = split_layer_of(args[0]);
     const int cpu = of ? PyObject_IsTrue(args[9]) : -1;
     if (cpu < 0) return nullptr;
+    const Given given = given_of(args + 1);
+    const bool decode = PyObject_IsTrue(args[6]) == 1;
+    const long long source = PyLong_AsLongLong(args[7]);
+    float* out = address<float>(args[8]);
+    if (PyErr_Occurred()) return nullptr;
     Told told{};
-    int state = static_cast<int>(begin(*of, args + 1, told));
+    int state = static_cast<int>(begin(*of, given, decode, source, told));
     if (state < 0) return nullptr;
-    if (state == static_cast<int>(Begun::open)) {
-        PyObject* const given[] = {args[1], args[3], args[8]};
-        if (!finish(*of, given, cpu)) state = 3;
-    }
+    if (state == static_cast<int>(Begun::open) && !finish(*of, given.hidden, given.weights, out, cpu)) state = 3;
     return Py_BuildValue("(iLLLdd)", state, static_cast<long long>(told.first.used),
                          static_cast<long long>(told.first.wasted), static_cast<long long>(told.later.wasted),
                          of->waited_s, of->kernels_s);
@@ -319,12 +316,37 @@ PyObject* split_pass(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // time where `cpu`) | None: a copy was cancelled
 PyObject* split_finish(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 5)) return nullptr;
-    SplitLayer* of = layer_of(args[0]);
+    SplitLayer* of = split_layer_of(args[0]);
     const int cpu = of ? PyObject_IsTrue(args[4]) : -1;
     if (cpu < 0) return nullptr;
-    if (!finish(*of, args + 1, cpu)) Py_RETURN_NONE;
+    const float *hidden = address<const float>(args[1]), *weights = address<const float>(args[2]);
+    float* out = address<float>(args[3]);
+    if (PyErr_Occurred()) return nullptr;
+    if (!finish(*of, hidden, weights, out, cpu)) Py_RETURN_NONE;
     return Py_BuildValue("(dd)", of->waited_s, of->kernels_s);
 }
+
+}  // namespace
+
+bool is_split(PyObject* layer) { return PyCapsule_IsValid(layer, kLayer) != 0; }
+
+Ended step_split(PyObject* layer, const Given& given, const Mode& mode, double* spent, std::int64_t* judged) {
+    SplitLayer& of = *split_layer_of(layer);
+    const std::int64_t first = of.probe.layer * of.experts;
+    const bool asks = mode.source && (mode.always || of.of->loads->absent(first, first + of.experts));
+    Told told{};
+    const Begun begun = begin(of, given, mode.decode_only, asks ? mode.source : 0, told);
+    judged[0] += told.first.used;
+    judged[1] += told.first.wasted + told.later.wasted;
+    if (begun == Begun::closed) return Ended::closed;
+    if (begun != Begun::open) return Ended::left;
+    if (!finish(of, given.hidden, given.weights, given.out, mode.cpu)) return Ended::cancelled;
+    spent[0] = of.waited_s;
+    spent[1] = of.kernels_s;
+    return Ended::ran;
+}
+
+namespace {
 
 // split_take(split) -> ([(layer, forwards, waves, hits, misses, top hits, prefetched hits, late, demanded, wasted),
 // ...], [(source, queued, hits, late, wasted, cancelled), ...]) since the last call, of those that have any

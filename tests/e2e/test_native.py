@@ -16,6 +16,7 @@ from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings
 from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.config import load_policy
 from tiermoe.errors import ConfigError
 
 TOKENS = 24
@@ -59,9 +60,10 @@ def test_tokens_are_those_of_the_eager_model(kind: str, overrides: dict[str, Any
     assert "forward" not in vars(base)
 
 
-def unchecked(budget: float, prefetch: str = "none") -> EngineSettings:
+def unchecked(budget: float, preset: str = "on-demand") -> EngineSettings:
     """As in service: integrity checks after each layer keep layers apart."""
-    return settings(budget, prefetch, kv=KV, compile="native").model_copy(update={"integrity_checks": False})
+    made = settings(budget, kv=KV, compile="native", policy=load_policy(preset))
+    return made.model_copy(update={"integrity_checks": False})
 
 
 def counted(worker: GpuWorker) -> dict[str, Any]:
@@ -73,12 +75,13 @@ def counted(worker: GpuWorker) -> dict[str, Any]:
         "layers": [[getattr(layer, name) for name in names] for layer in engine.cache.stats.layers],
         "uses": list(engine.cache.uses),
         "order": engine.cache.eviction.victims(engine.cache.residency.slots, lambda key: True),
+        "words": list(engine.cache.governor.words),
     }
 
 
-@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
-def test_layers_in_one_call_are_layers_one_by_one(prefetch: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Tokens, loads, order of eviction and counters; a layer that is observed runs by itself."""
+@pytest.mark.parametrize("preset", ["on-demand", "next-gate", "cache-only", "moepic", "adapmoe-lossless"])
+def test_layers_in_one_call_are_layers_one_by_one(preset: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Tokens and, without prefetch, loads, order of eviction and counters; a layer that is observed runs by itself."""
     store, asked = made("qwen3_moe", tmp_path), prompts(5, 11, 17)
     found: dict[str, Any] = {}
     alone: list[int] = []
@@ -91,7 +94,7 @@ def test_layers_in_one_call_are_layers_one_by_one(prefetch: str, tmp_path: Path,
 
     monkeypatch.setattr(MoeLayer, "forward", watched)
     for how in ("apart", "joined", "observed"):
-        with serving(store, unchecked(0.3, prefetch)) as worker:
+        with serving(store, unchecked(0.3, preset)) as worker:
             layers, dense = worker.engine.layers, worker.model.base_model.forward.__self__
             if how == "apart":
                 dense.joined = None
@@ -100,15 +103,16 @@ def test_layers_in_one_call_are_layers_one_by_one(prefetch: str, tmp_path: Path,
             alone.clear()
             tokens = [greedy(worker, asked[:n], TOKENS) for n in (1, 3)]
             decodes = alone.count(1)
-            found[how] = tokens, counted(worker) if prefetch == "none" else None
+            found[how] = tokens, counted(worker) if preset in ("on-demand", "cache-only") else None
             assert all(layer.forwards > TOKENS for layer in worker.engine.cache.stats.layers)
             assert seen.count(1) >= TOKENS - 2 if how == "observed" else not seen
             assert decodes == 0 if how == "joined" else decodes >= TOKENS - 2
     assert found["joined"] == found["apart"] == found["observed"]
 
 
-def test_a_lost_link_fails_a_pass_of_joined_layers(tmp_path: Path) -> None:
-    with serving(made("qwen3_moe", tmp_path), unchecked(0.3)) as worker:
+@pytest.mark.parametrize("preset", ["on-demand", "moepic"])
+def test_a_lost_link_fails_a_pass_of_joined_layers(preset: str, tmp_path: Path) -> None:
+    with serving(made("qwen3_moe", tmp_path), unchecked(0.3, preset)) as worker:
         assert worker.model.base_model.forward.__self__.joined is not None
         worker.engine.cache.flush()
         worker.engine.cache.close()

@@ -103,6 +103,11 @@ class Loads:
         if keys:
             self.native.start(keys)
 
+    def copying(self) -> list[int]:
+        """The keys whose copies native code has under way."""
+        assert self.native is not None
+        return list(self.native.under_way)
+
     def adopt(self) -> None:
         """What native code has under way becomes jobs."""
         if self.native is not None:

@@ -26,9 +26,11 @@ import torch
 from torch import nn
 
 from ....errors import ConfigError
-from ....kernels import _cpu
-from ....kernels.dense import Program
-from ..layer import MoeLayer
+from ....kernels.dense import Mode, Program
+from ...policies.prefetch import PrefetchGovernor
+from ..layer import MoeLayer, NativeRun
+from ..prefetching import Prefetching
+from ..split_layer import SplitLayer
 from .lowering import CannotLowerError, Lowering
 from .model import ExpertLayer, layer_of, replaced_layers
 
@@ -83,55 +85,73 @@ class Joined:
 
     Args:
         layers: of the model. stores: what its segments store, as (shape, dtype).
+
+    Attributes:
+        spent: of each layer's last pass the seconds that it waited for copies, ran kernels (of split experts) and took.
+        by_cpu: the last two by the thread's CPU time.
     """
 
     def __init__(self, program: Program, layers: Sequence[ExpertLayer], stores: Sequence[Any]) -> None:
-        self._program = program
+        self._program, self.by_cpu = program, False
         self.layers = [layer for layer in layers if isinstance(layer, MoeLayer)]
-        self._from: list[list[_cpu.Layer]] = [[]]  # from each layer on, those that join
+        self._from: list[list[NativeRun]] = [[]]  # from each layer on, those that join
         for layer, stored in zip(reversed(self.layers), reversed(stores[: len(self.layers)]), strict=True):
             native, top_k = layer.joins, stored[-1][0]
             plain = [(top_k, torch.int64), (top_k, torch.float32)]
             if native is not None and stored == [((native.width,), torch.float32), *plain] and stored == stores[0]:
-                self._from.insert(0, [native.handle, *self._from[0]])
+                self._from.insert(0, [native, *self._from[0]])
             else:
                 self._from.insert(0, [])
-        self.waits = np.zeros(len(self.layers))
+        self.spent, self._judged = np.zeros((len(self.layers), 3)), np.zeros(2, np.int64)
 
     def run(self, at: int, inputs: Sequence[torch.Tensor], out: torch.Tensor, last: torch.Tensor) -> int:
         """Run layers from `at` on: how many. inputs: hidden, ids, weights; out: [T, H]; last: of the last segment."""
-        handles = self._from[at]
-        layers = self.layers[at : at + len(handles)]
-        if not handles or any(layer.observers or "forward" in vars(layer) for layer in layers):
+        natives = self._from[at]
+        layers = self.layers[at : at + len(natives)]
+        if not natives or any(layer.observers or "forward" in vars(layer) for layer in layers):
             return 0
-        cache, waits = layers[0].cache, self.waits[at : at + len(handles)]
-        if not cache.quiet:
+        cache, spent, ends = layers[0].cache, self.spent[at : at + len(natives)], at + len(natives) == len(self.layers)
+        ahead = self._ahead(natives)
+        if not cache.quiet or (ahead is not None and not ahead.takes(layers[-1].index, len(inputs[0]))):
             return 0
-        ends = at + len(handles) == len(self.layers)
-        waits[:] = 0.0
+        source = next((native.source for native in natives if native.source is not None), None)
+        number = 0 if source is None else cache.counters.number_of(source)
+        mode = Mode(cache.decode_only, number, ahead is not None and ahead.tireless, self.by_cpu)
+        spent[:], self._judged[:] = 0.0, 0
         try:
             ran = self._program.run_layers(
-                at + 1, handles, inputs, out, last if ends else None, cache.decode_only, self._source(layers), waits
-            )
-            if isinstance(ran, list):
-                cache.fail_native(ran)
+                at + 1, [native.handle for native in natives], inputs, out, last if ends else None, mode, spent,
+                self._judged,
+            )  # fmt: skip
+            if not isinstance(ran, int):
+                cache.fail_native(cache.loads.copying() if ran is None else ran)
         except BaseException:
             cache.abandon()
             raise
-        assert isinstance(ran, int)
-        if waits.any():
-            for layer, waited_s in zip(layers[:ran], waits.tolist(), strict=False):
+        for layer, waited_s in zip(layers[:ran], spent[:, 0].tolist(), strict=False):
+            if waited_s:
                 layer.stats.blocked_io_s += waited_s
                 layer.stats.io_path_s += waited_s
-        if ends and ran == len(handles):
+        all_ran = ends and ran == len(natives)
+        if ahead is not None:
+            self._judge(cache.governor, ran)
+            if all_ran:
+                ahead.ended()
+        if all_ran:
             cache.count_passes()
         return ran
 
     @staticmethod
-    def _source(layers: Sequence[MoeLayer]) -> int:
-        """The number of the policy that prefetches; 0: none does."""
-        found = next((layer.source for layer in layers if layer.source is not None), None)
-        return 0 if found is None else layers[0].cache.counters.number_of(found)
+    def _ahead(natives: Sequence[NativeRun]) -> Prefetching | None:
+        """The prefetch of layers of split experts, whose governor never rests (`Prefetching.probe`)."""
+        return natives[0].ahead if isinstance(natives[0], SplitLayer) else None
+
+    def _judge(self, governor: PrefetchGovernor, layers: int) -> None:
+        used, wasted = self._judged.tolist()
+        governor.used(used)
+        governor.wasted(wasted)
+        for _ in range(layers):
+            governor.allows()
 
 
 class NativeDense:

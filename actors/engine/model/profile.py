@@ -385,7 +385,7 @@ def _timed_pass(
         waited_s, native, missed = layer.stats.blocked_io_s, layer.native, _missed(layer)
         if isinstance(native, NativeLayer):
             native.waited_s = 0.0
-            native.spent_s[:] = 0.0
+            native.kernel_s[:] = 0.0
         elif isinstance(native, SplitLayer):
             native.kernels_s, native.by_cpu = 0.0, not clock.counts_waits
         clock.enter("other")
@@ -397,7 +397,7 @@ def _timed_pass(
             waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
             if isinstance(native, NativeLayer | SplitLayer):
                 inside = "native" if spent_s["native"] > 0 else "other"
-                counted_s = native.kernels_s if isinstance(native, SplitLayer) else float(native.spent_s[clock_at])
+                counted_s = native.kernels_s if isinstance(native, SplitLayer) else float(native.kernel_s[clock_at])
                 kernel_s = min(counted_s, spent_s[inside])
                 spent_s[inside] -= kernel_s
                 spent_s["kernels"] += kernel_s
@@ -425,15 +425,17 @@ def _timed_joined(clock: _Clock, joined: Joined, passes: list[HostPass], misses:
         layers = joined.layers[at:]
         natives, missed = [layer.joins for layer in layers], list(map(_missed, layers))
         for native in natives:
-            if native is not None:
-                native.spent_s[:] = 0.0
+            if isinstance(native, NativeLayer):
+                native.kernel_s[:] = 0.0
+        joined.by_cpu = not clock.counts_waits
         ran = run(at, inputs, *more)
         if misses and ran < len(layers):  # else they are counted
             layers[0].cache.count_passes()
         for place, native in enumerate(natives[:ran], at):
-            assert native is not None  # it ran
-            kernel_s, whole_s = native.spent_s[clock_at::2].tolist()
-            copies_s = float(joined.waits[place]) if clock.counts_waits else 0.0
+            waited_s, kernel_s, whole_s = joined.spent[place].tolist()
+            if isinstance(native, NativeLayer):
+                kernel_s = float(native.kernel_s[clock_at])
+            copies_s = waited_s if clock.counts_waits else 0.0
             parts = {"kernels": kernel_s, "copies": copies_s, "native": whole_s - kernel_s - copies_s}
             missing = _missed(layers[place - at]) - missed[place - at] if misses else 0
             passes.append(HostPass(place, len(inputs[0]), dict.fromkeys(PARTS, 0.0) | parts, missing))
