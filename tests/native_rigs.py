@@ -123,10 +123,10 @@ class Stack:
         while self.queue.pending:
             time.sleep(1e-4)
 
-    def hold(self) -> None:
+    def hold(self, seconds: float = HOLD_S) -> None:
         """Keep the link busy for a while: what is queued behind does not start."""
         self.settle()
-        memory = np.zeros(int(HOLD_S * RATE_GBPS * 1e9), np.uint8)
+        memory = np.zeros(int(seconds * RATE_GBPS * 1e9), np.uint8)
         self._held = memory, _cpu.link_submit(
             self.queue._link, [((memory.ctypes.data, memory.ctypes.data, memory.nbytes, False),)], False
         )
