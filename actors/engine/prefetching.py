@@ -151,7 +151,7 @@ class Prefetching:
         return self._split and (cut := self._cache.cut) is not None and cut.buffer_slots > 0
 
     @property
-    def tireless(self) -> bool:
+    def never_idle(self) -> bool:
         """Whether no layer with others in its reach is `idle`."""
         return not self.policy.stateless or self.on_predicted is not None or self._loads_bottoms
 

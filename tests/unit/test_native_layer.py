@@ -140,6 +140,17 @@ def test_prefetches_under_way(policy: str, slots: int) -> None:
 TOP = 3
 
 
+def step_both(native: Stack, python: Stack, rng: np.random.Generator, step: int) -> None:
+    """A step of few rows, each ninth of so many that Python runs it: same outputs, decisions and counters."""
+    for mine, reference in zip(native.layers, python.layers, strict=True):
+        tokens = int(rng.choice([1, 1, 2, 5])) if step % 9 else CPU_MAX_ROWS + 20
+        ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP].copy())
+        inputs = torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, TOP)
+        assert torch.equal(mine.forward(*inputs), reference.forward(*inputs))
+        native.settle(), python.settle()
+    assert native.known() == python.known()
+
+
 def active(drops: Any) -> Callable[[ExpertCache], Hooks]:
     """ActiveEvict's hooks, by random routers."""
     generator = torch.Generator().manual_seed(4)
@@ -164,13 +175,7 @@ def test_active_evict_in_native_calls(slots: int) -> None:
     assert [layer._whole for layer in native.layers] == [0 < i < LAYERS - 1 for i in range(LAYERS)]
     rng = np.random.default_rng(slots)
     for step in range(50):
-        for index in range(LAYERS):
-            tokens = int(rng.choice([1, 1, 2, 5])) if step % 9 else CPU_MAX_ROWS + 20
-            ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP].copy())
-            inputs = torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, TOP)
-            assert torch.equal(native.layers[index].forward(*inputs), python.layers[index].forward(*inputs))
-            native.settle(), python.settle()
-        assert native.known() == python.known()
+        step_both(native, python, rng, step)
     assert native.planned > 40
     assert native.stats.dropped > 0
     assert sum(layer.vacated for layer in native.stats.layers) > 0
@@ -219,17 +224,12 @@ def test_replacement_in_native_calls(kind: str, slots: int, monkeypatch: pytest.
     assert all(layer._whole for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(60):
-        for index in range(LAYERS):
-            tokens = int(rng.choice([1, 1, 2, 5])) if step % 9 else CPU_MAX_ROWS + 20
-            ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP].copy())
-            inputs = torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, TOP)
-            assert torch.equal(native.layers[index].forward(*inputs), python.layers[index].forward(*inputs))
-            native.settle(), python.settle()
-        assert native.known() == python.known()
+        step_both(native, python, rng, step)
         if step == 30:
             native.cache.flush(), python.cache.flush()  # the slots fill again, without replacements
     assert native.planned > 40
-    assert native.stats.dropped if kind == "drop" else native.stats.substitutions
+    stats = native.stats
+    assert {"drop": stats.dropped, "gates": stats.substitutions + stats.dropped}.get(kind, stats.substitutions) > 0
     native.cache.close(), python.cache.close()
 
 

@@ -116,7 +116,7 @@ class Joined:
             return 0
         source = next((native.source for native in natives if native.source is not None), None)
         number = 0 if source is None else cache.counters.number_of(source)
-        mode = Mode(cache.decode_only, number, ahead is not None and ahead.tireless, self.by_cpu)
+        mode = Mode(cache.decode_only, number, ahead is not None and ahead.never_idle, self.by_cpu)
         spent[:], self._judged[:] = 0.0, 0
         try:
             ran = self._program.run_layers(
