@@ -29,7 +29,7 @@ class Program:
     folder: Path
     sources: tuple[str, ...]
     sanitizers: str = MEMORY
-    flags: tuple[str, ...] = ("-O1", "-g", "-pthread")
+    flags: tuple[str, ...] = ("-O1", "-g", "-pthread", "-DTIERMOE_NO_CLONES")
     says: str = "checked "
 
     @property
