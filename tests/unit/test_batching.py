@@ -572,13 +572,16 @@ def test_a_failing_engine_ends_every_stream_and_says_so(
     store: Any, batching: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LinkQueue, "supports", lambda *args: False)  # whose copies cannot fail
+    both = threading.Event()  # are submitted: the first fails within microseconds, and then none is taken
     with serving(store, settings(0.25, kv=kv(batching))) as worker:
 
         def fail(*args: Any) -> None:
+            both.wait(30)
             raise OSError("the mapping is gone")
 
         worker._engine.device.copy = fail
         streams = [worker.submit(numbered(i)) for i in (0, 1)]
+        both.set()
         ended = [gathered(stream) for stream in streams]
         assert [g.finish for g in ended] == ["error", "error"]
         assert all("the mapping is gone" in (g.error or "") for g in ended)
