@@ -1,6 +1,7 @@
 """The C++ extension (`kernels/cpu/module.cpp`, `neuron_module.cpp`). Buffers are given by address, which
 `kernels/cpu_ffn.py` and `kernels/packed_ffn.py` check."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -182,9 +183,8 @@ def layer_begin(
     """True: the pass has run; the fields of `expert_ffn.Needed`; None: Python's step must run it. Raises ValueError:
     there is no such expert."""
 
-def layer_load(layer: Layer, victims: list[int] | None, decode_only: bool, /) -> bool:
-    """victims: None: by native order. False: the link is closed. Raises ValueError: a victim cannot be evicted, or
-    slots are too few."""
+def layer_load(layer: Layer, victims: list[int], decode_only: bool, /) -> bool:
+    """False: the link is closed. Raises ValueError: a victim cannot be evicted, or slots are too few."""
 
 def layer_finish(layer: Layer, /) -> float | None:
     """Seconds waited for copies; None: one was cancelled."""
@@ -310,6 +310,10 @@ def layer_replace(
 ) -> None:
     """`layer_step` replaces missing experts, by this router or by these draws, where one is not 0. options: as
     `substitute`. The caller keeps the buffers alive. Raises ValueError: no such options, or no order of eviction."""
+
+def layer_hooks(layer: Layer, hooks: Callable[[int, int, int, int], object], /) -> None:
+    """`layer_step` calls these, which the caller keeps alive, with the addresses of hidden and ids, tokens and top_k,
+    once its copies are queued. Raises ValueError: there is no order of eviction."""
 
 def layer_times(layer: Layer, seconds: int, /) -> None:
     """Where the kernels' seconds are added: two doubles, of the wall's clock and of the thread's; 0: nowhere."""

@@ -351,6 +351,13 @@ class NativeLayer:
             _cpu.layer_active(self.handle, *self._release, 0, False)
         self._held, self.source = (self._held, ahead), ahead.source
 
+    def call(self, hooks: Callable[[int, int, int, int], object]) -> None:
+        """`step` calls these once its copies are queued, with the addresses of hidden [tokens, H] and of the ids
+        [tokens, top_k] that the model picked, tokens and top_k.
+        """
+        _cpu.layer_hooks(self.handle, hooks)
+        self._held = self._held, hooks
+
     def reroute(self, rule: Budget | Replace) -> None:
         """`step` changes the routing so."""
         if isinstance(rule, Budget):
@@ -424,8 +431,8 @@ class NativeLayer:
         self._pass = hidden, weights, out
         return tuple.__new__(Needed, found)
 
-    def load(self, victims: list[int] | None, decode_only: bool) -> bool:
-        """Evict these (None: by native order), and load the missing experts; False: the link is closed."""
+    def load(self, victims: list[int], decode_only: bool) -> bool:
+        """Evict these, and load the missing experts; False: the link is closed."""
         return _cpu.layer_load(self.handle, victims, decode_only)
 
     def finish(self) -> torch.Tensor | None:

@@ -41,14 +41,19 @@ class LinearRouter:
 
     def on_host(self, hidden: torch.Tensor, softmax: bool) -> NDArray[np.float32] | None:
         """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it."""
-        weight, (rows, width) = self._weight, hidden.shape
-        fits = self._native and 0 < rows <= MOST_ROWS and width == self._width
-        if not (fits and hidden.dtype == torch.float32 and hidden.is_contiguous()):
+        rows, width = hidden.shape
+        if width != self._width or hidden.dtype != torch.float32 or not hidden.is_contiguous():
+            return None
+        return self.at(hidden.data_ptr(), rows, softmax)
+
+    def at(self, hidden: int, rows: int, softmax: bool) -> NDArray[np.float32] | None:
+        """`on_host` of float32 rows at an address; None: a router or rows not for it."""
+        if not self._native or not 0 < rows <= MOST_ROWS:
             return None
         layers, experts = self.layers, self._experts
         out = np.empty((rows, experts) if layers == 1 else (rows, layers, experts), np.float32)
-        bias, soft = 0 if self._bias is None else self._bias.data_ptr(), experts if softmax else 0
-        _cpu.router_scores(hidden.data_ptr(), rows, weight.data_ptr(), width, self._outputs, bias, soft, out)
+        weight, bias = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+        _cpu.router_scores(hidden, rows, weight, self._width, self._outputs, bias, experts if softmax else 0, out)
         return out
 
 

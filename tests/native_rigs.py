@@ -111,7 +111,7 @@ class Stack:
 
     def in_python(self) -> Stack:
         for layer in self.layers:
-            layer.native, layer._whole = None, False
+            layer.native, layer._reroutes = None, bool(layer.hooks.reroute)
         self.cache.native = self.cache.loads.native = None
         if isinstance(self.cache.eviction, NativeOrder):
             reference = make("eviction", options("eviction", self.policy), PolicyContext(LAYERS, EXPERTS))
@@ -141,7 +141,7 @@ class Stack:
                 {name: value for name, value in asdict(layer).items() if name not in TIMES}
                 for layer in self.stats.layers
             ],
-            "sources": [asdict(self.stats.source(name)) for name in ("test", "next-gate")],
+            "sources": {name: asdict(one) for name, one in self.stats.prefetch_sources.items() if one.queued},
             "changed": (self.stats.substitutions, self.stats.dropped, bytes(cache.counters.vacant)),
             "uses": list(cache.uses),
             "pending": set(cache.counters.pending),

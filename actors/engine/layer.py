@@ -1,9 +1,9 @@
 """One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
 
-On the CPU a native call does it all where native code has the orders of eviction and of prefetch, and the cache counts
-it later (`ExpertCache.count_passes`); such layers run together in one call (`model.native.Joined`). Where a policy in
-Python chooses victims or prefetches, it is three (`MoeLayer._planned`). The page is their reference: same output,
-loads, victims and counters.
+On the CPU a native call does it all where native code has the order of eviction, and the cache counts it later
+(`ExpertCache.count_passes`); it calls a prefetch in Python at its place (`MoeLayer._look_ahead`). Such layers run
+together in one call (`model.native.Joined`) unless a rule in Python reroutes. Where a policy in Python chooses victims,
+it is three calls (`MoeLayer._planned`). The page is their reference: same output, loads, victims and counters.
 
 Three executors run this page with different backends: the lead (`dispatch.DeviceBackend`), another shard
 (`peers.shard`) and the simulator (`cluster.simulate.executor`).
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..policies.plan import LayerPlan, LoadOnMiss
 from .cache.cache import ExpertCache
+from .host_view import StepView
 from .stats import LayerStats
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
@@ -87,6 +88,10 @@ class NativeRun(Protocol):
         """What `step` prefetches by, or frees slots by."""
         ...
 
+    def call(self, hooks: Callable[[int, int, int, int], object]) -> None:
+        """What `step` calls instead, with the addresses of hidden [T, H] and ids [T, K], T and K."""
+        ...
+
     def reroute(self, rule: Budget | Replace) -> None:
         """What `step` changes the routing by."""
         ...
@@ -103,8 +108,8 @@ class NativeRun(Protocol):
         """What the pass needs; None: it is for the page."""
         ...
 
-    def load(self, victims: list[int] | None, decode_only: bool) -> bool:
-        """Evict these (None: by native order), load the missing experts; False: the cache is closed."""
+    def load(self, victims: list[int], decode_only: bool) -> bool:
+        """Evict these, load the missing experts; False: the cache is closed."""
         ...
 
     def finish(self) -> Any | None:
@@ -253,28 +258,37 @@ class MoeLayer:
         self.native = backend.native(self) if type(placer) is Placer else None
         if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
             self.native = None
-        found = self.native
-        self._whole = found is not None and (found.decides or (found.orders and self._leave_hooks(found)))
+        self._reroutes = bool(self.hooks.reroute)  # in Python
+        if self.native is not None and self.native.orders:
+            self._leave_hooks(self.native)
         self._promising = True  # the last pass had no miss
+        self._view: Any = None  # of the pass in a native call, where Python has rerouted it
 
-    def _leave_hooks(self, native: NativeRun) -> bool:
-        """Have native code reroute, and prefetch or free slots; False: it cannot."""
+    def _leave_hooks(self, native: NativeRun) -> None:
+        """Have native code reroute if it can, and prefetch or free slots, or call the hooks that do."""
         hooks = self.hooks
         rules = [rule for hook in hooks.reroute if (rule := hook.native(self.index)) is not None]
         ahead = [found for hook in hooks.ahead if (found := hook.native(self.index)) is not None]
-        if not len(rules) == len(hooks.reroute) < 2 or not len(ahead) == len(hooks.ahead) < 2:
-            return False
-        for found in ahead:
-            native.look_ahead(found)
-        for rule in rules:
-            native.reroute(rule)
-        return True
+        self._reroutes = not len(rules) == len(hooks.reroute) < 2
+        # what frees slots reads the routing as the model picked it
+        if len(ahead) == len(hooks.ahead) == 1 and (not self._reroutes or ahead[0].source is not None):
+            native.look_ahead(ahead[0])
+        elif hooks.ahead:
+            native.call(self._look_ahead)
+        if rules and not self._reroutes:
+            native.reroute(rules[0])
+
+    @property
+    def _in_one(self) -> bool:
+        """Whether a pass is one native call."""
+        return self.native is not None and (self.native.decides or self.native.orders)
 
     @property
     def joins(self) -> NativeRun | None:
-        """What runs a pass as a whole, so that it may run in one call with other layers' (`model.native.Joined`)."""
+        """What runs a pass in one call, perhaps with other layers' (`model.native.Joined`)."""
         native = self.native
-        return native if native is not None and self._whole and native.joins and not self.check else None
+        fits = native is not None and self._in_one and native.joins and not self._reroutes and not self.check
+        return native if fits else None
 
     @property
     def stats(self) -> LayerStats:
@@ -292,15 +306,12 @@ class MoeLayer:
         view: Any = None
         if native is not None:
             if (self._promising or native.plans) and not self.observers and cache.quiet:
-                if hooks.reroute and not self._whole:
+                if self._reroutes:
                     view = backend.look(index, False, *inputs)
                     low = self._reroute(view)
                 given = inputs if view is None else view.operands()
-                idle = not self._whole and native.orders and all(hook.idle(index) for hook in hooks.ahead)
-                out = (self._native if self._whole or idle else self._planned)(native, given, view)
+                out = (self._native if self._in_one else self._planned)(native, given, view)
                 if out is not None:
-                    if idle:
-                        self._skip(given, view)
                     return out
             if native.plans or cache.passes.words[0] > 1:
                 cache.count_passes()
@@ -351,7 +362,7 @@ class MoeLayer:
 
     def _native(self, native: NativeRun, inputs: tuple[Any, ...], view: Any) -> Any | None:
         """The step in one native call; None: nothing was done that the page would not do."""
-        cache = self.cache
+        cache, self._view = self.cache, view
         source = 0 if native.source is None else cache.counters.number_of(native.source)
         hidden, ids, weights = inputs
         try:
@@ -361,6 +372,8 @@ class MoeLayer:
         except BaseException:
             cache.abandon()
             raise
+        finally:
+            self._view = None
         if out is None:
             return None
         if native.waited_s:
@@ -373,8 +386,25 @@ class MoeLayer:
             cache.check_integrity()
         return out
 
+    def _look_ahead(self, hidden: int, ids: int, tokens: int, top_k: int) -> None:
+        """The hooks in Python of a pass in one native call, which gives the addresses of its inputs."""
+        view, stats, native = self._view, self.stats, self.native
+        if view is None and native is not None:
+            view = StepView(hidden, ids, tokens, top_k, native.width)
+        blocked_s = stats.blocked_io_s
+        self._run_hooks(view)
+        stats.io_path_s += stats.blocked_io_s - blocked_s  # of a synchronous prefetch
+
+    def _run_hooks(self, view: Any) -> None:
+        for hook in self.hooks.ahead:
+            if hook.idle(self.index):
+                hook.skip(self.index, view)
+            else:
+                hook.layer(self.index, view)
+
     def _planned(self, native: NativeRun, inputs: tuple[Any, ...], view: Any) -> Any | None:
-        """The step in native calls, between which policies decide; None: nothing was done that the page would not do.
+        """The step in native calls, between which an order of eviction in Python decides; None: nothing was done that
+        the page would not do.
 
         inputs: as they will run. view: has them; None: nothing has read them.
         """
@@ -387,24 +417,19 @@ class MoeLayer:
             needed = cast("Needed | None", found)
         elif native.plans:
             needed = native.begin(*inputs)
-        if native.plans and not native.orders:
+        if native.plans:
             cache.count_passes()
             cache.loads.dropped()
         if needed is None:
             return None
         stats = cache.stats.layers[index]
         blocked_s = stats.blocked_io_s
-        if not native.orders:
-            cache.eviction.routed(needed.keys, needed.counts, len(inputs[0]))
+        cache.eviction.routed(needed.keys, needed.counts, len(inputs[0]))
         self._promising = needed.resident == len(needed.run)
         try:
             cache.load_native(index, needed, native)
-            for hook in ahead:
-                view = self.backend.look(index, False, *inputs) if view is None else view
-                if hook.idle(index):
-                    hook.skip(index, view)
-                else:
-                    hook.layer(index, view)
+            if ahead:
+                self._run_hooks(self.backend.look(index, False, *inputs) if view is None else view)
             out = native.finish()
             if out is None:
                 cache.fail_native(needed.run)
@@ -412,22 +437,17 @@ class MoeLayer:
         except BaseException:
             cache.abandon()
             raise
-        if not native.orders:
-            cache.eviction.used(needed.run)
+        cache.eviction.used(needed.run)
         if self._last:
             cache.count_passes()
         self._observe(stats, stats.blocked_io_s - blocked_s, 0.0, ())  # landings count their own share of the link
         return out
 
-    def _skip(self, inputs: tuple[Any, ...], view: Any) -> None:
+    def _ran_resident(self, out: Any, inputs: tuple[Any, ...], view: Any) -> Any:
         for hook in self.hooks.ahead:
             if view is None and hook.always:
                 view = self.backend.look(self.index, False, *inputs)
             hook.skip(self.index, view)
-
-    def _ran_resident(self, out: Any, inputs: tuple[Any, ...], view: Any) -> Any:
-        if self.hooks.ahead:
-            self._skip(inputs, view)
         if self._last or self.check:
             self.cache.count_passes()
         if self.check:

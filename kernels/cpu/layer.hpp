@@ -79,6 +79,7 @@ struct Layer : Pass {
     Release release;
     Budget budget;
     std::unique_ptr<Replace> replace;  // null: none is
+    void* hooks;  // Python's, called once the missing experts' copies are queued; null: there are none
     double* times;  // where kernels' seconds are added, by the wall's clock and the thread's; null: nobody asks
     // of one pass
     const float *hidden, *weights;

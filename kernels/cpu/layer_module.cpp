@@ -1,8 +1,8 @@
 // A layer of whole experts on a pool in native calls. With an order of eviction in native code (`order.hpp`) it is one:
 //     layer_step    routing -> copies that have ended land, stale prefetches are dropped -> victims leave, the missing
-//                   experts' copies are queued, then prefetches for the next layers -> residents run, arrivals as they
-//                   land -> combine, count
-// Where Python orders evictions or prefetches, it takes part between the calls:
+//                   experts' copies are queued, then prefetches for the next layers, by native code or by hooks in
+//                   Python -> residents run, arrivals as they land -> combine, count
+// Where Python orders evictions, it takes part between the calls:
 //     layer_begin   as far as the victims wanted; a pass without misses is run at once
 //     layer_load    victims are evicted, the missing experts' copies queued
 //     layer_finish  the rest
@@ -142,6 +142,20 @@ PyObject* layer_replace(PyObject*, PyObject* const* args, Py_ssize_t count) {
         return nullptr;
     }
     of->replace = std::move(rule);
+    Py_RETURN_NONE;
+}
+
+// layer_hooks(layer, callable): `layer_step` calls it with the addresses of hidden and of the ids that the model picked,
+// tokens and top_k, once the missing experts' copies are queued; it outlives the layer's passes
+PyObject* layer_hooks(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 2)) return nullptr;
+    Layer* of = layer_of(args[0]);
+    if (!of) return nullptr;
+    if (!of->evicts() || !PyCallable_Check(args[1])) {
+        refuse("there can be no such hooks, layer", of->index);
+        return nullptr;
+    }
+    of->hooks = args[1];
     Py_RETURN_NONE;
 }
 
@@ -319,6 +333,18 @@ void release_ahead(Layer& of) {
     of.counters->vacate(next, leaving);
 }
 
+// False: an exception is set.
+bool call_hooks(const Layer& of) {
+    PyObject* args[] = {PyLong_FromVoidPtr(const_cast<float*>(of.hidden)),
+                        PyLong_FromVoidPtr(const_cast<std::int64_t*>(of.picked)), PyLong_FromLongLong(of.tokens),
+                        PyLong_FromLongLong(of.picked_k)};
+    const bool made = args[0] && args[1] && args[2] && args[3];
+    PyObject* done = made ? PyObject_Vectorcall(static_cast<PyObject*>(of.hooks), args, 4, nullptr) : nullptr;
+    for (PyObject* arg : args) Py_XDECREF(arg);
+    Py_XDECREF(done);
+    return done;
+}
+
 // Runs what `plan_run` has ordered and unpins it: the seconds waited for copies; below 0: one was cancelled, and nothing
 // has changed.
 double finish(Layer& of) {
@@ -381,11 +407,12 @@ Ended step_layer(Layer& of, const Given& given, bool decode_only, std::int64_t s
     of.counters->of(of.index, Counts::substituted_pairs) += of.substituted;
     of.counters->of(of.index, Counts::dropped_pairs) += of.dropped;
     if (of.replace && of.replace->read) *of.replace->next += of.replace->read;
-    if (releases) of.counters->load(of.index, of.missing);
+    of.counters->load(of.index, of.missing);
     const bool missing = of.missing.size() + static_cast<std::size_t>(of.arriving) > 0;
     if (missing && !load_missing(of, of.loads->victims(victims_wanted(of)), decode_only)) return Ended::closed;
     if (source && !look_ahead(of, static_cast<std::uint8_t>(source))) return Ended::closed;
     if (releases) release_ahead(of);
+    if (of.hooks && !call_hooks(of)) return Ended::left;
     const double found_s = finish(of);
     if (found_s < 0) return Ended::cancelled;
     waited_s = found_s;
@@ -441,16 +468,13 @@ PyObject* layer_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
                          static_cast<long long>(victims_wanted(*of)));
 }
 
-// layer_load(layer, victims or None: by native order, decode_only) -> bool; False: the link is closed
+// layer_load(layer, victims, decode_only) -> bool; False: the link is closed
 PyObject* layer_load(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 3)) return nullptr;
     Layer* of = layer_of(args[0]);
     std::vector<std::int64_t> victims;
     if (!of || !of->loads) return nullptr;
-    if (args[1] == Py_None && of->evicts())
-        victims = of->loads->victims(victims_wanted(*of));
-    else if (!read_keys(args[1], victims))
-        return nullptr;
+    if (!read_keys(args[1], victims)) return nullptr;
     const int decode_only = PyObject_IsTrue(args[2]);
     if (!check_start(*of->loads, of->missing, victims)) return nullptr;
     return PyBool_FromLong(load_missing(*of, victims, decode_only));
@@ -473,6 +497,7 @@ PyMethodDef layer_methods[] = {
     {"layer_ahead", fast(layer_ahead), METH_FASTCALL, "Prefetch by the routers of the layers behind."},
     {"layer_active", fast(layer_active), METH_FASTCALL, "Drop pairs that do not fit, and free slots for the next layer."},
     {"layer_replace", fast(layer_replace), METH_FASTCALL, "Replace missing experts by others, or leave them out."},
+    {"layer_hooks", fast(layer_hooks), METH_FASTCALL, "Call hooks in Python."},
     {"layer_times", fast(layer_times), METH_FASTCALL, "Time the kernels."},
     {"layer_step", fast(layer_step), METH_FASTCALL, "Run a layer."},
     {"layer_begin", fast(layer_begin), METH_FASTCALL, "Run a layer without misses, or find what it needs."},

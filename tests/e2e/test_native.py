@@ -79,7 +79,11 @@ def counted(worker: GpuWorker) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("preset", ["on-demand", "next-gate", "cache-only", "moepic", "adapmoe-lossless"])
+LOADING = ["on-demand", "next-gate", "cache-only", "moepic", "adapmoe-lossless"]
+HOOKED = ["moe-infinity-sync", "activeevict-lossless"]  # with prefetch or pre-eviction in Python
+
+
+@pytest.mark.parametrize("preset", LOADING + HOOKED)
 def test_layers_in_one_call_are_layers_one_by_one(preset: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Tokens and, without prefetch, loads, order of eviction and counters; a layer that is observed runs by itself."""
     store, asked = made("qwen3_moe", tmp_path), prompts(5, 11, 17)

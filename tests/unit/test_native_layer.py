@@ -24,17 +24,21 @@ from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.engine.stats import SourceStats
 from tiermoe.actors.policies import buddymoe
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, PreEviction
+from tiermoe.actors.policies.baselines import Predictor, StridePrefetch
 from tiermoe.actors.policies.buddymoe import DropRule, MissRule, RandomRule, no_buddies
 from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
-from tiermoe.actors.policies.prefetch import NextGatePrefetch
+from tiermoe.actors.policies.moepic import SpeculativePrefetch
+from tiermoe.actors.policies.prefetch import NextGatePrefetch, PopularityPrefetch, PrefetchPolicy
 from tiermoe.actors.policies.residency import ResidencyError, State
+from tiermoe.actors.policies.routing import Rerouted, Rerouting
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS, NativeLayer
 from tiermoe.kernels.importance import NativeBudget, NativeImportance
 from tiermoe.kernels.router import LinearRouter
 
 POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "least-stale", "lcp"]
+TOP = 3
 
 
 def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
@@ -53,6 +57,64 @@ def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
         return Hooks(ahead=(RouterPrefetching(policy, cache, blocks, EXPERTS),))
 
     return hooks
+
+
+def asked_in_python(kind: str) -> Callable[[ExpertCache], Hooks]:
+    """A prefetch that native code does not know, which reads ids, probabilities or scores, or waits; or a rule."""
+    rng, generator = np.random.default_rng(2), torch.Generator().manual_seed(2)
+    routers = [LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None) for _ in range(LAYERS)]
+    if kind == "plain routers":
+        routers = [lambda hidden, router=router: router(hidden) for router in routers]  # type: ignore[misc]
+    blocks: list[Any] = [SimpleNamespace(router=router) for router in routers]
+
+    def matrix(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    def policy() -> PrefetchPolicy:
+        if kind == "ids":
+            return PopularityPrefetch(LAYERS, EXPERTS, 2)
+        if kind == "probabilities":
+            one = np.ones(EXPERTS, np.float32)
+            predictor = Predictor(one, one, matrix(EXPERTS, 5), matrix(5), matrix(5, EXPERTS), matrix(EXPERTS))
+            return StridePrefetch([predictor] * (LAYERS - 1), EXPERTS, 2, 1)
+        if kind == "scores of the next forward":
+            return SpeculativePrefetch(LAYERS, EXPERTS, 2)
+        return NextGatePrefetch(LAYERS, EXPERTS, 2, 2, synchronous=kind == "waits")
+
+    def hooks(cache: ExpertCache) -> Hooks:
+        ahead = RouterPrefetching(policy(), cache, blocks, EXPERTS)
+        rules = [Rerouter(Gated(), cache, blocks, TOP)] if kind == "a rule" else []
+        return Hooks(rules, (), (ahead,))
+
+    return hooks
+
+
+class Gated(Rerouting):
+    """Drops what is picked last, by a rule that native code does not know."""
+
+    name = "test"
+    needs_view = False
+
+    def reroute(self, layer: int, ids: Any, weights: Any, probabilities: Any, view: Any) -> Rerouted:
+        weights = weights.copy()
+        weights[:, -1] = 0
+        return Rerouted(ids, weights, 0, len(ids))
+
+
+@pytest.mark.parametrize(
+    "kind", ["ids", "probabilities", "scores of the next forward", "plain routers", "waits", "a rule"]
+)
+@pytest.mark.parametrize("slots", [TOP + 1, 9, KEYS - 2])
+def test_a_native_call_calls_a_prefetch_in_python(kind: str, slots: int) -> None:
+    native = Stack(slots, "lru", min_useful=0.2, hooks=asked_in_python(kind))
+    python = Stack(slots, "lru", min_useful=0.2, hooks=asked_in_python(kind)).in_python()
+    assert [layer.joins is not None for layer in native.layers] == [kind != "a rule"] * LAYERS
+    rng = np.random.default_rng(slots)
+    for step in range(40):
+        step_both(native, python, rng, step)
+    assert native.planned > 40
+    assert sum(source.queued for source in native.stats.prefetch_sources.values()) > 0
+    native.cache.close(), python.cache.close()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -82,7 +144,7 @@ def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: i
     """The order of eviction, next-gate and its governor in native code: the same decisions as their references."""
     native = Stack(slots, policy, min_useful=0.4, hooks=next_gate(ahead))
     python = Stack(slots, policy, min_useful=0.4, hooks=next_gate(ahead)).in_python()
-    assert all(layer._whole for layer in native.layers)
+    assert all(layer.joins for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(60):
         native.cache.decode_only = python.cache.decode_only = bool(rng.integers(2))
@@ -137,9 +199,6 @@ def test_prefetches_under_way(policy: str, slots: int) -> None:
     native.cache.close(), python.cache.close()
 
 
-TOP = 3
-
-
 def step_both(native: Stack, python: Stack, rng: np.random.Generator, step: int) -> None:
     """A step of few rows, each ninth of so many that Python runs it: same outputs, decisions and counters."""
     for mine, reference in zip(native.layers, python.layers, strict=True):
@@ -172,7 +231,7 @@ def test_active_evict_in_native_calls(slots: int) -> None:
     """Dropped experts, vacated slots, victims and counters are those of the reference, and where Python runs a pass."""
     native = Stack(slots, "importance", hooks=active(NativeBudget()), importance=NativeImportance, top_k=TOP)
     python = Stack(slots, "importance", hooks=active(None), top_k=TOP).in_python()
-    assert [layer._whole for layer in native.layers] == [0 < i < LAYERS - 1 for i in range(LAYERS)]
+    assert all(layer.joins for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(50):
         step_both(native, python, rng, step)
@@ -221,7 +280,7 @@ def test_replacement_in_native_calls(kind: str, slots: int, monkeypatch: pytest.
     monkeypatch.setattr(buddymoe, "_DRAWS", 100 * EXPERTS)
     native = Stack(slots, "lru", hooks=replacing(kind))
     python = Stack(slots, "lru", hooks=replacing(kind)).in_python()
-    assert all(layer._whole for layer in native.layers)
+    assert all(layer.joins for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(60):
         step_both(native, python, rng, step)

@@ -227,21 +227,18 @@ class ExpertCache:
         self._queue.submit(jobs, DEMAND)
 
     def load_native(self, layer: int, needed: Needed, native: NativeRun) -> None:
-        """`issue` of a pass that native code has planned and counted."""
+        """`issue` of a pass that native code has planned and counted, with an order of eviction in Python."""
         eviction, missing = self.eviction, needed.run[needed.resident + needed.arriving :]
         if 1 in self.counters.vacant:
             self.counters.premature(layer, missing)
         if needed.resident == len(needed.run):
             return
-        if native.orders:
-            loading = native.load(None, self.decode_only)
-        else:
-            victims = eviction.victims(needed.victims, self.residency.evictable()) if needed.victims else []
-            loading = native.load(victims, self.decode_only)
-            for key in victims:
-                eviction.removed(key)
-            for key in missing:
-                eviction.admitted(key)
+        victims = eviction.victims(needed.victims, self.residency.evictable()) if needed.victims else []
+        loading = native.load(victims, self.decode_only)
+        for key in victims:
+            eviction.removed(key)
+        for key in missing:
+            eviction.admitted(key)
         if not loading:
             self.fail_native(())
 

@@ -424,6 +424,7 @@ def _timed_joined(clock: _Clock, joined: Joined, passes: list[HostPass], misses:
     def timed(at: int, inputs: Sequence[torch.Tensor], *more: torch.Tensor) -> int:
         layers = joined.layers[at:]
         natives, missed = [layer.joins for layer in layers], list(map(_missed, layers))
+        blocked_s = [layer.stats.blocked_io_s for layer in layers]
         for native in natives:
             if isinstance(native, NativeLayer):
                 native.kernel_s[:] = 0.0
@@ -432,12 +433,14 @@ def _timed_joined(clock: _Clock, joined: Joined, passes: list[HostPass], misses:
         if misses and ran < len(layers):  # else they are counted
             layers[0].cache.count_passes()
         for place, native in enumerate(natives[:ran], at):
-            waited_s, kernel_s, whole_s = joined.spent[place].tolist()
+            _, kernel_s, whole_s = joined.spent[place].tolist()
+            number = place - at
+            layer = layers[number]
             if isinstance(native, NativeLayer):
                 kernel_s = float(native.kernel_s[clock_at])
-            copies_s = waited_s if clock.counts_waits else 0.0
+            copies_s = layer.stats.blocked_io_s - blocked_s[number] if clock.counts_waits else 0.0
             parts = {"kernels": kernel_s, "copies": copies_s, "native": whole_s - kernel_s - copies_s}
-            missing = _missed(layers[place - at]) - missed[place - at] if misses else 0
+            missing = _missed(layer) - missed[number] if misses else 0
             passes.append(HostPass(place, len(inputs[0]), dict.fromkeys(PARTS, 0.0) | parts, missing))
             clock.take_out(whole_s)
         return ran
