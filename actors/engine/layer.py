@@ -258,9 +258,11 @@ class MoeLayer:
         self.native = backend.native(self) if type(placer) is Placer else None
         if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
             self.native = None
+        native = self.native
+        self._in_one = native is not None and (native.decides or native.orders)  # a pass is one call
         self._reroutes = bool(self.hooks.reroute)  # in Python
-        if self.native is not None and self.native.orders:
-            self._leave_hooks(self.native)
+        if native is not None and native.orders:
+            self._leave_hooks(native)
         self._promising = True  # the last pass had no miss
         self._view: Any = None  # of the pass in a native call, where Python has rerouted it
 
@@ -277,11 +279,6 @@ class MoeLayer:
             native.call(self._look_ahead)
         if rules and not self._reroutes:
             native.reroute(rules[0])
-
-    @property
-    def _in_one(self) -> bool:
-        """Whether a pass is one native call."""
-        return self.native is not None and (self.native.decides or self.native.orders)
 
     @property
     def joins(self) -> NativeRun | None:
