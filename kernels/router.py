@@ -39,15 +39,16 @@ class LinearRouter:
         """Weight and bias for native calls; None: they are of another dtype, on a GPU, or not contiguous."""
         return (self._weight, self._bias) if self._native else None
 
-    def on_host(self, hidden: torch.Tensor, softmax: bool) -> NDArray[np.float32] | None:
-        """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it."""
-        rows, width = hidden.shape
-        if width != self._width or hidden.dtype != torch.float32 or not hidden.is_contiguous():
-            return None
-        return self.at(hidden.data_ptr(), rows, softmax)
+    def on_host(self, hidden: torch.Tensor | int, softmax: bool, rows: int = 0) -> NDArray[np.float32] | None:
+        """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it.
 
-    def at(self, hidden: int, rows: int, softmax: bool) -> NDArray[np.float32] | None:
-        """`on_host` of float32 rows at an address; None: a router or rows not for it."""
+        hidden: or the address of so many float32 rows.
+        """
+        if not isinstance(hidden, int):
+            rows, width = hidden.shape
+            if width != self._width or hidden.dtype != torch.float32 or not hidden.is_contiguous():
+                return None
+            hidden = hidden.data_ptr()
         if not self._native or not 0 < rows <= MOST_ROWS:
             return None
         layers, experts = self.layers, self._experts

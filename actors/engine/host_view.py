@@ -203,8 +203,8 @@ class StepView:
 
     def scores(self, asked: Asked) -> NDArray[np.float32]:
         """As of `LayerView`; computed with each call."""
-        at = None if asked.rows else getattr(asked.probe, "at", None)
-        found = None if at is None else at(self._hidden, self.tokens, asked.softmax)
+        on_host = None if asked.rows else getattr(asked.probe, "on_host", None)
+        found = None if on_host is None else on_host(self._hidden, asked.softmax, self.tokens)
         if found is None:
             import torch
 
