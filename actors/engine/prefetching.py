@@ -299,16 +299,6 @@ class RouterPrefetching(Prefetching):
             return None
         return router, layer, policy.top, type(policy) is NextGatePrefetch
 
-    def idle(self, index: int, allowed: bool = True) -> bool:
-        if self.policy.stateless:
-            return super().idle(index, allowed)
-        return self._running and index > 0 and self.policy.holds(index)
-
-    def skip(self, index: int, view: LayerView) -> None:
-        super().skip(index, view)
-        if not self.policy.stateless:
-            self.policy.hold(self._seen(index, self._spans, view))
-
     def takes(self, index: int, tokens: int) -> bool:
         return self._announced(tokens) and (index < self._last or len(self._spans) == tokens)
 

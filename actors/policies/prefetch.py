@@ -272,14 +272,6 @@ class PrefetchPolicy(ABC):
     def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
         """A layer's routing is known; layers come in order, and the last one ends the forward."""
 
-    def holds(self, layer: int) -> bool:
-        """Whether `observed` of this layer would only keep what it sees, as `hold` does."""
-        return False
-
-    def hold(self, seen: LayerSeen) -> None:
-        """In place of `observed`, and after the layer has run."""
-        return None
-
     def end(self, sequence: str) -> None:
         """A sequence is over, perhaps one that no forward carried."""
         return None

@@ -387,27 +387,6 @@ def test_these_look_one_layer_ahead(kind: Any) -> None:
         options("prefetch", {"kind": kind, "distance": 2})
 
 
-def test_a_policy_that_holds_is_told_once_the_layer_has_run(routers: list[torch.Tensor]) -> None:
-    class Holding(RandomPrefetch):
-        stateless = False
-        held: ClassVar[list[int]] = []
-
-        def holds(self, layer: int) -> bool:
-            return layer != 2
-
-        def hold(self, seen: LayerSeen) -> None:
-            self.held.append(seen.layer)
-
-    cache = FakeCache()
-    tested = prefetching(Holding(LAYERS, EXPERTS, 2), cache, routers)
-    view = view_of(hidden_rows(1), torch.zeros(1, 2, dtype=torch.int64))
-    assert not tested.idle(1)  # no forward has begun
-    tested.begin_forward([SequenceRows("a", 0, 1, True)])
-    assert [tested.idle(layer) for layer in range(3)] == [False, True, False]
-    tested.layer(0, view), tested.skip(1, view)
-    assert (Holding.held, len(cache.asked)) == ([1], 1)
-
-
 @pytest.mark.parametrize("absent", [None, 1, 2])
 def test_a_stateless_policy_is_not_asked_where_nothing_can_be_fetched(
     absent: int | None, routers: list[torch.Tensor]

@@ -134,13 +134,6 @@ class MatcherLink:
         self._held.clear()
         self._publish(Context(iteration, 0, sequences, embeddings, self._none_for(sequences)), True)
 
-    def holds(self, layer: int) -> bool:
-        """Whether `observe` of this layer will only hold it, and nothing has come to take."""
-        asked = self._asked
-        if layer == self.shape.layers - 1 or not (asked or layer >= self._tail_from) or self.problem is not None:
-            return False
-        return not (asked and asked[0].pending.done())
-
     def observe(
         self, iteration: int, layer: int, sequences: NDArray[np.int64], probabilities: NDArray[np.float32]
     ) -> None:
@@ -385,9 +378,12 @@ class MatcherPrefetch(PrefetchPolicy):
 
     def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
         """Raises ValueError: the model exposes no probabilities."""
+        if seen.probabilities is None:
+            raise ValueError("expert maps need the router's probabilities, which this model does not expose")
         link = self._link
         commands = link.take(self._iteration, seen.layer)
-        self.hold(seen)
+        means = sequence_means(seen.probabilities[: self._starts[-1]], self._starts)
+        link.observe(self._iteration, seen.layer, self._sequences, means)
         found = [self._wanted(command) for command in commands]
         if self._blend is None and link.source == "expert-map":
             return joined(found) if found else []
@@ -397,16 +393,6 @@ class MatcherPrefetch(PrefetchPolicy):
         instead = self._fallback.observed(seen)
         assert isinstance(instead, WantedKeys)
         return joined(found).then(instead, NextGatePrefetch.name)
-
-    def holds(self, layer: int) -> bool:
-        return self._blend is None and self._link.holds(layer)
-
-    def hold(self, seen: LayerSeen) -> None:
-        """Raises as `observed`."""
-        if seen.probabilities is None:
-            raise ValueError("expert maps need the router's probabilities, which this model does not expose")
-        means = sequence_means(seen.probabilities[: self._starts[-1]], self._starts)
-        self._link.observe(self._iteration, seen.layer, self._sequences, means)
 
     def end(self, sequence: str) -> None:
         self._numbers.pop(sequence, None)
