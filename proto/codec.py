@@ -11,7 +11,8 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError, EncodeError
@@ -329,29 +330,48 @@ def _decode_batch(body: bytes, arrays: Arrays, limits: Limits) -> messages.Exper
     return messages.ExpertBatch(layer, experts, bits, starts, rows, weights, hidden, activation, decode)
 
 
-_SECONDS = struct.Struct("<BdBdBd")  # ExpertResult's three doubles, as protobuf writes them
+class _Fixed:
+    """A body whose fields have fixed widths: its bytes are those of protobuf with every field present, in order.
+
+    Args:
+        body: the message, with fields 1, 2, ... of these kinds: `struct` letters of fixed64, fixed32, double and bool.
+    """
+
+    _WIRE_TYPES: ClassVar[dict[str, int]] = {"Q": 1, "I": 5, "d": 1, "?": 0}
+
+    def __init__(self, body: Any, kinds: str) -> None:
+        self._body, self._names = body, tuple(body.DESCRIPTOR.fields_by_name)
+        self._tags = tuple([number << 3 | self._WIRE_TYPES[kind] for number, kind in enumerate(kinds, start=1)])
+        self._struct = struct.Struct("<" + "".join(f"B{kind}" for kind in kinds))
+
+    def write(self, *values: Any) -> bytes:
+        return self._struct.pack(*chain.from_iterable(zip(self._tags, values, strict=True)))
+
+    def read(self, data: bytes) -> tuple[Any, ...]:
+        if len(data) == self._struct.size:
+            parts = self._struct.unpack(data)
+            if parts[::2] == self._tags:
+                return parts[1::2]
+        read = self._body.FromString(data)  # of another implementation
+        return tuple([getattr(read, name) for name in self._names])
+
+
+_RESULT, _CONTEXT = _Fixed(pb.ExpertResult, "ddd"), _Fixed(pb.Context, "QI")
+_PREFETCH = _Fixed(pb.PrefetchCommand, "QII?")
 
 
 def _encode_result(m: messages.ExpertResult) -> Parts:
-    body = _SECONDS.pack(0x09, m.measured_s, 0x11, m.modelled_s, 0x19, m.paced_s)
+    body = _RESULT.write(m.measured_s, m.modelled_s, m.paced_s)
     return body, (m.partial,) if m.resident is None else (m.partial, m.resident)
 
 
-def _seconds(body: bytes) -> tuple[float, float, float]:
-    if len(body) == _SECONDS.size:  # as we write them
-        tag1, measured_s, tag2, modelled_s, tag3, paced_s = _SECONDS.unpack(body)
-        if (tag1, tag2, tag3) == (0x09, 0x11, 0x19):
-            return measured_s, modelled_s, paced_s
-    result = pb.ExpertResult.FromString(body)
-    return result.measured_s, result.modelled_s, result.paced_s
-
-
 def _decode_result(body: bytes, arrays: Arrays, limits: Limits) -> messages.ExpertResult:
-    seconds = _seconds(body)
+    measured_s, modelled_s, paced_s = seconds = _RESULT.read(body)
     for value in seconds:
         if not 0.0 <= value < math.inf:
             raise malformed(f"a result took {value} seconds")
-    return messages.ExpertResult(_finite("partial", arrays[0]), *seconds, arrays[1] if len(arrays) > 1 else None)
+    resident = arrays[1] if len(arrays) > 1 else None
+    return messages.ExpertResult(_finite("partial", arrays[0]), measured_s, modelled_s, paced_s, resident)
 
 
 def _encode_report(m: messages.HealthReport) -> Parts:
@@ -395,32 +415,24 @@ def _decode_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> messages
     return messages.StoreReply(layer, _ids("experts", experts, limits.experts), named, reply.first)
 
 
-@functools.lru_cache(maxsize=_CACHED_BODIES, typed=True)
-def _context_part(field: str, value: int) -> bytes:
-    return pb.Context(**{field: value}).SerializeToString()
-
-
 def _encode_context(m: messages.Context) -> Parts:
-    body = _context_part("iteration", m.iteration) + _context_part("layer", m.layer)
-    return body, (m.sequences, m.embedding, m.probabilities)
+    return _CONTEXT.write(m.iteration, m.layer), (m.sequences, m.embedding, m.probabilities)
 
 
 def _decode_context(body: bytes, arrays: Arrays, limits: Limits) -> messages.Context:
-    read = pb.Context.FromString(body)
-    made = messages.Context(read.iteration, read.layer, *arrays)
+    made = messages.Context(*_CONTEXT.read(body), *arrays)
     _check_context(made, limits)
     return made
 
 
 def _encode_prefetch(m: messages.PrefetchCommand) -> Parts:
-    body = pb.PrefetchCommand(iteration=m.iteration, layer=m.layer, hints=m.hints, mapped=m.mapped)
-    return body.SerializeToString(), (m.keys, m.priorities)
+    return _PREFETCH.write(m.iteration, m.layer, m.hints, m.mapped), (m.keys, m.priorities)
 
 
 def _decode_prefetch(body: bytes, arrays: Arrays, limits: Limits) -> messages.PrefetchCommand:
-    read = pb.PrefetchCommand.FromString(body)
+    iteration, layer, hints, mapped = _PREFETCH.read(body)
     keys, priorities = arrays
-    made = messages.PrefetchCommand(read.iteration, read.layer, keys, priorities, read.hints, read.mapped)
+    made = messages.PrefetchCommand(iteration, layer, keys, priorities, hints, mapped)
     _check_prefetch(made, limits)
     return made
 
