@@ -42,6 +42,7 @@ setup(
             ],
             depends=[
                 "kernels/cpu/bindings.hpp",
+                "kernels/cpu/cores.hpp",
                 "kernels/cpu/counts.hpp",
                 "kernels/cpu/dense.hpp",
                 "kernels/cpu/exponential.hpp",
@@ -74,8 +75,8 @@ setup(
         Extension(
             "tiermoe.proto._ring",
             sources=["proto/checks.cpp", "proto/frame.cpp", "proto/module.cpp", "proto/ring.cpp"],
-            depends=["proto/checks.hpp", "proto/frame.hpp", "proto/ring.hpp"],
-            include_dirs=["proto"],
+            depends=["proto/checks.hpp", "proto/frame.hpp", "proto/ring.hpp", "kernels/cpu/cores.hpp"],
+            include_dirs=["proto", "kernels/cpu"],
             # a thread that the interpreter ends while it waits for the lock is unwound: no destructor may run then
             extra_compile_args=["-std=c++17", "-O3", "-fno-exceptions"],
             language="c++",

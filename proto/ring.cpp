@@ -13,6 +13,8 @@
 #include <climits>
 #include <cstring>
 
+#include "cores.hpp"
+
 namespace tiermoe {
 namespace {
 
@@ -149,6 +151,7 @@ Status ring_write(const Ring& ring, const Piece* pieces, std::size_t count, cons
                           [&] { return has_free(enough); });
     if (status != Status::ok) return status;
     if (corrupt) return Status::corrupt;
+    header.producer_core.store(static_cast<std::uint32_t>(own_core() + 1), std::memory_order_relaxed);
 
     const auto publish = [&](std::uint64_t position) {
         head = position;
@@ -202,6 +205,7 @@ Status ring_wait(const Ring& ring, std::uint64_t max_bytes, const Patience& pati
 
 Status ring_take(const Ring& ring, std::uint64_t length, unsigned char* into, const Patience& patience) {
     RingHeader& header = *ring.header;
+    if (patience.doze) leave_core(static_cast<int>(header.producer_core.load(std::memory_order_relaxed)) - 1);
     std::uint64_t tail = header.tail.load(std::memory_order_relaxed) + WORD;
     std::uint64_t left = padded(length);
     std::uint64_t wanted = length;

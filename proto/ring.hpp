@@ -18,6 +18,7 @@ constexpr std::size_t RING_HEADER = 256;
 
 struct RingHeader {
     alignas(64) std::atomic<std::uint64_t> head;           // written by the producer
+    std::atomic<std::uint32_t> producer_core;              // where it runs, and 1; 0: unknown
     alignas(64) std::atomic<std::uint64_t> tail;           // written by the consumer
     alignas(64) std::atomic<std::uint32_t> data_futex;     // changes when there is data and the consumer is parked
     std::atomic<std::uint32_t> consumer_parked;

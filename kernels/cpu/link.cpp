@@ -8,6 +8,7 @@
 #include <sys/prctl.h>
 #endif
 
+#include "cores.hpp"
 #include "threads.hpp"
 
 // The loader picks the widest version that the processor has; TIERMOE_NO_CLONES: see expert_ffn.cpp.
@@ -66,6 +67,7 @@ Link::~Link() { close(); }
 
 bool Link::submit(const std::vector<std::shared_ptr<Copy>>& copies) {
     const double asked_s = now_s();
+    asker_.store(own_core(), std::memory_order_relaxed);
     bool wake;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -143,6 +145,7 @@ void Link::run() {
         next->state = Copy::started;
         busy_ = true;
         lock.unlock();
+        leave_core(asker_.load(std::memory_order_relaxed));
         copy(*next);
         lock.lock();
         busy_ = false;

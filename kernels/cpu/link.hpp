@@ -68,6 +68,7 @@ class Link {
     std::deque<std::shared_ptr<Copy>> demand_, prefetch_;
     bool busy_ = false, idle_ = false, closed_ = false;
     int waiting_ = 0;
+    std::atomic<int> asker_{-1};  // the core of who asked last
     std::thread thread_;
 };
 

@@ -229,6 +229,7 @@ def test_close_cancels_everything_and_refuses_more(streams: Streams) -> None:
 
 PROMPTS = [(5, 6, 7), tuple(range(10, 21)), tuple(range(30, 60)), (9,)]
 TOKENS = 24
+LONG = 9 * TOKENS  # nearly as many as the model has positions: not over before a busy machine cancels it
 PAGE = 16
 BOTH = pytest.mark.parametrize("batching", ["continuous", "serial"])
 
@@ -375,7 +376,7 @@ def test_cancelling_one_leaves_the_others(
     workers: dict[str, GpuWorker], expected: list[list[int]], batching: str
 ) -> None:
     worker = workers[batching]
-    streams = [worker.submit(numbered(0, "gone", max_tokens=4 * TOKENS)), *(worker.submit(numbered(i)) for i in (1, 2))]
+    streams = [worker.submit(numbered(0, "gone", max_tokens=LONG)), *(worker.submit(numbered(i)) for i in (1, 2))]
     events = iter(streams[0])
     assert next(events).token_ids  # in mid-generation
     assert worker.cancel("gone") is True
@@ -477,7 +478,7 @@ def test_clients_take_the_events_of_their_requests(
     with pytest.raises(RequestError):
         worker.begin("one", GenerationRequest("empty", ()))
 
-    worker.begin("one", numbered(0, "left", max_tokens=4 * TOKENS))
+    worker.begin("one", numbered(0, "left", max_tokens=LONG))
     worker.load()
     assert worker.batcher.streams.find("left") is not None
     monkeypatch.setattr("tiermoe.actors.gpu_worker._CLIENT_GONE_S", 0.0)
@@ -533,7 +534,7 @@ def test_a_start_that_fails_leaves_no_thread(store: Any, step: str, monkeypatch:
 def test_close_during_generation(store: Any, batching: str) -> None:
     """Guards the reason: the ends came as `error` or, one after another, as `length` with tokens missing."""
     with serving(store, settings(1.0, kv=kv(batching))) as worker:
-        streams = [worker.submit(numbered(i, max_tokens=8 * TOKENS)) for i in (0, 1)]
+        streams = [worker.submit(numbered(i, max_tokens=LONG)) for i in (0, 1)]
         events = iter(streams[0])
         assert next(events).token_ids
         worker.close()

@@ -1,0 +1,71 @@
+"""Helping threads leave the core of who they help."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tiermoe.actors.engine.cache.link_queue import LinkQueue
+from tiermoe.actors.settings import LinkSettings
+from tiermoe.kernels import _cpu
+from tiermoe.proto import shm
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+
+
+@pytest.fixture
+def cores() -> Iterator[set[int]]:
+    """Those of the test, which may bind its thread."""
+    found = os.sched_getaffinity(0)
+    if len(found) < 2:
+        pytest.skip("needs two cores")
+    yield found
+    os.sched_setaffinity(0, found)
+
+
+def test_the_copying_thread_of_a_link(cores: set[int]) -> None:
+    before, core = set(os.listdir("/proc/self/task")), min(cores)
+    queue = LinkQueue(LinkSettings(gbps=None, latency_us=0))
+    (thread,) = (int(name) for name in set(os.listdir("/proc/self/task")) - before)
+    memory = np.zeros(64, np.uint8)
+    piece = memory.ctypes.data, memory.ctypes.data, memory.nbytes, False
+
+    def copy() -> None:
+        copies = _cpu.link_submit(queue._link, [(piece,)], False)
+        assert copies is not None
+        _cpu.link_wait(queue._link, copies[0])
+
+    copy()
+    os.sched_setaffinity(0, {core})
+    os.sched_setaffinity(thread, {core})
+    copy()
+    assert os.sched_getaffinity(thread) == cores - {core}
+    queue.close()
+
+
+def test_a_reader_that_dozes(cores: set[int]) -> None:
+    offer, core = shm.offer(4096, 0.0), min(cores)
+    accepted = shm.accept(os.getpid(), offer.fd, 4096, 0.0, doze_s=1.0)
+    assert accepted is not None
+    offer.close_fd()
+    found = list[set[int]]()
+
+    def read() -> None:
+        for bound in (False, False, True):
+            if bound:
+                os.sched_setaffinity(0, {core})
+            assert accepted[0].requests.read(10.0, 1 << 20) == b"a"
+        found.append(os.sched_getaffinity(0))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    os.sched_setaffinity(0, {core})
+    for _ in range(3):
+        assert offer.rings.requests.write((b"a",), 10.0)
+    reader.join(10)
+    assert found == [cores - {core}]
