@@ -87,7 +87,7 @@ def test_no_access_outside_the_buffers(name: str, tmp_path: Path) -> None:
 
     def compiled(source: Path) -> str:
         out = str(tmp_path / f"{source.stem}.o")
-        flags = ("-std=c++17", *sanitizers, *program.flags, f"-I{program.folder}")
+        flags = ("-std=c++17", *sanitizers, *program.flags, f"-I{program.folder}", f"-I{CPU}")
         done = call(compiler, *flags, "-c", str(source), "-o", out)
         assert done.returncode == 0, done.stderr
         return out
