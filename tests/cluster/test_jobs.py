@@ -48,10 +48,14 @@ class Cluster:
     dashboard: str
     folder: Path  # of the jobs, with job.yaml
 
+    @property
+    def runtime(self) -> Path:
+        """Where entries of `tiermoe up` go: not among the user's, nor into the jobs' package, which stays the same."""
+        return self.folder.with_name("runtime")
+
     def environment(self) -> dict[str, str]:
-        runtime = self.folder / "runtime"  # entries of `tiermoe up` go there and not among the user's
-        runtime.mkdir(exist_ok=True)
-        return os.environ | {"RAY_AUTH_MODE": "disabled", "XDG_RUNTIME_DIR": str(runtime)}
+        self.runtime.mkdir(exist_ok=True)
+        return os.environ | {"RAY_AUTH_MODE": "disabled", "XDG_RUNTIME_DIR": str(self.runtime)}
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -110,6 +114,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with (scratch.path / "start.log").open("w") as log:
             for node in (command, second):
                 subprocess.run(node, env=here.environment(), stdout=log, stderr=log, timeout=90, check=True)
+        # Both nodes keep packages in one folder here, where the second to unpack one deletes it under the first's job.
+        for options in ([], ["--entrypoint-resources", '{"second": 1}']):
+            done = here.submit("true", options=options)
+            assert done.returncode == 0, done.stdout + done.stderr
         yield here
     finally:
         scratch.close()
@@ -186,7 +194,7 @@ def test_a_runtime_that_is_ended_leaves_nothing(cluster: Cluster, how: str, tmp_
     assert status.returncode == 1
     assert "no deployment runs at" in status.stderr
     if how == "stopped":  # the entry of one that was killed is removed by whoever reads it next on that machine
-        assert not list((cluster.folder / "runtime").iterdir())
+        assert not list(cluster.runtime.iterdir())
     assert not _left_in(tmp_path)
 
 
