@@ -19,7 +19,7 @@ from ..config import check_model_dir, default_model_dir
 from ..host import cpu, versions
 from ..hub import headers, locate
 from ..report.files import check_writable
-from ..report.tables import facts, progress_on, size
+from ..report.tables import facts, progress_on, results, show, size
 from ..topology.inputs import ROUTED
 from ..topology.machine import cache_file, write_costs
 from .options import AsJson, Model
@@ -150,7 +150,7 @@ def doctor_command(
     if as_json:
         print(json.dumps(report))
     else:
-        Console().print(facts("This machine", _rows(report)))
+        show(results(), facts("This machine", _rows(report)))
 
 
 def _saved(console: Console, out: Path | None) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ...errors import CheckpointError, ConfigError
 from ..config import RunConfig, default_model_dir, engine_settings, load_run_config
 from ..host import usable_cores
 from ..hub import located
 from ..report.runtime import topology_tables
+from ..report.tables import results, show
 from ..topology.estimate import PlanResult, make_plans
 from ..topology.inputs import (
     facts_of_checkpoint,
@@ -127,6 +127,4 @@ def plan_command(
     if as_json:
         print(json.dumps(record))
         return
-    console = Console()
-    for table in topology_tables(record):
-        console.print(table)
+    show(results(), *topology_tables(record))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,6 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
 from ...actors.policies.eviction import Belady
 from ...actors.policies.prefetch import PrefetchPolicy
@@ -22,7 +21,7 @@ from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import DEFAULT_LINK, load_policy, parse_budget
 from ..host import now, versions
-from ..report.tables import grid, progress_on, seconds, share, size
+from ..report.tables import Facts, Grid, facts, grid, progress_on, results, seconds, share, show, size
 from ..simulate.arrivals import Arrival, arrivals_of
 from ..simulate.executor import context_of, engine_of, eviction_of, first_cut, replays_routing
 from ..simulate.hit_rates import result, serve
@@ -35,11 +34,26 @@ RECALL_SOURCES = ("next-gate", "popularity", "activation-matrix", "stride")
 RECALL_DISTANCE = 6
 _OPTIMUM = "belady"  # an eviction that knows the trace: the bound of what loads on demand
 _PREFETCH, _EVICTION = ", ".join(kinds("prefetch")), ", ".join(kinds("eviction"))
-_SHOWN = (
-    "hit_rate", "prefill_hit_rate", "decode_hit_rate", "hits", "misses", "prefetched_hits", "late_prefetches",
-    "bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_wasted", "blocked_io_s", "total_io_s", "ttft_s",
-    "tpot_s", "queue_s", "latency_p50_s", "latency_p99_s", "virtual_s",
-)  # fmt: skip
+_SHOWN: Mapping[str, tuple[str, Callable[[Any], str]]] = {  # of a record: its name for people, and its form
+    "hit_rate": ("hit rate", share),
+    "prefill_hit_rate": ("hit rate in prefill", share),
+    "decode_hit_rate": ("hit rate in decode", share),
+    "hits": ("hits", str),
+    "misses": ("misses", str),
+    "prefetched_hits": ("hits by prefetch", str),
+    "late_prefetches": ("late prefetches", str),
+    "bytes_loaded_demand": ("loaded on demand", size),
+    "bytes_loaded_prefetch": ("loaded by prefetch", size),
+    "bytes_wasted": ("of it wasted", size),
+    "blocked_io_s": ("compute waited for copies", seconds),
+    "total_io_s": ("link busy", seconds),
+    "ttft_s": ("time to first token (TTFT)", seconds),
+    "tpot_s": ("time per output token (TPOT)", seconds),
+    "queue_s": ("time in the queue", seconds),
+    "latency_p50_s": ("time of a request, median", seconds),
+    "latency_p99_s": ("time of a request, 99%", seconds),
+    "virtual_s": ("virtual time in all", seconds),
+}
 
 
 def replay_command(
@@ -75,7 +89,8 @@ def replay_command(
         require_replayable(load_policy(name))  # all are refused before the first runs
     if as_recall:
         _check_learn(learn)
-        record = recall_table(Trace(trace), 0.7 if learn is None else learn, console)
+        table: Facts | Grid
+        record, table = recall_table(Trace(trace), 0.7 if learn is None else learn, console)
     else:
         rows = [
             replay_trace(
@@ -86,7 +101,8 @@ def replay_command(
             for name in names
         ]  # fmt: skip
         record = rows[0] if policies is None else {"name": "replays", "rows": rows}
-        console.print(_figures(rows[0]) if policies is None else _policies_table(rows))
+        table = _figures(rows[0]) if policies is None else _policies_table(rows)
+    show(results(as_json), table)
     if as_json:
         print(json.dumps(record))
 
@@ -237,7 +253,7 @@ def _optimum(trace: Trace) -> Belady:
     return Belady([np.unique(ids[:, layer]).astype(np.int64) + layer * experts for ids in steps for layer in layers])
 
 
-def recall_table(trace: Trace, learn: float, console: Console) -> dict[str, Any]:
+def recall_table(trace: Trace, learn: float, console: Console) -> tuple[dict[str, Any], Grid]:
     """Recall of every source at distances 1 to 6, learnt on the first share of the requests, measured on the rest.
 
     Holds the whole trace in memory.
@@ -268,12 +284,12 @@ def recall_table(trace: Trace, learn: float, console: Console) -> dict[str, Any]
             header, {kind: source(kind) for kind in RECALL_SOURCES}, distances, first, rest,
             lambda: progress.advance(task),
         )  # fmt: skip
-    console.print(_recalls(table, distances))
-    return {
+    record = {
         "name": "recall", "executor": "simulated", "trace": str(trace.path), "model": header.model,
         "top_k": header.top_k, "learned_requests": len(first), "measured_requests": len(rest),
         "rows": [asdict(row) | {"per_layer": [_number(x) for x in row.per_layer]} for row in table],
     }  # fmt: skip
+    return record, _recalls(table, distances)
 
 
 def replay_policy(name: str, eviction: str | None) -> PolicySettings:
@@ -358,20 +374,16 @@ def _context(trace: Trace, settings: PolicySettings, file: Path | None, first: i
     return context_of(header, predictors=predictors)
 
 
-def _figures(record: dict[str, Any]) -> Table:
+def _figures(record: dict[str, Any]) -> Facts:
     title = f"{record['policy']}, prefetch {record['prefetch']}, budget {record['budget']}: simulated"
-    table = Table("figure", "value", title=title)
-    for name in _SHOWN:
-        value = record[name]
-        table.add_row(name, f"{value:.5g}" if isinstance(value, float) else "-" if value is None else f"{value}")
-    return table
+    return facts(title, [(name, form(record[key])) for key, (name, form) in _SHOWN.items() if record[key] is not None])
 
 
-def _policies_table(rows: list[dict[str, Any]]) -> Table:
+def _policies_table(rows: list[dict[str, Any]]) -> Grid:
     """One line for each policy of a replay."""
     title = f"{rows[0]['trace']}, budget {rows[0]['budget']}: simulated"
     columns = (
-        "policy", "hit rate", "in prefill", "in decode", "loaded", "of it prefetched", "wasted", "blocked",
+        "policy", "hit rate", "in prefill", "in decode", "loaded", "of it prefetched", "wasted", "waited for copies",
         "TTFT", "TPOT",
     )  # fmt: skip
     cells = [
@@ -385,12 +397,12 @@ def _policies_table(rows: list[dict[str, Any]]) -> Table:
     return grid(title, columns, cells)
 
 
-def _recalls(rows: list[Recall], distances: range) -> Table:
-    table = Table("source", *(f"{d}" for d in distances), title="recall of the true top-k, by distance")
+def _recalls(rows: list[Recall], distances: range) -> Grid:
+    cells = []
     for source in dict.fromkeys(row.source for row in rows):
         by = {row.distance: row.overall for row in rows if row.source == source}
-        table.add_row(source, *(f"{by[d]:.3f}" if d in by else "-" for d in distances))
-    return table
+        cells.append((source, *(f"{by[d]:.3f}" if d in by else "-" for d in distances)))
+    return grid("recall of the true top-k, by distance in layers", ("source", *map(str, distances)), cells)
 
 
 def _number(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""`tiermoe run`: one prompt, streamed, with the plan before and the measurements after.
+"""`tiermoe run`: one prompt, streamed, and four lines about it; with -v the plan before and all measurements after.
 
     check everything -> prepare the store -> deploy -> stream -> report
     --attach:           join the Ray of a runtime    -> stream -> report
@@ -27,7 +27,8 @@ from ..prompt import encode_prompt, load_tokenizer, sampling_params
 from ..report.files import check_writable, write_timeline
 from ..report.results import percentiles
 from ..report.runtime import placed_tables, plan_table
-from ..report.status import summary_table
+from ..report.status import brief_table, summary_table
+from ..report.tables import results, show
 from .options import (
     RUNTIME,
     AsJson,
@@ -62,11 +63,14 @@ def run_command(
     attach: Attach = None,
     deployment: DeploymentId = None,
     trace: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the effective plan before, and all counters after.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate text for one prompt and report what it took."""
+    """Generate text for one prompt and say what it took, in four lines."""
     sampling = sampling_params(max_tokens, temperature, top_p, top_k, seed)
-    report, text_out = Console(stderr=as_json), sys.stderr if as_json else sys.stdout
+    report, text_out = results(as_json), sys.stderr if as_json else sys.stdout
     if attach is not None:
         refuse_runtime_options(options | {"config": config, "trace": trace})
         text = _prompt_text(prompt, prompt_file)
@@ -75,18 +79,20 @@ def run_command(
         raise RequestError("--deployment names a runtime that runs already", "pass --attach HOST:PORT with it")
     else:
         chosen = checked_config(config, options)
-        record = _run_here(chosen, _prompt_text(prompt, prompt_file), sampling, trace, text_out, report)
-    report.print(summary_table(record))
+        text, planned = _prompt_text(prompt, prompt_file), report if verbose else None
+        record = _run_here(chosen, text, sampling, trace, text_out, planned)
+    show(report, "", summary_table(record) if verbose else brief_table(record))
     if as_json:
         print(json.dumps(record))
 
 
 def _run_here(
-    config: RunConfig, prompt: str, sampling: SamplingParams, trace: Path | None, text_out: TextIO, report: Console
+    config: RunConfig, prompt: str, sampling: SamplingParams, trace: Path | None, text_out: TextIO,
+    plan_to: Console | None,
 ) -> dict[str, Any]:
     """Check all inputs against each other, prepare, deploy, generate; the record of `tiermoe run --json`.
 
-    The text goes to `text_out` as it comes, and the plan to `report`.
+    The text goes to `text_out` as it comes, and the plan to `plan_to`; None: nowhere.
     """
     if trace is not None:
         check_writable(trace)
@@ -95,7 +101,8 @@ def _run_here(
     with llm:
         deployment = llm.start()
         planned = with_routing(deployment.planned, llm.config).as_dict()
-        report.print(plan_table(llm.plan), *placed_tables(planned))
+        if plan_to is not None:
+            show(plan_to, plan_table(llm.plan), *placed_tables(planned))
         _write_text(prompt, stream, text_out)
         stats = llm.stats() | {"residency": llm.residency()}
         if trace is not None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from ...errors import ConfigError, RuntimeFailure, TierMoeError
 from ..registry import Entry, Registry
 from ..report.status import merged_residency, status_tables
+from ..report.tables import results, show
 from .options import AsJson, attached
 
 if TYPE_CHECKING:
@@ -45,10 +46,9 @@ def status_command(address: Address = None, deployment: Deployment = None, as_js
     if as_json:
         print(json.dumps({"deployments": found}))
         return
-    console = Console()
+    console = results()
     for record in found:
-        for table in status_tables(record, console.width):
-            console.print(table)
+        show(console, *status_tables(record, console.width))
 
 
 def deployments_at(address: str) -> list[dict[str, Any]]:

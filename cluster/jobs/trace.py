@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ...errors import ConfigError
-from ..report.tables import facts, grid, share
+from ..report.tables import Facts, Grid, facts, grid, results, share, show
 from ..simulate.importers import FORMATS, import_trace
 from ..simulate.shapes import shape_named
 from ..simulate.statistics import CACHES, PHASES, figures_of, routing_of
@@ -41,7 +40,7 @@ def stats_command(
     record = {
         "name": "trace-stats", "trace": str(trace), "model": found.header.model, "complete": found.header.complete,
     } | figures_of(routing_of(found.header, found.requests()), sizes, seed)  # fmt: skip
-    _show(record, Console(stderr=True))
+    show(results(as_json), *_tables(record))
     if as_json:
         print(json.dumps(record))
 
@@ -72,7 +71,7 @@ def make_command(
     title = f"{out}: {family}, {header.layers} layers of {header.experts} experts, top-{header.top_k}"
     published = f"{calibration.source}, {calibration.experts} experts, top-{calibration.top_k}"
     rows = [(name, _figure(value), _figure(targets.get(name))) for name, value in found.items()]
-    Console(stderr=True).print(grid(title, ("figure", "here", published), rows))
+    show(results(as_json), grid(title, ("figure", "here", published), rows))
     if as_json:
         record = {"name": "trace-make", "trace": str(out), "family": family, "shape": shape, "figures": found,
                   "targets": targets}  # fmt: skip
@@ -101,10 +100,11 @@ def import_command(
         "name": "trace-import", "trace": str(out), "requests": header.requests, "rows": header.rows,
         "layers": header.layers, "experts": header.experts, "top_k": header.top_k,
     }  # fmt: skip
-    Console(stderr=True).print(
+    show(
+        results(as_json),
         f"{out}: {header.rows} tokens of {header.requests} requests, {header.layers} layers of {header.experts} "
-        f"experts, top-{header.top_k}", highlight=False,
-    )  # fmt: skip
+        f"experts, top-{header.top_k}",
+    )
     if as_json:
         print(json.dumps(record))
 
@@ -120,7 +120,7 @@ def _slots(text: str, header: TraceHeader) -> list[int]:
     return sizes
 
 
-def _show(record: dict[str, Any], console: Console) -> None:
+def _tables(record: dict[str, Any]) -> tuple[Facts, Grid]:
     skew, reuse, cosine = record["popularity"], record["reuse"], record["prefill_decode_cosine"]
     names = {"lognormal_sigma": "sigma of its logarithm", "max_over_mean": "maximum over mean"}
     rows = [
@@ -140,13 +140,13 @@ def _show(record: dict[str, Any], console: Console) -> None:
         ("cosine of decode and prefill, own request", _figure(None if cosine is None else cosine["own"])),
         ("cosine of decode and prefill, other request", _figure(None if cosine is None else cosine["other"])),
     ]  # fmt: skip
-    console.print(facts(f"{record['trace']}, {record['model']}", rows))
     table = [
         (f"{line['size']} of {record['experts']}", phase, *(share(line.get(f"{name}{key}")) for name in CACHES))
         for line in record["hit_rates"]
         for phase, key in (("all", ""), *((phase, f"_{phase}") for phase in PHASES))
     ]
-    console.print(grid("hit rates of caches of single layers", ("slots", "phase", *CACHES), table))
+    hits = grid("hit rates of caches of single layers", ("slots", "phase", *CACHES), table)
+    return facts(f"{record['trace']}, {record['model']}", rows), hits
 
 
 def _figure(value: float | None) -> str:

@@ -14,6 +14,7 @@ from ..registry import Entry, Registry
 from ..report.runtime import placed_tables, plan_table
 from ..report.starts import LastStart
 from ..report.steps import Steps
+from ..report.tables import results, show
 from .ending import BoundedEnd
 from .options import RUNTIME, Config, checked_config, checked_settings, deployed, with_options
 
@@ -96,7 +97,7 @@ def serve_until_ended(
             with ExitStack() as stack:
                 with steps:
                     stack.enter_context(deployment)
-                Console().print(plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
+                show(results(), plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
                 check = stack.enter_context(beside(deployment, steps))
                 last.remember(steps.seconds)
                 ending.serving()

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.table import Table
-
-from .tables import count, facts, grid, seconds, size, speed
+from .tables import Facts, Grid, count, facts, grid, seconds, size, speed
 
 _KINDS = {
     "dense": "dense", "kv": "kv", "slots": "slots", "low_bit": "slots for replicas", "mapped": "mapped",
@@ -15,7 +13,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-def plan_table(plan: Mapping[str, Any]) -> Table:
+def plan_table(plan: Mapping[str, Any]) -> Facts:
     """The worker's plan as a table.
 
     Args:
@@ -52,18 +50,18 @@ def _form(record: Mapping[str, Any], key: str = "form") -> str:
     return f" ({record[key]})" if record.get(key) else ""
 
 
-def topology_tables(record: Mapping[str, Any]) -> list[Table]:
+def topology_tables(record: Mapping[str, Any]) -> list[Facts | Grid]:
     """Tables of what `tiermoe plan --json` prints.
 
     Args:
         record: as `topology.estimate.PlanResult.as_dict` makes it.
     """
     topology = record["topology"]
-    tables = [_summary(record), _actors(topology["actors"], "Actors", scheduled=True), _nodes(topology["loads"])]
-    return [*tables, _prediction(record["prediction"]), *_notes(record)]
+    actors, nodes = _actors(topology["actors"], "Actors", scheduled=True), _nodes(topology["loads"])
+    return [_summary(record), actors, nodes, _prediction(record["prediction"]), *_notes(record)]
 
 
-def placed_tables(record: Mapping[str, Any]) -> list[Table]:
+def placed_tables(record: Mapping[str, Any]) -> list[Facts | Grid]:
     """The same plan carried out, in short: each actor with its node and bytes, and what was predicted.
 
     Args:
@@ -147,12 +145,12 @@ def _pinned(plan: Mapping[str, Any]) -> str:
     return {True: ", pinned", False: ", not pinned", None: ""}[plan["pinned"]]
 
 
-def _notes(record: Mapping[str, Any]) -> list[Table]:
+def _notes(record: Mapping[str, Any]) -> list[Facts]:
     notes = [("note", str(note)) for note in record["notes"]]
     return [facts("Notes", notes)] if notes else []
 
 
-def _summary(record: Mapping[str, Any]) -> Table:
+def _summary(record: Mapping[str, Any]) -> Facts:
     model, spec = record["model"], record["spec"]
     each, low = spec["budget_bytes"] // spec["slot_bytes"], spec["low_bit"]
     slots = f"{count(each, 'slot')} of {size(spec['slot_bytes'])}" if low is None else (
@@ -189,7 +187,7 @@ def _near_data(ndp: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     return f"{replicas}; {form} from {model['form_width']} bits on" if ndp["stored"] else replicas
 
 
-def _actors(actors: Iterable[Mapping[str, Any]], title: str, *, scheduled: bool) -> Table:
+def _actors(actors: Iterable[Mapping[str, Any]], title: str, *, scheduled: bool) -> Grid:
     columns = ("actor", "node", "reserves", "experts", "bytes", *(["scheduled"] if scheduled else []))
     rows = []
     for actor in actors:
@@ -201,7 +199,7 @@ def _actors(actors: Iterable[Mapping[str, Any]], title: str, *, scheduled: bool)
     return grid(title, columns, rows)
 
 
-def _nodes(loads: Iterable[Mapping[str, Any]]) -> Table:
+def _nodes(loads: Iterable[Mapping[str, Any]]) -> Grid:
     rows = []
     for load in loads:
         used = ", ".join(f"{used:g} of {total:g} {name}" for name, (used, total) in load["resources"].items())
@@ -213,7 +211,7 @@ def _nodes(loads: Iterable[Mapping[str, Any]]) -> Table:
     return grid("Nodes", columns, rows)
 
 
-def _prediction(prediction: Mapping[str, Any]) -> Table:
+def _prediction(prediction: Mapping[str, Any]) -> Facts:
     hardware = prediction["hardware"]
     parts = ", ".join(f"{name.removesuffix('_s')} {seconds(value)}" for name, value in prediction["parts_s"].items())
     ndp = f"; NDP modelled as {prediction['ndp_hardware']}" if prediction["ndp_hardware"] else ""

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from .tables import facts, grid, seconds, size, speed
+from .tables import Facts, Grid, facts, grid, seconds, share, size, speed
 
 _ABSENT, _LOADING, RESIDENT = 0, 1, 2  # `actors.policies.residency.State`
 _MARKS = {_ABSENT: "·", _LOADING: "~", RESIDENT: "█"}
@@ -18,8 +17,37 @@ _HOTNESS = ("blue", "cyan", "green", "yellow", "red")  # a resident's share of t
 _SHARES = "·▁▂▃▄▅▆▇█"  # of a cell's experts that are resident, where a cell is several
 
 
-def summary_table(result: Mapping[str, Any]) -> Table:
-    """The measurements of one request.
+def brief_table(result: Mapping[str, Any]) -> Facts:
+    """One request in four lines: what ran, how fast, what became of its experts, and where the numbers come from.
+
+    Args:
+        result: the record that `tiermoe run --json` prints.
+    """
+    tpot_s, plan = result["tpot_s"], result["plan"]
+    loss = "lossless" if result["lossless"] else f"LOSSY: {_lost(result)}"
+    each = f"{seconds(tpot_s)} a token ({1 / tpot_s:.1f} tokens/s)" if tpot_s else "fewer than two tokens, no rate"
+    whose = "; of all its requests" if "attached_to" in result else ""
+    return facts("", [
+        ("ran", f"{plan['model']} with {result['policy']} ({loss}); {plan['slots']} of {plan['experts']} experts, "
+                f"{size(plan['expert_budget_bytes'])}"),
+        ("speed", f"{each}, the first after {seconds(result['ttft_s'])}"),
+        ("experts", f"{share(result['hit_rate'])} hits, {size(result['bytes_loaded'])} loaded, "
+                    f"{seconds(result['blocked_io_s'])} lost to copies{whose}"),
+        _executor_row(result),
+    ])  # fmt: skip
+
+
+def _lost(result: Mapping[str, Any]) -> str:
+    """What a lossy policy changed."""
+    parts = [
+        f"{result['ndp_tokens']} pairs on NDP workers" if result["ndp_tokens"] else "",
+        f"{result['substitutions']} substitutions", f"{result['dropped']} dropped",
+    ]  # fmt: skip
+    return ", ".join(part for part in parts if part)
+
+
+def summary_table(result: Mapping[str, Any]) -> Facts:
+    """The measurements of one request, all of them.
 
     Args:
         result: the record that `tiermoe run --json` prints.
@@ -36,8 +64,7 @@ def summary_table(result: Mapping[str, Any]) -> Table:
         _executor_row(result),
     ]  # fmt: skip
     if not result["lossless"]:
-        quantized = f"{result['ndp_tokens']} pairs on NDP workers, " if result["ndp_tokens"] else ""
-        rows.append(("lossy", f"{quantized}{result['substitutions']} substitutions, {result['dropped']} dropped"))
+        rows.append(("lossy", _lost(result)))
     return facts("Summary", rows)
 
 
@@ -237,7 +264,7 @@ def _ndp_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _actors(record: Mapping[str, Any]) -> Table:
+def _actors(record: Mapping[str, Any]) -> Grid:
     rows = []
     for actor in record["actors"]:
         restarts = f", restarted {actor['restarts']} times" if actor["restarts"] else ""
@@ -249,7 +276,7 @@ def _actors(record: Mapping[str, Any]) -> Table:
     return grid(title, ("actor", "class", "node", "pid", "state", "health"), rows)
 
 
-def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Table:
+def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Grid:
     """Counters of each GPU; the lead's are those since the last reset, a shard's those since it started."""
     rows = []
     for gpu in gpus:

@@ -1,13 +1,20 @@
-"""Tables, bytes, seconds and progress for people."""
+"""Tables, bytes, seconds and progress for people.
+
+Results go to standard output, progress and notices to standard error. A name or a path is never broken: what a terminal
+has no room for beside each other is printed below each other, and a pipe or a file has room for any line.
+"""
 
 from __future__ import annotations
 
+import sys
+import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -18,31 +25,100 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 _STEPS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _EVERY_S, _BYTES_EVERY_S = 2.0, 5.0
+_LEAST_VALUE = 20  # columns of a value, however long the names beside it are
 
 
-def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+def results(as_json: bool = False) -> Console:
+    """Where results go: standard output; with `--json`, which has one object there, standard error."""
+    return Console(stderr=as_json)
+
+
+def show(console: Console, *results: RenderableType) -> None:
+    """Print results; a line that is too long is left to the terminal, which breaks it without inserting anything."""
+    for result in results:
+        console.print(result, soft_wrap=True, markup=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and values, a line for each; a long value goes on below itself, broken between words."""
+
+    title: str
+    rows: Sequence[tuple[str, str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from _titled(self.title)
+        name_width = max((cell_len(name) for name, _ in self.rows), default=0)
+        room = max(_LEAST_VALUE, options.max_width - name_width - 2) if console.is_terminal else sys.maxsize
+        for name, value in self.rows:
+            lines = [part for line in value.splitlines() for part in _broken(line, room)] or [""]
+            for number, line in enumerate(lines):
+                label = Text((name if number == 0 else "").ljust(name_width), style="bold")
+                yield _line(Text.assemble(label, "  ", line))
+        yield _line("")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows below a heading; on a terminal that is too narrow, each row as names and values."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [max(map(cell_len, cells)) for cells in zip(self.columns, *self._full(), strict=True)]
+        if console.is_terminal and sum(widths) + 2 * (len(widths) - 1) > options.max_width:
+            yield from _titled(self.title)
+            for row in self._full():
+                yield Facts("", tuple(zip(self.columns, row, strict=True)))
+            return
+        yield from _titled(self.title)
+        yield _line(Text(self._joined(self.columns, widths), style="bold"))
+        yield _line(self._joined(["-" * width for width in widths], widths))
+        for row in self._full():
+            yield _line(self._joined(row, widths))
+        yield _line("")
+
+    def _full(self) -> list[Sequence[str]]:
+        """The rows, each with a cell for every column."""
+        return [(*row, *[""] * (len(self.columns) - len(row))) for row in self.rows]
+
+    @staticmethod
+    def _joined(cells: Sequence[str], widths: Sequence[int]) -> str:
+        padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True))
+        return "  ".join(padded).rstrip()
+
+
+def facts(title: str, rows: Iterable[tuple[str, str]]) -> Facts:
     """A table of names and values; values are plain text, never markup."""
-    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    return table
+    return Facts(title, tuple(rows))
 
 
-def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Grid:
     """A table with a heading; cells are plain text, never markup."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+    return Grid(title, tuple(columns), tuple(tuple(row) for row in rows))
+
+
+def _titled(title: str) -> Iterator[Text]:
+    if title:
+        yield _line(Text(title, style="italic"))
+
+
+def _line(text: str | Text) -> Text:
+    """One line that nothing breaks or cuts, whatever the console's width."""
+    line = Text(text) if isinstance(text, str) else text
+    line.no_wrap, line.overflow = True, "ignore"
+    return line
+
+
+def _broken(line: str, room: int) -> list[str]:
+    """A line broken between words, in the room that there is; a word that is longer stays whole."""
+    return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def size(nbytes: float) -> str:

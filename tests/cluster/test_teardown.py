@@ -80,7 +80,7 @@ def test_an_interrupt_during_the_start_leaves_nothing() -> None:
 @pytest.mark.slow
 def test_two_runs_at_once_with_shards_and_ndp_workers() -> None:
     """Real workers with channels in shared memory between them; each run has its own, and leaves none."""
-    options = ["--policy", "context-ndp-full", "--shards", "2", "--ndp-workers", "2", "--threads", "1", "--json"]
+    options = ["--policy", "context-ndp-full", "--shards", "2", "--ndp-workers", "2", "--threads", "1", "--json", "-v"]
     command = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "run", "import os", *options]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     runs = [

@@ -113,7 +113,7 @@ def _generate(cluster: Cluster, kill: int | None = None) -> str:
         os.kill(kill, signal.SIGKILL)
     rest, errors = driver.communicate(timeout=_WAIT_S)
     assert driver.returncode == 0, errors
-    text, found, _ = (first + rest).partition("\nSummary")
+    text, found, _ = (first + rest).partition("\n\nran ")
     assert found
     return text
 

@@ -41,7 +41,7 @@ def test_the_walk_through_as_written(folder: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "trace").is_dir()
-    assert done.stderr.count("virtual_s") == 3  # the figures of the three replays
+    assert done.stdout.count("virtual time in all") == 3  # the figures of the three replays
 
 
 def test_options_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,7 +302,7 @@ def test_figures_and_report(store: Path, checkpoint: Path, text: Path, tmp_path:
     assert len(report["alikeness"]) == 2
     assert {row["by"] for row in taken(profile)} == {"coactivation", "output", "blend"}
     assert all(0 <= row["taken"] <= 1 for row in report["taken"])
-    assert size_table(rows).row_count == 9
+    assert len(size_table(rows).rows) == 9
 
 
 def test_by_whatever_path_a_profile_is_made_once(

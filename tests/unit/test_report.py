@@ -26,8 +26,8 @@ from tiermoe.cluster.placement import new_id, split_name
 from tiermoe.cluster.ray_session import as_failure, without_ray_notices
 from tiermoe.cluster.report.files import check_writable, write_timeline
 from tiermoe.cluster.report.runtime import placed_tables, plan_table
-from tiermoe.cluster.report.status import merged_residency, residency_map, status_tables, summary_table
-from tiermoe.cluster.report.tables import LineProgress, seconds, size
+from tiermoe.cluster.report.status import brief_table, merged_residency, residency_map, status_tables, summary_table
+from tiermoe.cluster.report.tables import LineProgress, facts, grid, seconds, show, size
 from tiermoe.cluster.topology.estimate import make_plan
 from tiermoe.cluster.topology.spec import NodeInfo
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RequestError, RuntimeFailure, StoreError
@@ -63,6 +63,57 @@ def test_summary_says_which_executor_measured() -> None:
     }  # fmt: skip
     text = _text(summary_table(stats | request))
     _shows(text, "75.0% (6 hits, 2 misses)", "500.0 ms", "none (fewer than two tokens)", "emulated", "0 substitutions")
+
+
+def test_a_run_is_told_in_four_lines() -> None:
+    """Issue 30: 50 lines stood around 3 of text. The plan and all counters are for -v."""
+    stats = FakeWorker(_SETTINGS, {}).stats().as_dict()
+    plan = fake_plan(_SETTINGS, "store")
+    request = {"policy": "next-gate", "lossless": True, "ttft_s": 0.5, "tpot_s": 0.002, "plan": plan}
+    lines = [line.rstrip() for line in _text(brief_table(stats | request)).splitlines() if line.strip()]
+    assert [line.split()[0] for line in lines] == ["ran", "speed", "experts", "numbers"]
+    _shows(lines[0], f"{plan['model']} with next-gate (lossless); 4 of 16 experts, ")
+    _shows(lines[1], "2.0 ms a token (500.0 tokens/s), the first after 500.0 ms")
+    _shows(lines[2], "75.0% hits, ", " lost to copies")
+    assert " ".join(lines[3].split()) == "numbers are emulated: the CPU stands in for a GPU"
+    lossy = _text(brief_table(stats | request | {"lossless": False, "tpot_s": None, "attached_to": "d"}))
+    _shows(lossy, "LOSSY: 0 substitutions, 0 dropped", "no rate", "of all its requests")
+
+
+_PATH = "/a/folder/whose-name-has-hyphens/and/is/longer/than/a/narrow/terminal/on-demand.yaml"
+_ROWS = [("on-demand", "31.1%", _PATH), ("context-ndp-prefix-split", "35.4%", "-")]
+
+
+def _on_terminal(width: int, *shown: Any) -> list[str]:
+    out = io.StringIO()
+    show(Console(file=out, width=width, force_terminal=True, color_system=None), *shown)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
+def test_no_name_and_no_path_is_broken_at_any_width(width: int) -> None:
+    """Issue 30: `on-dem / and` at 80 columns."""
+    table = grid(f"of {_PATH}", ("policy", "hit rate", "trace"), _ROWS)
+    lines = _on_terminal(width, table, facts("", [("from", f"words before {_PATH} and after it [bold]")]))
+    for whole in ("on-demand", "context-ndp-prefix-split", "hit rate", "31.1%"):
+        assert any(whole in map(str.strip, line.split("  ")) for line in lines), (whole, lines)
+    assert sum(_PATH in line for line in lines) == 3  # title, cell, value
+    assert any("[bold]" in line for line in lines)
+    rows_beside = any(line.startswith("on-demand") and "31.1%" in line for line in lines)
+    assert rows_beside == (width >= 120)  # else each row is names and values
+    long = [line for line in lines if len(line) > width and _PATH not in line and width >= 40]
+    assert not long
+
+
+def test_a_pipe_gets_whole_lines() -> None:
+    """Where nothing is on the other side that has a width, a table of any width is one line a row."""
+    out = io.StringIO()
+    cells = [f"value {number}" for number in range(60)]
+    show(Console(file=out), grid("", [f"column {n}" for n in range(60)], [cells]), facts("", [("x", "word " * 300)]))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 6  # head, rule, row; empty; the fact; empty
+    assert lines[2].split("  ")[0].strip() == "value 0"
+    assert lines[2].endswith("value 59")
 
 
 def test_units() -> None:

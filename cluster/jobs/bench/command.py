@@ -1,4 +1,4 @@
-"""The `tiermoe bench` commands: tables on stderr, with `--json` one object on stdout, with `--check` an exit code.
+"""The `tiermoe bench` commands: tables; with `--json` one object on stdout; with `--check` an exit code.
 
 `--out FILE`, or `--json FILE.json`, writes the object into a file. `micro` has the micro-benchmarks. Any experiment
 file is a command whose options are the fields that it lists: `tiermoe bench NAME` is `tiermoe bench
@@ -19,6 +19,7 @@ from rich.progress import Progress
 from typer.core import TyperGroup
 
 from ...report.files import check_writable
+from ...report.tables import show
 from ..options import as_command
 from . import micro
 from .experiment import Experiment, Option, field_at, load_experiment, options_of, parts, read_experiment
@@ -139,7 +140,7 @@ def _run(
     except (KeyboardInterrupt, SystemExit):
         if result is not None and journal_file(result).exists():
             said = f"'{journal_file(result)}' has the finished part: the same command resumes"
-            Console(stderr=True).print(said, highlight=False)
+            show(Console(stderr=True), said)
         raise
 
 

@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from ....errors import ConfigError
 from ...config import RunConfig
 from ...report.files import check_writable, write_json
-from ...report.tables import progress_on
+from ...report.tables import progress_on, results, show
 from ..options import option_of
 from .metrics import Report, print_report
 
@@ -44,7 +44,7 @@ def finish(
     console = Console(stderr=True)
     with progress_on(console) as progress:
         report = measure(progress)
-    print_report(report, console)
+    print_report(report, results(as_json))
     if out is not None:
         write_json(out, report.as_dict())
     written(report)
@@ -75,7 +75,7 @@ def say_overridden(config: str | None, fixed: Collection[str]) -> None:
     from .serving import overridden
 
     if keys := overridden(config, fixed):
-        Console(stderr=True).print(f"note: not taken from '{config}', this benchmark sets: {', '.join(keys)}")
+        show(Console(stderr=True), f"note: not taken from '{config}', this benchmark sets: {', '.join(keys)}")
 
 
 class JsonCommand(TyperCommand):

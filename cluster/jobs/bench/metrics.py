@@ -6,25 +6,23 @@ import math
 import operator
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import Progress
-from rich.table import Table
 
 from ....errors import ConfigError
 from ...host import cpu, now, versions
+from ...report.tables import Grid, grid, show
 
 if TYPE_CHECKING:
     from .experiment import Plot
 
 Measures = dict[str, float]
-_LOG_WIDTH = 160
 CLEAR = 0.05  # of the larger: a difference that decides an order
 _ORDERED = "decode_blocked_io_s", "tpot_ms"
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -267,18 +265,20 @@ def fill_report_page(page: Path, report: Report) -> None:
 
 def print_report(report: Report, console: Console) -> None:
     """Print rows and bars as tables."""
-    # a log has no width, and a table of 80 columns is unreadable
-    wide = console if console.is_terminal else Console(file=console.file, width=_LOG_WIDTH)
     title = f"{report.name} ({report.executor}, {cpu()['model']})"
     if report.printed:
-        wide.print(title, highlight=False)
-        wide.print(Markdown("\n".join(report.printed)))
+        show(console, title, "", *_grids(report.printed))
     elif report.rows:
-        shown, cells = table_of(report)
-        table = Table(*shown, title=title)
-        for line in cells:
-            table.add_row(*line)
-        wide.print(table)
+        show(console, grid(title, *table_of(report)))
     for bar in report.bars:
-        verdict = "[green]holds[/]" if bar.ok else "[red]missed[/]"
-        console.print(f"{verdict}  {bar.name}: {bar.value:.3g} {bar.op} {bar.limit:g}", soft_wrap=True)
+        show(console, f"{'holds' if bar.ok else 'missed'}  {bar.name}: {bar.value:.3g} {bar.op} {bar.limit:g}")
+
+
+def _grids(lines: Sequence[str]) -> Iterator[Grid]:
+    """Tables in Markdown, as `markdown` writes them, each below its heading, if it has one."""
+    for block in "\n".join(lines).split("\n\n"):
+        heads = [line.lstrip("# ") for line in block.splitlines() if line.startswith("#")]
+        cells = [line[2:-2].split(" | ") for line in block.splitlines() if line.startswith("|")]
+        if cells or heads:
+            head, _, *body = cells or [[], []]
+            yield grid(" ".join(heads), head, body)

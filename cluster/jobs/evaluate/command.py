@@ -1,4 +1,4 @@
-"""`tiermoe eval`: the table on stderr, with `--json` one flat object on stdout."""
+"""`tiermoe eval`: a table, or with `--json` one flat object on stdout."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from ...config import check_model_dir, engine_settings
 from ...host import cpu, now, versions
+from ...report.tables import Grid, grid, results, show
 from ..bench.serving import run_config, start_worker
 from ..options import AsJson, Budget, Model, Policy, Threads
 from .quality import MEASURES, EvaluationOptions, Quality
@@ -44,7 +44,7 @@ def eval_command(
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         record, quality = evaluate(model, policy, budget, threads, options, progress)
-    console.print(quality_table(quality))
+    show(results(as_json), quality_table(quality))
     if as_json:
         print(json.dumps(record))
 
@@ -92,10 +92,11 @@ def evaluate(
     return record, quality
 
 
-def quality_table(quality: Quality) -> Table:
+def quality_table(quality: Quality) -> Grid:
     figures = quality.as_dict()
     title = f"{quality.policy} ({quality.executor}): {figures['tokens']} tokens, {figures['items']} choices, "
-    table = Table("measure", "value", "95% low", "95% high", title=f"{title}{figures['documents']} documents")
-    for measure in MEASURES:
-        table.add_row(measure, *(f"{figures[key]:.5g}" for key in (measure, f"{measure}_low", f"{measure}_high")))
-    return table
+    rows = [
+        (measure, *(f"{figures[key]:.5g}" for key in (measure, f"{measure}_low", f"{measure}_high")))
+        for measure in MEASURES
+    ]
+    return grid(f"{title}{figures['documents']} documents", ("measure", "value", "95% low", "95% high"), rows)

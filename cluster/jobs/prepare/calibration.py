@@ -15,6 +15,7 @@ from rich.console import Console
 from ....actors.store.replicas import Calibration
 from ....errors import CheckpointError, ConfigError
 from ...prompt import load_model_config, load_tokenizer
+from ...report.tables import show
 
 WINDOW_TOKENS = 512
 MAX_TOKENS = 1 << 16  # unless the caller says other; the expert inputs of every token and layer are written to disk
@@ -77,7 +78,7 @@ def read_windows(path: Path, model_dir: Path, console: Console, most: int = MAX_
     count = len(stream) // window
     windows = np.array(stream[: count * window], dtype=np.int64).reshape(count, window)
     if (taken := max(1, most // window)) < count:
-        console.print(f"calibration uses {taken * window} of {len(stream)} tokens of {path}")
+        show(console, f"calibration uses {taken * window} of {len(stream)} tokens of {path}")
         windows = windows[np.linspace(0, count - 1, taken).astype(np.int64)]
     return Windows(windows)
 

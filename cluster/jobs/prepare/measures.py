@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
 from ....actors.engine.cache.slots import LayerWeights
@@ -46,7 +45,7 @@ from ....actors.store.artifacts import (
 from ....actors.store.files import ExpertStore
 from ....actors.store.format import model_fingerprint, read_manifest
 from ....errors import ConfigError, StoreError, TraceError
-from ...report.tables import progress_on
+from ...report.tables import Grid, grid, progress_on, show
 from ...simulate.predictors import predictors_for, train_predictors
 from ...simulate.trace import Trace
 from .calibration import Windows, read_windows
@@ -89,7 +88,7 @@ def add_gates(store: Path, model_dir: Path, text: Path, console: Console | None 
                 router = blocks[layer + 1].router
                 following = None if router is None else Following(router, later.hidden)
                 trained.append(train_gate(hidden, later.ids, manifest.experts.num_experts, following, layer))
-    console.print(_recalls(trained))
+    show(console, _recalls(trained))
     data = encode_gates([t.gate for t in trained], manifest, windows.tokens)
     return write_artifact(store, GATES_NAME, data, console)
 
@@ -186,13 +185,11 @@ def recall(scores: NDArray[np.floating], ids: NDArray[np.integer]) -> float:
     return float(np.take_along_axis(predicted, ids.astype(np.int64), axis=1).mean())
 
 
-def _recalls(trained: list[Trained]) -> Table:
-    table = Table("layer foreseen", "gates", "next-gate", title="recall of the true top-k on held-out rows")
-    for layer, one in enumerate(trained):
-        table.add_row(f"{layer + 1}", f"{one.recall:.3f}", f"{one.next_gate:.3f}")
+def _recalls(trained: list[Trained]) -> Grid:
     means = np.array([(one.recall, one.next_gate) for one in trained]).mean(axis=0)
-    table.add_row("mean", f"{means[0]:.3f}", f"{means[1]:.3f}")
-    return table
+    rows = [(f"{layer}", one.recall, one.next_gate) for layer, one in enumerate(trained, start=1)]
+    cells = [(layer, f"{gates:.3f}", f"{asked:.3f}") for layer, gates, asked in [*rows, ("mean", *means)]]
+    return grid("recall of the true top-k on held-out rows", ("layer foreseen", "gates", "next-gate"), cells)
 
 
 def add_predictors(store: Path, trace: Path, stride: int, requests: int | None = None) -> Path:
@@ -237,7 +234,7 @@ def add_sensitivity(store: Path, model_dir: Path, text: Path, console: Console |
     if not all(0 <= s < float("inf") for s in found):
         what = f"the gradients of {opened.manifest.architecture} on '{text}' are not finite"
         raise StoreError(what, "give other calibration text")
-    console.print("sensitivity by layer, nats per squared dropped weight: " + ", ".join(f"{s:.3g}" for s in found))
+    show(console, "sensitivity by layer, nats per squared dropped weight: " + ", ".join(f"{s:.3g}" for s in found))
     data = encode_sensitivity(found, opened.manifest, windows.tokens)
     return write_artifact(store, SENSITIVITY_NAME, data, console)
 

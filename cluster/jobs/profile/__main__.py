@@ -9,12 +9,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from ....errors import ConfigError, TierMoeError
 from ...config import default_model_dir
 from ...host import cpu, versions
-from ...report.tables import progress_on
+from ...report.tables import grid, progress_on, results, show
 from ..evaluate.quality import EvaluationOptions
 from ..options import AsJson, Model
 
@@ -43,16 +42,17 @@ def main(
     console = Console(stderr=True)
     with progress_on(console) as bar:
         rows = trial(model, shares, range(draws), options, bar, store, rule)
-    table = Table("resident", "rule", "loss, nats", "KL, nats", "KL over drop (95%)", "top-1", "choices")
+    cells = []
     for row in rows[1:]:
         over = ""
         if "kl_over_drop" in row:
             over = f"{row['kl_over_drop']:+.3f} ({row['kl_over_drop_low']:+.3f} to {row['kl_over_drop_high']:+.3f})"
-        table.add_row(
+        cells.append((
             f"{row['rate']:g}", row["rule"], f"{row['nll_nats']:.3f}", f"{row['kl_nats']:.3f}", over,
             f"{row['top1_agreement']:.3f}", f"{row['choice_accuracy']:.3f}",
-        )  # fmt: skip
-    console.print(f"unchanged: {rows[0]['nll_nats']:.3f} nats", table)
+        ))  # fmt: skip
+    columns = ("resident", "rule", "loss, nats", "KL, nats", "KL over drop (95%)", "top-1", "choices")
+    show(results(as_json), grid(f"unchanged: {rows[0]['nll_nats']:.3f} nats", columns, cells))
     if as_json:
         record = {
             "name": "substitutes", "hardware": cpu(), "versions": versions(),

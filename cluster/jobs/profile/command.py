@@ -12,13 +12,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from ....actors.policies.buddymoe.buddies import BuddyOptions, ExpertProfile, Ranking
 from ....actors.store.artifacts import ProfileManifest, ProfileSource, read_profile
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError
 from ...report.files import plot_counts, plot_matrix
+from ...report.tables import Grid, grid, show
 from ..prepare.calibration import read_texts
 
 OUTPUT_TOKENS = 8192
@@ -117,19 +117,20 @@ def taken(profile: ExpertProfile) -> list[dict[str, Any]]:
     return rows
 
 
-def size_table(rows: list[dict[str, Any]]) -> Table:
+def size_table(rows: list[dict[str, Any]]) -> Grid:
     """One line for each ranking and alpha, over all layers."""
-    table = Table("by", "alpha", "least", "mean", "most", "mean by layer", "without K_max", "cut", title="buddies")
+    cells = []
     for by, alpha in dict.fromkeys((row["by"], row["alpha"]) for row in rows):
         of = [row for row in rows if (row["by"], row["alpha"]) == (by, alpha)]
         means = [row["mean"] for row in of]
-        table.add_row(
+        cells.append((
             by, f"{alpha:g}", str(min(row["least"] for row in of)), f"{np.mean(means):.1f}",
             str(max(row["most"] for row in of)), f"{min(means):.1f} to {max(means):.1f}",
             f"{np.mean([row['uncapped_mean'] for row in of]):.1f}",
             f"{sum(row['capped'] for row in of)} experts",
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    columns = ("by", "alpha", "least", "mean", "most", "mean by layer", "without K_max", "cut")
+    return grid("buddies of an expert", columns, cells)
 
 
 def write_figures(folder: Path, profile: ExpertProfile) -> list[Path]:
@@ -187,20 +188,20 @@ class ProfileRequest:
             made = profile_trace(store, self.trace, self.options)
         profile = read_profile(store, read_manifest(store))
         console = Console(stderr=True)
-        console.print(size_table(size_distributions(profile)))
+        show(console, size_table(size_distributions(profile)))
         shares = ", ".join(f"{row['taken']:.0%} by {row['by']}" for row in taken(profile))
-        console.print(f"a token that picks an expert has picked its best buddy too: {shares}", highlight=False)
+        show(console, f"a token that picks an expert has picked its best buddy too: {shares}")
         if alike := alikeness(profile):
             best = sum(row["best_cosine"] for row in alike) / len(alike)
             better = sum(row["better_than_none"] for row in alike) / len(alike)
-            console.print(
+            show(
+                console,
                 f"best buddy's output: cosine {best:.2f} on average, nearer than no output for {better:.0%} of the "
                 "experts",
-                highlight=False,
             )
         if self.figures is not None:
             files = write_figures(self.figures, profile)
-            console.print(f"{len(files)} files in {self.figures}", highlight=False)
+            show(console, f"{len(files)} files in {self.figures}")
         return made
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from ....errors import ConfigError, RequestError, TraceError
 from ...config import check_model_dir, engine_settings
 from ...prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
-from ...report.tables import progress_on, share
+from ...report.tables import progress_on, results, share, show
 from ...simulate.trace import MAX_DISTANCE, TraceHeader
 from ...simulate.trace_writer import MOST_REPEATED, NGRAM, Repeats, merge_traces
 from ..bench.serving import run_config
@@ -124,9 +124,9 @@ def record_command(
                 config, ids, out, replace(sampling, ignore_eos=ignore_eos), distances, progress, continuations=rest
             )
     except (KeyboardInterrupt, SystemExit):
-        console.print(f"interrupted; '{out}' keeps what ran", highlight=False)
+        show(console, f"interrupted; '{out}' keeps what ran")
         raise
-    _say(header, out, console, as_json)
+    _say(header, out, as_json)
     if not allow_loops:
         remedy = "sample at --sample 0.8 or more, or pass --allow-loops"
         refuse_loops(header.repeated_8grams, f"'{out}', which is kept,", remedy)
@@ -173,10 +173,10 @@ def merge_command(
     as_json: AsJson = False,
 ) -> None:
     """Put traces of one model behind each other, in a new trace."""
-    _say(merge_traces(traces, out), out, Console(stderr=True), as_json)
+    _say(merge_traces(traces, out), out, as_json)
 
 
-def _say(header: TraceHeader, out: Path, console: Console, as_json: bool) -> None:
+def _say(header: TraceHeader, out: Path, as_json: bool) -> None:
     stored = sum(chunk.bytes for chunk in header.chunks)
     record = {
         "trace": str(out), "model": header.model, "layers": header.layers, "experts": header.experts,
@@ -186,11 +186,11 @@ def _say(header: TraceHeader, out: Path, console: Console, as_json: bool) -> Non
         "repeated_8grams": header.repeated_8grams,
         "costs": None if header.costs is None else header.costs.model_dump(),
     }  # fmt: skip
-    console.print(
+    show(
+        results(as_json),
         f"{out}: {record['rows']} rows in {record['forwards']} forwards, {stored / 1e6:.1f} MB, "
         f"{header.row_bytes} bytes a row of {header.layers} layers; {header.origin}, repeated {NGRAM}-grams: "
         f"{share(header.repeated_8grams)}",
-        highlight=False,
     )
     if as_json:
         print(json.dumps(record))
