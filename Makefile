@@ -9,7 +9,7 @@
 # make papers  the papers' tables, simulated: docs/results/paper-*.md, with JOBS processes
 # make train-default-model    train the model that ships with the project, 13.4 M tokens: 2 h 20 min of one core (docs/default-model.md)
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
-# make lint    ruff and mypy
+# make lint    ruff, mypy, and whether constraints.txt installs from PyPI alone
 # make proto   write proto/generated again after a change of a .proto file
 # make clean   remove .venv and everything that was generated
 #
@@ -79,6 +79,7 @@ lint: $(VENV)/.installed-dev
 	@mkdir -p build/typecheck/tiermoe
 	@ln -sfn $(addprefix $(CURDIR)/,$(PACKAGE)) build/typecheck/tiermoe/
 	MYPYPATH=build/typecheck $(BIN)/mypy -p tiermoe
+	$(BIN)/python tests/install/constraints.py
 
 proto: $(VENV)/.installed-dev
 	$(BIN)/python -m tiermoe.proto.generate
