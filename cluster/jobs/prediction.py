@@ -16,7 +16,7 @@ from ..config import RunConfig, load_policy
 from ..simulate.executor import context_of
 from ..simulate.machine import Machine, machine_of
 from ..simulate.trace import Trace, TraceHeader
-from ..topology.estimate import WITHIN, PlanResult, Prediction, layer_bytes
+from ..topology.estimate import WITHIN, PlanResult, Prediction, layer_bytes, threads_note
 from ..topology.machine import MachineCosts, PolicyCosts, known_costs
 from ..topology.spec import ClusterSpec, ModelFacts
 from .replay import replay, require_replayable
@@ -90,7 +90,7 @@ def predict_by_trace(
         parts_s=parts,
         bound_by=max(parts, key=lambda name: parts[name]).removesuffix("_s"),
         basis=("host time measured", f"routing of {record['generated_tokens']} recorded tokens, replayed",
-               *(() if note is None else (note,))),
+               *(() if note is None else (note,)), *threads_note(costs, spec)),
     )  # fmt: skip
 
 

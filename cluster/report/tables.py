@@ -144,11 +144,10 @@ def seconds(value: float | None) -> str:
 
 
 def speed(prediction: Mapping[str, Any]) -> str:
-    """Predicted tokens per second with their range; `at most` where the host's time is not known."""
-    if prediction["low"] is None:
-        return f"at most {prediction['high'] or prediction['tokens_per_s']:.4g} tokens/s"
+    """Predicted tokens per second, with their range, or the word rough: no bound on what will be measured."""
     low, high = prediction["low"], prediction["high"]
-    return f"{prediction['tokens_per_s']:.3g} tokens/s ({low:.3g} to {high:.3g})"
+    parts = [*(["rough"] if prediction["rough"] else []), *([] if low is None else [f"{low:.2g} to {high:.2g}"])]
+    return f"about {prediction['tokens_per_s']:.2g} tokens/s ({', '.join(parts)})"
 
 
 def count(number: int, noun: str) -> str:

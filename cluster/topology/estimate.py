@@ -24,8 +24,9 @@ dispatch does. With NDP workers nothing is loaded during decode, and both sides 
     ndp_s   = cost.batch_cost of ceil(K (1 - r) / N) experts on the modelled device, and two hops as in shard_s where
               a worker is on another node than the lead
 
-This is a roofline: the planner, Python, launches and the KV cache come on top, so it bounds the speed from above. With
-the machine's measured costs (`machine.py`), whose terms replace those above,
+Bandwidths and hits are assumed there, and the planner, Python, launches and the KV cache are left out: the result may
+be too high or too low, by a factor, and is called rough. With the machine's measured costs (`machine.py`), whose terms
+replace those above,
 
     dense_s = dense_layer + (dense bytes / L + KV bytes / L) / dense_gbps
     hit_s, miss_s: expert + slot bytes / expert_gbps for each expert
@@ -85,7 +86,8 @@ class Prediction:
 
     Attributes:
         tokens_per_s: of one request's decode.
-        low, high: its range; low is None where the host's time is not known.
+        low, high: its range, within which most measurements are; None where the machine's costs are not known.
+        rough: it does not rest on measured costs of this machine at this number of threads.
         basis: where the machine's costs and the routing come from.
         hit_share: r, assumed.
         bytes_loaded_per_token: over all links.
@@ -106,6 +108,7 @@ class Prediction:
     ndp_hardware: str | None
     low: float | None = None
     high: float | None = None
+    rough: bool = False
     basis: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def predict(
     """Evaluate the equations of this module's docstring.
 
     Args:
-        costs: of the machine, measured; None: a roofline.
+        costs: of the machine, measured; None: bandwidths are assumed, and the result is rough.
         source: where the costs come from.
     """
     workers = topology.having("lead", "shard")
@@ -158,7 +161,7 @@ def predict(
         share = min(share, spec.ndp.hot_per_layer / facts.experts)
     if costs is None:
         parts, layer_s, loaded = _layer(topology, spec, facts, hardware, share, None)
-        token_s, low, high, basis = layer_s * facts.layers, None, 1 / (layer_s * facts.layers), (source,)
+        token_s, low, high, basis = layer_s * facts.layers, None, None, (source,)
     else:
         policy, note = costs.of_policy(spec.policy)
         held = slots >= facts.layers * facts.top_k  # a token's experts, all layers
@@ -169,7 +172,7 @@ def predict(
         (parts, layer_s, loaded), share, token_s = found[0], hits[0], times_s[0]
         low, high = 1 / (max(times_s) * (1 + WITHIN)), 1 / (min(times_s) * (1 - WITHIN))
         routing = f"routing assumed: {OVERLAP:.0%} of a token's experts are those of the token before"
-        basis = (f"host time {source}", routing, *(() if note is None else (note,)))
+        basis = (f"host time {source}", routing, *(() if note is None else (note,)), *threads_note(costs, spec))
     return Prediction(
         tokens_per_s=1 / token_s,
         hit_share=share,
@@ -181,8 +184,16 @@ def predict(
         ndp_hardware=spec.ndp.hardware.name if spec.ndp is not None else None,
         low=low,
         high=high,
+        rough=costs is None or bool(threads_note(costs, spec)),
         basis=basis,
     )
+
+
+def threads_note(costs: MachineCosts, spec: ClusterSpec) -> tuple[str, ...]:
+    """On the CPU stand-in costs are of the threads that they were measured with."""
+    if spec.gpu or spec.threads == costs.threads:
+        return ()
+    return (f"costs were measured with --threads {costs.threads}, and the worker has {spec.threads}",)
 
 
 def layer_bytes(spec: ClusterSpec, facts: ModelFacts) -> float:

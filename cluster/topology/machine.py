@@ -15,7 +15,6 @@ copy + bytes / copy_gbps, or longer where the link is throttled; a wait for it e
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -25,7 +24,7 @@ from pydantic import Field, ValidationError
 from ...actors.base_settings import Settings
 from ...errors import ConfigError
 from ..config import configs_dir
-from ..host import cpu
+from ..host import cpu, user_cache
 from ..yaml_file import explain, read_yaml
 
 MACHINE_FILE = "machine.json"
@@ -99,8 +98,7 @@ def machine_name() -> str:
 
 def cache_file() -> Path:
     """Where `tiermoe doctor --save` writes."""
-    user_cache = Path("Library", "Caches") if sys.platform == "darwin" else Path(".cache")
-    return Path.home() / user_cache / "tiermoe" / MACHINE_FILE
+    return user_cache() / MACHINE_FILE
 
 
 def known_costs(name: str | None = None) -> tuple[MachineCosts | None, str]:

@@ -74,12 +74,22 @@ def test_a_cache_that_holds_a_token_hits_what_the_next_token_uses_again() -> Non
     assert small.hit_share == pytest.approx(4 / 32)
 
 
-def test_without_costs_it_bounds_from_above() -> None:
+def test_without_costs_it_is_rough_and_no_bound() -> None:
+    """Issue 30: "at most 423 tokens/s" of assumed bandwidths, and 673 were measured."""
     spec = replace(SPEC, gpu=False)
     got = predict(plan_topology(spec, FACTS, [a_node("a", CPU=3)]), spec, FACTS, HARDWARE)
-    assert got.low is None
-    assert speed(got.as_dict()).startswith("at most ")
-    assert speed(_predict().as_dict()).endswith(")")
+    assert (got.low, got.high, got.rough) == (None, None, True)
+    assert speed(got.as_dict()) == f"about {got.tokens_per_s:.2g} tokens/s (rough)"
+
+
+def test_measured_costs_give_a_range_and_other_threads_make_it_rough() -> None:
+    got = _predict(threads=COSTS.threads)
+    assert not got.rough
+    assert speed(got.as_dict()) == f"about {got.tokens_per_s:.2g} tokens/s ({got.low:.2g} to {got.high:.2g})"
+    other = _predict(threads=COSTS.threads + 1)
+    assert other.rough
+    assert other.basis[-1] == "costs were measured with --threads 1, and the worker has 2"
+    assert "(rough, " in speed(other.as_dict())
 
 
 def test_another_presets_host_time_stands_in_with_a_note() -> None:
@@ -143,7 +153,7 @@ def test_waits_beyond_those_of_a_prompt_host_are_late() -> None:
 def test_costs_are_kept_for_this_machine_and_shipped_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # as for stores
     monkeypatch.setattr(machines, "configs_dir", lambda: tmp_path / "configs")
     assert known_costs() == (None, "not measured: run `tiermoe doctor --save`")
     mine = COSTS.model_copy(update={"machine": machine_name()})
@@ -151,6 +161,7 @@ def test_costs_are_kept_for_this_machine_and_shipped_for_others(
     assert known_costs() == (mine, "table table.json")
     assert known_costs("another")[0] is None
     fresh = mine.model_copy(update={"expert_us": 1.0})
+    assert machines.cache_file() == tmp_path / "cache" / "tiermoe" / "machine.json"
     write_costs(fresh, machines.cache_file())
     assert known_costs() == (fresh, "measured on this machine")
     machines.cache_file().write_text("{}")
