@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ..errors import BudgetError, ConfigError
-from .base_settings import Settings, in_panel
+from .base_settings import Settings, in_panel, in_unit
 from .policies.cost import NdpProfile
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
@@ -19,6 +19,11 @@ from .policy_settings import PolicySettings
 CompileMode = Literal["auto", "off", "native", "default", "graphs"]
 Attention = Literal["auto", "sdpa", "eager", "flash", "triton"]
 ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
+
+Transport = Literal["auto", "shm", "grpc"]
+
+_TRANSPORT = "shm: shared memory of one node; grpc: a stream between nodes; auto: shm where both see the same memory"
+_LEAST_PAGES, _MOST_PAGES = 2, 1 << 20  # of a KV cache
 
 
 class LinkSettings(Settings):
@@ -72,12 +77,16 @@ class NdpSettings(Settings):
     panel = "Cluster"
 
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="threads of an NDP worker; none: 1, and beside a GPU what is left"
-    )
+        default=None, ge=1, le=1024, description="threads of an NDP worker; none: 1, and beside a GPU what is left",
+        json_schema_extra=in_unit("threads"),
+    )  # fmt: skip
     cores: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = Field(
-        default=(), description="cores to bind these threads to, of each worker in turn; none: any"
+        default=(), description="cores to bind these threads to, of each worker in turn; none: any",
+        json_schema_extra=in_unit("core numbers"),
     )
-    group_size: Literal[32, 64, 128] = Field(default=64, description="inputs that share a scale in its replicas")
+    group_size: Literal[32, 64, 128] = Field(
+        default=64, description="inputs that share a scale in its replicas", json_schema_extra=in_unit("inputs")
+    )
     hardware: str | dict[str, Any] = Field(
         default="paper-ndp", description="modelled NDP device: a name in configs/hardware, or a YAML file",
         json_schema_extra=in_panel("Emulation"),
@@ -86,8 +95,8 @@ class NdpSettings(Settings):
         default=False, description="answer no sooner than the modelled NDP device would",
         json_schema_extra=in_panel("Emulation"),
     )  # fmt: skip
-    transport: Literal["auto", "shm", "grpc"] = "auto"
-    deadline_s: float = Field(default=5.0, gt=0, description="seconds for one answer, then it is computed here")
+    transport: Transport = Field(default="auto", description=_TRANSPORT)
+    deadline_s: float = Field(default=5.0, gt=0, description="time for one answer; then the lead computes it")
 
     @property
     def worker_threads(self) -> int:
@@ -125,7 +134,7 @@ class ShardSettings(Settings):
 
     count: int = Field(default=1, ge=1, le=64, description="GPUs that hold experts; the lead is shard 0")
     ownership: Ownership = Field(default="layer-expert", description="rule by which experts belong to shards")
-    transport: Literal["auto", "shm", "grpc"] = "auto"
+    transport: Transport = Field(default="auto", description=_TRANSPORT)
     deadline_s: float = Field(default=30.0, gt=0, description="seconds for one answer, then the lead computes it")
 
 
@@ -133,24 +142,30 @@ class StoreSettings(Settings):
     """Reading experts whose files are on other nodes."""
 
     transport: Literal["auto", "ray", "grpc"] = Field(
-        default="auto", description="grpc: our channel; ray: object refs; auto: the faster, see `engine.sources`"
+        default="auto", description="how experts of another node come; grpc: the channel between nodes; ray: Ray's "
+        "object store; auto: grpc"
     )
     deadline_s: float = Field(
-        default=10.0, gt=0, description="seconds for an expert, other stores that have it included, then it is an error"
+        default=10.0, gt=0, description="time for an expert, other stores that have it included; then the request fails"
     )
 
 
 class MatcherOptions(Settings):
     """The matcher of expert maps (fMoE) and the channel to it."""
 
-    capacity: int = Field(default=1000, ge=1, le=1 << 20, description="most expert maps to store")
-    width: int = Field(default=512, ge=1, le=1 << 16, description="of a stored embedding; wider ones are sketched")
+    capacity: int = Field(
+        default=1000, ge=1, le=1 << 20, description="most expert maps to store", json_schema_extra=in_unit("maps")
+    )
+    width: int = Field(
+        default=512, ge=1, le=1 << 16, description="of a stored embedding; wider ones are sketched",
+        json_schema_extra=in_unit("numbers"),
+    )  # fmt: skip
     learn: bool = Field(default=True, description="store the maps of the iterations that are served")
     warm: str | None = Field(default=None, description="file of initial maps, if no snapshot exists")
     keep: str | None = Field(default=None, description="file that stores maps beyond the runtime; none: not stored")
-    snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of the store, if it changed")
-    transport: Literal["auto", "shm", "grpc"] = "auto"
-    deadline_s: float = Field(default=1.0, gt=0, description="seconds after which an answer is worth nothing")
+    snapshot_s: float = Field(default=30.0, gt=0, description="time between snapshots of the maps, if they changed")
+    transport: Transport = Field(default="auto", description=_TRANSPORT)
+    deadline_s: float = Field(default=1.0, gt=0, description="time after which an answer of the matcher is of no use")
 
 
 class MatcherSettings(MatcherOptions):
@@ -167,42 +182,78 @@ class MatcherSettings(MatcherOptions):
 class KvSettings(Settings):
     """The KV cache, always bounded, and how requests share it.
 
-    batching: continuous (transformers' paged cache), serial (one request after another), or auto: continuous if the
-    model's attention allows it.
+    `num_blocks` pages in place of `tokens` are taken, too.
     """
 
     panel = "Memory"
 
-    batching: Literal["auto", "continuous", "serial"] = "auto"
-    page_size: int = Field(default=32, ge=4, description="tokens per page")
-    num_blocks: int = Field(default=256, ge=2, le=1 << 20, description="pages per layer in all")
-    max_batch_tokens: int = Field(default=512, ge=1, description="tokens of one forward pass")
-    prefill_chunk: int | None = Field(
-        default=None, ge=1, description="prompt tokens of a forward pass that also decodes; none: max_batch_tokens"
-    )
-    max_num_seqs: int = Field(default=64, ge=1, description="requests of one forward pass at most")
-    prefix_cache: bool = Field(default=True, description="share the KV cache of equal beginnings of prompts")
+    tokens: int = Field(
+        default=8192, ge=8, description="tokens that the KV cache holds, of all requests together, rounded up to "
+        "pages; num_blocks, in its place: pages", json_schema_extra=in_unit("tokens"),
+    )  # fmt: skip
     max_model_len: int | None = Field(
-        default=None, ge=2, description="tokens of a request, prompt and text; none: the model's, within the KV cache"
+        default=None, ge=2, description="tokens of a request, prompt and text; none: the model's, within the KV cache",
+        json_schema_extra=in_unit("tokens"),
+    )  # fmt: skip
+    max_num_seqs: int = Field(
+        default=64, ge=1, description="requests of one forward pass at most", json_schema_extra=in_unit("requests")
     )
+    page_size: int = Field(
+        default=32, ge=4, le=1 << 16, description="tokens of a page, the unit in which requests get memory",
+        json_schema_extra=in_unit("tokens"),
+    )  # fmt: skip
+    max_batch_tokens: int = Field(
+        default=512, ge=1, description="tokens of one forward pass at most", json_schema_extra=in_unit("tokens")
+    )
+    prefill_chunk: int | None = Field(
+        default=None, ge=1, description="prompt tokens of a forward pass that also decodes; none: max_batch_tokens",
+        json_schema_extra=in_unit("tokens"),
+    )  # fmt: skip
+    prefix_cache: bool = Field(default=True, description="share the KV cache of equal beginnings of prompts")
+    batching: Literal["auto", "continuous", "serial"] = Field(
+        default="auto", description="continuous: requests share forward passes and the paged cache; serial: one "
+        "request after another; auto: continuous where the model's attention allows it",
+    )  # fmt: skip
 
     @model_validator(mode="before")
     @classmethod
     def _room(cls, given: Any) -> Any:
-        """A longer request than the default KV cache holds gets a KV cache that holds one."""
-        if isinstance(given, dict) and type(given.get("max_model_len")) is int and "num_blocks" not in given:
-            fields = cls.model_fields
-            page = given.get("page_size", fields["page_size"].default)
-            if type(page) is int and page > 0:
-                needed = -(-given["max_model_len"] // page)
-                return given | {"num_blocks": max(needed, fields["num_blocks"].default)}
+        """Pages as tokens; a longer request than the default KV cache holds gets a KV cache that holds one."""
+        if not isinstance(given, dict):
+            return given
+        fields = cls.model_fields
+        page, longest = given.get("page_size", fields["page_size"].default), given.get("max_model_len")
+        if "num_blocks" in given:
+            pages = given["num_blocks"]
+            if "tokens" in given:
+                raise ValueError("tokens and num_blocks both size the KV cache: leave one out")
+            if type(pages) is not int or type(page) is not int:
+                raise ValueError("num_blocks is no whole number of pages: give tokens in its place")
+            rest = {name: value for name, value in given.items() if name != "num_blocks"}
+            return rest | {"tokens": pages * page}
+        if "tokens" not in given and type(longest) is int:
+            return given | {"tokens": max(longest, fields["tokens"].default)}
         return given
 
     @model_validator(mode="after")
     def _fits(self) -> KvSettings:
-        if self.max_model_len is not None and self.max_model_len > self.page_size * self.num_blocks:
-            raise ValueError("max_model_len is more than the KV cache holds: raise num_blocks, or leave it out")
+        held = self.page_size * self.num_blocks
+        if not _LEAST_PAGES <= self.num_blocks <= _MOST_PAGES:
+            raise ValueError(
+                f"tokens {self.tokens} are {self.num_blocks} pages of {self.page_size}: "
+                f"give {_LEAST_PAGES * self.page_size} to {_MOST_PAGES * self.page_size}"
+            )
+        if self.max_model_len is not None and self.max_model_len > held:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} is more than the {held} tokens that the KV cache holds: "
+                "raise tokens (--kv-tokens), or leave it out"
+            )
         return self
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages of the KV cache, in each layer."""
+        return -(-self.tokens // self.page_size)
 
     @property
     def request_tokens(self) -> int:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, StrictFloat, StrictInt, ValidationError
 
-from ..actors.base_settings import Settings, in_panel
+from ..actors.base_settings import Settings, in_panel, in_unit
 from ..actors.policies.cost import NdpProfile
 from ..actors.policies.sharding import Ownership
 from ..actors.policy_settings import PolicySettings
@@ -46,16 +46,20 @@ _BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with thei
 
 
 class StoreLayout(StoreSettings):
-    """Where the full-precision experts lie in host memory, and how another node's store is read.
+    """Where the full-precision experts lie in host memory, and how another node's store is read."""
 
-    layout: replicated: every store holds all layers. sliced: each layer is in `copies` of them, layers go round.
-    nodes: workers: one store on every node that has a GPU worker. marked: one on every node with the resource `store`;
-    the others read over the network.
-    """
-
-    layout: Literal["replicated", "sliced"] = "replicated"
-    nodes: Literal["workers", "marked"] = "workers"
-    copies: int = Field(default=1, ge=1, le=64, description="stores that hold a layer, for sliced")
+    layout: Literal["replicated", "sliced"] = Field(
+        default="replicated", description="replicated: every store holds all layers; sliced: each layer is in `copies` "
+        "stores"
+    )  # fmt: skip
+    nodes: Literal["workers", "marked"] = Field(
+        default="workers", description="workers: a store on each node that has a GPU worker; marked: on each node with "
+        "the resource `store`, and the others read over the network"
+    )  # fmt: skip
+    copies: int = Field(
+        default=1, ge=1, le=64, description="stores that hold a layer, where the layout is sliced",
+        json_schema_extra=in_unit("stores"),
+    )  # fmt: skip
 
 
 class ClusterConfig(Settings):
@@ -65,20 +69,25 @@ class ClusterConfig(Settings):
 
     replicas: int = Field(
         default=1, ge=1, le=16, description="whole runtimes behind one server, each with the budget; requests of one "
-        "that dies or hangs go on at another"
+        "that dies or hangs go on at another", json_schema_extra=in_unit("runtimes"),
     )  # fmt: skip
     shards: int = Field(
-        default=1, ge=1, le=64, description="GPUs, or CPU stand-ins, that share the experts; the lead's is the first"
-    )
-    ownership: Ownership = Field(default="layer-expert", description="rule by which experts belong to shards")
+        default=1, ge=1, le=64, description="GPUs, or CPU stand-ins, that share the experts; the lead's is the first",
+        json_schema_extra=in_unit("GPUs"),
+    )  # fmt: skip
+    ownership: Ownership = Field(
+        default="layer-expert", description="which GPU owns an expert; layer-expert: (layer x experts + expert) modulo "
+        "GPUs; expert: expert modulo GPUs"
+    )  # fmt: skip
     strategy: Literal["pack", "spread"] = Field(default="pack", description="shards on few nodes, or on many")
     lead: str | None = Field(default=None, description="id or address of the lead's node; none: the roomiest")
     gpu_memory: Annotated[ByteSize, Field(ge=1)] | None = Field(
-        default=None, description="bytes of one GPU, such as 80GB, which Ray does not know; none: not checked"
-    )
+        default=None, description="memory of one GPU, such as 80GB, which Ray does not know; none: not checked",
+        json_schema_extra=in_unit("bytes"),
+    )  # fmt: skip
     host_memory: Annotated[ByteSize, Field(ge=1)] | None = Field(
-        default=None, description="bytes of host memory that the actors of this machine may take, such as 32GB; "
-        "none: what is free", json_schema_extra=in_panel("Memory"),
+        default=None, description="host memory that the actors of this machine may take, such as 32GB; "
+        "none: what is free", json_schema_extra=in_panel("Memory", "bytes"),
     )  # fmt: skip
     store: StoreLayout = StoreLayout()
     channel_tls: str | None = Field(
@@ -86,8 +95,9 @@ class ClusterConfig(Settings):
         "each node: mutual TLS between tiermoe's processes; none: a token, no encryption",
     )  # fmt: skip
     ndp_workers: Literal["per-node"] | Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1, description="NDP workers, for policies that use them; per-node: one on each node with `ndp`"
-    )
+        default=1, description="NDP workers, for policies that use them; per-node: one on each node with the "
+        "resource `ndp`", json_schema_extra=in_unit("workers"),
+    )  # fmt: skip
 
     @property
     def tls(self) -> TlsFiles | None:
@@ -102,13 +112,16 @@ class HardwareConfig(Settings):
     Gigabytes are 1e9 bytes. Nothing here is measured or changes what runs.
     """
 
-    memory_gbps: float | None = Field(default=None, gt=0, description="of a GPU's memory, or the CPU stand-in's")
-    link_gbps: float | None = Field(default=None, gt=0, description="host to GPU; none on the stand-in: link.gbps")
-    link_latency_us: float | None = Field(default=None, ge=0, description="before each copy")
-    network_gbps: float = Field(default=3.0, gt=0, description="between nodes, one direction: 25 Gbit/s Ethernet")
-    network_latency_us: float = Field(default=50.0, ge=0, description="of one message between nodes")
+    memory_gbps: float | None = Field(
+        default=None, gt=0, description="speed of a GPU's memory, or the CPU stand-in's; none: of the device"
+    )
+    link_gbps: float | None = Field(default=None, gt=0, description="host to GPU; none: of the device, or link.gbps")
+    link_latency_us: float | None = Field(default=None, ge=0, description="latency of a copy; none: of the device")
+    network_gbps: float = Field(default=3.0, gt=0, description="speed between nodes, one direction; 25 Gbit/s Ethernet")
+    network_latency_us: float = Field(default=50.0, ge=0, description="latency of a message between nodes")
     prefetch_useful: float = Field(
-        default=0.5, ge=0, le=1, description="share of the missing experts that prefetch brings in time"
+        default=0.5, ge=0, le=1, description="of the missing experts that prefetch brings in time",
+        json_schema_extra=in_unit("share"),
     )
 
 
@@ -116,13 +129,16 @@ class RaySettings(Settings):
     """Which Ray the run uses and how long it may take to start."""
 
     address: str | None = Field(default=None, description="HOST:PORT of a running cluster; none: start a local one")
-    num_cpus: int | None = Field(default=None, ge=2, description="CPUs of the local Ray; none: what the actors take")
+    num_cpus: int | None = Field(
+        default=None, ge=2, description="CPUs of the local Ray; none: what the actors take",
+        json_schema_extra=in_unit("CPUs"),
+    )  # fmt: skip
     dashboard: bool = Field(
         default=False, description="whether the local Ray runs its dashboard, autoscaler and log monitor"
     )
-    startup_deadline_s: float = Field(default=300.0, gt=0, description="seconds until every actor must be ready")
+    startup_deadline_s: float = Field(default=300.0, gt=0, description="time until every actor must be ready")
     object_store_bytes: int = Field(
-        default=100_000_000, ge=80_000_000, description="Ray's shared memory; weights do not pass through it"
+        default=100_000_000, ge=80_000_000, description="Ray's own shared memory; weights do not pass through it"
     )
 
 
@@ -140,16 +156,17 @@ class RunConfig(EngineOptions):
     policy: str = Field(default="next-gate", description="name in configs/policies, or a YAML file")
     budget: str | StrictFloat | StrictInt = Field(
         default="0.25", description="memory of each GPU for experts: 0.25, 25%, 512MiB",
-        json_schema_extra=in_panel("Memory"),
+        json_schema_extra=in_panel("Memory", "share or bytes"),
     )
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="threads of the worker; none: cores - 1, on a GPU at most 4"
-    )
+        default=None, ge=1, le=1024, description="threads of the worker; none: cores - 1, on a GPU at most 4",
+        json_schema_extra=in_unit("threads"),
+    )  # fmt: skip
     link: LinkSettings = DEFAULT_LINK
     ray: RaySettings = RaySettings()
     cluster: ClusterConfig = ClusterConfig()
     hardware: HardwareConfig = HardwareConfig()
-    request_deadline_s: float = Field(default=3600.0, gt=0, description="seconds that one request may take")
+    request_deadline_s: float = Field(default=3600.0, gt=0, description="time that one request may take")
 
     @property
     def model_dir(self) -> Path:
@@ -280,6 +297,8 @@ def load_run_config(file: str | None = None, options: Mapping[str, Any] | None =
     """
     base = read_yaml(_preset("clusters", file, "configuration file")) if file is not None else {}
     given = _without_none(options or {})
+    if "tokens" in given.get("kv", {}) and isinstance(pages := base.get("kv"), dict):  # the option wins
+        base = base | {"kv": {name: value for name, value in pages.items() if name != "num_blocks"}}
     try:
         return RunConfig(**merged(base, given))
     except ValidationError as error:

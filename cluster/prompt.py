@@ -127,7 +127,7 @@ def check_length(prompt_tokens: int, max_tokens: int, model_config: dict[str, An
         limit = "the KV cache of" if kv.max_model_len is None else "--max-model-len, which is"
         raise RequestError(
             f"{asked} exceed {limit} {kv.request_tokens} tokens",
-            "shorten the prompt, lower --max-tokens, or raise --max-model-len (kv.num_blocks where that is set)",
+            "shorten the prompt, lower --max-tokens, or raise --kv-tokens, and --max-model-len where that is set",
         )
 
 

@@ -271,7 +271,7 @@ def as_failure(
         remedy = "look for what keeps the machine busy, and run again"
         return RuntimeFailure(f"{doing}{within}", f"raise {setting}, or {remedy}" if setting else remedy)
     if isinstance(cause, rex.OutOfMemoryError) or "OutOfMemory" in type(cause).__name__:
-        return RuntimeFailure(f"{doing}: out of memory", "lower --budget or the KV cache (kv.num_blocks)")
+        return RuntimeFailure(f"{doing}: out of memory", "lower --budget or --kv-tokens")
     if isinstance(cause, rex.RayActorError):
         if cause.actor_init_failed:
             # Ray has the constructor's error only as the text of a traceback

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import ConfigError
 
 _UNPREFIXED = ("cluster", "kv")  # sections whose command-line options do not begin with their name
+_NAMED = {("kv", "tokens"): "--kv-tokens"}  # but for these, whose names say too little alone
 
 
 _MOST_NODES = 100_000  # of a file, its aliases written out
@@ -88,6 +89,8 @@ def merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 def option_name(*path: str) -> str:
     """The command-line option of a key: `--link-gbps` of link, gbps."""
+    if path in _NAMED:
+        return _NAMED[path]
     named = path[1:] if len(path) > 1 and path[0] in _UNPREFIXED else path
     return f"--{'-'.join(named).replace('_', '-')}"
 
@@ -115,7 +118,10 @@ def explain(
         return ConfigError(f"{source}: key '{'.'.join(loc)}' is missing", "add it")
     path = loc[: len(field)]
     where = option_name(*path) if _given(options or {}, path) else f"{source}: key '{'.'.join(path)}'"
-    message = str(finding["msg"])
+    message = str(finding["msg"]).removeprefix("Value error, ")
+    if finding["type"] == "value_error" and isinstance(finding["input"], Mapping):  # of keys that do not go together
+        what, _, remedy = message.partition(": ")
+        return ConfigError(": ".join(filter(None, (source, ".".join(path), what))), remedy or "correct one of them")
     return ConfigError(f"{where} is {finding['input']!r}", message[:1].lower() + message[1:])
 
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from ..deploy import Deployment
 
 RUNTIME = (
-    "model", "store", "cache_dir", "policy", "device", "dtype", "threads", "budget", "kv.max_model_len",
-    "kv.max_num_seqs", "cluster.host_memory", "cluster.shards", "cluster.ndp_workers", "cluster.channel_tls",
-    "ndp.threads", "link.gbps", "link.latency_us", "ndp.hardware", "ndp.pace",
+    "model", "store", "cache_dir", "policy", "device", "dtype", "threads", "budget", "kv.tokens",
+    "kv.max_model_len", "kv.max_num_seqs", "cluster.host_memory", "cluster.shards", "cluster.ndp_workers",
+    "cluster.channel_tls", "ndp.threads", "link.gbps", "link.latency_us", "ndp.hardware", "ndp.pace",
 )  # fmt: skip
 
 

@@ -112,8 +112,8 @@ def plan(
 
 
 @with_options(
-    "model", "store", "policy", "device", "budget", "kv.max_model_len", "kv.max_num_seqs", "cluster.host_memory",
-    "cluster.shards", "cluster.ndp_workers", "cluster.replicas",
+    "model", "store", "policy", "device", "budget", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
+    "cluster.host_memory", "cluster.shards", "cluster.ndp_workers", "cluster.replicas",
 )
 def plan_command(
     options: dict[str, Any],

@@ -180,7 +180,7 @@ def _slots(spec: ClusterSpec, facts: ModelFacts) -> tuple[tuple[int, ...], int]:
             f"the lead needs {size(lead)} of GPU memory ({size(spec.dense_bytes)} dense, {size(spec.kv_bytes)} KV "
             f"cache, {size(lead_experts)} for experts), cluster.gpu_memory is "
             f"{size(spec.gpu_memory_bytes)}: short of {size(lead - spec.gpu_memory_bytes)}",
-            "lower --budget or kv.num_blocks",
+            "lower --budget or --kv-tokens",
         )
     return slots, low
 
@@ -465,7 +465,7 @@ class _Planner:
         replicas += " set copies.pin to mapped," if self._spec.copied_most else ""
         raise ConfigError(
             f"{name} fits on no node: {_list(short)}",
-            f"lower cluster.shards, threads, --budget or kv.num_blocks,{replicas} or add a node that has room",
+            f"lower cluster.shards, threads, --budget or --kv-tokens,{replicas} or add a node that has room",
         )
 
 

@@ -36,6 +36,7 @@ from tiermoe.cluster.config import (
     parse_budget,
     policy_names,
 )
+from tiermoe.cluster.jobs.keys import filled, keys
 from tiermoe.cluster.jobs.options import RUNTIME, check_budget, with_options
 from tiermoe.cluster.jobs.prepare import default_store_dir
 from tiermoe.cluster.topology.inputs import LocalRay, local_ray, this_machine
@@ -394,8 +395,63 @@ def test_a_longer_request_gets_a_kv_cache_that_holds_one() -> None:
     longer = KvSettings(max_model_len=10_000)
     assert (longer.num_blocks, longer.request_tokens) == (313, 10_000)
     assert KvSettings(max_model_len=100).num_blocks == 256
-    with pytest.raises(ValueError, match="more than the KV cache holds"):
+    with pytest.raises(ValueError, match="is more than the 128 tokens that the KV cache holds"):
         KvSettings(max_model_len=10_000, num_blocks=4)
+
+
+def test_the_kv_cache_is_sized_in_tokens() -> None:
+    """Issue 30: its size was in no page and no option. `num_blocks` of a file stays another spelling."""
+    assert (KvSettings().tokens, KvSettings().num_blocks) == (8192, 256)
+    assert (KvSettings(tokens=5000).num_blocks, KvSettings(tokens=5000).request_tokens) == (157, 5024)
+    assert KvSettings(num_blocks=64, page_size=16) == KvSettings(tokens=1024, page_size=16)
+    assert KvSettings(**KvSettings(tokens=5000, max_model_len=3000).model_dump()).num_blocks == 157  # over a channel
+    config = load_run_config("one-gpu", {"kv": {"tokens": 4096}})
+    assert (config.kv.num_blocks, config.kv.max_batch_tokens) == (128, 2048)
+    assert load_run_config("one-gpu").kv.num_blocks == 2048
+
+
+def test_an_option_wins_over_the_pages_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("kv:\n  num_blocks: 1000\n")
+    assert load_run_config(str(file)).kv.tokens == 32_000
+    assert load_run_config(str(file), {"kv": {"tokens": 64}}).kv.tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("kv", "what", "remedy"),
+    [
+        ({"tokens": 0}, "--kv-tokens is 0", "greater than or equal to 8"),
+        ({"tokens": -5}, "--kv-tokens is -5", "greater than or equal to 8"),
+        ({"tokens": 20}, "kv: tokens 20 are 1 pages of 32", "give 64 to 33554432"),
+        ({"tokens": 10**12}, "kv: tokens 1000000000000 are 31250000000 pages", "give 64 to 33554432"),
+        ({"tokens": 64, "max_model_len": 65}, "kv: max_model_len 65 is more than the 64 tokens", "--kv-tokens"),
+        ({"tokens": 64, "num_blocks": 2}, "kv: tokens and num_blocks both size the KV cache", "leave one out"),
+        ({"num_blocks": 1.5}, "kv: num_blocks is no whole number of pages", "give tokens"),
+    ],
+)
+def test_a_kv_cache_that_cannot_be_is_refused_in_words(kv: dict[str, Any], what: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_run_config(None, {"kv": kv})
+    assert what in refused.value.what
+    assert remedy in refused.value.remedy
+    assert "{" not in str(refused.value)  # no dictionary in a message
+
+
+def test_the_page_of_keys_is_what_the_models_say() -> None:
+    """Issue 30: 19 of 68 keys were in no page. `python -m tiermoe.cluster.jobs.keys` writes it again."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+    text = page.read_text(encoding="utf-8")
+    assert filled(text) == text
+
+
+def test_every_key_has_a_meaning_and_every_number_a_unit() -> None:
+    found = {key.name: key for key in keys()}
+    assert len(found) >= 68
+    assert {"kv.tokens", "cluster.store.copies", "link.layer_us"} <= set(found)
+    assert not [name for name, key in found.items() if not key.meaning or not key.kind]
+    assert not [name for name, key in found.items() if "number" in key.kind and not key.unit]
+    assert (found["kv.tokens"].option, found["kv.tokens"].default) == ("`--kv-tokens`", "8192")
+    assert found["link.gbps"].default == "16"  # of a run, not of the section's class
 
 
 def test_options_are_in_panels(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_length_limits() -> None:
     check_length(8, 8, {}, kv)
     with pytest.raises(RequestError, match="9 prompt tokens and 8 to generate exceed the model's 16 positions"):
         check_length(9, 8, {"max_position_embeddings": 16}, kv)
-    with pytest.raises(RequestError, match=r"KV cache of 16 tokens.*kv\.num_blocks"):
+    with pytest.raises(RequestError, match=r"KV cache of 16 tokens.*--kv-tokens"):
         check_length(9, 8, {"max_position_embeddings": 99}, kv)
 
 

@@ -181,7 +181,7 @@ class Streams:
         if total > self.capacity_tokens:
             raise RequestError(
                 f"prompt and max_tokens are {total} tokens, the KV cache holds {self.capacity_tokens} of a request",
-                "shorten the prompt, lower max_tokens, or raise kv.max_model_len or kv.num_blocks",
+                "shorten the prompt, lower max_tokens, or raise kv.tokens, and kv.max_model_len where it is set",
             )
         unknown = [t for t in request.fed_ids if not 0 <= t < self.vocabulary]
         if unknown:
