@@ -32,6 +32,10 @@ class BudgetError(ConfigError):
     """The expert budget is out of range or too small for one expert."""
 
 
+class PolicyError(TierMoeError):
+    """A policy from outside of this repository raised an exception, or gave an answer that its hook may not give."""
+
+
 class CheckpointError(TierMoeError):
     """A checkpoint is missing, truncated, mis-shaped, non-finite or has no routed experts."""
 

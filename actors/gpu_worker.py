@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from ..errors import ConfigError, NotServing, RuntimeFailure, UnsupportedModelError
+from ..errors import ConfigError, NotServing, RuntimeFailure, UnsupportedModelError, rebuilt
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .engine.serving.streams import Outbox, Stream
 from .requests import GenerationRequest, SamplingParams, TokenEvent
@@ -181,12 +181,12 @@ class GpuWorker:
         are in the plan, as `start_s`.
 
         Raises:
-            RuntimeFailure: the generation loop died.
+            RuntimeFailure: the generation loop died. PolicyError: of a policy.
         """
         if self._batcher is None:
             return {"state": self._stage, "since_s": round(time.monotonic() - self._stage_begin_s, 1)}
         if self._batcher.failure is not None:
-            raise RuntimeFailure(f"the generation loop died ({self._batcher.failure})", "restart the worker")
+            raise self._batcher.failure
         peers = {name: "connected" if peer.available else "lost" for name, peer in self._engine.peers.items()}
         peers |= self._sources.peers()
         if self._engine.matcher is not None:
@@ -343,12 +343,14 @@ class GpuWorker:
 
 
 def _warm_up(batcher: Any, prompts: Sequence[Sequence[int]]) -> None:
-    """Run prompts one after the other. Raises RuntimeFailure: one failed."""
+    """Run prompts one after the other. Raises RuntimeFailure: one failed; TierMoeError: what ended it, if of ours."""
     for i, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         request = GenerationRequest(f"warm-{i}", tuple(prompt), sampling, read_prefix_cache=False)
         for event in batcher.submit(request):
             if event.error is not None:
+                if event.error_type is not None:
+                    raise rebuilt(event.error_type, event.error)
                 raise RuntimeFailure(f"a forward of {len(prompt)} rows failed: {event.error}", "use compile: off")
 
 

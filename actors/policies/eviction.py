@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from .foreign import shown
 from .registry import PolicyContext, PolicyOptions, policy_base, register
 
 SWEEP_SHARE = 0.75  # of a layer's experts: a forward that needs so many sweeps through the model
@@ -25,7 +26,53 @@ _LAYERS = 32  # of that model
 CacheOrder = Literal["lcp", "lru", "lfu", "random"]
 
 
-@policy_base("eviction")
+class EvictionAnswers:
+    """Checks what an eviction policy answers; each method raises TypeError or ValueError. State: the admitted keys."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._held: set[int] = set()
+
+    def admitted(self, answer: Any, key: int) -> None:
+        self._held.add(key)
+
+    def removed(self, answer: Any, key: int) -> None:
+        self._held.discard(key)
+
+    def ranked(self, answer: Any, keys: Sequence[int]) -> list[int]:
+        found = key_list(answer)
+        if sorted(found) != sorted(keys):
+            raise ValueError(f"it answered {found} for the keys {list(keys)}: other keys, not another order")
+        return found
+
+    def victims(self, answer: Any, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        found, wanted = key_list(answer), max(0, count)
+        if len(found) > wanted:
+            raise ValueError(f"it answered {len(found)} keys where {wanted} were asked for")
+        if len(set(found)) < len(found):
+            raise ValueError(f"it answered a key twice: {found}")
+        for key in found:
+            if key not in self._held:
+                raise ValueError(f"it answered key {key}, which has no slot")
+            if not evictable(key):
+                raise ValueError(f"it answered key {key}, which cannot be evicted now (see `evictable`)")
+        if len(found) < wanted < len(self._held):  # asked for all, it may keep some
+            left = next((key for key in self._held if key not in found and evictable(key)), None)
+            if left is not None:
+                raise ValueError(f"it answered {len(found)} of {wanted} keys, and could have answered key {left}")
+        return found
+
+
+def key_list(answer: Any) -> list[int]:
+    """The keys that a policy answered. Raises TypeError: it is no list of whole numbers."""
+    if not isinstance(answer, list | tuple):
+        raise TypeError(f"it answered {shown(answer)}, not a list of keys")
+    for key in answer:
+        if not isinstance(key, int | np.integer):
+            raise TypeError(f"it answered {shown(key)} as a key")
+    return [int(key) for key in answer]
+
+
+@policy_base("eviction", answers=EvictionAnswers)
 class EvictionPolicy(ABC):
     """Order of eviction over the experts that occupy a slot.
 
@@ -75,7 +122,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """At most `count` admitted keys for which `evictable` holds, in order of eviction; changes nothing."""
+        """`count` admitted keys for which `evictable` holds, or all of them, in order of eviction; changes nothing."""
 
     def of_class(self, slot_class: int) -> EvictionPolicy:
         """The order of eviction within one slot class (`Residency`)."""

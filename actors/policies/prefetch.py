@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from .foreign import shown
 from .registry import PolicyContext, PolicyOptions, policy_base, register
 
 Floats = NDArray[np.float32]
@@ -218,7 +219,40 @@ class NextLayerOptions(PrefetchOptions):
             raise ValueError(f"prefetch {self.kind} is for the next layer: leave distance out")
 
 
-@policy_base("prefetch")
+class PrefetchAnswers:
+    """Checks what a prefetch policy answers; raises TypeError or ValueError."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._keys, self._experts = context.layers * context.experts, context.experts
+
+    def begin_forward(self, answer: Any, spans: Sequence[Span]) -> Sequence[Wanted]:
+        return self._checked(answer)
+
+    def observed(self, answer: Any, seen: LayerSeen) -> Sequence[Wanted]:
+        return self._checked(answer)
+
+    def _checked(self, answer: Any) -> Sequence[Wanted]:
+        if not isinstance(answer, list | tuple | WantedKeys):
+            raise TypeError(f"it answered {shown(answer)}, not a list of Wanted")
+        found: Sequence[Wanted] = answer
+        if not isinstance(answer, WantedKeys):
+            if not all(isinstance(want, tuple) and len(want) == 3 for want in answer):
+                raise TypeError("it answered a list with something in it that is no Wanted(key, priority)")
+            found = [Wanted(*want) for want in answer]
+        elif len(answer.priorities) != len(answer.keys):
+            raise ValueError(f"it answered {len(answer.priorities)} priorities for {len(answer.keys)} keys")
+        for _, keys in runs(found, self._experts):
+            for key in keys:
+                if not isinstance(key, int | np.integer):
+                    raise TypeError(f"it answered {shown(key)} as a key")
+                if not 0 <= key < self._keys:
+                    raise ValueError(f"it answered key {key}; keys are 0 to {self._keys - 1}")
+            if len(set(keys)) < len(keys):
+                raise ValueError(f"it answered a key twice: {keys}")
+        return found if isinstance(found, WantedKeys) else [want._replace(key=int(want.key)) for want in found]
+
+
+@policy_base("prefetch", answers=PrefetchAnswers)
 class PrefetchPolicy(ABC):
     """Which experts of later layers to prefetch. Pure: NumPy, deterministic, owns its state.
 

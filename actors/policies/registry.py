@@ -12,7 +12,8 @@ A class registers itself for a point with a kind, its options and its constructo
 
 A preset's `eviction: {kind: lcp, rho: 0.5}` becomes `Lcp.Options`, `eviction: lcp` is short for `{kind: lcp}`, and
 `make("eviction", options, context)` gives the policy. `kind: my_package.fifo:Fifo` names a class outside this
-repository, without registration. Kinds without code of their own register only their options.
+repository, without registration; what such a class raises is a `PolicyError` (`foreign`). Kinds without code of their
+own register only their options.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..base_settings import Settings
+from .foreign import called, failure, guard_options, made
 
 if TYPE_CHECKING:
     from ..policy_settings import PolicySettings
@@ -107,14 +110,20 @@ class NotPrepared(ValueError):
 
 
 _BASES: dict[str, type] = {}  # point -> what a policy of it is a subclass of
+_ANSWERS: dict[str, Callable[[PolicyContext], Any]] = {}  # point -> makes what checks the answers of a policy
 _CLASSES: dict[str, dict[str, Any]] = {}  # point -> kind -> class
 
 
-def policy_base(*points: Point) -> Callable[[C], C]:
-    """A decorator: policies of these points are subclasses of the class."""
+def policy_base(*points: Point, answers: Callable[[PolicyContext], Any]) -> Callable[[C], C]:
+    """A decorator: policies of these points are subclasses of the class.
+
+    Args:
+        answers: makes what checks the answers of a policy from outside of this repository (`foreign.made`).
+    """
 
     def registered(cls: C) -> C:
         _BASES.update(dict.fromkeys(points, cls))
+        _ANSWERS.update(dict.fromkeys(points, answers))
         return cls
 
     return registered
@@ -141,6 +150,7 @@ def policy_class(point: Point, kind: str) -> Any:
 
     Raises:
         ValueError: there is no such kind, module or class, or the class is no policy for this point.
+        PolicyError: its module raises an exception when it is imported.
     """
     known = _CLASSES[point]
     if kind in known:
@@ -148,15 +158,27 @@ def policy_class(point: Point, kind: str) -> Any:
     module, colon, name = kind.partition(":")
     if not colon:
         raise ValueError(f"no {point} policy '{kind}'; there are {', '.join(known)}; or give my_package.module:Class")
-    try:
-        found = getattr(import_module(module), name)
-    except ImportError as error:
-        raise ValueError(f"{point} '{kind}': {error}; the folder of the package must be on PYTHONPATH") from error
-    except AttributeError as error:
-        raise ValueError(f"{point} '{kind}': module {module} has no class {name}") from error
+    found = getattr(_imported(point, kind, module), name, None)
+    if found is None:
+        raise ValueError(f"{point} '{kind}': module {module} has no class {name}")
     base = _BASES.get(point, PolicyOptions)
     if not isinstance(found, type) or not issubclass(found, base):
         raise ValueError(f"{point} '{kind}' is no policy: it must be a subclass of {base.__module__}.{base.__name__}")
+    chosen = _options_of(found)
+    if not isinstance(chosen, type) or not issubclass(chosen, PolicyOptions):
+        raise ValueError(f"{point} '{kind}' is no policy: its Options are no {PolicyOptions.__name__}")
+    guard_options(chosen, kind)
+    return found
+
+
+def _imported(point: Point, kind: str, module: str) -> ModuleType:
+    """The module of a class outside this repository; raises as `policy_class`."""
+    try:
+        found: ModuleType = called(kind, "import", import_module, module, passing=ModuleNotFoundError)
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):  # not one that the module imports
+            raise ValueError(f"{point} '{kind}': {error}; the folder of the package must be on PYTHONPATH") from error
+        raise failure(kind, "import", error) from error
     return found
 
 
@@ -187,7 +209,7 @@ def options(point: Point, value: Any, default: str = "") -> Any:
                 foreign.setdefault(owner, []).append(key)
     for owner, keys in foreign.items():
         raise ValueError(owner.refusal.format(point=point, kind=kind, keys=", ".join(keys)))
-    return cls.model_validate(values)
+    return called(kind, "Options()", cls.model_validate, values, passing=ValueError)
 
 
 def make(point: Point, options: PolicyOptions, context: PolicyContext) -> Any:
@@ -195,9 +217,15 @@ def make(point: Point, options: PolicyOptions, context: PolicyContext) -> Any:
 
     Raises:
         NotPrepared: `context` lacks an artifact. ValueError: options and context are incompatible.
+        PolicyError: the class is from outside of this repository, and raises something else.
     """
-    cls = policy_class(point, options.kind)
-    return None if issubclass(cls, PolicyOptions) else cls.make(options, context)
+    kind = options.kind
+    cls = policy_class(point, kind)
+    if issubclass(cls, PolicyOptions):
+        return None
+    if kind in _CLASSES[point]:
+        return cls.make(options, context)
+    return made(kind, cls, _BASES[point], _ANSWERS[point](context), options, context, passing=NotPrepared)
 
 
 def options_class(point: Point, kind: str) -> type[PolicyOptions]:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from .foreign import shown
 from .prefetch import PrefetchOptions, PrefetchPolicy
 from .registry import PolicyContext, PolicyOptions, make, policy_base, register
 
@@ -95,7 +96,36 @@ class MissOptions(PolicyOptions):
         return made
 
 
-@policy_base("routing", "on_miss")
+class ReroutingAnswers:
+    """Checks what a rule answers; raises TypeError or ValueError."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._experts = context.experts
+
+    def reroute(
+        self, answer: Any, layer: int, ids: Ids, weights: Weights, probabilities: Any, view: RerouteView
+    ) -> Rerouted:
+        if not isinstance(answer, Rerouted):
+            raise TypeError(f"it answered {shown(answer)}, not Rerouted")
+        for name, array, given, kinds in (("ids", answer.ids, ids, "iu"), ("weights", answer.weights, weights, "f")):
+            if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.shape != given.shape:
+                what = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else shown(array)
+                raise TypeError(f"it answered {name} that are {what}, not {given.dtype} {given.shape}")
+        if answer.ids.size and not (answer.ids.min() >= 0 and answer.ids.max() < self._experts):
+            raise ValueError(f"it answered ids that are no experts; there are 0 to {self._experts - 1}")
+        if not np.isfinite(answer.weights).all():
+            raise ValueError("it answered weights that are not finite")
+        if not (answer.substituted or answer.dropped) and not (
+            np.array_equal(answer.ids, ids) and np.array_equal(answer.weights, weights)
+        ):
+            raise ValueError("it answered another routing, and counts no pair as substituted or dropped")
+        return Rerouted(
+            np.ascontiguousarray(answer.ids, np.int64), np.ascontiguousarray(answer.weights, np.float32),
+            answer.substituted, answer.dropped,
+        )  # fmt: skip
+
+
+@policy_base("routing", "on_miss", answers=ReroutingAnswers)
 class Rerouting(ABC):
     """A rule that changes routing.
 

@@ -6,10 +6,13 @@ Requests that share a worker: batched or one after another, cancelled, failing, 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.actors.settings import KvSettings
-from tiermoe.errors import RequestError, RuntimeFailure, StoreError, TierMoeError, rebuilt
+from tiermoe.cluster.config import load_policy
+from tiermoe.errors import PolicyError, RequestError, RuntimeFailure, StoreError, TierMoeError, rebuilt
 
 CAPACITY, EOS, VOCABULARY = 20, 2, 100
 
@@ -592,3 +596,49 @@ def test_a_failing_engine_ends_every_stream_and_says_so(
             worker.submit(numbered(0))
         with pytest.raises(RuntimeFailure, match="mapping is gone"):
             worker.health()
+
+
+_LATE = """
+from tiermoe.actors.policies.eviction import Lru
+
+class Late(Lru):
+    fails = False
+
+    def used(self, keys):
+        if Late.fails:
+            raise KeyError("boom")
+        super().used(keys)
+"""
+
+
+@BOTH
+@pytest.mark.parametrize("at_start", [True, False])
+def test_the_failure_of_a_policy_is_said_as_it_is(
+    store: Any, batching: str, at_start: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the reason: the probe called it a model that cannot be batched, and ran all requests serially."""
+    (tmp_path / "late_policy.py").write_text(_LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late.yaml").write_text("name: late\nlossless: true\neviction: late_policy:Late\n")
+    said = r"policy late_policy:Late failed in used\(\), late_policy.py:9: KeyError: 'boom'"
+    late = import_module("late_policy").Late
+    late.fails = at_start
+    try:
+        policy = load_policy(str(tmp_path / "late.yaml"))
+        chosen = settings(0.25, policy=policy, kv=kv("auto" if at_start else batching))
+        if at_start:
+            with pytest.raises(PolicyError, match=said):
+                GpuWorker(chosen, store.describe()).start()
+            return
+        with serving(store, chosen) as worker:
+            late.fails = True
+            (event,) = list(worker.submit(numbered(0)))
+            assert event.error_type == "PolicyError"
+            assert re.match(said, event.error or "")
+            if batching == "continuous":
+                worker._batcher._manager._generation_thread.join(30)
+            for call in (worker.health, lambda: worker.submit(numbered(0))):
+                with pytest.raises(PolicyError, match=said):
+                    call()
+    finally:
+        del sys.modules["late_policy"]

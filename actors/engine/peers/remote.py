@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ....errors import ConfigError, MessageTooLarge, RemoteFailure, RuntimeFailure
+from ....errors import ConfigError, MessageTooLarge, PolicyError, RemoteFailure, RuntimeFailure
 from ....proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from ....proto.options import Supply
 from ....proto.peers import PeerLink, ReconnectingChannel, ndp_name
@@ -222,7 +222,9 @@ class RemoteExperts:
         self.resident, self.asked = None, set()
 
     def _failed(self, channel: Any, failure: RuntimeFailure) -> None:
-        """A call failed: the peer refused the call, or is lost."""
+        """A call failed: the peer refused the call, or is lost. Raises PolicyError: its policy failed."""
+        if isinstance(failure, RemoteFailure) and failure.kind == PolicyError.__name__:
+            raise PolicyError(failure.what, failure.remedy)
         if isinstance(failure, RemoteFailure | MessageTooLarge):
             self._stats.count_refusal(self.kind, str(failure))
         else:

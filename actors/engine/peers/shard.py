@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ....errors import StoreError
+from ....errors import PolicyError, StoreError
 from ....proto.messages import ExpertBatch, ExpertResult, PlacementCommand, PrefetchCommand
 from ....proto.peers import StoreLink
 from ...policies.plan import LayerPlan
@@ -79,6 +79,7 @@ class ShardEngine:
         self._iteration, self._layer = -1, -1  # the newest iteration, and the last layer that ran in it
         self.batches = self.pairs = 0
         self.late_commands = self.resting_commands = 0
+        self._failure: PolicyError | None = None
         try:
             kernels = kernels_of(self.cache.pool, settings, blocks)
             backend = _BatchBackend(self.cache, self.activations, dtype)
@@ -102,10 +103,12 @@ class ShardEngine:
         `modelled_s` the time that the link was busy with this layer's copies, by its own clock.
 
         Raises:
-            StoreError: the batch is for another store. RuntimeFailure: a copy failed.
+            StoreError: the batch is for another store. RuntimeFailure: a copy failed. PolicyError: of a policy.
         """
         with self._lock, torch.no_grad():
             self._refuse_foreign(batch)
+            if self._failure is not None:
+                raise self._failure
             self.cache.device.enter()  # the channel's threads come and go
             self.cache.begin_forward(batch.decode)
             start_s = time.perf_counter()
@@ -148,7 +151,10 @@ class ShardEngine:
                 self.resting_commands += 1
             else:
                 self.cache.poll()
-                self.cache.prefetch(keys)
+                try:
+                    self.cache.prefetch(keys)
+                except PolicyError as error:  # a command has no answer: the next batch's says it
+                    self._failure = error
 
     def place(self, command: PlacementCommand) -> None:
         """Make these the hot experts: load the absent ones, and evict other experts first from now on.

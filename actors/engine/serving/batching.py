@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.streamers import BaseStreamer
 
-from ....errors import RuntimeFailure, StoreError, UnsupportedModelError
+from ....errors import PolicyError, RuntimeFailure, StoreError, TierMoeError, UnsupportedModelError
 from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
 from ..model.attention import plain_attention_of, use_paged
@@ -50,7 +50,7 @@ class Batcher(Protocol):
     def close(self) -> None: ...
 
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> TierMoeError | None:
         """Why generation died; None while it lives."""
         ...
 
@@ -84,7 +84,7 @@ class ContinuousBatcher:
 
     Raises:
         UnsupportedModelError: transformers cannot batch this model continuously, as one request shows.
-        StoreError: an expert that it needs is on no node.
+        TierMoeError: what ended that request, where it is one of ours: an expert is on no node, a policy failed.
 
     A missing expert ends the requests of its batch and transformers' loop; the next request restarts the loop. Any
     other error of a forward ends the loop for good.
@@ -129,8 +129,8 @@ class ContinuousBatcher:
             error = list(self.submit(GenerationRequest("probe", (0, 0, 0), sampling)))[-1].error
         except RuntimeFailure as failure:
             error = str(failure)
-        if isinstance(missing := self._fatal_error(), StoreError):
-            raise missing
+        if isinstance(ours := self._fatal_error(), TierMoeError):
+            raise ours  # a missing expert, a policy that failed: not for want of batching
         if error is not None:
             raise _unsupported(model, error)
 
@@ -154,8 +154,7 @@ class ContinuousBatcher:
         # Asked again after queueing: a loop that dies in between would never look at the queue.
         if accepted is None or self._manager.background_thread_status.can_accept_new_requests() is not None:
             self.streams.abort(stream.name, "error", "the generation loop stopped")
-            because = self.failure or "it is ending"
-            raise RuntimeFailure(f"the generation loop stopped ({because})", "restart the worker")
+            raise self.failure or RuntimeFailure("the generation loop stopped (it is ending)", "restart the worker")
         return stream
 
     @property
@@ -180,10 +179,12 @@ class ContinuousBatcher:
         return True
 
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> TierMoeError | None:
         """Why the generation loop died; None while it lives, or restarts with the next request."""
         error = self._manager.background_thread_status.fatal_error
-        return None if error is None or isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+        if error is None or isinstance(error, StoreError):
+            return None
+        return _loop_died(error)
 
     def _fatal_error(self) -> Exception | None:
         """The error that ended the loop; waits for a loop that is ending."""
@@ -259,6 +260,13 @@ def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
     )
 
 
+def _loop_died(error: Exception) -> TierMoeError:
+    """Why there is no generation any more: a policy's failure as it is, else the worker's."""
+    if isinstance(error, PolicyError):
+        return error
+    return RuntimeFailure(f"the generation loop died ({type(error).__name__}: {error})", "restart the worker")
+
+
 def _unsupported(model: Any, error: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{type(model).__name__} cannot be batched continuously: {error}",
@@ -314,7 +322,7 @@ class SerialBatcher:
         self.serial_because = because
         self.streams = open_streams(model, kv, watcher, tokenizer)
         self._watcher = watcher
-        self.failure: str | None = None
+        self.failure: TierMoeError | None = None
         self._model = model
         self._scorer = PromptScorer(model, self.streams.note_prompt)
         self._used_tokens = 0  # of the request under way
@@ -328,7 +336,7 @@ class SerialBatcher:
     def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
         """Queue a request. Raises RequestError or RuntimeFailure like `ContinuousBatcher.submit`."""
         if self.failure is not None:
-            raise RuntimeFailure(f"generation stopped: {self.failure}", "restart the worker")
+            raise self.failure
         stream = self.streams.open(request, events)
         self._queue.put(stream)
         return stream
@@ -356,8 +364,8 @@ class SerialBatcher:
             try:
                 self._generate(stream)
             except Exception as error:  # the request reports it; a broken engine also refuses later ones
-                if isinstance(error, RuntimeFailure):
-                    self.failure = str(error)
+                if isinstance(error, RuntimeFailure | PolicyError):
+                    self.failure = _loop_died(error)
                 self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", error)
 
     @torch.no_grad()

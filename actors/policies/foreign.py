@@ -1,0 +1,215 @@
+"""Policies from outside of this repository: what they raise, and what they answer wrongly, in one line.
+
+    policy my_policies.broken:Fifo failed in victims(), broken.py:34: KeyError: 'boom'
+
+The registry makes such a policy in `made`: each hook of the instance becomes one that raises `PolicyError` in place of
+any other exception, and answers are checked (`policy_base`). Policies of this repository are not touched. An error of
+ours (`TierMoeError`) that a policy lets through stays what it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FunctionType, TracebackType
+from typing import Any
+
+from ...errors import PolicyError, TierMoeError
+
+_HERE = __name__.partition(".")[0]
+_LIBRARIES = ("site-packages", "dist-packages")
+_GUARDED = "__tiermoe_guarded__"  # set on what is guarded already
+
+
+def failure(kind: str, hook: str, error: BaseException, code: CodeType | None = None) -> PolicyError:
+    """What the user sees of a policy's exception.
+
+    Args:
+        kind: of the preset, module:Class. hook: as it is called.
+        code: where it is, where the exception's traceback does not say; None: where it was raised.
+    """
+    where = (code.co_filename, code.co_firstlineno) if code is not None else _place(error, kind)
+    at = "" if where is None else f", {Path(where[0]).name}:{where[1]}"
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return PolicyError(f"policy {kind} failed in {hook}{at}: {said}", "mend it, or choose another policy")
+
+
+def called(kind: str, hook: str, function: Callable[..., Any], *args: Any, passing: Any = ()) -> Any:
+    """What a function of the policy returns.
+
+    Args:
+        passing: exceptions that are no failure.
+
+    Raises:
+        PolicyError: it raised another.
+    """
+    try:
+        return function(*args)
+    except passing:
+        raise
+    except BaseException as error:
+        if not _is_failure(error, kind):
+            raise
+        raise failure(kind, hook, error) from error
+
+
+def made(kind: str, cls: Any, base: type, answers: Any, *args: Any, passing: Any = ()) -> Any:
+    """The policy that `cls.make` gives, guarded.
+
+    Args:
+        base: what it must be an instance of.
+        answers: its methods have the names of hooks; they get a hook's answer and arguments, and return the answer,
+            or raise what is wrong with it.
+        args: of `make`.
+        passing: exceptions of `make` that are no failure.
+
+    Raises:
+        PolicyError: it raised something else, or gave no policy.
+    """
+    try:
+        policy = cls.make(*args)
+    except passing:
+        raise
+    except BaseException as error:
+        if not _is_failure(error, kind):
+            raise
+        names = [code.co_name for code, _ in _own_frames(error.__traceback__, kind)]
+        if not names and isinstance(error, ValueError):
+            raise  # a refusal of the class that it inherits from
+        hook = "__init__()" if "__init__" in names or not names else "make()"
+        raise failure(kind, hook, error) from error
+    if not isinstance(policy, base):
+        wrong = TypeError(f"it answered {shown(policy)}, not a {base.__name__}")
+        raise failure(kind, "make()", wrong, _code(cls.make))
+    if _is_ours(type(policy)):
+        return policy
+    return _guarded(policy, kind, answers)
+
+
+def guard_options(cls: type, kind: str) -> None:
+    """Guard methods and properties of an options class, in place: processes exchange instances by the class's name.
+
+    A ValueError of theirs is a refusal of the options, and stays.
+    """
+    hooks = _hooks(cls)
+    for owner in cls.__mro__:
+        if _is_ours(owner) or owner.__module__.partition(".")[0] in ("builtins", "pydantic"):
+            continue
+        for name, value in list(vars(owner).items()):
+            if name in hooks and isinstance(value, FunctionType | property):
+                setattr(owner, name, _guard(value, kind, f"Options.{name}", None, ValueError))
+
+
+def _guarded(policy: Any, kind: str, answers: Any) -> Any:
+    """The policy with hooks that raise `PolicyError`: of a subclass of its class."""
+    cls, hooks = type(policy), dict[str, Any]()
+    for name in _hooks(cls):
+        value = inspect.getattr_static(cls, name)
+        if isinstance(value, property) or (callable(value) and not isinstance(value, type | classmethod)):
+            hooks[name] = _guard(value, kind, name, getattr(answers, name, None))
+    for name, value in list(getattr(policy, "__dict__", {}).items()):
+        if name in hooks and callable(value):  # set in `__init__`
+            policy.__dict__[name] = _wrapped(value, kind, f"{name}()", getattr(answers, name, None), of=0)
+    named = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    policy.__class__ = called(kind, "__init_subclass__()", type(cls), cls.__name__, (cls,), named | hooks)
+    return policy
+
+
+def _hooks(cls: type) -> set[str]:
+    """Public names of the classes of this repository that it inherits from."""
+    ours = [owner for owner in cls.__mro__ if _is_ours(owner)]
+    return {name for owner in ours for name in vars(owner) if not name.startswith("_")}
+
+
+def _guard(value: Any, kind: str, name: str, check: Callable[..., Any] | None, passing: Any = ()) -> Any:
+    """What stands in a class in place of a method or property."""
+    if isinstance(value, property):
+        return value if value.fget is None else property(_wrapped(value.fget, kind, name, None, passing))
+    if isinstance(value, staticmethod) or not hasattr(type(value), "__get__"):
+        return staticmethod(_wrapped(getattr(value, "__func__", value), kind, f"{name}()", check, passing, of=0))
+    return _wrapped(value, kind, f"{name}()", check, passing)
+
+
+def _wrapped(
+    function: Callable[..., Any], kind: str, hook: str, check: Callable[..., Any] | None, passing: Any = (),
+    of: int = 1,
+) -> Callable[..., Any]:  # fmt: skip
+    """The function, which raises `PolicyError`, with its answers checked. of: arguments before the hook's own."""
+    if hasattr(function, _GUARDED):
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **given: Any) -> Any:
+        try:
+            found = function(*args, **given)
+        except passing:
+            raise
+        except BaseException as error:
+            if not _is_failure(error, kind):
+                raise
+            raise failure(kind, hook, error) from error
+        if check is None:
+            return found
+        try:
+            return check(found, *args[of:], **given)
+        except (TypeError, ValueError) as error:
+            raise failure(kind, hook, error, _code(function)) from error
+
+    setattr(call, _GUARDED, True)
+    return call
+
+
+def _is_ours(cls: Any) -> bool:
+    return bool(cls.__module__.partition(".")[0] == _HERE)
+
+
+def _is_failure(error: BaseException, kind: str) -> bool:
+    """Whether an exception is the policy's own; not one of ours, or of a signal."""
+    if isinstance(error, SystemExit):  # `sys.exit` of the policy, which would end a thread without a word
+        frames = list(_frames(error.__traceback__))
+        return bool(frames) and _is_own(frames[-1][0], frames[-1][2], kind)
+    return isinstance(error, Exception) and not isinstance(error, TierMoeError)
+
+
+def _frames(trace: TracebackType | None) -> Any:
+    """(code, line, module) of each call, the outermost first."""
+    while trace is not None:
+        yield trace.tb_frame.f_code, trace.tb_lineno, str(trace.tb_frame.f_globals.get("__name__", ""))
+        trace = trace.tb_next
+
+
+def _is_own(code: CodeType, module: str, kind: str) -> bool:
+    """Whether code is the policy's: of its package, or of no library."""
+    top, file = module.partition(".")[0], code.co_filename
+    if top == kind.partition(":")[0].partition(".")[0]:
+        return True
+    library = top == _HERE or top in sys.stdlib_module_names or any(f"/{part}/" in file for part in _LIBRARIES)
+    return not library and not file.startswith("<") and module != "__main__"
+
+
+def _own_frames(trace: TracebackType | None, kind: str) -> list[tuple[CodeType, int]]:
+    return [(code, line) for code, line, module in _frames(trace) if _is_own(code, module, kind)]
+
+
+def _place(error: BaseException, kind: str) -> tuple[str, int] | None:
+    """File and line: the last ones in the policy's own code, else the last ones; None: nobody knows."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno and Path(error.filename).is_file():
+        return error.filename, error.lineno
+    frames = _own_frames(error.__traceback__, kind) or [
+        (code, line) for code, line, _ in _frames(error.__traceback__) if code.co_filename != __file__
+    ]
+    return (frames[-1][0].co_filename, frames[-1][1]) if frames else None
+
+
+def _code(function: Any) -> CodeType | None:
+    found = inspect.unwrap(function)
+    return getattr(getattr(found, "__func__", found), "__code__", None)
+
+
+def shown(value: object) -> str:
+    """A wrong answer, for people."""
+    return "None" if value is None else f"a {type(value).__name__}"
