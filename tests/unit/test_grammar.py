@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from fake_api import EOS, FakeBackend, byte_tokenizer, error, post
 from serving import prepared, serving, settings
 from tiny_models import save_tiny_checkpoint
@@ -134,6 +135,27 @@ def test_what_the_lead_refuses(workers: dict[str, GpuWorker], change: dict[str, 
     params = SamplingParams(**({"max_tokens": 8, "grammar": grammar_of(guided_choice=["a"])} | change))
     with pytest.raises(RequestError, match=match):
         workers["serial"].submit(GenerationRequest("r", PROMPT, params))
+
+
+@pytest.mark.parametrize("scored", [98, 257, 259, 400])
+def test_a_tokenizer_of_another_size_than_the_model(scored: int) -> None:
+    """Tokens that the model does not score never come, and what it scores beyond the tokenizer neither."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["ab", "zzz"])
+    grammars = Grammars(tokenizer.to_str(), scored, [EOS])
+    regex = llguidance.grammar_from("regex", "(a|b|zzz)+")
+    allowed = torch.isfinite(grammars.matcher(regex).mask(torch.zeros(scored))).nonzero().flatten().tolist()
+    assert allowed == [token for token in (ord("a"), ord("b"), ord("z"), 257, 258) if token < scored]
+
+
+def test_a_grammar_that_needs_a_token_that_the_model_does_not_score() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["ab"])
+    matcher = Grammars(tokenizer.to_str(), 60, [10, EOS, 999]).matcher(llguidance.grammar_from("regex", "ab"))
+    assert torch.isfinite(matcher.mask(torch.zeros(60))).nonzero().flatten().tolist() == [10]
+    assert "does not score" in (matcher.error or "")
+    with pytest.raises(RequestError, match="stop token is not in its tokenizer"):
+        Grammars(tokenizer.to_str(), 60, [999]).matcher("")
 
 
 def test_a_model_without_a_tokenizer_is_held_to_no_grammar() -> None:

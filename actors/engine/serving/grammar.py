@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from ....errors import RequestError
 
@@ -16,6 +17,9 @@ _REMEDY = "install it with: pip install 'tiermoe[grammar]'"
 
 class Grammars:
     """Compiles grammars for one model's vocabulary, which is read with the first one.
+
+    The tokenizer may have tokens that the model does not score (they never come), and fewer tokens than the model
+    scores (padding of the embedding, which never comes either).
 
     Args:
         tokenizer: the text of tokenizer.json; None: there is none.
@@ -46,7 +50,11 @@ class Grammars:
             raise RequestError(f"the model has no {missing}, which grammars need", "ask without a grammar")
         with self._lock:
             if self._tokens is None:
-                self._tokens = LLTokenizer(self._json, n_vocab=self._vocabulary, eos_token=self._eos)
+                known = 1 + max(Tokenizer.from_str(self._json).get_vocab(with_added_tokens=True).values())
+                ends = [token for token in self._eos if token < known]
+                if not ends:
+                    raise RequestError("the model's stop token is not in its tokenizer", "ask without a grammar")
+                self._tokens = LLTokenizer(self._json, n_vocab=max(known, self._vocabulary), eos_token=ends)
         found = LLMatcher(self._tokens, grammar, log_level=0)
         if found.is_error():
             raise RequestError(f"the grammar is refused: {_first_line(found)}", "correct it")
@@ -71,16 +79,18 @@ class Matcher:
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [V] with minus infinity for the tokens that may not come next."""
-        allowed = np.zeros(scores.shape[0], bool)
+        allowed = np.zeros(scores.shape[0], bool)  # [V]
         if self.error is None:
             bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
             count = min(len(bits), len(allowed))
             allowed[:count] = bits[:count]
             if self._matcher.is_error():
                 self.error = f"the grammar is too complex: {_first_line(self._matcher)}"
+            elif not allowed.any():
+                self.error = "the grammar goes on with tokens only that the model does not score"
         if self.error is not None:
             allowed[:] = False
-            allowed[self._eos] = True
+            allowed[[token for token in self._eos if token < len(allowed)]] = True
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), float("-inf"))
 
 
