@@ -20,8 +20,9 @@ from tokenizers import Tokenizer
 from ..actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
 from ..errors import RuntimeFailure
 from .config import RunConfig, load_run_config
+from .detokenizer import IncrementalText
 from .jobs.options import checked_settings, deployed
-from .prompt import IncrementalText, check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
+from .prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
 from .report.starts import LastStart
 from .report.steps import Steps
 
@@ -238,8 +239,8 @@ class TextStream:
                 yield piece
         done.ttft_s, done.tpot_s = generation.ttft_s, generation.tpot_s
         if rest := text.finish():
+            done.text += rest
             yield rest
-        done.text = text.text
 
     def finished(self) -> Completion:
         """Iterate to the end."""

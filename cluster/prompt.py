@@ -1,16 +1,14 @@
-"""What the driver reads of a checkpoint, and text into token ids and back: by `tokenizers` alone, without torch."""
+"""What the driver reads of a checkpoint, and text into token ids: by `tokenizers` alone, without torch."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from ..actors.requests import SamplingParams
 from ..actors.settings import KvSettings
@@ -153,38 +151,6 @@ def sampling_params(
         if not fine:
             raise RequestError(f"{option} is {value}", f"give {wanted}")
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-
-
-class IncrementalText:
-    """Token ids into text as they arrive.
-
-    A character of several bytes may be spread over tokens: its text comes when it is whole. The pieces together are
-    `tokenizer.decode(all ids)`. skip_special: special tokens have no text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._stream = DecodeStream(skip_special_tokens=skip_special)
-        self._ids: list[int] = []
-        self._emitted = ""
-
-    def add(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; may be empty."""
-        self._ids += token_ids
-        text = "".join(self._stream.step(self._tokenizer, token) or "" for token in token_ids)
-        self._emitted += text
-        return text
-
-    def finish(self) -> str:
-        """What is left when no more tokens come: an unfinished character shows as U+FFFD."""
-        whole = self.text
-        rest = whole[len(self._emitted) :] if whole.startswith(self._emitted) else ""
-        self._emitted += rest
-        return rest
-
-    @property
-    def text(self) -> str:
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special))
 
 
 def _line(error: BaseException) -> str:

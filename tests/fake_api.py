@@ -37,6 +37,17 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def fallback_tokenizer() -> Tokenizer:
+    """As `byte_tokenizer`, in the form of Mixtral's: tokens <0x00> to <0xFF>, and a decoder of byte fallback."""
+    names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(names, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
 def _byte_order(alphabet: Sequence[str]) -> list[str]:
     printable = [letter for letter in alphabet if ord(letter) < 256]
     others = iter(sorted(letter for letter in alphabet if ord(letter) >= 256))
@@ -140,10 +151,11 @@ def serving(
     keys: Path | None = None,
     limits: LimitSettings | None = None,
     sinks: Sequence[Sink] = (),
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[Service, Callable[[], httpx.AsyncClient]]:
     """The service, and clients of it."""
     chats = None if template is None else ChatTemplate(template, {"eos_token": "<end>"})
-    service = Service(backend, byte_tokenizer(), chats, "fake", limits or LimitSettings())
+    service = Service(backend, tokenizer or byte_tokenizer(), chats, "fake", limits or LimitSettings())
     app = make_app(service, None if keys is None else KeyRing(keys), sinks=sinks)
 
     def client() -> httpx.AsyncClient:

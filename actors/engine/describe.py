@@ -65,6 +65,7 @@ def describe(
         "max_requests": settings.kv.max_num_seqs if batcher.serial_because is None else 1,
         "kv_tokens": batcher.streams.capacity_tokens,
         "max_prompt_tokens": batcher.streams.limit_tokens,
+        "vocabulary": batcher.streams.vocabulary,
         "notes": _notes(engine, batcher, pinned),
     }
 

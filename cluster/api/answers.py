@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import codecs
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ...actors.requests import TokenLogprob
+from ..detokenizer import TokenBytes
 from .grammar import compiled, forced_call
 from .refusals import refused
 from .schema import ChatBody, CompletionBody, GenerationBody, finite
-from .service import Choice, Run, Service
-from .text import Delta, ScoredToken, TokenBytes
+from .service import Choice, Echo, Run, Service
+from .text import Delta, ScoredToken
 from .tools import Parser, PlainParser, ToolCall
 
 Json = dict[str, Any]
@@ -67,7 +67,7 @@ async def chat(service: Service, body: ChatBody) -> Asked:
     """
     body.check()
     service.check_model(body.model)
-    body.check_tokens(service.tokenizer.get_vocab_size())
+    body.check_tokens(service.known_tokens)
     service.check_choices(body.choices)
     parser, display = _tool_parser(service, body), body.display
     if parser is not PlainParser and service.tool_format is not None and service.tool_format.special:
@@ -133,7 +133,7 @@ async def completion(service: Service, body: CompletionBody) -> Asked:
     """
     body.check()
     service.check_model(body.model)
-    body.check_tokens(service.tokenizer.get_vocab_size())
+    body.check_tokens(service.known_tokens)
     given = body.prompts
     service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
     special = body.add_special_tokens
@@ -147,9 +147,9 @@ async def completion(service: Service, body: CompletionBody) -> Asked:
         for index in range(body.choices):
             sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None, grammar)
             choices.append(Choice(ids, sampling, body.display, shown=body.wanted_tokens > 0))
-    echoes: tuple[str, ...] | None = None
+    echoes: tuple[Echo, ...] | None = None
     if body.echo:
-        echoes = tuple([text if isinstance(text, str) else await service.text_of(text) for text in given])
+        echoes = tuple([await service.echo_of(text, ids) for text, ids in zip(given, prompts, strict=True)])
     form = CompletionForm(service.token_bytes, prompts, echoes, body.choices, body.logprobs is not None)
     return Asked(tuple(choices), sum(map(len, prompts)), form, body, len(prompts))
 
@@ -268,13 +268,13 @@ class CompletionForm:
     """Text that goes on from a prompt.
 
     Attributes:
-        echoes: the text that each prompt's choices begin with; None: none was asked for.
+        echoes: what each prompt's choices begin with; None: none was asked for.
         each: choices for each prompt.
     """
 
     names: TokenBytes
     prompts: tuple[tuple[int, ...], ...]
-    echoes: tuple[str, ...] | None
+    echoes: tuple[Echo, ...] | None
     each: int
     logprobs: bool
     id_prefix = "cmpl"
@@ -285,32 +285,28 @@ class CompletionForm:
 
     def choice(self, index: int, delta: Delta, *, first: bool, streamed: bool) -> Json:
         prompt = index // self.each
-        echo, scores = "" if self.echoes is None else self.echoes[prompt], None
+        echo, scores = Echo("") if self.echoes is None else self.echoes[prompt], None
         if self.logprobs:
             before: list[tuple[int, TokenLogprob | None]] = []
             if first and self.echoes is not None:  # the first token has none, for nothing stands before it
                 before = [(self.prompts[prompt][0], None), *((found.token_id, found) for found in delta.prompt_scores)]
-            scores = completion_logprobs(self.names, before, delta.scores, len(echo))
-        text = echo + delta.text if first else delta.text
+            scores = completion_logprobs(self.names, before, delta.scores, echo)
+        text = echo.text + delta.text if first else delta.text
         return {"index": index, "text": text, "logprobs": scores, "finish_reason": delta.finish}
 
 
 def completion_logprobs(
-    names: TokenBytes, prompt: Sequence[tuple[int, TokenLogprob | None]], scores: Sequence[ScoredToken], offset: int
+    names: TokenBytes, prompt: Sequence[tuple[int, TokenLogprob | None]], scores: Sequence[ScoredToken], echo: Echo
 ) -> Json:
     """The `logprobs` of a completion's choice.
 
     Args:
-        prompt: echoed tokens, with offsets of their own.
+        prompt: echoed tokens.
         scores: generated tokens.
-        offset: characters before the generated text.
+        echo: the text before the generated one.
     """
-    entries: list[tuple[int, TokenLogprob | None, int]] = []
-    decoder, before = codecs.getincrementaldecoder("utf-8")("ignore"), 0
-    for token, found in prompt:
-        entries.append((token, found, before))
-        before += len(decoder.decode(names.of(token)))
-    entries += [(score.found.token_id, score.found, offset + score.offset) for score in scores]
+    entries = [(token, found, start) for (token, found), start in zip(prompt, echo.starts, strict=False)]
+    entries += [(score.found.token_id, score.found, len(echo.text) + score.offset) for score in scores]
     return {
         "tokens": [names.shown(token) for token, _, _ in entries],
         "token_logprobs": [None if found is None else finite(found.logprob) for _, found, _ in entries],

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from ...actors.requests import GenerationRequest, SamplingParams
 from ...errors import RuntimeFailure, TierMoeError
+from ..detokenizer import IncrementalText, TokenBytes
 from ..report.steps import left_s
 from .admission import Admission
 from .backend import Backend
@@ -29,7 +30,7 @@ from .refusals import ApiError, from_failure, refused
 from .schema import Display
 from .settings import LimitSettings
 from .shared import Ledger
-from .text import ChatTemplate, ChoiceText, Delta, TokenBytes, longest_token
+from .text import ChatTemplate, ChoiceText, Delta, longest_token
 from .tools import tool_format as find_tool_format
 
 _AGAIN_S = 2
@@ -47,6 +48,17 @@ class Choice:
     sampling: SamplingParams
     display: Display
     shown: bool = True
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt before what goes on from it.
+
+    starts: character at which each of its tokens begins.
+    """
+
+    text: str
+    starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,6 +157,8 @@ class Service:
         self.token_bytes = TokenBytes(tokenizer)
         self.offload = Offload()
         self._longest_token = longest_token(tokenizer)
+        places = tokenizer.get_vocab(with_added_tokens=True).values()
+        self.known_tokens = int(backend.plan.get("vocabulary") or 1 + max(places, default=-1))  # ids have gaps
         ledger = None if shared is None else Ledger(shared)
         self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting, ledger)
         sharded = bool(backend.plan.get("shards"))
@@ -209,7 +223,7 @@ class Service:
                 raise self._too_long(f"the text's {size} bytes", parameter)
             ids = await self.offload.run(size, lambda: self._encode(prompt, special, parameter))
         else:
-            ids, known = tuple(prompt), self.tokenizer.get_vocab_size()
+            ids, known = tuple(prompt), self.known_tokens
             if len(ids) > self.limit_tokens:
                 raise self._too_long(f"{len(ids)} tokens", parameter)
             if unknown := [token for token in ids if not 0 <= token < known]:
@@ -233,6 +247,19 @@ class Service:
         """The text of token ids, special tokens with their names."""
         given = list(ids)
         return await self.offload.run(len(given), lambda: self.tokenizer.decode(given, skip_special_tokens=False))
+
+    async def echo_of(self, prompt: str | Sequence[int], ids: Sequence[int]) -> Echo:
+        """A prompt as its answer echoes it: text as it was given, token ids with the names of special tokens."""
+        text = prompt if isinstance(prompt, str) else await self.text_of(ids)
+        return await self.offload.run(len(ids), lambda: Echo(text, self._starts(ids, text)))
+
+    def _starts(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """Places of tokens in their text, which may leave out the special tokens that were added to it."""
+        for skip_special in (False, True):
+            decoded = IncrementalText(self.tokenizer, skip_special=skip_special)
+            if decoded.add(ids) + decoded.finish() == text:
+                break
+        return tuple(min(start, len(text)) for start in decoded.starts)
 
     async def chat_ids(
         self, messages: Sequence[Message], *, special: bool = False, options: Mapping[str, Any] | None = None

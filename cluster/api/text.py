@@ -7,7 +7,6 @@ gives them (`apply_chat_template`), and cannot reach Python's objects.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,12 +21,12 @@ from tokenizers import Tokenizer
 
 from ...actors.requests import TokenEvent, TokenLogprob
 from ...errors import ConfigError
-from ..prompt import IncrementalText, read_json_object
+from ..detokenizer import IncrementalText
+from ..prompt import read_json_object
 from .refusals import refused
 from .schema import Display
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
-_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class ChatTemplate:
@@ -147,6 +146,10 @@ class StopMatcher:
         shown, self._pending = self._pending[:safe], self._pending[safe:]
         return shown
 
+    def completed_by(self, text: str) -> bool:
+        """Whether text that waits for more completes one of them; what is no whole character does not."""
+        return bool(text) and "\ufffd" not in text and any(stop in self._pending + text for stop in self._stops)
+
     def finish(self) -> str:
         """What is pending, when no more text comes."""
         rest, self._pending = self._pending, ""
@@ -159,14 +162,6 @@ def overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes (Radford et al. 2019, `bytes_to_unicode`)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet |= {chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in set(printable))}
-    return alphabet
 
 
 _SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4}  # by so much at most: "𝐚" becomes "a"
@@ -202,37 +197,6 @@ def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if part is None or part["type"] != "Sequence":
         return [] if part is None else [part]
     return [step for inner in part.get("normalizers") or part.get("pretokenizers") or () for step in _steps(inner)]
-
-
-class TokenBytes:
-    """Token ids into bytes, for byte-level and for SentencePiece-like vocabularies."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
-        byte_level = any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ())))
-        self._alphabet = _byte_level_alphabet() if byte_level else None
-        self._added = {token: item.content for token, item in tokenizer.get_added_tokens_decoder().items()}
-
-    def of(self, token: int) -> bytes:
-        """The token's bytes; special tokens are their names, and ids without a token are empty."""
-        if token in self._added:
-            return self._added[token].encode()
-        name = self._tokenizer.id_to_token(token)
-        if name is None:
-            return b""
-        if self._alphabet is not None and all(letter in self._alphabet for letter in name):
-            return bytes(self._alphabet[letter] for letter in name)
-        fallback = _BYTE_FALLBACK.fullmatch(name)
-        return bytes([int(fallback[1], 16)]) if fallback else name.replace("▁", " ").encode()
-
-    def shown(self, token: int) -> str:
-        """The token as text; `bytes:\\xNN...`, as OpenAI writes it, where it is not whole characters."""
-        found = self.of(token)
-        try:
-            return found.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
 
 @dataclass(frozen=True)
@@ -279,7 +243,7 @@ class ChoiceText:
         self._display, self._min_tokens = display, min_tokens
         self._decoded = self._shown = 0  # characters
         self._cached = 0  # prompt tokens; not told yet
-        self._scores: list[ScoredToken] = []
+        self._scores: list[tuple[int, TokenLogprob]] = []  # with the token's place among the generated ones
         self.tokens = 0
 
     def delta(self, event: TokenEvent) -> Delta | None:
@@ -309,11 +273,13 @@ class ChoiceText:
         hidden = len(event.token_ids) - 1 if event.finish == "stop" and not self._display.include_stop else None
         for i, token in enumerate(event.token_ids):
             if event.logprobs:
-                self._scores.append(ScoredToken(event.logprobs[i], self._decoded))
+                self._scores.append((self.tokens, event.logprobs[i]))
             self.tokens += 1
             if i == hidden:
                 break
             shown.append(self._feed(self._text.add((token,))))
+            if self._may_stop and self._stops.completed_by(self._text.pending()):
+                shown.append(self._feed(self._text.finish()))  # nothing comes that could change it
             if self.stopped:
                 break
         return "".join(shown)
@@ -329,13 +295,29 @@ class ChoiceText:
 
     def take_scores(self, *, last: bool) -> tuple[ScoredToken, ...]:
         """Those whose text has begun to be shown; all that are left where the choice ends by itself."""
-        ready = [s for s in self._scores if (last and not self.stopped) or s.offset < self._shown]
-        self._scores = self._scores[len(ready) :]
+        starts, ready = self._text.starts, []
+        while self._scores:
+            place, found = self._scores[0]
+            start = starts[place] if place < len(starts) else None
+            if last and not self.stopped:
+                start = self._shown if start is None else start  # a stop token that is not shown
+            elif start is None or start >= self._shown:
+                break
+            ready.append(ScoredToken(found, start))
+            del self._scores[0]
         return tuple(ready)
 
     def _feed(self, text: str) -> str:
+        begin, least = self._decoded, self._min_tokens
         self._decoded += len(text)
-        # below the minimal length a stop string is text like any other
-        shown = self._stops.feed(text) if self.tokens >= self._min_tokens else self._stops.finish() + text
+        # of tokens below the minimal length a stop string is text like any other
+        free = 0 if not least else len(text) if not self._may_stop else self._text.starts[least - 1] - begin
+        shown = self._stops.finish() + text[:free] if free > 0 else ""
+        shown += self._stops.feed(text[max(0, free) :])
         self._shown += len(shown)
         return shown
+
+    @property
+    def _may_stop(self) -> bool:
+        """Whether it is known where the text begins in which a stop string counts."""
+        return len(self._text.starts) >= self._min_tokens

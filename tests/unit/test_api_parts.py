@@ -19,10 +19,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
 from tiermoe.cluster.api.schema import Display
-from tiermoe.cluster.api.text import ChoiceText, StopMatcher, TokenBytes, load_chat_template
+from tiermoe.cluster.api.text import ChoiceText, StopMatcher, load_chat_template
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir, default_model_dir
-from tiermoe.cluster.prompt import IncrementalText, load_tokenizer
+from tiermoe.cluster.detokenizer import IncrementalText, TokenBytes
+from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.errors import ConfigError, DeadlinePassed, NotServing, RequestError, RuntimeFailure
 
 

@@ -20,7 +20,8 @@ from ....actors.requests import GenerationRequest, SamplingParams, TokenEvent
 from ...api.schema import Display
 from ...api.text import ChoiceText
 from ...config import RunConfig, engine_settings, load_policy
-from ...prompt import IncrementalText, load_tokenizer
+from ...detokenizer import IncrementalText
+from ...prompt import load_tokenizer
 from .metrics import Bar, Case, Measures, Report, Spread, interleaved
 from .micro import Host
 from .serving import Prompt, ensure_artifacts, heldout_prompts, prepared_store, run_config, serve, start_worker
