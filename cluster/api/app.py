@@ -156,6 +156,7 @@ class ApiServer:
         folder = tokenizer_folder(plan, settings.tokenizer)
         template = load_chat_template(folder, Path(settings.chat_template) if settings.chat_template else None)
         self._backend = LeadBackend(leads, plan, settings.limits.request_s)
+        await self._backend.first_look()
         name = settings.model_name or Path(plan["model"]).name
         self._service = Service(
             self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format,
@@ -309,7 +310,6 @@ class HttpServer:
             if isinstance(error, TierMoeError) or not isinstance(error, Exception):
                 raise
             raise as_failure(error, "the HTTP server did not start") from error
-        self._door.hand_over()
         return self
 
     def __exit__(
@@ -365,10 +365,11 @@ class HttpServer:
         serve.start(
             proxy_location="EveryNode",  # on nodes with a replica: here
             http_options={
-                "host": self._door.host, "port": self._door.port, "keep_alive_timeout_s": SILENCE_S, **self._door.ssl
+                "host": self._door.address, "port": self._door.port, "keep_alive_timeout_s": SILENCE_S, **self._door.ssl
             },
             logging_config=quiet,
         )
+        self._door.beside()
         # beside this process: key, template and tokenizer are files of this machine
         here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
         app: Any = application(self._settings, drain_s=_COMMAND_DRAIN_S, resources=here)
@@ -376,6 +377,7 @@ class HttpServer:
             serve.run(app, name=APPLICATION, route_prefix="/", logging_config=quiet)
         except RuntimeError as error:
             raise RuntimeFailure(f"the HTTP server did not start: {_refusal()}", "mend that first") from error
+        self._door.hand_over()
         if self._door.ssl.get("ssl_ca_certs") is not None and not self._demands_certificates():
             raise RuntimeFailure(
                 "Serve's proxy there asks clients for no certificate",
@@ -386,7 +388,7 @@ class HttpServer:
         """Whether a client without a certificate gets no answer; a proxy without `connections.install` gives one."""
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # which server this is, is known
-        with socket.create_connection((self._door.host, self._door.port), _PROBE_S) as plain:
+        with socket.create_connection((self._door.address, self._door.port), _PROBE_S) as plain:
             try:
                 with context.wrap_socket(plain) as connection:
                     connection.sendall(b"GET /-/healthz HTTP/1.0\r\n\r\n")

@@ -74,6 +74,11 @@ class LeadBackend:
         self._answers: dict[tuple[str, int], Any] = {}  # last of each method and lead
         self.leads = [LeadClient(handle, self._changed, name) for name, handle in handles.items()]
 
+    async def first_look(self) -> None:
+        """Return once each lead has said how it is, or has not in its time: `/ready` says no more that nobody knows."""
+        while any(lead.state.age_s is None and lead.state.problem is None for lead in self.leads):
+            await self._change.wait()
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent]:
         deadline_s = asyncio.get_running_loop().time() + self._deadline_s
         if not any(lead.running for lead in self.leads):

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -172,3 +176,80 @@ def test_the_door_says_how_long_the_start_takes_and_hands_over() -> None:
             with socket.create_connection(("127.0.0.1", door.port), 10):
                 proxy.settimeout(10)
                 proxy.accept()[0].close()
+
+
+@pytest.mark.parametrize("steers", [True, False])
+def test_after_the_first_good_answer_every_request_is_answered_well(
+    steers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a hand-over in which door and proxy answered in turns: 200, 503, 200, and connections were reset."""
+
+    class Ready(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *args: Any) -> None: ...
+
+    class Proxy(ThreadingHTTPServer):
+        """As Serve's, which listens before the door has closed."""
+
+        request_queue_size, daemon_threads = 512, True
+
+        def server_bind(self) -> None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            super().server_bind()
+
+    def refuse(*args: Any) -> None:
+        raise OSError("no such filter")
+
+    if not steers:
+        monkeypatch.setattr("tiermoe.cluster.api.door._steer", refuse)
+    came: list[tuple[float, float, object]] = []  # begin, end, status or error of each request
+    over = threading.Event()
+
+    def poll(path: str) -> None:
+        while not over.is_set():
+            begin_s = time.monotonic()
+            connection = HTTPConnection("127.0.0.1", door.port, timeout=20)
+            try:
+                connection.request(*(("POST", path, b"{}") if "v1" in path else ("GET", path)))
+                status: object = connection.getresponse().status
+            except (OSError, HTTPException) as error:
+                status = error
+            connection.close()
+            came.append((begin_s, time.monotonic(), status))
+
+    with Door("127.0.0.1", 0) as door:
+        door.open(lambda: ("starting", 1.0))
+        pollers = [threading.Thread(target=poll, args=[path]) for path in ("/ready", "/ready", "/v1/completions")]
+        for poller in pollers:
+            poller.start()
+        time.sleep(0.5)
+        if not steers:
+            door.beside()
+        with Proxy(("127.0.0.1", door.port), Ready) as proxy:
+            serving = threading.Thread(target=proxy.serve_forever, daemon=True)
+            serving.start()
+            if steers:
+                door.beside()
+                time.sleep(0.5)
+                assert {status for *_, status in came} == {503}  # the proxy is there, and gets nothing
+            door.hand_over()
+            time.sleep(0.5)
+            over.set()
+            for poller in pollers:
+                poller.join(30)
+            proxy.shutdown()
+    first_s = min(end_s for _, end_s, status in came if status == 200)
+    assert len([begin_s for begin_s, *_ in came if begin_s > first_s]) > 50
+    assert {status for begin_s, _, status in came if begin_s > first_s} == {200}
+    if steers:
+        assert {status for *_, status in came} == {503, 200}  # nobody was refused or reset
