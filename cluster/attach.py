@@ -55,11 +55,7 @@ class Lead:
                 event = _next_event(stream, deadline, deadline_s)
                 if event.finish == "error":
                     ended = True
-                    if event.error is not None and event.error_type is not None:
-                        raise rebuilt(event.error_type, event.error)
-                    raise RuntimeFailure(
-                        f"the request failed in the worker: {event.error}", "run again; report it if it stays"
-                    )
+                    raise failure_of(event)
                 ended = event.finish is not None
                 yield event
         finally:
@@ -89,6 +85,13 @@ class Lead:
         return ray.get(call.remote(*args), timeout=deadline_s)
 
 
+def failure_of(event: TokenEvent) -> TierMoeError:
+    """What ended a request in the worker: one of our errors as it was raised there, else a RuntimeFailure."""
+    if event.error is not None and event.error_type is not None:
+        return rebuilt(event.error_type, event.error)
+    return RuntimeFailure(f"the request failed in the worker: {event.error}", "run again, and report it if it stays")
+
+
 def _next_event(stream: Any, deadline: float, deadline_s: float) -> TokenEvent:
     try:
         ready, _ = ray.wait([stream], timeout=max(0.0, deadline - time.monotonic()))
@@ -100,7 +103,7 @@ def _next_event(stream: Any, deadline: float, deadline_s: float) -> TokenEvent:
         return ray.get(next(stream))
     except StopIteration:
         raise RuntimeFailure(
-            "the worker ended a request without saying why", "run again; report it if it stays"
+            "the worker ended a request without saying why", "run again, and report it if it stays"
         ) from None
     except ray.exceptions.RayError as error:
         raise as_failure(error, "the worker failed during a request") from error

@@ -138,6 +138,7 @@ class Reconnecting(Generic[C]):
     Attributes:
         connection: as of the last check; it may have ended.
         problem: why the last attempt failed or the connection was lost.
+        reason: the same without a remedy, for the messages of other errors.
         losses: number of lost connections.
     """
 
@@ -153,7 +154,7 @@ class Reconnecting(Generic[C]):
         self.name, self._connect, self._on_connect, self._on_loss = name, connect, on_connect, on_loss
         self._changed = changed if changed is not None else threading.Condition()
         self.connection: C | None = None
-        self.problem = "it registered no address"
+        self.problem = self.reason = "it registered no address"
         self.losses = 0
         self._lost_s = time.monotonic()
         self._closed = False
@@ -189,7 +190,7 @@ class Reconnecting(Generic[C]):
             if self.connection is not connection:
                 return
             self.connection, self._lost_s = None, time.monotonic()
-            self.losses, self.problem = self.losses + 1, why
+            self.losses, self.problem, self.reason = self.losses + 1, why, why
             self._changed.notify_all()
         self._on_loss(why)
         threading.Thread(target=connection.close, name=f"tiermoe-{self.name}-hangup", daemon=True).start()
@@ -216,6 +217,7 @@ class Reconnecting(Generic[C]):
                 made = self._connect()
             except (TierMoeError, OSError) as error:
                 self.problem = str(error)
+                self.reason = error.what if isinstance(error, TierMoeError) else str(error)
             with self._changed:
                 if made is not None and not self._closed:
                     self._on_connect()
@@ -259,7 +261,7 @@ class ReconnectingChannel(Reconnecting["Channel"]):
         try:
             return channel.post(message)
         except RuntimeFailure as failure:
-            self.lost(channel, str(failure))
+            self.lost(channel, failure.what)
             return False
 
     def _open(self) -> Channel | None:

@@ -155,7 +155,7 @@ class _Files:
             except RuntimeFailure as failure:
                 store = self._stores.pop(0)
                 self._stores.append(store)
-                problems[store.name] = str(failure)
+                problems[store.name] = failure.what
                 if isinstance(failure, RemoteFailure):
                     refused.add(store.name)
                 self.close()

@@ -18,7 +18,7 @@ import ray
 
 from ...actors.requests import GenerationRequest, TokenEvent
 from ...errors import DeadlinePassed, NotServing, RuntimeFailure, TierMoeError
-from ..attach import CONTROL, EVENTS
+from ..attach import CONTROL, EVENTS, failure_of
 from ..ray_session import NAMESPACE, as_failure
 
 T = TypeVar("T")
@@ -149,9 +149,8 @@ class LeadClient:
                 event = await self._within(deadline_s, inbox.take())
                 ended = event.finish is not None
                 if event.finish == "error":
-                    raise RuntimeFailure(
-                        f"the request failed in the worker: {event.error}", "send it again; report it if it stays"
-                    )
+                    failure = failure_of(event)
+                    raise RuntimeFailure(failure.what, failure.remedy)
                 yield event
         except (DeadlinePassed, NotServing):
             raise  # it still runs, or a lead that Ray could not reach for a moment may run it

@@ -11,7 +11,7 @@ from rich.console import Console
 from ...errors import ConfigError
 from ..report.page import report_page
 from ..report.results import read_results
-from ..report.tables import show
+from ..report.tables import show, size
 
 _NAME = "report.html"
 
@@ -29,4 +29,4 @@ def report_command(
         (out / _NAME).write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"'{out}' cannot be written: {error}", "give another folder") from error
-    show(Console(), f"{out / _NAME}: {len(page) / 1e6:.2f} MB")
+    show(Console(), f"{out / _NAME}: {size(len(page.encode()))}")

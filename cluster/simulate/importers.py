@@ -205,7 +205,8 @@ def _csv(file: Path, text: str) -> Iterator[Imported]:
     columns = lines.fieldnames or []
     own = sorted((name for name in columns if name.startswith("expert_")), key=lambda name: (len(name), name))
     if not {"token", "layer"} <= set(columns) or ("experts" in columns) == bool(own):
-        raise TraceError(f"{file}:1 has the columns {', '.join(columns)}", f"name token, layer and experts; {_REMEDY}")
+        remedy = f"name token, layer and experts, and {_REMEDY}"
+        raise TraceError(f"{file}:1 has the columns {', '.join(columns)}", remedy)
     requests: dict[str, dict[int, dict[int, list[int]]]] = {}
     prompts: dict[str, set[int]] = {}
     names: dict[str, dict[int, int]] = {}

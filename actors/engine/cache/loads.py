@@ -310,7 +310,7 @@ class Loads:
         if isinstance(job.error, StoreError):  # says it better, and may pass
             raise job.error
         raise RuntimeFailure(
-            f"copying an expert of MoE layer {job.layer} failed: {job.error}", "run again; report it if it stays"
+            f"copying an expert of MoE layer {job.layer} failed: {job.error}", "run again, and report it if it stays"
         ) from job.error
 
     def _release(self, key: int) -> None:

@@ -268,7 +268,7 @@ class RemoteStores:
         try:
             fetch = _Fetch(holder, reader, reader.ask(group[0].layer, experts, deadline_s), experts)
         except RuntimeFailure as failure:
-            holder.lost(reader, str(failure))
+            holder.lost(reader, failure.what)
             return False
         self._under_way.add(fetch)
         for one in group:
@@ -279,7 +279,7 @@ class RemoteStores:
         fetch.failed = True
         self._under_way.discard(fetch)
         self.refetches += 1
-        fetch.holder.lost(fetch.reader, str(failure))
+        fetch.holder.lost(fetch.reader, failure.what)
 
     def _await_one(self, holders: Sequence[Reconnecting[StoreReader]], timeout_s: float) -> None:
         """Wait until one of these stores is connected."""
@@ -291,7 +291,7 @@ class RemoteStores:
     def _nobody(self, layer: int, refusals: Mapping[str, str]) -> StoreError:
         """The error for an expert of this layer; it names every layer that no connected store has."""
         holders = self._of_layer[layer]
-        why = "; ".join(f"{h.name}: {refusals.get(h.name) or h.problem}" for h in holders)
+        why = "; ".join(f"{h.name}: {refusals.get(h.name) or h.reason}" for h in holders)
         gone = [i for i, having in self._of_layer.items() if all(h.current is None for h in having)]
         return StoreError(
             f"MoE {_named(sorted({layer, *gone}))} cannot be read: no store gave an expert of layer {layer} "

@@ -223,7 +223,7 @@ class MatcherLink:
             self._judge(False)
             return
         except RuntimeFailure as failure:
-            self._peer.lost(channel, str(failure))
+            self._peer.lost(channel, failure.what)
             self._change(None)
             return
         self._counts["published"] += 1

@@ -86,7 +86,7 @@ class RemoteExperts:
         """Wait for the first connection. Raises RuntimeFailure: none within `deadline_s` seconds."""
         if not self.wait_until_found(deadline_s):
             raise RuntimeFailure(
-                f"{self.label} was not reached within {deadline_s:g} s ({self._peer.problem})",
+                f"{self.label} was not reached within {deadline_s:g} s ({self._peer.reason})",
                 "see its log, or choose a policy that needs none, such as next-gate"
                 if self.kind == "ndp" else "see its log, or use fewer shards",
             )
@@ -210,7 +210,7 @@ class RemoteExperts:
                 if isinstance(answer, HealthReport):
                     return dict(answer.details)
             except RuntimeFailure as failure:
-                self._peer.problem = str(failure)
+                self._peer.problem = self._peer.reason = failure.what
         return {"state": "late" if self.available else "lost"}
 
     def close(self) -> None:
@@ -226,9 +226,9 @@ class RemoteExperts:
         if isinstance(failure, RemoteFailure) and failure.kind == PolicyError.__name__:
             raise PolicyError(failure.what, failure.remedy)
         if isinstance(failure, RemoteFailure | MessageTooLarge):
-            self._stats.count_refusal(self.kind, str(failure))
+            self._stats.count_refusal(self.kind, failure.what)
         else:
-            self._peer.lost(channel, str(failure))
+            self._peer.lost(channel, failure.what)
 
 
 _REPORT_S = 5.0

@@ -128,7 +128,7 @@ class ContinuousBatcher:
         try:
             error = list(self.submit(GenerationRequest("probe", (0, 0, 0), sampling)))[-1].error
         except RuntimeFailure as failure:
-            error = str(failure)
+            error = failure.what
         if isinstance(ours := self._fatal_error(), TierMoeError):
             raise ours  # a missing expert, a policy that failed: not for want of batching
         if error is not None:

@@ -343,7 +343,7 @@ def _check_sampling(sampling: SamplingParams, vocabulary: int) -> None:
     if not 0.0 <= sampling.min_p <= 1.0:
         raise RequestError(f"min_p is {sampling.min_p}", "give a number from 0 to 1")
     if not 0.0 < sampling.repetition_penalty < math.inf:
-        raise RequestError(f"repetition_penalty is {sampling.repetition_penalty}", "give a positive number; 1 is none")
+        raise RequestError(f"repetition_penalty is {sampling.repetition_penalty}", "give a positive number, 1 for none")
     for name in ("presence_penalty", "frequency_penalty"):
         if not math.isfinite(value := getattr(sampling, name)):
             raise RequestError(f"{name} is {value}", "give 0 for none or a finite number")

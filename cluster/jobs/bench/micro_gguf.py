@@ -96,7 +96,8 @@ def _compared(submit: Submit, llama: LlamaCpp, prompt: Prompt) -> list[_Token]:
         done.add(event)
         ours += event.logprobs
     if done.finish != "length":
-        raise RuntimeFailure(f"a request ended with {done.finish}: {done.error}", "run again; report it if it stays")
+        what = f"a request ended with {done.finish}: {done.error}"
+        raise RuntimeFailure(what, "run again, and report it if it stays")
     logits = llama.logits([*prompt, *done.token_ids[:-1]])[len(prompt) - 1 :].astype(np.float64)  # [MAX_TOKENS, V]
     logits -= logits.max(axis=1, keepdims=True)
     logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

@@ -64,7 +64,7 @@ def prepare(options: Prepare, progress: Progress | None) -> Report:
     with tempfile.TemporaryDirectory(prefix="tiermoe-prepare-", dir=options.folder) as folder:
         scratch = Path(folder)
         needed = round(3.5e9 * options.gigabytes)
-        what = f"a checkpoint of {options.gigabytes:g} GB and its two stores need {needed / 1e9:.0f} GB"
+        what = f"a checkpoint of {options.gigabytes:g} GB with its two stores"
         require_space(scratch, needed, what, scratch.parent, "name a folder on another disk with --folder")
         task = None if progress is None else progress.add_task("preparing", total=len(options.form))
         for form in options.form:

@@ -255,7 +255,7 @@ def _share(options: Scale) -> float:
 def _shard_measures(worker: Any, before: Sequence[dict[str, Any]]) -> Measures:
     after = worker.shard_stats()
     if any(part["state"] != "serving" for part in (*before, *after)):
-        raise RuntimeFailure("a shard was lost during the measurement", "run again; report it if it stays")
+        raise RuntimeFailure("a shard was lost during the measurement", "run again, and report it if it stays")
 
     def of_each(name: str) -> list[float]:
         return [float(b[name] - a[name]) for a, b in zip(before, after, strict=True)]

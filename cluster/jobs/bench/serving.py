@@ -159,7 +159,7 @@ def serve(
             times_s += [time.perf_counter()] * len(event.token_ids)
         if generation.finish != "length":
             what = f"a request ended with {generation.finish}: {generation.error}"
-            raise RuntimeFailure(what, "run again; report it if it stays")
+            raise RuntimeFailure(what, "run again, and report it if it stays")
         done.append(generation)
         if between_s is not None and len(prompts) == 1:
             between_s += [after - before for before, after in itertools.pairwise(times_s)]

@@ -62,7 +62,7 @@ class _Names:
         if self._architecture not in _KNOWN:
             raise UnsupportedModelError(
                 f"GGUF files of architecture {self._architecture} are not supported",
-                f"supported: {', '.join(_KNOWN)}; or use the model's safetensors form",
+                f"use one of {', '.join(_KNOWN)}, or the model's safetensors form",
             )
         arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == self._architecture)
         self._map = get_tensor_name_map(MODEL_ARCH(arch), self._config.num_hidden_layers)

@@ -119,7 +119,7 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
     if needed < total:
         console.print(f"{size(total - needed)} of experts stay in the checkpoint; {size(needed)} are written")
     remedy = "free some space, or name a folder on another disk as OUT"
-    require_space(partial, needed, f"the store needs {needed / 1e9:.1f} GB", partial.parent, remedy)
+    require_space(partial, needed, "the store", partial.parent, remedy)
     with byte_progress(console) as bar:
         task = bar.add_task(f"preparing {checkpoint.name}", total=total)
         write_store(conversion, partial, lambda nbytes: bar.advance(task, nbytes))

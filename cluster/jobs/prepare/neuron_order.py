@@ -89,8 +89,8 @@ def _order(store: Path, wanted: NeuronOrder, windows: Windows, console: Console)
     shape = (len(manifest.layers), manifest.experts.num_experts, manifest.experts.intermediate)
     mass = np.frombuffer((folder / _MASS).read_bytes(), dtype="<f8").reshape(shape)
     needed = sum(layer.nbytes for layer in manifest.layers)
-    what = f"ordering neurons needs {needed / 1e9:.1f} GB for a while"
-    require_space(folder, needed, what, folder.parent, "free some space and run the same command again")
+    remedy = "free some space and run the same command again"
+    require_space(folder, needed, "ordering neurons for a while", folder.parent, remedy)
     orders, tensors, records = neuron_orders(mass), manifest.expert_tensors(), []
     with progress_on(console) as progress:
         for layer, order in zip(progress.track(opened.layers, description="ordering neurons"), orders, strict=True):

@@ -170,7 +170,7 @@ class ReplicaJob(ABC):
         packed = sum(self._shape(opened, bits).nbytes() for bits in self.widths) * experts * len(opened.mapped)
         needed = packed + self._left_bytes(opened)
         remedy = "free some space, or make fewer widths"
-        require_space(folder, needed, f"making replicas needs {needed / 1e9:.1f} GB", folder.parent, remedy)
+        require_space(folder, needed, "making replicas", folder.parent, remedy)
 
     def _layer(self, opened: ExpertStore, layer: int, journal: Journal, advance: Callable[[float], None]) -> None:
         """The missing widths of one layer: for each a file of packed experts and one of losses."""

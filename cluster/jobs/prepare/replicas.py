@@ -203,7 +203,7 @@ def _check_published(manifest: Manifest, options: ReplicaOptions, calibration: P
         narrower = ",".join(map(str, published.narrower(get_args(Width))))
         raise ConfigError(
             f"{what}, {published.width} bits a weight: replicas of {wide} bits are no smaller",
-            f"give --bits some of {narrower}; from {published.width} bits on, NDP workers compute the published form",
+            f"give --bits some of {narrower}: from {published.width} bits on, NDP workers compute the published form",
         )
     if calibration is not None:
         raise ConfigError(

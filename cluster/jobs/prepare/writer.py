@@ -24,6 +24,7 @@ from rich.console import Console
 from ....actors.store.files import hash_files
 from ....actors.store.format import FORMAT_VERSION, ChecksummedManifest, FileRecord, SourceFile, build_header
 from ....errors import StoreError
+from ...report.tables import size
 
 JOURNAL_NAME = "journal.json"
 SPARE_BYTES = 256 << 20  # left free on the disk
@@ -46,7 +47,7 @@ def require_space(folder: Path, needed: int, what: str, where: Path, remedy: str
     """Check that the disk has space for `needed` bytes and `SPARE_BYTES`.
 
     Args:
-        what: first part of the message. where: the folder that the message names.
+        what: needs them, such as "the store". where: the folder that the message names.
         resumed: tensor files of an earlier run in `folder` count as done.
 
     Raises:
@@ -56,7 +57,8 @@ def require_space(folder: Path, needed: int, what: str, where: Path, remedy: str
         done = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if resumed and folder.exists() else 0
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
     if free + done < needed + SPARE_BYTES:
-        raise StoreError(f"{what}, {where} has {free / 1e9:.1f} GB free", remedy)
+        left = size(max(0, needed - done))
+        raise StoreError(f"{what} needs {left} and {size(SPARE_BYTES)} to spare, {where} has {size(free)} free", remedy)
 
 
 def write_tensors(

@@ -196,7 +196,7 @@ def trial(
     made = rules(profile)
     chosen = list(made) if only is None else list(only)
     if unknown := sorted(set(chosen) - set(made)):
-        raise ConfigError(f"there is no rule '{unknown[0]}'", f"give some of: {'; '.join(made)}")
+        raise ConfigError(f"there is no rule '{unknown[0]}'", f"give some of: {', '.join(made)}")
     evaluation = Evaluation(config.model_dir, options, config)
     reference = evaluation.reference(progress)
     rows: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ from rich.console import Console
 from ....errors import ConfigError, RequestError, TraceError
 from ...config import check_model_dir, engine_settings
 from ...prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
-from ...report.tables import progress_on, results, share, show
+from ...report.tables import progress_on, results, share, show, size
 from ...simulate.trace import MAX_DISTANCE, TraceHeader
 from ...simulate.trace_writer import MOST_REPEATED, NGRAM, Repeats, merge_traces
 from ..bench.serving import run_config
@@ -188,7 +188,7 @@ def _say(header: TraceHeader, out: Path, as_json: bool) -> None:
     }  # fmt: skip
     show(
         results(as_json),
-        f"{out}: {record['rows']} rows in {record['forwards']} forwards, {stored / 1e6:.1f} MB, "
+        f"{out}: {record['rows']} rows in {record['forwards']} forwards, {size(stored)}, "
         f"{header.row_bytes} bytes a row of {header.layers} layers; {header.origin}, repeated {NGRAM}-grams: "
         f"{share(header.repeated_8grams)}",
     )

@@ -299,7 +299,7 @@ def _run(worker: Any, capture: Capture, request: GenerationRequest) -> None:
         raise capture.error
     if generation.finish not in ("length", "stop"):
         what = f"request {request.request_id} ended with {generation.finish}: {generation.error}"
-        raise RuntimeFailure(what, "run again; report it if it stays")
+        raise RuntimeFailure(what, "run again, and report it if it stays")
     expected = len(request.prompt_ids) + len(generation.token_ids) - 1
     if capture.rows != expected:
         raise RuntimeFailure(f"{capture.rows} rows ran where {expected} were expected", "report this as a bug")
