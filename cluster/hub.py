@@ -24,22 +24,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 
 from ..errors import CheckpointError
+from .checkpoint_files import CONFIG, INDEX, SINGLE, read_weights_header, weight_files
 from .config import RunConfig, default_model_dir
-from .prompt import read_header, read_json_object
 from .report.tables import byte_progress, size
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-SINGLE, INDEX, CONFIG, SUFFIX = "model.safetensors", "model.safetensors.index.json", "config.json", ".gguf"
+SUFFIX = ".gguf"
 Need = Literal["sizes", "text"]
+Header = dict[str, tuple[str, tuple[int, ...]]]  # type code and shape by tensor
 
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w.][\w./-]{0,199}))?"
     r"(?::(?P<gguf>[\w.][\w./-]{0,199}))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_WEIGHTS = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors")
 _FOLDER = "models--"
 _SIZES = ("config.json", "*config*.json", INDEX)
 _PATTERNS: dict[Need, tuple[str, ...]] = {
@@ -137,6 +137,8 @@ def complete(folder: Path, *, progress: bool = True) -> None:
     cache = folder.resolve().parents[2]
     with _hub_errors(repository, cache):
         there = _listed(repository)
+        if SINGLE in there and SINGLE not in (files := weight_files(folder)).names and files.index == INDEX:
+            missing = [SINGLE]  # which transformers prefers
         absent = [name for name in missing if name not in there]
         if absent:
             other = sorted(name for name in there if Path(name).suffix in (".bin", ".pt", ".pth", SUFFIX))
@@ -152,7 +154,7 @@ def complete(folder: Path, *, progress: bool = True) -> None:
         raise CheckpointError(f"{still[0]} of '{repository.name}' did not arrive", "run the same command again")
 
 
-def headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+def headers(folder: Path) -> Header | None:
     """Type code and shape of each of a checkpoint's tensors; None: its files are neither here nor reachable.
 
     Files that are not here are asked for their first bytes, a request for each.
@@ -160,23 +162,21 @@ def headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]] | None:
     Raises:
         CheckpointError: a file here is not a safetensors file, or the index is malformed.
     """
-    names, missing = _weight_files(folder), set(_missing(folder))
+    files, missing = weight_files(folder), set(_missing(folder))
     repository = _repository_of(folder)
     if missing and (repository is None or _offline()):
         return None
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name in names:
-        if name not in missing:
-            found |= tensors_of(folder / name)
+    found = {name: tensors_of(folder / name) for name in files.names if name not in missing}
     if missing:
         assert repository is not None
         found |= _remote_headers(repository, sorted(missing))
-    return found
+    held = files.holders((name, found[name]) for name in files.names)
+    return {tensor: found[file][tensor] for tensor, file in held.items()}
 
 
-def tensors_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def tensors_of(file: Path) -> Header:
     """Type code and shape of every tensor of a safetensors file. Raises CheckpointError: it is not one."""
-    return {name: (str(spec.get("dtype")), tuple(spec["shape"])) for name, spec in read_header(file).items()}
+    return {spec.name: (spec.dtype, spec.shape) for spec in read_weights_header(file)[1]}
 
 
 def name_of(folder: Path) -> str:
@@ -241,24 +241,8 @@ def _repository_of(folder: Path) -> Repository | None:
     return Repository(above[-1].removeprefix(_FOLDER).replace("--", "/"), path.name)
 
 
-def _weight_files(folder: Path) -> list[str]:
-    """Names of the safetensors files that belong to a checkpoint, also of those that are not there."""
-    if not (folder / INDEX).is_file():
-        there = sorted(path.name for path in folder.glob("*.safetensors"))
-        return there if SINGLE not in there and there else [SINGLE]
-    weight_map = read_json_object(folder / INDEX).get("weight_map")
-    names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
-    if (folder / SINGLE).is_file() and SINGLE not in names:  # transformers prefers it, too
-        return [SINGLE]
-    for name in names:
-        if not _WEIGHTS.fullmatch(name):
-            raise CheckpointError(f"'{folder / INDEX}' names {name!r}, which is no safetensors file beside it",
-                                  "choose another checkpoint")  # fmt: skip
-    return names
-
-
 def _missing(folder: Path) -> list[str]:
-    return [name for name in _weight_files(folder) if not (folder / name).is_file()]
+    return [name for name in weight_files(folder).names if not (folder / name).is_file()]
 
 
 # -- GGUF files of a hub -----------------------------------------------------------------------------------------------
@@ -391,7 +375,7 @@ def _wait_for(thread: threading.Thread) -> None:
     thread.join()
 
 
-def _remote_headers(repository: Repository, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _remote_headers(repository: Repository, names: list[str]) -> dict[str, Header]:
     from concurrent.futures import ThreadPoolExecutor
 
     api = _api()
@@ -400,7 +384,8 @@ def _remote_headers(repository: Repository, names: list[str]) -> dict[str, tuple
             lambda name: api.parse_safetensors_file_metadata(repository.name, name, revision=repository.revision), names
         )
         return {
-            name: (str(info.dtype), tuple(info.shape)) for file in asked for name, info in file.tensors.items()
+            name: {tensor: (str(info.dtype), tuple(info.shape)) for tensor, info in file.tensors.items()}
+            for name, file in zip(names, asked, strict=True)
         }
 
 
@@ -409,7 +394,8 @@ def _require_space(cache: Path, needed: int, repository: Repository) -> None:
     free = shutil.disk_usage(cache).free
     if needed + _SPARE_BYTES > free:
         raise CheckpointError(
-            f"the weights of '{repository.name}' take {size(needed)}, and '{cache}' has {size(free)} free",
+            f"the weights of '{repository.name}' take {size(needed)} and {size(_SPARE_BYTES)} to spare, "
+            f"and '{cache}' has {size(free)} free",
             "free some space, or set HF_HOME to a folder on another disk",
         )
 
@@ -440,7 +426,7 @@ def _hub_errors(repository: Repository, cache: Path) -> Iterator[None]:
         if _offline() or isinstance(error, hub.LocalEntryNotFoundError | hub.OfflineModeIsEnabled):
             why = "HF_HUB_OFFLINE is set" if _offline() else f"{constants.ENDPOINT} does not answer"
             raise CheckpointError(
-                f"'{name}' is not whole in '{cache}', and {why}",
+                f"files of '{name}' are missing in '{cache}', and {why}",
                 f"where there is a network run `{repository.command}`, and copy {_folder(name)} into that folder",
             ) from error
         for kind, (what, remedy) in refusals.items():
@@ -449,7 +435,7 @@ def _hub_errors(repository: Repository, cache: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
                 f"'{cache}' is full",
-                "free some space, or set HF_HOME to a folder on another disk; the same command resumes",
+                "free some space, or set HF_HOME to a folder on another disk: the same command resumes",
             ) from error
         if isinstance(error, PermissionError):
             remedy = "set HF_HOME to a folder that you may write"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ from tokenizers import Tokenizer
 
 from ..actors.requests import SamplingParams
 from ..actors.settings import KvSettings
-from ..actors.store.format import MAX_HEADER_BYTES
 from ..errors import CheckpointError, RequestError
+from .checkpoint_files import OTHER_CONFIG, read_json_object, refuse_unreadable
 
 _MAX_TOKENS = 1_000_000
 _MAX_TEMPERATURE = 2.0
@@ -27,11 +25,13 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     Raises:
         CheckpointError: tokenizer.json is not one.
     """
+    path = model_dir / "tokenizer.json"
+    refuse_unreadable(path)
     try:
-        return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        remedy = "download tokenizer.json again"
-        raise CheckpointError(f"'{model_dir / 'tokenizer.json'}' cannot be read: {_line(error)}", remedy) from error
+        remedy = "install a newer `tokenizers`, or copy tokenizer.json from where the model is published"
+        raise CheckpointError(f"'{path}' cannot be read: {_line(error)}", remedy) from error
 
 
 def load_model_config(model_dir: Path) -> dict[str, Any]:
@@ -46,47 +46,8 @@ def load_model_config(model_dir: Path) -> dict[str, Any]:
     counts = {name: config[name] for name in EXPERT_COUNTS if isinstance(config.get(name), int)}
     if len(set(counts.values())) > 1:
         found = " and ".join(f"{name} {count}" for name, count in counts.items())
-        raise CheckpointError(f"'{model_dir / 'config.json'}' has {found}", "download config.json again")
+        raise CheckpointError(f"'{model_dir / 'config.json'}' has {found}", OTHER_CONFIG)
     return config
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """One of a checkpoint's JSON files.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not a JSON object.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"'{path}' cannot be read: {_line(error)}", f"download {path.name} again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"'{path}' is not a JSON object", f"download {path.name} again")
-    return found
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: of every tensor by name its dtype, shape and offsets; no tensor is read.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is not a safetensors file.
-    """
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(file.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("header is not an object")
-        header.pop("__metadata__", None)
-        for name, tensor in header.items():
-            shape = tensor.get("shape") if isinstance(tensor, dict) else None
-            if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
-                raise ValueError(f"'{name}' has no shape")
-        return header
-    except (OSError, ValueError, struct.error) as error:
-        raise CheckpointError(f"'{path}' is not a safetensors file: {error}", "download it again") from error
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

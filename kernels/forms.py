@@ -69,6 +69,10 @@ def _e4m3() -> NDArray[np.float32]:
 E4M3 = _e4m3()
 
 
+OTHER_CONFIG = "pass the configuration that belongs to these weights, or another release of the model"
+ODD_VALUES = "compare the sha256 of the file with the publisher's: replace it where they differ"
+
+
 def ceil_div(size: int, part: int) -> int:
     return -(-size // part)
 
@@ -107,7 +111,7 @@ class MatrixForm:
         if self.kind not in KINDS:
             raise FormError(f"there is no form of weights {self.kind!r}", f"known forms: {', '.join(KINDS)}")
         if self.outputs < 1 or self.inputs < 1:
-            raise FormError(f"a matrix of {self.outputs} x {self.inputs} has no weights", "check the checkpoint")
+            raise FormError(f"a matrix of {self.outputs} x {self.inputs} has no weights", OTHER_CONFIG)
         fixed = {"fp8_block": (128, 128), "mxfp4": (32, 0), "nvfp4": (16, 0)}.get(self.kind, (0, 0))
         for name, value in (("group", self.group or fixed[0]), ("block", self.block or fixed[1])):
             object.__setattr__(self, name, value)
@@ -117,7 +121,7 @@ class MatrixForm:
         unit = {"mxfp4": 32, "nvfp4": 16}.get(self.kind) or BLOCKS.get(self.kind, (1,))[0]
         if self.inputs % unit:
             raise FormError(f"{self.inputs} inputs are not a multiple of {unit}, the block of {self.kind}",
-                            "the checkpoint is mislabelled or damaged")  # fmt: skip
+                            OTHER_CONFIG)  # fmt: skip
 
     def _check_fields(self) -> None:
         kind = self.kind
@@ -369,18 +373,18 @@ def layout_bytes(layout: Layout) -> int:
 def check_layout(layout: Layout, parts: Parts, *, leading: int = 0) -> None:
     """Raise FormError unless `parts` have the names, types and shapes of `layout`, after `leading` common axes."""
     if set(parts) != set(layout):
-        raise FormError(f"the parts {sorted(layout)} are expected, not {sorted(parts)}", "check the checkpoint")
+        raise FormError(f"the parts {sorted(layout)} are expected, not {sorted(parts)}", OTHER_CONFIG)
     front = next(iter(parts.values())).shape[:leading]
     for name, (code, shape) in layout.items():
         array, dtype = parts[name], np.dtype(DTYPES[code])
         if array.dtype != dtype or array.shape != (*front, *shape):
             raise FormError(f"{name} is {array.dtype} {array.shape}, not {dtype} {(*front, *shape)} ({code})",
-                            "the checkpoint is damaged, or its quantization config is of another one")  # fmt: skip
+                            OTHER_CONFIG)  # fmt: skip
 
 
 def _refuse(wrong: bool, what: str) -> None:
     if wrong:
-        raise FormError(what, "the checkpoint is damaged")
+        raise FormError(what, ODD_VALUES)
 
 
 def _floats(array: NDArray[Any], code: str, *, power: bool = False) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormError
-from .forms import DTYPES, MatrixForm, ceil_div
+from .forms import DTYPES, OTHER_CONFIG, MatrixForm, ceil_div
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output, among eight, of each nibble of a word from the lowest on
 _TILE = 256  # words of a side of what is transposed at a time, so that both sides stay in a cache
@@ -109,7 +109,8 @@ def _with_zeros(
     if form.zeros:
         parts["zero"] = np.ascontiguousarray(zeros.T)
     elif (zeros != 1 << form.bits - 1).any():
-        raise FormError("there are zero points other than half of the range", "give the form zeros=True")
+        raise FormError("there are zero points other than half of the range, and the configuration says symmetric",
+                        "say `sym: false` in it")  # fmt: skip
     return parts
 
 
@@ -119,7 +120,8 @@ def _ordered(
     """Columns sorted by their group, if the form has an order."""
     moved = g_idx is not None and needs_order(g_idx, form.group)
     if moved and not form.order:
-        raise FormError("the inputs are not in the order of their groups", "give the form order=True")
+        raise FormError("the inputs are not in the order of their groups, and the configuration says nothing of that",
+                        "say `desc_act: true` in it (compressed-tensors: `actorder: group`)")  # fmt: skip
     if form.order:
         order = np.arange(form.inputs, dtype=np.int32)
         if moved:
@@ -128,7 +130,7 @@ def _ordered(
             order = np.argsort(g_idx, kind="stable").astype(np.int32)
             if needs_order(g_idx[order], form.group):
                 raise FormError(
-                    f"the groups of g_idx do not have {form.group} inputs each", "the checkpoint is damaged"
+                    f"the groups of g_idx do not have {form.group} inputs each", OTHER_CONFIG
                 )
             parts["weight"] = _permuted(parts["weight"], order, form.bits)
         parts["order"] = order
@@ -169,4 +171,4 @@ def _transposed(words: NDArray[np.int32]) -> NDArray[np.int32]:
 def _expect(name: str, array: NDArray[Any], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
     if array.dtype != dtype or array.shape != shape:
         raise FormError(f"{name} is {array.dtype} {array.shape}, not {np.dtype(dtype)} {shape}",
-                        "the checkpoint is damaged, or its quantization config is of another one")  # fmt: skip
+                        OTHER_CONFIG)  # fmt: skip

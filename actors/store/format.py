@@ -172,22 +172,26 @@ def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[by
     return head, specs
 
 
-def read_header(path: Path, error: Callable[[str], TierMoeError]) -> tuple[bytes, tuple[TensorSpec, ...]]:
+def read_header(
+    path: Path, error: Callable[[str], TierMoeError], truncated: Callable[[str], TierMoeError] | None = None
+) -> tuple[bytes, tuple[TensorSpec, ...]]:
     """Read and check the header of a safetensors file: types, shapes, and data without gap or overlap.
 
     Returns:
         The raw header, length field included, and the tensors in file order.
 
     Raises:
-        TierMoeError: `error(description)`, when the file is absent, truncated or malformed.
+        TierMoeError: `error(description)`, when the file is absent or malformed; `truncated(description)`, by default
+            `error`, when it is shorter or longer than its header says.
     """
+    truncated = truncated or error
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(8)
             length = int.from_bytes(head, "little")
             if len(head) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise error(f"{path} is truncated or not a safetensors file ({size} bytes)")
+                raise truncated(f"{path} is truncated or not a safetensors file ({size} bytes)")
             text = file.read(length)
     except OSError as cause:
         raise error(f"{path} cannot be read ({cause.strerror})") from cause
@@ -203,7 +207,7 @@ def read_header(path: Path, error: Callable[[str], TierMoeError]) -> tuple[bytes
             raise error(f"{path}: the data of tensor {spec.name!r} overlaps another or leaves a gap")
         end += spec.nbytes
     if end != size:
-        raise error(f"{path} has {size} bytes where its header needs {end}")
+        raise truncated(f"{path} has {size} bytes where its header needs {end}")
     return head + text, tuple(specs)
 
 

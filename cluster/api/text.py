@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 
 from ...actors.requests import TokenEvent, TokenLogprob
 from ...errors import ConfigError
+from ..checkpoint_files import read_json_object
 from ..detokenizer import IncrementalText
-from ..prompt import read_json_object
 from .refusals import refused
 from .schema import Display
 

@@ -22,11 +22,12 @@ from ...actors.settings import EngineSettings
 from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ...kernels.forms import ExpertForm
+from ..checkpoint_files import OTHER_CONFIG
 from ..config import RunConfig
 from ..host import usable_cores
 from ..hub import headers, name_of, tensors_of
-from ..prompt import EXPERT_COUNTS, load_model_config, read_json_object
-from ..quantization import HF_QUANT_CONFIG, expected_experts, plain_experts, read_quantization
+from ..prompt import EXPERT_COUNTS, load_model_config
+from ..quantization import expected_experts, plain_experts, quantization_of
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
 from .spec import NODE_ID_LABEL, ModelFacts, NodeInfo
@@ -36,6 +37,7 @@ _BYTES = ("memory", "object_store_memory")
 _BYTE_SIZE = TypeAdapter(ByteSize)
 _GPU_DEVICES = "nvidia[0-9]*"  # in /dev, one for each GPU
 ROUTED = re.compile(r"\.experts\.|_exps\.")  # not `.shared_experts.`: those run for every token
+_LAYER, _FURTHER = re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"(?:^|\.)mtp(?:\.|_)")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _SCALES = re.compile(r"(scale|scales|scale_inv|zero_point)$")  # of quantized weights
@@ -97,13 +99,14 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
 
         tensors = tensors_of_gguf(model_dir)
     else:
-        tensors = headers(model_dir) or {}
+        depth = _number(config, ("num_hidden_layers",), model_dir)
+        tensors = {name: what for name, what in (headers(model_dir) or {}).items() if _is_used(name, depth)}
     source = "config.json and the headers of the weights" if tensors else "config.json"
     routed = {name: found for name, found in tensors.items() if ROUTED.search(name)}
     forms = expert_forms(routed) if gguf else _expected_forms(config, model_dir, numbers, hidden, width, routed)
     if forms is not None and len(forms) != layers:
         what = f"'{model_dir}' has {len(forms)} layers with experts, its config.json says {layers}"
-        raise CheckpointError(what, "download the checkpoint again")
+        raise CheckpointError(what, OTHER_CONFIG)
     form = None if forms is None else Published.of_layers([form for form, _ in forms])
     each = 3 * hidden * width
     found = _elements(shape for _, shape in routed.values()) / (layers * experts)
@@ -131,6 +134,12 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     )
 
 
+def _is_used(name: str, depth: int) -> bool:
+    """Whether a tensor is not of the layers that predict further tokens: named so, or after the last layer."""
+    number = _LAYER.search(name)
+    return not _FURTHER.search(name) and (number is None or int(number[1]) < depth)
+
+
 def _published_facts(published: Published | None, experts: int, mapped: Sequence[bool]) -> dict[str, Any]:
     """The fields of `ModelFacts` about published forms. mapped: the layers that stay in the checkpoint."""
     if published is None:
@@ -153,8 +162,7 @@ def _expected_forms(
         layers: numbers of the MoE layers.
         routed: type code and shape of the tensors of routed experts; empty where they are not known.
     """
-    beside = model_dir / HF_QUANT_CONFIG
-    quantization = read_quantization(config, read_json_object(beside) if beside.is_file() else None)
+    quantization = quantization_of(model_dir)
     if quantization is None:
         return None
     codes: dict[int, set[str]] = {}
@@ -199,7 +207,7 @@ def _count(config: Mapping[str, Any], name: str, model_dir: Path) -> int:
 
 
 def _malformed(name: str, value: Any, model_dir: Path) -> CheckpointError:
-    return CheckpointError(f"'{model_dir / 'config.json'}': {name} is {value!r}", "download config.json again")
+    return CheckpointError(f"'{model_dir / 'config.json'}': {name} is {value!r}", OTHER_CONFIG)
 
 
 def _moe_layers(config: Mapping[str, Any], model_dir: Path) -> list[int]:

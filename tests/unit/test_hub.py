@@ -141,7 +141,7 @@ def test_offline_says_the_command(server: HubServer, checkpoint: Path, monkeypat
     folder = hub.locate(f"{NAME}@v1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.locate(f"{NAME}@v1") == folder
-    with pytest.raises(CheckpointError, match=r"not whole in .* and HF_HUB_OFFLINE is set; .*hf download org/tiny"):
+    with pytest.raises(CheckpointError, match=r"files of .* are missing in .*OFFLINE is set; .*hf download org/tiny"):
         hub.complete(folder, progress=False)
     assert server.fetched() <= {path.name for path in checkpoint.iterdir()} - {"model.safetensors"}
 
@@ -213,7 +213,7 @@ def test_what_is_quantized_is_refused_before_its_weights(server: HubServer, chec
     assert "model.safetensors" not in server.fetched()
 
 
-@pytest.mark.parametrize("file", ["../../x.safetensors", "a/b.safetensors", "*.safetensors", ".x.safetensors", "x.bin"])
+@pytest.mark.parametrize("file", ["../../x.safetensors", "a/../x.safetensors", "*.safetensors", "/x.safetensors", "b"])
 def test_an_index_cannot_lead_out_of_its_folder(server: HubServer, checkpoint: Path, file: str) -> None:
     served = server.add(NAME, checkpoint)
     del served.files["model.safetensors"]
@@ -221,6 +221,27 @@ def test_an_index_cannot_lead_out_of_its_folder(server: HubServer, checkpoint: P
     folder = hub.locate(NAME)
     with pytest.raises(CheckpointError, match="no safetensors file beside it"):
         hub.complete(folder, progress=False)
+
+
+def test_an_index_may_name_files_in_folders(server: HubServer, sharded: Path) -> None:
+    served = server.add(NAME, sharded)
+    index = json.loads(served.files[hub.INDEX])
+    for name in set(index["weight_map"].values()):
+        served.files[f"weights/{name}"] = served.files.pop(name)
+    index["weight_map"] = {tensor: f"weights/{name}" for tensor, name in index["weight_map"].items()}
+    served.files[hub.INDEX] = json.dumps(index).encode()
+    folder = hub.locate(NAME)
+    remote = hub.headers(folder)
+    ensure_prepared(folder, progress=False)
+    assert hub.headers(folder) == remote
+    assert not hub._missing(folder)
+
+
+def test_a_single_file_is_fetched_rather_than_an_index(server: HubServer, sharded: Path, checkpoint: Path) -> None:
+    """Of a repository with both forms, as transformers does."""
+    server.add(NAME, sharded).files[hub.SINGLE] = (checkpoint / hub.SINGLE).read_bytes()
+    hub.complete(hub.locate(NAME), progress=False)
+    assert {name for name in server.fetched() if name.endswith(".safetensors")} == {hub.SINGLE}
 
 
 def test_a_repository_without_safetensors(server: HubServer, checkpoint: Path) -> None:

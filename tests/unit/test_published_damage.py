@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from gguf import GGMLQuantizationType
 from published import RELEASES, SIZES, Release, all_forms, q4_k_m, write, write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_checkpoint
+from words import check_words
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.gguf_header import read_gguf_header
@@ -51,13 +51,15 @@ def read_all(folder: Path) -> None:
 
 def refused(folder: Path) -> bool:
     """Whether a checkpoint is refused with a typed error; any other error is raised, and one of its plan, too."""
-    with suppress(TierMoeError):
-        facts_of_checkpoint(folder)
-    try:
-        read_all(folder)
-    except TierMoeError:
-        return True
-    return False
+    found = False
+    for read in (facts_of_checkpoint, read_all):
+        try:
+            read(folder)
+        except TierMoeError as error:
+            if any(folder.glob("*.safetensors")):
+                check_words(error)
+            found = read is read_all
+    return found
 
 
 def truncate(path: Path, rng: random.Random) -> None:

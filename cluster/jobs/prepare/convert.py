@@ -29,8 +29,9 @@ from ....actors.store.format import (
 )
 from ....actors.store.published import map_name
 from ....errors import CheckpointError
+from ...checkpoint_files import CONFIG, OTHER_CONFIG, compare_hash
 from ...quantization import quantization_dict, without_quantization
-from .checkpoint import CONFIG_NAME, REFETCH, Checkpoint, read_source
+from .checkpoint import Checkpoint, read_source
 from .expert_forms import LayerExperts, in_order, is_published, layer_experts
 from .plan import (
     ExpertsModule,
@@ -116,7 +117,7 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
     ]
     for name in expert_params:
         if type_code(plan.makers[name].targets[name].dtype) != DTYPE_CODES[dtype]:
-            raise CheckpointError(f"parameter {name} does not come out as {dtype}", REFETCH)
+            raise CheckpointError(f"parameter {name} does not come out as {dtype}", OTHER_CONFIG)
     published = None
     if checkpoint.gguf is not None or is_published(plan, experts):
         published = tuple(layer_experts(plan, module) for module in experts)
@@ -157,7 +158,7 @@ def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
 def _extra(path: Path) -> bytes:
     """A small file of the checkpoint; of `config.json`, what the dequantized model needs."""
     data = path.read_bytes()
-    if path.name == CONFIG_NAME and quantization_dict(config := json.loads(data)) is not None:
+    if path.name == CONFIG and quantization_dict(config := json.loads(data)) is not None:
         return json.dumps(without_quantization(config), indent=1).encode()
     return data
 
@@ -224,8 +225,9 @@ def _layer_data(conversion: Conversion, module: ExpertsModule) -> Iterator[memor
     """The tensors of a layer file in order, some experts at a time."""
     for stored in module.shape.stacked():
         param = module.params[stored]
-        for block in conversion.plan.makers[param].blocks(conversion.model, [param]):
-            yield _checked_bytes(param, module.neuron_major(stored, block))
+        group = conversion.plan.makers[param]
+        for block in group.blocks(conversion.model, [param]):
+            yield _checked_bytes(group, module.neuron_major(stored, block))
 
 
 def _write_dense(conversion: Conversion, folder: Path, journal: Journal, advance: Advance) -> DenseFile:
@@ -245,7 +247,7 @@ def _dense_data(conversion: Conversion) -> Iterator[memoryview]:
 
     def made(group: Group) -> Iterator[memoryview]:
         for block in group.blocks(conversion.model, [name for name in group.targets if name in wanted]):
-            yield _checked_bytes(group.key, block)
+            yield _checked_bytes(group, block)
 
     def ahead(group: Group) -> list[memoryview] | None:
         dequantized = any(isinstance(entry, QuantizedEntry) for _, _, entry in group.sources)
@@ -262,9 +264,10 @@ def _counted(pieces: Iterator[memoryview], advance: Advance) -> Iterator[memoryv
         advance(len(piece))
 
 
-def _checked_bytes(name: str, block: torch.Tensor) -> memoryview:
+def _checked_bytes(group: Group, block: torch.Tensor) -> memoryview:
     if not is_finite(block):
-        raise CheckpointError(f"the tensors of {name} hold NaN or infinity", REFETCH)
+        paths = [path for _, _, entry in group.sources for path in entry.paths]
+        raise CheckpointError(f"the tensors of {group.key} hold NaN or infinity", compare_hash(*paths))
     return raw_bytes(block)
 
 

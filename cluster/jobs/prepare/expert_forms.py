@@ -20,8 +20,9 @@ from ....actors.store.format import part_bytes
 from ....actors.store.published import LayerMap, runs_of
 from ....errors import CheckpointError, FormError, UnsupportedModelError
 from ....kernels.forms import DTYPES, ExpertForm, MatrixForm
+from ...checkpoint_files import OTHER_CONFIG, compare_hash
 from ...gguf_header import EXPERT_REMEDY
-from .checkpoint import REFETCH, Entry, TensorEntry, read_bytes
+from .checkpoint import Entry, TensorEntry, read_bytes
 from .plan import ExpertsModule, Group, Plan
 from .published import QuantizedEntry, Raw, plain_form
 
@@ -115,9 +116,9 @@ class LayerExperts:
             found.append(np.frombuffer(read_bytes(entry, expert * nbytes, nbytes), DTYPES[code]))
         bias, name = np.concatenate(found), self.biases[matrix][0].spec.name
         if bias.shape != shape:
-            raise CheckpointError(f"the bias {name!r} is {bias.shape}, not {shape}", REFETCH)
+            raise CheckpointError(f"the bias {name!r} is {bias.shape}, not {shape}", OTHER_CONFIG)
         if not np.isfinite(bias if code != "BF16" else (bias.astype(np.uint32) << 16).view(np.float32)).all():
-            raise CheckpointError(f"tensor {name!r} holds NaN or infinity", REFETCH)
+            raise CheckpointError(f"tensor {name!r} holds NaN or infinity", compare_hash(self.biases[matrix][0].path))
         return bias
 
 
@@ -173,7 +174,7 @@ def layer_experts(plan: Plan, module: ExpertsModule) -> LayerExperts:
     except FormError as error:
         raise CheckpointError(f"{module.path}: {error.what}", error.remedy) from error
     if (form.hidden, form.intermediate) != (module.shape.hidden, module.shape.intermediate):
-        raise CheckpointError(f"{module.path} has experts of another shape than config.json says", REFETCH)
+        raise CheckpointError(f"{module.path} has experts of another shape than config.json says", OTHER_CONFIG)
     return LayerExperts(form, module.shape.num_experts, matrices, biases)
 
 

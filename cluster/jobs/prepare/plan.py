@@ -15,7 +15,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -37,9 +37,10 @@ from transformers.core_model_loading import (
 from ....actors.engine.model.model import quiet_logger
 from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ....errors import CheckpointError, UnsupportedModelError
+from ...checkpoint_files import INDEX, OTHER_CONFIG
 from ...quantization import KEYS
-from .checkpoint import REFETCH, Checkpoint, Entry, TensorEntry, read_bytes
-from .published import QuantizedEntry, join
+from .checkpoint import Checkpoint, Entry, TensorEntry, read_bytes
+from .published import PublishedMatrix, QuantizedEntry, join
 
 BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
 _ROWS = 128  # of quantized matrices: those of a block of FP8
@@ -258,7 +259,7 @@ def _load_config(checkpoint: Checkpoint) -> tuple[PretrainedConfig, torch.dtype]
     except Exception as error:  # transformers raises many kinds for a bad configuration
         raise CheckpointError(
             f"{checkpoint.path}: config.json is not usable ({first_problem(error)})",
-            f"check that the transformers release knows this architecture, or {REFETCH}",
+            "check that the transformers release knows this architecture, and mend what it names in config.json",
         ) from error
 
 
@@ -319,7 +320,7 @@ class Group:
             raise
         except Exception as error:  # a conversion that does not fit the tensors fails in many ways
             what = f"the tensors of {self.key} do not fit together ({first_problem(error)})"
-            raise CheckpointError(what, REFETCH) from error
+            raise CheckpointError(what, OTHER_CONFIG) from error
         return {name: param[0] if isinstance(param, list) else param for name, param in made.items()}
 
     def blocks(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
@@ -381,7 +382,7 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
         CheckpointError: tensors are mis-shaped, experts are surplus, or two tensors make one parameter.
     """
     slots = dict(model.state_dict())
-    groups, unexpected = _group(model, dequantized_tensors(model, checkpoint), slots)
+    groups, unexpected = _group(model, checkpoint, slots)
     makers: dict[str, Group] = {}
     problems: list[str] = []
     for group in groups:
@@ -393,21 +394,20 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
             elif slot.shape != made.shape:
                 problems.append(f"{name} is {list(made.shape)}, not {list(slot.shape)}")
             elif name in makers:
-                raise CheckpointError(f"two tensors of the checkpoint make parameter {name}", REFETCH)
+                raise CheckpointError(f"two tensors of the checkpoint make parameter {name}", _ONE_OF_EACH)
             else:
                 makers[name] = group
                 group.targets[name] = made
     if problems:
-        raise CheckpointError(f"{_some(problems)} in {checkpoint.path}", REFETCH)
+        raise CheckpointError(f"{_some(problems)} in {checkpoint.path}", OTHER_CONFIG)
     _refuse_unexpected_experts(model, unexpected)
     return Plan(groups, makers)
 
 
-def dequantized_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Entry]:
-    """The checkpoint's tensors, quantized matrices as one tensor each. Raises CheckpointError as `join`."""
-    if checkpoint.quantization is None:
-        return dict(checkpoint.tensors)
-    return join(cast(dict[str, TensorEntry], checkpoint.tensors), checkpoint.quantization, type_code(model.dtype))
+def _dequantized_tensors(checkpoint: Checkpoint) -> dict[str, TensorEntry | PublishedMatrix]:
+    """The checkpoint's tensors, quantized matrices as one each, which is not checked yet. Raises as `join`."""
+    tensors = cast(dict[str, TensorEntry], checkpoint.tensors)
+    return {**tensors} if checkpoint.quantization is None else {**join(tensors, checkpoint.quantization)}
 
 
 def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> None:
@@ -423,13 +423,21 @@ def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> No
         if name not in plan.makers and name not in satisfied and not (optional and optional.search(name))
     ]
     if missing:
-        raise CheckpointError(f"the checkpoint lacks {_some(missing)}", REFETCH)
+        remedy = "pass a whole checkpoint, with the config.json that belongs to its weights"
+        raise CheckpointError(f"the checkpoint lacks {_some(missing)}", remedy)
+
+
+_ONE_OF_EACH = "pass a release that has one tensor for each parameter"
 
 
 def _group(
-    model: PreTrainedModel, tensors: Mapping[str, Entry], slots: dict[str, torch.Tensor]
+    model: PreTrainedModel, checkpoint: Checkpoint, slots: dict[str, torch.Tensor]
 ) -> tuple[list[Group], list[str]]:
-    """The groups of the checkpoint's tensors, and the names that the model does not have."""
+    """The groups of the checkpoint's tensors, and the names that the model does not have.
+
+    What the model does not have is not checked: neither quantized matrices nor what the index says of them.
+    """
+    tensors = _dequantized_tensors(checkpoint)
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -437,24 +445,28 @@ def _group(
     groups: dict[str, Group] = {}
     unexpected: list[str] = []
     # one pass in this order: some renamings depend on the names before
-    for name in sorted(tensors, key=dot_natural_key):
+    for name in sorted({**tensors, **checkpoint.absent}, key=dot_natural_key):
         try:
             key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, slots)
         except ValueError as error:  # a renaming expects a number
-            raise CheckpointError(f"tensor {name!r} has an unknown name ({error})", REFETCH) from error
+            raise CheckpointError(f"tensor {name!r} has an unknown name ({error})", OTHER_CONFIG) from error
         if key not in slots and name in slots:
             key, pattern = name, None
         if key not in slots:
             unexpected.append(key)
             continue
-        entry = tensors[name]
+        if name not in tensors:
+            what = f"tensor {name!r} is missing from {checkpoint.absent[name]}, though {INDEX} says so"
+            raise CheckpointError(what, "pass files and an index of one release")
+        found = tensors[name]
+        entry = found.entry(type_code(model.dtype)) if isinstance(found, PublishedMatrix) else found
         group = groups.get(key)
         if group is None:
             converter = deepcopy(by_pattern[pattern]) if pattern is not None else None
             group = groups[key] = Group(key, converter, target_dtype(model, key, slots[key]), [])
         elif group.converter is None:
             other = group.sources[0][1]
-            raise CheckpointError(f"tensors {other!r} and {name!r} both make parameter {key}", REFETCH)
+            raise CheckpointError(f"tensors {other!r} and {name!r} both make parameter {key}", _ONE_OF_EACH)
         if group.dtype.is_floating_point and entry.spec.dtype not in ("BF16", "F16", "F32", "F64"):
             # a damaged header, or an unmarked quantization
             raise CheckpointError(
@@ -485,7 +497,7 @@ def _check_numbering(group: Group) -> None:
         numbers = {str(number) for number in range(len(names))}
         if len({len(name) for name in names}) > 1 or varying != [numbers]:
             shown = [".".join(name) for name in names]
-            raise CheckpointError(f"the tensors of {group.key} are not numbered 0..n-1: {_some(shown)}", REFETCH)
+            raise CheckpointError(f"the tensors of {group.key} are not numbered 0..n-1: {_some(shown)}", OTHER_CONFIG)
 
 
 def _meta(entry: Entry) -> torch.Tensor:
@@ -495,14 +507,15 @@ def _meta(entry: Entry) -> torch.Tensor:
 def _refuse_unexpected_experts(model: PreTrainedModel, unexpected: list[str]) -> None:
     """Ignore unexpected tensors, as transformers does, but not those of an experts module."""
     ignored = _pattern(model._keys_to_ignore_on_load_unexpected)
-    paths = [path + "." for path, module in model.named_modules() if hasattr(module, "is_concatenated")]
+    paths = tuple(path + "." for path, module in model.named_modules() if hasattr(module, "is_concatenated"))
     surplus = [
         name
         for name in unexpected
-        if not (ignored and ignored.search(name)) and any(path in name for path in paths)
+        if not (ignored and ignored.search(name)) and name.startswith(paths)
     ]
     if surplus:
-        raise CheckpointError(f"the checkpoint has experts' tensors that the model lacks: {_some(surplus)}", REFETCH)
+        what = f"the checkpoint has experts' tensors that the model lacks: {_some(surplus)}"
+        raise CheckpointError(what, OTHER_CONFIG)
 
 
 def _pattern(patterns: Any) -> re.Pattern[str] | None:

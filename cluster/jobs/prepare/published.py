@@ -10,8 +10,10 @@ NumPy without torch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,21 +21,23 @@ from numpy.typing import NDArray
 
 from ....actors.store.format import TensorSpec, first_problem
 from ....errors import CheckpointError, FormError, UnsupportedModelError
-from ....kernels.forms import DTYPES, MatrixForm
+from ....kernels.forms import DTYPES, MatrixForm, ceil_div
 from ....kernels.repack import repack_awq, repack_compressed_tensors, repack_gptq
+from ...checkpoint_files import CONFIG, OTHER_CONFIG, compare_hash
 from ...quantization import Layout, Quantization, Scheme
-from .checkpoint import REFETCH, Entry, TensorEntry, read_bytes
+from .checkpoint import TensorEntry, read_bytes
 
 Raw = dict[str, NDArray[Any]]
 Repack = Callable[[MatrixForm, Raw], Raw]
 
+# the names that the scale of FP8 has, all for a factor: DeepSeek's, vLLM's, DeepSeek-V4's, Mistral's
+FP8_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 # by layout: the suffix of the tensor that makes a matrix, of those that must be beside it, and of those that may be
 SUFFIXES: Mapping[Layout, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "fp8": (".weight", (".weight_scale_inv",), ()),
-    "scaled": (".weight", (".weight_scale",), ()),
+    "fp8": (".weight", (), FP8_SCALES),  # one of them
     "gpt-oss": ("_blocks", ("_scales",), ()),
-    "mxfp4": (".weight_packed", (".weight_scale",), ()),
-    "nvfp4": (".weight_packed", (".weight_scale", ".weight_global_scale"), ()),
+    "mxfp4": (".weight_packed", (".weight_scale",), (".weight_shape",)),
+    "nvfp4": (".weight_packed", (".weight_scale", ".weight_global_scale"), (".weight_shape",)),
     "modelopt-nvfp4": (".weight", (".weight_scale", ".weight_scale_2"), ()),
     "packed": (".weight_packed", (".weight_scale",), (".weight_shape", ".weight_zero_point", ".weight_g_idx")),
     "int8": (".weight", (".weight_scale",), (".weight_zero_point",)),
@@ -42,14 +46,14 @@ SUFFIXES: Mapping[Layout, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 # the type of the first tensor: a matrix of the same name in another type is not quantized
 _CODES: Mapping[Layout, tuple[str, ...]] = {
-    "fp8": ("F8_E4M3",), "scaled": ("F8_E4M3",), "gpt-oss": ("U8",), "mxfp4": ("U8",), "nvfp4": ("U8",),
+    "fp8": ("F8_E4M3",), "gpt-oss": ("U8",), "mxfp4": ("U8",), "nvfp4": ("U8",),
     "modelopt-nvfp4": ("U8",), "packed": ("I32",), "int8": ("I8",), "awq": ("I32",), "gptq": ("I32",),
 }  # fmt: skip
 _NUMPY = {**DTYPES, "I8": np.int8, "I64": np.int64, "F64": np.float64, "I16": np.int16, "U32": np.uint32}
 # of activations and of a quantized KV cache, which this runtime does not quantize
-_DROPPED = (
-    ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
-)  # fmt: skip
+_OF_ACTIVATIONS = re.compile(
+    r"\.((input|output|act|activation|q|k|v|kv|prob)_(scale|scale_inv|global_scale|zero_point|amax)|qscale_act)$"
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,11 @@ class QuantizedEntry:
     stack: int = 0
     transposed: bool = False
     repack: Repack | None = field(default=None, repr=False)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that hold its tensors."""
+        return tuple(entry.path for entry in self.raw.values())
 
     @property
     def rows(self) -> int:
@@ -96,7 +105,7 @@ class QuantizedEntry:
             raise FormError(f"tensor {self.spec.name!r}: {error.what}", error.remedy) from error
         except (ValueError, IndexError, TypeError) as error:
             what = f"the tensors of {self.spec.name!r} do not fit together ({first_problem(error)})"
-            raise CheckpointError(what, REFETCH) from error
+            raise CheckpointError(what, OTHER_CONFIG) from error
 
     def verified(self, index: int = 0) -> Raw:
         """As `parts`, once every weight is finite. Raises CheckpointError as `parts`, or it is not finite."""
@@ -104,7 +113,7 @@ class QuantizedEntry:
         try:
             self.form.verify(parts)
         except FormError as error:
-            raise FormError(f"tensor {self.spec.name!r}: {error.what}", error.remedy) from error
+            raise FormError(f"tensor {self.spec.name!r}: {error.what}", compare_hash(*self.paths)) from error
         return parts
 
     def dequantized(self, start: int, stop: int) -> NDArray[np.float32]:
@@ -131,6 +140,9 @@ def _row_slice(entry: QuantizedEntry, start: int, stop: int) -> QuantizedEntry |
         return None
     raw, count = {}, stop - start
     for name, part in entry.raw.items():
+        if name == "scale" and form.kind == "fp8_tensor":
+            raw[name] = part
+            continue
         rows = part.spec.shape[0] if part.spec.shape else 0
         per = form.block if name == "scale" and form.block else 1
         if rows != -(-outputs // per) or start % per:
@@ -148,37 +160,91 @@ def _row_slice(entry: QuantizedEntry, start: int, stop: int) -> QuantizedEntry |
     return replace(entry, spec=spec, form=replace(form, outputs=count), raw=raw)
 
 
-def join(tensors: Mapping[str, TensorEntry], quantization: Quantization, dtype: str) -> dict[str, Entry]:
-    """The tensors of the dequantized checkpoint, by name.
+@dataclass(frozen=True)
+class PublishedMatrix:
+    """The tensors of one quantized matrix, or of a stack of them, as they were found; `entry` checks them.
 
-    Args:
-        dtype: type code that dequantized matrices are given, such as "BF16".
+    Attributes:
+        name: of the dequantized tensor.
+        first: suffix of the tensor that makes it.
+        tensors: by suffix.
+        other: further tensors of its module, by suffix, that are of no known use.
+        twice: whether the dequantized tensor is there, too.
+    """
+
+    name: str
+    module: str
+    scheme: Scheme
+    tensors: Mapping[str, TensorEntry] = field(repr=False)
+    other: tuple[str, ...] = ()
+    twice: bool = False
+
+    def entry(self, dtype: str) -> QuantizedEntry:
+        """The matrix. dtype: type code that the dequantized one is given, such as "BF16".
+
+        Raises:
+            CheckpointError: a tensor is missing, or does not have the shape of the form.
+            UnsupportedModelError: a tensor of the module has a meaning that is not known.
+        """
+        layout = self.scheme.layout
+        first, needed, _ = SUFFIXES[layout]
+        wanted = next((suffix for suffix in needed if suffix not in self.tensors), "")
+        if layout == "fp8" and len(self.tensors) < 2:
+            wanted = FP8_SCALES[0] if self.scheme.block is not None else FP8_SCALES[1]
+        if wanted:
+            raise CheckpointError(
+                f"tensor {self.module + wanted!r} is missing, which {self.module + first!r} needs", _BOTH
+            )
+        surplus = [*self.other, *(tuple(self.tensors)[2:] if layout == "fp8" else ())]  # FP8 has one scale
+        if surplus:
+            raise UnsupportedModelError(
+                f"tensor {self.module + surplus[0]!r} belongs to a quantized matrix ({layout}) and is not supported",
+                "pass another release of the model",
+            )
+        if self.twice:
+            remedy = "pass a release that has it once"
+            raise CheckpointError(f"tensor {self.name!r} is there twice, quantized and not", remedy)
+        return _entry(self.name, self.scheme, dict(self.tensors), dtype)
+
+
+_BOTH = "pass a release whose files have both, or the config.json that belongs to these weights"
+
+
+def join(tensors: Mapping[str, TensorEntry], quantization: Quantization) -> dict[str, TensorEntry | PublishedMatrix]:
+    """The tensors of the dequantized checkpoint, by name; of a quantized matrix nothing is checked yet.
 
     Raises:
-        CheckpointError: a tensor of a quantized matrix is missing, or does not have the shape of its form.
-        UnsupportedModelError: a matrix has a layout that is not supported.
+        CheckpointError: the configuration says that weights are quantized, and none is.
     """
-    out: dict[str, Entry] = {}
+    out: dict[str, TensorEntry | PublishedMatrix] = {}
     used: set[str] = set()
+    suffixes: dict[str, list[str]] = {}
+    for name in tensors:
+        module, dot, suffix = name.rpartition(".")
+        suffixes.setdefault(module, []).append(dot + suffix)
     for name, entry in tensors.items():
         found = _matrix_of(name, entry, quantization)
         if found is None:
             continue
         module, scheme = found
-        raw = _companions(module, scheme, tensors, used)
+        first, needed, optional = SUFFIXES[scheme.layout]
+        parts = {s: tensors[module + s] for s in (first, *needed, *optional) if module + s in tensors}
+        used |= {module + suffix for suffix in parts}
         target = module if scheme.layout == "gpt-oss" else f"{module}.weight"
-        out[target] = _entry(target, scheme, raw, dtype)
-    if not out:
+        known = {*parts, ".weight", ".bias"}
+        other = [s for s in suffixes.get(module, ()) if s not in known and not _OF_ACTIVATIONS.search(s)]
+        twice = target in tensors and target not in used
+        out[target] = PublishedMatrix(target, module, scheme, parts, tuple(other), twice)
+    if not out and quantization.source == CONFIG:
         raise CheckpointError(
             f"config.json says that weights are quantized ({quantization.method}), but none is in that form",
-            f"{REFETCH}, with the config.json that belongs to its weights",
+            OTHER_CONFIG,
         )
-    for name, entry in tensors.items():
-        if name not in used and not name.endswith(_DROPPED):
-            if name in out:
-                raise CheckpointError(f"tensor {name!r} is there twice, quantized and not", REFETCH)
-            out[name] = entry
-    return out
+    return out | {
+        name: entry
+        for name, entry in tensors.items()
+        if name not in used and name not in out and not _OF_ACTIVATIONS.search(name)
+    }
 
 
 def _matrix_of(name: str, entry: TensorEntry, quantization: Quantization) -> tuple[str, Scheme] | None:
@@ -193,22 +259,6 @@ def _matrix_of(name: str, entry: TensorEntry, quantization: Quantization) -> tup
     return None
 
 
-def _companions(
-    module: str, scheme: Scheme, tensors: Mapping[str, TensorEntry], used: set[str]
-) -> dict[str, TensorEntry]:
-    """The tensors of a matrix by suffix; they are added to `used`."""
-    first, needed, optional = SUFFIXES[scheme.layout]
-    found = {}
-    for suffix in (first, *needed, *optional):
-        name = module + suffix
-        if name in tensors:
-            found[suffix] = tensors[name]
-            used.add(name)
-        elif suffix not in optional:
-            raise CheckpointError(f"tensor {name!r} is missing, which {module + first!r} needs", REFETCH)
-    return found
-
-
 def _entry(name: str, scheme: Scheme, raw: dict[str, TensorEntry], dtype: str) -> QuantizedEntry:
     try:
         form, parts, stack, repack = _MAKERS[scheme.layout](scheme, raw)
@@ -221,7 +271,8 @@ def _entry(name: str, scheme: Scheme, raw: dict[str, TensorEntry], dtype: str) -
     except FormError as error:
         raise FormError(f"tensor {name!r}: {error.what}", error.remedy) from error
     except (IndexError, KeyError, ValueError) as error:
-        raise CheckpointError(f"the tensors of {name!r} do not have the shapes of {scheme.layout}", REFETCH) from error
+        what = f"the tensors of {name!r} do not have the shapes of {scheme.layout}"
+        raise CheckpointError(what, OTHER_CONFIG) from error
     return entry
 
 
@@ -238,10 +289,7 @@ def _check_bytes(entry: QuantizedEntry) -> None:
         spec, count = entry.raw[name].spec, math.prod(shape) * max(1, entry.stack)
         same = spec.dtype == code or {spec.dtype, code} <= {"U8", "I32"}  # words are read as bytes
         if not same or spec.nbytes != count * np.dtype(DTYPES[code]).itemsize:
-            raise FormError(
-                f"its {name} is {spec.dtype} {list(spec.shape)}, not {code} {list(shape)}",
-                "the checkpoint is damaged, or its quantization config is of another one",
-            )
+            raise FormError(f"its {name} is {spec.dtype} {list(spec.shape)}, not {code} {list(shape)}", OTHER_CONFIG)
 
 
 _Made = tuple[MatrixForm, dict[str, TensorEntry], int, Repack | None]
@@ -254,14 +302,24 @@ def _matrix(entry: TensorEntry) -> tuple[int, int]:
 
 
 def _fp8(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
-    (o, i), scale = _matrix(raw[".weight"]), raw.get(".weight_scale_inv") or raw[".weight_scale"]
+    """One scale for the tensor, for each row, or for each block; the shape of the scales tells which."""
+    o, i = _matrix(raw[".weight"])
+    scale = next(raw[suffix] for suffix in FP8_SCALES if suffix in raw)
     code, shape = scale.spec.dtype, scale.spec.shape
-    if math.prod(shape) == 1 and (o > 1 or scheme.block is None):
+    if len(shape) == 4 and shape[1::2] == (1, 1):  # ModelOpt's blocks
+        shape = shape[::2]
+    block = scheme.block or (128, 128)
+    if math.prod(shape) == 1:
         form = MatrixForm("fp8_tensor", o, i, scale=code)
-    elif scheme.block is None:
+    elif shape == (ceil_div(o, block[0]), ceil_div(i, block[1])):
+        form = MatrixForm("fp8_block", o, i, group=block[1], block=block[0], scale=code)
+    elif shape in ((o,), (o, 1)):
         form = MatrixForm("fp8_channel", o, i, scale=code)
     else:
-        form = MatrixForm("fp8_block", o, i, group=scheme.block[1], block=scheme.block[0], scale=code)
+        told = "nothing of blocks" if scheme.block is None else f"blocks of {block[0]} x {block[1]}"
+        raise FormError(
+            f"its scales are {list(shape)} for {o} x {i} weights, and the configuration says {told}", OTHER_CONFIG
+        )
     return form, {"weight": raw[".weight"], "scale": scale}, 0, None
 
 
@@ -289,19 +347,38 @@ def _int_form(scheme: Scheme, o: int, i: int, scale: TensorEntry) -> MatrixForm:
     )
 
 
+def _spread(form: MatrixForm, array: NDArray[Any]) -> NDArray[Any]:
+    """Scales or zero points of the form's shape; one for the whole tensor (strategy `tensor`) becomes one a row."""
+    shape = form.parts()["scale"][1]
+    return np.ascontiguousarray(np.broadcast_to(array.reshape(-1), shape) if array.size == 1 else array.reshape(shape))
+
+
 def _packed(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
     o, words = _matrix(raw[".weight_packed"])
     scale = raw[".weight_scale"]
+    if ".weight_g_idx" in raw:  # whatever the configuration says of act-order
+        scheme = replace(scheme, order=True)
     form = _int_form(scheme, o, _packed_inputs(scheme, raw, words), scale)
-    if not (scheme.zeros or scheme.order or form.inputs * scheme.bits % 32):
+    _refuse_zeros(scheme, raw.get(".weight_zero_point"))
+    spread = math.prod(scale.spec.shape) < form.parts()["scale"][1][0]
+    if not (scheme.zeros or scheme.order or spread or form.inputs * scheme.bits % 32):
         return form, {"weight": raw[".weight_packed"], "scale": scale}, 0, None
 
     def repack(form: MatrixForm, raw: Raw) -> Raw:
+        scales = _spread(form, raw[".weight_scale"])
         return repack_compressed_tensors(
-            form, raw[".weight_packed"], raw[".weight_scale"], raw.get(".weight_zero_point"), raw.get(".weight_g_idx")
+            form, raw[".weight_packed"], scales, raw.get(".weight_zero_point"), raw.get(".weight_g_idx")
         )
 
     return form, {name: entry for name, entry in raw.items() if name != ".weight_shape"}, 0, repack
+
+
+def _refuse_zeros(scheme: Scheme, zeros: TensorEntry | None) -> None:
+    """Raise FormError where a symmetric matrix has zero points other than 0, which the library would subtract."""
+    if scheme.zeros or zeros is None:
+        return
+    if any(bytes(read_bytes(zeros, 0, zeros.spec.nbytes))):
+        raise FormError("it has zero points, and the configuration says symmetric", OTHER_CONFIG)
 
 
 def _packed_inputs(scheme: Scheme, raw: dict[str, TensorEntry], words: int) -> int:
@@ -315,19 +392,18 @@ def _packed_inputs(scheme: Scheme, raw: dict[str, TensorEntry], words: int) -> i
     told = np.frombuffer(read_bytes(shape, 0, shape.spec.nbytes), np.int64 if shape.spec.dtype == "I64" else np.int32)
     inputs = int(told[1])
     if not most - 32 // scheme.bits < inputs <= most or int(told[0]) != raw[".weight_packed"].spec.shape[0]:
-        raise FormError(f"weight_shape is {told.tolist()}, which the packed weights do not have", REFETCH)
+        raise FormError(f"weight_shape is {told.tolist()}, which the packed weights do not have", OTHER_CONFIG)
     return inputs
 
 
 def _int8(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
     o, i = _matrix(raw[".weight"])
+    _refuse_zeros(scheme, raw.get(".weight_zero_point"))
 
     def repack(form: MatrixForm, raw: Raw) -> Raw:
-        parts = {"weight": raw[".weight"].view(np.uint8) ^ np.uint8(128)}
-        shape = form.parts()["scale"][1]
-        parts["scale"] = np.ascontiguousarray(raw[".weight_scale"].reshape(shape))
+        parts = {"weight": raw[".weight"].view(np.uint8) ^ np.uint8(128), "scale": _spread(form, raw[".weight_scale"])}
         if form.zeros:
-            parts["zero"] = (raw[".weight_zero_point"].view(np.uint8) ^ np.uint8(128)).reshape(shape)
+            parts["zero"] = _spread(form, raw[".weight_zero_point"].view(np.uint8) ^ np.uint8(128))
         form.check(parts)
         return parts
 
@@ -355,7 +431,7 @@ def _gptq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
 
 
 _MAKERS: Mapping[Layout, Callable[[Scheme, dict[str, TensorEntry]], _Made]] = {
-    "fp8": _fp8, "scaled": _fp8, "gpt-oss": _gpt_oss, "mxfp4": _fp4, "nvfp4": _fp4, "modelopt-nvfp4": _fp4,
+    "fp8": _fp8, "gpt-oss": _gpt_oss, "mxfp4": _fp4, "nvfp4": _fp4, "modelopt-nvfp4": _fp4,
     "packed": _packed, "int8": _int8, "awq": _awq, "gptq": _gptq,
 }  # fmt: skip
 

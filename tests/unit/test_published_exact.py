@@ -1,0 +1,405 @@
+"""Layouts of published weights beyond the releases of `published.py`: each gives the values of a torch reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from published import FP8_CONFIG, RELEASES, Release, write
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.jobs.bench.quantizers import Quantize, Tensors, awq, compressed, gptq, modelopt_nvfp4
+from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.topology.inputs import facts_of_checkpoint
+from tiermoe.errors import CheckpointError, FormError, StoreError, TierMoeError, UnsupportedModelError
+
+torch.set_num_threads(1)
+SMALL = {"vocab_size": 64, "num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2, "num_hidden_layers": 2}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
+def small(release: Release) -> Release:
+    return Release(**{**vars(release), "sizes": {**release.sizes, **SMALL}})
+
+
+def assert_exact(published: Path, oracle: Path, folder: Path) -> ExpertStore:
+    """Experts equal the oracle's to the bit, dense weights once rounded to their type."""
+    ours = ExpertStore(prepare(published, folder / "store", progress=False))
+    theirs = ExpertStore(prepare(oracle, folder / "oracle-store", progress=False))
+    for layer, expected in zip(ours.mapped, theirs.layers, strict=True):
+        for expert in range(len(expected.down)):
+            gate_up, down = layer.neurons(expert)  # type: ignore[attr-defined]
+            np.testing.assert_array_equal(gate_up, expected.gate_up[expert])
+            np.testing.assert_array_equal(down, expected.down[expert])
+    with safe_open(ours.describe().dense.path, "pt") as found, safe_open(theirs.describe().dense.path, "pt") as wanted:
+        assert set(found.keys()) == set(wanted.keys())
+        for name in found.keys():  # noqa: SIM118  # not a dict
+            assert torch.equal(found.get_tensor(name).float(), wanted.get_tensor(name).float()), name
+    return ours
+
+
+def fp8(
+    name: str, shape: Callable[[int, int], tuple[int, ...]], dtype: torch.dtype = torch.float32,
+    block: tuple[int, int] | None = None, more: Tensors | None = None,
+) -> Quantize:  # fmt: skip
+    """FP8 whose scales have this name, shape by outputs and inputs, and type; by torch alone."""
+
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        o, i = weight.shape
+        rows, columns = block or ((o, i) if int(np.prod(shape(o, i))) == 1 else (1, i))
+        blocks = weight.reshape(o // rows, rows, i // columns, columns)
+        scale = blocks.abs().amax(dim=(1, 3)) / 448
+        if dtype == torch.uint8:
+            power = torch.ceil(torch.log2(scale)).clamp(-127, 127)
+            scale, stored = torch.exp2(power), (power + 127).to(torch.uint8)
+        else:
+            stored = scale.to(dtype)
+            scale = stored.float()
+        codes = (blocks / scale[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn).reshape(o, i)
+        values = codes.float() * scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        others = {suffix: tensor.clone() for suffix, tensor in (more or {}).items()}
+        return {".weight": codes, name: stored.reshape(shape(o, i)), **others}, values
+
+    return quantize
+
+
+def scalar(o: int, i: int) -> tuple[int, ...]:
+    return ()
+
+
+def one(o: int, i: int) -> tuple[int, ...]:
+    return (1,)
+
+
+def one_by_one(o: int, i: int) -> tuple[int, ...]:
+    return (1, 1)
+
+
+def row(o: int, i: int) -> tuple[int, ...]:
+    return (o,)
+
+
+def column(o: int, i: int) -> tuple[int, ...]:
+    return (o, 1)
+
+
+def grid(o: int, i: int) -> tuple[int, ...]:
+    return o // 128, i // 128
+
+
+def grid_4d(o: int, i: int) -> tuple[int, ...]:
+    return o // 128, 1, i // 128, 1
+
+
+def groups_of_32(o: int, i: int) -> tuple[int, ...]:
+    return o, i // 32
+
+
+def ct(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False, **more}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "frozen",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"],
+    }  # fmt: skip
+
+
+INPUT = {".input_scale": torch.tensor([0.5])}
+ACTIVATION = {".activation_scale": torch.tensor(0.5, dtype=torch.bfloat16)}
+MODELOPT_FP8 = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+bf16 = torch.bfloat16
+FP8: list[tuple[str, Quantize, dict[str, Any], str]] = [
+    ("vLLM, static", fp8(".weight_scale", scalar, more=INPUT), STATIC, "fp8_tensor"),
+    ("vLLM, static, [1]", fp8(".weight_scale", one, more=INPUT), STATIC, "fp8_tensor"),
+    ("vLLM, dynamic", fp8(".weight_scale", one), STATIC | {"activation_scheme": "dynamic"}, "fp8_tensor"),
+    ("vLLM, rows", fp8(".weight_scale", column, bf16), STATIC | {"activation_scheme": "dynamic"}, "fp8_channel"),
+    ("Mistral", fp8(".weight_scale_inv", scalar, bf16, more=ACTIVATION),
+     STATIC | {"weight_block_size": None, "dequantize": False}, "fp8_tensor"),
+    ("Mistral Large", fp8(".qscale_weight", scalar, bf16, more={".qscale_act": torch.tensor(0.5, dtype=bf16)}),
+     STATIC | {"weight_block_size": None}, "fp8_tensor"),
+    ("transformers, one scale in blocks' place", fp8(".weight_scale_inv", one_by_one), FP8_CONFIG, "fp8_tensor"),
+    ("blocks by default", fp8(".weight_scale_inv", grid, block=(128, 128)), {"quant_method": "fp8"}, "fp8_block"),
+    ("blocks, weight_scale", fp8(".weight_scale", grid, block=(128, 128)), FP8_CONFIG, "fp8_block"),
+    ("blocks, scale", fp8(".scale", grid, block=(128, 128)), FP8_CONFIG, "fp8_block"),
+    ("mxfp8", fp8(".weight_scale_inv", groups_of_32, torch.uint8, (1, 32)),
+     {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "fp8_block"),
+    ("compressed-tensors, tensor, []", fp8(".weight_scale", scalar, bf16, more=INPUT), ct("tensor"), "fp8_tensor"),
+    ("compressed-tensors, TENSOR", fp8(".weight_scale", one, bf16), ct("TENSOR", type="FLOAT"), "fp8_tensor"),
+    ("compressed-tensors, [O]", fp8(".weight_scale", row, bf16), ct("channel"), "fp8_channel"),
+    ("compressed-tensors, [O, 1]", fp8(".weight_scale", column, bf16), ct("channel"), "fp8_channel"),
+    ("compressed-tensors, 128x128", fp8(".weight_scale", grid, bf16, (128, 128)),
+     ct("block", block_structure="128x128", actorder=False), "fp8_block"),
+    ("modelopt", fp8(".weight_scale", scalar, more={".input_scale": torch.tensor(0.5)}), MODELOPT_FP8, "fp8_tensor"),
+    ("AutoFP8's older names", fp8(".weight_scale", one, more={".act_scale": torch.ones(1)}), STATIC, "fp8_tensor"),
+    ("modelopt, blocks", fp8(".weight_scale", grid_4d, block=(128, 128)),
+     {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "fp8_block"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "quantize", "config", "kind"), FP8, ids=[case[0] for case in FP8])
+def test_fp8(name: str, quantize: Quantize, config: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    published, oracle = write(small(Release(name, "qwen3_moe", quantize, config)), tmp_path)
+    store = assert_exact(published, oracle, tmp_path)
+    assert store.manifest.published is not None
+    assert store.manifest.published.label() == kind
+    facts_of_checkpoint(published)
+
+
+def test_experts_may_stay_plain(tmp_path: Path) -> None:
+    """What compressed-tensors makes of transformers' stacked experts, which are no linear layers."""
+    release = Release("attention", "qwen3_moe", fp8(".weight_scale", column, bf16), ct("channel"), kept="experts")
+    published, oracle = write(small(release), tmp_path)
+    stores = [ExpertStore(prepare(path, tmp_path / path.name[:3], progress=False)) for path in (published, oracle)]
+    assert stores[0].manifest.published is None
+    assert facts_of_checkpoint(published).form is None
+    for ours, expected in zip(*(store.layers for store in stores), strict=True):
+        np.testing.assert_array_equal(ours.down.astype(np.uint32) << 16, expected.down.view(np.uint32))
+
+
+def test_fp8_names_of_mixtral(tmp_path: Path) -> None:
+    """neuralmagic/Mixtral-8x7B-Instruct-v0.1-FP8."""
+    quantize = fp8(".weight_scale", scalar, more=INPUT)
+    published, oracle = write(small(Release("Mixtral-FP8", "mixtral", quantize, STATIC)), tmp_path)
+    assert_exact(published, oracle, tmp_path)
+
+
+# --- integers -----------------------------------------------------------------------------------------------
+
+
+def int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = (weight.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
+    codes = (weight / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    return {".weight": codes, ".weight_scale": scale}, codes.float() * scale.float()
+
+
+def int8_tensor(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    parts, values = int8(weight.reshape(1, -1))
+    return {name: part.reshape(weight.shape if name == ".weight" else 1) for name, part in parts.items()}, (
+        values.reshape(weight.shape)
+    )
+
+
+def with_zero_points(quantize: Quantize, value: int) -> Quantize:
+    """Symmetric, and yet with zero points, as older releases of compressed-tensors wrote them."""
+
+    def more(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts, values = quantize(weight)
+        return parts | {".weight_zero_point": torch.full(parts[".weight_scale"].shape, value, dtype=torch.int8)}, values
+
+    return more
+
+
+def gptq_v2(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Zero points as they are, not less one."""
+    parts, values = gptq(4, 64, False, False)(weight)
+    nibbles = torch.stack([parts[".qzeros"] >> shift & 15 for shift in range(0, 32, 4)], dim=-1).long() + 1 & 15
+    words = (nibbles << torch.arange(0, 32, 4)).sum(-1)
+    return parts | {".qzeros": (words - (words >> 31 << 32)).int()}, values
+
+
+W8A8 = compressed("int-quantized", num_bits=8, type="int", strategy="channel")
+W4A16 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64)
+GPTQ = {"bits": 4, "group_size": 64, "desc_act": False, "sym": False}
+INTEGERS: list[tuple[str, Quantize, dict[str, Any] | None, dict[str, Any]]] = [
+    ("int8, tensor", int8_tensor, ct("tensor", type="int") | {"format": "int-quantized"}, {}),
+    ("int8, zero points of 0", with_zero_points(int8, 0), W8A8[1], {}),
+    ("GPTQ, format gptq_v2", gptq_v2, {"quant_method": "gptq", **GPTQ, "format": "gptq_v2"}, {}),
+    ("AutoGPTQ, quantize_config.json", gptq(4, 64, False, False), None, {"quantize_config.json": GPTQ}),
+    ("AutoGPTQ, act-order", gptq(4, 64, True, True), None,
+     {"quantize_config.json": GPTQ | {"desc_act": True, "sym": True}}),
+    ("AutoAWQ, quant_config.json", awq, None,
+     {"quant_config.json": {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}}),
+    ("ModelOpt, hf_quant_config.json", modelopt_nvfp4, None,
+     {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}}),
+    ("gptq wins over quantize_config.json", gptq(4, 64, False, False), {"quant_method": "gptq", **GPTQ},
+     {"quantize_config.json": GPTQ | {"bits": 8}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "quantize", "config", "files"), INTEGERS, ids=[case[0] for case in INTEGERS])
+def test_integers_and_files_beside(
+    name: str, quantize: Quantize, config: dict[str, Any] | None, files: dict[str, Any], tmp_path: Path
+) -> None:
+    release = Release(name, "qwen3_moe", quantize, config, dtype=torch.float16, files=files)
+    published, oracle = write(small(release), tmp_path)
+    assert_exact(published, oracle, tmp_path)
+    facts = facts_of_checkpoint(published)
+    assert facts.form is not None
+
+
+@pytest.mark.parametrize("named", [None, "Qwen3-30B-GPTQ"])
+def test_autogptq_names_its_file_itself(named: str | None, tmp_path: Path) -> None:
+    files = {"quantize_config.json": GPTQ | {"model_file_base_name": named}}
+    published, oracle = write(
+        small(Release("gptq", "qwen3_moe", gptq(4, 64, False, False), None, dtype=torch.float16, files=files)), tmp_path
+    )
+    own = f"{named or 'gptq_model-4bit-64g'}.safetensors"
+    (published / "model.safetensors").rename(published / own)
+    assert_exact(published, oracle, tmp_path)
+
+
+def test_a_file_beside_plain_weights_changes_nothing(tmp_path: Path) -> None:
+    """Left over from where the plain weights were quantized: transformers does not read it."""
+    release = Release("plain", "qwen3_moe", None, None, files={"quantize_config.json": GPTQ})
+    published, oracle = write(small(release), tmp_path)
+    store = ExpertStore(prepare(published, tmp_path / "store", progress=False))
+    assert store.manifest.published is None
+    assert facts_of_checkpoint(published).form is None
+    assert oracle.is_dir()
+
+
+def test_a_changed_file_beside_makes_another_store(tmp_path: Path) -> None:
+    release = Release("gptq", "qwen3_moe", gptq(4, 64, False, True), None, files={"quantize_config.json": GPTQ})
+    published, _ = write(small(release), tmp_path)
+    store = prepare(published, tmp_path / "store", progress=False)
+    before = (store / "manifest.json").read_bytes()
+    (published / "quantize_config.json").write_text(json.dumps(GPTQ | {"desc_act": True}))
+    prepare(published, tmp_path / "store", progress=False)
+    assert (store / "manifest.json").read_bytes() != before
+
+
+# --- what the model does not use ----------------------------------------------------------------------------
+
+
+def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def unused(layer: str, drop_scales: bool = True, dtype: torch.dtype | None = None) -> Callable[[Tensors], None]:
+    """The tensors of layer 0 once more under another name, without their scales, or of another type."""
+
+    def change(tensors: Tensors) -> None:
+        for name, tensor in list(tensors.items()):
+            if name.startswith("model.layers.0.") and not (drop_scales and "scale" in name):
+                copied = tensor.clone()
+                if dtype is not None:
+                    copied = torch.zeros(tensor.shape, dtype=dtype)
+                tensors[name.replace("model.layers.0.", layer)] = copied
+
+    return change
+
+
+def vision(tensors: Tensors) -> None:
+    tensors["visual.blocks.0.attn.qkv.weight"] = torch.zeros(4, 4).to(torch.float8_e4m3fn)
+    tensors["model.visual.merger.qweight"] = torch.zeros(4, 4, dtype=torch.int32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
+
+
+UNUSED = [
+    pytest.param("deepseek_v3", unused("model.layers.2."), id="the layer after the last, as DeepSeek's 61"),
+    pytest.param("deepseek_v3", unused("model.layers.61."), id="layer 61"),
+    pytest.param("qwen3_moe", unused("mtp.layers.0."), id="mtp"),
+    pytest.param("qwen3_moe", unused("model.mtp.layers.0.", False, torch.int8), id="mtp, another type"),
+    pytest.param("qwen3_moe", unused("mtp.model.layers.0."), id="a model within another"),
+    pytest.param("qwen3_moe", vision, id="a tower for images, buffers"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "change"), UNUSED)
+def test_what_the_model_does_not_use_is_not_checked(
+    model_type: str, change: Callable[[Tensors], None], tmp_path: Path
+) -> None:
+    fp8_block = next(r for r in RELEASES if r.name == "deepseek-ai/DeepSeek-V3")
+    release = Release(**{**vars(fp8_block), "model_type": model_type})
+    published, oracle = write(small(release), tmp_path)
+    before = facts_of_checkpoint(published)
+    edit(published, change)
+    assert_exact(published, oracle, tmp_path)
+    after = facts_of_checkpoint(published)
+    assert (after.layer_form_bytes, after.expert_elements) == (before.layer_form_bytes, before.expert_elements)
+    if change is not vision:
+        assert after.dense_elements == before.dense_elements
+
+
+def test_the_sizes_of_plain_experts_leave_unused_layers_out(tmp_path: Path) -> None:
+    release = Release("plain", "deepseek_v3", None, None)
+    published, _ = write(small(release), tmp_path)
+    before = facts_of_checkpoint(published)
+    edit(published, unused("model.layers.2."))
+    assert facts_of_checkpoint(published) == before
+
+
+# --- what would change the computation ----------------------------------------------------------------------
+
+NAME = "model.layers.0.mlp.experts.0.up_proj"
+
+
+def add(suffix: str, tensor: torch.Tensor) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({NAME + suffix: tensor})
+
+
+def drop(suffix: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.pop(NAME + suffix)
+
+
+TENSOR = fp8(".weight_scale", scalar)
+REFUSED: list[tuple[str, Quantize, dict[str, Any], Callable[[Tensors], Any], type[TierMoeError], str]] = [
+    ("pre_quant_scale", modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+     add(".pre_quant_scale", torch.ones(256)), UnsupportedModelError, r"pre_quant_scale' belongs to a quantized"),
+    ("two scales", TENSOR, STATIC, add(".weight_scale_inv", torch.ones(())), UnsupportedModelError,
+     r"weight_scale' belongs to a quantized"),
+    ("no scale", TENSOR, STATIC, drop(".weight_scale"), CheckpointError, r"up_proj.weight_scale' is missing, which"),
+    ("scales of another shape", TENSOR, STATIC, add(".weight_scale", torch.ones(3)), FormError,
+     r"scales are \[3\] for 256 x 256 weights"),
+    ("zero points", with_zero_points(W8A8[0], 3), W8A8[1], lambda tensors: None, FormError, "says symmetric"),
+    ("g_idx", gptq(4, 64, True, True), {"quant_method": "gptq", **GPTQ, "sym": True}, lambda tensors: None, FormError,
+     "not in the order of their groups.*; say `desc_act: true`"),
+    ("sym", gptq(4, 64, False, False), {"quant_method": "gptq", **GPTQ, "sym": True}, lambda tensors: None, FormError,
+     "zero points other than half.*; say `sym: false`"),
+    ("twice", gptq(4, 64, False, False), {"quant_method": "gptq", **GPTQ},
+     add(".weight", torch.zeros(256, 256)), CheckpointError, "there twice, quantized and not"),
+    ("none", TENSOR, {"quant_method": "gptq", **GPTQ}, lambda tensors: None, CheckpointError, "none is in that form"),
+    ("nan", TENSOR, STATIC, add(".weight_scale", torch.tensor(float("nan"))), FormError,
+     "compare the sha256 of model.safetensors with the publisher's"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "quantize", "config", "change", "error", "match"), REFUSED, ids=[case[0] for case in REFUSED]
+)
+def test_what_changes_the_computation_is_refused(
+    name: str, quantize: Quantize, config: dict[str, Any], change: Callable[[Tensors], Any],
+    error: type[TierMoeError], match: str, tmp_path: Path,
+) -> None:  # fmt: skip
+    published, _ = write(small(Release(name, "qwen3_moe", quantize, config)), tmp_path)
+    edit(published, change)
+    with pytest.raises(error, match=match) as caught:
+        prepare(published, tmp_path / "store", progress=False)
+    assert "again" not in str(caught.value)
+    assert str(caught.value).count("; ") == 1
+
+
+def test_a_g_idx_counts_whatever_the_configuration_says(tmp_path: Path) -> None:
+    """Packed weights whose inputs are in another order, and a configuration without act-order, were read in order."""
+    ordered, _ = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64)
+    published, _ = write(small(Release("packed", "qwen3_moe", ordered, W4A16[1])), tmp_path)
+    edit(published, add(".weight_g_idx", torch.arange(256, dtype=torch.int32).flip(0) // 64))
+    with pytest.raises(UnsupportedModelError, match=r"the experts beside .* have 2 forms"):  # one expert of them all
+        prepare(published, tmp_path / "store", progress=False)
+
+
+def test_scales_in_another_file_of_a_folder_and_stale_ones_beside_the_weights(tmp_path: Path) -> None:
+    """The index decides for the tensors of one matrix, too; and mapped experts may lie in folders."""
+    published, oracle = write(small(Release("fp8", "qwen3_moe", fp8(".weight_scale", one), STATIC)), tmp_path)
+    tensors = load_file(published / "model.safetensors")
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight_scale")}
+    where = {name: "b/scales.safetensors" if name in scales else "a/weights.safetensors" for name in tensors}
+    (published / "model.safetensors").unlink()
+    for file, held in (("a/weights", tensors | {n: t * 3 for n, t in scales.items()}), ("b/scales", scales)):
+        (published / file).parent.mkdir()
+        save_file(held, published / f"{file}.safetensors")
+    (published / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    store = assert_exact(published, oracle, tmp_path)
+    assert {file.file for file in store.manifest.source} >= set(where.values())
+    (published / "b" / "scales.safetensors").touch()
+    with pytest.raises(StoreError, match=r"scales\.safetensors"):
+        ExpertStore(store.describe().path)
