@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .files import new_canvas
+from .files import new_canvas, room_around, series_style, write_caption
 from .results import PERCENTS, Measurement
 
 LIMITS = ("all-resident", "belady")  # policies that bound the others
 _PHASES = ("all", "prefill", "decode")
-_MARKS = "osD^v<>P*X"
 _SIZE = (6.2, 3.9)  # inches of one panel
 _HEATED = 12  # maps of residency in one report
 _HEAD = re.compile(r"^.*?(?=<svg)", re.DOTALL)
@@ -85,6 +84,7 @@ def _svg(kind: _Kind, shown: Sequence[Measurement], salt: str) -> str:
         axes = canvas.subplots()
         kind.draw(axes, shown)
         axes.tick_params(labelsize=8)
+        write_caption(canvas, f"{shown[0].origin.executor} | {shown[0].origin.model} | {shown[0].origin.machine}")
         out = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         canvas.savefig(out, format="svg", metadata=nothing)
@@ -102,16 +102,16 @@ def _over_memory(axes: Any, shown: Sequence[Measurement], label: str, value: Cal
         x, y = [(one.memory_bytes or 0.0) / 1e6 for one in of], [value(one) for one in of]
         ends = [[max(0.0, v.middle - v.low) for v in y], [max(0.0, v.high - v.middle) for v in y]]
         limit = policy in LIMITS
-        style = {"color": "black", "linestyle": "--"} if limit else {"color": f"C{number % 10}"}
+        style = series_style(LIMITS.index(policy) if limit else number, own=limit)
         axes.errorbar(
-            x, [v.middle for v in y], yerr=ends, label=policy, marker=_MARKS[number % len(_MARKS)], ms=4, lw=1.1,
-            capsize=2, elinewidth=0.7, **style,
+            x, [v.middle for v in y], yerr=ends, label=policy, ms=4, lw=1.1, capsize=2, elinewidth=0.7,
+            linestyle="--" if limit else "-", **style,
         )  # fmt: skip
         if policy == "all-resident":
-            axes.axhline(max(v.middle for v in y), color="black", linestyle=":", lw=0.8)
+            axes.axhline(max(v.middle for v in y), color=style["color"], linestyle=":", lw=0.8)
     axes.set_xlabel("peak expert memory, MB", fontsize=8)
     axes.set_ylabel(label, fontsize=8)
-    axes.set_ylim(bottom=0)
+    room_around(axes, from_zero=True)
     axes.legend(fontsize=6, ncols=1 + len(policies) // 9)
 
 
@@ -192,12 +192,12 @@ def _quality(axes: Any, shown: Sequence[Measurement]) -> None:
     for number, (one, name) in enumerate(zip(shown, _names(shown), strict=True)):
         assert one.tpot_ms is not None
         points.append((divergence(one) or 0.0, 1e3 / one.tpot_ms.middle))
-        axes.plot(*points[-1], _MARKS[number % len(_MARKS)], ms=5, label=name)
+        axes.plot(*points[-1], ms=5, lw=0, label=name, **series_style(number))
     front = pareto(points)
     axes.step([x for x, _ in front], [y for _, y in front], where="post", color="black", lw=0.8, label="Pareto front")
     axes.set_xlabel("KL divergence from lossless, nats (0: the same tokens)", fontsize=8)
     axes.set_ylabel("decode speed, tokens/s of a request", fontsize=8)
-    axes.set_ylim(bottom=0)
+    room_around(axes, from_zero=True)
     axes.legend(fontsize=6, ncols=1 + len(shown) // 12)
 
 
@@ -217,8 +217,8 @@ def _residency(axes: Any, shown: Sequence[Measurement]) -> None:
 
 
 def _latency(axes: Any, shown: Sequence[Measurement]) -> None:
-    for one, name in zip(shown, _names(shown), strict=True):
-        axes.plot(one.latencies_ms or (), PERCENTS, lw=1.2, label=name)
+    for number, (one, name) in enumerate(zip(shown, _names(shown), strict=True)):
+        axes.plot(one.latencies_ms or (), PERCENTS, lw=1.2, label=name, color=series_style(number)["color"])
     axes.set_xscale("log")
     axes.set_xlabel("time between tokens, ms", fontsize=8)
     axes.set_ylabel("share of tokens that came within it, %", fontsize=8)

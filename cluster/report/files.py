@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+
+_COLOURS = (
+    "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22",
+    "#000080", "#006400", "#8b0000", "#daa520", "#4b0082", "#ff1493", "#2f4f4f",
+)  # fmt: skip
+_OWN_COLOURS = ("#000000", "#9400d3", "#a0522d")
+_MARKERS = "osD^v<>P*Xph8"
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
@@ -56,17 +64,17 @@ def write_timeline(path: Path, events: Sequence[dict[str, Any]]) -> None:
         raise ConfigError(f"trace path '{path}': {error.strerror}", "give a path that you may write") from error
 
 
-def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[[], None]]:
-    """An empty figure (width, height in inches), and what writes it to a PNG file.
+def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[..., None]]:
+    """An empty figure (width, height in inches), and what writes it to a PNG file, with its caption as metadata.
 
     Raises:
         ConfigError: matplotlib is not installed; of the second also: the file cannot be written.
     """
     figure = new_canvas(str(path), size)
 
-    def save() -> None:
+    def save(caption: str = "") -> None:
         try:
-            figure.savefig(path, format="png", dpi=100)
+            figure.savefig(path, format="png", dpi=100, metadata={"Description": caption} if caption else None)
         except OSError as error:
             raise ConfigError(f"cannot write '{path}': {error}", "give a path that can be written") from error
 
@@ -83,6 +91,33 @@ def new_canvas(what: str, size: tuple[float, float]) -> Any:
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def series_style(number: int, own: bool = False) -> dict[str, Any]:
+    """Colour and marker of a figure's series 0..; `own`: of those that are emphasized, counted apart.
+
+    No two of the first two hundred are alike.
+    """
+    colours = _OWN_COLOURS if own else _COLOURS
+    return {"color": colours[number % len(colours)], "marker": _MARKERS[number % len(_MARKERS)]}
+
+
+def write_caption(figure: Any, text: str) -> None:
+    """Write above a figure how and on what its numbers were measured: an image is seen without its page."""
+    width = max(40, int(figure.get_figwidth() * 15))
+    figure.suptitle("\n".join(textwrap.wrap(text, width)), fontsize=8, color="#404040")
+
+
+def room_around(axes: Any, from_zero: bool) -> None:
+    """Limits of the y axis that leave room for every point and its marker; `from_zero`: with zero in it."""
+    axes.margins(x=0.06, y=0.1)
+    axes.autoscale_view()
+    if not from_zero:
+        return
+    low, high = axes.dataLim.y0, axes.dataLim.y1
+    span = max(high, 0.0) - min(low, 0.0) or 1.0
+    # a marker at zero is whole; bars stand on the axis
+    axes.set_ylim(min(low, 0.0) - (0.04 * span if low <= 0.02 * span and not axes.patches else 0.0), high + 0.1 * span)
 
 
 def plot_matrix(path: Path, matrix: Any, title: str, label: str, limits: tuple[float, float]) -> None:

@@ -88,7 +88,7 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
     Raises:
         ConfigError: a file cannot be read, is no result that can be compared, or lacks a key.
     """
-    return _joined([measured for path in paths for measured in measurements(_json(path), path.name)])
+    return _joined([measured for path in paths for measured in measurements(read_json(path), path.name)])
 
 
 def measurements(record: Mapping[str, Any], file: str) -> list[Measurement]:
@@ -102,7 +102,8 @@ def measurements(record: Mapping[str, Any], file: str) -> list[Measurement]:
         raise ConfigError(what, "measure it again with this version of tiermoe") from error
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path) -> Mapping[str, Any]:
+    """A result file. Raises ConfigError: it cannot be read, or holds no JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

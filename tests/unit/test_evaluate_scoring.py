@@ -198,6 +198,23 @@ def test_the_record(model: Path, started: list[GpuWorker]) -> None:
     json.dumps(record, allow_nan=False)
 
 
+def test_own_text_is_scored_without_choices(model: Path, started: list[GpuWorker], tmp_path: Path) -> None:
+    """Each window counts as a document; what there is nothing to count from is in no figure, and no NaN in JSON."""
+    file = tmp_path / "mine.txt"
+    file.write_text("words of my own, in a row\n" * 30)
+    options = EvaluationOptions(windows=None, prefix=40, continuation=24)
+    record, quality = command.evaluate(str(model), "on-demand", "0.5", 1, options, None, file)
+    assert (record["text"], record["texts"], record["items"]) == (str(file), 1, 0)
+    assert record["tokens"] == 24 * record["documents"] > 24 * 10
+    assert record["perplexity_ratio"] == record["top1_agreement"] == 1.0
+    assert record["perplexity_low"] < record["perplexity"] < record["perplexity_high"]
+    assert not [key for key in record if "choice" in key]
+    json.dumps(record, allow_nan=False)
+    rows = command.quality_table(quality).rows
+    assert "bits_per_byte" in [row[0] for row in rows]
+    assert not [row for row in rows if "nan" in row]
+
+
 def test_distributions_are_in_half_precision_and_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = Distributions(2, 3, 4)
     rows = torch.log_softmax(torch.arange(12.0).reshape(3, 4), -1)

@@ -27,6 +27,7 @@ from tiermoe.cluster.jobs.evaluate.text import (
     line_starts,
     load_choices,
     load_heldout,
+    load_text,
     spread,
 )
 from tiermoe.errors import CheckpointError, ConfigError
@@ -171,3 +172,58 @@ def test_spread() -> None:
     assert spread(range(2), 5) == [0, 1]
     assert spread([], 2) == []
     assert math.isclose(sum(spread(range(101), 7)) / 7, 50, abs_tol=1)
+
+# -- one's own text ----------------------------------------------------------------------------------------------------
+
+
+def test_own_text_is_a_document_or_one_a_line(tmp_path: Path) -> None:
+    """Issue 30: a policy could not be scored on a user's text."""
+    model = small_model(tmp_path / "model", begin=True)
+    plain = tmp_path / "notes.md"  # any name
+    plain.write_text("\ufeff" + "héllo wörld\n" * 40, encoding="utf-8")
+    heldout = load_text(model, plain)
+    assert (len(heldout.documents), heldout.leading, heldout.own) == (1, (1,), plain)
+    windows = cut_windows(heldout, EvaluationOptions(windows=None, prefix=32, continuation=32))
+    text = plain.read_text(encoding="utf-8-sig").encode()
+    assert len(windows) == (len(text) - 31) // 32  # every token behind the first prefix, one a byte here
+    assert all(len(window.ids) == 64 and window.ids[0] == 1 for window in windows)
+    scored = [id for window in windows for id in window.ids[32:]]
+    assert scored == list(heldout.documents[0][0].ids[31 : 31 + 32 * len(windows)])
+    lines = tmp_path / "two.jsonl"
+    lines.write_text('{"text": "' + "a b " * 99 + '"}\n\n{"text": "short"}\n{"text": "' + "c d " * 99 + '"}\n')
+    windows = cut_windows(load_text(model, lines), EvaluationOptions(windows=2, prefix=32, continuation=32))
+    assert Counter(window.document for window in windows) == {0: 2, 2: 2}  # the short one has no window
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("empty.txt", b"", "has no text"),
+        ("blank.txt", b" \n\t\n", "has no text"),
+        ("empty.jsonl", b"\n", "has no text"),
+        ("binary", bytes(range(256)), "is no UTF-8 text"),
+        ("zeros.txt", b"text\0" * 100, "holds NUL characters"),
+        ("latin.txt", "é".encode("latin-1"), "is no UTF-8 text (byte 0)"),
+        ("lines.jsonl", b'{"text": "a"}\n{"prompt": "b"}\n', "line 2 is not an object with a text"),
+        ("surrogate.jsonl", b'{"text": "\\ud800"}\n', "line 1 is not an object with a text"),
+        ("list.jsonl", b"[1]\n", "line 1 is not an object with a text"),
+    ],
+)
+def test_own_text_that_cannot_be_scored_is_refused(name: str, content: bytes, what: str, tmp_path: Path) -> None:
+    model, file = small_model(tmp_path / "model"), tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        load_text(model, file)
+    assert what in str(refused.value)
+    assert str(file) in str(refused.value)
+    assert "heldout" not in str(refused.value)  # the remedy is for the user's file
+
+
+def test_own_text_that_is_too_short_or_missing_is_refused(tmp_path: Path) -> None:
+    model, file = small_model(tmp_path / "model", begin=True), tmp_path / "short.txt"
+    file.write_text("only a few words")
+    with pytest.raises(ConfigError, match="has 17 tokens, and a window takes 256; give longer text, or lower --prefix"):
+        cut_windows(load_text(model, file), EvaluationOptions(windows=None))
+    for missing in (tmp_path / "none.txt", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_text(model, missing)

@@ -5,16 +5,24 @@ from __future__ import annotations
 import builtins
 import json
 import math
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.container import ErrorbarContainer
+from matplotlib.lines import Line2D
+from PIL import Image
 
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.jobs.bench.experiment import Experiment, experiment_names, load_experiment
+from tiermoe.cluster.jobs.bench.command import redraw
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Plot, experiment_names, load_experiment
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread
-from tiermoe.cluster.jobs.bench.plot import plot
+from tiermoe.cluster.jobs.bench.micro import CASES, Options
+from tiermoe.cluster.jobs.bench.plot import caption, draw, plot
 from tiermoe.cluster.jobs.bench.table import page_of, select, show, small, table_of, write_folder
+from tiermoe.cluster.report.files import new_canvas
 from tiermoe.errors import ConfigError
 
 _DOCS = configs_dir().parent / "docs" / "results"
@@ -129,6 +137,69 @@ def test_the_same_numbers_give_the_same_pixels(tmp_path: Path) -> None:
     assert one.read_bytes() == other.read_bytes()
     with pytest.raises(ConfigError, match="cannot write"):
         plot(tmp_path / "none" / "x.png", figure, record)
+
+
+def _figures() -> list[tuple[str, Plot, dict[str, Any]]]:
+    """The images of docs/results, with their figures and data."""
+    found = []
+    for file in sorted(_DOCS.glob("*.json")):
+        record = json.loads(file.read_text())
+        name = str(record["name"])
+        case = CASES.get(name, Options)
+        plots = load_experiment(name).plots if name in WITH_DATA else case.plots(record["settings"])
+        found += [(image, figure, record) for image, figure in plots.items()]
+    return found
+
+
+_FIGURES = _figures()
+
+
+def test_every_image_of_the_docs_is_drawn_from_data() -> None:
+    assert {image for image, _, _ in _FIGURES} == {path.name for path in _DOCS.glob("*.png")}
+
+
+@pytest.mark.parametrize(("image", "figure", "record"), _FIGURES, ids=[image for image, _, _ in _FIGURES])
+def test_an_image_says_where_its_numbers_are_from_and_shows_all_of_them(
+    image: str, figure: Plot, record: dict[str, Any]
+) -> None:
+    """Issue 30: no *emulated* in the image, clipped points, colours reused, a legend of numbers.
+
+    `tiermoe bench redraw docs/results/NAME.json` draws an image again.
+    """
+    canvas = new_canvas(image, (12.0, 8.0))
+    draw(canvas, figure, record)
+    canvas.canvas.draw()
+    said = caption(figure, record)
+    executors, _, rest = said.partition(" | ")
+    assert re.match("(emulated|simulated|real)", executors)
+    assert record["settings"].get("model", record["settings"].get("shape")) in rest
+    assert canvas._suptitle.get_text().replace("\n", " ") == said
+    assert Image.open(_DOCS / image).info["Description"] == said  # of the committed file, too
+
+    looks: dict[str, tuple[Any, ...]] = {}
+    for axes in canvas.axes:
+        (left, right), (bottom, top) = sorted(axes.get_xlim()), axes.get_ylim()
+        shown = [line for bars in axes.containers for line in [bars[0]] if isinstance(line, Line2D)]
+        for line in shown:
+            for x, y in line.get_xydata():
+                assert left < x < right
+                assert bottom < y < top
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            line = handle[0] if isinstance(handle, ErrorbarContainer) else handle
+            look = (line.get_color(), line.get_marker(), line.get_linestyle())
+            assert looks.setdefault(label, look) == look  # one name, one look, in all panels
+    assert len(set(looks.values())) == len(looks)
+    assert not [label for label in looks if re.fullmatch(r"[-+.\d\s]+", label)]
+
+
+def test_redraw_draws_beside_the_data_and_refuses_what_has_no_figure(tmp_path: Path) -> None:
+    for name in ("ndp.json", "host.json"):
+        shutil.copy(_DOCS / name, tmp_path)
+    redraw([tmp_path / "ndp.json"])
+    assert (tmp_path / "ndp-similarity.png").read_bytes() == (_DOCS / "ndp-similarity.png").read_bytes()
+    for name in ("host.json", "none.json"):
+        with pytest.raises(ConfigError, match=name):
+            redraw([tmp_path / name])
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

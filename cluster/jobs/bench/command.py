@@ -8,7 +8,7 @@ configs/experiments/NAME.yaml`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,18 +18,29 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.core import TyperGroup
 
+from ....errors import ConfigError
 from ...report.files import check_writable
 from ...report.tables import show
 from ..options import as_command
 from . import micro
-from .experiment import Experiment, Option, field_at, load_experiment, options_of, parts, read_experiment
+from .experiment import (
+    Experiment,
+    Option,
+    Plot,
+    experiment_names,
+    field_at,
+    load_experiment,
+    options_of,
+    parts,
+    read_experiment,
+)
 from .finish import Check, Config, Json, JsonCommand, Model, check_folder, finish, say_overridden
 from .metrics import Report
 
 if TYPE_CHECKING:
     from .cells import Cell, Cells, Measured
 
-EXPERIMENTS = ("compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets")
+EXPERIMENTS = ("default", "compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets")
 _PageOut = Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")]
 _Html = Annotated[Path | None, typer.Option(help="FILE.html: the page of `tiermoe report`.")]
 _Address = Annotated[
@@ -191,6 +202,28 @@ def papers(
         check_folder(folder)
     names = list(parts(only)) if only else paper_names()
     finish(lambda progress: run_papers(names, quick, folder, jobs, progress), as_json, check, file)
+
+
+@bench_app.command()
+def redraw(
+    results: Annotated[list[Path], typer.Argument(help="Files that --out wrote.", metavar="RESULT.json...")],
+) -> None:
+    """Draw the figures of results again, beside them, without measuring anything."""
+    from ...report.results import read_json
+    from .plot import plot
+
+    for file in results:
+        record = read_json(file)
+        name, settings = str(record.get("name")), record.get("settings", {})
+        if name in experiment_names():
+            plots: Mapping[str, Plot] = read_experiment(name).plots
+        else:
+            plots = micro.CASES[name].plots(settings) if name in micro.CASES else {}
+        if not plots or "rows" not in record:
+            raise ConfigError(f"'{file}' has no figures", "give the result of a benchmark whose page has some")
+        for image, figure in plots.items():
+            plot(file.with_name(image), figure, record)
+            show(Console(), str(file.with_name(image)))
 
 
 @bench_app.command()

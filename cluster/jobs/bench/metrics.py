@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -18,9 +18,6 @@ from rich.progress import Progress
 from ....errors import ConfigError
 from ...host import cpu, now, versions
 from ...report.tables import Grid, grid, show
-
-if TYPE_CHECKING:
-    from .experiment import Plot
 
 Measures = dict[str, float]
 CLEAR = 0.05  # of the larger: a difference that decides an order
@@ -73,7 +70,7 @@ class Report:
     """The result of a benchmark; `as_dict` is what `--json` prints.
 
     shown: keys of the rows that the table shows; empty: all but "values". figures: other results by key of the JSON
-    object. printed: lines of Markdown that are printed in place of the rows. plots: files beside the page.
+    object. printed: lines of Markdown that are printed in place of the rows.
     """
 
     name: str
@@ -84,7 +81,6 @@ class Report:
     shown: tuple[str, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)
     printed: list[str] = field(default_factory=list)
-    plots: dict[str, Plot] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

@@ -6,7 +6,7 @@ options of `tiermoe bench NAME`, its docstring is the help. A new case is both, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
     from rich.progress import Progress
 
+    from .experiment import Plot
     from .metrics import Report
 
 Model = Annotated[str | None, Field(description="Checkpoint folder; default: the model of the project.")]
@@ -40,6 +41,11 @@ class Options(BaseModel):
     def settings(self, **fixed: Any) -> dict[str, Any]:
         """The settings of the report: the options, overridden by the case's fixed values."""
         return self.model_dump(mode="json", exclude={"model"}) | fixed
+
+    @classmethod
+    def plots(cls, settings: Mapping[str, Any]) -> Mapping[str, Plot]:
+        """The figures of a result by the settings in it; by file beside its page."""
+        return {}
 
 
 class Against(StrEnum):
@@ -250,6 +256,12 @@ class ScaleStudy(Options):
     prompt_tokens: int = Field(16, ge=1, description="Tokens that are prefilled.")
     decode_tokens: int = Field(5, ge=2, description="Tokens that are decoded; the first does not count.")
 
+    @classmethod
+    def plots(cls, settings: Mapping[str, Any]) -> Mapping[str, Plot]:
+        from .micro_scale_study import figure_of
+
+        return {"scale-study.png": figure_of(settings["policy"][0])}
+
 
 class Forms(Options):
     """Bytes moved and decode speed of one random model in published forms, at the same bytes of budget."""
@@ -378,7 +390,7 @@ def command(name: str) -> Callable[..., None]:
         def written(report: Report) -> None:
             if page is not None:
                 fill_report_page(page, report)
-                for image, figure in report.plots.items():
+                for image, figure in case.plots(report.settings).items():
                     plot(page.with_name(image), figure, report.as_dict())
 
         finish(lambda progress: measure(options, progress), as_json, check, file, written)

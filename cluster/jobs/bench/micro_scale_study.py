@@ -54,7 +54,6 @@ def scale_study(options: ScaleStudy, progress: Progress | None) -> Report:
         require_replayable(load_policy(name))
     report = Report("scale-study", "simulated", settings=options.settings(bits=shape.bits))
     batch, most, first, us = max(options.batch), max(options.gpus), options.policy[0], options.message_us[0]
-    report.plots = {"scale-study.png": _plot(first)}
     points = [("gpus", name, gpus, 0, us, batch) for name in options.policy for gpus in options.gpus]
     points += [("messages", first, gpus, 0, other, batch) for other in options.message_us[1:] for gpus in options.gpus]
     points += [("batch", first, most, 0, us, size) for size in options.batch if size != batch]
@@ -136,13 +135,14 @@ class _Run:
         return [] if self.engine.ndp is None else list(self.engine.ndp.busy_s)
 
 
-def _plot(policy: str) -> Plot:
-    """policy: of the panel that compares costs of a message."""
+def figure_of(policy: str) -> Plot:
+    """The figure of a run; policy: of the panel that compares costs of a message."""
     by_gpus = {"from": "rows", "series": "policy", "x": "gpus", "x_label": "GPUs", "log_x": True, "from_zero": True}
     whole, near = {"where": {"part": "gpus"}}, {"where": {"part": "ndp"}, "x": "ndp", "x_label": "near-data devices"}
-    costs = {"where": {"part": ["gpus", "messages"], "policy": policy}, "series": "message_us"}
+    said = "{policy}, {message_us:g} us a message"
+    costs = {"where": {"part": ["gpus", "messages"], "policy": policy}, "series": "message_us", "legend": said}
     panels = [
-        by_gpus | costs | {"y": "tokens_per_s", "y_label": "tokens a second, by microseconds a message"},
+        by_gpus | costs | {"y": "tokens_per_s", "y_label": "tokens a second"},
         by_gpus | whole | {"y": "link", "y_label": "busiest link, share of the time"},
         by_gpus | whole | {"y": "host", "y_label": "lead's host, share of the time"},
         by_gpus | near | {"y": "tokens_per_s", "y_label": "tokens a second, one GPU"},

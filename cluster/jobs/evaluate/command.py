@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from ....errors import ConfigError
 from ...config import check_model_dir, engine_settings
 from ...host import cpu, now, versions
 from ...report.tables import Grid, grid, results, show
 from ..bench.serving import run_config, start_worker
 from ..options import AsJson, Budget, Model, Policy, Threads
-from .quality import MEASURES, EvaluationOptions, Quality
+from .quality import EvaluationOptions, Quality
 
 _DEFAULT = EvaluationOptions()
 _FROM_STATS = ("ndp_tokens", "hit_rate", "bytes_loaded", "expert_budget_bytes")
@@ -26,9 +28,15 @@ def eval_command(
     policy: Policy,
     model: Model = None,
     budget: Budget = None,
-    documents: Annotated[int | None, typer.Option(help="Held-out documents to use at most. (all)")] = None,
-    windows: Annotated[int, typer.Option(help="Windows of each document at most.")] = _DEFAULT.windows,
-    items: Annotated[int, typer.Option(help="Choices of each document at most.")] = _DEFAULT.items,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Your own text: a UTF-8 file, or .jsonl with a text a line. (the model's held-out)"),
+    ] = None,
+    documents: Annotated[int | None, typer.Option(help="Documents to use at most. (all)")] = None,
+    windows: Annotated[
+        int | None, typer.Option(help="Windows of each document at most. (1; of --text 64 in all)")
+    ] = None,
+    items: Annotated[int | None, typer.Option(help="Multiple choices of each document at most. (1)")] = None,
     prefix: Annotated[int, typer.Option(help="Tokens of a window that are prefill.")] = _DEFAULT.prefix,
     continuation: Annotated[int, typer.Option(help="Tokens after them, scored.")] = _DEFAULT.continuation,
     rows: Annotated[
@@ -39,11 +47,15 @@ def eval_command(
     threads: Threads = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity, agreement with lossless and multiple choice on held-out text, with 95% intervals."""
+    """Perplexity, agreement with lossless and multiple choice on held-out text or your own, with 95% intervals."""
+    if text is not None and items is not None:
+        raise ConfigError("--items are multiple choices, which --text has not", "leave one of them out")
+    windows = 1 if text is None and windows is None else windows
+    items = 1 if items is None else items
     options = EvaluationOptions(documents, windows, items, prefix, continuation, seed, resamples, rows)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        record, quality = evaluate(model, policy, budget, threads, options, progress)
+        record, quality = evaluate(model, policy, budget, threads, options, progress, text)
     show(results(as_json), quality_table(quality))
     if as_json:
         print(json.dumps(record))
@@ -56,8 +68,9 @@ def evaluate(
     threads: int,
     options: EvaluationOptions,
     progress: Progress | None,
+    text: Path | None = None,
 ) -> tuple[dict[str, Any], Quality]:
-    """Measure one policy: the flat record and the quality in it.
+    """Measure one policy on the held-out text, or on a user's: the flat record and the quality in it.
 
     Raises:
         TierMoeError: an option, the model or its held-out text is refused before anything starts; or a worker failed.
@@ -68,7 +81,7 @@ def evaluate(
     from .scoring import Evaluation  # torch takes seconds: imported after the options are checked
 
     begin_s = time.perf_counter()
-    evaluation = Evaluation(config.model_dir, options, config)
+    evaluation = Evaluation(config.model_dir, options, config, text)
     evaluation.reference(progress)
     with closing(start_worker(config)) as worker:
         worker.reset_stats()
@@ -84,8 +97,8 @@ def evaluate(
         **quality.as_dict(),
         **{key: stats[key] for key in _FROM_STATS},
         **{key: getattr(options, key) for key in ("prefix", "continuation", "seed", "resamples", "rows")},
-        "windows_per_document": options.windows,
-        "items_per_document": options.items,
+        **({"windows_per_document": options.windows, "items_per_document": options.items} if text is None else
+           {"text": str(text), "texts": evaluation.texts}),
         "threads": threads,
         "wall_s": time.perf_counter() - begin_s,
     }
@@ -94,9 +107,10 @@ def evaluate(
 
 def quality_table(quality: Quality) -> Grid:
     figures = quality.as_dict()
-    title = f"{quality.policy} ({quality.executor}): {figures['tokens']} tokens, {figures['items']} choices, "
+    what = f"{figures['items']} choices, {figures['documents']} documents" if figures["items"] else "your text"
     rows = [
         (measure, *(f"{figures[key]:.5g}" for key in (measure, f"{measure}_low", f"{measure}_high")))
-        for measure in MEASURES
+        for measure in quality.measures
     ]
-    return grid(f"{title}{figures['documents']} documents", ("measure", "value", "95% low", "95% high"), rows)
+    title = f"{quality.policy} ({quality.executor}): {figures['tokens']} tokens scored, {what}"
+    return grid(title, ("measure", "value", "95% low", "95% high"), rows)

@@ -23,7 +23,8 @@ class EvaluationOptions:
     """Sizes of an evaluation.
 
     documents: held-out documents, kinds in turn; None: all.
-    windows, items: text windows and multiple-choice items of each document, at most.
+    windows, items: text windows and multiple-choice items of each document, at most; windows None, of one's own text:
+        as many as `cut_windows` says.
     prefix, continuation: tokens of a window that are prefilled, and tokens after them that are scored.
     rows: scored tokens of one forward at most. 1: as one request is served, which a policy that depends on the cache's
         content needs. None: as many as fit, which is fastest.
@@ -34,7 +35,7 @@ class EvaluationOptions:
     """
 
     documents: int | None = None
-    windows: int = 1
+    windows: int | None = 1
     items: int = 1
     prefix: int = 128
     continuation: int = 128
@@ -43,9 +44,9 @@ class EvaluationOptions:
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        documents, rows = (1 if value is None else value for value in (self.documents, self.rows))
+        documents, windows, rows = (1 if n is None else n for n in (self.documents, self.windows, self.rows))
         for option, value in (
-            ("documents", documents), ("windows", self.windows), ("items", self.items), ("prefix", self.prefix),
+            ("documents", documents), ("windows", windows), ("items", self.items), ("prefix", self.prefix),
             ("continuation", self.continuation), ("resamples", self.resamples), ("rows", rows),
         ):  # fmt: skip
             if value < 1:
@@ -159,10 +160,15 @@ class Quality:
             raise ValueError(f"{self.policy} and {other.policy} were not measured on the same text")
         return difference(self._ratio(measure), other._ratio(measure), self._counts())
 
+    @property
+    def measures(self) -> list[str]:
+        """The figures that there is something to count from; one's own text has no multiple choice."""
+        return [name for name, (_, over, _) in MEASURES.items() if self.sums[over].sum() > 0]
+
     def as_dict(self) -> dict[str, Any]:
         """One flat record: each measure with its interval (`_low`, `_high`), and the numbers of scored items."""
         out: dict[str, Any] = {"policy": self.policy, "lossless": self.lossless, "executor": self.executor}
-        for measure in MEASURES:
+        for measure in self.measures:
             found = self[measure]
             out |= {measure: found.value, f"{measure}_low": found.low, f"{measure}_high": found.high}
         return out | {

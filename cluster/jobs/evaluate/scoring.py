@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from ...config import RunConfig, check_model_dir
 from ...prompt import load_model_config
 from ..bench.serving import run_config, start_worker
 from .quality import SUMS, EvaluationOptions, Quality
-from .text import CONTEXT, TOKENS, Window, as_tokens, cut_windows, load_choices, load_heldout
+from .text import CONTEXT, TOKENS, ChoiceTokens, Window, as_tokens, cut_windows, load_choices, load_heldout, load_text
 
 
 @dataclass(frozen=True)
@@ -117,22 +117,31 @@ class Evaluation:
         options: sizes.
         config: gives the reference's device, dtype, threads and budget, not its policy and link. None: one thread,
             room for all experts.
+        text: a user's text in place of the held-out one. It has no multiple choice, and each of its windows counts as
+            a document, as one file is often all there is.
 
     Raises:
         CheckpointError: no model, no held-out text, or too little of it.
-        ConfigError: windows or items exceed the model's positions.
+        ConfigError: windows or items exceed the model's positions, or the own text is refused.
     """
 
     def __init__(
-        self, model_dir: Path, options: EvaluationOptions | None = None, config: RunConfig | None = None
-    ) -> None:
+        self, model_dir: Path, options: EvaluationOptions | None = None, config: RunConfig | None = None,
+        text: Path | None = None,
+    ) -> None:  # fmt: skip
         self.options = options = EvaluationOptions() if options is None else options
         check_model_dir(model_dir)
-        _check_positions(model_dir, options)
-        heldout = load_heldout(model_dir)
+        _check_positions(model_dir, options, choices=text is None)
+        heldout = load_heldout(model_dir) if text is None else load_text(model_dir, text)
         self.windows = cut_windows(heldout, options)
-        self.items = as_tokens(load_choices(model_dir, heldout), heldout, options.documents, options.items)
-        self.documents = len(heldout.documents[: options.documents])
+        self.texts = len({window.document for window in self.windows})
+        self.items: list[ChoiceTokens] = []
+        if text is None:
+            self.items = as_tokens(load_choices(model_dir, heldout), heldout, options.documents, options.items)
+            self.documents = len(heldout.documents[: options.documents])
+        else:
+            self.windows = [replace(window, document=number) for number, window in enumerate(self.windows)]
+            self.documents = len(self.windows)
         base = run_config(str(model_dir), budget="1.0") if config is None else config
         unthrottled = base.link.model_copy(update={"gbps": None, "latency_us": 0.0})
         self._config = base.model_copy(update={"model": str(model_dir), "policy": LOSSLESS, "link": unthrottled})
@@ -224,11 +233,11 @@ def _shown(things: Sequence[_T], what: str, progress: Progress | None) -> Iterab
     return things if progress is None else progress.track(things, description=what)
 
 
-def _check_positions(model_dir: Path, options: EvaluationOptions) -> None:
+def _check_positions(model_dir: Path, options: EvaluationOptions, choices: bool) -> None:
     positions = load_model_config(model_dir).get("max_position_embeddings")
     for tokens, what, remedy in (
         (options.prefix + options.continuation, "the windows'", "lower --prefix or --continuation"),
-        (CONTEXT + TOKENS, "the multiple choices'", "use a model with more"),
+        *([(CONTEXT + TOKENS, "the multiple choices'", "use a model with more")] if choices else []),
     ):
         if isinstance(positions, int) and positions < tokens:
             raise ConfigError(f"{what} {tokens} tokens exceed the model's {positions} positions", remedy)

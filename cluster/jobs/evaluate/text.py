@@ -1,4 +1,4 @@
-"""The held-out text of a model folder, and what is scored: windows, and four-way multiple choice.
+"""The held-out text of a model folder, or one's own, and what is scored: windows, and four-way multiple choice.
 
 A window is a prefix that is prefilled and a continuation that is scored. A multiple-choice item asks which of four
 texts continues a passage: the true continuation, or one of three from passages of the same kind and other documents.
@@ -23,7 +23,9 @@ from ....errors import CheckpointError, ConfigError
 from ...prompt import load_tokenizer
 from .quality import EvaluationOptions
 
-_REMEDY = "use the default model, or add heldout/KIND.jsonl with a text field on each line"
+_REMEDY = "use the default model, give text with --text, or add heldout/KIND.jsonl with a text field on each line"
+_OWN_REMEDY = "give a UTF-8 text file, or JSON lines (.jsonl) with a text field on each line"
+_OWN_WINDOWS = 64  # of one's own text in all, unless each text is told how many
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,13 @@ class HeldOut:
     """All held-out text of a model.
 
     documents: the passages of each document, kinds in turn. leading: special tokens before a text. fingerprint: of
-    tokenizer and texts, to validate stored token positions.
+    tokenizer and texts, to validate stored token positions. own: the user's file; None: the model's text.
     """
 
     documents: tuple[tuple[Passage, ...], ...]
     leading: tuple[int, ...]
     fingerprint: str
+    own: Path | None = None
 
     @property
     def passages(self) -> tuple[Passage, ...]:
@@ -87,6 +90,32 @@ def load_heldout(model_dir: Path) -> HeldOut:
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     documents = tuple(document for document in turns if document is not None)
     return HeldOut(documents, _leading(tokenizer), digest.hexdigest())
+
+
+def load_text(model_dir: Path, file: Path) -> HeldOut:
+    """A user's text in tokens of a model: a file is one document; of a `.jsonl` file each line's `text` is one.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no text. CheckpointError: the tokenizer cannot be read.
+    """
+    tokenizer = load_tokenizer(model_dir)
+    try:
+        content = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"text '{file}' cannot be read: {error.strerror}", _OWN_REMEDY) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"'{file}' is no UTF-8 text (byte {error.start})", _OWN_REMEDY) from error
+    if "\0" in content:
+        raise ConfigError(f"'{file}' is no text: it holds NUL characters", _OWN_REMEDY)
+    lines = content.split("\n") if file.suffix == ".jsonl" else [json.dumps({"text": content})]
+    try:
+        passages = [_passage(file, n, line, tokenizer) for n, line in enumerate(lines) if line.strip()]
+    except CheckpointError as error:
+        raise ConfigError(error.what, _OWN_REMEDY) from error
+    passages = [passage for passage in passages if passage.text.strip()]
+    if not passages:
+        raise ConfigError(f"'{file}' has no text", _OWN_REMEDY)
+    return HeldOut(tuple((passage,) for passage in passages), _leading(tokenizer), "", file)
 
 
 def _lines(path: Path) -> list[str]:
@@ -131,28 +160,35 @@ class Window:
 def cut_windows(heldout: HeldOut, options: EvaluationOptions) -> list[Window]:
     """At most `options.windows` of each document, evenly spread; continuations do not overlap.
 
+    None, of one's own text: `_OWN_WINDOWS` in all, and one of each text at least.
+
     The tokenizer's leading special tokens are part of every prefix.
 
     Raises:
-        ConfigError: the prefix has no room for them. CheckpointError: no passage is long enough.
+        ConfigError: the prefix has no room for them, or no own text is long enough. CheckpointError: no passage is.
     """
     lead = heldout.leading
     if len(lead) >= options.prefix:
         raise ConfigError(f"a prefix of {options.prefix} tokens holds only special ones", "raise --prefix")
     head = options.prefix - len(lead)  # tokens of text in the prefix
-    windows = []
-    for index, passages in enumerate(heldout.documents[: options.documents]):
+    windows, documents = [], heldout.documents[: options.documents]
+    most = options.windows or max(1, _OWN_WINDOWS // len(documents))
+    for index, passages in enumerate(documents):
         positions = [
             (passage, start)
             for passage in passages
             for start in range(0, len(passage.ids) - head - options.continuation + 1, options.continuation)
         ]
-        for passage, start in spread(positions, options.windows):
+        for passage, start in spread(positions, most):
             middle, stop = start + head, start + head + options.continuation
             nbytes = passage.nbytes(middle, stop)
             windows.append(Window(index, passage.id, (*lead, *passage.ids[start:stop]), nbytes))
     if not windows:
         asked = options.prefix + options.continuation
+        if heldout.own is not None:
+            longest = max(len(passage.ids) for passage in heldout.passages) + len(lead)
+            what = f"the longest text of '{heldout.own}' has {longest} tokens, and a window takes {asked}"
+            raise ConfigError(what, "give longer text, or lower --prefix and --continuation")
         raise CheckpointError(f"no held-out passage has {asked} tokens", "lower --prefix or --continuation")
     return windows
 
