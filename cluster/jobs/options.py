@@ -30,6 +30,7 @@ from ..hub import located
 from ..quantization import published_as
 from ..ray_auth import adopt_mode
 from ..yaml_file import option_name
+from .prepare.needs import check_artifacts
 
 if TYPE_CHECKING:
     from ..attach import Attachment
@@ -192,6 +193,7 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConf
     config = located(config)
     check_model_dir(config.model_dir)
     check_published(settings.policy, published_as(config.model_dir))
+    check_artifacts(settings.policy, config)
     return config, settings
 
 

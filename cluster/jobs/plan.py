@@ -31,6 +31,7 @@ from ..topology.spec import ModelFacts, NodeInfo
 from .options import AsJson, Config, with_options
 from .prediction import with_routing
 from .prepare.checkpoint import refuse_unsupported
+from .prepare.needs import lacking
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
@@ -87,6 +88,8 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
     there, nodes_from = _nodes(config, nodes, live)
     notes = local_notes(config, settings) if config.ray.address is None and nodes is None else ()
     here = nodes is None and not live
+    if here and (missing := lacking(settings.policy, config)) is not None:
+        notes = (*notes, str(missing))
     result = make_plans(config, settings, model_facts(config), there, nodes_from, notes, here)[0]
     return with_routing(result, config) if here else result
 

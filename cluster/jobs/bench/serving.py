@@ -30,6 +30,7 @@ from ...simulate.machine import Machine
 from ...simulate.trace import Request, Trace, TraceHeader
 from ..evaluate.text import load_heldout
 from ..prepare import ensure_prepared, ensure_replicas
+from ..prepare.needs import check_artifacts
 from .metrics import Measures
 
 Prompt = tuple[int, ...]
@@ -67,6 +68,7 @@ def start_worker(config: RunConfig) -> Any:
     from ...local import LocalWorker
 
     settings = engine_settings(config)
+    check_artifacts(settings.policy, config)
     workers = config.cluster.ndp_workers
     worker = LocalWorker(settings, prepared_store(config, settings), 1 if workers == "per-node" else workers)
     worker.start()
@@ -322,6 +324,7 @@ def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None
 
     Raises:
         ConfigError: an artifact is missing, and the checkpoint ships no calibration text.
+        TierMoeError: predictors are missing, or an artifact is of another model.
     """
     from ..prepare.measures import add_gates, add_sensitivity
     from ..profile.job import profile_text
@@ -342,6 +345,7 @@ def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None
             add_sensitivity(store, base.model_dir, text, quiet)
         if "profile" in preset.needs and not (store / PROFILE_NAME).exists():
             profile_text(store, base.model_dir, text, progress=False)
+        check_artifacts(preset, base)
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------

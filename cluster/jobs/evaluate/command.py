@@ -18,6 +18,7 @@ from ...host import cpu, now, versions
 from ...report.tables import Grid, grid, results, show
 from ..bench.serving import run_config, start_worker
 from ..options import AsJson, Budget, Model, Policy, Threads
+from ..prepare.needs import check_artifacts
 from .quality import EvaluationOptions, Quality
 
 _DEFAULT = EvaluationOptions()
@@ -76,8 +77,9 @@ def evaluate(
         TierMoeError: an option, the model or its held-out text is refused before anything starts; or a worker failed.
     """
     config = run_config(model, policy=policy, budget=budget, threads=threads)
-    engine_settings(config)
+    settings = engine_settings(config)
     check_model_dir(config.model_dir)
+    check_artifacts(settings.policy, config)
     from .scoring import Evaluation  # torch takes seconds: imported after the options are checked
 
     begin_s = time.perf_counter()

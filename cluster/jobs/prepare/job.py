@@ -29,7 +29,7 @@ def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
     Raises:
         CheckpointError: the checkpoint is missing or malformed.
     """
-    return _store_dir(_opened(Path(model_dir)), cache_dir)
+    return store_dir(_opened(Path(model_dir)), cache_dir)
 
 
 def prepare(model_dir: Path, out_dir: Path, *, progress: bool = True, force: bool = False) -> Path:
@@ -65,7 +65,7 @@ def ensure_prepared(
         read_manifest(model_dir)
         return model_dir
     checkpoint = _opened(model_dir, progress)
-    out = Path(out_dir) if out_dir is not None else _store_dir(checkpoint, cache_dir)
+    out = Path(out_dir) if out_dir is not None else store_dir(checkpoint, cache_dir)
     return _prepare(checkpoint, out, progress=progress, force=False)
 
 
@@ -94,7 +94,7 @@ def _opened(model_dir: Path, progress: bool = True) -> Checkpoint:
 
 
 def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) -> Path:
-    if not force and _is_current(out, checkpoint.source):
+    if not force and is_current(out, checkpoint.source):
         return out
     _refuse_foreign(out)
     with disk_errors(out):
@@ -102,7 +102,7 @@ def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) 
     console = Console(stderr=True, quiet=not progress)
     with locked(out, console) as waited:
         # the last holder of the lock may have made this store, even if `force` asked for a new one
-        if (not force or waited) and _is_current(out, checkpoint.source):
+        if (not force or waited) and is_current(out, checkpoint.source):
             return out
         _make(checkpoint, out.resolve(), console)  # a link stays one
     return out
@@ -134,7 +134,7 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
             discard(beside(out, work))
 
 
-def _is_current(out: Path, source: tuple[SourceFile, ...]) -> bool:
+def is_current(out: Path, source: tuple[SourceFile, ...]) -> bool:
     """Whether `out` is a complete store of this checkpoint."""
     try:
         manifest = read_manifest(out)
@@ -154,7 +154,8 @@ def _refuse_foreign(out: Path) -> None:
         raise StoreError(f"{out} exists and is not an expert store", "remove it, or choose a new folder")
 
 
-def _store_dir(checkpoint: Checkpoint, cache_dir: Path | None) -> Path:
+def store_dir(checkpoint: Checkpoint, cache_dir: Path | None) -> Path:
+    """`default_store_dir` of an open checkpoint."""
     text = "\n".join([str(checkpoint.path), *(file.model_dump_json() for file in checkpoint.source)])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     if cache_dir is None:
