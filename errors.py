@@ -105,6 +105,11 @@ class RemoteFailure(ChannelError):
         self.kind = kind
 
 
+def reason(error: Exception) -> str:
+    """Why a file was refused, for a message that names the file: of an `OSError` neither its number nor its path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def rebuilt(kind: str, text: str) -> TierMoeError:
     """An error that another process raised, from the name of its class and its text.
 

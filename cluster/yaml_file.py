@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..errors import ConfigError
+from ..errors import ConfigError, reason
 
 _UNPREFIXED = ("cluster", "kv")  # sections whose command-line options do not begin with their name
 _NAMED = {("kv", "tokens"): "--kv-tokens"}  # but for these, whose names say too little alone
@@ -63,7 +63,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         # the loader derives from SafeLoader, so this is yaml.safe_load with one more check
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read '{path}': {error}", "give a readable UTF-8 YAML file") from error
+        raise ConfigError(f"cannot read '{path}': {reason(error)}", "give a readable UTF-8 YAML file") from error
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:

@@ -33,7 +33,7 @@ from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from ...errors import StoreError, TierMoeError, TraceError
+from ...errors import StoreError, TierMoeError, TraceError, reason
 from ..policies.baselines import Predictor, PreGate
 from ..policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
 from ..policies.fmoe.maps import checked_arrays
@@ -232,7 +232,7 @@ def save_maps(path: Path, arrays: Mapping[str, NDArray[np.float32]], shape: MapS
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
-        why = f"expert maps cannot be written to '{path}': {error}"
+        why = f"expert maps cannot be written to '{path}': {reason(error)}"
         raise StoreError(why, "free space or give another path") from error
 
 
@@ -245,7 +245,7 @@ def load_maps(path: Path, shape: MapShape, width: int) -> Arrays:
     try:
         header, arrays = _decode(path.read_bytes())
     except (OSError, SafetensorError, ValueError, AttributeError) as error:
-        raise StoreError(f"expert maps cannot be read from '{path}': {error}", _MAPS_REMEDY) from error
+        raise StoreError(f"expert maps cannot be read from '{path}': {reason(error)}", _MAPS_REMEDY) from error
     for name, value in _map_header(shape, width).items():
         if header.get(name) != value:
             raise StoreError(f"'{path}' has {name} {header.get(name)}, not {value}", _MAPS_REMEDY)

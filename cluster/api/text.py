@@ -20,7 +20,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from ...actors.requests import TokenEvent, TokenLogprob
-from ...errors import ConfigError
+from ...errors import ConfigError, reason
 from ..checkpoint_files import read_json_object
 from ..detokenizer import IncrementalText
 from .refusals import refused
@@ -99,7 +99,8 @@ def _read(path: Path) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat template '{path}' cannot be read: {error}", "give a readable UTF-8 file") from error
+        what = f"chat template '{path}' cannot be read: {reason(error)}"
+        raise ConfigError(what, "give a readable UTF-8 file") from error
 
 
 def _text(token: Any) -> str:

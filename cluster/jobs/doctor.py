@@ -14,7 +14,7 @@ import psutil
 import typer
 from rich.console import Console
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, reason
 from ..config import check_model_dir, default_model_dir
 from ..host import cpu, versions
 from ..hub import headers, locate
@@ -163,7 +163,8 @@ def _saved(console: Console, out: Path | None) -> dict[str, Any]:
         try:
             write_costs(costs, path)
         except OSError as error:
-            raise ConfigError(f"'{path}' cannot be written: {error}", "free the disk, or change its rights") from error
+            what = f"'{path}' cannot be written: {reason(error)}"
+            raise ConfigError(what, "free the disk, or change its rights") from error
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return costs.model_dump(mode="json")
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ...errors import ConfigError
+from ...errors import ConfigError, reason
 from ..report.page import report_page
 from ..report.results import read_results
 from ..report.tables import show, size
@@ -28,5 +28,5 @@ def report_command(
         out.mkdir(parents=True, exist_ok=True)
         (out / _NAME).write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"'{out}' cannot be written: {error}", "give another folder") from error
+        raise ConfigError(f"'{out}' cannot be written: {reason(error)}", "give another folder") from error
     show(Console(), f"{out / _NAME}: {size(len(page.encode()))}")

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from ...actors.requests import SamplingParams
-from ...errors import RequestError
+from ...errors import RequestError, reason
 from ..config import RunConfig
 from ..host import cpu, now, versions
 from ..hub import locate
@@ -199,4 +199,4 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     try:
         return prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"prompt file '{prompt_file}': {error}", "give a readable UTF-8 file") from error
+        raise RequestError(f"prompt file '{prompt_file}': {reason(error)}", "give a readable UTF-8 file") from error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, reason
 
 _COLOURS = (
     "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22",
@@ -76,7 +76,7 @@ def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[...
         try:
             figure.savefig(path, format="png", dpi=100, metadata={"Description": caption} if caption else None)
         except OSError as error:
-            raise ConfigError(f"cannot write '{path}': {error}", "give a path that can be written") from error
+            raise ConfigError(f"cannot write '{path}': {reason(error)}", "give a path that can be written") from error
 
     return figure, save
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ...errors import ConfigError
+from ...errors import ConfigError, reason
 
 PERCENTS = (*range(0, 95, 5), 95, 96, 97, 98, 99, 100)  # of `percentiles`
 _QUALITY = ("kl_nats", "perplexity_ratio", "top1_agreement")
@@ -107,7 +107,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'{path}' cannot be read: {error}", "give a result's JSON file") from error
+        raise ConfigError(f"'{path}' cannot be read: {reason(error)}", "give a result's JSON file") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"'{path}' is no JSON: {error}", "give what a command wrote with --json or --out") from error
     if not isinstance(found, dict):

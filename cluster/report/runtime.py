@@ -11,6 +11,7 @@ _KINDS = {
     "dense": "dense", "kv": "kv", "slots": "slots", "low_bit": "slots for replicas", "mapped": "mapped",
     "replicas": "replicas", "copied": "pinned copy",
 }  # fmt: skip
+_STORE_NODES = {"workers": "each node with a GPU worker", "marked": "each node with the resource `store`"}
 
 
 def plan_table(plan: Mapping[str, Any]) -> Facts:
@@ -172,7 +173,7 @@ def _summary(record: Mapping[str, Any]) -> Facts:
                     f"{count(spec['threads'], 'thread')} each, strategy {spec['strategy']}, "
                     f"experts by '{spec['ownership']}'"),
         ("budget of each", f"{size(spec['budget_bytes'])}, {slots}"),
-        ("store", f"{spec['store_layout']}, on {spec['store_nodes']} nodes; "
+        ("store", f"{spec['store_layout']}, on {_STORE_NODES[spec['store_nodes']]}; "
                   f"{size(model['store_bytes'])} on disk{more}{stay}"),
         *([("NDP workers compute", _near_data(spec["ndp"], model))] if spec["ndp"] else []),
     ])  # fmt: skip

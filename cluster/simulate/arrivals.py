@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import ConfigError
+from ...errors import ConfigError, reason
 from .trace import Iteration, Request
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -58,7 +58,7 @@ def azure(path: Path) -> list[Arrival]:
                 raise ConfigError(f"'{path}' has no column {missing[0]}", remedy)
             rows = [tuple(row[name] or "" for name in COLUMNS) for row in table]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"'{path}' cannot be read: {error}", remedy) from error
+        raise ConfigError(f"'{path}' cannot be read: {reason(error)}", remedy) from error
     found = []
     for number, (time, prompt, generated) in enumerate(rows, start=2):
         try:

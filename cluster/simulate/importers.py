@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import TraceError
+from ...errors import TraceError, reason
 from .trace import TraceHeader
 from .trace_writer import Rows, TraceWriter
 
@@ -59,7 +59,7 @@ def import_trace(
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"'{file}' cannot be read: {error}", "give a readable text file") from error
+        raise TraceError(f"'{file}' cannot be read: {reason(error)}", "give a readable text file") from error
     found = list(FORMATS[kind or detected(file, text)](file, text))
     if not found:
         raise TraceError(f"'{file}' has no routing", _REMEDY)

@@ -113,6 +113,9 @@ def test_run_refuses_a_model_a_prompt_or_a_file(refusal: Callable[..., str], mod
     assert "has no config.json" in refusal("run", "hello", "--model", tmp_path)
     for prompt in ([""], []):
         assert "prompt" in refusal("run", *prompt, "--model", model)
+    line = refusal("run", "--prompt-file", tmp_path / "none.txt", "--model", model)
+    assert line.count("none.txt") == 1  # not once more in the system's words
+    assert "No such file" in line
     long, config = tmp_path / "prompt.txt", tmp_path / "run.yaml"
     long.write_text("x" * 100)
     options = ("--model", model, "--max-tokens", 1)

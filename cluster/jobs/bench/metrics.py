@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from ....errors import ConfigError
+from ....errors import ConfigError, reason
 from ...host import cpu, now, versions
 from ...report.tables import Grid, grid, show
 
@@ -256,7 +256,7 @@ def fill_report_page(page: Path, report: Report) -> None:
     try:
         page.write_text(fill_tables(page.read_text(encoding="utf-8"), lambda name: blocks[name]), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"'{page}' cannot be written: {error}", "give another folder") from error
+        raise ConfigError(f"'{page}' cannot be written: {reason(error)}", "give another folder") from error
 
 
 def print_report(report: Report, console: Console) -> None:

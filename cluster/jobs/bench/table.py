@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....errors import ConfigError
+from ....errors import ConfigError, reason
 from .experiment import Column, Experiment, Table
 from .metrics import Spread, fill_tables, markdown, paired
 
@@ -200,6 +200,6 @@ def write_folder(experiment: Experiment, record: dict[str, Any], folder: Path) -
         (folder / f"{experiment.name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
         page.write_text(page_of(experiment, record, before), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"'{folder}' cannot be written: {error}", "give another folder") from error
+        raise ConfigError(f"'{folder}' cannot be written: {reason(error)}", "give another folder") from error
     for name, figure in experiment.plots.items():
         plot(folder / name, figure, record)

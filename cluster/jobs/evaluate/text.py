@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from ....errors import CheckpointError, ConfigError
+from ....errors import CheckpointError, ConfigError, reason
 from ...prompt import load_tokenizer
 from .quality import EvaluationOptions
 
@@ -122,7 +122,7 @@ def _lines(path: Path) -> list[str]:
     try:
         return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"'{path}' cannot be read: {error}", _REMEDY) from error
+        raise CheckpointError(f"'{path}' cannot be read: {reason(error)}", _REMEDY) from error
 
 
 def _passage(path: Path, number: int, line: str, tokenizer: Tokenizer) -> Passage:

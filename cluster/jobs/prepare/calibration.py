@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from ....actors.store.replicas import Calibration
-from ....errors import CheckpointError, ConfigError
+from ....errors import CheckpointError, ConfigError, reason
 from ...prompt import load_model_config, load_tokenizer
 from ...report.tables import show
 
@@ -100,7 +100,7 @@ def _texts_of(file: Path) -> Iterator[str]:
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"calibration file '{file}': {error}", _REMEDY) from error
+        raise ConfigError(f"calibration file '{file}': {reason(error)}", _REMEDY) from error
     if file.suffix == ".txt":
         yield content
         return

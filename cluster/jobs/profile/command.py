@@ -16,7 +16,7 @@ from rich.console import Console
 from ....actors.policies.buddymoe.buddies import BuddyOptions, ExpertProfile, Ranking
 from ....actors.store.artifacts import ProfileManifest, ProfileSource, read_profile
 from ....actors.store.format import read_manifest
-from ....errors import ConfigError
+from ....errors import ConfigError, reason
 from ...report.files import plot_counts, plot_matrix
 from ...report.tables import Grid, grid, show
 from ..prepare.calibration import read_texts
@@ -164,7 +164,7 @@ def write_figures(folder: Path, profile: ExpertProfile) -> list[Path]:
     try:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write '{path}': {error}", "give a path that can be written") from error
+        raise ConfigError(f"cannot write '{path}': {reason(error)}", "give a path that can be written") from error
     return [*written, path]
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ....errors import ConfigError, RequestError, TraceError
+from ....errors import ConfigError, RequestError, TraceError, reason
 from ...config import check_model_dir, engine_settings
 from ...prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
 from ...report.tables import progress_on, results, share, show, size
@@ -34,7 +34,7 @@ def read_prompts(file: Path, model_dir: Path, limit: int | None = None) -> list[
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"prompts '{file}' cannot be read: {error}", "give a readable UTF-8 file") from error
+        raise RequestError(f"prompts '{file}' cannot be read: {reason(error)}", "give a readable UTF-8 file") from error
     tokenizer = load_tokenizer(model_dir)
     prompts: list[tuple[int, ...]] = []
     for number, line in enumerate(lines, start=1):
