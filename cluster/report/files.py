@@ -120,11 +120,11 @@ def room_around(axes: Any, from_zero: bool) -> None:
     axes.set_ylim(min(low, 0.0) - (0.04 * span if low <= 0.02 * span and not axes.patches else 0.0), high + 0.1 * span)
 
 
-def plot_matrix(path: Path, matrix: Any, title: str, label: str, limits: tuple[float, float]) -> None:
+def plot_matrix(path: Path, matrix: Any, title: str, label: str, limits: tuple[float, float], caption: str) -> None:
     """A heat map of [rows, columns]; NaN cells stay white.
 
     Args:
-        label: of the colour bar. limits: values of its ends.
+        label: of the colour bar. limits: values of its ends. caption: as of `write_caption`.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -136,10 +136,11 @@ def plot_matrix(path: Path, matrix: Any, title: str, label: str, limits: tuple[f
     axes.set_xlabel("expert j")
     axes.set_ylabel("expert i")
     figure.colorbar(shown, label=label)
-    save()
+    write_caption(figure, caption)
+    save(caption)
 
 
-def plot_counts(path: Path, counts: Any, title: str, label: str) -> None:
+def plot_counts(path: Path, counts: Any, title: str, label: str, caption: str) -> None:
     """Bars of one count for each expert. Raises as `plot_matrix`."""
     figure, save = new_figure(path, (6.4, 3.2))
     axes = figure.subplots()
@@ -148,4 +149,5 @@ def plot_counts(path: Path, counts: Any, title: str, label: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("expert")
     axes.set_ylabel(label)
-    save()
+    write_caption(figure, caption)
+    save(caption)

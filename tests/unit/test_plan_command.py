@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +179,34 @@ def test_tables_name_actors_bytes_and_that_it_is_predicted(
     assert (code, err) == (0, "")
     for text in ("Planned, not started", "shard-1", "Predicted, not measured", "H100-class, assumed", "1 CPU, 1 store"):
         assert text in out
+
+
+def _on_terminal(columns: int, *args: str) -> str:
+    """What `tiermoe ARGS` writes to a terminal that is so wide."""
+    lead, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    command = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", *args]
+    process = subprocess.Popen(command, stdout=follower, stderr=subprocess.PIPE, env=environment | {"TERM": "xterm"})
+    os.close(follower)
+    parts = []
+    with contextlib.suppress(OSError):  # the terminal's end
+        while part := os.read(lead, 1 << 16):
+            parts.append(part)
+    os.close(lead)
+    assert process.stderr is not None
+    assert (process.wait(60), process.stderr.read()) == (0, b"")
+    return re.sub(r"\x1b\[[0-9;]*m", "", b"".join(parts).decode())
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_narrow_terminal_breaks_no_name_and_no_path(columns: int, model: Path, nodes: Path) -> None:
+    """Issue 30: tables were broken at 80 columns (`on-dem / and`); a terminal that is 40 wide has blocks."""
+    text = _on_terminal(columns, "plan", "--config", "multi-node", "--model", str(model), "--nodes", str(nodes))
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert any(str(nodes) in line for line in lines)
+    words = {word for line in lines for word in line.split()}
+    assert {"context-ndp-full", "directory", "store-0", "shard-1", "H100-class,"} <= words
 
 
 def test_this_machine_as_a_local_ray_would_have_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -287,10 +287,11 @@ def test_a_damaged_profile_is_refused_and_made_again(damage: str, named: str, st
 def test_figures_and_report(store: Path, checkpoint: Path, text: Path, tmp_path: Path) -> None:
     profile_text(store, checkpoint, text, progress=False)
     profile = read_profile(store, read_manifest(store))
-    files = write_figures(tmp_path / "figures", profile)
+    files = write_figures(tmp_path / "figures", profile, "tiny")
     assert sorted(p.name for p in files) == sorted(p.name for p in (tmp_path / "figures").iterdir())
     assert len(files) == 3 * 2 + 1
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in files[:-1])
+    assert all(b"tiny, its own routing (real)" in p.read_bytes() for p in files[:-1])
     report = json.loads(files[-1].read_text())
     rows = report["sizes"]
     assert len(rows) == 3 * 3 * 2

@@ -118,6 +118,8 @@ def test_the_page_is_whole_and_names_where_figures_come_from(tmp_path: Path) -> 
     assert len(captions) == checked.tags["svg"]
     for said in captions:
         assert re.match(r"executor: (emulated|simulated); machine: .+; model: .+; .*python \S+.*; from \w+.json", said)
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):  # an image is seen without its page, too
+        assert re.search(r"(emulated|simulated) \| \S+ \| ", svg)
     assert "&lt;CPU &amp; co&gt;" in page
     assert "Not shown: serve.json (time per output token with peak expert memory)" in checked.text
 

@@ -133,8 +133,8 @@ def size_table(rows: list[dict[str, Any]]) -> Grid:
     return grid("buddies of an expert", columns, cells)
 
 
-def write_figures(folder: Path, profile: ExpertProfile) -> list[Path]:
-    """Three PNGs a layer (two without outputs) and `profile-report.json`, into a folder.
+def write_figures(folder: Path, profile: ExpertProfile, model: str) -> list[Path]:
+    """Three PNGs a layer (two without outputs) and `profile-report.json`, into a folder; `model`: its name, in each.
 
     Raises:
         ConfigError: matplotlib is not installed, or the folder cannot be written.
@@ -145,19 +145,19 @@ def write_figures(folder: Path, profile: ExpertProfile) -> list[Path]:
         raise ConfigError(f"'{folder}' cannot be made: {error.strerror}", "name a folder that you may write") from error
     itself = np.eye(profile.experts, dtype=bool)
     cosine = None if profile.outputs is None else profile.outputs.cosine()
-    written = []
+    caption, written = f"{model}, its own routing (real)", []
     for layer in range(profile.layers):
         paths = [folder / f"{name}-{layer:03d}.png" for name in ("activations", "coactivation", "similarity")]
-        plot_counts(paths[0], profile.activations[layer], f"Layer {layer}: tokens of each expert", "tokens")
+        plot_counts(paths[0], profile.activations[layer], f"Layer {layer}: tokens of each expert", "tokens", caption)
         pairs = np.where(itself, np.nan, profile.binary[layer])
         most = float(np.nanmax(pairs)) if profile.experts > 1 else 1.0
-        plot_matrix(paths[1], pairs, f"Layer {layer}: picked together", "tokens", (0.0, max(most, 1.0)))
+        plot_matrix(paths[1], pairs, f"Layer {layer}: picked together", "tokens", (0.0, max(most, 1.0)), caption)
         written += paths[:2]
         if cosine is not None:
             alike = np.where(itself, np.nan, cosine[layer])
             top = float(np.nanmax(alike)) if profile.experts > 1 else 1.0
             title = f"Layer {layer}: outputs of j on the inputs of i"
-            plot_matrix(paths[2], alike, title, "cosine", (min(0.0, float(np.nanmin(alike))), max(top, 1e-3)))
+            plot_matrix(paths[2], alike, title, "cosine", (min(0.0, float(np.nanmin(alike))), max(top, 1e-3)), caption)
             written.append(paths[2])
     report = {"sizes": size_distributions(profile), "alikeness": alikeness(profile), "taken": taken(profile)}
     path = folder / "profile-report.json"
@@ -200,7 +200,7 @@ class ProfileRequest:
                 "experts",
             )
         if self.figures is not None:
-            files = write_figures(self.figures, profile)
+            files = write_figures(self.figures, profile, model_dir.name)
             show(console, f"{len(files)} files in {self.figures}")
         return made
 
