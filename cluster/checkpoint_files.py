@@ -23,6 +23,7 @@ from typing import Any
 
 from ..actors.store.format import TensorSpec, first_problem, read_header
 from ..errors import CheckpointError
+from .host import shown
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _WEIGHTS_KEY, _INDEX_SUFFIX = "transformers_weights", ".safetensors.index.json"
@@ -57,13 +58,13 @@ def refuse_unreadable(path: Path) -> None:
             pointer = file.read(len(_POINTER)) == _POINTER
     except FileNotFoundError as error:
         remedy = "pass the folder of a whole checkpoint: `hf download ORG/NAME` fetches what is not there"
-        raise CheckpointError(f"'{path}' is missing", remedy) from error
+        raise CheckpointError(f"'{shown(path)}' is missing", remedy) from error
     except OSError as error:
-        what = f"'{path}' cannot be read ({error.strerror})"
+        what = f"'{shown(path)}' cannot be read ({error.strerror})"
         raise CheckpointError(what, "make it a file that this user may read") from error
     if pointer:
-        remedy = f"run `git lfs pull` in '{path.parent}'"
-        raise CheckpointError(f"'{path}' is a git-lfs pointer, not the file itself", remedy)
+        remedy = f"run `git lfs pull` in '{shown(path).parent}'"
+        raise CheckpointError(f"'{shown(path)}' is a git-lfs pointer, not the file itself", remedy)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -75,13 +76,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
     refuse_unreadable(path)
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"'{path}' is too large for a configuration file", "pass another release")
+            raise CheckpointError(f"'{shown(path)}' is too large for a configuration file", "pass another release")
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        what = f"'{path}' is not valid JSON ({first_problem(error)})"
+        what = f"'{shown(path)}' is not valid JSON ({first_problem(error)})"
         raise CheckpointError(what, f"mend it, or copy {path.name} from where the model is published") from error
     if not isinstance(found, dict):
-        what = f"'{path}' is not a JSON object"
+        what = f"'{shown(path)}' is not a JSON object"
         raise CheckpointError(what, f"mend it, or copy {path.name} from where the model is published")
     return found
 

@@ -30,7 +30,7 @@ from ..actors.settings import (
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
 from ..proto.tls import TlsFiles
-from .host import STORE_CPUS, has_gpu, usable_cores
+from .host import STORE_CPUS, has_gpu, shown, usable_cores
 from .yaml_file import explain, merged, read_yaml
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
@@ -378,7 +378,8 @@ def check_model_dir(path: Path) -> None:
         raise CheckpointError(f"no model at '{path}'", remedy)
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
-            raise CheckpointError(f"'{path}' has no {name}", "download the whole checkpoint, with its fast tokenizer")
+            remedy = "download the whole checkpoint, with its fast tokenizer"
+            raise CheckpointError(f"'{shown(path)}' has no {name}", remedy)
 
 
 def _presets(section: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+GGUF_CACHE = "gguf"  # in the user's cache: folders that stand for GGUF files
 STORE_CPUS = 1.0  # that Ray reserves for a store
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -29,6 +30,22 @@ def user_cache() -> Path:
     own = Path.home() / (Path("Library", "Caches") if sys.platform == "darwin" else ".cache")
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else own) / "tiermoe"
+
+
+def shown(path: Path) -> Path:
+    """The path of a checkpoint, or of a file in it, for people: the user's own, where one of the cache stands for it.
+
+    A GGUF file has such a folder, with links to its parts (`jobs.prepare.gguf_files`).
+    """
+    folder = path if path.is_dir() else path.parent
+    if (user_cache() / GGUF_CACHE).resolve() not in folder.resolve().parents:
+        return path
+    links = [file for file in sorted(folder.glob("*.gguf")) if file.is_symlink()]
+    if not links:
+        return path
+    own = links[0].readlink()
+    beside = own.with_name(path.name)
+    return beside if path != folder and beside.exists() else own
 
 
 def usable_cores() -> int:

@@ -95,7 +95,7 @@ def locate(model: str | None, need: Need = "text") -> Path:
         return gguf_folder(path)
     if path.is_dir():
         found = _snapshot_of(path)
-        if not (found / CONFIG).is_file() and any(found.glob("*.gguf")):
+        if any(found.glob("*.gguf")) and not any((found / name).is_file() for name in (SINGLE, INDEX)):
             from .jobs.prepare.job import gguf_folder
 
             return gguf_folder(found)

@@ -12,6 +12,7 @@ from ..actors.requests import SamplingParams
 from ..actors.settings import KvSettings
 from ..errors import CheckpointError, RequestError
 from .checkpoint_files import OTHER_CONFIG, read_json_object, refuse_unreadable
+from .host import shown
 
 _MAX_TOKENS = 1_000_000
 _MAX_TEMPERATURE = 2.0
@@ -31,7 +32,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         remedy = "install a newer `tokenizers`, or copy tokenizer.json from where the model is published"
-        raise CheckpointError(f"'{path}' cannot be read: {_line(error)}", remedy) from error
+        raise CheckpointError(f"'{shown(path)}' cannot be read: {_line(error)}", remedy) from error
 
 
 def load_model_config(model_dir: Path) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def load_model_config(model_dir: Path) -> dict[str, Any]:
     counts = {name: config[name] for name in EXPERT_COUNTS if isinstance(config.get(name), int)}
     if len(set(counts.values())) > 1:
         found = " and ".join(f"{name} {count}" for name, count in counts.items())
-        raise CheckpointError(f"'{model_dir / 'config.json'}' has {found}", OTHER_CONFIG)
+        raise CheckpointError(f"'{shown(model_dir / 'config.json')}' has {found}", OTHER_CONFIG)
     return config
 
 

@@ -419,8 +419,14 @@ def _checkpoint_files(manifest: Manifest, layers: Sequence[LayerView]) -> dict[i
         if manifest.published is None or manifest.published.checkpoint is None:
             raise StoreError("the manifest does not say where the mapped checkpoint is", REBUILD)
         path = Path(manifest.published.checkpoint) / manifest.source[index].file
-        found[index] = FileView(str(path), _unchanged(path, manifest.source[index]), {})
+        found[index] = FileView(str(_named(path)), _unchanged(path, manifest.source[index]), {})
     return found
+
+
+def _named(path: Path) -> Path:
+    """The user's own path of a checkpoint's file: the end of the link in a folder that stands for a GGUF file."""
+    end = path.readlink() if path.is_symlink() else path
+    return end if end.is_absolute() else path
 
 
 def _unchanged(path: Path, source: SourceFile) -> FileStamp:
@@ -429,9 +435,10 @@ def _unchanged(path: Path, source: SourceFile) -> FileStamp:
         status = path.stat()
     except OSError as error:
         raise StoreError(
-            f"{path}, which the store maps, is gone ({error.strerror})", f"put the checkpoint back, or {REBUILD}"
+            f"{_named(path)}, which the store maps, is gone ({error.strerror})",
+            f"put the checkpoint back, or {REBUILD}",
         ) from error
     same = (status.st_size, status.st_mtime_ns) == (source.nbytes, source.mtime_ns)
     if not same or head_digest(path) != source.sha256:
-        raise StoreError(f"{path}, which the store maps, changed since the store was made", REBUILD)
+        raise StoreError(f"{_named(path)}, which the store maps, changed since the store was made", REBUILD)
     return FileStamp.of(status)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ...errors import CheckpointError, ConfigError, reason
 from ..config import check_model_dir, default_model_dir
-from ..host import cpu, versions
+from ..host import cpu, shown, versions
 from ..hub import headers, locate
 from ..report.files import check_writable
 from ..report.tables import facts, progress_on, results, show, size
@@ -122,7 +122,7 @@ def examine(model_dir: Path) -> dict[str, Any]:
     needs = {dtype: elements * each for dtype, each in _ITEM_BYTES.items()}
     free = max(device.free_bytes for device in found)
     report["model"] = {
-        "path": str(model_dir),
+        "path": str(shown(model_dir)),
         "expert_bytes": needs,
         "share_that_fits": {dtype: min(1.0, free / need) if need else 1.0 for dtype, need in needs.items()},
     }

@@ -13,7 +13,7 @@ import typer
 
 from ...errors import CheckpointError, ConfigError
 from ..config import RunConfig, default_model_dir, engine_settings, load_run_config
-from ..host import usable_cores
+from ..host import shown, usable_cores
 from ..hub import located
 from ..report.runtime import topology_tables
 from ..report.tables import results, show
@@ -47,7 +47,7 @@ def model_facts(config: RunConfig) -> ModelFacts:
             if model_dir == default_model_dir()
             else "pass --model a checkpoint's directory; its config.json is enough to plan"
         )
-        raise CheckpointError(f"no config.json in '{model_dir}'", remedy)
+        raise CheckpointError(f"no config.json in '{shown(model_dir)}'", remedy)
     refuse_unsupported(model_dir)
     store = Path(config.store).expanduser() if config.store is not None else None
     if store is not None and store.is_dir():

@@ -24,7 +24,7 @@ from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ...kernels.forms import ExpertForm
 from ..checkpoint_files import OTHER_CONFIG
 from ..config import RunConfig
-from ..host import usable_cores
+from ..host import shown, usable_cores
 from ..hub import headers, name_of, tensors_of
 from ..prompt import EXPERT_COUNTS, load_model_config
 from ..quantization import expected_experts, plain_experts, quantization_of
@@ -36,7 +36,8 @@ _ANSWER_DEADLINE_S = 10
 _BYTES = ("memory", "object_store_memory")
 _BYTE_SIZE = TypeAdapter(ByteSize)
 _GPU_DEVICES = "nvidia[0-9]*"  # in /dev, one for each GPU
-ROUTED = re.compile(r"\.experts\.|_exps\.")  # not `.shared_experts.`: those run for every token
+# not `.shared_experts.`: those run for every token; of GGUF files stacked, or one for each expert
+ROUTED = re.compile(r"\.experts\.|_exps\.|\.ffn_(gate|up|down)\.\d+\.")
 _LAYER, _FURTHER = re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"(?:^|\.)mtp(?:\.|_)")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
@@ -86,7 +87,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     config = load_model_config(model_dir)
     if not any(key in config for key in EXPERT_COUNTS):
         raise UnsupportedModelError(
-            f"'{model_dir}' has no routed experts in its config.json",
+            f"'{shown(model_dir)}' has no routed experts in its config.json",
             "serve it with transformers or vLLM: tiermoe offloads routed experts",
         )
     experts, hidden = _number(config, EXPERT_COUNTS, model_dir), _number(config, ("hidden_size",), model_dir)
@@ -95,9 +96,9 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     numbers = _moe_layers(config, model_dir)
     layers = len(numbers)
     if gguf := any(model_dir.glob("*.gguf")):
-        from ..gguf_header import expert_forms, tensors_of_gguf  # the package takes a fifth of a second
+        from ..gguf_header import expert_forms, gguf_files, read_experts, typed_tensors  # the package takes 0.2 s
 
-        tensors = tensors_of_gguf(model_dir)
+        tensors = typed_tensors(read_experts(gguf_files(model_dir)))
     else:
         depth = _number(config, ("num_hidden_layers",), model_dir)
         tensors = {name: what for name, what in (headers(model_dir) or {}).items() if _is_used(name, depth)}
@@ -105,7 +106,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     routed = {name: found for name, found in tensors.items() if ROUTED.search(name)}
     forms = expert_forms(routed) if gguf else _expected_forms(config, model_dir, numbers, hidden, width, routed)
     if forms is not None and len(forms) != layers:
-        what = f"'{model_dir}' has {len(forms)} layers with experts, its config.json says {layers}"
+        what = f"'{shown(model_dir)}' has {len(forms)} layers with experts, its config.json says {layers}"
         raise CheckpointError(what, OTHER_CONFIG)
     form = None if forms is None else Published.of_layers([form for form, _ in forms])
     each = 3 * hidden * width
@@ -193,7 +194,7 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) 
                 raise _malformed(name, value, model_dir)
             return value
     raise CheckpointError(
-        f"'{model_dir / 'config.json'}' has none of {', '.join(names)}",
+        f"'{shown(model_dir / 'config.json')}' has none of {', '.join(names)}",
         "make a store with `tiermoe prepare` and plan with that",
     )
 
@@ -207,7 +208,7 @@ def _count(config: Mapping[str, Any], name: str, model_dir: Path) -> int:
 
 
 def _malformed(name: str, value: Any, model_dir: Path) -> CheckpointError:
-    return CheckpointError(f"'{model_dir / 'config.json'}': {name} is {value!r}", OTHER_CONFIG)
+    return CheckpointError(f"'{shown(model_dir / 'config.json')}': {name} is {value!r}", OTHER_CONFIG)
 
 
 def _moe_layers(config: Mapping[str, Any], model_dir: Path) -> list[int]:
@@ -223,7 +224,7 @@ def _moe_layers(config: Mapping[str, Any], model_dir: Path) -> list[int]:
         raise _malformed("mlp_only_layers", dense, model_dir)
     found = [i for i in range(total) if i >= first and i not in dense and (i + offset) % step == 0]
     if not found:
-        raise UnsupportedModelError(f"'{model_dir}' has no layer with routed experts", "check its config.json")
+        raise UnsupportedModelError(f"'{shown(model_dir)}' has no layer with routed experts", "check its config.json")
     return found
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'tiermoe[peers]' (compiles llama.cpp: ten minutes and more)"
 _CONTEXT = 512  # tokens
+_F32 = 0  # GGML's number of the type
 
 
 def missing() -> list[str]:
@@ -179,11 +180,14 @@ def _parts(config: dict[str, Any], names: Iterable[str]) -> dict[str, list[str]]
 class LlamaCpp:
     """A model under llama.cpp on so many threads. Close it.
 
+    Args:
+        exact: keys and values are kept in 32 bits, not in llama.cpp's default of 16.
+
     Raises:
         RuntimeFailure: llama.cpp cannot load the file.
     """
 
-    def __init__(self, file: Path, threads: int = 1) -> None:
+    def __init__(self, file: Path, threads: int = 1, *, exact: bool = False) -> None:
         import llama_cpp
 
         self._lib = lib = llama_cpp
@@ -193,6 +197,9 @@ class LlamaCpp:
         params = lib.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = _CONTEXT
         params.n_threads = params.n_threads_batch = threads
+        if exact:
+            params.type_k = params.type_v = _F32
+            params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = lib.llama_init_from_model(self._model, params) if self._model else None
         if not self._context:
             raise RuntimeFailure(f"llama.cpp cannot load '{file}'", "report it with the version of llama-cpp-python")

@@ -124,5 +124,5 @@ def _summary(found: Sequence[Sequence[_Token]]) -> dict[str, float]:
 
 def _types(file: Path) -> str:
     """GGML's names of the types of a file's experts."""
-    kinds = {kind for name, (_, kind, _) in read_gguf_header(file).tensors.items() if "_exps." in name}
+    kinds = {found.kind for name, found in read_gguf_header(file).tensors.items() if "_exps." in name}
     return ", ".join(sorted(GGMLQuantizationType(kind).name for kind in kinds))

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from ....errors import CheckpointError, ConfigError, reason
+from ...host import shown
 from ...prompt import load_tokenizer
 from .quality import EvaluationOptions
 
@@ -85,7 +86,7 @@ def load_heldout(model_dir: Path) -> HeldOut:
             digest.update(json.dumps([passage.id, passage.kind, passage.source, passage.text]).encode())
             kinds.setdefault(passage.kind, {}).setdefault(passage.source, []).append(passage)
     if not kinds:
-        raise CheckpointError(f"'{model_dir}' has no held-out passages", _REMEDY)
+        raise CheckpointError(f"'{shown(model_dir)}' has no held-out passages", _REMEDY)
     queues = [[tuple(passages) for passages in sources.values()] for sources in kinds.values()]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     documents = tuple(document for document in turns if document is not None)

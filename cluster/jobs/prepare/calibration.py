@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ....actors.store.replicas import Calibration
 from ....errors import CheckpointError, ConfigError, reason
+from ...host import shown
 from ...prompt import load_model_config, load_tokenizer
 from ...report.tables import show
 
@@ -70,7 +71,7 @@ def read_windows(path: Path, model_dir: Path, console: Console, most: int = MAX_
     vocabulary = config.get("vocab_size")
     if isinstance(vocabulary, int) and max(stream) >= vocabulary:
         raise CheckpointError(
-            f"the tokenizer of '{model_dir}' gives token {max(stream)}, the model has {vocabulary}",
+            f"the tokenizer of '{shown(model_dir)}' gives token {max(stream)}, the model has {vocabulary}",
             "pass a checkpoint with its own tokenizer",
         )
     longest = config.get("max_position_embeddings")

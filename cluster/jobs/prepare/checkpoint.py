@@ -22,14 +22,15 @@ from ...checkpoint_files import (
     read_weights_header,
     weight_files,
 )
+from ...host import shown
 from ...hub import name_of
 from ...quantization import Quantization, quantization_of
 from .writer import JOURNAL_NAME
 
 if TYPE_CHECKING:
+    from ...gguf_header import Header
     from .published import QuantizedEntry
 
-REFETCH = "download the checkpoint again"  # of GGUF files
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
@@ -65,7 +66,7 @@ class Checkpoint:
 
     config: the parsed `config.json`. tensors: as the files have them. source: its files, equal while unchanged.
     absent: tensors that the index lists and the file that it names does not have, with that file. quantization: of its
-    weights; None: they are plain numbers, or GGUF's. gguf: architecture by llama.cpp's name, of GGUF files; their
+    weights; None: they are plain numbers, or GGUF's. gguf: the header of GGUF files; their
     quantized tensors are entries that dequantize.
     """
 
@@ -75,7 +76,7 @@ class Checkpoint:
     source: tuple[SourceFile, ...]
     absent: dict[str, str] = field(default_factory=dict, repr=False)
     quantization: Quantization | None = None
-    gguf: str | None = None
+    gguf: Header | None = None
 
     @property
     def name(self) -> str:
@@ -122,9 +123,9 @@ def _open_gguf(path: Path, config: dict[str, Any]) -> Checkpoint:
     from ...gguf_header import gguf_files  # the package is only needed for such files
     from .gguf_files import open_weights
 
-    found = open_weights(gguf_files(path))
+    found = open_weights([shown(file) for file in gguf_files(path)])
     source = (_small_file(path, CONFIG), *found.source)
-    return Checkpoint(path, config, found.tensors, source, gguf=found.architecture)
+    return Checkpoint(path, config, found.tensors, source, gguf=found.header)
 
 
 def read_bytes(entry: TensorEntry, offset: int, nbytes: int) -> mmap.mmap | bytes:

@@ -12,6 +12,7 @@ import typer
 from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError
+from ...host import shown
 from ...hub import locate
 from ...quantization import published_as
 from ..profile.command import ProfileRequest, profile_request
@@ -128,7 +129,7 @@ class _Additions:
         for text in texts:
             read_texts(text)
         if published_as(self.model) is not None and (texts or self.text is not None):
-            raise published_refused(f"checkpoint {self.model}")
+            raise published_refused(f"checkpoint {shown(self.model)}")
         if not is_store(self.model):
             store = prepare(self.model, default_store_dir(self.model, cache_dir) if out is None else out, force=force)
         elif any(self.steps()) and out is None and cache_dir is None and not force:
@@ -186,6 +187,6 @@ def calibration_text(model: Path, given: Path | None) -> Path:
     """The text for GPTQ. Raises ConfigError: none is given and the model ships none, or it is unreadable."""
     text = given if given is not None else shipped_calibration(model)
     if text is None:
-        raise ConfigError(f"{model} ships no calibration text", "give some with --calibration FILE")
+        raise ConfigError(f"{shown(model)} ships no calibration text", "give some with --calibration FILE")
     read_texts(text)  # refused before anything is computed
     return text

@@ -30,6 +30,7 @@ from ....actors.store.format import (
 from ....actors.store.published import map_name
 from ....errors import CheckpointError
 from ...checkpoint_files import CONFIG, OTHER_CONFIG, compare_hash
+from ...host import shown
 from ...quantization import quantization_dict, without_quantization
 from .checkpoint import Checkpoint, read_source
 from .expert_forms import LayerExperts, in_order, is_published, layer_experts
@@ -137,7 +138,7 @@ def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
     dense = _write_dense(conversion, folder, journal, advance)
     extras = [write_file(folder / path.name, _extra(path)) for path in checkpoint.extras()]
     if read_source(checkpoint.path) != checkpoint.source:
-        raise CheckpointError(f"{checkpoint.path} changed while it was read", "run the same command again")
+        raise CheckpointError(f"{shown(checkpoint.path)} changed while it was read", "run the same command again")
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         model=checkpoint.name,
@@ -186,7 +187,7 @@ def _write_published(
             return write_tensors(folder / name, header, _parts(layer, advance))
         for _ in _parts(layer, advance):
             pass
-        files = {checkpoint.path / file.file: number for number, file in enumerate(checkpoint.source)}
+        files = {shown(checkpoint.path / file.file): number for number, file in enumerate(checkpoint.source)}
         return write_file(folder / name, layer.places(files).encode())
 
     return journal.once(name, make)

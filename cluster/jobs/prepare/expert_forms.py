@@ -204,7 +204,11 @@ def _fused(gate: Matrices, up: Matrices, module: ExpertsModule) -> Matrices:
 
 def _gate_and_up(group: Group, module: ExpertsModule) -> dict[str, Matrices]:
     if group.sources[0][0] in _OF_GGUF:
-        return {name: _counted((entry,), group, module) for name, _, entry in group.sources}
+        names = dict.fromkeys(name for name, _, _ in group.sources)
+        return {
+            name: _counted(tuple(entry for one, _, entry in group.sources if one == name), group, module)
+            for name in names
+        }
     if group.converter is None:
         return {"gate_up": _stack(group, module)}
     patterns = list(dict.fromkeys(pattern for pattern, _, _ in group.sources))

@@ -38,6 +38,7 @@ from ....actors.engine.model.model import quiet_logger
 from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ....errors import CheckpointError, UnsupportedModelError
 from ...checkpoint_files import INDEX, OTHER_CONFIG
+from ...host import shown
 from ...quantization import KEYS
 from .checkpoint import Checkpoint, Entry, TensorEntry, read_bytes
 from .published import PublishedMatrix, QuantizedEntry, join
@@ -168,7 +169,7 @@ def build_model(checkpoint: Checkpoint) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         raise UnsupportedModelError(
-            f"{checkpoint.path}: transformers cannot build a causal language model from config.json "
+            f"{shown(checkpoint.path)}: transformers cannot build a causal language model from config.json "
             f"({first_problem(error)})",
             "pass a text-generation checkpoint that transformers supports without remote code",
         ) from error
@@ -258,7 +259,7 @@ def _load_config(checkpoint: Checkpoint) -> tuple[PretrainedConfig, torch.dtype]
         return config, _checkpoint_dtype(config, checkpoint)
     except Exception as error:  # transformers raises many kinds for a bad configuration
         raise CheckpointError(
-            f"{checkpoint.path}: config.json is not usable ({first_problem(error)})",
+            f"{shown(checkpoint.path)}: config.json is not usable ({first_problem(error)})",
             "check that the transformers release knows this architecture, and mend what it names in config.json",
         ) from error
 

@@ -27,6 +27,7 @@ from ....actors.store.replicas import (
     read_replicas,
 )
 from ....errors import ConfigError, StoreError, UnsupportedModelError
+from ...host import shown
 from .job import REPLICA_WORK, is_store
 from .writer import beside, discard, disk_errors, finished_names, locked
 
@@ -124,9 +125,10 @@ def ensure_replicas(
         text = shipped_calibration(model_dir)
         if text is None:
             widths = ",".join(map(str, options.bits))
-            paths = f"{store}" if is_store(model_dir) else f"{model_dir} {store}"
+            model = shown(model_dir)
+            paths = f"{store}" if is_store(model_dir) else f"{model} {store}"
             raise ConfigError(
-                f"{store} has no calibrated replicas of {widths} bits in groups of {group}, and {model_dir} ships no "
+                f"{store} has no calibrated replicas of {widths} bits in groups of {group}, and {model} ships no "
                 "calibration text",
                 f"run `tiermoe prepare {paths} --bits {widths} --group-size {group} --calibration FILE`",
             )
