@@ -6,6 +6,8 @@ The command line maps every `TierMoeError` to exit code 2 (the user can mend it)
 
 from __future__ import annotations
 
+_STEPS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
 
 class TierMoeError(Exception):
     """Base of all errors that a user can act on.
@@ -103,6 +105,14 @@ class RemoteFailure(ChannelError):
         super().__init__(what, remedy)
         self.args = (what, remedy, kind)
         self.kind = kind
+
+
+def size(nbytes: float) -> str:
+    """Bytes with a binary unit, such as 1.50 MiB."""
+    for step, unit in _STEPS:
+        if nbytes >= step:
+            return f"{nbytes / step:.2f} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def reason(error: Exception) -> str:

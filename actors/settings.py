@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..errors import BudgetError, ConfigError
+from ..errors import BudgetError, ConfigError, size
 from .base_settings import Settings, in_panel, in_unit
 from .policies.cost import NdpProfile
 from .policies.sharding import Ownership
@@ -416,10 +416,16 @@ def budget_bytes(budget: float | int, slot_bytes: int, experts: int) -> int:
     if nbytes < slot_bytes:
         least, total = math.ceil(1e6 / experts) / 1e6, slot_bytes * experts
         raise BudgetError(
-            f"budget {budget} holds no expert (one takes {slot_bytes} bytes, all {experts} take {total})",
-            f"give at least {slot_bytes} bytes or a share of {least:.6f}",
+            f"budget {_shown(budget)} holds no expert, which takes {size(slot_bytes)}, {size(slot_bytes - nbytes)} "
+            f"more (all {experts}: {size(total)})",
+            f"give at least {slot_bytes}B, or a share of {least:.6f}",
         )
     return int(nbytes)
+
+
+def _shown(budget: float | int) -> str:
+    """A share as it was given, or bytes with a unit."""
+    return f"{budget:g}" if isinstance(budget, float) else size(budget)
 
 
 def mixed_slots(nbytes: int, slot_bytes: int, replica_bytes: int, share: float, experts: int) -> tuple[int, int]:
@@ -436,8 +442,8 @@ def mixed_slots(nbytes: int, slot_bytes: int, replica_bytes: int, share: float, 
     full = min((nbytes - replicas * replica_bytes) // slot_bytes, experts)
     if not replicas or not full:
         raise BudgetError(
-            f"the budget of {nbytes} bytes does not hold an expert in full ({slot_bytes} bytes) and, in {share:.0%} of "
-            f"it, a replica ({replica_bytes} bytes)",
-            f"give at least {max(math.ceil(replica_bytes / share), math.ceil(slot_bytes / (1 - share)))} bytes",
+            f"the budget of {size(nbytes)} does not hold an expert in full ({size(slot_bytes)}) and, in {share:.0%} of "
+            f"it, a replica ({size(replica_bytes)})",
+            f"give at least {max(math.ceil(replica_bytes / share), math.ceil(slot_bytes / (1 - share)))}B",
         )
     return full, replicas

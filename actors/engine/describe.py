@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...errors import size
 from ..settings import EngineSettings
 from ..store.files import StoreView
 from ..store.format import Published
@@ -160,8 +161,8 @@ def _notes(engine: ExpertEngine, batcher: Batcher, pinned: PinReport | None) -> 
         notes.append(f"requests run one after another: {batcher.serial_because}")
     if pinned is not None and pinned.problem is not None:
         notes.append(
-            f"not all experts could be pinned where they lie ({pinned.problem}): {pinned.copied} bytes were copied to "
-            f"pinned memory; {pinned.staged} bytes go through a staging buffer, slower, and the forward waits for them"
+            f"not all experts could be pinned where they lie ({pinned.problem}): {size(pinned.copied)} were copied to "
+            f"pinned memory; {size(pinned.staged)} go through a staging buffer, slower, and the forward waits for them"
         )
     if slots < engine.top_k:
         notes.append(f"{slots} slots are fewer than one token's {engine.top_k} experts: layers run in waves")

@@ -23,7 +23,7 @@ from rich.markup import escape
 from ...actors.policies.sharding import owned_experts
 from ...actors.settings import EngineSettings, budget_bytes, check_published
 from ...actors.store.format import read_manifest
-from ...errors import BudgetError, ConfigError, RequestError
+from ...errors import BudgetError, ConfigError, RequestError, size
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
 from ..host import has_gpu
 from ..hub import located
@@ -231,8 +231,8 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
     if settings.policy.preload == "all" and budget < most * slot_bytes:
         where = "" if shards.count == 1 else f" on the fullest of {shards.count} GPUs"
         raise BudgetError(
-            f"policy '{settings.policy.name}' keeps all experts resident, {most * slot_bytes} bytes in {form}{where}; "
-            f"the budget is {budget}",
+            f"policy '{settings.policy.name}' keeps all experts resident, {size(most * slot_bytes)} in {form}{where}; "
+            f"the budget is {size(most * slot_bytes - budget)} short of it",
             f"pass --budget {math.ceil(1e4 * most / experts) / 1e4}, or choose a policy that loads on demand",
         )
 

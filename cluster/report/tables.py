@@ -27,7 +27,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-_STEPS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+from ...errors import size as size
+
 _EVERY_S, _BYTES_EVERY_S = 2.0, 5.0
 _LEAST_VALUE = 20  # columns of a value, however long the names beside it are
 
@@ -119,14 +120,6 @@ def _line(text: str | Text) -> Text:
 def _broken(line: str, room: int) -> list[str]:
     """A line broken between words, in the room that there is; a word that is longer stays whole."""
     return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
-
-
-def size(nbytes: float) -> str:
-    """Bytes with a binary unit, such as 1.50 MiB."""
-    for step, unit in _STEPS:
-        if nbytes >= step:
-            return f"{nbytes / step:.2f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def share(value: float | None) -> str:

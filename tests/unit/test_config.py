@@ -276,9 +276,9 @@ def test_bytes_for_one_expert_are_enough_and_one_less_is_not(store: Path) -> Non
     ("shards", "ownership", "most", "says"),
     [
         (1, "layer-expert", 8, "keeps all experts resident"),  # 2 layers of 4 experts
-        (2, "layer-expert", 4, "on the fullest of 2 GPUs; the budget is"),
-        (3, "layer-expert", 3, "on the fullest of 3 GPUs; the budget is"),
-        (3, "expert", 4, "on the fullest of 3 GPUs; the budget is"),
+        (2, "layer-expert", 4, "on the fullest of 2 GPUs; the budget is 1 B short"),
+        (3, "layer-expert", 3, "on the fullest of 3 GPUs; the budget is 1 B short"),
+        (3, "expert", 4, "on the fullest of 3 GPUs; the budget is 1 B short"),
     ],
 )
 def test_all_resident_needs_what_the_fullest_gpu_owns(

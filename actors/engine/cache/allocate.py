@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....errors import BudgetError, ConfigError
+from ....errors import BudgetError, ConfigError, size
 from ...policies.cost import Link
 from ...policies.moepic.split import SplitLayout, SplitOptions, buffer_for
 from ...policies.prefetch import PrefetchGovernor
@@ -66,7 +66,7 @@ def make_cache(
             pool = FormPool.allocate(published, bought.slots, dtype, device.torch_device)
     except torch.OutOfMemoryError as error:
         raise BudgetError(
-            f"the GPU has no room for an expert cache of {bought.budget} bytes beside what is on it: "
+            f"the GPU has no room for an expert cache of {size(bought.budget)} beside what is on it: "
             f"{'. '.join(str(error).split('. ')[:3])}",
             "give a smaller budget, or end what else uses the GPU",
         ) from error
