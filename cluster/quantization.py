@@ -6,6 +6,7 @@ it (`BESIDE`). It refuses what is not supported, and tells how the tensors of on
 
     quant_method        layouts
     fp8, mxfp8          blocks (DeepSeek-V3, Qwen3, MiniMax), or one scale a tensor or row (Mistral, vLLM)
+    fbgemm_fp8          one scale a row
     mxfp4               stacked `_blocks` and `_scales` (gpt-oss)
     compressed-tensors  float-, int- and naive-quantized, mxfp8-quantized, pack-, nvfp4-pack- and mxfp4-pack-quantized
     awq, gptq           four or eight bits
@@ -36,9 +37,9 @@ BESIDE: Mapping[str, str] = {
 }  # fmt: skip
 KEYS = ("quantization_config", "compression_config")
 _REMEDY = "pass another release of the model, such as its bfloat16 or FP8 one"
-SUPPORTED = "fp8, mxfp8, mxfp4, compressed-tensors, awq, gptq, modelopt (FP8, NVFP4), GGUF"
+SUPPORTED = "fp8, mxfp8, fbgemm_fp8, mxfp4, compressed-tensors, awq, gptq, modelopt (FP8, NVFP4), GGUF"
 
-Layout = Literal["fp8", "gpt-oss", "mxfp4", "nvfp4", "modelopt-nvfp4", "packed", "int8", "awq", "gptq"]
+Layout = Literal["fp8", "fp8-stack", "gpt-oss", "mxfp4", "nvfp4", "modelopt-nvfp4", "packed", "int8", "awq", "gptq"]
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,10 @@ def _fp8(found: dict[str, Any]) -> Schemes:
     if given.weight_block_size is not None and min(given.weight_block_size) < 1:
         raise _refused(f"FP8 in blocks of {given.weight_block_size}")
     return [(_ALL, Scheme("fp8", block=given.weight_block_size))]
+
+
+def _mxfp8(found: dict[str, Any]) -> Schemes:
+    return _fp8({"weight_block_size": (1, 32)} | {name: value for name, value in found.items() if value is not None})
 
 
 def _mxfp4(found: dict[str, Any]) -> Schemes:
@@ -406,7 +411,7 @@ def _compressed_scheme(layout: str, weights: _Args) -> Scheme:
         if layout == "pack-quantized" and bits in (4, 8) and not (zeros and strategy == "tensor"):
             order = weights.actorder in ("group", "dynamic")
             return Scheme("packed", bits=bits, group=group, zeros=zeros, order=order)
-        if layout in _PLAIN and bits == 8:
+        if layout in _PLAIN and bits <= 8:  # fewer bits have a byte each, too
             return Scheme("int8", bits=8, group=group, zeros=zeros)
     raise _refused(what)
 
@@ -431,13 +436,13 @@ def _modelopt(found: dict[str, Any]) -> Schemes:
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any]], Schemes]] = {
-    "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed,
-    "modelopt": _modelopt, "modelopt-fp4": _modelopt, "modelopt-mxfp8": _modelopt,
+    "fp8": _fp8, "mxfp8": _mxfp8, "fbgemm-fp8": _fp8, "mxfp4": _mxfp4, "awq": _awq, "gptq": _gptq,
+    "compressed-tensors": _compressed, "modelopt": _modelopt, "modelopt-fp4": _modelopt, "modelopt-mxfp8": _modelopt,
 }  # fmt: skip
 
 
 _FORM_OF: Mapping[Layout, str] = {
-    "fp8": "fp8_channel", "gpt-oss": "mxfp4", "mxfp4": "mxfp4", "nvfp4": "nvfp4",
+    "fp8": "fp8_channel", "fp8-stack": "fp8_channel", "gpt-oss": "mxfp4", "mxfp4": "mxfp4", "nvfp4": "nvfp4",
     "modelopt-nvfp4": "nvfp4", "packed": "int", "int8": "int", "awq": "int", "gptq": "int",
 }  # fmt: skip
 

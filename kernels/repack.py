@@ -121,7 +121,7 @@ def _ordered(
     moved = g_idx is not None and needs_order(g_idx, form.group)
     if moved and not form.order:
         raise FormError("the inputs are not in the order of their groups, and the configuration says nothing of that",
-                        "say `desc_act: true` in it (compressed-tensors: `actorder: group`)")  # fmt: skip
+                        "say `desc_act: true` in it")  # fmt: skip
     if form.order:
         order = np.arange(form.inputs, dtype=np.int32)
         if moved:

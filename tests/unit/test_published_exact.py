@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from published import FP8_CONFIG, RELEASES, Release, write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -82,6 +83,10 @@ def one_by_one(o: int, i: int) -> tuple[int, ...]:
     return (1, 1)
 
 
+def two(o: int, i: int) -> tuple[int, ...]:
+    return (2, 1)
+
+
 def row(o: int, i: int) -> tuple[int, ...]:
     return (o,)
 
@@ -129,6 +134,8 @@ FP8: list[tuple[str, Quantize, dict[str, Any], str]] = [
     ("blocks, scale", fp8(".scale", grid, block=(128, 128)), FP8_CONFIG, "fp8_block"),
     ("mxfp8", fp8(".weight_scale_inv", groups_of_32, torch.uint8, (1, 32)),
      {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "fp8_block"),
+    ("fbgemm", fp8(".weight_scale", column, more={".input_scale_ub": torch.tensor([1200.0])}),
+     {"quant_method": "fbgemm_fp8"}, "fp8_channel"),
     ("compressed-tensors, tensor, []", fp8(".weight_scale", scalar, bf16, more=INPUT), ct("tensor"), "fp8_tensor"),
     ("compressed-tensors, TENSOR", fp8(".weight_scale", one, bf16), ct("TENSOR", type="FLOAT"), "fp8_tensor"),
     ("compressed-tensors, [O]", fp8(".weight_scale", row, bf16), ct("channel"), "fp8_channel"),
@@ -149,6 +156,50 @@ def test_fp8(name: str, quantize: Quantize, config: dict[str, Any], kind: str, t
     assert store.manifest.published is not None
     assert store.manifest.published.label() == kind
     facts_of_checkpoint(published)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "config", "kinds"),
+    [
+        (grid, (128, 128), FP8_CONFIG, {"fp8_block"}),
+        (scalar, None, STATIC | {"weight_block_size": None}, {"fp8_tensor"}),
+        (one_by_one, None, STATIC | {"weight_block_size": None}, {"fp8_tensor"}),
+        ("halves", None, STATIC | {"weight_block_size": None}, {"fp8_block", "fp8_tensor"}),
+    ],
+    ids=["blocks", "[E]", "[E, 1, 1]", "gate and up"],
+)
+def test_stacked_fp8(shape: Any, block: Any, config: dict[str, Any], kinds: set[str], tmp_path: Path) -> None:
+    """As transformers keeps experts, and saves them with `save_original_format=False`."""
+    published, oracle = write(small(Release("fp8", "qwen3_moe", None, None)), tmp_path)
+    plain, values = load_file(published / "model.safetensors"), load_file(oracle / "model.safetensors")
+    for layer in range(2):
+        for param, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            head, codes, scales = f"model.layers.{layer}.mlp.experts", [], []
+            for expert in range(2):
+                names = [f"{head}.{expert}.{part}.weight" for part in parts]
+                matrix = torch.cat([plain.pop(name) for name in names]).float()
+                halves = shape == "halves" and len(parts) == 2
+                whole = one_by_one if shape == "halves" else shape
+                each = fp8("", two, block=(256, 256)) if halves else fp8("", whole, block=block)
+                found, exact = each(matrix)
+                codes.append(found[".weight"])
+                scales.append(found[""])
+                values |= dict(zip(names, exact.split(256), strict=True)) if len(parts) == 2 else {names[0]: exact}
+            plain[f"{head}.{param}"], plain[f"{head}.{param}_scale_inv"] = torch.stack(codes), torch.stack(scales)
+            plain[f"{head}.{param}_activation_scale"] = torch.ones(2)
+    save_file(plain, published / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in values.items()}, oracle / "model.safetensors")
+    edit_config(published, quantization_config=config)
+    store = assert_exact(published, oracle, tmp_path)
+    assert store.manifest.published is not None
+    forms = [store.manifest.published.of(layer).matrices for layer in range(2)]
+    assert {matrix.kind for form in forms for matrix in form.values()} == kinds
+    facts_of_checkpoint(published)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def test_experts_may_stay_plain(tmp_path: Path) -> None:
@@ -175,6 +226,13 @@ def test_fp8_names_of_mixtral(tmp_path: Path) -> None:
 def int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     scale = (weight.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
     codes = (weight / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    return {".weight": codes, ".weight_scale": scale}, codes.float() * scale.float()
+
+
+def int4_bytes(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """W4A8: codes of four bits, each in a byte."""
+    scale = (weight.abs().amax(dim=1, keepdim=True) / 7).bfloat16()
+    codes = (weight / scale.float()).round().clamp(-8, 7).to(torch.int8)
     return {".weight": codes, ".weight_scale": scale}, codes.float() * scale.float()
 
 
@@ -208,11 +266,13 @@ W4A16 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", g
 GPTQ = {"bits": 4, "group_size": 64, "desc_act": False, "sym": False}
 INTEGERS: list[tuple[str, Quantize, dict[str, Any] | None, dict[str, Any]]] = [
     ("int8, tensor", int8_tensor, ct("tensor", type="int") | {"format": "int-quantized"}, {}),
+    ("int4 in bytes", int4_bytes, ct("channel", type="int", num_bits=4) | {"format": "int-quantized"}, {}),
     ("int8, zero points of 0", with_zero_points(int8, 0), W8A8[1], {}),
     ("GPTQ, format gptq_v2", gptq_v2, {"quant_method": "gptq", **GPTQ, "format": "gptq_v2"}, {}),
     ("AutoGPTQ, quantize_config.json", gptq(4, 64, False, False), None, {"quantize_config.json": GPTQ}),
     ("AutoGPTQ, act-order", gptq(4, 64, True, True), None,
      {"quantize_config.json": GPTQ | {"desc_act": True, "sym": True}}),
+    ("act-order that the configuration does not say", gptq(4, 64, True, False), {"quant_method": "gptq", **GPTQ}, {}),
     ("AutoAWQ, quant_config.json", awq, None,
      {"quant_config.json": {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}}),
     ("ModelOpt, hf_quant_config.json", modelopt_nvfp4, None,
@@ -351,8 +411,6 @@ REFUSED: list[tuple[str, Quantize, dict[str, Any], Callable[[Tensors], Any], typ
     ("scales of another shape", TENSOR, STATIC, add(".weight_scale", torch.ones(3)), FormError,
      r"scales are \[3\] for 256 x 256 weights"),
     ("zero points", with_zero_points(W8A8[0], 3), W8A8[1], lambda tensors: None, FormError, "says symmetric"),
-    ("g_idx", gptq(4, 64, True, True), {"quant_method": "gptq", **GPTQ, "sym": True}, lambda tensors: None, FormError,
-     "not in the order of their groups.*; say `desc_act: true`"),
     ("sym", gptq(4, 64, False, False), {"quant_method": "gptq", **GPTQ, "sym": True}, lambda tensors: None, FormError,
      "zero points other than half.*; say `sym: false`"),
     ("twice", gptq(4, 64, False, False), {"quant_method": "gptq", **GPTQ},
@@ -403,3 +461,30 @@ def test_scales_in_another_file_of_a_folder_and_stale_ones_beside_the_weights(tm
     (published / "b" / "scales.safetensors").touch()
     with pytest.raises(StoreError, match=r"scales\.safetensors"):
         ExpertStore(store.describe().path)
+
+
+def test_groups_of_several_formats(tmp_path: Path) -> None:
+    """Experts in NVFP4 by a pattern, all other linear layers in FP8 by their class; a format for each group."""
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    packed, config = compressed("nvfp4-pack-quantized", **weights)
+
+    def nvfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        """The library's parts; it rounds values to bfloat16, so they are worked out here."""
+        parts, _ = packed(weight)
+        codes = unpack_fp4_from_uint8(parts[".weight_packed"], *weight.shape, dtype=torch.float32)
+        scale = parts[".weight_scale"].float() / parts[".weight_global_scale"]
+        return parts, codes * scale.repeat_interleave(16, dim=1)
+
+    group = config["config_groups"]["group_0"] | {"targets": [r"re:.*mlp\.experts\.\d+\..*"]}
+    rows = ct("channel")["config_groups"]["group_0"] | {"format": "float-quantized"}
+    mixed = config | {"format": "mixed-precision", "config_groups": {"group_0": rows, "group_1": group}}
+    experts = write(small(Release("experts", "qwen3_moe", nvfp4, mixed, kept="self_attn")), tmp_path / "a")
+    others = write(small(Release("others", "qwen3_moe", fp8(".weight_scale", column, bf16), mixed, kept="experts")),
+                   tmp_path / "b")  # fmt: skip
+    for folder, other in zip(experts, others, strict=True):
+        attention = {n: t for n, t in load_file(other / "model.safetensors").items() if "self_attn" in n}
+        edit(folder, lambda tensors, attention=attention: tensors.update(attention))  # type: ignore[misc]
+    store = assert_exact(*experts, tmp_path)
+    assert store.manifest.published is not None
+    assert store.manifest.published.label() == "nvfp4"
+    assert facts_of_checkpoint(experts[0]).form == "nvfp4"

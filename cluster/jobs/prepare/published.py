@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ....actors.store.format import TensorSpec, first_problem
 from ....errors import CheckpointError, FormError, UnsupportedModelError
 from ....kernels.forms import DTYPES, MatrixForm, ceil_div
-from ....kernels.repack import repack_awq, repack_compressed_tensors, repack_gptq
+from ....kernels.repack import needs_order, repack_awq, repack_compressed_tensors, repack_gptq
 from ...checkpoint_files import CONFIG, OTHER_CONFIG, compare_hash
 from ...quantization import Layout, Quantization, Scheme
 from .checkpoint import TensorEntry, read_bytes
@@ -35,6 +35,7 @@ FP8_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 # by layout: the suffix of the tensor that makes a matrix, of those that must be beside it, and of those that may be
 SUFFIXES: Mapping[Layout, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "fp8": (".weight", (), FP8_SCALES),  # one of them
+    "fp8-stack": ("", ("_scale_inv",), ()),  # all experts of a layer, as transformers keeps them
     "gpt-oss": ("_blocks", ("_scales",), ()),
     "mxfp4": (".weight_packed", (".weight_scale",), (".weight_shape",)),
     "nvfp4": (".weight_packed", (".weight_scale", ".weight_global_scale"), (".weight_shape",)),
@@ -46,13 +47,13 @@ SUFFIXES: Mapping[Layout, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 # the type of the first tensor: a matrix of the same name in another type is not quantized
 _CODES: Mapping[Layout, tuple[str, ...]] = {
-    "fp8": ("F8_E4M3",), "gpt-oss": ("U8",), "mxfp4": ("U8",), "nvfp4": ("U8",),
+    "fp8": ("F8_E4M3",), "fp8-stack": ("F8_E4M3",), "gpt-oss": ("U8",), "mxfp4": ("U8",), "nvfp4": ("U8",),
     "modelopt-nvfp4": ("U8",), "packed": ("I32",), "int8": ("I8",), "awq": ("I32",), "gptq": ("I32",),
 }  # fmt: skip
 _NUMPY = {**DTYPES, "I8": np.int8, "I64": np.int64, "F64": np.float64, "I16": np.int16, "U32": np.uint32}
 # of activations and of a quantized KV cache, which this runtime does not quantize
 _OF_ACTIVATIONS = re.compile(
-    r"\.((input|output|act|activation|q|k|v|kv|prob)_(scale|scale_inv|global_scale|zero_point|amax)|qscale_act)$"
+    r"(\.|_proj_)((input|output|act|activation|q|k|v|kv|prob)_(scale|scale_inv|scale_ub|global_scale|zero_point|amax)|qscale_act)$"
 )
 
 
@@ -230,7 +231,7 @@ def join(tensors: Mapping[str, TensorEntry], quantization: Quantization) -> dict
         first, needed, optional = SUFFIXES[scheme.layout]
         parts = {s: tensors[module + s] for s in (first, *needed, *optional) if module + s in tensors}
         used |= {module + suffix for suffix in parts}
-        target = module if scheme.layout == "gpt-oss" else f"{module}.weight"
+        target = module if scheme.layout in ("gpt-oss", "fp8-stack") else f"{module}.weight"
         known = {*parts, ".weight", ".bias"}
         other = [s for s in suffixes.get(module, ()) if s not in known and not _OF_ACTIVATIONS.search(s)]
         twice = target in tensors and target not in used
@@ -256,7 +257,10 @@ def _matrix_of(name: str, entry: TensorEntry, quantization: Quantization) -> tup
             if scheme is None or SUFFIXES[scheme.layout][0] != suffix:
                 return None
             return (module, scheme) if entry.spec.dtype in _CODES[scheme.layout] else None
-    return None
+    scheme = quantization.of(name)
+    if scheme is None or scheme.layout != "fp8" or entry.spec.dtype != "F8_E4M3" or len(entry.spec.shape) != 3:
+        return None
+    return name, replace(scheme, layout="fp8-stack")
 
 
 def _entry(name: str, scheme: Scheme, raw: dict[str, TensorEntry], dtype: str) -> QuantizedEntry:
@@ -302,25 +306,37 @@ def _matrix(entry: TensorEntry) -> tuple[int, int]:
 
 
 def _fp8(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
-    """One scale for the tensor, for each row, or for each block; the shape of the scales tells which."""
     o, i = _matrix(raw[".weight"])
     scale = next(raw[suffix] for suffix in FP8_SCALES if suffix in raw)
-    code, shape = scale.spec.dtype, scale.spec.shape
+    form = _fp8_form(scheme, o, i, scale.spec.dtype, scale.spec.shape)
+    return form, {"weight": raw[".weight"], "scale": scale}, 0, None
+
+
+def _fp8_stack(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
+    (stack, o, i), scale = raw[""].spec.shape, raw["_scale_inv"]
+    if scale.spec.shape[:1] != (stack,):
+        raise ValueError("not a scale for each expert")
+    form = _fp8_form(scheme, o, i, scale.spec.dtype, scale.spec.shape[1:])
+    return form, {"weight": raw[""], "scale": scale}, stack, None
+
+
+def _fp8_form(scheme: Scheme, o: int, i: int, code: str, shape: tuple[int, ...]) -> MatrixForm:
+    """One scale for the matrix, for each row, or for each block; the shape of the scales tells which."""
     if len(shape) == 4 and shape[1::2] == (1, 1):  # ModelOpt's blocks
         shape = shape[::2]
     block = scheme.block or (128, 128)
     if math.prod(shape) == 1:
-        form = MatrixForm("fp8_tensor", o, i, scale=code)
-    elif shape == (ceil_div(o, block[0]), ceil_div(i, block[1])):
-        form = MatrixForm("fp8_block", o, i, group=block[1], block=block[0], scale=code)
-    elif shape in ((o,), (o, 1)):
-        form = MatrixForm("fp8_channel", o, i, scale=code)
-    else:
-        told = "nothing of blocks" if scheme.block is None else f"blocks of {block[0]} x {block[1]}"
-        raise FormError(
-            f"its scales are {list(shape)} for {o} x {i} weights, and the configuration says {told}", OTHER_CONFIG
-        )
-    return form, {"weight": raw[".weight"], "scale": scale}, 0, None
+        return MatrixForm("fp8_tensor", o, i, scale=code)
+    if shape == (ceil_div(o, block[0]), ceil_div(i, block[1])):
+        return MatrixForm("fp8_block", o, i, group=block[1], block=block[0], scale=code)
+    if shape in ((o,), (o, 1)):
+        return MatrixForm("fp8_channel", o, i, scale=code)
+    if shape == (2, 1) and scheme.layout == "fp8-stack" and o % 2 == 0:  # one for gate, one for up
+        return MatrixForm("fp8_block", o, i, group=i, block=o // 2, scale=code)
+    told = "nothing of blocks" if scheme.block is None else f"blocks of {block[0]} x {block[1]}"
+    raise FormError(
+        f"its scales are {list(shape)} for {o} x {i} weights, and the configuration says {told}", OTHER_CONFIG
+    )
 
 
 def _gpt_oss(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
@@ -422,6 +438,10 @@ def _awq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
 def _gptq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
     words, o = _matrix(raw[".qweight"])
     i = words * 32 // scheme.bits
+    if not scheme.order and (groups := raw.get(".g_idx")) is not None and groups.spec.dtype == "I32":
+        # the tools go by it whatever the configuration says of act-order
+        g_idx = np.frombuffer(read_bytes(groups, 0, groups.spec.nbytes), np.int32)
+        scheme = replace(scheme, order=len(g_idx) == i and needs_order(g_idx, scheme.group))
 
     def repack(form: MatrixForm, raw: Raw) -> Raw:
         arrays = raw[".qweight"], raw[".qzeros"], raw[".scales"], raw.get(".g_idx")
@@ -431,7 +451,7 @@ def _gptq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
 
 
 _MAKERS: Mapping[Layout, Callable[[Scheme, dict[str, TensorEntry]], _Made]] = {
-    "fp8": _fp8, "gpt-oss": _gpt_oss, "mxfp4": _fp4, "nvfp4": _fp4, "modelopt-nvfp4": _fp4,
+    "fp8": _fp8, "fp8-stack": _fp8_stack, "gpt-oss": _gpt_oss, "mxfp4": _fp4, "nvfp4": _fp4, "modelopt-nvfp4": _fp4,
     "packed": _packed, "int8": _int8, "awq": _awq, "gptq": _gptq,
 }  # fmt: skip
 
