@@ -189,7 +189,7 @@ class KvSettings(Settings):
 
     tokens: int = Field(
         default=8192, ge=8, description="tokens that the KV cache holds, of all requests together, rounded up to "
-        "pages; num_blocks, in its place: pages", json_schema_extra=in_unit("tokens"),
+        "pages", json_schema_extra=in_unit("tokens"),
     )  # fmt: skip
     max_model_len: int | None = Field(
         default=None, ge=2, description="tokens of a request, prompt and text; none: the model's, within the KV cache",
