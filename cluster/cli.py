@@ -6,7 +6,6 @@ Exit codes: 0 fine, 1 the runtime failed, 2 the user can mend it (one line says 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ import typer
 
 from ..errors import RuntimeFailure, TierMoeError
 from .host import versions
+from .jobs.ending import handle_signals
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -83,13 +83,17 @@ def main(args: list[str] | None = None) -> None:
     """
     if sys.stdout is None:  # closed by the caller (`>&-`): what goes there is not wanted
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the life of the process)
-    if args is None:  # a program of its own, not a call from another: SIGTERM ends it in order, as Ctrl-C does
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if args is None:  # a program of its own, not a call from another
+        handle_signals()
     try:
         app(args=args, prog_name="tiermoe")
     except TierMoeError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1 if isinstance(error, RuntimeFailure) else 2)
+    except MemoryError as error:
+        why = " ".join(str(error).split())
+        print(f"error: there is not enough memory{f' ({why})' if why else ''}; give less at a time", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 

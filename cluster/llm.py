@@ -100,6 +100,7 @@ class LLM:
         self._model_config = load_model_config(self.config.model_dir)
         self._stack: ExitStack | None = None
         self._deployment: Deployment | None = None
+        self._made: Deployment | None = None  # from before its start on
 
     def __enter__(self) -> LLM:
         self.start()
@@ -119,7 +120,8 @@ class LLM:
         if self._deployment is None:
             last = LastStart("run", self.config)
             with ExitStack() as stack, Steps(self._notices, last.seconds) as steps:
-                self._deployment = stack.enter_context(deployed(self.config, self._settings, self._notices, steps))
+                made = self._made = deployed(self.config, self._settings, self._notices, steps)
+                self._deployment = stack.enter_context(made)
                 self.startup_steps_s = steps.seconds
                 self._stack = stack.pop_all()
             last.remember(steps.seconds)
@@ -130,6 +132,10 @@ class LLM:
         stack, self._stack, self._deployment = self._stack, None, None
         if stack is not None:
             stack.close()
+
+    def abandon(self) -> bool:
+        """End a runtime by force, also one that starts; False: there is none. For the end of a process only."""
+        return self._made is not None and self._made.abandon()
 
     @overload
     def generate(self, prompts: str, **sampling: Any) -> Completion: ...

@@ -1,4 +1,4 @@
-"""The end of a service, bounded: whatever Ray does, its processes are gone within seconds of a signal.
+"""The end of a command, said at once and bounded: whatever Ray does, its processes are gone seconds after a signal.
 
 Ray's calls return late, or never, when Ray is starting, or when its processes have ended or hang. The end in order gets
 its time; then everything is ended by force.
@@ -20,7 +20,34 @@ _START_S = 1.0  # to end in order while it starts
 _SERVING_S = 40.0  # afterwards: requests under way have 20 s
 _AGAIN_S = 1.0  # after a second signal
 _SIGNAL_S = 1.0  # between the end of Ray's processes and a signal that ended them too, and this process
-_CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}
+_INTERRUPTED, _TERMINATED = 130, 143
+_said = threading.Lock()  # held once it was said that the command ends
+
+
+def handle_signals() -> None:
+    """SIGINT and SIGTERM end this process in order, as KeyboardInterrupt and SystemExit 143 in its main thread.
+
+    A shell without job control starts what it puts in the background with SIGINT ignored, and Python leaves it so.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        say_ending()
+        raise KeyboardInterrupt
+
+    def terminate(number: int, frame: object) -> None:
+        say_ending()
+        sys.exit(_TERMINATED)
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, terminate)
+
+
+def say_ending() -> None:
+    """Say on standard error that the command ends, once."""
+    if _said.acquire(blocking=False):
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write("ending ...\n")  # whole: another thread may write, too
+            sys.stderr.flush()
 
 
 class BoundedEnd:
@@ -28,10 +55,12 @@ class BoundedEnd:
 
     Args:
         force: ends by force what the process started, and says whether there was something; called on a thread.
+        terminated: exit code after SIGTERM.
     """
 
-    def __init__(self, force: Callable[[], bool]) -> None:
+    def __init__(self, force: Callable[[], bool], terminated: int = 0) -> None:
         self._force = force
+        self._codes = {signal.SIGINT: _INTERRUPTED, signal.SIGTERM: terminated}
         self._code: int | None = None  # of the first signal
         self._until_s = 0.0
         self._lost: str | None = None
@@ -60,7 +89,7 @@ class BoundedEnd:
     @property
     def terminated(self) -> bool:
         """Whether SIGTERM came first."""
-        return self._code == _CODES[signal.SIGTERM]
+        return self._code == self._codes[signal.SIGTERM]
 
     def serving(self) -> None:
         """It is ready: requests under way have their time to end."""
@@ -89,12 +118,13 @@ class BoundedEnd:
         self._wake.close()
 
     def _signalled(self, number: int) -> None:
-        if number not in _CODES:
+        if number not in self._codes:
             return
+        say_ending()  # Python's own handler waits until the main thread returns from native code
         patience_s = self._patience_s if self._code is None else _AGAIN_S
         self._until_s = time.monotonic() + patience_s
         if self._code is None:
-            self._code = _CODES[signal.Signals(number)]
+            self._code = self._codes[signal.Signals(number)]
             self._mute()
 
     def _mute(self) -> None:

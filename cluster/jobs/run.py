@@ -29,6 +29,7 @@ from ..report.results import percentiles
 from ..report.runtime import placed_tables, plan_table
 from ..report.status import brief_table, summary_table
 from ..report.tables import results, show
+from .ending import BoundedEnd
 from .options import (
     RUNTIME,
     AsJson,
@@ -98,8 +99,9 @@ def _run_here(
         check_writable(trace)
     llm = LLM.of(config, Console(stderr=True), timeline=trace is not None)
     stream = llm.stream_of(prompt, sampling)
-    with llm:
+    with BoundedEnd(llm.abandon, terminated=143) as ending, llm:
         deployment = llm.start()
+        ending.serving()
         planned = with_routing(deployment.planned, llm.config).as_dict()
         if plan_to is not None:
             show(plan_to, plan_table(llm.plan), *placed_tables(planned))
@@ -125,7 +127,7 @@ def _run_attached(
     that of the runtime's expert store, if the store is on this machine.
     """
     begin_s = time.monotonic()
-    with attached(address) as attachment:
+    with BoundedEnd(lambda: False, terminated=143), attached(address) as attachment:
         from ..attach import lead_of  # Ray
 
         deployment = attachment.choose(wanted)

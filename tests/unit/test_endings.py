@@ -1,0 +1,102 @@
+"""Signals: said at once, also while native code keeps the main thread; and not ignored where a script's shell does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+_PROGRAM = """
+import hashlib, os, signal, sys, time
+from tiermoe.cluster import cli
+from tiermoe.cluster.jobs.ending import BoundedEnd
+
+def native():  # holds the main thread in native code, where Python's handlers wait
+    hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1)
+
+def forced():
+    return True
+
+@cli.app.command("waits")
+def waits() -> None:
+    print("there", flush=True)
+    time.sleep(60)
+
+@cli.app.command("starts")
+def starts() -> None:
+    with BoundedEnd(forced, terminated=143):
+        print("there", flush=True)
+        native()
+
+@cli.app.command("closes")
+def closes() -> None:
+    with BoundedEnd(forced) as ending:
+        ending.serving()
+        print("there", flush=True)
+        try:
+            time.sleep(60)
+        finally:
+            native()
+
+cli.main()
+"""
+
+
+@contextmanager
+def _started(command: str, ignored: bool) -> Iterator[subprocess.Popen[str]]:
+    """The program, as a shell without job control starts it in the background where SIGINT is `ignored`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["as usual", "ignored by the shell"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", ["waits", "starts"])
+def test_a_signal_is_answered_at_once_and_ends_the_command(
+    command: str, number: signal.Signals, code: int, ignored: bool
+) -> None:
+    """Guards a silence of seconds while Ray starts, and `kill -INT` of a background job that did nothing."""
+    with _started(command, ignored) as process:
+        process.send_signal(number)
+        begin_s = time.monotonic()
+        assert process.stderr is not None
+        assert process.stderr.readline() == "ending ...\n"
+        assert time.monotonic() - begin_s < 1.0
+        assert process.wait(20) == code
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_second_signal_does_not_wait_for_the_end_in_order() -> None:
+    with _started("closes", ignored=True) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert process.stderr.readline() == "ending ...\n"
+        time.sleep(0.5)
+        assert process.poll() is None  # it has 40 s
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read() == ""  # said once
+
+
+def test_a_background_job_of_a_script() -> None:
+    """The case as it was found: no job control, so the shell starts the job with SIGINT ignored."""
+    script = f'"{sys.executable}" -c "$PROGRAM" waits & sleep 3; kill -INT $!; wait $!; echo "code $?"'
+    done = subprocess.run(
+        ["sh", "-c", script], env=os.environ | {"PROGRAM": _PROGRAM}, capture_output=True, text=True, timeout=60,
+        check=True,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("there\ncode 130\n", "ending ...\n")
