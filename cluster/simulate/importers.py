@@ -19,19 +19,24 @@ import base64
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from ...errors import TraceError, reason
 from .trace import TraceHeader
 from .trace_writer import Rows, TraceWriter
 
 HIDDEN = 64
+_LEAST_LIMIT_BYTES = 1 << 30  # of a trace, whatever the file's size
+_MOST_GROWTH = 1024  # bytes of a trace for each byte of the file
+_BLOCK = 256  # rows of decode steps that are made at a time
 _REMEDY = "compare it with docs/traces.md, Imports"
 Ids = NDArray[np.int64]
 
@@ -43,6 +48,11 @@ class Imported:
     ids: Ids
     prompt: int
     tokens: NDArray[np.int32] | None = None
+
+    @property
+    def known(self) -> NDArray[np.int32]:
+        """The tokens' ids, or numbers in their place [t]."""
+        return np.arange(len(self.ids), dtype=np.int32) if self.tokens is None else self.tokens
 
 
 def import_trace(
@@ -72,18 +82,33 @@ def import_trace(
     count = greatest + 1 if experts is None else experts
     if greatest >= count:
         raise TraceError(f"'{file}' names expert {greatest} of {count}", "give a greater --experts")
-    header = TraceHeader(
-        model=model, fingerprint="", layers=layers, experts=max(count, top_k), top_k=top_k, hidden=HIDDEN, distances=0,
-        slot_bytes=expert_bytes, expert_dtype="bfloat16", origin=f"imported from {file.name}", probabilities=False,
-    )  # fmt: skip
+    try:
+        header = TraceHeader(
+            model=model, fingerprint="", layers=layers, experts=max(count, top_k), top_k=top_k, hidden=HIDDEN,
+            distances=0, slot_bytes=expert_bytes, expert_dtype="bfloat16", origin=f"imported from {file.name}",
+            probabilities=False,
+        )  # fmt: skip
+    except ValidationError as error:
+        finding = error.errors(include_url=False)[0]
+        where = ".".join(map(str, finding["loc"]))
+        raise TraceError(f"'{file}' makes no trace: {where or 'header'}: {finding['msg']}", _REMEDY) from error
+    total = sum(len(one.ids) for one in found)
+    if total * header.row_bytes > max(_LEAST_LIMIT_BYTES, _MOST_GROWTH * len(text)):
+        raise TraceError(
+            f"'{file}' would be a trace of {total * header.row_bytes / 1e9:.1f} GB: {total} tokens, {layers} layers of "
+            f"{header.experts} experts, as the greatest id is {greatest}",
+            "correct the ids, or import fewer requests at a time",
+        )
     writer = TraceWriter(out, header, _embed)
     for one in found:
-        rows = _rows(one, header)
-        writer.begin(rows.tokens[: max(1, one.prompt)].tolist())
+        prompt = one.known[: max(1, one.prompt)]
+        writer.begin(prompt.tolist())
         if one.prompt:
-            writer.add(rows.part(0, one.prompt), decode=False)
-        for t in range(one.prompt, len(rows.tokens)):
-            writer.add(rows.part(t, t + 1), decode=True)
+            writer.add(_rows(one, header, 0, one.prompt), decode=False)
+        for first in range(one.prompt, len(one.ids), _BLOCK):
+            rows = _rows(one, header, first, min(first + _BLOCK, len(one.ids)))
+            for t in range(len(rows.tokens)):
+                writer.add(rows.part(t, t + 1), decode=True)
     return writer.close(complete=True, repeats=all(one.tokens is not None for one in found))
 
 
@@ -99,13 +124,13 @@ def detected(file: Path, text: str) -> str:
     raise TraceError(f"'{file}' is of no known format", f"give one of {', '.join(FORMATS)} by --format, or {_REMEDY}")
 
 
-def _rows(one: Imported, header: TraceHeader) -> Rows:
-    count, share = len(one.ids), 1.0 / header.top_k
-    probabilities = np.zeros((count, header.layers, header.experts), np.float16)
-    np.put_along_axis(probabilities, one.ids, share, axis=2)
-    tokens = np.arange(count, dtype=np.int32) if one.tokens is None else one.tokens
-    none = np.zeros((count, header.layers, 0, header.top_k))
-    return Rows(tokens, probabilities, one.ids, np.full(one.ids.shape, share), none.astype(np.int64), none)
+def _rows(one: Imported, header: TraceHeader, first: int, stop: int) -> Rows:
+    """The rows of some of its tokens."""
+    ids, share = one.ids[first:stop], 1.0 / header.top_k
+    probabilities = np.zeros((len(ids), header.layers, header.experts), np.float16)
+    np.put_along_axis(probabilities, ids, share, axis=2)
+    none = np.zeros((len(ids), header.layers, 0, header.top_k))
+    return Rows(one.known[first:stop], probabilities, ids, np.full(ids.shape, share), none.astype(np.int64), none)
 
 
 def _embed(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -121,7 +146,7 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{file}:{number}"
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{where} is no JSON: {error}", _REMEDY) from error
         if not isinstance(entry, dict):
             raise TraceError(f"{where} is no object", _REMEDY)
@@ -131,10 +156,10 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _choices(value: Any, where: str, key: str, axes: int) -> Ids:
     """An array of expert ids with so many axes, from lists or from base64 of a .npy file."""
     try:
-        found = np.load(io.BytesIO(base64.b64decode(value)), allow_pickle=False) if isinstance(value, str) else value
+        found = _npy(base64.b64decode(value)) if isinstance(value, str) else value
         ids = np.asarray(found)
         fine = ids.ndim == axes and ids.dtype.kind in "iu" and ids.size and ids.min() >= 0 and ids.max() < 65536
-    except (ValueError, TypeError, EOFError) as error:
+    except (ValueError, TypeError, EOFError, OverflowError, RecursionError) as error:
         raise TraceError(f"{where}: {key} is no array: {error}", _REMEDY) from error
     if not fine:
         raise TraceError(f"{where}: {key} is no array of expert ids with {axes} axes", _REMEDY)
@@ -143,6 +168,25 @@ def _choices(value: Any, where: str, key: str, axes: int) -> Ids:
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise TraceError(f"{where}: a token of {key} picks one expert twice", _REMEDY)
     return ids
+
+
+def _npy(data: bytes) -> NDArray[Any]:
+    """The array of a .npy file, whose header may say what it likes. Raises ValueError: it is none, or not whole."""
+    file = io.BytesIO(data)
+    major, _ = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data) - file.tell():
+        raise ValueError(f"its header says {dtype} {list(shape)}, behind it are {len(data) - file.tell()} bytes")
+    file.seek(0)
+    found: NDArray[Any] = np.load(file, allow_pickle=False)
+    return found
+
+
+def _token_ids(tokens: Sequence[Any]) -> NDArray[np.int32] | None:
+    """Token ids as an array; None: some are no token ids."""
+    fine = all(type(token) is int and 0 <= token < 1 << 31 for token in tokens)
+    return np.asarray(tokens, np.int32) if fine else None
 
 
 def _vllm(file: Path, text: str) -> Iterator[Imported]:
@@ -165,9 +209,9 @@ def _vllm(file: Path, text: str) -> Iterator[Imported]:
                 length = min(len(own), len(ids))
             else:
                 raise TraceError(f"{where} does not say how long the prompt is", "keep prompt_token_ids in the file")
-            tokens = [*(own or []), *(choice.get("token_ids") or [])]
-            known = len(tokens) >= len(ids) and all(type(token) is int for token in tokens)
-            yield Imported(ids, length, np.asarray(tokens[: len(ids)], np.int32) if known else None)
+            lists = [part for part in (own, choice.get("token_ids")) if isinstance(part, list)]
+            tokens = [token for part in lists for token in part]
+            yield Imported(ids, length, _token_ids(tokens[: len(ids)]) if len(tokens) >= len(ids) else None)
 
 
 def _megatron(file: Path, text: str) -> Iterator[Imported]:
@@ -201,7 +245,13 @@ def _joined(parts: list[Ids]) -> Imported:
 
 
 def _csv(file: Path, text: str) -> Iterator[Imported]:
-    lines = csv.DictReader(io.StringIO(text))
+    try:
+        yield from _csv_requests(file, csv.DictReader(io.StringIO(text)))
+    except csv.Error as error:
+        raise TraceError(f"'{file}' is no CSV file: {error}", _REMEDY) from error
+
+
+def _csv_requests(file: Path, lines: csv.DictReader[str]) -> Iterator[Imported]:
     columns = lines.fieldnames or []
     own = sorted((name for name in columns if name.startswith("expert_")), key=lambda name: (len(name), name))
     if not {"token", "layer"} <= set(columns) or ("experts" in columns) == bool(own):
@@ -238,7 +288,7 @@ def _csv(file: Path, text: str) -> Iterator[Imported]:
         if sorted(first, reverse=True) != first:
             raise TraceError(f"'{file}': request {name} prefills after it decodes", _REMEDY)
         known = names.get(name, {})
-        tokens = np.array([known[token] for token in order], np.int32) if set(known) == set(order) else None
+        tokens = _token_ids([known[token] for token in order]) if set(known) == set(order) else None
         yield Imported(np.asarray(lists, np.int64), sum(first), tokens)
 
 

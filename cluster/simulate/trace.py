@@ -40,6 +40,7 @@ from ...errors import TraceError
 
 HEADER_NAME = "trace.json"
 MAX_DISTANCE = 8
+_MOST_EXPERTS = 1 << 22  # in all layers: no model has a hundredth of it, and a replay holds lists of all
 PREFILL, DECODE = 0, 1
 Count = Annotated[int, Field(ge=1, strict=True)]
 Whole = Annotated[int, Field(ge=0, strict=True)]
@@ -107,6 +108,8 @@ class TraceHeader(_Frozen):
     def _consistent(self) -> TraceHeader:
         if self.top_k > self.experts:
             raise ValueError(f"top-{self.top_k} of {self.experts} experts")
+        if self.layers * self.experts > _MOST_EXPERTS:
+            raise ValueError(f"{self.layers} layers of {self.experts} experts are more than any model has")
         if len({chunk.file for chunk in self.chunks}) != len(self.chunks):
             raise ValueError("two chunks have one name")
         return self
@@ -214,6 +217,12 @@ class Trace:
             file = path / chunk.file
             if not file.is_file() or file.stat().st_size != chunk.bytes:
                 raise TraceError(f"'{file}' is missing or has not the {chunk.bytes} bytes that it should", _AGAIN)
+            said = chunk.rows * self.header.row_bytes + chunk.requests * 4 * self.header.hidden + 32 * chunk.forwards
+            if said > chunk.bytes:
+                raise TraceError(
+                    f"'{file}' has {chunk.bytes} bytes, by '{path / HEADER_NAME}' its rows and requests have {said}",
+                    _AGAIN,
+                )
 
     def requests(self) -> Iterator[Request]:
         """The requests in recorded order.

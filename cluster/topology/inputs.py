@@ -44,6 +44,7 @@ _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"
 _SCALES = re.compile(r"(scale|scales|scale_inv|zero_point)$")  # of quantized weights
 _NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _PLAIN = frozenset(("F32", "F16", "BF16"))
+_MOST = 1 << 22  # of any size, and of experts in all layers: a plan holds lists of them
 _DTYPES: Mapping[str, Literal[2, 4]] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -95,6 +96,11 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     item = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), 2)
     numbers = _moe_layers(config, model_dir)
     layers = len(numbers)
+    if layers * experts > _MOST:
+        raise CheckpointError(
+            f"'{model_dir / 'config.json'}' says {layers} layers of {experts} experts, more than any model has",
+            OTHER_CONFIG,
+        )
     if gguf := any(model_dir.glob("*.gguf")):
         from ..gguf_header import expert_forms, gguf_files, read_experts, typed_tensors  # the package takes 0.2 s
 
@@ -190,7 +196,7 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) 
     """The first of some fields that is present; one of them must be."""
     for name in names:
         if (value := config.get(name)) is not None:
-            if type(value) is not int or not 1 <= value <= 1 << 40:
+            if type(value) is not int or not 1 <= value <= _MOST:
                 raise _malformed(name, value, model_dir)
             return value
     raise CheckpointError(

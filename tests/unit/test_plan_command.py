@@ -29,7 +29,7 @@ from tiermoe.cluster.topology.estimate import predict, resolve_hardware
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint, nodes_from_file, nodes_from_ray
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.cluster.topology.spec import NODE_ID_LABEL, NodeInfo, cluster_spec, replica_bytes
-from tiermoe.errors import ConfigError
+from tiermoe.errors import CheckpointError, ConfigError
 from tiermoe.kernels.pack import PackedShape
 
 
@@ -391,3 +391,20 @@ def test_facts_of_a_store_are_its_manifests(model: Path, tmp_path: Path) -> None
     assert (facts.dense_elements, facts.dense_estimated, facts.top_k) == (1000, False, 2)
     later = load_run_config(None, {"model": str(model), "store": str(tmp_path / "later")})  # not there yet
     assert model_facts(later).source == "config.json"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_hidden_layers": 10**10}, "num_hidden_layers is 10000000000"),
+        ({"num_local_experts": 10**10}, "num_local_experts is 10000000000"),
+        ({"num_hidden_layers": 4096, "num_local_experts": 4096}, "says 4096 layers of 4096 experts"),
+    ],
+)
+def test_a_config_that_claims_more_than_any_model_has_is_refused_at_once(
+    fields: dict[str, int], said: str, model: Path
+) -> None:
+    """Guards a plan that made lists of all experts, for minutes and gigabytes."""
+    (model / "config.json").write_text(json.dumps(_CONFIG | fields))
+    with pytest.raises(CheckpointError, match=said):
+        model_facts(load_run_config(None, {"model": str(model)}))

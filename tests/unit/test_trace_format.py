@@ -19,6 +19,7 @@ from safetensors.numpy import load, save
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
+from tiermoe.cluster import cli
 from tiermoe.cluster.jobs.record.job import record_with
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import result, serve
@@ -209,10 +210,40 @@ def test_iterations_that_follow_on_nothing_are_refused(tmp_path: Path, row: int,
 
 
 def test_impossible_headers_are_refused() -> None:
-    for change in ({"top_k": 9}, {"layers": 0}, {"experts": 1 << 20}, {"distances": 9}, {"format_version": 2}):
+    for change in (
+        {"top_k": 9}, {"layers": 0}, {"experts": 1 << 20}, {"distances": 9}, {"format_version": 2}, {"layers": 1 << 40},
+        {"layers": 1 << 10, "experts": 1 << 13},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="validation error"):
             traces.header(**change)  # type: ignore[arg-type]
     assert isinstance(traces.header(), TraceHeader)
+
+
+@pytest.mark.parametrize("claim", ["rows", "forwards", "requests"])
+def test_a_chunk_holds_no_more_than_its_bytes(claim: str, tmp_path: Path) -> None:
+    """What a header says of a chunk is compared with the file's size before anything is made of it."""
+    traces.write(tmp_path, traces.header(), PROMPTS)
+    header = Trace(tmp_path).header
+    record = header.chunks[0].model_copy(update={claim: 1 << 40})
+    (tmp_path / "trace.json").write_text(header.model_copy(update={"chunks": (record,)}).model_dump_json())
+    with pytest.raises(TraceError, match=r"chunk-00000.safetensors' has \d+ bytes, by '.*trace.json' its rows and"):
+        Trace(tmp_path)
+
+
+def test_a_lack_of_memory_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traces.write(tmp_path, traces.header(), PROMPTS)
+
+    def lacking(*args: object, **options: object) -> None:
+        raise MemoryError("Unable to allocate 7.28 TiB for an array")
+
+    monkeypatch.setattr("tiermoe.cluster.jobs.replay.replay", lacking)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["replay", str(tmp_path)])
+    assert ended.value.code == 1
+    said = "error: there is not enough memory (Unable to allocate 7.28 TiB for an array); give less at a time\n"
+    assert capsys.readouterr().err == said
 
 
 RECORDED = [list(range(3, 40)), [5, 9, 70], list(range(60, 20, -1))]

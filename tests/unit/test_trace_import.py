@@ -95,3 +95,76 @@ def test_too_few_experts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "f").write_text(SOURCES["csv"])
     with pytest.raises(TraceError, match="names expert 3 of 3"):
         import_trace(tmp_path / "f", tmp_path / "t", "csv", "m", 3, 100)
+
+
+def claiming(shape: tuple[int, ...], kind: str = "<i8", data: bytes = b"12345678", version: int = 1) -> str:
+    """A .npy file whose header says what it likes."""
+    out = io.BytesIO()
+    header = {"descr": kind, "fortran_order": False, "shape": shape}
+    write = np.lib.format.write_array_header_1_0 if version == 1 else np.lib.format.write_array_header_2_0
+    write(out, header)
+    return base64.b64encode(out.getvalue() + data).decode()
+
+
+@pytest.mark.parametrize(
+    "routed",
+    [
+        claiming((1 << 40, 4, 2)), claiming((1 << 40, 4, 2), version=2), claiming((1, 1, 2)), claiming((-1, 1, 1)),
+        claiming((1 << 62, 1 << 62, 4)), claiming((1, 1, 1), "|O"), "UEsDBA==", base64.b64encode(b"\x93NUMPY").decode(),
+        [[[1 << 80]]], [[[1.5]]], [[[1]], [[1, 2]]], "?",
+    ],
+)  # fmt: skip
+def test_an_array_is_no_larger_than_its_bytes(routed: object, tmp_path: Path) -> None:
+    """Guards a MemoryError: the header of a .npy file in a line of 1.2 MB said 8 TB, and was believed."""
+    (tmp_path / "file").write_text(json.dumps({"prompt_token_ids": [1], "routed_experts": routed}))
+    with pytest.raises(TraceError, match="routed_experts is no array"):
+        import_trace(tmp_path / "file", tmp_path / "out", None, "x", None, 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_great_id_does_not_make_a_trace_of_gigabytes(tmp_path: Path) -> None:
+    """Guards a MemoryError: each token of a file of 1.2 MB got probabilities of 65536 experts."""
+    lines = [f"{token},0,{token % 8}" for token in range(100_000)]
+    (tmp_path / "file").write_text("\n".join(["token,layer,experts", *lines, "100000,0,65535"]))
+    with pytest.raises(TraceError, match=r"would be a trace of 13\.. GB: 100001 tokens, 1 layers of 65536 experts"):
+        import_trace(tmp_path / "file", tmp_path / "out", None, "x", None, 1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("experts", "lines", "message"),
+    [
+        (1 << 20, ["0,0,1"], "makes no trace: experts: "),
+        (None, [f"0,{layer},65535" for layer in range(100)], "100 layers of 65536 experts are more than any model has"),
+        (None, ["0,0," + "1" * 200_000], "no CSV file: field larger than field limit"),
+    ],
+)
+def test_impossible_sizes(experts: int | None, lines: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("\n".join(["token,layer,experts", *lines]))
+    with pytest.raises(TraceError, match=message):
+        import_trace(tmp_path / "file", tmp_path / "out", None, "x", experts, 1)
+
+
+def test_deep_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text('{"routed_experts": ' + "[" * 100_000)
+    with pytest.raises(TraceError, match="is no JSON"):
+        import_trace(tmp_path / "file", tmp_path / "out", None, "x", None, 1)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 40])
+def test_impossible_token_ids_are_numbers_in_their_place(token: int, tmp_path: Path) -> None:
+    entry = {"prompt_token_ids": [token, 2], "token_ids": [3], "routed_experts": npy(IDS)}
+    (tmp_path / "file").write_text(json.dumps(entry))
+    import_trace(tmp_path / "file", tmp_path / "out", None, "x", None, 1)
+    (one,) = Trace(tmp_path / "out").requests()
+    assert [token for part in one.iterations for token in part.tokens.tolist()] == [0, 1, 2]
+
+
+def test_many_tokens_are_made_in_blocks(tmp_path: Path) -> None:
+    """The same trace as in one piece."""
+    lines = [f"{token},0,{token % 3}" for token in range(600)]
+    (tmp_path / "file").write_text("\n".join(["token,layer,experts", *lines]))
+    import_trace(tmp_path / "file", tmp_path / "out", None, "x", None, 1)
+    (one,) = Trace(tmp_path / "out").requests()
+    assert [int(part.ids[0, 0, 0]) for part in one.iterations] == [token % 3 for token in range(600)]
+    assert [int(part.tokens[0]) for part in one.iterations] == list(range(600))
