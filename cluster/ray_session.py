@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -21,6 +22,7 @@ import ray._private.node as ray_node
 import ray._private.ray_constants as ray_constants
 import ray._private.worker
 import ray.exceptions as rex
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from .. import errors
 from ..errors import RuntimeFailure, TierMoeError
@@ -39,6 +41,8 @@ _RAY_SWITCHES = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three failures replace a proxy: Ray's 10 s made that 40 s
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tiermoe.cluster.api.connections:install",  # time limits of clients
 }
+# What a Ray job has in its environment: packages of the cluster's that runs it, which a Ray of its own cannot fetch.
+_OF_JOB = dict.fromkeys((RAY_JOB_CONFIG_JSON_ENV_VAR, ray_constants.RAY_RUNTIME_ENV_HOOK))
 _OPTIONS = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
 _RAY_THREADS = "ray_"
 _MORE = "run `tiermoe doctor` to see memory and devices, and run again"
@@ -126,7 +130,7 @@ def start_local(
     # torch makes a directory for compiled code when it is imported: it is removed with the scratch directory
     inductor = {"TORCHINDUCTOR_CACHE_DIR": str(scratch.path / "inductor")}
     head = _Node if dashboard else _Head
-    with _surroundings(_RAY_SWITCHES | thread_limits(threads) | inductor), _head_of(head), _on_loopback():
+    with _surroundings(_RAY_SWITCHES | thread_limits(threads) | inductor | _OF_JOB), _head_of(head), _on_loopback():
         ray.init(
             address="local",  # also inside a Ray job, whose environment names the cluster that runs it
             _node_ip_address=LOOPBACK,  # Ray's servers bind the address of their node, or all where it is no loopback
@@ -144,14 +148,15 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
     """Join the Ray at HOST:PORT, or with `auto` the one that runs on this machine or started this process.
 
     Args:
-        variables: environment of the actors that this process starts there.
+        variables: environment of the actors that this process starts there; of a job's own variables the job's hold.
 
     Raises:
         RuntimeFailure: no Ray answers, its authentication differs, or it refuses.
     """
     if address != "auto":
         check_joinable(address)
-    options: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
+    own = {name: value for name, value in (variables or {}).items() if name not in _job_variables()}
+    options: dict[str, Any] = {"runtime_env": {"env_vars": own}} if own else {}
     # `auto` and a name are resolved as Ray does
     bound = _on_loopback() if is_loopback(address.rpartition(":")[0]) else contextlib.nullcontext()
     with _surroundings(_RAY_SWITCHES), bound, contextlib.chdir("/"):  # see `_Node`
@@ -162,6 +167,12 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
                 f"cannot join the Ray at '{address}' ({type(error).__name__}: {_line(error)})",
                 "check that both sides have the same token (~/.ray/auth_token) and the same versions of Ray and Python",
             ) from error
+
+
+def _job_variables() -> dict[str, Any]:
+    """The environment that a Ray job which this process is gives its actors; Ray refuses a variable given twice."""
+    config = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
+    return dict((config.get("runtime_env") or {}).get("env_vars") or {})
 
 
 def leave() -> None:
@@ -197,24 +208,30 @@ def head_address() -> str:
 
 
 @contextlib.contextmanager
-def _surroundings(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, and make new files private, while Ray starts; then restore both and SIGTERM."""
+def _surroundings(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables (None: unset), and make new files private, while Ray starts; then restore both and
+    SIGTERM.
+    """
     before = {name: os.environ.get(name) for name in variables}
     mask = os.umask(0o077)  # Ray's logs, tokens and sockets
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None  # Ray's client replaces the program's handler
-    os.environ.update(variables)
+    _set(variables)
     try:
         yield
     finally:
         if handler is not None:  # None: another thread, or a handler that Python code did not set
             signal.signal(signal.SIGTERM, handler)
         os.umask(mask)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 class _WithoutRay:

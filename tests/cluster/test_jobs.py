@@ -136,6 +136,37 @@ def test_a_benchmark_runs_as_a_job(cluster: Cluster, tmp_path: Path) -> None:
     assert (record["name"], record["executor"], record["settings"]["config"]) == ("prefetch", "emulated", "job.yaml")
 
 
+_POLICY = """
+from tiermoe.actors.policies.eviction import Lru
+
+class Mine(Lru):
+    def used(self, keys):
+        super().used(keys)
+        print(end="")
+"""
+
+
+@pytest.mark.parametrize("where", ["own", "joined"])
+def test_a_runtime_runs_as_a_job(cluster: Cluster, where: str) -> None:
+    """Guards a Ray of its own that took over the job's runtime environment, whose package only the cluster has.
+
+    Policies come from the job's folder, and a variable that both the job and `tiermoe` set is no conflict.
+    """
+    folder = cluster.folder.with_name("policies")
+    (folder / "of_job").mkdir(parents=True, exist_ok=True)
+    (folder / "of_job" / "__init__.py").write_text(_POLICY)
+    (folder / "mine.yaml").write_text("name: mine\nlossless: true\neviction: of_job:Mine\n")
+    (folder / "job.yaml").write_text((cluster.folder / "job.yaml").read_text())
+    options = ["--runtime-env-json", '{"env_vars": {"OMP_NUM_THREADS": "1"}}']
+    joined = ["--config", "job.yaml"] if where == "joined" else ["--budget", "50%", "--device", "cpu"]
+    run = [_TIERMOE, "run", "import os", "--policy", "mine.yaml", "--max-tokens", "4", "--json", *joined]
+    done = cluster.job("submit", "--working-dir", str(folder), *options, "--", *run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))
+    assert record["policy"] == "mine"
+    assert record["generated_tokens"] == 4
+
+
 def test_an_experiment_as_a_job_takes_the_cluster_s_nodes(cluster: Cluster, tmp_path: Path) -> None:
     out, file = tmp_path / "out.json", tmp_path / "mine.yaml"
     file.write_text("""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 
+from tiermoe.cluster import ray_session
 from tiermoe.cluster.ray_auth import adopt_mode, check_joinable, ensure_private_token
 from tiermoe.errors import RuntimeFailure
 
@@ -106,3 +110,32 @@ def test_the_token_is_made_once_and_private(tmp_path: Path, monkeypatch: pytest.
             patch.setenv(name, value)
             ensure_private_token()
     assert not token.exists()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_ray_of_its_own_in_a_job_takes_nothing_of_the_job_s(
+    joined: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Guards `ray job submit --working-dir . -- tiermoe run`: the own Ray looked for the job's package in itself."""
+    variables = {"OMP_NUM_THREADS": "2", "MINE": "1"}
+    job = json.dumps({"runtime_env": {"working_dir": "gcs://x.zip", "env_vars": variables}, "metadata": {}})
+    name, hook = "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK"
+    monkeypatch.setenv(name, job)
+    monkeypatch.setenv(hook, "a.hook")
+    seen: dict[str, Any] = {}
+
+    def init(**options: Any) -> None:
+        seen.update(options, environment=dict(os.environ))
+
+    monkeypatch.setattr(ray_session.ray, "init", init)
+    monkeypatch.setattr(ray_session, "ensure_private_token", lambda: None)
+    monkeypatch.setattr(ray_session, "check_joinable", lambda address: None)
+    if joined:
+        ray_session.join("127.0.0.1:1", {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
+        assert seen["environment"][name] == job  # it joins what the job's package is in
+        assert seen["runtime_env"] == {"env_vars": {"MKL_NUM_THREADS": "1"}}  # Ray refuses a variable given twice
+    else:
+        ray_session.start_local(SimpleNamespace(path=tmp_path), 1, {}, 1 << 26, 1)  # type: ignore[arg-type]
+        assert {name, hook}.isdisjoint(seen["environment"])
+        assert "runtime_env" not in seen
+    assert (os.environ[name], os.environ[hook]) == (job, "a.hook")
