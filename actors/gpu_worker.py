@@ -143,11 +143,12 @@ class GpuWorker:
             self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
         self._engine.follow_maps()
         self._engine.reset_stats()
-        self._plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
-        self._plan["stores"] = self._sources.describe()
+        plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
+        plan["stores"] = self._sources.describe()
         self._begin("serving")
-        self._plan["start_s"] = dict(self._stages_s)
-        return self._plan
+        plan["start_s"] = dict(self._stages_s)
+        self._plan = plan  # from now on it serves
+        return plan
 
     def _begin(self, stage: str) -> None:
         """The next part of the start."""
@@ -168,6 +169,12 @@ class GpuWorker:
         """The result of `start`. Raises NotServing: not started."""
         return self._started(self._plan)
 
+    @property
+    def _serving(self) -> Any:
+        """The batcher, once tokens have come out of it. Raises NotServing: not started."""
+        self._started(self._plan)
+        return self._batcher
+
     @staticmethod
     def _started(part: Any) -> Any:
         if part is None:
@@ -183,7 +190,7 @@ class GpuWorker:
         Raises:
             RuntimeFailure: the generation loop died. PolicyError: of a policy.
         """
-        if self._batcher is None:
+        if self._plan is None:
             return {"state": self._stage, "since_s": round(time.monotonic() - self._stage_begin_s, 1)}
         if self._batcher.failure is not None:
             raise self._batcher.failure
@@ -215,7 +222,7 @@ class GpuWorker:
         Raises:
             RequestError: malformed request. NotServing: not started. RuntimeFailure: the loop died.
         """
-        return self._started(self._batcher).submit(request)
+        return self._serving.submit(request)
 
     def generate(self, request: GenerationRequest) -> Iterator[TokenEvent]:
         """Like `submit`, but queues the request at the first step and cancels it when the iteration ends early."""
@@ -240,7 +247,7 @@ class GpuWorker:
         outbox = self._outboxes.setdefault(client, Outbox())
         outbox.begin(request.request_id)
         try:
-            self._started(self._batcher).submit(request, outbox)
+            self._serving.submit(request, outbox)
         except BaseException:
             outbox.open.discard(request.request_id)
             raise

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import socket
 import ssl
+import threading
 import time
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -53,6 +58,96 @@ def test_tls_of_http_and_of_channels_and_what_else_listens(tmp_path: Path) -> No
         with pytest.raises(httpx.TransportError):
             httpx.post(url.replace("https", "http"), json=_ASKED, timeout=WAIT_S)
         assert list(off_loopback(served.process.pid).values()) == [{port}]
+
+
+def _status(path: str, connection: HTTPConnection) -> object:
+    """The status of one request on a new connection, or its error."""
+    try:
+        body = json.dumps(_ASKED).encode() if path.endswith("completions") else None
+        connection.request("POST" if body else "GET", path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+    except (OSError, HTTPException) as error:
+        return error
+    finally:
+        connection.close()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+def test_after_the_first_ready_no_request_fails(tmp_path: Path, tls: bool) -> None:
+    """From many new connections at once, through the whole start: two server processes before two leads."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = [*ON_CPU, "--port", str(port), "--budget", "25%", "--replicas", "2", "--edge-replicas", "2"]
+    context = None
+    if tls:
+        server, key = certificate(tmp_path, "server")
+        options += ["--ssl-certfile", server, "--ssl-keyfile", key]
+        context = _trusts(server)
+    came: list[tuple[float, float, str, object]] = []  # begin and end of each request
+    over = threading.Event()
+
+    def poll(path: str) -> None:
+        while not over.is_set():
+            begin_s = time.monotonic()
+            status = _status(
+                path,
+                HTTPConnection("127.0.0.1", port, timeout=WAIT_S) if context is None
+                else HTTPSConnection("127.0.0.1", port, timeout=WAIT_S, context=context),
+            )  # fmt: skip
+            came.append((begin_s, time.monotonic(), path, status))
+            if status != 200:
+                over.wait(0.02)
+
+    paths = ("/ready", "/ready", "/health", "/v1/models", "/v1/completions")
+    pollers = [threading.Thread(target=poll, args=[path], daemon=True) for path in paths]
+    with started(tmp_path, "serve", *options, wait=False) as served:
+        for poller in pollers:
+            poller.start()
+        try:
+            served.wait_until_ready()
+            time.sleep(3.0)
+        finally:
+            over.set()
+        for poller in pollers:
+            poller.join(WAIT_S)
+    first_s = min(end_s for _, end_s, path, status in came if (path, status) == ("/ready", 200))
+    after = [(path, status) for begin_s, _, path, status in came if begin_s > first_s]
+    assert {path for path, _ in after} == set(paths)
+    assert {status for _, status in after} == {200}
+
+
+_LATE = """
+from pathlib import Path
+from tiermoe.actors.policies.eviction import Lru
+
+class Late(Lru):
+    def used(self, keys):
+        if Path(__file__).with_name("now").exists():
+            raise KeyError("boom")
+        super().used(keys)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_policy_that_fails_ends_its_server_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "late_policy.py").write_text(_LATE)
+    (tmp_path / "late.yaml").write_text("name: late\nlossless: true\neviction: late_policy:Late\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = [*ON_CPU, "--port", "0", "--budget", "25%", "--policy", str(tmp_path / "late.yaml")]
+    said = "policy late_policy:Late failed in used(), late_policy.py:8: KeyError: 'boom'"
+    with started(tmp_path, "serve", *options, variables={"PYTHONPATH": paths}) as served:
+        url = f"{served.url}/v1/completions"
+        assert httpx.post(url, json=_ASKED, timeout=WAIT_S).status_code == 200
+        (tmp_path / "now").touch()
+        refused = httpx.post(url, json=_ASKED, timeout=WAIT_S)
+        assert refused.status_code in (500, 503)
+        assert said in refused.json()["error"]["message"]
+        assert served.process.wait(WAIT_S) == 2
+        assert served.said().splitlines()[-1].startswith(f"error: {said}; ")
+        assert "Traceback" not in served.said()
 
 
 @pytest.mark.timeout(600)

@@ -30,7 +30,7 @@ from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.config import load_policy
-from tiermoe.errors import PolicyError, RequestError, RuntimeFailure, StoreError, TierMoeError, rebuilt
+from tiermoe.errors import NotServing, PolicyError, RequestError, RuntimeFailure, StoreError, TierMoeError, rebuilt
 
 CAPACITY, EOS, VOCABULARY = 20, 2, 100
 
@@ -532,6 +532,28 @@ def test_a_start_that_fails_leaves_no_thread(store: Any, step: str, monkeypatch:
         worker.start()
     assert tiermoe_threads() == before
     worker.close()
+
+
+@BOTH
+def test_it_serves_once_the_start_is_over(store: Any, batching: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a lead that said "serving", and took requests, before the start's own forwards had given a token."""
+    worker = GpuWorker(settings(1.0, kv=kv(batching)), store.describe())
+    states = list[str]()
+
+    def look(*args: Any) -> None:
+        states.append(worker.health()["state"])
+        for call in (lambda: worker.submit(numbered(0)), lambda: worker.begin("client", numbered(0)), worker.plan):
+            with pytest.raises(NotServing, match="not started"):
+                call()
+
+    monkeypatch.setattr("tiermoe.actors.gpu_worker._warm_up", look)
+    worker.start()
+    try:
+        assert states == ["probing"]
+        assert worker.health()["state"] == "serving"
+        assert gathered(worker.submit(numbered(0))).finish == "length"
+    finally:
+        worker.close()
 
 
 @BOTH
