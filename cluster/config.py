@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ByteSize, Field, StrictFloat, StrictInt, ValidationError
 
 from ..actors.base_settings import Settings, in_panel, in_unit
+from ..actors.gpu_driver import absent, check_gpu, has_gpu, hidden
 from ..actors.policies.cost import NdpProfile
 from ..actors.policies.sharding import Ownership
 from ..actors.policy_settings import PolicySettings
@@ -30,7 +31,7 @@ from ..actors.settings import (
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
 from ..proto.tls import TlsFiles
-from .host import STORE_CPUS, has_gpu, shown, usable_cores
+from .host import STORE_CPUS, shown, usable_cores
 from .yaml_file import explain, merged, read_yaml
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
@@ -303,6 +304,21 @@ def load_run_config(file: str | None = None, options: Mapping[str, Any] | None =
         return RunConfig(**merged(base, given))
     except ValidationError as error:
         raise explain(error, RunConfig, file or "the run configuration", given) from error
+
+
+def on_this_machine(config: RunConfig) -> RunConfig:
+    """The configuration with a device that is here; of a cluster that is joined nothing is known yet.
+
+    Raises:
+        ConfigError: there is none, or a GPU that CUDA cannot use.
+    """
+    if config.ray.address is not None:
+        return config
+    check_gpu(config.device)
+    if config.device == "cuda" and not has_gpu():
+        raise absent()
+    # Ray counts a GPU for each entry of CUDA_VISIBLE_DEVICES, also for one that hides them all
+    return config.model_copy(update={"device": "cpu"}) if hidden() else config
 
 
 def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings:

@@ -1,4 +1,4 @@
-"""What this machine offers, without loading a heavy library: cores, a GPU, the versions of packages."""
+"""What this machine offers, without loading a heavy library: cores, the versions of packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ GGUF_CACHE = "gguf"  # in the user's cache: folders that stand for GGUF files
 STORE_CPUS = 1.0  # that Ray reserves for a store
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvidia0")  # of the drivers, WSL and Tegra
 _PACKAGES = ("tiermoe", "torch", "transformers", "ray")
 # What our kernels can make use of, by the kernel's names for it (x86, then Arm).
 _FEATURES = (
@@ -89,11 +88,6 @@ def _cpuinfo() -> tuple[str, set[str]]:
         if model and flags:
             break
     return model, flags
-
-
-def has_gpu() -> bool:
-    """Whether a driver of a CUDA device is there; torch, which would know, takes seconds to load."""
-    return any(map(os.path.exists, _GPU_FILES))
 
 
 def now() -> str:

@@ -56,10 +56,16 @@ def host_copy_gbps() -> float:
 
 
 def devices() -> list[Device]:
-    """CUDA devices with their measured link; without one, the host as their stand-in. Imports torch."""
+    """CUDA devices with their measured link; without one, the host as their stand-in. Imports torch.
+
+    Raises:
+        ConfigError: a GPU is here, and CUDA cannot use it.
+    """
     import torch
 
-    if not torch.cuda.is_available():
+    from ...actors.engine.cache.device import cuda_usable
+
+    if not cuda_usable():
         memory = psutil.virtual_memory()
         name = "cpu (stands in for a GPU)"
         return [Device(name, memory.total, memory.available, host_copy_gbps(), "memcpy (emulated)")]
@@ -100,33 +106,40 @@ def routed_expert_elements(model_dir: Path) -> int:
     return sum(math.prod(shape) for name, (_, shape) in tensors.items() if ROUTED.search(name))
 
 
-def examine(model_dir: Path) -> dict[str, Any]:
-    """Everything that the command prints; takes a few seconds and half a gigabyte.
+def examine(model_dir: Path) -> tuple[dict[str, Any], ConfigError | None]:
+    """Everything that the command prints, without devices where it refuses the GPU that is here, and that refusal.
+
+    Takes a few seconds and half a gigabyte.
 
     Raises:
         CheckpointError: a model other than the absent default one was given and cannot be read.
     """
     memory = psutil.virtual_memory()
-    found = devices()
+    found, refusal = list[Device](), None
+    try:
+        found = devices()
+    except ConfigError as error:
+        refusal = error
     report: dict[str, Any] = {
         "cpu": cpu(),
         "memory": {"total_bytes": memory.total, "free_bytes": memory.available, "copy_gbps": host_copy_gbps()},
         "devices": [asdict(device) for device in found],
         "versions": versions(),
+        "unusable_gpu": None if refusal is None else str(refusal),
         "model": None,
     }
     if model_dir == default_model_dir() and not model_dir.is_dir():
-        return report
+        return report, refusal
     check_model_dir(model_dir)
     elements = routed_expert_elements(model_dir)
     needs = {dtype: elements * each for dtype, each in _ITEM_BYTES.items()}
-    free = max(device.free_bytes for device in found)
+    free = max((device.free_bytes for device in found), default=0)
     report["model"] = {
         "path": str(shown(model_dir)),
         "expert_bytes": needs,
         "share_that_fits": {dtype: min(1.0, free / need) if need else 1.0 for dtype, need in needs.items()},
     }
-    return report
+    return report, refusal
 
 
 def doctor_command(
@@ -144,13 +157,15 @@ def doctor_command(
         check_writable(out, "--out")
     console = Console(stderr=True)
     with console.status("measuring ..."):
-        report = examine(locate(model))
-    if save:
+        report, refusal = examine(locate(model))
+    if save and refusal is None:
         report["costs"] = _saved(console, out)
     if as_json:
         print(json.dumps(report))
     else:
         show(results(), facts("This machine", _rows(report)))
+    if refusal is not None:
+        raise refusal
 
 
 def _saved(console: Console, out: Path | None) -> dict[str, Any]:

@@ -24,8 +24,7 @@ from ...actors.policies.sharding import owned_experts
 from ...actors.settings import EngineSettings, budget_bytes, check_published
 from ...actors.store.format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError, size
-from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
-from ..host import has_gpu
+from ..config import RunConfig, check_model_dir, engine_settings, load_run_config, on_this_machine
 from ..hub import located
 from ..quantization import published_as
 from ..ray_auth import adopt_mode
@@ -187,9 +186,8 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConf
     Raises:
         TierMoeError: the first thing that is wrong, with its remedy.
     """
+    config = on_this_machine(config)
     settings = engine_settings(config, trace=trace)
-    if config.device == "cuda" and config.ray.address is None and not has_gpu():
-        raise ConfigError("this machine has no CUDA device", "use --device cpu, or join a cluster that has one")
     config = located(config)
     check_model_dir(config.model_dir)
     check_published(settings.policy, published_as(config.model_dir))

@@ -18,6 +18,7 @@ import psutil
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_validator
 
 from ...actors.base_settings import Settings
+from ...actors.gpu_driver import gpu_count
 from ...actors.settings import EngineSettings
 from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
@@ -35,7 +36,6 @@ from .spec import NODE_ID_LABEL, ModelFacts, NodeInfo
 _ANSWER_DEADLINE_S = 10
 _BYTES = ("memory", "object_store_memory")
 _BYTE_SIZE = TypeAdapter(ByteSize)
-_GPU_DEVICES = "nvidia[0-9]*"  # in /dev, one for each GPU
 # not `.shared_experts.`: those run for every token; of GGUF files stacked, or one for each expert
 ROUTED = re.compile(r"\.experts\.|_exps\.|\.ffn_(gate|up|down)\.\d+\.")
 _LAYER, _FURTHER = re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"(?:^|\.)mtp(?:\.|_)")
@@ -346,7 +346,7 @@ def this_machine(given: LocalRay) -> list[NodeInfo]:
     free = psutil.virtual_memory().available
     resources = {
         "CPU": float(given.cpus),
-        "GPU": float(len(list(Path("/dev").glob(_GPU_DEVICES)))),
+        "GPU": float(gpu_count()),
         "memory": float(free if given.memory is None else min(free, given.memory)),
         **given.resources,
     }

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from ....errors import ConfigError
 from ....proto.options import Supply
+from ...gpu_driver import TorchBuild, absent, has_gpu, unusable
 from ...settings import CopySettings, LinkSettings
 
 if TYPE_CHECKING:
@@ -232,14 +233,10 @@ def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device
         gpu: number of the CUDA device to make current; None: the current one.
 
     Raises:
-        ConfigError: CUDA is not available, or there are too few GPUs.
+        ConfigError: a GPU is here, or asked for, and CUDA cannot use it; there are too few GPUs.
     """
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
+    if kind == "cpu" or not cuda_usable(required=kind == "cuda"):
         return CpuDevice(link)
-    if not torch.cuda.is_available():
-        raise ConfigError("device cuda is not available", "use --device cpu (the CPU stands in for a GPU)")
     if gpu is not None:
         if gpu >= torch.cuda.device_count():
             raise ConfigError(
@@ -251,6 +248,30 @@ def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device
     from ..cuda.runtime import runtime_of
 
     return CudaDevice(runtime_of(torch.device("cuda")))
+
+
+def cuda_usable(*, required: bool = False) -> bool:
+    """Whether the GPU is used; without one the CPU stands in for it, unless it is required.
+
+    Raises:
+        ConfigError: a GPU is here, or required, and CUDA cannot use it.
+    """
+    if torch.cuda.is_available():
+        return True
+    if has_gpu():
+        raise unusable(TorchBuild(str(torch.__version__), torch.version.cuda), _why_no_cuda())
+    if required:
+        raise absent()
+    return False
+
+
+def _why_no_cuda() -> str:
+    """In torch's words, of which the first sentence says it."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition(". ")[0].partition("\n")[0]
+    return f"torch counts {torch.cuda.device_count()} GPUs"
 
 
 def activations_of(device: torch.device) -> Activations:

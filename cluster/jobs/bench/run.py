@@ -15,9 +15,10 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ....actors.gpu_driver import has_gpu
 from ....errors import ConfigError
-from ...config import RunConfig, check_model_dir, engine_settings
-from ...host import cpu, has_gpu, versions
+from ...config import RunConfig, check_model_dir, engine_settings, on_this_machine
+from ...host import cpu, versions
 from ...report.results import percentiles
 from ...simulate.machine import Machine, load_machine, without_ndp
 from ..replay import require_replayable
@@ -207,6 +208,8 @@ def _refuse(study: Study) -> None:
     work, grid = experiment.workload, experiment.grid
     engine = [section for section in experiment.running if section.executor == "engine"]
     throttled = any(link is not None for link in (*grid.links, *grid.ratios, grid.link))
+    if engine:
+        base = on_this_machine(base)
     on_gpu = base.device == "cuda" or (base.device == "auto" and has_gpu())
     if throttled and on_gpu and any(section.links != "none" for section in engine):
         remedy = "pass --links none, leave the section out with --parts, or pass --config FILE with device: cpu"

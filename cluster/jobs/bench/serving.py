@@ -23,7 +23,7 @@ from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.settings import EngineSettings, LinkSettings
 from ....actors.store.artifacts import GATES_NAME, PROFILE_NAME, SENSITIVITY_NAME
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
-from ...config import RunConfig, engine_settings, load_policy, load_run_config
+from ...config import RunConfig, engine_settings, load_policy, load_run_config, on_this_machine
 from ...hub import located
 from ...prompt import check_length, load_model_config, load_tokenizer
 from ...simulate.machine import Machine
@@ -67,7 +67,7 @@ def start_worker(config: RunConfig) -> Any:
     """A started `LocalWorker` on the prepared store of the configured model, with NDP workers if it needs them."""
     from ...local import LocalWorker
 
-    settings = engine_settings(config)
+    settings = engine_settings(on_this_machine(config))
     check_artifacts(settings.policy, config)
     workers = config.cluster.ndp_workers
     worker = LocalWorker(settings, prepared_store(config, settings), 1 if workers == "per-node" else workers)

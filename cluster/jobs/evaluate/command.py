@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ....errors import ConfigError
-from ...config import check_model_dir, engine_settings
+from ...config import check_model_dir, engine_settings, on_this_machine
 from ...host import cpu, now, versions
 from ...report.tables import Grid, grid, results, show
 from ..bench.serving import run_config, start_worker
@@ -77,7 +77,7 @@ def evaluate(
         TierMoeError: an option, the model or its held-out text is refused before anything starts; or a worker failed.
     """
     config = run_config(model, policy=policy, budget=budget, threads=threads)
-    settings = engine_settings(config)
+    settings = engine_settings(on_this_machine(config))
     check_model_dir(config.model_dir)
     check_artifacts(settings.policy, config)
     from .scoring import Evaluation  # torch takes seconds: imported after the options are checked

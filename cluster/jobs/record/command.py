@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from ....errors import ConfigError, RequestError, TraceError, reason
-from ...config import check_model_dir, engine_settings
+from ...config import check_model_dir, engine_settings, on_this_machine
 from ...prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
 from ...report.tables import progress_on, results, share, show, size
 from ...simulate.trace import MAX_DISTANCE, TraceHeader
@@ -100,7 +100,7 @@ def record_command(
     except RequestError as error:
         raise RequestError(error.what.replace("--temperature", "--sample"), error.remedy) from error
     config = run_config(model, policy="on-demand", budget=budget, threads=threads, link={"gbps": None})
-    engine_settings(config)
+    engine_settings(on_this_machine(config))
     check_model_dir(config.model_dir)
     found = read_prompts(prompts, config.model_dir, limit)
     if sample is None:

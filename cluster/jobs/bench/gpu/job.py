@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from .....actors.engine.cache.device import cuda_usable
 from .....errors import ConfigError, TierMoeError
 from ....host import versions
 from ....report.files import write_json
@@ -145,12 +146,11 @@ def device_of(name: str) -> torch.device:
     """The device to run on.
 
     Raises:
-        ConfigError: there is no GPU.
+        ConfigError: there is no GPU that CUDA can use.
     """
     if name == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("there is no CUDA device here", "run it on a machine with one, or try it with --device cpu")
+    cuda_usable(required=True)
     return torch.device("cuda", torch.cuda.current_device())
 
 
