@@ -1,6 +1,7 @@
 # make run     set up .venv where there is none, then generate text with the default model
 # make test    the test suite, two files at a time, but for what the next two run
 # make test-slow    real runs of many presets, most architectures, benchmarks, replicas, and the sanitizers
+# make test-wheel   a wheel by the Dockerfile's steps, run in an environment and a folder of its own (part of test-slow)
 # make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs, a Serve application
 # make fuzz-api    10,000 generated requests and 10,000 broken ones against the HTTP edge
 # make chaos   kill and stop each process of a server under load: docs/results/reliability.md
@@ -13,8 +14,8 @@
 # make proto   write proto/generated again after a change of a .proto file
 # make clean   remove .venv and everything that was generated
 #
-# Variables: PYTHON (3.11 or newer), VENV, PROMPT, ARGS (more options for `tiermoe run`), TRAIN_ARGS, PIP_ARGS (for `pip install`),
-# JOBS (test files at a time), MINUTES (of `make soak`), FUZZ_PARTS (of ten, 1,000 requests each: `make fuzz-api`).
+# Variables: PYTHON (3.11 to 3.13), VENV, PROMPT, ARGS (more options for `tiermoe run`), TRAIN_ARGS, PIP_ARGS (for `pip install`),
+# TORCH_INDEX (where torch comes from beside PyPI; .venv keeps it), JOBS (test files at a time), MINUTES (of `make soak`), FUZZ_PARTS (of ten, 1,000 requests each: `make fuzz-api`).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,14 +32,41 @@ MINUTES ?= 60
 FUZZ_PARTS ?= 0 1 2 3 4 5 6 7 8 9
 
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+TORCH_INDEX ?= $(shell cat $(VENV)/.torch-index 2>/dev/null)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+GPU_FILES ?= $(wildcard /dev/nvidia* /dev/nvhost-gpu)
+# What pip fetches, measured with constraints.txt on x86-64, and what an installation then takes.
+CUDA_SIZE := 2.9 GB (5.2 GB on disk)
+CPU_SIZE := 0.4 GB (1.4 GB on disk)
+# torch 2.13.0+cpu is newer than 2.13.0 to pip, so it is taken where an index has both.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+  $(addprefix --extra-index-url ,$(TORCH_INDEX)) -c constraints.txt
 # What type checkers may follow: the package's own files, under the package's name, whatever the clone is called.
 PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
-.PHONY: run test test-slow test-nodes fuzz-api chaos soak readme-times papers gpu lint proto clean train-default-model
+.PHONY: run test test-slow test-wheel test-nodes fuzz-api chaos soak readme-times papers gpu lint proto clean train-default-model
 export PROMPT
+
+ifneq ($(wildcard $(VENV)/.torch-index),)
+ifneq ($(strip $(TORCH_INDEX)),$(shell cat $(VENV)/.torch-index))
+ifneq ($(MAKECMDGOALS),clean)
+$(error $(VENV) has torch of '$(shell cat $(VENV)/.torch-index)', not of '$(TORCH_INDEX)'; run `make clean`, or give another VENV)
+endif
+endif
+endif
+
+define INSTALLING
+@{ echo "installing into $(VENV), some minutes the first time; to fetch:"; \
+if [ -n "$(TORCH_INDEX)" ]; then \
+  echo "  $(CPU_SIZE) if $(TORCH_INDEX) has torch for CPUs, $(CUDA_SIZE) if for GPUs"; \
+else \
+  echo "  $(CUDA_SIZE) with PyPI's torch, which is for NVIDIA GPUs; less if pip is set up to take one for CPUs"; \
+  [ -n "$(GPU_FILES)" ] || \
+    echo "  $(CPU_SIZE) with TORCH_INDEX=$(CPU_INDEX): no NVIDIA GPU is seen here"; \
+fi; } >&2
+endef
 
 run: $(VENV)/.installed
 	@$(BIN)/tiermoe run "$$PROMPT" $(ARGS)
@@ -48,6 +76,9 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow
+
+test-wheel: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow tests/install
 
 test-nodes: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -rs -m nodes
@@ -90,13 +121,15 @@ clean:
 
 # The stamps are renewed when a requirement or a C++ source changes; a second `make run` installs nothing.
 $(VENV)/.installed: $(SOURCES) | $(BIN)/python
-	@echo "installing into $(VENV) (some minutes the first time) ..." >&2
+	$(INSTALLING)
 	$(PIP_INSTALL) -e .
+	@echo "$(strip $(TORCH_INDEX))" > $(VENV)/.torch-index
 	@touch $@
 
 $(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
-	@echo "installing into $(VENV) (some minutes the first time) ..." >&2
+	$(INSTALLING)
 	$(PIP_INSTALL) -e '.[dev]'
+	@echo "$(strip $(TORCH_INDEX))" > $(VENV)/.torch-index
 	@touch $(VENV)/.installed $@
 
 $(BIN)/python:
