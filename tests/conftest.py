@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 sys.path.insert(0, str(Path(__file__).parent))
 
 # beside tests/cluster and tests/multinode
-_STARTS_RAY = ("e2e/test_api", "e2e/test_cli", "e2e/test_readme", "e2e/test_write_a_policy")
+_STARTS_RAY = ("e2e/test_api", "e2e/test_cli", "e2e/test_readme", "e2e/test_write_a_policy", "install/test_wheel")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

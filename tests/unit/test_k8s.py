@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,10 @@ from tiermoe.actors.policies.sharding import owned_experts
 from tiermoe.cluster.config import configs_dir, engine_settings, load_run_config
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.cluster.topology.spec import ModelFacts, NodeInfo, cluster_spec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "install"))
+from constraints import PYTHONS
+from dockerfile import ROOT, STAGES, in_context, pip_step
 
 _FIELDS = {
     "": "apiVersion kind metadata spec",
@@ -163,6 +169,35 @@ def test_pods_have_requests_probes_and_time_to_drain(path: Path) -> None:
         assert takes_s < pod["terminationGracePeriodSeconds"]
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())  # the schema's type
+
+
+@pytest.mark.parametrize("path", _MANIFESTS, ids=lambda path: path.name)
+def test_images_are_those_of_the_dockerfile(path: Path) -> None:
+    """Pods with a GPU take the target `cuda`, others `cpu`, in this version, with the Ray that the manifest names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    manifest = _load(path)
+    for pod in _pods(manifest):
+        (container,) = pod["containers"]
+        target = "cuda" if "nvidia.com/gpu" in container["resources"]["limits"] else "cpu"
+        assert target in STAGES
+        assert container["image"].endswith(f"/tiermoe:{project['version']}-{target}")
+    cluster = manifest["spec"].get("rayClusterSpec") or manifest["spec"]["rayClusterConfig"]
+    assert f"ray=={cluster['rayVersion']}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_the_dockerfile() -> None:
+    """tests/install runs its steps. Here: one Python for all, the project's pins, no root, and no compiler but one."""
+    assert STAGES["build"][0][1].partition(" AS ")[0] == STAGES["base"][0][1].partition(" AS ")[0]
+    assert dict(STAGES[""])["ARG"].removeprefix("PYTHON=") in PYTHONS
+    for target in ("cpu", "cuda"):
+        assert STAGES[target][0] == ("FROM", f"base AS {target}")
+        assert STAGES[target][-1] == ("USER", "tiermoe")
+        assert "-c /constraints.txt" in pip_step(target)
+    packages = {stage: re.findall(r"apt-get install (.*?)(?: &&|')", str(steps)) for stage, steps in STAGES.items()}
+    assert not packages["base"] + packages["cpu"]
+    assert "gcc" in packages["cuda"][0]  # Triton's, at run time
+    assert not any(map(in_context, (".git/config", ".venv/bin/python", "kernels/_cpu.cpython-311.so", "out/store")))
+    assert all(map(in_context, ("kernels/cpu/forms.hpp", "configs/policies/fmoe.yaml", "pyproject.toml")))
 
 
 @pytest.mark.parametrize("path", _MANIFESTS, ids=lambda path: path.name)
