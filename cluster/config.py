@@ -394,8 +394,9 @@ def check_model_dir(path: Path) -> None:
         raise CheckpointError(f"no model at '{path}'", remedy)
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
-            remedy = "download the whole checkpoint, with its fast tokenizer"
-            raise CheckpointError(f"'{shown(path)}' has no {name}", remedy)
+            whole, own = "download the whole checkpoint, with its fast tokenizer", shown(path)
+            remedy = whole if own == path else f"put the model's {name} beside it"  # own: a GGUF file
+            raise CheckpointError(f"'{own}' has no {name}", remedy)
 
 
 def _presets(section: str) -> list[str]:

@@ -88,7 +88,7 @@ class _Truncated(ValueError):
 class _Reader:
     """Reads on in a file; every length is checked against the file's. texts: arrays of strings are read, too."""
 
-    def __init__(self, data: mmap.mmap, texts: bool) -> None:
+    def __init__(self, data: mmap.mmap | bytes, texts: bool) -> None:
         self._data, self._texts, self.at = data, texts, 0
 
     def number(self, code: str) -> Any:
@@ -242,12 +242,38 @@ def read_gguf(files: Sequence[Path], *, texts: bool = False) -> Header:
     return Header(first.metadata, tensors, tuple(files))
 
 
+HEAD_BYTES = 1 << 16  # in which the architecture's keys end, before the vocabulary
+
+
+def dense_architecture(head: bytes) -> str | None:
+    """The architecture of a model whose first bytes show that it has no experts; None: they show nothing like that."""
+    reader, found = _Reader(head, texts=False), dict[str, Any]()
+    try:
+        reader.number("<Q")  # magic and version
+        reader.count("tensors")
+        for _ in range(reader.count("keys")):
+            key = reader.text()
+            if key == "tokenizer.ggml.tokens":
+                break
+            found[key] = reader.value(reader.number("<I"))
+    except ValueError:
+        return None
+    architecture = found.get("general.architecture")
+    is_model = f"{architecture}.block_count" in found
+    return architecture if is_model and not found.get(f"{architecture}.expert_count") else None
+
+
+def no_experts(file: Path | str, architecture: str) -> UnsupportedModelError:
+    """The refusal of a dense model."""
+    what = f"{file} is a dense model (architecture {architecture}): it has no experts"
+    return UnsupportedModelError(what, "serve it with llama.cpp: tiermoe offloads routed experts")
+
+
 def read_experts(files: Sequence[Path], *, texts: bool = False) -> Header:
     """As `read_gguf`, of a model with routed experts. Raises UnsupportedModelError: it is dense."""
     header = read_gguf(files, texts=texts)
     if header.dense:
-        what = f"{files[0]} is a dense model (architecture {header.architecture}): it has no experts"
-        raise UnsupportedModelError(what, "serve it with llama.cpp: tiermoe offloads routed experts")
+        raise no_experts(files[0], header.architecture)
     return header
 
 

@@ -262,8 +262,24 @@ def _gguf_of(repository: Repository) -> Path:
     with _hub_errors(repository, _cache()):
         there = _listed(repository)
         files = _chosen(repository, sorted(there))
+        _refuse_dense(repository, files[0])
         found = _fetch(repository, {name: there[name] for name in files}, _PATTERNS["text"])
     return found / files[0]
+
+
+def _refuse_dense(repository: Repository, name: str) -> None:
+    """Raise UnsupportedModelError where the first bytes of a GGUF file show a model without experts."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    from .gguf_header import HEAD_BYTES, dense_architecture, no_experts
+
+    url = hf_hub_url(repository.name, name, revision=repository.revision, endpoint=constants.ENDPOINT)
+    asked = {**build_hf_headers(library_name="tiermoe"), "range": f"bytes=0-{HEAD_BYTES - 1}"}
+    answer = get_session().get(url, headers=asked, follow_redirects=True)
+    hf_raise_for_status(answer)
+    if (architecture := dense_architecture(answer.content[:HEAD_BYTES])) is not None:
+        raise no_experts(f"'{repository.name}:{name}'", architecture)
 
 
 def _chosen(repository: Repository, names: Iterable[str]) -> list[str]:

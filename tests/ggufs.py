@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,10 +213,32 @@ def cases(folder: Path) -> dict[str, Path]:
         for name, (keys, tensors, split) in changes.items():
             out = _folder(folder, f"{architecture} {name}") / "model.gguf"
             found[f"{architecture}: {name}"] = rewrite(base, out, keys, tensors, **split)[0]
+    found["granitemoe: multipliers"] = _granite(folder)
     wide = model(_folder(folder, "wide") / "base.gguf", "llama", head=16)
     found["llama: heads of 16"] = wide
-    found["llama: heads of 16, yarn"] = rewrite(wide, _folder(folder, "wide yarn") / "model.gguf", _yarn("llama"))[0]
+    yarn = _folder(folder, "wide yarn") / "model.gguf"
+    found["llama: heads of 16, yarn"] = rewrite(wide, yarn, _yarn("llama"))[0]
     return found
+
+
+GRANITE = {
+    "attention.scale": ("attention_multiplier", 0.3), "logit_scale": ("logits_scaling", 2.0),
+    "residual_scale": ("residual_multiplier", 0.7), "embedding_scale": ("embedding_multiplier", 3.0),
+}  # fmt: skip
+
+
+def _granite(folder: Path) -> Path:
+    """A model of an architecture whose metadata is no whole configuration: config.json lies beside it."""
+    base = model(_folder(folder, "granite") / "base.gguf", "granitemoe")
+    file = _folder(folder, "granite multipliers") / "model.gguf"
+    config = {
+        "model_type": "granitemoe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 256, "dtype": "float32",
+        **dict(GRANITE.values()),
+    }  # fmt: skip
+    (file.parent / "config.json").write_text(json.dumps(config))
+    return rewrite(base, file, {f"granitemoe.{key}": value for key, (_, value) in GRANITE.items()})[0]
 
 
 def fused(file: Path) -> dict[str, np.ndarray | None]:

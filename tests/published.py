@@ -218,6 +218,8 @@ def write_gguf(
             flat[f"blk.{layer}.ffn_{which}_exps.{'bias' if suffix else 'weight'}"] = [name]
             continue
         base, _, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "weight")
+        if name.endswith("e_score_correction_bias"):
+            base, suffix = name.removesuffix("_bias"), "bias"
         found = names.get_name(base) or names.get_name(f"{base}.{suffix}")
         assert found is not None, name
         flat[f"{found}.{suffix}"] = [name]

@@ -17,7 +17,7 @@ import llama_reference
 import numpy as np
 import pytest
 import torch
-from ggufs import PROMPT, cases, logits, model, rewrite, tensors_of
+from ggufs import GRANITE, PROMPT, cases, logits, model, rewrite, tensors_of
 from serving import greedy, serving, settings
 from tiny_models import save_tiny_checkpoint
 
@@ -199,6 +199,16 @@ def test_a_configuration_beside_that_contradicts_the_file(change: dict[str, Any]
     assert logits(locate(str(file)), PROMPT).argmax(axis=1).tolist() == GOLDEN["qwen3moe: plain"]["best"]
 
 
+@pytest.mark.parametrize("key", GRANITE)
+def test_a_multiplier_that_is_not_the_files(key: str, files: Mapping[str, Path], tmp_path: Path) -> None:
+    file = Path(shutil.copytree(files["granitemoe: multipliers"].parent, tmp_path / "own")) / "model.gguf"
+    config = json.loads((file.parent / "config.json").read_text())
+    (file.parent / "config.json").write_text(json.dumps({**config, GRANITE[key][0]: 1.5}))
+    with pytest.raises(CheckpointError, match=key) as raised:
+        logits(locate(str(file)), PROMPT)
+    assert raised.value.remedy == "put the model's own beside it"
+
+
 def test_a_configuration_beside_for_an_architecture_without_a_whole_one(tmp_path: Path) -> None:
     """gpt-oss's sliding window and DeepSeek's scale of experts are in both, and must be equal."""
     from published import write_gguf
@@ -301,7 +311,7 @@ def test_messages_show_the_users_file(tmp_path: Path) -> None:
     assert user_cache() in folder.parents
     with pytest.raises(CheckpointError) as raised:
         check_model_dir(folder)
-    assert f"'{file}' has no tokenizer.json" in str(raised.value)
+    assert str(raised.value) == f"'{file}' has no tokenizer.json; put the model's tokenizer.json beside it"
     store = prepare(folder, tmp_path / "store", progress=False)
     file.touch()
     with pytest.raises(StoreError) as changed:

@@ -324,6 +324,20 @@ def test_a_gguf_file_of_a_hub(server: HubServer, gguf: bytes, monkeypatch: pytes
     assert read_manifest(ensure_prepared(folder, progress=False)).expert_form == "q8_0"
 
 
+def test_a_dense_gguf_file_is_refused_by_its_first_bytes(server: HubServer, tmp_path: Path) -> None:
+    """Not after gigabytes are here."""
+    from ggufs import model, rewrite, tensors_of
+
+    base = model(tmp_path / "base.gguf", "llama")
+    dense = {name: None for name in tensors_of(base) if "_exps" in name}
+    keys = {"llama.expert_count": None, "llama.expert_used_count": None}
+    file = rewrite(base, tmp_path / "dense" / "m-Q8_0.gguf", keys, dense)[0]
+    server.repositories["org/dense-GGUF"] = Served({file.name: file.read_bytes()})
+    with pytest.raises(UnsupportedModelError, match=r"'org/dense-GGUF:m-Q8_0\.gguf' is a dense model"):
+        hub.locate("org/dense-GGUF:Q8_0")
+    assert [wanted for method, path, wanted in server.requests if path.endswith(".gguf")] == ["bytes=0-65535"]
+
+
 def test_all_parts_of_a_gguf_file_are_fetched(server: HubServer, gguf: bytes) -> None:
     _ggufs(server, gguf)
     found = hub._gguf_of(hub.Repository("org/tiny-GGUF", "main", "bf16"))

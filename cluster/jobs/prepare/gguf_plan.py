@@ -133,7 +133,8 @@ class _Names:
             base, suffix = name, "weight"
             if name.endswith("e_score_correction_bias"):
                 base, suffix = name.removesuffix("_bias"), "bias"
-        found = self._map.get_name(base) or self._map.get_name(name)
+        # Granite's router is a layer in a module of its own where it is published
+        found = self._map.get_name(base) or self._map.get_name(name) or self._map.get_name(f"{base}.layer")
         if base.endswith("kv_b_proj") and (split := self._split_kv(name)) is not None:
             return split
         full = f"{found}.{suffix}"
