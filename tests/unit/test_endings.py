@@ -38,8 +38,8 @@ def starts() -> None:
 def closes() -> None:
     with BoundedEnd(forced) as ending:
         ending.serving()
-        print("there", flush=True)
         try:
+            print("there", flush=True)
             time.sleep(60)
         finally:
             native()
