@@ -219,6 +219,8 @@ def read_gguf(files: Sequence[Path], *, texts: bool = False) -> Header:
     first = headers[0]
     if not isinstance(first.metadata.get("general.architecture"), str):
         raise CheckpointError(f"{files[0]} has no key 'general.architecture'", REWRITE)
+    if (kind := first.metadata.get("general.type", "model")) != "model":
+        raise CheckpointError(f"{files[0]} is of the type {kind!r}, not a model", "pass the model's own file")
     prefixes = (f"{first.architecture}.", "tokenizer.")
     tensors: dict[str, Tensor] = {}
     for number, (path, header) in enumerate(zip(files, headers, strict=True)):

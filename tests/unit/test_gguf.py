@@ -261,6 +261,13 @@ def test_an_unknown_dense_architecture_is_dense_first(tmp_path: Path) -> None:
         locate(str(tmp_path / "m.gguf"))
 
 
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    base = model(tmp_path / "base.gguf", "qwen3moe")
+    file = rewrite(base, tmp_path / "lora" / "m.gguf", {"general.type": "adapter"})[0]
+    with pytest.raises(CheckpointError, match="is of the type 'adapter', not a model"):
+        locate(str(file))
+
+
 DAMAGE = {
     "truncated": (lambda data: data[:-8], "truncated"),
     "its header alone": (lambda data: data[:200], "truncated"),

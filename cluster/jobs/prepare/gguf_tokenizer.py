@@ -8,7 +8,8 @@ Two of llama.cpp's models are made, by `tokenizer.ggml.model`:
             no token; a space before the text, and before what follows a special token
     gpt2    BPE over bytes: merges by rank, within pieces that `tokenizer.ggml.pre` names the expressions of
 
-llama.cpp does not normalize text, and a piece of text that is a control or user-defined token is that token.
+llama.cpp does not normalize text, and a piece of text that is a control or user-defined token is that token. Of two
+such pieces that overlap it takes the longer, here the first is taken, as in models' own tokenizers.
 """
 
 from __future__ import annotations
@@ -226,17 +227,16 @@ class _Vocabulary:
             by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             made.pre_tokenizer = pre_tokenizers.Sequence([*splits, by_byte])
             made.decoder = decoders.ByteLevel()
-        special = self._special()
-        self._refuse_overlaps([self.tokens[i] for i in special])
         made.add_tokens(
-            [AddedToken(self.tokens[i], special=self._types[i] != _USER_DEFINED, normalized=False) for i in special]
+            [
+                AddedToken(self.tokens[i], special=kind != _USER_DEFINED, normalized=False)
+                for i, kind in enumerate(self._types)
+                if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+            ]
         )
         if (template := self._template(pieces is None or pieces.add_bos)) is not None:
             made.post_processor = template
         return made
-
-    def _special(self) -> list[int]:
-        return [i for i, kind in enumerate(self._types) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
 
     def _pieces(self) -> _Pieces:
         pre = self._get("pre", "")
@@ -295,21 +295,6 @@ class _Vocabulary:
                 if other := {j for j in after if not run or set(self.tokens[j]) != set(run)}:
                     names = f"{self.tokens[i]!r} and {self.tokens[min(other)]!r}"
                     raise self._refused(f"the tokens {names} have one score, so their order depends on their places")
-
-    def _refuse_overlaps(self, texts: Sequence[str]) -> None:
-        """llama.cpp takes the longest special token first, wherever it is; `tokenizers` goes from left to right."""
-        begins: dict[str, list[str]] = defaultdict(list)
-        for text in texts:
-            for length in range(1, len(text)):
-                begins[text[:length]].append(text)
-        known = set(texts)
-        for first in texts:
-            for at in range(1, len(first)):
-                for second in begins.get(first[at:], ()):
-                    joined = first[:at] + second
-                    at_left = max(length for length in range(1, len(joined) + 1) if joined[:length] in known)
-                    if joined.find(second) == at and len(second) >= at_left:
-                        raise self._refused(f"the special tokens {first!r} and {second!r} overlap")
 
     def _template(self, by_default: bool) -> processors.TemplateProcessing | None:
         """What is put before and after a text."""
