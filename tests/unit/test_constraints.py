@@ -134,6 +134,15 @@ def test_a_version_without_a_wheel_for_one_python(
     assert _holds(root, index, *pins, "pathspec==1.0")
 
 
+def test_the_build_of_another_index_is_taken(root: Path, index: str, tmp_path: Path) -> None:
+    """`make run TORCH_INDEX=...`: the pin 2.13.0 admits 2.13.0+cpu, and pip prefers it; nothing of CUDA is fetched."""
+    _publish(tmp_path, "nvidia-cublas==13.1")
+    _wheel(tmp_path / "index" / "cpu" / "torch", "torch", "2.13.0+cpu")
+    (root / "constraints.txt").write_text("torch==2.13.0\ntriton==3.7.1\n")
+    env = constraints.environment(os.environ, "") | {"PIP_EXTRA_INDEX_URL": f"{index}/cpu"}
+    assert constraints.pip_picks(root, index, env) == {"torch": "2.13.0+cpu", "triton": "3.7.1"}
+
+
 def test_an_index_that_does_not_answer(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _holds(root, "http://127.0.0.1:9", "torch==0")
     assert "constraints.txt is not checked: http://127.0.0.1:9 cannot be reached: " in capsys.readouterr().out
