@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import CheckpointError, ConfigError
-from ..config import RunConfig, default_model_dir, engine_settings, load_run_config
+from ..config import RunConfig, default_model_dir, engine_settings, load_run_config, on_this_machine
 from ..host import shown, usable_cores
 from ..hub import located
 from ..report.runtime import topology_tables
@@ -83,13 +83,19 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
     Raises:
         TierMoeError: the configuration or the model is refused, or a node is short of a resource.
     """
+    here, notes = nodes is None and not live, list[str]()
+    if here:
+        try:
+            config = on_this_machine(config)
+        except ConfigError as refused:  # of a start; how much would fit can be asked all the same
+            notes.append(str(refused))
     settings = engine_settings(config)  # refused before a hub is asked
     config = located(config, "sizes")
     there, nodes_from = _nodes(config, nodes, live)
-    notes = local_notes(config, settings) if config.ray.address is None and nodes is None else ()
-    here = nodes is None and not live
+    if config.ray.address is None and nodes is None:
+        notes += local_notes(config, settings)
     if here and (missing := lacking(settings.policy, config)) is not None:
-        notes = (*notes, str(missing))
+        notes.append(str(missing))
     result = make_plans(config, settings, model_facts(config), there, nodes_from, notes, here)[0]
     return with_routing(result, config) if here else result
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tiermoe
 from tiermoe import LLM
 from tiermoe.actors import gpu_driver
 from tiermoe.actors.engine.cache.device import CpuDevice, make_device
@@ -184,6 +185,15 @@ def test_every_command_refuses_it(old_gpu: Path, command: str) -> None:
     done = CliRunner().invoke(app, [*command.split(), "--model", "/nowhere"])
     assert isinstance(done.exception, ConfigError), done.output
     assert "driver is 535.104.05" in str(done.exception)
+
+
+@needs_cpu_torch
+def test_a_plan_says_that_it_would_be_refused(old_gpu: Path) -> None:
+    del old_gpu
+    plan = tiermoe.plan()
+    assert plan["spec"]["gpu"] is True
+    assert any("driver is 535.104.05" in note for note in plan["notes"])
+    assert not any("535" in note for note in tiermoe.plan(device="cpu")["notes"])
 
 
 @needs_cpu_torch
