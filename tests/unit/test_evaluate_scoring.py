@@ -21,7 +21,7 @@ from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.jobs.evaluate import command
 from tiermoe.cluster.jobs.evaluate import scoring as job
-from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
+from tiermoe.cluster.jobs.evaluate.quality import MEASURES, EvaluationOptions
 from tiermoe.cluster.jobs.evaluate.scoring import Distributions, Evaluation
 from tiermoe.errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
 
@@ -211,7 +211,8 @@ def test_own_text_is_scored_without_choices(model: Path, started: list[GpuWorker
     assert not [key for key in record if "choice" in key]
     json.dumps(record, allow_nan=False)
     rows = command.quality_table(quality).rows
-    assert "bits_per_byte" in [row[0] for row in rows]
+    assert "bits per byte of text" in [row[0] for row in rows]
+    assert set(command._SHOWN) == set(MEASURES)  # each has words
     assert not [row for row in rows if "nan" in row]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +16,25 @@ from rich.progress import Progress
 from ....errors import ConfigError
 from ...config import check_model_dir, engine_settings, on_this_machine
 from ...host import cpu, now, versions
-from ...report.tables import Grid, grid, results, show
+from ...report.tables import Grid, grid, results, show, size
 from ..bench.serving import run_config, start_worker
 from ..options import AsJson, Budget, Model, Policy, Threads
 from ..prepare.needs import check_artifacts
 from .quality import EvaluationOptions, Quality
 
 _DEFAULT = EvaluationOptions()
+_SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {  # a measure's name for people, and its form
+    "perplexity": ("perplexity", "{:.4f}".format),
+    "perplexity_ratio": ("perplexity over lossless", "{:.5f}".format),
+    "bits_per_byte": ("bits per byte of text", "{:.4f}".format),
+    "top1_agreement": ("likeliest token as lossless", "{:.2%}".format),
+    "kl_nats": ("KL divergence from lossless, nats", "{:.3g}".format),
+    "choice_accuracy": ("multiple choice, right", "{:.1%}".format),
+    "choice_agreement": ("multiple choice, as lossless", "{:.1%}".format),
+    "reference_perplexity": ("lossless: perplexity", "{:.4f}".format),
+    "reference_choice_accuracy": ("lossless: multiple choice, right", "{:.1%}".format),
+    "loaded_per_token": ("loaded a scored token", size),
+}
 _FROM_STATS = ("ndp_tokens", "hit_rate", "bytes_loaded", "expert_budget_bytes")
 
 
@@ -111,7 +124,7 @@ def quality_table(quality: Quality) -> Grid:
     figures = quality.as_dict()
     what = f"{figures['items']} choices, {figures['documents']} documents" if figures["items"] else "your text"
     rows = [
-        (measure, *(f"{figures[key]:.5g}" for key in (measure, f"{measure}_low", f"{measure}_high")))
+        (_SHOWN[measure][0], *(_SHOWN[measure][1](figures[f"{measure}{end}"]) for end in ("", "_low", "_high")))
         for measure in quality.measures
     ]
     title = f"{quality.policy} ({quality.executor}): {figures['tokens']} tokens scored, {what}"
