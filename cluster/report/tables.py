@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from rich.cells import cell_len
@@ -65,25 +66,44 @@ class Facts:
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows below a heading; on a terminal that is too narrow, each row as names and values."""
+    """Rows below a heading, whose titles are broken between words where a terminal is narrow; on one that is too narrow
+    for that, each row as names and values."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = [max(map(cell_len, cells)) for cells in zip(self.columns, *self._full(), strict=True)]
-        if console.is_terminal and sum(widths) + 2 * (len(widths) - 1) > options.max_width:
-            yield from _titled(self.title)
+        heads = [[column] for column in self.columns]
+        room = options.max_width if console.is_terminal else sys.maxsize
+        if self._width(heads) > room:
+            heads = [_broken(column, self._of_cells(place)) for place, column in enumerate(self.columns)]
+        yield from _titled(self.title)
+        if self._width(heads) > room:
             for row in self._full():
                 yield Facts("", tuple(zip(self.columns, row, strict=True)))
             return
-        yield from _titled(self.title)
-        yield _line(Text(self._joined(self.columns, widths), style="bold"))
+        widths = self._widths(heads)
+        for line in zip_longest(*heads, fillvalue=""):
+            yield _line(Text(self._joined(line, widths), style="bold"))
         yield _line(self._joined(["-" * width for width in widths], widths))
         for row in self._full():
             yield _line(self._joined(row, widths))
         yield _line("")
+
+    def _of_cells(self, place: int) -> int:
+        """Width of a column's cells; of the longest word of its title, where that is more."""
+        longest = max(map(cell_len, self.columns[place].split()), default=0)
+        return max(1, longest, *(cell_len(row[place]) for row in self._full()))
+
+    def _widths(self, heads: Sequence[Sequence[str]]) -> list[int]:
+        """Of each column, with its title in these lines."""
+        columns = zip(*self._full(), strict=True) if self.rows else ([] for _ in heads)
+        return [max(map(cell_len, (*head, *cells))) for head, cells in zip(heads, columns, strict=True)]
+
+    def _width(self, heads: Sequence[Sequence[str]]) -> int:
+        widths = self._widths(heads)
+        return sum(widths) + 2 * (len(widths) - 1)
 
     def _full(self) -> list[Sequence[str]]:
         """The rows, each with a cell for every column."""

@@ -105,6 +105,18 @@ def test_no_name_and_no_path_is_broken_at_any_width(width: int) -> None:
     assert not long
 
 
+def test_titles_are_broken_between_words_before_rows_become_blocks() -> None:
+    table = grid("", ("policy", "waited for copies", "of it prefetched"), [("on-demand", "1.0 ms", "0 B")])
+    assert _on_terminal(60, table)[0] == "policy     waited for copies  of it prefetched"
+    narrow = _on_terminal(36, table)
+    assert [line.split() for line in narrow[:4]] == [
+        ["policy", "waited", "of", "it"], ["for", "prefetched"], ["copies"], ["-" * 9, "-" * 6, "-" * 10],
+    ]  # fmt: skip
+    assert narrow[4].split("  ") == ["on-demand", "1.0 ms", "0 B"]
+    assert _on_terminal(20, table)[0].split() == ["policy", "on-demand"]
+    assert _on_terminal(20, grid("", ("a", "b"), [])) == ["a  b", "-  -", ""]
+
+
 def test_a_pipe_gets_whole_lines() -> None:
     """Where nothing is on the other side that has a width, a table of any width is one line a row."""
     out = io.StringIO()
