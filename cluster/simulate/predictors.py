@@ -17,6 +17,7 @@ from ...errors import TraceError
 from .backend import RecordedForward, RecordedLayer, see, spans_of
 from .trace import Iteration, Request, TraceHeader
 
+_MOST_PAIRS = 8 << 30
 
 def train_predictors(
     header: TraceHeader,
@@ -66,7 +67,15 @@ def routing_profile(
 
     Args:
         warmup_steps: first tokens of a request, which count `warmup_weight`. advanced: called after each request.
+
+    Raises:
+        TraceError: pairs of so many experts take more than `_MOST_PAIRS` bytes.
     """
+    if (pairs_bytes := 4 * 8 * header.layers * header.experts**2) > _MOST_PAIRS:  # two sums, and their copies
+        raise TraceError(
+            f"pairs of {header.experts} experts in {header.layers} layers take {pairs_bytes / 1e9:.0f} GB",
+            "take a policy without buddies",
+        )
     layers = [RoutingCounts(header.experts) for _ in range(header.layers)]
     for request in requests:
         row = 0

@@ -74,5 +74,6 @@ def test_ctrl_c_while_ray_starts(after_s: float) -> None:
         family = server.family()
         os.killpg(server.process.pid, signal.SIGINT)
         assert server.process.wait(timeout=10) == 130
+        assert "ending ..." in server.said()
         assert "Traceback" not in server.said()
         assert not server.leftovers(family)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -265,6 +266,36 @@ def test_a_signal_while_text_streams_ends_in_order(number: signal.Signals, code:
         assert process.wait(timeout=60) == code, process.stderr.read()
         assert not psutil.wait_procs(family, timeout=10)[1]
         assert "Traceback" not in process.stderr.read()
+
+
+@needs_model
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("after_s", [0.2, 2.0])
+def test_ctrl_c_while_ray_starts_is_said_and_leaves_nothing(after_s: float, times: int) -> None:
+    """As from a script, whose shell starts what is in the background with SIGINT ignored."""
+    args = [sys.executable, "-c", MAIN, "run", "import os", "--threads", "1", "--device", "cpu"]
+    with subprocess.Popen(
+        args, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as process:  # fmt: skip
+        try:
+            assert process.stderr is not None
+            while "starting Ray" not in process.stderr.readline():
+                assert process.poll() is None
+            time.sleep(after_s)
+            family = psutil.Process(process.pid).children(recursive=True)
+            for _ in range(times):
+                process.send_signal(signal.SIGINT)
+                begin_s = time.monotonic()
+            while (line := process.stderr.readline()) != "ending ...\n":
+                assert line
+            assert time.monotonic() - begin_s < 2.0
+            assert process.wait(timeout=20) == 130
+            assert not psutil.wait_procs(family, timeout=10)[1]
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
 
 
 @needs_model

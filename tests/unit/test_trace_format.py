@@ -24,6 +24,7 @@ from tiermoe.cluster.jobs.record.job import record_with
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import result, serve
 from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.predictors import routing_profile
 from tiermoe.cluster.simulate.trace import Trace, TraceHeader, check_chunk, read_chunk
 from tiermoe.cluster.simulate.trace_writer import TraceWriter, merge_traces
 from tiermoe.errors import ConfigError, TraceError
@@ -228,6 +229,11 @@ def test_a_chunk_holds_no_more_than_its_bytes(claim: str, tmp_path: Path) -> Non
     (tmp_path / "trace.json").write_text(header.model_copy(update={"chunks": (record,)}).model_dump_json())
     with pytest.raises(TraceError, match=r"chunk-00000.safetensors' has \d+ bytes, by '.*trace.json' its rows and"):
         Trace(tmp_path)
+
+
+def test_a_profile_of_too_many_experts_is_refused() -> None:
+    with pytest.raises(TraceError, match="pairs of 65536 experts in 1 layers take 137 GB"):
+        routing_profile(traces.header(1, 65536), ())
 
 
 def test_a_lack_of_memory_is_one_line(
