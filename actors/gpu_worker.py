@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from ..errors import ConfigError, NotServing, RuntimeFailure, UnsupportedModelError, rebuilt
+from ..errors import ConfigError, NotServing, RuntimeFailure, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .engine.serving.streams import Outbox, Stream
 from .requests import GenerationRequest, SamplingParams, TokenEvent
@@ -355,9 +355,9 @@ def _warm_up(batcher: Any, prompts: Sequence[Sequence[int]]) -> None:
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         request = GenerationRequest(f"warm-{i}", tuple(prompt), sampling, read_prefix_cache=False)
         for event in batcher.submit(request):
-            if event.error is not None:
+            if event.failure is not None:
                 if event.error_type is not None:
-                    raise rebuilt(event.error_type, event.error)
+                    raise event.failure
                 raise RuntimeFailure(f"a forward of {len(prompt)} rows failed: {event.error}", "use compile: off")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ..errors import RuntimeFailure, TierMoeError, rebuilt
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_LOGPROBS = 20  # likeliest tokens that one position may report
 
@@ -93,6 +95,17 @@ class TokenEvent:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on; on the first event
     cached_tokens: int = 0  # prompt tokens that the KV cache had of earlier requests; on the first event with tokens
 
+    @property
+    def failure(self) -> TierMoeError | None:
+        """What ended the request in the worker: one of our errors as it was raised there, else a RuntimeFailure; None:
+        it has not failed.
+        """
+        if self.finish != "error":
+            return None
+        if self.error is not None and self.error_type is not None:
+            return rebuilt(self.error_type, self.error)
+        return RuntimeFailure(f"the request failed in the worker: {self.error}", "run again, and report it if it stays")
+
     def joined(self, later: TokenEvent) -> TokenEvent:
         """This event and the request's next one as one."""
         return replace(
@@ -115,10 +128,11 @@ class Generation:
     ttft_s: float | None = None
     tpot_s: float | None = None
     cached_tokens: int = 0
+    failure: TierMoeError | None = None
 
     def add(self, event: TokenEvent) -> None:
         self.token_ids.extend(event.token_ids)
         self.cached_tokens += event.cached_tokens
         if event.finish is not None:
-            self.finish, self.error = event.finish, event.error
+            self.finish, self.error, self.failure = event.finish, event.error, event.failure
             self.ttft_s, self.tpot_s = event.ttft_s, event.tpot_s

@@ -14,7 +14,7 @@ from ray._private import state as gcs  # what `ray list actors` shows, without a
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
 from ..actors.requests import GenerationRequest, TokenEvent
-from ..errors import ConfigError, RuntimeFailure, TierMoeError, rebuilt
+from ..errors import ConfigError, RuntimeFailure, TierMoeError
 from .placement import ENDPOINTS, LEAD, family, split_name
 from .ray_session import NAMESPACE, as_failure, join, leave, refuse_second, without_ray_notices
 
@@ -53,10 +53,9 @@ class Lead:
         try:
             while not ended:
                 event = _next_event(stream, deadline, deadline_s)
-                if event.finish == "error":
-                    ended = True
-                    raise failure_of(event)
                 ended = event.finish is not None
+                if event.failure is not None:
+                    raise event.failure
                 yield event
         finally:
             if not ended:
@@ -83,13 +82,6 @@ class Lead:
     def _control(self, method: str, *args: Any, deadline_s: float) -> Any:
         call = getattr(self.handle, method).options(concurrency_group=CONTROL)
         return ray.get(call.remote(*args), timeout=deadline_s)
-
-
-def failure_of(event: TokenEvent) -> TierMoeError:
-    """What ended a request in the worker: one of our errors as it was raised there, else a RuntimeFailure."""
-    if event.error is not None and event.error_type is not None:
-        return rebuilt(event.error_type, event.error)
-    return RuntimeFailure(f"the request failed in the worker: {event.error}", "run again, and report it if it stays")
 
 
 def _next_event(stream: Any, deadline: float, deadline_s: float) -> TokenEvent:

@@ -18,7 +18,7 @@ import ray
 
 from ...actors.requests import GenerationRequest, TokenEvent
 from ...errors import DeadlinePassed, NotServing, RuntimeFailure, TierMoeError
-from ..attach import CONTROL, EVENTS, failure_of
+from ..attach import CONTROL, EVENTS
 from ..ray_session import NAMESPACE, as_failure
 
 T = TypeVar("T")
@@ -148,8 +148,7 @@ class LeadClient:
             while not ended:
                 event = await self._within(deadline_s, inbox.take())
                 ended = event.finish is not None
-                if event.finish == "error":
-                    failure = failure_of(event)
+                if (failure := event.failure) is not None:
                     raise RuntimeFailure(failure.what, failure.remedy)
                 yield event
         except (DeadlinePassed, NotServing):

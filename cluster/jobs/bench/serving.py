@@ -148,7 +148,7 @@ def serve(
         Mean `ttft_s` and `tpot_s` over the requests, and each request's tokens.
 
     Raises:
-        RuntimeFailure: a request failed.
+        TierMoeError: a request failed.
     """
     temperature = 0.0 if seed is None else 1.0
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=temperature, seed=seed)
@@ -159,6 +159,8 @@ def serve(
         for event in stream:
             generation.add(event)
             times_s += [time.perf_counter()] * len(event.token_ids)
+        if generation.failure is not None:
+            raise generation.failure
         if generation.finish != "length":
             what = f"a request ended with {generation.finish}: {generation.error}"
             raise RuntimeFailure(what, "run again, and report it if it stays")

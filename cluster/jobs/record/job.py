@@ -297,6 +297,8 @@ def _run(worker: Any, capture: Capture, request: GenerationRequest) -> None:
         generation.add(event)
     if capture.error is not None:
         raise capture.error
+    if generation.failure is not None:
+        raise generation.failure
     if generation.finish not in ("length", "stop"):
         what = f"request {request.request_id} ended with {generation.finish}: {generation.error}"
         raise RuntimeFailure(what, "run again, and report it if it stays")
