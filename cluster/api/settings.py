@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from ...actors.base_settings import Settings
+from ...actors.base_settings import Settings, in_unit
 from ..host import usable_cores
 
 ToolFormatName = Literal["hermes", "llama-json", "pythonic", "harmony"]  # keys of `tools.TOOL_FORMATS`
@@ -28,8 +28,13 @@ def default_replicas() -> int:
 class LimitSettings(Settings):
     """What one client may ask for, and how much may wait."""
 
-    waiting: int = Field(default=256, ge=0, description="choices that wait for the runtime; more get 429")
-    choices: int = Field(default=128, ge=1, description="choices of one request: prompts times n")
+    waiting: int = Field(
+        default=256, ge=0, description="choices that wait for the runtime; more get 429",
+        json_schema_extra=in_unit("choices"),
+    )  # fmt: skip
+    choices: int = Field(
+        default=128, ge=1, description="choices of one request: prompts times n", json_schema_extra=in_unit("choices")
+    )
     body_bytes: int = Field(default=4 * 2**20, ge=1024, description="bytes of a request's body; more get 413")
     held_bytes: int = Field(default=2**28, ge=1024, description="bytes of all requests' bodies; more get 429")
     body_s: float = Field(default=60.0, gt=0, description="seconds that a body may take to come; then 408")
@@ -62,7 +67,7 @@ class ApiSettings(Settings):
     replicas: int = Field(
         default_factory=default_replicas, ge=1,
         description=f"server processes, with common limits and /metrics on a machine; 2 with {2 * _CORES_EACH} cores, "
-        "else 1",
+        "else 1", json_schema_extra=in_unit("processes"),
     )  # fmt: skip
     limits: LimitSettings = LimitSettings()
 

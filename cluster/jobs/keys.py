@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
+from ..api.settings import ApiSettings
 from ..config import RunConfig
 from ..yaml_file import option_name
 from .bench.metrics import fill_tables, markdown
@@ -45,12 +46,11 @@ class Key:
     meaning: str
 
 
-def keys(model: BaseModel | None = None, prefix: str = "") -> Iterator[Key]:
-    """All keys of a run's configuration, section by section; a section's default may differ from its class's."""
-    model = RunConfig() if model is None else model
+def keys(model: BaseModel, prefix: str = "") -> Iterator[Key]:
+    """All keys of a configuration, section by section; a section's default may differ from its class's."""
     sections: list[tuple[str, BaseModel]] = []
     for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
+        value = getattr(model, name) if field.default_factory is None else None  # what depends on the machine
         if isinstance(value, BaseModel):
             sections.append((f"{prefix}{name}.", value))
             continue
@@ -62,16 +62,21 @@ def keys(model: BaseModel | None = None, prefix: str = "") -> Iterator[Key]:
         yield from keys(section, below)
 
 
-def table() -> list[str]:
-    """The keys as a table in Markdown."""
-    head = ("key", "option", "type", "unit", "default", "meaning")
-    rows = ((f"`{key.name}`", key.option, key.kind, key.unit, key.default, key.meaning) for key in keys())
+def table(model: BaseModel) -> list[str]:
+    """The keys of a configuration as a table in Markdown."""
+    found = list(keys(model))
+    options = ["option"] if any(key.option for key in found) else []
+    rows = (
+        (f"`{key.name}`", *([key.option] if options else []), key.kind, key.unit, key.default, key.meaning)
+        for key in found
+    )
+    head = ("key", *options, "type", "unit", "default", "meaning")
     return markdown(head, ([cell.replace("|", "\\|") for cell in row] for row in rows))
 
 
 def filled(page: str) -> str:
-    """A page with its block `keys` filled."""
-    return fill_tables(page, {"keys": table()}.__getitem__)
+    """A page with its blocks `keys`, of a run, and `server` filled."""
+    return fill_tables(page, {"keys": table(RunConfig()), "server": table(ApiSettings())}.__getitem__)
 
 
 def _members(annotation: Any) -> Iterator[Any]:

@@ -22,6 +22,7 @@ from tiermoe.actors import ndp_worker
 from tiermoe.actors.settings import KvSettings, LinkSettings, NdpSettings, ShardSettings
 from tiermoe.cluster import config as config_module
 from tiermoe.cluster import host as cores_module
+from tiermoe.cluster.api.settings import ApiSettings
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import (
     ClusterConfig,
@@ -445,7 +446,10 @@ def test_the_page_of_keys_is_what_the_models_say() -> None:
 
 
 def test_every_key_has_a_meaning_and_every_number_a_unit() -> None:
-    found = {key.name: key for key in keys()}
+    server = list(keys(ApiSettings()))
+    assert {"replicas", "limits.waiting"} <= {key.name for key in server}
+    assert next(key for key in server if key.name == "replicas").default == "-"  # by the cores of the machine
+    found = {key.name: key for key in [*server, *keys(RunConfig())]}
     assert len(found) >= 68
     assert {"kv.tokens", "cluster.store.copies", "link.layer_us"} <= set(found)
     assert not [name for name, key in found.items() if not key.meaning or not key.kind]
