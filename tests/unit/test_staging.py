@@ -14,7 +14,7 @@ from tiermoe.actors.engine.cache.low_bits import ReplicaWeights
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cache.sources import Sources
 from tiermoe.actors.engine.cuda import device as cuda_device
-from tiermoe.actors.engine.cuda.device import CudaDevice, fill_pages, page_ranges
+from tiermoe.actors.engine.cuda.device import CudaDevice, fill_pages
 from tiermoe.actors.engine.cuda.lane import Staging
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.settings import CopySettings, LinkSettings
@@ -74,15 +74,83 @@ def test_a_staged_copy_waits_for_the_slots_last_use() -> None:
 
 def test_pages_are_registered_once() -> None:
     """Guards against registering a page twice, which CUDA refuses: tensors of a file may share one."""
+    gpu, cuda = device()
     one = layer()
-    (only,) = page_ranges(one.tensors)
+    cuda.pin([one], CopySettings())
+    ((at, nbytes),) = gpu.registered.items()
     first, last = one.tensors[0].data_ptr(), one.tensors[1].data_ptr() + one.tensors[1].nbytes
-    assert only[0] % PAGE == only[1] % PAGE == 0
-    assert only[0] <= first < only[0] + PAGE
-    assert only[0] + only[1] - PAGE < last <= only[0] + only[1]
-    far = torch.empty(20 * PAGE, dtype=torch.uint8)
-    assert len(page_ranges([far[:10], far[10 * PAGE : 10 * PAGE + 10]])) == 2
-    assert len(page_ranges([far[:PAGE], far[PAGE : 3 * PAGE]])) == 1  # neighbours
+    assert at % PAGE == nbytes % PAGE == 0
+    assert at <= first < at + PAGE
+    assert at + nbytes - PAGE < last <= at + nbytes
+
+
+def file_of(count: int, gap: int = 0) -> list[LayerWeights]:
+    """Layers in one mapping, each beginning within the page in which the one before ends."""
+    size = 4 * FLOATS + gap
+    backing = torch.frombuffer(mmap.mmap(-1, count * size * 2 + PAGE), dtype=torch.bfloat16)[100:]
+    parts = [backing[i * size : i * size + 4 * FLOATS] for i in range(count)]
+    return [LayerWeights((p[: 3 * FLOATS].view(3, FLOATS), p[3 * FLOATS :].view(1, FLOATS))) for p in parts]
+
+
+def test_layers_of_one_file_are_registered_together() -> None:
+    """Guards against a range a layer: neighbours share a page, so every second one was refused and staged."""
+    gpu, cuda = device()
+    mapped = file_of(7)
+    found, report = cuda.pin(mapped, CopySettings())
+    assert found == mapped
+    assert report is not None
+    assert (report.registered, report.staged, report.problem) == (7 * BYTES, 0, None)
+    assert all(cuda.is_pinned(one.tensors) for one in mapped)
+    assert len(gpu.registered) == 1
+    cuda.close()
+    assert not gpu.registered
+
+
+def test_layers_whose_tensors_lie_between_each_others() -> None:
+    """All first tensors in one range, all second ones in another."""
+    gpu, cuda = device()
+    first, second = (torch.frombuffer(mmap.mmap(-1, 5 * FLOATS * 2), dtype=torch.bfloat16) for _ in range(2))
+    parts = [slice(i * FLOATS, (i + 1) * FLOATS) for i in range(5)]
+    mapped = [LayerWeights((first[part].view(1, FLOATS), second[part].view(1, FLOATS))) for part in parts]
+    _, report = cuda.pin(mapped, CopySettings())
+    assert report is not None
+    assert (report.registered, report.staged) == (5 * 2 * FLOATS * 2, 0)
+    assert len(gpu.registered) == 2
+
+
+def test_one_page_that_is_refused_costs_no_more_than_its_neighbours() -> None:
+    gpu, cuda = device()
+    mapped = file_of(9)
+    bad = mapped[4].tensors[0].data_ptr() + PAGE  # no other layer has this page
+    gpu.refuse = lambda address, nbytes: address <= bad < address + nbytes
+    _, report = cuda.pin(mapped, CopySettings())
+    assert report is not None
+    assert report.problem == "refused"
+    pinned = [cuda.is_pinned(one.tensors) for one in mapped]
+    assert not pinned[4]
+    assert pinned.count(False) <= 2  # one that shares a page with a neighbour which was registered before it
+    assert report.registered == pinned.count(True) * BYTES
+    cuda.close()
+    assert not gpu.registered
+
+
+def test_the_limit_takes_a_file_in_part() -> None:
+    cuda = device()[1]
+    mapped = file_of(4)
+    _, report = cuda.pin(mapped, CopySettings(pinned_gib=2.5 * BYTES / 2**30))
+    assert report is not None
+    assert (report.registered, report.staged) == (2 * BYTES, 2 * BYTES)
+    assert [cuda.is_pinned(one.tensors) for one in mapped] == [True, True, False, False]
+
+
+def test_a_refused_layer_leaves_its_room_to_others() -> None:
+    gpu, cuda = device()
+    mapped = layers(3)
+    first = mapped[0].tensors[0].data_ptr()
+    gpu.refuse = lambda address, nbytes: address <= first < address + nbytes
+    _, report = cuda.pin(mapped, CopySettings(pinned_gib=2.5 * BYTES / 2**30))
+    assert report is not None
+    assert [cuda.is_pinned(one.tensors) for one in mapped] == [False, True, True]
 
 
 def test_every_page_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:

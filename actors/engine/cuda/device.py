@@ -7,8 +7,10 @@ import logging
 import mmap
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from sys import maxsize
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -40,7 +42,7 @@ class Registrar(Protocol):
 def pin_layers(
     device: Registrar, layers: Sequence[HostLayer], settings: CopySettings
 ) -> tuple[list[HostLayer], PinReport]:
-    """Pin these layers as far as the settings and the driver allow, layer by layer.
+    """Pin these layers as far as the settings and the driver allow.
 
     A file's mapping is registered as read-only memory, which some drivers and file systems refuse; the setting
     `unpinned` then says whether the layer is copied to pinned memory of this process or staged. Pinning goes on after a
@@ -52,45 +54,61 @@ def pin_layers(
     """
     limit = None if settings.pinned_gib is None else int(settings.pinned_gib * (1 << 30))
     total, said_s, began_s = sum(_nbytes(layer.tensors) for layer in layers), time.monotonic(), time.monotonic()
-    out, problem = list[HostLayer](), None
-    registered = copied = staged = 0
-    for layer in layers:
-        nbytes, pinned = _nbytes(layer.tensors), layer
-        if device.is_pinned(layer.tensors):
-            registered += nbytes
-        elif limit is not None and registered + copied + nbytes > limit:
-            staged += nbytes
-            problem = problem or "the limit that copies.pinned_gib sets is reached"
-        elif settings.pin == "copy" and (first := _pinned_copy(device, layer.tensors)) is not None:
-            pinned = layer.moved(first)
-            copied += nbytes
-        elif (refusal := _register(device, layer.tensors)) is None:
-            registered += nbytes
-        else:
-            problem = problem or refusal
-            copy = _pinned_copy(device, layer.tensors) if settings.unpinned == "copy" else None
-            if copy is not None:
-                pinned = layer.moved(copy)
-                copied += nbytes
+    out, problem = list(layers), None
+    registered = copied = 0
+    waiting = list(range(len(layers)))
+    while waiting:
+        in_place, beyond = [], []  # beyond: the limit; there may be room once others were refused
+        wanted = 0
+        for i in waiting:
+            tensors = layers[i].tensors
+            if device.is_pinned(tensors):
+                registered += _nbytes(tensors)
+            elif limit is not None and registered + copied + wanted + _nbytes(tensors) > limit:
+                beyond.append(i)
+            elif settings.pin == "copy" and (copy := _pinned_copy(device, tensors)) is not None:
+                out[i] = layers[i].moved(copy)
+                copied += _nbytes(tensors)
             else:
-                staged += nbytes
-        out.append(pinned)
-        if time.monotonic() - said_s > _SAY_EVERY_S:
-            said_s = time.monotonic()
-            _log.info("pinned %.1f of %.1f GiB", (registered + copied) / (1 << 30), total / (1 << 30))
+                for tensor in tensors:
+                    fill_pages(tensor)
+                in_place.append(i)
+                wanted += _nbytes(tensors)
+            if time.monotonic() - said_s > _SAY_EVERY_S:
+                said_s = time.monotonic()
+                _log.info("pinned %.1f of %.1f GiB", (registered + copied + wanted) / (1 << 30), total / (1 << 30))
+        refusals = _register_all(device, [layers[i].tensors for i in in_place])
+        for i, refusal in zip(in_place, refusals, strict=True):
+            if refusal is None:
+                registered += _nbytes(layers[i].tensors)
+                continue
+            problem = problem or refusal
+            copy = _pinned_copy(device, layers[i].tensors) if settings.unpinned == "copy" else None
+            if copy is not None:
+                out[i] = layers[i].moved(copy)
+                copied += _nbytes(copy)
+        waiting = beyond if any(refusals) else []
+        if beyond:
+            problem = problem or "the limit that copies.pinned_gib sets is reached"
+    staged = total - registered - copied
     return out, PinReport(registered, copied, staged, problem, time.monotonic() - began_s)
 
 
-def page_ranges(tensors: Iterable[torch.Tensor], page: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
-    """The whole pages of these tensors, as (address, bytes), in disjoint ranges."""
-    spans = sorted((t.data_ptr() // page * page, -(-(t.data_ptr() + t.nbytes) // page) * page) for t in tensors)
+def _pages(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the whole pages of a tensor begin and end."""
+    page, end = mmap.PAGESIZE, tensor.data_ptr() + tensor.nbytes
+    return tensor.data_ptr() // page * page, -(-end // page) * page
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same pages in disjoint ranges; those that only touch stay two, for they may be of two files."""
     out: list[tuple[int, int]] = []
-    for first, last in spans:
-        if out and first <= out[-1][1]:
+    for first, last in sorted(spans):
+        if out and first < out[-1][1]:
             out[-1] = (out[-1][0], max(last, out[-1][1]))
         else:
             out.append((first, last))
-    return [(first, last - first) for first, last in out]
+    return out
 
 
 def fill_pages(tensor: torch.Tensor, page: int = mmap.PAGESIZE) -> int:
@@ -109,17 +127,36 @@ def _thread_per_core() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(cores, "tiermoe-pages")
 
 
-def _register(device: Registrar, tensors: Tensors) -> str | None:
-    for tensor in tensors:
-        fill_pages(tensor)
-    done: list[int] = []
-    for address, nbytes in page_ranges(tensors):
-        if (problem := device.register(address, nbytes)) is not None:
-            for other in done:  # the layer is staged or copied as a whole: do not pin a part of it for nothing
-                device.unregister(other)
-            return problem
-        done.append(address)
-    return None
+def _register_all(device: Registrar, layers: Sequence[Tensors]) -> list[str | None]:
+    """Register the pages of these layers, each page once: of each layer None, or why it is not registered.
+
+    Layers of one file meet within a page, which CUDA registers once only, and a copy may not span two registrations. So
+    the ranges of all are merged. Where a range is refused, its layers are tried in halves. A layer is registered as a
+    whole, or not at all.
+    """
+    problems: list[str | None] = [None] * len(layers)
+
+    def register(wanted: Sequence[int]) -> None:
+        own = {i: [_pages(t) for t in layers[i] if not device.is_pinned((t,))] for i in wanted}
+        merged = _merged(span for spans in own.values() for span in spans)
+        ranges = {i: [merged[bisect_right(merged, (at, maxsize)) - 1] for at, _ in own[i]] for i in wanted}
+        in_order = dict.fromkeys(span for i in wanted for span in ranges[i])
+        found = {span: device.register(span[0], span[1] - span[0]) for span in in_order}
+        refused = [i for i in wanted if any(found[span] for span in ranges[i])]
+        kept = {span for i in wanted if i not in refused for span in ranges[i]}
+        for span, problem in found.items():
+            if problem is None and span not in kept:
+                device.unregister(span[0])
+        if len(wanted) == 1:
+            for i in refused:
+                problems[i] = next(filter(None, (found[span] for span in ranges[i])))
+        else:
+            half = (len(refused) + 1) // 2
+            for part in filter(None, (refused[:half], refused[half:])):
+                register(part)
+
+    register(range(len(layers)))
+    return problems
 
 
 def _pinned_copy(device: Registrar, tensors: Tensors) -> Tensors | None:
