@@ -95,7 +95,8 @@ class FakeGpu:
     Attributes:
         synchronized: times that the host waited. calls: of each method. refuse: whether registration fails.
         idle: carry out nothing before the host waits. eager: carry out everything at once, for compute that is torch's
-        own and knows no streams. compute: the current stream, which a test may exchange.
+        own and knows no streams. compute: the current stream, which a test may exchange. default: the stream of copies
+        outside of any context; None: the compute's.
     """
 
     def __init__(self, seed: int = 0, bytes_per_s: float = 1e9, pin_all: bool = True, in_order: bool = False) -> None:
@@ -119,6 +120,7 @@ class FakeGpu:
         self.calls: dict[str, int] = {}
         self.idle = self.eager = False
         self.compute = self.stream(name="compute")
+        self.default: FakeStream | None = None
 
     # -- GpuRuntime --------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class FakeGpu:
         assert dst.is_contiguous()
         assert src.is_contiguous()
         entered = self._entered()
-        stream = entered[-1] if entered else self.compute
+        stream = entered[-1] if entered else self.default or self.compute
 
         def act() -> None:
             dst.copy_(src)

@@ -46,6 +46,8 @@ _MLA = {  # multi-head latent attention of the DeepSeek family
     "num_key_value_heads": 4,
 }  # fmt: skip
 
+_INDEXED = {"index_topk": 16, "index_head_dim": 8, "index_n_heads": 2}  # attention to chosen keys
+
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 48, **_4_LOCAL},
     "qwen2_moe": {**_SIZES, "shared_expert_intermediate_size": 40, "num_experts": 6, **_TOP_2},
@@ -97,6 +99,13 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         **_SMALL, **_HEAD, **_4_EXPERTS, "prefix_dense_intermediate_size": 64, "logit_scale": 1.0,
         "tie_word_embeddings": True,
     },
+    "deepseek_v4": {  # compressed and indexed attention, hyper-connections
+        **_SIZES, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_groups": 2,
+        "o_lora_rank": 8, "qk_rope_head_dim": 8, "sliding_window": 16, "hc_mult": 2, "n_routed_experts": 4,
+        "n_shared_experts": 1, **_TOP_2, **_INDEXED,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
+    "hy_v4": {**_MLA, **_SIZES, **_ROUTED, **_INDEXED, "num_hidden_layers": 3, "hc_mult": 2},
     "laguna": {**_SIZES, **_HEAD, **_4_EXPERTS, "shared_expert_intermediate_size": 24, "num_hidden_layers": 3},
 }  # fmt: skip
 

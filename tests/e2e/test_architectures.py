@@ -30,6 +30,8 @@ ARCHITECTURES = [
     "cohere2_moe",
     "lfm2_moe",  # convolution layers: requests run one after another
     "minimax",  # linear attention: likewise
+    "deepseek_v4",  # compressed keys: likewise
+    "hy_v4",  # chosen keys: likewise
 ]
 # In every run: a common one, shared experts with latent attention, biases, serial batching. The others are slow.
 ALWAYS = frozenset(("qwen3_moe", "deepseek_v3", "gpt_oss", "lfm2_moe"))

@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -19,18 +20,27 @@ from typing import Any
 import pytest
 import torch
 from serving import prepared, reference_greedy, serving, settings
-from tiny_models import VOCAB, save_tiny_checkpoint
+from tiny_models import VOCAB, save_tiny_checkpoint, tiny_config
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.cache.link_queue import LinkQueue
 from tiermoe.actors.engine.serving import streams as streams_module
 from tiermoe.actors.engine.serving.batching import Batcher
 from tiermoe.actors.engine.serving.streams import Streams
-from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.gpu_worker import GpuWorker, make_batcher
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.config import load_policy
-from tiermoe.errors import NotServing, PolicyError, RequestError, RuntimeFailure, StoreError, TierMoeError, rebuilt
+from tiermoe.errors import (
+    NotServing,
+    PolicyError,
+    RequestError,
+    RuntimeFailure,
+    StoreError,
+    TierMoeError,
+    UnsupportedModelError,
+    rebuilt,
+)
 
 CAPACITY, EOS, VOCABULARY = 20, 2, 100
 
@@ -518,6 +528,39 @@ def test_the_checkpoints_generation_extras_are_not_applied(
 
 def tiermoe_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("tiermoe"))
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v4", "hy_v4", "mimo_v2_flash", "deepseek_v3"])
+def test_what_continuous_batching_changed_is_put_back(architecture: str) -> None:
+    """Guards the serial fall-back: it kept the paged attention, and every request failed."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture), dtype=torch.float32).eval()
+    prompts = [list(range(3, 3 + length)) for length in (4, 30)]
+    expected, attention = reference_greedy(model, prompts, 6, ignore_eos=True), model.config._attn_implementation
+    with closing(make_batcher(model, KvSettings(page_size=16, num_blocks=16))) as batcher:
+        assert model.config._attn_implementation == attention
+        assert "transformers" not in batcher.serial_because
+        assert "tensor" not in batcher.serial_because.lower()
+        requests = [asked(str(len(p)), tuple(p), max_tokens=6, ignore_eos=True) for p in prompts]
+        assert [gathered(batcher.submit(request)).token_ids for request in requests] == expected
+
+
+@pytest.mark.parametrize("batching", ["serial", "auto"])
+def test_no_worker_is_ready_before_a_token_came(
+    store: Any, batching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails every request is refused at start, by its architecture's name."""
+    model_class = import_module("transformers.models.mixtral.modeling_mixtral").MixtralModel
+
+    def forward(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("a shape that does not fit")
+
+    monkeypatch.setattr(model_class, "forward", forward)
+    config = settings(0.5, kv=KvSettings(page_size=16, num_blocks=16, batching=batching), compile="off")
+    worker, threads = GpuWorker(config, store.describe()), tiermoe_threads()
+    with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM does not generate here.*a shape that does"):
+        worker.start()
+    assert tiermoe_threads() == threads
 
 
 @pytest.mark.parametrize("step", ["tiermoe.actors.gpu_worker.make_batcher", "tiermoe.actors.engine.describe.describe"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_gpu import FakeGpu
 from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -35,6 +36,7 @@ class Recording(Steps):
         super().__init__(*args)
         self._repeating = repeats
         self.repeated = 0
+        self.every: list[tuple[dict[str, Any], list[int]]] = []
         self.found: list[tuple[dict[str, Any], list[int], list[SequenceRows]]] = []
 
     def prepare(self, processor: Any) -> Batch | None:
@@ -42,9 +44,10 @@ class Recording(Steps):
             self.disturb()
         return super().prepare(processor)
 
-    def compute(self, batch: Batch, stream: Any) -> list[int]:
+    def compute(self, batch: Batch) -> list[int]:
         inputs = dict(flat(batch.inputs))
-        tokens = super().compute(batch, stream)
+        tokens = super().compute(batch)
+        self.every.append((inputs, tokens))
         self.repeated += batch.repeat is not None
         if len(batch.rows) == batch.rows[-1].stop:  # prompts aside
             self.found.append((inputs, tokens, list(batch.rows)))
@@ -62,14 +65,59 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def served(model: Any, repeats: bool, num_blocks: int) -> tuple[Recording, list[list[int]]]:
-    """The steps of all requests, and their tokens."""
+class Ahead(Recording):
+    """Steps on a GPU that is late: the host goes on with `tokens`, those of each step, without waiting for it."""
+
+    def __init__(self, *args: Any, gpu: FakeGpu, tokens: list[list[int]]) -> None:
+        super().__init__(*args, gpu, repeats=True)
+        self._device, self._known = gpu, iter(tokens)
+        self.seen: list[dict[str, Any]] = []  # what the forwards read, once they ran
+
+    def compute(self, batch: Batch) -> list[int]:
+        inputs, seen = batch.inputs, dict[str, Any]()
+        self.seen.append(seen)
+        fixed = {name: value for name, value in flat(inputs) if not isinstance(value, torch.Tensor)}
+        named = list(tensors_of(inputs))
+
+        def forward() -> None:
+            seen.update(fixed | {name: value.clone() for name, value in named})
+
+        self._device.kernel([value for _, value in named], forward)
+        if batch.repeat is None:
+            self._device.finish()  # transformers writes its inputs in place, and waits
+        self.repeated += batch.repeat is not None
+        return next(self._known)
+
+
+def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of `flat`, in place."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_of(part, f"{name}/{key}")
+    elif isinstance(value, torch.Tensor):
+        yield name, value
+
+
+def served(
+    model: Any, repeats: bool, num_blocks: int, gpu: FakeGpu | None = None, known: list[list[int]] | None = None
+) -> tuple[Any, list[list[int]]]:
+    """The steps of all requests, and their tokens.
+
+    gpu: one that has `known`, the tokens of each step.
+    """
     kv = KvSettings(page_size=4, num_blocks=num_blocks, max_batch_tokens=32)
     streams = open_streams(model, kv)
     config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
     manager = StepManager(model=model, generation_config=config, continuous_batching_config=_batching_config(kv))
-    steps = manager.steps = Recording(model, streams, None, PromptScorer(model, streams.note_prompt), repeats=repeats)
+    scorer = PromptScorer(model, streams.note_prompt)
+    if gpu is None:
+        steps = manager.steps = Recording(model, streams, None, scorer, repeats=repeats)
+    else:
+        steps = manager.steps = Ahead(model, streams, None, scorer, gpu=gpu, tokens=known)
     processor, opened = manager._create_batch_processor(), []
+    if gpu is not None:
+        processor.inputs_and_outputs.compute_stream = gpu.compute = gpu.stream(name="forward")
+        gpu.default = gpu.stream(name="default")
     for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):
         params = SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, **sampling})
         stream = streams.open(GenerationRequest(f"r{i}", prompt, params))
@@ -117,6 +165,31 @@ def test_a_repeated_step_is_the_one_that_transformers_makes(
                 continue  # after one gave way, blocks are given out in another order
             found, value = inputs[name], wanted[name]
             assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), [("mixtral", {}), ("gpt_oss", {"sliding_window": 7})])
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_gpu_reads_the_numbers_of_its_own_step(architecture: str, overrides: dict[str, Any], idle: bool) -> None:
+    """Guards against copies beside the forward's stream, and from memory that the next step writes to meanwhile."""
+    config = tiny_config(architecture)
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="paged|eager").eval()
+    ours, tokens = served(model, True, 32)
+    for seed in range(4):
+        gpu = FakeGpu(seed)
+        gpu.idle = idle
+        ahead, found = served(model, True, 32, gpu, [picked for _, picked in ours.every])
+        gpu.finish()
+        assert found == tokens
+        assert ahead.repeated == ours.repeated > 0
+        for seen, (wanted, _) in zip(ahead.seen, ours.every, strict=True):
+            for name, value in wanted.items():
+                if name.split("/")[1] in ("cu_seq_lens_q", "logits_indices", "logits_processor_args"):
+                    continue  # written in place by transformers, at once here
+                assert torch.equal(seen[name], value) if isinstance(value, torch.Tensor) else seen[name] == value, name
+        assert gpu.synchronized < ahead.repeated  # the copies of the step before are not waited for
 
 
 def test_a_repeat_ends_at_its_horizon_and_another_follows(monkeypatch: pytest.MonkeyPatch) -> None:

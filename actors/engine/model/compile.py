@@ -58,7 +58,7 @@ class CompiledDense:
     ) -> None:  # fmt: skip
         self.notes: list[str] = []
         self.warm_up: list[list[int]] = recorded_prompts() if mode == "graphs" else []
-        self._overridden: list[nn.Module] = []
+        self._overridden: list[tuple[nn.Module, Callable[..., Any] | None]] = []  # and a module's own forward before
         self._native: NativeDense | None = None
         device = next(p.device for p in model.parameters() if not p.is_meta)
         if mode == "native" or (mode == "auto" and device.type == "cpu"):
@@ -84,8 +84,8 @@ class CompiledDense:
             self._override(region, _region(region, compiled[kind], mode, first=i == 0))
 
     def _override(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._overridden.append((module, vars(module).get("forward")))
         module.forward = forward
-        self._overridden.append(module)
 
     def settle(self) -> list[str]:
         """Notes for the plan, once a first request has run.
@@ -103,7 +103,10 @@ class CompiledDense:
         if self._native is not None:
             self._native.close()
         while self._overridden:
-            del self._overridden.pop().forward  # the class's own again
+            module, before = self._overridden.pop()
+            del module.forward  # the class's own again
+            if before is not None:
+                module.forward = before
 
 
 def _region(

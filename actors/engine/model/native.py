@@ -31,8 +31,10 @@ from ...policies.prefetch import PrefetchGovernor
 from ..layer import MoeLayer, NativeRun
 from ..prefetching import Prefetching
 from ..split_layer import SplitLayer
+from .lengths import lengths_of
 from .lowering import CannotLowerError, Lowering
 from .model import ExpertLayer, layer_of, replaced_layers
+from .state import unchanged
 
 MAX_ROWS = 64  # of a forward; above, matrix products of the library are faster
 _TRACED_ROWS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)  # the first that no weight has as an axis
@@ -171,6 +173,7 @@ class NativeDense:
         self.notes: list[str] = []
         self._because = ""  # it is not used
         self._threads, self._required = threads, required
+        self._model: Any = model
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         self._program: Program | None = None
@@ -290,7 +293,7 @@ class NativeDense:
         spread = self._embedding.weight.shape[0] // (rows + 1)
         input_ids = (torch.arange(1, rows + 1, dtype=input_ids.dtype) * spread)[None]
         stand_ins = [stand_in] * len(self._layers)
-        with replaced_layers(self._lowered.experts, stand_in):
+        with unchanged(self._model), replaced_layers(self._lowered.experts, stand_in):
             expected, states, (eager, native) = _compared(
                 lambda: self._eager(input_ids=input_ids, **kwargs).last_hidden_state,
                 lambda: self._run(input_ids, kwargs, stand_ins).last_hidden_state,
@@ -360,13 +363,28 @@ def _trace(model: Any, base: Any) -> tuple[Lowering, Any, Lowering | None]:
         raise CannotLowerError(f"numbers of type {dtype}")
     states, positions = torch.ones(1, rows, width, dtype=dtype), torch.arange(rows)[None]
     handles = [module.tiermoe_handle for module in model.modules() if hasattr(module, "tiermoe_handle")]
-    with _traced_attention(model), replaced_layers(handles, _StandIn()):
+    if lengths_of(model).any:
+        raise CannotLowerError("its rotary embedding depends on a sequence's length")
+    with unchanged(model), _traced_attention(model), _only_tried(model), replaced_layers(handles, _StandIn()):
         dense = _lowered(forward, rows, states, positions)
     head = model.get_output_embeddings()
     try:
-        return dense, output[0], _lowered(lambda states: head(states), rows, states)
+        with _only_tried(model):
+            return dense, output[0], _lowered(lambda states: head(states), rows, states)
     except CannotLowerError:  # there is none, or it runs as a module
         return dense, output[0], None
+
+
+@contextmanager
+def _only_tried(model: Any) -> Iterator[None]:
+    """A forward in this context leaves nothing behind.
+
+    Raises CannotLowerError: it changes the model, which a program cannot say.
+    """
+    with unchanged(model) as changed:
+        yield
+    if changed:
+        raise CannotLowerError(f"a forward changes {changed[0]}")
 
 
 def _lowered(function: Callable[..., torch.Tensor], rows: int, *inputs: torch.Tensor) -> Lowering:
@@ -389,7 +407,10 @@ def _traced_attention(model: Any) -> Iterator[None]:
 
     ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
     before = model.config._attn_implementation
-    model.set_attn_implementation(_ATTENTION)
+    try:
+        model.set_attn_implementation(_ATTENTION)
+    except ValueError as error:
+        raise CannotLowerError("its attention cannot be exchanged") from error
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Requests in, tokens out: continuous batching through transformers' own manager, or one request after another.
 
-transformers' paged cache does not support state-space and linear-attention layers, or attention whose keys and values
-differ in width; `generate` runs those models serially.
+transformers' paged cache holds keys and values of one width of every token: no running states, no compressed or chosen
+keys, no latent attention. `generate` runs models with such layers serially (`docs/checkpoints.md` lists them).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from transformers.generation.streamers import BaseStreamer
 from ....errors import PolicyError, RuntimeFailure, StoreError, TierMoeError, UnsupportedModelError
 from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
+from ..cuda.runtime import runtime_of
 from ..model.attention import plain_attention_of, use_paged
+from ..model.lengths import lengths_of
 from ..model.model import quiet_logger
 from .grammar import Grammars
 from .logits import processor_of
@@ -107,12 +109,14 @@ class ContinuousBatcher:
                 model=model, generation_config=config, continuous_batching_config=_batching_config(kv)
             )
         except (ValueError, AttributeError, NotImplementedError) as error:
+            self._put_back()
             raise _unsupported(model, str(error)) from error
         if _LATER and attention == "triton":  # its managers choose among their own implementations, and run any
             use_paged(model, attention, prefixed=False)
         self._scorer = PromptScorer(model, self.streams.note_prompt)
         self._manager.prefill_chunk = kv.prefill_chunk
-        self._manager.steps = Steps(model, self.streams, watcher, self._scorer)
+        gpu = runtime_of(model.device) if model.device.type == "cuda" else None
+        self._manager.steps = Steps(model, self.streams, watcher, self._scorer, gpu)
         self._manager.output_router = _Failures(self.streams)
         try:
             with _quiet_manager():
@@ -124,9 +128,8 @@ class ContinuousBatcher:
 
     def _probe(self, model: Any) -> None:
         """One short request: what the cache does not support fails in its first steps."""
-        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         try:
-            error = list(self.submit(GenerationRequest("probe", (0, 0, 0), sampling)))[-1].error
+            error = _probed(self)
         except RuntimeFailure as failure:
             error = failure.what
         if isinstance(ours := self._fatal_error(), TierMoeError):
@@ -208,6 +211,10 @@ class ContinuousBatcher:
             if self._manager.is_running() or self._manager._generation_thread is not None:
                 self._manager.stop(block=True, hard_stop=True)
         self._scorer.close()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """The model's own attention, also where the manager has changed it and failed then."""
         if self._model.config._attn_implementation != self._plain:
             self._model.set_attn_implementation(self._plain)
 
@@ -224,7 +231,7 @@ def open_streams(
     eos = model.generation_config.eos_token_id
     if eos is None:
         eos = text.eos_token_id
-    positions = getattr(text, "max_position_embeddings", None)
+    positions = lengths_of(model).positions
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     ends = [eos] if isinstance(eos, int) else list(eos or [])
     grammars = Grammars(tokenizer, vocabulary, ends)
@@ -232,7 +239,7 @@ def open_streams(
         capacity_tokens=kv.request_tokens,
         eos=ends,
         vocabulary=vocabulary,
-        positions=positions if isinstance(positions, int) and positions > 0 else None,
+        positions=positions,
         ended=watcher.end_sequence if watcher is not None else None,
         processor_of=lambda request: processor_of(request, grammars),
     )
@@ -267,11 +274,47 @@ def _loop_died(error: Exception) -> TierMoeError:
     return RuntimeFailure(f"the generation loop died ({type(error).__name__}: {error})", "restart the worker")
 
 
+# what transformers' paged cache does not hold, by the kind of a layer
+_NOT_PAGED = {
+    "linear_attention": "it has layers with a running state in place of keys (linear attention or a state space)",
+    "conv": "it has convolution layers, which keep the last tokens' inputs in place of keys",
+    "hybrid": "its attention layers keep a convolution's state beside their keys",
+    "hybrid_sliding": "its attention layers keep a convolution's state beside their keys",
+    "indexed_attention": "its layers attend to keys that an index of their own chooses",
+    "minimax_m3_sparse": "its layers attend to keys that an index of their own chooses",
+    "chunked_attention": "it has layers that attend within chunks of the text",
+    "compressed_sparse_attention": "its layers attend to compressed keys",
+    "heavily_compressed_attention": "its layers attend to compressed keys",
+}
+
+
 def _unsupported(model: Any, error: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{type(model).__name__} cannot be batched continuously: {error}",
+        f"{type(model).__name__} cannot be batched continuously: {_in_words(model) or error}",
         "serve it with kv.batching: serial",
     )
+
+
+def _in_words(model: Any) -> str | None:
+    """What of a model transformers' paged attention does not take; None: not known."""
+    text = model.config.get_text_config()
+    kinds = [kind for kind in getattr(text, "layer_types", None) or () if kind in _NOT_PAGED]
+    if kinds:
+        return f"{_NOT_PAGED[kinds[0]]}, which the paged KV cache does not hold"
+    if getattr(text, "kv_lora_rank", None) is not None:
+        widths = f"keys of {text.qk_nope_head_dim + text.qk_rope_head_dim} and values of {text.v_head_dim}"
+        return f"its latent attention (MLA) has {widths} numbers a head, and the paged KV cache has one width"
+    sinks = [vars(module).get("sinks", module._parameters.get("sinks", 0)) for module in model.modules()]
+    if any(one is None for one in sinks):
+        return "some of its attention layers have sinks and others have none, which paged attention does not take"
+    return None
+
+
+def _probed(batcher: ContinuousBatcher | SerialBatcher) -> str | None:
+    """Run one short request as any other; its error, or None: its tokens came."""
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    last = list(batcher.submit(GenerationRequest("probe", (0, 0, 0), sampling)))[-1]
+    return last.error
 
 
 class _Progress(BaseStreamer):
@@ -313,6 +356,10 @@ class SerialBatcher:
         because: why requests are not batched, for the plan's notes.
         watcher: told before each forward pass whose rows it carries.
         tokenizer: the text of tokenizer.json, for grammars.
+
+    Raises:
+        UnsupportedModelError: the model generates nothing, as one request shows. TierMoeError: an expert or a policy
+            failed meanwhile.
     """
 
     def __init__(
@@ -325,13 +372,31 @@ class SerialBatcher:
         self.failure: TierMoeError | None = None
         self._model = model
         self._scorer = PromptScorer(model, self.streams.note_prompt)
+        self._lengths = lengths_of(model)
         self._used_tokens = 0  # of the request under way
         # `generate` fills what a request leaves open from here: a checkpoint's penalties, beams or minimal length
         # would give other tokens than continuous batching does.
         model.generation_config = GenerationConfig()
         self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._last_error: Exception | None = None  # of a request
         self._thread = threading.Thread(target=self._run, name="tiermoe-serial", daemon=True)
         self._thread.start()
+        try:
+            self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    def _probe(self) -> None:
+        """One short request: nobody is told that a model serves before a token came."""
+        error = _probed(self)
+        if isinstance(self._last_error, TierMoeError):
+            raise self._last_error
+        if error is not None:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} does not generate here, one request at a time either: {error}",
+                "use another model or version of transformers",
+            ) from self._last_error
 
     def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
         """Queue a request. Raises RequestError or RuntimeFailure like `ContinuousBatcher.submit`."""
@@ -364,6 +429,7 @@ class SerialBatcher:
             try:
                 self._generate(stream)
             except Exception as error:  # the request reports it; a broken engine also refuses later ones
+                self._last_error = error
                 if isinstance(error, RuntimeFailure | PolicyError):
                     self.failure = _loop_died(error)
                 self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", error)
@@ -382,31 +448,33 @@ class SerialBatcher:
         wanted = prompt_rows(stream.name, request.prompt_ids, request.scored_prompt, 0, len(request.prompt_ids), 0)
         self._scorer.expect([wanted] if wanted is not None else [])
         self.streams.begin(stream.name)
-        watching = self._model.register_forward_pre_hook(self._announce(stream.name), with_kwargs=True)
+        watching = self._model.register_forward_pre_hook(self._announce(stream), with_kwargs=True)
         try:
-            self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=config,
-                streamer=progress,
-                logits_processor=LogitsProcessorList([_Sample(progress)]),
-                stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
-            )
+            with self._lengths.of([(ids.shape[1], len(request.prompt_ids))]):
+                self._model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    generation_config=config,
+                    streamer=progress,
+                    logits_processor=LogitsProcessorList([_Sample(progress)]),
+                    stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
+                )
         finally:
             watching.remove()
             self._used_tokens = 0
         self.streams.finish(stream.name)
 
-    def _announce(self, name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+    def _announce(self, stream: Stream) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         """A hook that tells the watcher of each forward pass; the first one carries the prompt."""
-        first = True
+        first, prompt = True, len(stream.request.prompt_ids)
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal first
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
             self._used_tokens += ids.shape[1]
+            self._lengths.expect([(ids.shape[1], self._lengths.prompt_of(prompt, prompt + len(stream.generated)))])
             if self._watcher is not None:
-                self._watcher.begin_forward([SequenceRows(name, 0, ids.shape[1], decode=not first)])
+                self._watcher.begin_forward([SequenceRows(stream.name, 0, ids.shape[1], decode=not first)])
             first = False
 
         return hook

@@ -1,7 +1,8 @@
 """Inputs of decode steps that carry the same requests as the step before.
 
-Each request has one row more in the KV cache. One native call changes the numbers in place, on the host; a GPU gets a
-copy.
+Each request has one row more in the KV cache. One native call writes the numbers on the host. A GPU gets copies of them
+on the stream of its step, from pinned memory that is there twice: those of one step are written while those of the step
+before may still be copied.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from ....kernels import _cpu
+from ..cuda.runtime import GpuRuntime, wait_for
 
 _HORIZON = 256  # steps; then transformers makes the inputs once more
 
@@ -24,33 +26,45 @@ class Repeat:
         cache: transformers' paged cache, since 5.20.
         states: transformers' `RequestState` of each request.
         inputs: of the model, in a step that decoded these requests; changed by `advance`.
+        gpu: of the model; None: it runs on the host.
+        stream: of the step, which a GPU has entered whenever this is called.
     """
 
-    def __init__(self, cache: Any, states: Sequence[Any], inputs: dict[str, Any]) -> None:
-        device, mask = inputs["input_ids"].device, inputs["attention_mask"]
+    def __init__(
+        self, cache: Any, states: Sequence[Any], inputs: dict[str, Any], gpu: GpuRuntime | None = None,
+        stream: Any = None,
+    ) -> None:  # fmt: skip
+        mask = inputs["attention_mask"]
+        self._gpu, self._stream = gpu, stream
+        self._copied: list[Any] = [None, None]  # events: the step's copies from one half of the memory are done
+        self._half = 0
         self._cache, self._states, self._inputs = cache, states, inputs
         self._left = _HORIZON
         self._same_page = 0  # steps that begin no page
-        self._ids, self._positions = (_Numbers(len(states), torch.int32, device) for _ in range(2))
+        self._ids = _Numbers(len(states), torch.int32, gpu)
+        self._positions = _Numbers(len(states), torch.int32, gpu, counted=True)
         self._positions.host[:] = [state.position_offset - 1 for state in states]
         dtype = None if mask is None else (next(iter(mask.values())) if isinstance(mask, dict) else mask).dtype
         kinds = cache.cache_allocators.items()
-        self._places = {kind: _Places(allocator, states, dtype, device) for kind, allocator in kinds}
+        self._places = {kind: _Places(allocator, states, dtype, gpu) for kind, allocator in kinds}
         numbers = [len(states), self._ids.address, self._positions.address, len(self._places)]
         self._header = np.array(numbers + [word for p in self._places.values() for word in p.words], np.int64)
         self._address = self._header.ctypes.data
+        size = len(next(iter(self._places.values())).words)
+        self._addresses = [1, *(4 + size * i + _Places.FIRST for i in range(len(self._places)))]  # in the header
         inputs |= {
             "input_ids": self._ids.tensor[None],
             "position_ids": self._positions.tensor[None],
             "cu_seq_lens_k": {kind: places.starts.tensor for kind, places in self._places.items()},
             "write_index": [places.write.tensor for places in self._places.values()],
         }
-        self._uploads = [self._ids, self._positions, *(n for p in self._places.values() for n in (p.starts, p.write))]
-        if device.type == "cpu":
-            self._uploads = []
+        whole = [self._ids, self._positions, *(n for p in self._places.values() for n in (p.starts, p.write))]
+        self._uploads = [] if gpu is None else whole
 
     def advance(self, tokens: list[int]) -> bool:
         """Set the inputs of the next step, which feeds `tokens` [requests]; False: transformers is to make them."""
+        if self._gpu is not None:
+            self._turn(self._gpu)
         if not self._same_page and not self._begin_page():
             return False
         self._same_page -= 1
@@ -65,10 +79,25 @@ class Repeat:
             longest[kind] = most
             if places.mask is not None:
                 masks[kind] = places.mask.upload(len(tokens) * size).view(places.dtype).view(1, 1, len(tokens), size)
+        if self._gpu is not None:
+            self._gpu.record(self._copied[self._half], self._stream)
         self._inputs["read_index"], self._inputs["max_length_k"] = read, longest
         if masks:
             self._inputs["attention_mask"] = masks if len(masks) > 1 else masks.popitem()[1]
         return True
+
+    def _turn(self, gpu: GpuRuntime) -> None:
+        """Write to the other half of the memory, once nothing is copied from it any more."""
+        self._half = 1 - self._half
+        if self._copied[self._half] is None:
+            self._copied[self._half] = gpu.event(timing=False)
+        else:
+            wait_for(gpu, self._copied[self._half])
+        kinds = [(self._ids, self._positions), *(places.numbers for places in self._places.values())]
+        for first, kind in zip(self._addresses, kinds, strict=True):
+            for i, numbers in enumerate(kind):
+                numbers.turn(self._half)
+                self._header[first + i] = numbers.address
 
     def _begin_page(self) -> bool:
         """Room for the next token of each request; False: the cache is full, or the horizon is reached."""
@@ -80,20 +109,40 @@ class Repeat:
 
 
 class _Numbers:
-    """Numbers that are written on the host and read on the device: `host` and `tensor`."""
+    """Numbers that are written on the host and read by the model: `host` and `tensor`.
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        on_host = device.type == "cpu"
-        self._host = torch.zeros(size, dtype=dtype, pin_memory=not on_host)
-        self.tensor = self._host if on_host else torch.empty(size, dtype=dtype, device=device)
-        self.host: np.ndarray[Any, Any] = self._host.numpy()
-        self.address = self._host.data_ptr()
+    Args:
+        gpu: has a copy of them. counted: each step changes the numbers of the step before.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, gpu: GpuRuntime | None, counted: bool = False) -> None:
+        nbytes = size * dtype.itemsize
+        if gpu is None:
+            self._halves = [torch.zeros(size, dtype=dtype)]
+            self.tensor = self._halves[0]
+        else:
+            self._halves = [gpu.pinned(nbytes).view(dtype).zero_() for _ in range(2)]
+            self.tensor = gpu.buffer(nbytes).view(dtype)
+        self._gpu, self._counted = gpu, counted
+        self._use(0)
+
+    def _use(self, half: int) -> None:
+        self._source = self._halves[half]
+        self.host: np.ndarray[Any, Any] = self._source.numpy()
+        self.address = self._source.data_ptr()
+
+    def turn(self, half: int) -> None:
+        """Write to this half from now on."""
+        before = self.host
+        self._use(half)
+        if self._counted:
+            self.host[:] = before
 
     def upload(self, size: int) -> torch.Tensor:
-        """The first `size` of them, on the device."""
+        """The first `size` of them, for the model."""
         there = self.tensor.narrow(0, 0, size)
-        if self.tensor is not self._host:  # the forward before has ended: its tokens were read
-            there.copy_(self._host.narrow(0, 0, size), non_blocking=True)
+        if self._gpu is not None:
+            self._gpu.copy(there, self._source.narrow(0, 0, size))
         return there
 
 
@@ -110,10 +159,15 @@ class _Places:
         starts: int32 [requests + 1], where each request's tokens begin in `read`.
         mask: which keys of `read` a row sees, for attention without varlen kernels: 0 for those of its own request,
             the lowest number for others; None: it needs none.
+        numbers: all of these, as their addresses are in `words`, from place FIRST on.
         words: what the native call reads (`kernels/cpu/decode_module.cpp`).
     """
 
-    def __init__(self, allocator: Any, states: Sequence[Any], dtype: torch.dtype | None, device: torch.device) -> None:
+    FIRST = 5  # address among the words
+
+    def __init__(
+        self, allocator: Any, states: Sequence[Any], dtype: torch.dtype | None, gpu: GpuRuntime | None
+    ) -> None:
         self._allocator, self._states, self.dtype = allocator, states, dtype
         self._window = getattr(allocator, "sliding_window", 0)
         past = []
@@ -124,14 +178,15 @@ class _Places:
         self._slots = np.zeros((len(states), at + _HORIZON), np.int64)
         for row, found in zip(self._slots, past, strict=True):
             row[at - len(found) : at] = found
-        self.read = _Numbers(self._slots.size, torch.int64, device)
-        self.write = _Numbers(len(states), torch.int64, device)
-        self.starts = _Numbers(len(states) + 1, torch.int32, device)
+        self.read = _Numbers(self._slots.size, torch.int64, gpu)
+        self.write = _Numbers(len(states), torch.int64, gpu, counted=True)
+        self.starts = _Numbers(len(states) + 1, torch.int32, gpu)
         self.mask, bits, lowest = None, 0, 0
         if dtype is not None:
             integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-            self.mask = _Numbers(len(states) * self._slots.size, integer, device)
+            self.mask = _Numbers(len(states) * self._slots.size, integer, gpu)
             bits, lowest = dtype.itemsize, int(torch.tensor(torch.finfo(dtype).min, dtype=dtype).view(integer))
+        self.numbers = [self.read, self.write, self.starts, *([] if self.mask is None else [self.mask])]
         self.words = (
             self._window, getattr(allocator, "sentinel_index", 0), at, self._slots.shape[1], self._slots.ctypes.data,
             self.read.address, self.write.address, self.starts.address,

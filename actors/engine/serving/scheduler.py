@@ -3,6 +3,7 @@
 A block is a page of every layer. transformers' cache hashes each full block with the tokens before it, and keeps the
 blocks of ended requests. A new request shares the longest run of blocks that its prompt begins with, and runs the rest:
 one row at least, whose logits give the first token. Blocks of sliding windows are overwritten and are not shared.
+Where keys depend on a sequence's length, only rows of the same regime are shared (`model.lengths`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
+from ..model.lengths import SequenceLengths
+
 NAME = "tiermoe"  # of `StepScheduler`, in transformers' registry
 
 
@@ -24,10 +27,15 @@ class StepScheduler(FIFOScheduler):
     Attributes:
         prefill_chunk: prompt rows of a step that also carries running requests, at most; None: no bound of its own.
         reads_prefix: whether the request of this name may share the blocks of earlier ones.
+        lengths: of the model.
+        prompt_of: tokens of a request's prompt, as `SequenceLengths` counts them, by transformers' `RequestState`;
+            None: the request was cancelled. A state's `tiermoe_prompt` is that of its last forward.
     """
 
     prefill_chunk: int | None = None
     reads_prefix: Callable[[str], bool]
+    lengths: SequenceLengths
+    prompt_of: Callable[[Any], int | None]
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """See transformers; token_budget: rows of the step."""
@@ -42,21 +50,48 @@ class StepScheduler(FIFOScheduler):
 
         state: transformers' `RequestState`, after the forward; its next token, if known, has no row yet.
         """
-        if not self.cache.use_prefix_sharing:
+        if not self.cache.use_prefix_sharing or (prompt := state.tiermoe_prompt) is None:
             return
         tokens = (state.initial_tokens + state.generated_tokens)[: state.position_offset]
+        tokens = self.lengths.keys(tokens, prompt)
         for allocator in self.cache.cache_allocators.values():
             allocator.mark_complete_blocks(state.request_id, tokens, len(tokens) // allocator.tokens_per_page)
+
+    def feed_again(self) -> None:
+        """Drop the keys of requests whose next forward feeds all of their tokens (`SequenceLengths.is_anew`)."""
+        for state in list(self.active_requests.values()):
+            if state.status == RequestStatus.DECODING and self.is_anew(state):
+                self.finish_request(state.request_id)
+                self.add_waiting_request(state.create_equivalent_initial_request())
+        if not self.active_requests:
+            self.block_new_requests = False  # set while others ran that gave way; nobody is left to end and lift it
+
+    def is_anew(self, state: Any) -> bool:
+        """Whether the next forward of a request that decodes feeds all of its tokens."""
+        prompt = self.prompt_of(state)
+        return prompt is not None and prompt != state.tiermoe_prompt
 
     def _infer_request_tokens(self, state: Any, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
         if state.status == RequestStatus.PENDING and not self.reads_prefix(state.request_id):
             tokens: list[int] = state.remaining_prefill_tokens
         else:
-            tokens = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
+            tokens = self._after_prefix(state, request_ids_to_remove_from_waiting)
         if self.cache.use_prefix_sharing:  # the request holds the blocks that it shares: they are not evicted
             needed = (state.request_id, state.current_len(), min(len(tokens), self._rows))
             for allocator in self.cache.cache_allocators.values():
                 self._evict(allocator, allocator.needs_new_blocks(*needed))
+        return tokens
+
+    def _after_prefix(self, state: Any, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
+        """The tokens to run of a request, which takes the blocks that it shares."""
+        pending = self.lengths.any and state.status == RequestStatus.PENDING
+        if not pending or (prompt := self.prompt_of(state)) is None:
+            return list(super()._infer_request_tokens(state, request_ids_to_remove_from_waiting))
+        whole = state.remaining_prefill_tokens
+        state.remaining_prefill_tokens = self.lengths.keys(whole, prompt)
+        super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
+        state.remaining_prefill_tokens = whole[state.position_offset :]
+        tokens: list[int] = state.remaining_prefill_tokens
         return tokens
 
     def _try_to_meet_safety_margin(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from ....errors import RequestError, RuntimeFailure
 from ..model.attention import plain_attention_of
+from ..model.lengths import lengths_of
 from .streams import SequenceRows
 
 _numbers = itertools.count()
@@ -64,12 +65,21 @@ def score_continuations(
     name, decoded_rows = f"score-{next(_numbers)}", chunk if rows is None else min(rows, chunk)
     with _plain_attention(model, attention):
         try:
-            logits, cache = _feed(model, engine, name, prefix, None, chunk, decode=False)
+            prompt = len(prefix)
+            logits, cache = _feed(model, engine, name, prefix, None, chunk, prompt, decode=False)
             found = []
             for tokens in continuations:
                 own = cache if len(continuations) == 1 else copy.deepcopy(cache)  # decoding writes to it
-                decoded, _ = _feed(model, engine, name, tokens[:-1], own, decoded_rows, decode=True)
-                found.append(torch.cat([logits[-1:], decoded]))
+                fed, parts = tokens[:-1], [logits[-1:]]
+                again = lengths_of(model).anew_in(prompt, prompt + len(fed))
+                if again is not None:  # the token number `again` runs with all before it
+                    number = again - prompt
+                    parts += [_feed(model, engine, name, fed[: number - 1], own, decoded_rows, prompt, decode=True)[0]]
+                    whole = [*prefix, *fed[:number]]
+                    anew, own = _feed(model, engine, name, whole, None, chunk, again, decode=False)
+                    parts, fed = [*parts, anew[-1:]], fed[number:]
+                parts += [_feed(model, engine, name, fed, own, decoded_rows, again or prompt, decode=True)[0]]
+                found.append(torch.cat(parts))
         finally:
             engine.end_sequence(name)
     return torch.log_softmax(torch.stack(found).float(), -1).cpu()
@@ -96,16 +106,21 @@ def score_continuations_with(
 
 
 def _feed(
-    model: Any, engine: Any, name: str, ids: Sequence[int], cache: Any, chunk: int, *, decode: bool
+    model: Any, engine: Any, name: str, ids: Sequence[int], cache: Any, chunk: int, prompt: int, *, decode: bool
 ) -> tuple[torch.Tensor, Any]:
-    """Run tokens after `cache` in forwards of at most `chunk` rows: logits [len(ids), V] and the new cache."""
+    """Run tokens after `cache` in forwards of at most `chunk` rows: logits [len(ids), V] and the new cache.
+
+    prompt: tokens of the sequence's prompt, for `SequenceLengths.of`.
+    """
     logits = [torch.empty(0, model.get_output_embeddings().weight.shape[0], device=model.device)]
     if getattr(model, "_is_stateful", False):
         chunk = 1 if decode else len(ids)
+    lengths = lengths_of(model)
     for part in torch.tensor([list(ids)], dtype=torch.long, device=model.device).split(chunk, 1):
         if part.numel():
             engine.begin_forward([SequenceRows(name, 0, part.numel(), decode)])
-            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            with lengths.of([(part.numel(), prompt)]):
+                out = model(input_ids=part, past_key_values=cache, use_cache=True)
             logits.append(out.logits[0])
             cache = out.past_key_values
     return torch.cat(logits), cache

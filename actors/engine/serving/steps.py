@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchingManager
 
+from ..cuda.runtime import GpuRuntime
+from ..model.lengths import lengths_of
 from .repeat import Repeat
 from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows
 from .streams import SequenceRows, SequenceWatcher, Streams
@@ -35,6 +37,7 @@ class StepManager(ContinuousBatchingManager):
         processor = super()._create_batch_processor()
         processor.scheduler.prefill_chunk = self.prefill_chunk
         processor.scheduler.reads_prefix = self.steps.reads_prefix
+        processor.scheduler.lengths, processor.scheduler.prompt_of = self.steps.lengths, self.steps.prompt_of
         return processor
 
     def add_request(self, *args: Any, **kwargs: Any) -> str | None:
@@ -71,6 +74,7 @@ class Batch:
     Attributes:
         requests: transformers' `FutureRequestState` of each.
         states: transformers' `RequestState` of those that get a token, in the order of the logits.
+        sequences: of each request its rows and the tokens of its prompt, for `SequenceLengths.of`.
         inputs: the arguments of the model.
         repeats: the next step may be of the same requests, with its inputs from `repeat`.
         tokens: that came of it, one for each of `states`.
@@ -80,6 +84,7 @@ class Batch:
     requests: Sequence[Any]
     states: Sequence[Any]
     rows: Sequence[SequenceRows]
+    sequences: Sequence[tuple[int, int]]
     inputs: dict[str, Any]
     repeats: bool
     repeat: Repeat | None = None
@@ -94,17 +99,31 @@ class Steps:
         model: a causal language model.
         watcher: told before each forward whose rows it carries.
         scorer: reads the log-probabilities of prompts.
+        gpu: of the model; None: it runs on the host.
     """
 
-    def __init__(self, model: Any, streams: Streams, watcher: SequenceWatcher | None, scorer: PromptScorer) -> None:
+    def __init__(
+        self, model: Any, streams: Streams, watcher: SequenceWatcher | None, scorer: PromptScorer,
+        gpu: GpuRuntime | None = None,
+    ) -> None:  # fmt: skip
+        self._gpu, self._stream = gpu, None
         self._model, self._streams, self._watcher, self._scorer = model, streams, watcher, scorer
         self._keeps = hasattr(model, "_supports_logits_to_keep") and bool(model._supports_logits_to_keep())
+        self.lengths = lengths_of(model)
         self._last: Batch | None = None  # the next step may repeat it
         self._disturbed = self._ends = False
 
     def reads_prefix(self, name: str) -> bool:
         """See `StepScheduler.reads_prefix`."""
         return self._streams.reads_prefix(name)
+
+    def prompt_of(self, state: Any) -> int | None:
+        """See `StepScheduler.prompt_of`."""
+        stream = self._streams.get(state.request_id)
+        if stream is None:
+            return None
+        tokens = len(state.initial_tokens) + len(state.generated_tokens)
+        return self.lengths.prompt_of(len(stream.request.prompt_ids), tokens)
 
     def disturb(self) -> None:
         """A request was queued or cancelled: the manager is to look."""
@@ -115,7 +134,19 @@ class Steps:
         self._ends = self._disturbed = True
 
     def step(self, processor: Any) -> bool:
-        """One step; False: there was nothing to run."""
+        """One step; False: there was nothing to run. On a GPU all of it goes to the manager's stream, in order."""
+        stream = processor.inputs_and_outputs.compute_stream
+        if self._gpu is None or stream is None:
+            return self._step(processor)
+        if stream != self._stream:  # behind what made the weights and the cache
+            made = self._gpu.event(timing=False)
+            self._gpu.record(made, self._gpu.current())
+            self._gpu.wait_event(stream, made)
+            self._stream = stream
+        with self._gpu.on(stream):
+            return self._step(processor)
+
+    def _step(self, processor: Any) -> bool:
         batch = self.prepare(processor)
         if batch is None:
             return False
@@ -125,7 +156,7 @@ class Steps:
             self._scorer.expect(self._wanted(batch))
         if self._watcher is not None:
             self._watcher.begin_forward(batch.rows)
-        batch.tokens = self.compute(batch, processor.inputs_and_outputs.compute_stream)
+        batch.tokens = self.compute(batch)
         scheduler, delivered = processor.scheduler, []
         if batch.repeat is None:
             for request in batch.requests:
@@ -145,13 +176,17 @@ class Steps:
     def prepare(self, processor: Any) -> Batch | None:
         """The next batch; None: there is none, or the loop is to end."""
         last, self._last = self._last, None
-        if last is not None and not self._disturbed:
+        scheduler = processor.scheduler
+        anew = self.lengths.any and any(map(scheduler.is_anew, last.states)) if last is not None else False
+        if last is not None and not self._disturbed and not anew:
             # What waits for admission goes on waiting: no request has ended, so the KV cache has no more room.
             if last.repeat is None:
-                last.repeat = Repeat(processor.cache, last.states, last.inputs)
+                last.repeat = Repeat(processor.cache, last.states, last.inputs, self._gpu, self._stream)
             if last.repeat.advance(last.tokens):
                 return last
         self._disturbed = self._ends  # before the manager looks at its queues
+        if self.lengths.any:
+            scheduler.feed_again()
         if not processor.prepare_next_batch():
             return None
         made = processor.inputs_and_outputs
@@ -165,21 +200,19 @@ class Steps:
             inputs["logits_to_keep"] = 0 if decodes else inputs["logits_indices"]  # 0: of all rows
         repeats = (
             decodes
-            and len(requests) == len(processor.scheduler.active_requests)
+            and len(requests) == len(scheduler.active_requests)
             and inputs["block_table"] is None  # which flash-attn reads
             and hasattr(processor.cache, "cache_allocators")  # since transformers 5.20
         )
-        return Batch(requests, states, rows, inputs, repeats)
+        for request in requests:
+            request.state.tiermoe_prompt = self.prompt_of(request.state)
+        sequences = [(request.query_length, request.state.tiermoe_prompt or 0) for request in requests]
+        return Batch(requests, states, rows, sequences, inputs, repeats)
 
-    def compute(self, batch: Batch, stream: Any) -> list[int]:
-        """The next token of each of the batch's `states`. stream: of a GPU."""
-        if stream is not None:
-            with torch.cuda.stream(stream):
-                return self._compute(batch)
-        return self._compute(batch)
-
-    def _compute(self, batch: Batch) -> list[int]:
-        logits = self._model(**batch.inputs).logits  # [1, rows, V]
+    def compute(self, batch: Batch) -> list[int]:
+        """The next token of each of the batch's `states`."""
+        with self.lengths.of(batch.sequences):
+            logits = self._model(**batch.inputs).logits  # [1, rows, V]
         if not self._keeps:
             logits = logits[:, batch.inputs["logits_indices"]]
         picks = [] if batch.greedy else [pick_of(self._streams.get(state.request_id)) for state in batch.states]
