@@ -35,6 +35,7 @@ _EXPERTS = re.compile(  # all of a layer in one tensor; or one of them, as conve
     r"blk\.(?P<layer>\d+)\.ffn_(?:(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)"
     r"|(?P<one>gate|up|down)\.(?P<expert>\d+)\.weight)"
 )
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 ROUTED = re.compile(r"_exps\.|\.ffn_(gate|up|down)\.\d+\.weight")
 _FORMS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "MXFP4": "mxfp4_gguf", "Q5_0": "q8_0"}
 _BESIDE = re.compile(r"^mmproj|imatrix")  # not the language model
@@ -74,6 +75,17 @@ class Header:
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key of the architecture, such as "block_count"."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    @property
+    def drafts(self) -> int:
+        """Layers after the model's own that predict further tokens; llama.cpp counts them among its blocks."""
+        found = self.get("nextn_predict_layers", 0)
+        return found if isinstance(found, int) else 0
+
+    def is_draft(self, tensor: str) -> bool:
+        """Whether a tensor is of such a layer."""
+        layer, blocks = _BLOCK.match(tensor), self.get("block_count", 0)
+        return bool(self.drafts and layer and isinstance(blocks, int) and int(layer[1]) >= blocks - self.drafts)
 
     @property
     def dense(self) -> bool:
@@ -338,8 +350,12 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def typed_tensors(header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type, such as "Q4_K", and shape of every tensor of a model."""
-    return {name: (GGMLQuantizationType(found.kind).name, found.shape) for name, found in header.tensors.items()}
+    """Type, such as "Q4_K", and shape of every tensor of a model, without layers for drafts."""
+    return {
+        name: (GGMLQuantizationType(found.kind).name, found.shape)
+        for name, found in header.tensors.items()
+        if not header.is_draft(name)
+    }
 
 
 def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tuple[ExpertForm, bool]]:

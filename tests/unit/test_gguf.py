@@ -227,6 +227,26 @@ def test_a_configuration_beside_for_an_architecture_without_a_whole_one(tmp_path
             logits(locate(str(out)), PROMPT[:4])
 
 
+def test_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
+    """GLM's published files have one more block than the model has layers, with experts of its own."""
+    from published import write_gguf
+
+    plain = save_tiny_checkpoint("glm4_moe", tmp_path / "plain")
+    file, _ = write_gguf(plain, tmp_path / "gguf", "glm4moe", lambda name: "F32")
+    config = json.loads((plain / "config.json").read_text())
+    last = config["num_hidden_layers"]
+    own = {name: array for name, array in tensors_of(file).items() if f"blk.{last - 1}." in name}
+    draft = {name.replace(f"blk.{last - 1}.", f"blk.{last}."): array for name, array in own.items()}
+    keys = {"block_count": last + 1, "nextn_predict_layers": 1, "expert_weights_norm": True, "expert_gating_func": 2,
+            "leading_dense_block_count": 1, "rope.dimension_count": 4, "attention.value_length": 8}  # fmt: skip
+    more = {f"blk.{last}.nextn.eh_proj.weight": np.ones((config["hidden_size"], 2 * config["hidden_size"]))}
+    out = tmp_path / "out" / "m.gguf"
+    rewrite(file, out, {f"glm4moe.{key}": value for key, value in keys.items()}, {**draft, **more})
+    shutil.copy(plain / "config.json", out.parent)
+    assert np.isfinite(logits(locate(str(out)), PROMPT[:4])).all()
+    assert facts_of_checkpoint(locate(str(out))).layers == last - 1
+
+
 # --- what is said of files that are not served -----------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from tiermoe.cluster.api.text import load_chat_template
 from tiermoe.cluster.gguf_header import read_gguf
+from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.prepare.gguf_tokenizer import save_tokenizer
 from tiermoe.errors import CheckpointError, UnsupportedModelError
 
@@ -169,6 +170,27 @@ def test_chat_templates(tmp_path: Path) -> None:
     named = settings(one, "tokenizer_config.json")["chat_template"]
     assert [entry["name"] for entry in named] == ["default", "tool_use"]
     assert load_chat_template(one.parent, None) is not None
+
+
+def test_templates_and_ends_come_along_with_a_tokenizer_beside(
+    files: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a vocabulary that no tokenizer is made of; a file beside counts more than the metadata."""
+    from ggufs import model, rewrite
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keys = {"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["a", "</s>", "b"], "tokenizer.ggml.eot_token_id": 2,
+            "tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": "{{ messages }}"}  # fmt: skip
+    out = rewrite(model(tmp_path / "m.gguf", "llama"), tmp_path / "out" / "m.gguf", keys)[0]
+    with pytest.raises(UnsupportedModelError, match="'t5'"):
+        locate(str(out))
+    made(files["llama"])
+    (out.parent / "tokenizer.json").write_bytes((files["llama"].parent / "tokenizer.json").read_bytes())
+    folder = locate(str(out))
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0, 2, 1]
+    assert load_chat_template(folder, None) is not None
+    (out.parent / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert json.loads((locate(str(out)) / "generation_config.json").read_text()) == {"eos_token_id": 5}
 
 
 def _file(folder: Path, name: str) -> Path:

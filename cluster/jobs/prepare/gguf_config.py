@@ -78,7 +78,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_beta_fast": (32,), "rope.scaling.yarn_beta_slow": (1,),
     "tensor_data_layout": ("Meta AI original pth",),
 }  # fmt: skip
-_LATER = ("expert_feed_forward_length", "feed_forward_length", "leading_dense_block_count", "expert_shared_count")
+_LATER = (
+    "expert_feed_forward_length", "feed_forward_length", "leading_dense_block_count", "expert_shared_count",
+    "nextn_predict_layers",
+)  # fmt: skip
 
 _ARCHITECTURES: Mapping[str, _Architecture] = {
     "qwen2moe": _Architecture(
@@ -112,7 +115,7 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "deepseek2": _Architecture(
         names={**_ROUTING, "expert_count": "n_routed_experts", "attention.key_length_mla": "qk_head_dim",
                "attention.value_length_mla": "v_head_dim",
-               "expert_gating_func": lambda config: 2 if config.model_type == "deepseek_v3" else 1,
+               "expert_gating_func": lambda config: 1 if config.model_type == "deepseek_v2" else 2,
                "rope.scaling.yarn_log_multiplier":
                    lambda config: 0.1 * ((config.rope_parameters or {}).get("mscale_all_dim") or 0)},
         neutral={"expert_gating_func": ()},
@@ -173,7 +176,6 @@ def config_of(header: Header) -> dict[str, Any]:
             key = next(key for key, of in _COMMON.items() if of == name)
             raise CheckpointError(f"{header.name} lacks the key '{header.architecture}.{key}'", REWRITE)
     config["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
-    config["num_hidden_layers"] -= header.get("nextn_predict_layers", 0)
     config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     _add_widths(config, header)
     _add_tensors(config, header, known)
@@ -198,7 +200,6 @@ def check_config(config: Any, header: Header) -> None:
     """
     known = _ARCHITECTURES[header.architecture]
     values = _values(header, known)
-    layers = header.get("nextn_predict_layers", 0)
     for key, value in {**known.absent, **values}.items():
         of = _names(known).get(key)
         if of is None or key in known.shapes:
@@ -207,7 +208,7 @@ def check_config(config: Any, header: Header) -> None:
         if expected is None and isinstance(of, str) and of in _HEADS_OF:
             expected = _HEADS_OF[of](config)
         if key == "block_count":
-            value -= layers
+            value -= header.drafts
         if key == "expert_weights_scale" and value == 0:
             value = 1.0
         if _equal(value, expected) or (expected is None and _is_neutral(known, key, value)):

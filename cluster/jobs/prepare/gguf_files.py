@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -24,7 +25,7 @@ from ...checkpoint_files import CONFIG
 from ...gguf_header import SPLIT, Header, Tensor, parts_of, read_experts, read_gguf
 from .checkpoint import Entry, TensorEntry
 from .gguf_config import config_of
-from .gguf_tokenizer import TOKENS, save_tokenizer
+from .gguf_tokenizer import TOKENS, save_settings, save_tokenizer
 from .published import QuantizedEntry, Raw
 
 _FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
@@ -127,7 +128,7 @@ def type_of(entry: QuantizedEntry) -> str:
 
 # --- what a checkpoint's folder has beside its weights --------------------------------------------------------------
 
-_FORMAT = 2  # of the folders in the cache: what is made of metadata
+_FORMAT = 3  # of the folders in the cache: what is made of metadata
 
 
 def folder_for(path: Path, cache: Path) -> Path:
@@ -157,8 +158,13 @@ def folder_for(path: Path, cache: Path) -> Path:
         link.symlink_to(file)
     beside = {file.name: file.read_bytes() for file in own}
     config = beside.pop(CONFIG, None) or json.dumps(config_of(header), indent=1).encode()
-    if "tokenizer.json" not in beside and TOKENS in header.metadata:
-        save_tokenizer(read_gguf(files, texts=True), folder)
+    if TOKENS in header.metadata:
+        with_texts = read_gguf(files, texts=True)
+        if "tokenizer.json" not in beside:
+            save_tokenizer(with_texts, folder)
+        else:
+            with contextlib.suppress(CheckpointError):  # the vocabulary beside it is the one that counts
+                save_settings(with_texts, folder)
     for file_name, content in beside.items():
         (folder / file_name).write_bytes(content)
     (folder / CONFIG).write_bytes(config)  # last: without it the folder is made again

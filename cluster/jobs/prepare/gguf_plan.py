@@ -23,7 +23,6 @@ from .plan import ExpertsModule, Group, Plan, Transform, target_dtype
 
 _PERMUTED = ("llama", "granitemoe")  # converters that put the halves of a head's rotation side by side
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 def plan_gguf(model: PreTrainedModel, checkpoint: Checkpoint, experts: Sequence[ExpertsModule]) -> Plan:
@@ -112,11 +111,8 @@ class _Names:
 
     def refuse_unused(self) -> None:
         """Raise UnsupportedModelError: a tensor is not used; but those of further layers for drafts, as elsewhere."""
-        drafts = self._header.get("nextn_predict_layers", 0)
-        for name in self._tensors:
-            layer = _BLOCK.match(name)
-            of_draft = drafts and layer is not None and int(layer[1]) >= self._config.num_hidden_layers
-            if name not in self._used and name not in rope_tensors(self._header) and not of_draft:
+        for name in sorted(self._tensors.keys() - self._used - set(rope_tensors(self._header))):
+            if not self._header.is_draft(name):
                 raise UnsupportedModelError(
                     f"{self._header.name} has the tensor {name!r}, which the model does not have",
                     "use another GGUF file of the model, or its safetensors form",

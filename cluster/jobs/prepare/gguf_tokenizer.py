@@ -1,6 +1,7 @@
 """The tokenizer of a GGUF file: the ids are those of llama.cpp (`llama-vocab.cpp`), or the file is refused.
 
-    save_tokenizer    tokenizer.json, tokenizer_config.json with the chat templates, and generation_config.json
+    save_tokenizer    tokenizer.json, and the files of `save_settings`
+    save_settings     tokenizer_config.json with the chat templates, and generation_config.json
 
 Two of llama.cpp's models are made, by `tokenizer.ggml.model`:
 
@@ -116,7 +117,7 @@ _SHOWN = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
 
 
 def save_tokenizer(header: Header, folder: Path) -> None:
-    """Write the files of a GGUF file's tokenizer.
+    """Write the tokenizer of a GGUF file, and what is beside one.
 
     Args:
         header: read with `texts`.
@@ -125,9 +126,20 @@ def save_tokenizer(header: Header, folder: Path) -> None:
         UnsupportedModelError: ids would not be llama.cpp's: an unknown model or pre-tokenizer, or what it cannot do.
         CheckpointError: the vocabulary is malformed.
     """
-    vocabulary = _Vocabulary(header)
-    vocabulary.tokenizer().save(str(folder / "tokenizer.json"))
-    for name, content in vocabulary.settings().items():
+    _Vocabulary(header).tokenizer().save(str(folder / "tokenizer.json"))
+    save_settings(header, folder)
+
+
+def save_settings(header: Header, folder: Path) -> None:
+    """Write a GGUF file's special tokens, chat templates and tokens that end a generation.
+
+    Args:
+        header: read with `texts`.
+
+    Raises:
+        CheckpointError: the vocabulary is malformed.
+    """
+    for name, content in _Vocabulary(header).settings().items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
@@ -137,15 +149,12 @@ class _Vocabulary:
     def __init__(self, header: Header) -> None:
         self._header = header
         self._model = self._get("model")
-        if self._model not in ("llama", "gpt2"):
-            raise self._refused(f"the tokenizer model {self._model!r} is not supported")
         self.tokens = self._strings("tokens")
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.tokens)]
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
             twice = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
             raise self._malformed(f"the token {twice!r} occurs twice")
-        self._refuse_what_is_not_done()
         self._types = self._special_types(self._numbers("token_type", 1))
 
     # -- metadata
@@ -182,6 +191,8 @@ class _Vocabulary:
         return found if found is not None and 0 <= found < len(self.tokens) else None
 
     def _refuse_what_is_not_done(self) -> None:
+        if self._model not in ("llama", "gpt2"):
+            raise self._refused(f"the tokenizer model {self._model!r} is not supported")
         embedding = self._header.tensors.get("token_embd.weight")
         if embedding is not None and embedding.shape and len(self.tokens) > embedding.shape[0]:
             raise self._malformed(f"there are {len(self.tokens)} tokens, and embeddings of {embedding.shape[0]}")
@@ -211,7 +222,8 @@ class _Vocabulary:
     # -- the tokenizer
 
     def tokenizer(self) -> Tokenizer:
-        """Ids as `llama_tokenize` gives them, with special tokens added and parsed."""
+        """Ids as `llama_tokenize` gives them, with special tokens added and parsed. Raises as `save_tokenizer`."""
+        self._refuse_what_is_not_done()
         pieces = None if self._model == "llama" else self._pieces()
         made = Tokenizer(self._sentencepiece() if pieces is None else self._byte_level(pieces))
         if pieces is None:
