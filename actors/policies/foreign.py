@@ -109,7 +109,8 @@ def _guarded(policy: Any, kind: str, answers: Any) -> Any:
     cls, hooks = type(policy), dict[str, Any]()
     for name in _hooks(cls):
         value = inspect.getattr_static(cls, name)
-        if isinstance(value, property) or (callable(value) and not isinstance(value, type | classmethod)):
+        read = isinstance(value, property | functools.cached_property)
+        if read or (callable(value) and not isinstance(value, type | classmethod)):
             hooks[name] = _guard(value, kind, name, getattr(answers, name, None))
     for name, value in list(getattr(policy, "__dict__", {}).items()):
         if name in hooks and callable(value):  # set in `__init__`
@@ -128,7 +129,10 @@ def _hooks(cls: type) -> set[str]:
 def _guard(value: Any, kind: str, name: str, check: Callable[..., Any] | None, passing: Any = ()) -> Any:
     """What stands in a class in place of a method or property."""
     if isinstance(value, property):
-        return value if value.fget is None else property(_wrapped(value.fget, kind, name, None, passing))
+        read = None if value.fget is None else _wrapped(value.fget, kind, name, None, passing)
+        return property(read, value.fset, value.fdel, value.__doc__)
+    if isinstance(value, functools.cached_property):
+        return functools.cached_property(_wrapped(value.func, kind, name, None, passing))
     if isinstance(value, staticmethod) or not hasattr(type(value), "__get__"):
         return staticmethod(_wrapped(getattr(value, "__func__", value), kind, f"{name}()", check, passing, of=0))
     return _wrapped(value, kind, f"{name}()", check, passing)

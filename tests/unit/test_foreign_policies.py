@@ -121,6 +121,22 @@ def test_a_property_and_a_static_method(broken: Any) -> None:
     assert policy.observed(SEEN) == [Wanted(4, 1.0)]
 
 
+@pytest.mark.parametrize("kind", ["property", "cached_property"])
+def test_a_property_that_can_be_set(broken: Any, kind: str) -> None:
+    source = (
+        f"from functools import cached_property\nclass Fifo(PrefetchPolicy):\n    name = 'x'\n    @{kind}\n"
+        "    def predicted(self): return {}['boom'] if not hasattr(self, 'found') else self.found  #!\n"
+        "    def observed(self, seen): return []\n"
+    )
+    if kind == "property":
+        source += "    @predicted.setter\n    def predicted(self, value): self.found = value\n"
+    policy = make("prefetch", options("prefetch", broken(source)), CONTEXT)
+    with pytest.raises(PolicyError, match=failing(source, "predicted", "KeyError: 'boom'")):
+        _ = policy.predicted
+    policy.predicted = 3
+    assert policy.predicted == 3
+
+
 @pytest.mark.parametrize("point", ["routing", "on_miss"])
 @pytest.mark.parametrize(
     ("hook", "call"),
