@@ -44,7 +44,8 @@ _FOLDER = "models--"
 _SIZES = ("config.json", "*config*.json", INDEX)
 _PATTERNS: dict[Need, tuple[str, ...]] = {
     "sizes": _SIZES,
-    "text": (*_SIZES, "tokenizer*", "*tokens*.json", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*"),
+    "text": (*_SIZES, "tokenizer*", "*tokens*.json", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*",
+             "additional_chat_templates/*.jinja"),
 }
 _NEEDED: dict[Need, tuple[str, ...]] = {"sizes": (CONFIG,), "text": (CONFIG, "tokenizer.json")}
 _WORKERS = 4  # files at a time: an interruption loses no more than these

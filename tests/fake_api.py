@@ -20,7 +20,7 @@ from tiermoe.cluster.api.records import Sink
 from tiermoe.cluster.api.routes import make_app
 from tiermoe.cluster.api.service import Service
 from tiermoe.cluster.api.settings import LimitSettings
-from tiermoe.cluster.api.text import ChatTemplate
+from tiermoe.cluster.api.templates import ChatTemplate
 from tiermoe.errors import RuntimeFailure
 
 EOS = 256

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from ...actors.requests import TokenLogprob
@@ -70,11 +71,11 @@ async def chat(service: Service, body: ChatBody) -> Asked:
     body.check_tokens(service.known_tokens)
     service.check_choices(body.choices)
     parser, display = _tool_parser(service, body), body.display
-    if parser is not PlainParser and service.tool_format is not None and service.tool_format.special:
+    found = service.calling.format
+    if parser is not PlainParser and found is not None and found.special:
         display = replace(display, skip_special=False)
     grammar = await _grammar(service, body)
-    options = dict(body.chat_template_kwargs or {}) | ({"tools": body.offered_tools} if body.offered_tools else {})
-    ids = await service.chat_ids(body.messages, special=body.add_special_tokens, options=options)
+    ids = await service.chat_ids(body, body.messages, tools=body.offered_tools, special=body.add_special_tokens)
     tokens = body.wanted_tokens
     if tokens is None:
         tokens = max(1, service.limit_tokens - len(ids))
@@ -100,7 +101,7 @@ async def _grammar(service: Service, body: GenerationBody) -> str | None:
     if body.constraint is not None:
         raise refused(f"'{body.constraint[0]}' and a tool call that must come; leave one out", body.constraint[0])
     assert isinstance(body, ChatBody)
-    found, several = service.tool_format, body.parallel_tool_calls is not False
+    found, several = service.calling.format, service.calling.several and body.parallel_tool_calls is not False
     if found is None or found.grammar is None:
         raise refused("this model's tool calls cannot be forced; set tool_choice to auto", "tool_choice")
     lark = found.grammar(forced, several and body.tool_choice == "required")
@@ -113,16 +114,12 @@ def _tool_parser(service: Service, body: ChatBody) -> Callable[[], Parser]:
     Raises:
         ApiError: 400, there are tools and the model cannot call any.
     """
-    found = service.tool_format
-    if body.offered_tools and (service.template is not None):
-        if "tools" not in service.template.variables:
-            raise refused("the model's chat template takes no tools; leave 'tools' out", "tools")
-        if found is None:
-            raise refused(
-                "the chat template does not show how the model writes tool calls; start the server with --tool-format",
-                "tools",
-            )
-    return found.parser if found is not None and (found.always or body.offered_tools) else PlainParser
+    found, refusal = service.calling.format, service.calling.refusal
+    if body.offered_tools and service.template is not None and refusal is not None:
+        raise refused(refusal, "tools")
+    if found is None or not (found.always or body.offered_tools):
+        return PlainParser
+    return partial(found.parser, body.functions)
 
 
 async def completion(service: Service, body: CompletionBody) -> Asked:

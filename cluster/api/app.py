@@ -50,7 +50,7 @@ from .routes import make_app
 from .service import Service
 from .settings import ApiSettings
 from .shared import share_counters
-from .text import load_chat_template
+from .templates import load_chat_template
 from .tracing import Tracer, make_exporter
 
 SERVER, RUNTIME = "ApiServer", "Runtime"

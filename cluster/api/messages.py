@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    StringConstraints,
+    model_validator,
+)
 
 from .refusals import refused
 
@@ -18,17 +25,52 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class ContentPart(Body):
-    type: Literal["text"]
+# what clients send along with messages, and what no template reads: hints to caches, and what an answer had besides
+_HARMLESS = frozenset({
+    "cache_control", "prompt_cache_key", "index", "id", "status", "annotations", "citations", "logprobs", "metadata",
+    "created", "created_at", "createdAt", "timestamp", "provider_specific_fields", "provider_options",
+    "providerOptions", "provider_metadata", "providerMetadata", "extra_content", "thinking_blocks",
+    "reasoning_details", "parsed", "parsed_arguments",
+})  # fmt: skip
+
+
+class Sent(Body):
+    """Base of what messages and tools consist of: fields that change no prompt are accepted."""
+
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sift(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(given, dict):
+            return handler(given)
+        ignored = tuple(name for name in given if name in _HARMLESS and name not in cls.model_fields)
+        body = handler({name: value for name, value in given.items() if name not in ignored})
+        body._ignored = tuple(name for name in ignored if given[name])
+        return body
+
+    @property
+    def ignored(self) -> set[str]:
+        """Names that were accepted without effect, here and below."""
+        found = set(self._ignored)
+        for value in self.__dict__.values():
+            for part in value if isinstance(value, list) else (value,):
+                if isinstance(part, Sent):
+                    found |= part.ignored
+        return found
+
+
+class ContentPart(Sent):
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class CalledFunction(Body):
+class CalledFunction(Sent):
     name: Text
-    arguments: str
+    arguments: str | dict[str, Any]
 
 
-class Call(Body):
+class Call(Sent):
     """A call that an assistant's message made."""
 
     id: str
@@ -38,15 +80,16 @@ class Call(Body):
     @property
     def plain(self) -> dict[str, Any]:
         """As templates expect it: the arguments are an object."""
+        given = self.function.arguments
         try:
-            arguments = json.loads(self.function.arguments or "{}")
+            arguments = given if isinstance(given, dict) else json.loads(given or "{}")
         except (ValueError, RecursionError) as error:
             raise refused(f"'messages': the arguments of call '{self.id}' are no JSON: {error}", "messages") from error
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
-class Message(Body):
+class Message(Sent):
     """One message of a chat; a template decides which roles it knows. An assistant's comes back as it was answered."""
 
     role: Text
@@ -55,10 +98,11 @@ class Message(Body):
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -73,20 +117,20 @@ class Message(Body):
         calls = None if not self.tool_calls else [call.plain for call in self.tool_calls]
         rest = {
             "name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning_content, "reasoning": self.reasoning, "thinking": self.thinking,
         }  # fmt: skip
         plain = {"role": self.role, "content": content or ""}
         return plain | {name: value for name, value in rest.items() if value is not None}
 
 
-class Function(Body):
+class Function(Sent):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(Sent):
     type: Literal["function"]
     function: Function
 

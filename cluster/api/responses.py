@@ -9,27 +9,18 @@ from typing import Any, Literal
 from pydantic import Field
 
 from .answers import Asked, Json
-from .messages import Body, Text
+from .messages import Body, ContentPart, Sent, Text
 from .refusals import refused
 from .schema import ChatBody, SamplingBody
 from .service import Run
 
 
-class InputPart(Body):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-    logprobs: list[Any] | None = None
-
-
-class InputMessage(Body):
+class InputMessage(Sent):
     """A message, also as an earlier answer had it."""
 
     type: Literal["message"] = "message"
     role: Text
-    content: str | list[InputPart]
-    id: str | None = None
-    status: str | None = None
+    content: str | list[ContentPart]
     phase: None = None
 
 

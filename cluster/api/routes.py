@@ -76,7 +76,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         body.check()
         service.check_model(body.model)
         if body.messages is not None:
-            ids = await service.chat_ids(body.messages, options=body.chat_template_kwargs)
+            ids = await service.chat_ids(body, body.messages, tools=[tool.plain for tool in body.tools or ()])
         else:
             ids = await service.prompt_ids(body.prompt or "", special=body.add_special_tokens)
         return {"tokens": ids, "count": len(ids), "max_model_len": service.limit_tokens}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -64,7 +65,9 @@ def _field_names(body: type[BaseModel]) -> set[str]:
 def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first finding of pydantic, with the parameter's name."""
     finding = findings[0]
-    places = [str(part) for part in finding["loc"] if part != "body"]
+    if "messages" in finding["loc"]:  # of a content's two forms the list of parts says more
+        finding = max(findings, key=lambda found: len(found["loc"]))
+    places = [str(part) for part in finding["loc"] if part not in ("body", "str") and re.fullmatch(r"\w+", str(part))]
     # a union's members are named after the field: they are of no use to a client
     field = places[0] if places else None
     if finding["type"] == "extra_forbidden":
@@ -77,7 +80,8 @@ def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     if finding["type"] == "missing":
         return refused(f"'{'.'.join(places)}' is missing" if places else "the body is missing", field)
     message = str(finding["msg"])
-    return refused(f"{'the body' if field is None else repr(field)}: {message[:1].lower()}{message[1:]}", field)
+    place = "the body" if field is None else repr(".".join(places) if field == "messages" else field)
+    return refused(f"{place}: {message[:1].lower()}{message[1:]}", field)
 
 
 @dataclass(frozen=True)
@@ -321,7 +325,44 @@ class CompletionBody(GenerationBody):
         return 16 if self.max_tokens is None else self.max_tokens
 
 
-class ChatBody(GenerationBody):
+# parameters of transformers' `apply_chat_template`, and what it gives to a template itself
+_TEMPLATE_NAMES = (
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "conversation",
+    "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+
+
+class TemplateBody(RequestBody):
+    """What a chat template gets besides the messages and tools."""
+
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def all_documents(self) -> list[dict[str, Any]] | None:
+        """Those of the field, else those that are given as a variable."""
+        return self.documents or (self.chat_template_kwargs or {}).get("documents")
+
+    def check_template(self) -> None:
+        """Refuse variables of a template that the server sets itself, and two ends of a prompt.
+
+        Raises:
+            ApiError: 400.
+        """
+        if taken := [name for name in _TEMPLATE_NAMES if name in (self.chat_template_kwargs or {})]:
+            message = f"'chat_template_kwargs': the server sets '{taken[0]}'; leave it out"
+            raise refused(message, "chat_template_kwargs")
+        if self.documents and (self.chat_template_kwargs or {}).get("documents"):
+            raise refused("'documents' are given twice; leave those in chat_template_kwargs out", "documents")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "'continue_final_message' goes on with the last message; set add_generation_prompt to false"
+            raise refused(message, "continue_final_message")
+
+
+class ChatBody(GenerationBody, TemplateBody):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
@@ -329,7 +370,6 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = False  # a template writes its own
-    chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -342,7 +382,7 @@ class ChatBody(GenerationBody):
             raise refused("'max_tokens' is 0; ask for at least one token", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise refused("'top_logprobs' needs logprobs; set it, or leave this out", "top_logprobs")
-        check_template_options(self.chat_template_kwargs)
+        self.check_template()
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self.functions:
             raise refused(f"'tool_choice': no tool '{self.tool_choice.function.name}' in 'tools'", "tool_choice")
         if self.tool_choice == "required" and not self.tools:
@@ -352,6 +392,11 @@ class ChatBody(GenerationBody):
     def functions(self) -> dict[str, Any]:
         """The JSON schema of each tool's arguments."""
         return {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or ()}
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        inner = set().union(*(part.ignored for part in (*self.messages, *(self.tools or ()))))
+        return super().ignored + tuple(f"messages.{name}" for name in sorted(inner))
 
     @property
     def forced_functions(self) -> dict[str, Any]:
@@ -375,30 +420,17 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt")
-
-
-def check_template_options(options: Mapping[str, Any] | None) -> None:
-    """Refuse variables of a template that the server sets itself.
-
-    Raises:
-        ApiError: 400.
-    """
-    if taken := [name for name in _TEMPLATE_NAMES if name in (options or {})]:
-        raise refused(f"'chat_template_kwargs': the server sets '{taken[0]}'; leave it out", "chat_template_kwargs")
-
-
-class TokenizeBody(RequestBody):
+class TokenizeBody(TemplateBody):
     """`POST /tokenize`: text as a completion's prompt, or messages as a chat's."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=128)
     add_special_tokens: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
-        check_template_options(self.chat_template_kwargs)
+        self.check_template()
         if (self.prompt is None) == (self.messages is None):
             raise refused("give either prompt or messages", "prompt")
 

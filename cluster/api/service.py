@@ -27,11 +27,12 @@ from .metrics import ChoiceTimer, Metrics
 from .offload import Offload
 from .records import ChoiceTimes
 from .refusals import ApiError, from_failure, refused
-from .schema import Display
+from .schema import Display, TemplateBody
 from .settings import LimitSettings
 from .shared import Ledger
-from .text import ChatTemplate, ChoiceText, Delta, longest_token
-from .tools import tool_format as find_tool_format
+from .templates import ChatTemplate
+from .text import ChoiceText, Delta, longest_token
+from .tools import calling
 
 _AGAIN_S = 2
 _QUEUED_DELTAS = 64  # that a slow client may be behind, for each request
@@ -151,7 +152,7 @@ class Service:
         self, backend: Backend, tokenizer: Tokenizer, template: ChatTemplate | None, model_name: str,
         limits: LimitSettings, tool_format: str | None = None, shared: Path | None = None,
     ) -> None:  # fmt: skip
-        self.tool_format = None if template is None else find_tool_format(template.source, tool_format)
+        self.calling = calling(template, tool_format)
         self.backend, self.tokenizer, self.template = backend, tokenizer, template
         self.model_name, self.limits = model_name, limits
         self.token_bytes = TokenBytes(tokenizer)
@@ -262,12 +263,14 @@ class Service:
         return tuple(min(start, len(text)) for start in decoded.starts)
 
     async def chat_ids(
-        self, messages: Sequence[Message], *, special: bool = False, options: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
+        self, body: TemplateBody, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (),
+        special: bool = False,
+    ) -> tuple[int, ...]:  # fmt: skip
         """Token ids of a chat by the template.
 
         Args:
-            options: more variables for the template.
+            body: what the template gets besides.
+            tools: that are shown to the model.
 
         Raises:
             ApiError: 400, there is no template, it refuses the messages, or they are too long.
@@ -279,11 +282,19 @@ class Service:
                 "or use /v1/completions",
                 "messages",
             )
+        if body.all_documents and not template.takes_documents:
+            raise refused("the model's chat template takes no documents; leave 'documents' out", "documents")
         plain = [message.plain for message in messages]
         size = sum(len(message["content"]) + len(message["role"]) for message in plain) + 64 * len(plain)
         size += sum(len(str(message["tool_calls"])) for message in plain if "tool_calls" in message)
-        size += len(str(options)) if options else 0
-        text = await self.offload.run(size, lambda: template.render(plain, options))
+        size += sum(len(str(given)) for given in (body.chat_template_kwargs, body.documents, tools) if given)
+        text = await self.offload.run(
+            size,
+            lambda: template.render(
+                plain, tools=tools, documents=body.all_documents, add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message, options=body.chat_template_kwargs,
+            ),
+        )  # fmt: skip
         return await self.prompt_ids(text, special=special, parameter="messages")
 
     def submit(self, choices: Sequence[Choice], request_id: str, key: Key = ANYONE) -> Run:

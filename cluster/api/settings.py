@@ -12,7 +12,9 @@ from pydantic import Field, model_validator
 from ...actors.base_settings import Settings, in_unit
 from ..host import usable_cores
 
-ToolFormatName = Literal["hermes", "llama-json", "pythonic", "harmony"]  # keys of `tools.TOOL_FORMATS`
+ToolFormatName = Literal[  # keys of `tools.TOOL_FORMATS`
+    "harmony", "hermes", "qwen-xml", "glm-xml", "mistral", "deepseek", "kimi", "lfm", "pythonic", "llama-json",
+]  # fmt: skip
 
 RequestLogFormat = Literal["text", "json", "off"]
 

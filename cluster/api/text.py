@@ -1,118 +1,17 @@
-"""Text in both directions: a chat's messages into one prompt, and a choice's tokens into the text that is shown.
-
-Chat templates come with checkpoints and are programs: they run in Jinja's sandbox, with the names that transformers
-gives them (`apply_chat_template`), and cannot reach Python's objects.
-"""
+"""A choice's tokens into the text that is shown: whole characters, stop strings, scores; and the longest token."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from ...actors.requests import TokenEvent, TokenLogprob
-from ...errors import ConfigError, reason
-from ..checkpoint_files import read_json_object
 from ..detokenizer import IncrementalText
-from .refusals import refused
 from .schema import Display
-
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-
-class ChatTemplate:
-    """One compiled template.
-
-    Args:
-        source: Jinja.
-        tokens: texts of special tokens, by the names that templates use.
-
-    Attributes:
-        variables: that it reads.
-
-    Raises:
-        ConfigError: it does not compile.
-    """
-
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-        self._tokens, self.source = dict(tokens), source
-        try:
-            self._template = environment.from_string(source)
-            self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template does not compile: {error}", "correct it") from error
-
-    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
-        """The prompt, ready for the assistant's answer.
-
-        Args:
-            options: more variables for the template, such as `enable_thinking`.
-
-        Raises:
-            ApiError: 400, the template refuses these messages.
-        """
-        try:
-            given = self._tokens | dict(options or {}) | {"messages": list(messages), "add_generation_prompt": True}
-            return self._template.render(given)
-        except Exception as error:  # a template is a program, and this one came with a checkpoint
-            raise refused(f"the model's chat template refuses the messages: {error}", "messages") from error
-
-
-def load_chat_template(folder: Path, file: Path | None) -> ChatTemplate | None:
-    """The template of a file, else that of the checkpoint's folder; None: neither is there.
-
-    Raises:
-        ConfigError: the file cannot be read. CheckpointError: tokenizer_config.json is malformed.
-    """
-    path = folder / "tokenizer_config.json"
-    settings = read_json_object(path) if path.is_file() else {}
-    source = _read(file) if file is not None else _own_source(folder, settings)
-    tokens = {name: _text(settings[name]) for name in _SPECIAL if settings.get(name) is not None}
-    return None if source is None else ChatTemplate(source, tokens)
-
-
-def _own_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """transformers' order: chat_template.jinja, then tokenizer_config.json, where several may be named."""
-    if (folder / "chat_template.jinja").is_file():
-        return _read(folder / "chat_template.jinja")
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"chat template '{path}' cannot be read: {reason(error)}"
-        raise ConfigError(what, "give a readable UTF-8 file") from error
-
-
-def _text(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)  # no HTML escapes, unlike Jinja's own
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 class StopMatcher:

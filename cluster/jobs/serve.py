@@ -140,7 +140,8 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door:
 
         deployment = attachment.choose(wanted)
         where = f"deployment {deployment} runs at {address}"
-        server = server.model_copy(update={"deployment": deployment})
+        folder = server.tokenizer or str(attachment.ask(deployment, "plan")["store_path"])
+        server = server.model_copy(update={"deployment": deployment, "tokenizer": folder})
         watching = closing(RayWatch(deployment, True, say, ending.lost))
         steps = Steps(Console(stderr=True))
         door.open(steps.progress)
@@ -166,6 +167,7 @@ def _http_server(server: ApiSettings, door: Door, where: str, steps: Steps) -> I
         with steps:
             steps("starting the HTTP server")
             http = stack.enter_context(HttpServer(server, door))
+        _say_if_chats_fail(server)
         out = Console()
         out.print(where, soft_wrap=True)
         out.print(f"serving at {door.url}/v1", soft_wrap=True)
@@ -177,9 +179,20 @@ def _http_server(server: ApiSettings, door: Door, where: str, steps: Steps) -> I
         yield http.check
 
 
+def _say_if_chats_fail(server: ApiSettings) -> None:
+    """A model's own template that cannot be rendered costs its chats, not the server."""
+    from ..api.templates import load_chat_template
+
+    if server.tokenizer is not None and server.chat_template is None:
+        template = load_chat_template(Path(server.tokenizer), None)
+        if template is not None and template.problem is not None:
+            words = f"chats are refused: {template.problem}; completions are served, see --chat-template"
+            Console(stderr=True).print(words, soft_wrap=True, markup=False)
+
+
 def _check_files(server: ApiSettings) -> None:
     """Refuse a key or a template that the server would refuse, before anything is started."""
-    from ..api.text import load_chat_template
+    from ..api.templates import load_chat_template
     from ..api.tracing import make_exporter
 
     if server.otlp_endpoint is not None:

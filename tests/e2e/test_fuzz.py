@@ -23,7 +23,7 @@ from hypothesis import settings as hypothesis_settings
 from tiermoe.cluster.api.routes import make_app
 from tiermoe.cluster.api.service import Service
 from tiermoe.cluster.api.settings import LimitSettings
-from tiermoe.cluster.api.text import ChatTemplate
+from tiermoe.cluster.api.templates import ChatTemplate
 
 schemathesis = pytest.importorskip("schemathesis")
 uvicorn = pytest.importorskip("uvicorn")

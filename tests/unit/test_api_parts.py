@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,34 +17,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
 from tiermoe.cluster.api.schema import Display
-from tiermoe.cluster.api.text import ChoiceText, StopMatcher, load_chat_template
+from tiermoe.cluster.api.text import ChoiceText, StopMatcher
 from tiermoe.cluster.cli import main
-from tiermoe.cluster.config import configs_dir, default_model_dir
+from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.detokenizer import IncrementalText, TokenBytes
 from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.errors import ConfigError, DeadlinePassed, NotServing, RequestError, RuntimeFailure
-
-
-def test_the_plain_template_that_ships() -> None:
-    template = load_chat_template(default_model_dir(), configs_dir() / "serve" / "plain-chat.jinja")
-    assert template is not None
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-    assert template.render(messages) == "system: Be brief.\nuser: hi\nassistant:"
-
-
-def test_templates_are_found_in_transformers_order(tmp_path: Path) -> None:
-    assert load_chat_template(tmp_path, None) is None
-    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "{{ bos_token }}D"}]
-    settings = {"chat_template": named, "bos_token": {"content": "<s>"}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = load_chat_template(tmp_path, None)
-    assert found is not None
-    assert found.render([]) == "<s>D"
-    (tmp_path / "chat_template.jinja").write_text("own file")
-    assert load_chat_template(tmp_path, None).render([]) == "own file"  # type: ignore[union-attr]
-    (tmp_path / "bad").write_text("{% for %}")
-    with pytest.raises(ConfigError, match="does not compile"):
-        load_chat_template(tmp_path, tmp_path / "bad")
 
 
 def test_applications_are_checked_before_anything_starts() -> None:

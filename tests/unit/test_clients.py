@@ -13,8 +13,9 @@ from pydantic import BaseModel
 openai = pytest.importorskip("openai")
 
 _TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    "{# <tool_call> #}"
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+    "<tool_call>{{ dict(name=f.name, arguments=f.arguments) | tojson }}</tool_call>{% endfor %}{% endfor %}"
 )
 _TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
@@ -89,6 +90,24 @@ def test_tool_calls_and_parsed_answers() -> None:
         (made,) = choice.message.tool_calls
         assert (made.function.name, made.function.arguments) == ("f", '{"x": 1}')
     assert parsed.choices[0].message.parsed == Pet(age=3)
+
+
+def test_an_answer_comes_back_as_clients_keep_it() -> None:
+    """Joined from a stream, with `index` in its calls and what wrappers add; the prompt is the same without."""
+
+    async def call(client: Any) -> Any:
+        ask: dict[str, Any] = {"model": "fake", "tools": _TOOLS}
+        user = {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}
+        async with client.chat.completions.stream(**ask, messages=[user]) as stream:
+            first = (await stream.get_final_completion()).choices[0].message
+        kept = first.model_dump()
+        kept["tool_calls"][0] |= {"index": 0, "provider_specific_fields": None}
+        result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "warm", "name": "f"}
+        return await client.chat.completions.create(**ask, messages=[user, kept, result])
+
+    called = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    answers = {"f;hi": called.encode(), f"f;hi{called}warm": b"done"}
+    assert with_client(call, answers).choices[0].message.content == "done"
 
 
 def test_embeddings_are_refused_in_words() -> None:

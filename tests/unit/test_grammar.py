@@ -103,7 +103,7 @@ def test_a_call_that_must_come_comes(workers: dict[str, GpuWorker], form: str) -
     lark = found.grammar({"f": SCHEMA, "g": {"type": "object", "additionalProperties": False}}, False)
     grammar = llguidance.grammar_from("lark", lark)
     (text,) = texts(workers["continuous"], SamplingParams(240, temperature=1.0, seed=7, grammar=grammar))
-    parser = found.parser()
+    parser = found.parser({})
     (call,) = parser.feed(text.removesuffix(" stop")).then(parser.finish()).calls
     jsonschema.validate(json.loads(call.arguments), {"f": SCHEMA, "g": {"type": "object"}}[call.name])
 

@@ -11,12 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermoe.cluster.api.settings import ToolFormatName
-from tiermoe.cluster.api.tools import TOOL_FORMATS, Parsed, ToolCall, tool_format
+from tiermoe.cluster.api.templates import ChatTemplate
+from tiermoe.cluster.api.tools import TOOL_FORMATS, Parsed, ToolCall, calling
 
+FUNCTIONS = {"weather": {"type": "object", "properties": {
+    "city": {"type": "string"}, "days": {"type": "integer"}, "note": {"type": ["string", "null"]},
+    "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "kind": {"enum": ["1", "2"]}}}}  # fmt: skip
 ROME = ToolCall("weather", '{"city": "Rom 🙂", "days": 2}')
 TIME = ToolCall("time", "{}")
 _CALLED = '{"name": "weather", "arguments": {"city": "Rom 🙂", "days": 2}}'
 _LLAMA = _CALLED.replace("arguments", "parameters")
+
+_XML = "<function=weather>\n<parameter=city>\nRom 🙂\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
+_CALLS = "<｜tool▁calls▁begin｜>"
+_PAIRS = (
+    "<arg_key>city</arg_key>\n<arg_value>Rom 🙂</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
+)
 
 # (format, text) -> what it means
 CASES: list[tuple[str, str, Parsed]] = [
@@ -28,6 +38,36 @@ CASES: list[tuple[str, str, Parsed]] = [
     ("hermes", "a <tool_call>{no json</tool_call> b", Parsed("a <tool_call>{no json</tool_call> b")),
     ("hermes", 'x <tool_call>["name"]</tool_call>', Parsed('x <tool_call>["name"]</tool_call>')),
     ("hermes", "1 < 2 <tool", Parsed("1 < 2 <tool")),
+    ("qwen-xml",
+     f"Let me.\n<tool_call>\n{_XML}\n</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>",
+     Parsed("Let me.", calls=(ROME, TIME))),
+    ("qwen-xml", f"<tool_call>\n{_XML}", Parsed(calls=(ROME,))),
+    ("qwen-xml", "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n<parameter=note>\nnull\n"
+     "</parameter>\n<parameter=either>\n7\n</parameter><parameter=kind>2</parameter>\n<parameter=x>\n{'a': True}\n"
+     "</parameter></function></tool_call>",
+     Parsed(calls=(ToolCall(
+         "weather", '{"city": "12", "note": null, "either": "7", "kind": "2", "x": {"a": true}}'),))),
+    ("qwen-xml", f"<tool_call>{_CALLED}</tool_call>", Parsed(f"<tool_call>{_CALLED}</tool_call>")),
+    ("glm-xml", f"<tool_call>weather\n{_PAIRS}\n</tool_call>\n<tool_call>time\n</tool_call>",
+     Parsed(calls=(ROME, TIME))),
+    ("glm-xml", f"a<tool_call>weather{_PAIRS}</tool_call>", Parsed("a", calls=(ROME,))),
+    ("glm-xml", f"<tool_call>{_CALLED}</tool_call>", Parsed(f"<tool_call>{_CALLED}</tool_call>")),
+    ("mistral", f"[TOOL_CALLS] [{_CALLED}, {{\"name\": \"time\", \"arguments\": {{}}, \"id\": \"abcdefghi\"}}]",
+     Parsed(calls=(ROME, TIME))),
+    ("mistral", f"ok[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{ROME.arguments}[TOOL_CALLS]time[ARGS]{{}}",
+     Parsed("ok", calls=(ROME, TIME))),
+    ("mistral", f"[TOOL_CALLS]weather{ROME.arguments}", Parsed(calls=(ROME,))),
+    ("mistral", "[TOOL_CALLS] weather, then", Parsed("[TOOL_CALLS] weather, then")),
+    ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n" + ROME.arguments
+     + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     Parsed(calls=(ROME, TIME))),
+    ("deepseek", f"{_CALLS}none<｜tool▁calls▁end｜>", Parsed(f"{_CALLS}none<｜tool▁calls▁end｜>")),
+    ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+     + ROME.arguments + "<|tool_call_end|><|tool_calls_section_end|>", Parsed(calls=(ROME,))),
+    ("lfm", "Look: <|tool_call_start|>[weather(city='Rom 🙂', days=2), time()]<|tool_call_end|>",
+     Parsed("Look:", calls=(ROME, TIME))),
+    ("lfm", "<|tool_call_start|>[note(text='a\nb')]<|tool_call_end|>",
+     Parsed(calls=(ToolCall("note", '{"text": "a\\nb"}'),))),
     ("llama-json", _LLAMA, Parsed(calls=(ROME,))),
     ("llama-json", f'<|python_tag|>{_LLAMA}; {{"name": "time", "parameters": {{}}}}', Parsed(calls=(ROME, TIME))),
     ("llama-json", "It is { warm }.", Parsed("It is { warm }.")),
@@ -53,7 +93,7 @@ CASES: list[tuple[str, str, Parsed]] = [
 
 
 def parsed(form: str, pieces: list[str]) -> Parsed:
-    parser, out = TOOL_FORMATS[form].parser(), Parsed()
+    parser, out = TOOL_FORMATS[form].parser(FUNCTIONS), Parsed()
     for piece in pieces:
         out = out.then(parser.feed(piece))
     return out.then(parser.finish())
@@ -80,28 +120,88 @@ def test_no_text_breaks_a_parser(form: str, text: str) -> None:
 
 
 def test_text_that_cannot_be_a_call_comes_at_once() -> None:
-    parser = TOOL_FORMATS["hermes"].parser()
+    parser = TOOL_FORMATS["hermes"].parser({})
     assert [parser.feed(part).content for part in ("I ", "think <", "b> ", "<tool_")] == ["I", " think", " <b>", ""]
 
 
-@pytest.mark.parametrize(
-    ("template", "name", "form"),
-    [
-        ("... <tool_call>\n{...}", None, "hermes"), ("<|start|>assistant<|channel|>", None, "harmony"),
-        ("<tool_call><function=f>", None, None), ('{"name": n, "parameters": dictionary of', None, "llama-json"),
-        ("[func_name1(params_name1=v)]", None, "pythonic"), ("{{ messages }}", None, None),
-        ("{{ messages }}", "hermes", "hermes"),
-    ],
-)  # fmt: skip
-def test_the_format_of_a_template(template: str, name: str | None, form: str | None) -> None:
-    assert tool_format(template, name) is (None if form is None else TOOL_FORMATS[form])
+def template_of(calls: str, several: str = "") -> str:
+    """A template whose calls are written so; `c` is one, `json` its arguments."""
+    return (
+        "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+        "{{ m.content }}{% set calls = m.tool_calls or [] %}" + several + "{% for c in calls %}"
+        "{% set f = c.function %}{% set json = f.arguments | tojson %}" + calls + "{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
+
+_ONE = "{% if calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}"
+_FENCED = (
+    "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\\n```json\\n' + f.arguments + '\\n```' }}"
+    "<｜tool▁call▁end｜>"
+)
+_END = "{{ '<｜tool▁calls▁end｜>' if loop.last }}"
+_VALUE = "{{ v if v is string else v | tojson }}"
+# what of a template writes calls, and before all of them -> the format
+WRITTEN: list[tuple[str, str, str | None]] = [
+    ("<tool_call>\n{\"name\": {{ f.name | tojson }}, \"arguments\": {{ json }}}\n</tool_call>\n", "", "hermes"),
+    ("<tool_call>\n{\"name\": {{ f.name | tojson }}, \"arguments\": {{ f.arguments }}}\n</tool_call>", "", "hermes"),
+    ("<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>" + _VALUE
+     + "</arg_value>\n{% endfor %}</tool_call>", "", "glm-xml"),
+    ("<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n" + _VALUE
+     + "\n</parameter>\n{% endfor %}</function>\n</tool_call>", "", "qwen-xml"),
+    ("<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n{{ v }}"
+     "\n</parameter>\n{% endfor %}</function>\n</tool_call>", "", "qwen-xml"),  # Python's words
+    ("{{ '[TOOL_CALLS]' + f.name + '[ARGS]' + json }}", "", "mistral"),
+    ("{{ ', ' if not loop.first }}{\"name\": \"{{ f.name }}\", \"arguments\": {{ json }}, \"id\": \"{{ c.id }}\"}"
+     "{{ ']' if loop.last }}", "{{ '[TOOL_CALLS] [' if calls }}", "mistral"),
+    (_FENCED + _END, "{{ '<｜tool▁calls▁begin｜>' if calls }}", "deepseek"),
+    ("<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ json }}<｜tool▁call▁end｜>" + _END,
+     "{{ '<｜tool▁calls▁begin｜>' if calls }}", "deepseek"),
+    ("{\"name\": \"{{ f.name }}\", \"parameters\": {{ json }}}", _ONE, "llama-json"),
+    ("{{ '<|tool_call_start|>[' if loop.first else ', ' }}{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="
+     "{{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}){{ ']<|tool_call_end|>' if loop.last }}", "", "lfm"),
+    ("{{ '[' if loop.first else ', ' }}{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="
+     "{{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}){{ ']' if loop.last }}", "", "pythonic"),
+    ("<|channel|>commentary to=functions.{{ f.name }} <|constrain|>json<|message|>{{ json }}<|call|>", "", "harmony"),
+    ("<function={{ f.name }}>{{ json }}</function>", "", None), ("", "", None), ("{{ c.nothing.at_all }}", "", None),
+    ("<tool_call>{{ f.name }}</tool_call>", "", None),  # loses the arguments
+    ("<tool_call>\n{\"name\": \"{{ f.name }}\", \"arguments\": {\"text\": \"{{ f.arguments.text }}\"}}\n"
+     "</tool_call>", "", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("calls", "several", "form"), WRITTEN, ids=lambda value: str(value)[:30])
+def test_the_format_is_what_reads_what_the_template_writes(calls: str, several: str, form: str | None) -> None:
+    found = calling(ChatTemplate(template_of(calls, several), {}))
+    assert found.format is (None if form is None else TOOL_FORMATS[form])
+    assert (found.refusal is None) == (form is not None)
+    assert found.several == (several != _ONE)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    response = post("/v1/chat/completions", chat, FakeBackend(step=9), template=template_of(calls, several))
+    if form is None:
+        status, param, message = error(response)
+        assert (status, param) == (400, "tools")
+        assert "is not known by its chat template" in message
+    else:
+        assert response.status_code == 200
+
+
+def test_a_format_may_be_named() -> None:
+    template = ChatTemplate(template_of(""), {})
+    assert calling(template, "hermes").format is TOOL_FORMATS["hermes"]
+    assert calling(template, "hermes").refusal is None
     assert set(get_args(ToolFormatName)) == set(TOOL_FORMATS)
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]  # fmt: skip
-_TEMPLATE = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}" \
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}{# <tool_call> #}"
+_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{\"name\": \"{{ c.function.name }}\", \"arguments\": "
+    "{{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{% endfor %}"
+)
+_HARMONY = template_of("<|channel|>commentary to=functions.{{ f.name }} <|message|>{{ json }}<|call|>")
+_PYTHONIC = WRITTEN[11][0]
 _ANSWER = f'Look:\n<tool_call>{_CALLED}</tool_call><tool_call>{{"name": "time"}}</tool_call>'
 
 
@@ -146,14 +246,63 @@ def test_the_answer_and_its_result_come_back() -> None:
         {"role": "tool", "tool_call_id": "call_1", "content": "warm"},
     ]
     _, backend = tooled({"messages": messages})
-    assert bytes(backend.requests[0].prompt_ids) == b"weather;Romewarm"
+    called = b'<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    assert bytes(backend.requests[0].prompt_ids) == b"weather;" + called + b"warm"
     call["function"]["arguments"] = "{"  # type: ignore[index]
     assert error(tooled({"messages": messages})[0])[:2] == (400, "messages")
 
 
+_SENT_ALONG = {
+    "cache_control": {"type": "ephemeral"}, "id": "x", "annotations": [{"type": "url_citation"}], "logprobs": None,
+    "provider_specific_fields": {"a": 1}, "providerOptions": {}, "metadata": {"k": "v"}, "reasoning_details": [1],
+}  # fmt: skip
+
+
+def test_what_clients_send_along_with_messages_is_accepted_and_named() -> None:
+    call = {"id": "c", "index": 0, "type": "function", "extra_content": {},
+            "function": {"name": "weather", "arguments": {"city": "Rome"}}}  # fmt: skip
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "a"} | _SENT_ALONG, {"type": "input_text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None,
+         "function_call": None, "reasoning": "r"} | _SENT_ALONG,
+        {"role": "tool", "tool_call_id": "c", "name": "weather", "content": [{"type": "text", "text": "warm"}]},
+    ]  # fmt: skip
+    tools = [TOOLS[0] | {"cache_control": {"type": "ephemeral"}}]
+    response, backend = tooled({"messages": messages, "tools": tools})
+    assert response.status_code == 200, response.text
+    assert b'ab<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>warm' in bytes(
+        backend.requests[0].prompt_ids
+    )
+    names = ("annotations", "cache_control", "id", "metadata", "provider_specific_fields", "reasoning_details")
+    assert response.headers["warning"].endswith(": " + ", ".join(f"messages.{name}" for name in names) + '"')
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [({"prefix": True}, "prefix"), ({"colour": "red"}, "colour"), ({"function_call": {"name": "f"}}, "function_call"),
+     ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content.0"),
+     ({"content": [{"type": "text", "text": "x", "colour": 1}]}, "colour")],
+)  # fmt: skip
+def test_what_may_change_a_prompt_is_refused(message: dict[str, Any], name: str) -> None:
+    response, _ = tooled({"messages": [{"role": "user", "content": "hi"} | message]})
+    assert response.status_code == 400
+    assert name in response.text
+
+
+def test_reasoning_reaches_the_template_by_all_its_names() -> None:
+    source = "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{% endfor %}"
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        _, backend = tooled({"tools": None, "messages": [{"role": "assistant", "content": "x", name: "r"}]},
+                            template=source)  # fmt: skip
+        assert bytes(backend.requests[0].prompt_ids) == b"rr"
+
+
 def test_harmony_answers_are_read_without_tools_too() -> None:
     answer = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hi"
-    response, _ = tooled({"tools": None}, answer, "{{ messages[0].content }}{# <|channel|> #}")
+    body = {"tools": None, "messages": [{"role": "user", "content": "hi"}]}
+    backend = FakeBackend({"<|user|>hi<|end|><|assistant|>": answer.encode()}, step=3)
+    backend.plan["max_prompt_tokens"] = 4000
+    response = post("/v1/chat/completions", body, backend, template=_HARMONY)
     message = response.json()["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("Hi", "hm")
 
@@ -167,11 +316,11 @@ def test_calls_that_must_come_have_a_grammar() -> None:
 @pytest.mark.parametrize(
     ("body", "template", "param"),
     [
-        ({}, "{{ messages }}{# <tool_call> #}", "tools"), ({}, "{{ tools }}", "tools"),
+        ({}, "{{ messages }}{# <tool_call> #}", "tools"), ({}, "{{ tools }}", "tools"), ({}, "{% for %}", "tools"),
         ({"tools": [{"type": "x"}]}, _TEMPLATE, "tools"), ({"tool_choice": "maybe"}, _TEMPLATE, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, _TEMPLATE, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, _TEMPLATE, "tool_choice"),
-        ({"tool_choice": "required"}, "{{ tools }}[func_name1(", "tool_choice"),
+        ({"tool_choice": "required"}, template_of(_PYTHONIC), "tool_choice"),
         ({"tool_choice": "required", "guided_choice": ["a"]}, _TEMPLATE, "guided_choice"),
     ],
 )  # fmt: skip
