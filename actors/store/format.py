@@ -197,6 +197,8 @@ def read_header(
         raise error(f"{path} cannot be read ({cause.strerror})") from cause
     try:
         entries = json.loads(text, object_pairs_hook=_no_duplicates)
+        if not isinstance(entries, dict):
+            raise ValueError("no names of tensors")
         specs = [_tensor_spec(name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"]
     except (ValueError, RecursionError, AttributeError) as cause:
         raise error(f"{path} has a malformed header ({first_problem(cause)})") from cause

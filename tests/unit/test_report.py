@@ -169,14 +169,15 @@ def test_a_passed_deadline_names_the_setting_only_where_there_is_one() -> None:
 def test_doctor_counts_routed_experts_only(tmp_path: Path) -> None:
     names = {"m.layers.0.mlp.experts.0.up": 6, "m.layers.0.mlp.experts.gate_up": 10, "m.mlp.shared_experts.up": 100}
     tensors = {name: np.zeros(n, np.float32) for name, n in names.items()}
-    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert routed_expert_elements(tmp_path) == 16
     for wrong in (b"[]", b"{", b'{"m.experts.0": 3}', b'{"m.experts.0": {"shape": "3"}}', b"\xff"):
-        (tmp_path / "a.safetensors").write_bytes(len(wrong).to_bytes(8, "little") + wrong)
-        with pytest.raises(CheckpointError, match="is not a safetensors file"):
+        (tmp_path / "model.safetensors").write_bytes(len(wrong).to_bytes(8, "little") + wrong)
+        with pytest.raises(CheckpointError, match=r"has a malformed header|not a safetensors file") as refused:
             routed_expert_elements(tmp_path)
-    (tmp_path / "a.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(CheckpointError, match="is not a safetensors file: header of"):
+        assert "object has no attribute" not in str(refused.value)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(CheckpointError, match="truncated or not a safetensors file"):
         routed_expert_elements(tmp_path)
 
 
