@@ -24,7 +24,7 @@ from tiermoe.actors.policies.residency import ResidencyError, State
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape
-from tiermoe.errors import BudgetError, RuntimeFailure
+from tiermoe.errors import BudgetError, RuntimeFailure, size
 
 
 @pytest.fixture
@@ -460,6 +460,6 @@ def test_a_gpu_without_room_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has 1 GiB free. And more. So.")
 
     monkeypatch.setattr(SlotPool, "allocate", full)
-    with pytest.raises(BudgetError, match=f"cache of {shape.nbytes(4)} bytes .*GPU 0 has 1 GiB free") as found:
+    with pytest.raises(BudgetError, match=f"cache of {size(shape.nbytes(4))} .*GPU 0 has 1 GiB free") as found:
         make_cache(settings, shape, weights, CpuDevice(LinkSettings()), torch.float32, 2)
     assert "smaller budget" in str(found.value)
