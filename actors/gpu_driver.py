@@ -114,7 +114,7 @@ def unusable(torch: TorchBuild, reason: str = "") -> ConfigError:
         known = ", ".join(f"CUDA {major} needs driver {oldest} or newer" for major, oldest in _OLDEST_DRIVER.items())
         return ConfigError(
             f"{here}torch {torch.version} is built for CPUs, and {shown}",
-            f"install a build of torch for CUDA ({known}; docs/gpu.md), or {_STAND_IN}",
+            f"install a build of torch for CUDA ({known}, see docs/gpu.md), or {_STAND_IN}",
         )
     oldest = torch.oldest_driver
     needs = f"needs driver {oldest} or newer" if oldest else "needs a driver that supports it"

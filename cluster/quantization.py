@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,8 @@ BESIDE: Mapping[str, str] = {
 }  # fmt: skip
 KEYS = ("quantization_config", "compression_config")
 _REMEDY = "pass another release of the model, such as its bfloat16 or FP8 one"
+# the names that the scale of FP8 has, all for a factor: DeepSeek's, vLLM's, DeepSeek-V4's, Mistral's
+FP8_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 SUPPORTED = "fp8, mxfp8, fbgemm_fp8, mxfp4, compressed-tensors, awq, gptq, modelopt (FP8, NVFP4), GGUF"
 
 Layout = Literal["fp8", "fp8-stack", "gpt-oss", "mxfp4", "nvfp4", "modelopt-nvfp4", "packed", "int8", "awq", "gptq"]
@@ -398,8 +400,8 @@ def _compressed_scheme(layout: str, weights: _Args) -> Scheme:
     bits, group, strategy = weights.num_bits, max(0, weights.group_size or 0), weights.strategy
     what = f"compressed-tensors {layout} of {bits} bits, type {weights.type}, strategy {strategy}"
     if weights.type == "float" and weights.symmetric:
-        if layout in _PLAIN and bits == 8 and strategy in ("channel", "tensor", "block"):
-            return Scheme("fp8", block=weights.block_structure)
+        if layout in _PLAIN and bits == 8 and strategy in ("channel", "tensor", "block", "group"):
+            return Scheme("fp8", block=(1, group) if strategy == "group" else weights.block_structure)
         if layout == "mxfp8-quantized" and bits == 8 and group == 32:
             return Scheme("fp8", block=(1, 32))
         if layout == "nvfp4-pack-quantized" and bits == 4 and group == 16:
@@ -472,6 +474,15 @@ def expected_experts(quantization: Quantization, layer: int, hidden: int, width:
         raise UnsupportedModelError(
             f"experts of {hidden} x {width} cannot be quantized as config.json says: {error.what}", error.remedy
         ) from error
+
+
+def with_one_scale(form: ExpertForm) -> ExpertForm:
+    """The form with one scale for each FP8 matrix, where the shapes of the scales are known to be that."""
+    fp8 = {name: matrix for name, matrix in form.matrices.items() if matrix.kind.startswith("fp8")}
+    changed: dict[str, Any] = {
+        name: MatrixForm("fp8_tensor", one.outputs, one.inputs, scale=one.scale) for name, one in fp8.items()
+    }
+    return replace(form, **changed)
 
 
 def plain_experts(code: str, hidden: int, width: int) -> ExpertForm:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from ...errors import TraceError, reason
+from ...errors import TraceError, reason, size
 from .trace import TraceHeader
 from .trace_writer import Rows, TraceWriter
 
@@ -95,7 +95,7 @@ def import_trace(
     total = sum(len(one.ids) for one in found)
     if total * header.row_bytes > max(_LEAST_LIMIT_BYTES, _MOST_GROWTH * len(text)):
         raise TraceError(
-            f"'{file}' would be a trace of {total * header.row_bytes / 1e9:.1f} GB: {total} tokens, {layers} layers of "
+            f"'{file}' would be a trace of {size(total * header.row_bytes)}: {total} tokens, {layers} layers of "
             f"{header.experts} experts, as the greatest id is {greatest}",
             "correct the ids, or import fewer requests at a time",
         )

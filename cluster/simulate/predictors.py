@@ -13,7 +13,7 @@ from ...actors.policies.baselines import Predictor, TrainingOptions, train_predi
 from ...actors.policies.buddymoe.buddies import ExpertProfile, RoutingCounts, renormalised, warmup_weights
 from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from ...actors.store.artifacts import PredictorsOf, read_predictors
-from ...errors import TraceError
+from ...errors import TraceError, size
 from .backend import RecordedForward, RecordedLayer, see, spans_of
 from .trace import Iteration, Request, TraceHeader
 
@@ -73,7 +73,7 @@ def routing_profile(
     """
     if (pairs_bytes := 4 * 8 * header.layers * header.experts**2) > _MOST_PAIRS:  # two sums, and their copies
         raise TraceError(
-            f"pairs of {header.experts} experts in {header.layers} layers take {pairs_bytes / 1e9:.0f} GB",
+            f"pairs of {header.experts} experts in {header.layers} layers take {size(pairs_bytes)}",
             "take a policy without buddies",
         )
     layers = [RoutingCounts(header.experts) for _ in range(header.layers)]

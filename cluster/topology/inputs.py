@@ -28,7 +28,7 @@ from ..config import RunConfig
 from ..host import shown, usable_cores
 from ..hub import headers, name_of, tensors_of
 from ..prompt import EXPERT_COUNTS, load_model_config
-from ..quantization import expected_experts, plain_experts, quantization_of
+from ..quantization import FP8_SCALES, expected_experts, plain_experts, quantization_of, with_one_scale
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
 from .spec import NODE_ID_LABEL, ModelFacts, NodeInfo
@@ -173,15 +173,20 @@ def _expected_forms(
     if quantization is None:
         return None
     codes: dict[int, set[str]] = {}
-    for name, (code, _) in routed.items():
+    scales: dict[int, set[int]] = {}  # numbers in a scale
+    for name, (code, shape) in routed.items():
         if (match := re.search(r"\.layers\.(\d+)\.", name)) is not None:
             codes.setdefault(int(match[1]), set()).add(code)
+            if name.endswith(FP8_SCALES):
+                scales.setdefault(int(match[1]), set()).add(math.prod(shape))
     plain_code = DTYPE_CODES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), "BF16")
     found: list[tuple[ExpertForm, bool]] = []
     kept = 0  # layers that the release leaves unquantized
     for layer in layers:
         there = codes.get(layer, set())
         expected = None if there and there <= _PLAIN else expected_experts(quantization, layer, hidden, width)
+        if expected is not None and scales.get(layer) == {1}:
+            expected = with_one_scale(expected[0]), expected[1]
         kept += expected is None
         code = next(iter(there & _PLAIN), plain_code)
         found.append(expected or (plain_experts(code, hidden, width), True))

@@ -140,6 +140,8 @@ FP8: list[tuple[str, Quantize, dict[str, Any], str]] = [
     ("compressed-tensors, TENSOR", fp8(".weight_scale", one, bf16), ct("TENSOR", type="FLOAT"), "fp8_tensor"),
     ("compressed-tensors, [O]", fp8(".weight_scale", row, bf16), ct("channel"), "fp8_channel"),
     ("compressed-tensors, [O, 1]", fp8(".weight_scale", column, bf16), ct("channel"), "fp8_channel"),
+    ("compressed-tensors, groups", fp8(".weight_scale", lambda o, i: (o, i // 64), bf16, (1, 64)),
+     ct("group", group_size=64), "fp8_block"),
     ("compressed-tensors, 128x128", fp8(".weight_scale", grid, bf16, (128, 128)),
      ct("block", block_structure="128x128", actorder=False), "fp8_block"),
     ("modelopt", fp8(".weight_scale", scalar, more={".input_scale": torch.tensor(0.5)}), MODELOPT_FP8, "fp8_tensor"),
@@ -155,7 +157,8 @@ def test_fp8(name: str, quantize: Quantize, config: dict[str, Any], kind: str, t
     store = assert_exact(published, oracle, tmp_path)
     assert store.manifest.published is not None
     assert store.manifest.published.label() == kind
-    facts_of_checkpoint(published)
+    if kind == "fp8_tensor":
+        assert facts_of_checkpoint(published).form == kind
 
 
 @pytest.mark.parametrize(
@@ -311,6 +314,17 @@ def test_a_file_beside_plain_weights_changes_nothing(tmp_path: Path) -> None:
     store = ExpertStore(prepare(published, tmp_path / "store", progress=False))
     assert store.manifest.published is None
     assert facts_of_checkpoint(published).form is None
+    assert oracle.is_dir()
+
+
+def test_scales_of_activations_beside_plain_experts_are_ignored(tmp_path: Path) -> None:
+    """Of a checkpoint whose KV cache or activations alone are quantized."""
+    config = ct("tensor") | {"config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    published, oracle = write(small(Release("kv", "qwen3_moe", None, config)), tmp_path)
+    edit(published, lambda tensors: tensors.update({f"{NAME}.input_scale": torch.ones(1)}))
+    edit(published, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.k_scale": torch.ones(1)}))
+    store = ExpertStore(prepare(published, tmp_path / "store", progress=False))
+    assert store.manifest.published is None
     assert oracle.is_dir()
 
 

@@ -41,7 +41,7 @@ from ...checkpoint_files import INDEX, OTHER_CONFIG
 from ...host import shown
 from ...quantization import KEYS
 from .checkpoint import Checkpoint, Entry, TensorEntry, read_bytes
-from .published import PublishedMatrix, QuantizedEntry, join
+from .published import OF_ACTIVATIONS, PublishedMatrix, QuantizedEntry, join
 
 BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
 _ROWS = 128  # of quantized matrices: those of a block of FP8
@@ -512,7 +512,7 @@ def _refuse_unexpected_experts(model: PreTrainedModel, unexpected: list[str]) ->
     surplus = [
         name
         for name in unexpected
-        if not (ignored and ignored.search(name)) and name.startswith(paths)
+        if not (ignored and ignored.search(name)) and name.startswith(paths) and not OF_ACTIVATIONS.search(name)
     ]
     if surplus:
         what = f"the checkpoint has experts' tensors that the model lacks: {_some(surplus)}"

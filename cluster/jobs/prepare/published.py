@@ -24,14 +24,12 @@ from ....errors import CheckpointError, FormError, UnsupportedModelError
 from ....kernels.forms import DTYPES, MatrixForm, ceil_div
 from ....kernels.repack import needs_order, repack_awq, repack_compressed_tensors, repack_gptq
 from ...checkpoint_files import CONFIG, OTHER_CONFIG, compare_hash
-from ...quantization import Layout, Quantization, Scheme
+from ...quantization import FP8_SCALES, Layout, Quantization, Scheme
 from .checkpoint import TensorEntry, read_bytes
 
 Raw = dict[str, NDArray[Any]]
 Repack = Callable[[MatrixForm, Raw], Raw]
 
-# the names that the scale of FP8 has, all for a factor: DeepSeek's, vLLM's, DeepSeek-V4's, Mistral's
-FP8_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 # by layout: the suffix of the tensor that makes a matrix, of those that must be beside it, and of those that may be
 SUFFIXES: Mapping[Layout, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "fp8": (".weight", (), FP8_SCALES),  # one of them
@@ -52,7 +50,7 @@ _CODES: Mapping[Layout, tuple[str, ...]] = {
 }  # fmt: skip
 _NUMPY = {**DTYPES, "I8": np.int8, "I64": np.int64, "F64": np.float64, "I16": np.int16, "U32": np.uint32}
 # of activations and of a quantized KV cache, which this runtime does not quantize
-_OF_ACTIVATIONS = re.compile(
+OF_ACTIVATIONS = re.compile(
     r"(\.|_proj_)((input|output|act|activation|q|k|v|kv|prob)_(scale|scale_inv|scale_ub|global_scale|zero_point|amax)|qscale_act)$"
 )
 
@@ -233,7 +231,7 @@ def join(tensors: Mapping[str, TensorEntry], quantization: Quantization) -> dict
         used |= {module + suffix for suffix in parts}
         target = module if scheme.layout in ("gpt-oss", "fp8-stack") else f"{module}.weight"
         known = {*parts, ".weight", ".bias"}
-        other = [s for s in suffixes.get(module, ()) if s not in known and not _OF_ACTIVATIONS.search(s)]
+        other = [s for s in suffixes.get(module, ()) if s not in known and not OF_ACTIVATIONS.search(s)]
         twice = target in tensors and target not in used
         out[target] = PublishedMatrix(target, module, scheme, parts, tuple(other), twice)
     if not out and quantization.source == CONFIG:
@@ -244,7 +242,7 @@ def join(tensors: Mapping[str, TensorEntry], quantization: Quantization) -> dict
     return out | {
         name: entry
         for name, entry in tensors.items()
-        if name not in used and name not in out and not _OF_ACTIVATIONS.search(name)
+        if name not in used and name not in out and not OF_ACTIVATIONS.search(name)
     }
 
 
