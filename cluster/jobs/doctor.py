@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,14 +96,19 @@ def _best_gbps(copy: Any, nbytes: int = _COPY_BYTES) -> float:
 
 
 def routed_expert_elements(model_dir: Path) -> int:
-    """Numbers in the routed experts of a safetensors checkpoint; reads its headers only.
+    """Numbers in the routed experts of a checkpoint; reads its headers only.
 
     Raises:
-        CheckpointError: no safetensors file, or one whose header cannot be read.
+        CheckpointError: no safetensors or GGUF file, or one whose header cannot be read.
     """
-    tensors = headers(model_dir)
+    if any(model_dir.glob("*.gguf")):
+        from ..gguf_header import gguf_files, read_experts, typed_tensors
+
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = typed_tensors(read_experts(gguf_files(model_dir)))
+    else:
+        tensors = headers(model_dir)
     if tensors is None:
-        raise CheckpointError(f"'{model_dir}' has no safetensors file", "download the checkpoint as safetensors")
+        raise CheckpointError(f"'{shown(model_dir)}' has no safetensors file", "download the checkpoint as safetensors")
     return sum(math.prod(shape) for name, (_, shape) in tensors.items() if ROUTED.search(name))
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from ...actors.requests import SamplingParams
 from ...errors import RequestError, reason
 from ..config import RunConfig
-from ..host import cpu, now, versions
+from ..host import cpu, now, shown, versions
 from ..hub import locate
 from ..llm import LLM, Completion, TextStream
 from ..prompt import encode_prompt, load_tokenizer, sampling_params
@@ -135,7 +135,7 @@ def _run_attached(
         folder = locate(model) if model is not None else Path(plan["store_path"])
         if not (folder / "tokenizer.json").is_file():
             raise RequestError(
-                f"no tokenizer.json in '{folder}' on this machine",
+                f"no tokenizer.json in '{shown(folder)}' on this machine",
                 f"pass --model the folder of {plan['model']}'s checkpoint",
             )
         tokenizer = load_tokenizer(folder)

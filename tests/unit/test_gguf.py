@@ -26,6 +26,7 @@ from tiermoe.cluster.config import check_model_dir
 from tiermoe.cluster.gguf_header import read_gguf, read_gguf_header
 from tiermoe.cluster.host import user_cache
 from tiermoe.cluster.hub import locate
+from tiermoe.cluster.jobs.doctor import routed_expert_elements
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.checkpoint import open_checkpoint
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
@@ -349,6 +350,12 @@ def test_messages_show_the_users_file(tmp_path: Path) -> None:
         facts_of_checkpoint(folder)
     for error in (raised, changed, malformed):
         assert str(user_cache()) not in str(error.value)
+
+
+def test_the_doctor_counts_the_experts_of_a_file(tmp_path: Path) -> None:
+    base = model(tmp_path / "base.gguf", "qwen3moe")
+    file = rewrite(base, tmp_path / "apart" / "m.gguf", tensors=apart(base))[0]
+    assert [routed_expert_elements(locate(str(path))) for path in (base, file)] == [2 * 4 * 3 * 24 * 32] * 2
 
 
 def test_what_lies_beside_a_file_makes_its_folder_anew(tmp_path: Path) -> None:

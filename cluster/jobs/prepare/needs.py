@@ -10,7 +10,7 @@ from ....actors.store.artifacts import predictors_of, read_policy_artifacts
 from ....actors.store.format import read_manifest
 from ....errors import CheckpointError, StoreError, TierMoeError
 from ...config import RunConfig, default_model_dir
-from ...host import user_cache
+from ...host import shown, user_cache
 from .calibration import shipped_calibration
 from .checkpoint import open_checkpoint
 from .job import is_current, is_store, store_dir
@@ -43,7 +43,7 @@ def lacking(policy: PolicySettings, config: RunConfig) -> TierMoeError | None:
     store, remedy = _store(config), f"run `{command(policy, config)}`"
     what = f"policy '{policy.name}' needs {' and '.join(_NEEDS[need] for need in sorted(policy.needs))}"
     if store is None:
-        return StoreError(f"{what}, and '{config.model_dir}' has no store yet", remedy)
+        return StoreError(f"{what}, and '{shown(config.model_dir)}' has no store yet", remedy)
     try:
         manifest = read_manifest(store)
         read_policy_artifacts(policy, store, manifest)
@@ -71,9 +71,9 @@ def command(policy: PolicySettings, config: RunConfig) -> str:
         if not trace.is_dir():
             trace, files = user_cache() / "traces" / model.name, sorted(text.glob("*.jsonl"))
             prompts = max(files, key=lambda file: file.stem == "prose")  # code repeats itself
-            first = ["tiermoe", "record", str(prompts), str(trace), "--model", str(model), *_RECORDED]
+            first = ["tiermoe", "record", str(prompts), str(trace), "--model", str(shown(model)), *_RECORDED]
         added += ["--predictors", str(trace), "--stride", str(policy.prefetch.distance)]
-    made = shlex.join(["tiermoe", "prepare", str(model), *named, *added])
+    made = shlex.join(["tiermoe", "prepare", str(shown(model)), *named, *added])
     return f"{shlex.join(first)} && {made}" if first else made
 
 
