@@ -19,7 +19,7 @@ from gguf_vocabularies import SPECIAL, TEXTS, byte_level, sentencepiece, vocabul
 from ggufs import vocabulary
 from tokenizers import Tokenizer
 
-from tiermoe.cluster.api.text import load_chat_template
+from tiermoe.cluster.api.templates import load_chat_template
 from tiermoe.cluster.gguf_header import read_gguf
 from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.prepare.gguf_tokenizer import save_tokenizer
