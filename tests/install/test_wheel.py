@@ -27,7 +27,7 @@ _OFFLINE = {
     "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1",
 }  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # it compiles the extensions
 
 
 def tracked() -> list[str]:
@@ -93,7 +93,7 @@ def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def call(*words: str) -> str:
         done = subprocess.run(
-            words, cwd=folder / "home", env=env, capture_output=True, text=True, timeout=300, check=False
+            words, cwd=folder / "home", env=env, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
