@@ -71,8 +71,7 @@ async def chat(service: Service, body: ChatBody) -> Asked:
     body.check_tokens(service.known_tokens)
     service.check_choices(body.choices)
     parser, display = _tool_parser(service, body), body.display
-    found = service.calling.format
-    if parser is not PlainParser and found is not None and found.special:
+    if parser is not PlainParser and service.special_calls:
         display = replace(display, skip_special=False)
     grammar = await _grammar(service, body)
     ids = await service.chat_ids(body, body.messages, tools=body.offered_tools, special=body.add_special_tokens)

@@ -153,6 +153,12 @@ class Service:
         limits: LimitSettings, tool_format: str | None = None, shared: Path | None = None,
     ) -> None:  # fmt: skip
         self.calling = calling(template, tool_format)
+        special = [item.content for item in tokenizer.get_added_tokens_decoder().values() if item.special]
+        found = self.calling.format
+        # whether the parser of calls needs the names of special tokens in the text
+        self.special_calls = found is not None and (
+            found.special or any(name in self.calling.written for name in special)
+        )
         self.backend, self.tokenizer, self.template = backend, tokenizer, template
         self.model_name, self.limits = model_name, limits
         self.token_bytes = TokenBytes(tokenizer)

@@ -501,11 +501,13 @@ class Calling:
         format: None: in no known way, or not at all.
         several: whether an answer may have more than one call.
         refusal: why requests with tools are refused; None: they are not.
+        written: a call as the template writes it; empty: it writes none.
     """
 
     format: ToolFormat | None
     several: bool = True
     refusal: str | None = None
+    written: str = ""
 
 
 def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
@@ -522,7 +524,7 @@ def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
         for tool in _PROBES
     ]
     if not template.takes(tools):
-        return Calling(named, refusal="the model's chat template takes no tools; leave 'tools' out")
+        return Calling(named, refusal=template.problem or "the model's chat template takes no tools; leave 'tools' out")
     seen = []
     for as_text in (False, True):
         try:
@@ -532,7 +534,7 @@ def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
             continue
         for form in TOOL_FORMATS.values() if named is None else (named,):
             if _gives_back(form, one, 1):
-                return Calling(form, several=_two(template, form, tools, as_text))
+                return Calling(form, _two(template, form, tools, as_text), written=one)
         seen.append(f"it writes {' '.join(one.split())[:60]!r}" if one.strip() else "it writes none")
     template.text_arguments = False
     if named is not None:

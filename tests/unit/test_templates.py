@@ -199,6 +199,8 @@ def test_a_template_that_does_not_compile_costs_chats_only(
     chat = post("/v1/chat/completions", {"messages": [USER]}, template=source)
     assert error(chat)[:2] == (400, "messages")
     assert "does not compile" in chat.text
+    tooled = post("/v1/chat/completions", {"messages": [USER], "tools": TOOLS}, template=source)
+    assert "does not compile" in error(tooled)[2]
     assert post("/v1/completions", {"prompt": "hi"}, template=source).status_code == 200
     folder = checkpoint(tmp_path / "model", {"chat_template.jinja": source})
     _say_if_chats_fail(ApiSettings(tokenizer=str(folder)))

@@ -6,7 +6,7 @@ import itertools
 from typing import Any, get_args
 
 import pytest
-from fake_api import FakeBackend, error, events, post
+from fake_api import FakeBackend, byte_tokenizer, error, events, post, serving
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,6 +184,14 @@ def test_the_format_is_what_reads_what_the_template_writes(calls: str, several: 
         assert "is not known by its chat template" in message
     else:
         assert response.status_code == 200
+
+
+def test_marks_that_are_special_tokens_are_shown_to_the_parser() -> None:
+    """GLM's and others' `<tool_call>` is a special token in some tokenizers, and text in others."""
+    tokenizer = byte_tokenizer()
+    assert not serving(FakeBackend(), template=_TEMPLATE, tokenizer=tokenizer)[0].special_calls
+    tokenizer.add_special_tokens(["<tool_call>"])
+    assert serving(FakeBackend(), template=_TEMPLATE, tokenizer=tokenizer)[0].special_calls
 
 
 def test_a_format_may_be_named() -> None:
