@@ -21,7 +21,8 @@ _SERVING_S = 40.0  # afterwards: requests under way have 20 s
 _AGAIN_S = 1.0  # after a second signal
 _SIGNAL_S = 1.0  # between the end of Ray's processes and a signal that ended them too, and this process
 _INTERRUPTED, _TERMINATED = 130, 143
-_said = threading.Lock()  # held once it was said that the command ends
+_SAY_S = 0.5
+_saying, _said = threading.RLock(), False  # a second signal's handler may run within the first one's
 
 
 def handle_signals() -> None:
@@ -43,11 +44,18 @@ def handle_signals() -> None:
 
 
 def say_ending() -> None:
-    """Say on standard error that the command ends, once."""
-    if _said.acquire(blocking=False):
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write("ending ...\n")  # whole: another thread may write, too
-            sys.stderr.flush()
+    """Say on standard error that the command ends, once; returns when that is said, by whichever thread."""
+    global _said
+    if not _saying.acquire(timeout=_SAY_S):  # standard error is a pipe that nobody reads
+        return
+    try:
+        if not _said:
+            _said = True
+            with contextlib.suppress(OSError, ValueError):
+                # past Python's buffer: the main thread may be within a write of its own
+                os.write(sys.stderr.fileno(), b"ending ...\n")
+    finally:
+        _saying.release()
 
 
 class BoundedEnd:
