@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -65,9 +64,13 @@ def _field_names(body: type[BaseModel]) -> set[str]:
 def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first finding of pydantic, with the parameter's name."""
     finding = findings[0]
-    if "messages" in finding["loc"]:  # of a content's two forms the list of parts says more
+    chat = "messages" in finding["loc"][:2]
+    if chat:  # of a content's two forms the list of parts says more
         finding = max(findings, key=lambda found: len(found["loc"]))
-    places = [str(part) for part in finding["loc"] if part not in ("body", "str") and re.fullmatch(r"\w+", str(part))]
+    places = [str(part) for part in finding["loc"] if part != "body"]
+    if chat:  # pydantic names the forms, too
+        last = [] if (places[-1], finding["type"]) == ("str", "string_type") else places[-1:]
+        places = [part for part in places[:-1] if not part.startswith("list[")] + last
     # a union's members are named after the field: they are of no use to a client
     field = places[0] if places else None
     if finding["type"] == "extra_forbidden":
