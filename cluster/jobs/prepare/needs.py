@@ -20,7 +20,6 @@ _NEEDS = {
     "sensitivity": "the layers' sensitivity",
 }  # fmt: skip
 _RECORDED = ("--limit", "200", "--prompt-tokens", "64", "--max-tokens", "64", "--allow-loops")
-_ROUTING = "routing"  # a trace, in the folder of a model that ships one
 
 
 def check_artifacts(policy: PolicySettings, config: RunConfig) -> None:
@@ -67,11 +66,9 @@ def command(policy: PolicySettings, config: RunConfig) -> str:
         if need != "predictors":
             added += [f"--{need}", str(text)]
             continue
-        trace = model / _ROUTING
-        if not trace.is_dir():
-            trace, files = user_cache() / "traces" / model.name, sorted(text.glob("*.jsonl"))
-            prompts = max(files, key=lambda file: file.stem == "prose")  # code repeats itself
-            first = ["tiermoe", "record", str(prompts), str(trace), "--model", str(shown(model)), *_RECORDED]
+        trace, files = user_cache() / "traces" / model.name, sorted(text.glob("*.jsonl"))
+        prompts = max(files, key=lambda file: file.stem == "prose")  # code repeats itself
+        first = ["tiermoe", "record", str(prompts), str(trace), "--model", str(shown(model)), *_RECORDED]
         added += ["--predictors", str(trace), "--stride", str(policy.prefetch.distance)]
     made = shlex.join(["tiermoe", "prepare", str(shown(model)), *named, *added])
     return f"{shlex.join(first)} && {made}" if first else made
