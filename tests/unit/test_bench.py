@@ -91,7 +91,7 @@ def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pyte
 
 
 SERVING = {
-    "overhead", "host", "prefetch", "ttft", "turns", "scale", "ndp", "compare", "fmoe", "moepic",
+    "overhead", "host", "prefetch", "ttft", "turns", "scale", "ndp", "default", "compare", "fmoe", "moepic",
     "activeevict", "buddymoe",
 }  # fmt: skip
 
@@ -100,6 +100,7 @@ def test_every_benchmark_takes_the_common_options() -> None:
     """Guards `bench matcher --json FILE.json`, which its help offers and which was an error."""
     commands = {info.name or info.callback.__name__: info for info in command.bench_app.registered_commands}
     del commands["gpu"]  # writes its JSON into the folder of its page, and always judges
+    del commands["redraw"]  # measures nothing
     for name, info in commands.items():
         options = set(inspect.signature(info.callback).parameters)
         assert {"out", "as_json", "check"} <= options, name
@@ -139,12 +140,12 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     """They are written in several files; the help begins with the system as a whole."""
     names = [info.name or info.callback.__name__ for info in command.bench_app.registered_commands if info.callback]
     assert names == [
-        "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "compare", "ndp", "fmoe", "moepic",
-        "activeevict", "buddymoe", "presets", "papers", "gpu",
+        "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "default", "compare", "ndp", "fmoe", "moepic",
+        "activeevict", "buddymoe", "presets", "papers", "redraw", "gpu",
         "quantize", "predict", "simulate", "validation", "scale-study", "forms", "traces", "prepare", "gguf", "channel",
         "transfer", "kernel", "matcher", "substitute",
     ]  # fmt: skip
     for name in names:
         done = CliRunner().invoke(command.bench_app, [name, "--help"])
         assert done.exit_code == 0
-        assert "--out" in done.output
+        assert "--out" in done.output or name == "redraw"

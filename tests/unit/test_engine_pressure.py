@@ -207,7 +207,7 @@ def test_a_share_loses_no_slot_and_no_byte(experts: int, slot_bytes: int, data: 
 
 
 def test_a_budget_below_one_expert_names_a_share_that_holds_one() -> None:
-    with pytest.raises(BudgetError, match=r"at least 100 bytes or a share of 0\.083334"):
+    with pytest.raises(BudgetError, match=r"at least 100B, or a share of 0\.083334"):
         budget_bytes(0.05, 100, 12)
     assert budget_bytes(0.083334, 100, 12) == 100
     with pytest.raises(BudgetError, match="budget 99 B holds no expert"):
