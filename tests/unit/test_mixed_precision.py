@@ -148,7 +148,7 @@ def test_a_budget_without_room_for_either_is_refused() -> None:
     assert mixed_slots(1000, 100, 25, 0.25, 64) == (7, 10)
     assert mixed_slots(125, 100, 25, 0.2, 64) == (1, 1)
     for held in (124, 99):
-        with pytest.raises(BudgetError, match=rf"budget of {held} bytes .* give at least 125 bytes"):
+        with pytest.raises(BudgetError, match=rf"budget of {held} B .* give at least 125B"):
             mixed_slots(held, 100, 25, 0.2, 64)
 
 
