@@ -90,7 +90,7 @@ def _order(store: Path, wanted: NeuronOrder, windows: Windows, console: Console)
     mass = np.frombuffer((folder / _MASS).read_bytes(), dtype="<f8").reshape(shape)
     needed = sum(layer.nbytes for layer in manifest.layers)
     remedy = "free some space and run the same command again"
-    require_space(folder, needed, "ordering neurons for a while", folder.parent, remedy)
+    require_space(folder, needed, "ordering neurons", folder.parent, remedy)
     orders, tensors, records = neuron_orders(mass), manifest.expert_tensors(), []
     with progress_on(console) as progress:
         for layer, order in zip(progress.track(opened.layers, description="ordering neurons"), orders, strict=True):
