@@ -204,9 +204,9 @@ with BoundedEnd(lambda: print("forced", flush=True) or True) as ending:
 @pytest.mark.parametrize(
     ("before", "signals", "code", "words"),
     [
-        ("pass", [signal.SIGINT], 130, ""),
-        ("pass", [signal.SIGTERM], 0, ""),
-        ("ending.serving()", [signal.SIGINT, signal.SIGINT], 130, ""),
+        ("pass", [signal.SIGINT], 130, "ending ...\n"),
+        ("pass", [signal.SIGTERM], 0, "ending ...\n"),
+        ("ending.serving()", [signal.SIGINT, signal.SIGINT], 130, "ending ...\n"),
         ("ending.serving(); ending.lost('Ray ended')", [], 1, "error: Ray ended; start it again\n"),
     ],
     ids=["ctrl-c while it starts", "sigterm while it starts", "ctrl-c twice", "ray is lost"],
