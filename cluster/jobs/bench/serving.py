@@ -326,7 +326,6 @@ def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None
 
     Raises:
         ConfigError: an artifact is missing, and the checkpoint ships no calibration text.
-        TierMoeError: predictors are missing, or an artifact is of another model.
     """
     from ..prepare.measures import add_gates, add_sensitivity
     from ..profile.job import profile_text
@@ -347,7 +346,6 @@ def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None
             add_sensitivity(store, base.model_dir, text, quiet)
         if "profile" in preset.needs and not (store / PROFILE_NAME).exists():
             profile_text(store, base.model_dir, text, progress=False)
-        check_artifacts(preset, base)
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
