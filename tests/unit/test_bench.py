@@ -140,8 +140,8 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     """They are written in several files; the help begins with the system as a whole."""
     names = [info.name or info.callback.__name__ for info in command.bench_app.registered_commands if info.callback]
     assert names == [
-        "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "default", "compare", "ndp", "fmoe", "moepic",
-        "activeevict", "buddymoe", "presets", "papers", "redraw", "gpu",
+        "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "default", "compare", "ndp", "fmoe",
+        "moepic", "activeevict", "buddymoe", "presets", "papers", "redraw", "gpu",
         "quantize", "predict", "simulate", "validation", "scale-study", "forms", "traces", "prepare", "gguf", "channel",
         "transfer", "kernel", "matcher", "substitute",
     ]  # fmt: skip
