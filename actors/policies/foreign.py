@@ -148,14 +148,7 @@ def _wrapped(
 
     @functools.wraps(function)
     def call(*args: Any, **given: Any) -> Any:
-        try:
-            found = function(*args, **given)
-        except passing:
-            raise
-        except BaseException as error:
-            if not _is_failure(error, kind):
-                raise
-            raise failure(kind, hook, error) from error
+        found = called(kind, hook, functools.partial(function, *args, **given), passing=passing)
         if check is None:
             return found
         try:
