@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,22 +163,39 @@ def test_lossless_costs_nothing_and_noise_does(model: Path, started: list[GpuWor
     assert [closed(w) for w in started] == [True, True]
 
 
-def test_a_lost_ndp_worker_is_no_measurement(model: Path, started: list[GpuWorker]) -> None:
+@pytest.mark.parametrize(("lost", "measured"), [(1, True), (2, True), (None, False)])
+def test_a_measurement_with_a_lost_ndp_worker_is_repeated(
+    model: Path, started: list[GpuWorker], lost: int | None, measured: bool
+) -> None:
+    """lost: in how many measurements; None: in all."""
     evaluation = Evaluation(model, EvaluationOptions(documents=1, prefix=40, continuation=24))
     evaluation.reference()
     worker = job.start_worker(None)
+    waited: list[float] = []
     try:
-        forward = worker._model.forward
+        forward, scored = worker._model.forward, worker.reset_stats
+        measurements = 0
+
+        def reset() -> None:
+            nonlocal measurements
+            measurements += 1
+            scored()
 
         def losing(*args: Any, **kwargs: Any) -> Any:
-            worker.engine.stats().layers[0].ndp_recomputed += 1
+            worker.engine.stats().layers[0].ndp_recomputed += lost is None or measurements <= lost
             return forward(*args, **kwargs)
 
-        worker._model.forward = losing
-        with pytest.raises(RuntimeFailure, match="NDP worker was lost"):
-            evaluation.measure(worker)
+        worker._model.forward, worker.reset_stats = losing, reset
+        peer = SimpleNamespace(wait_for_the_first=waited.append)
+        worker.engine.ndp = SimpleNamespace(members=[peer], peers={}, close=lambda: None)
+        if measured:
+            assert evaluation.measure(worker)["perplexity_ratio"].value == 1.0
+        else:
+            with pytest.raises(RuntimeFailure, match="NDP worker was lost or late in each of 3"):
+                evaluation.measure(worker)
     finally:
         worker.close()
+    assert len(waited) == (3 if lost is None else lost)
 
 
 def test_an_interrupt_closes_the_worker(model: Path, started: list[GpuWorker], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,7 +298,6 @@ def score_worker(cell: Cell, worker: Any, progress: Progress | None) -> dict[str
             stepped = LocalWorker(worker.settings.model_copy(update={"link": link}), worker.store, 0)
             worker = stack.enter_context(closing(stepped))
             worker.start()
-        worker.reset_stats()
         quality = evaluation.measure(worker, progress)
         stats = worker.stats()
         total = stats.total()
