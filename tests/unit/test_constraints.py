@@ -112,6 +112,7 @@ def test_pins_that_contradict_each_other(
     assert "pip: 2 packages\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_package_without_a_pin(root: Path, index: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also one that only another Python takes; what torch picks for its CUDA is left to torch."""
     _publish(tmp_path, "nvidia-cublas==13.1", "pathspec; python_version >= '3.13'")
@@ -121,6 +122,7 @@ def test_a_package_without_a_pin(root: Path, index: str, tmp_path: Path, capsys:
     assert _holds(root, index, "torch==2.13.0", "Triton==3.7.1", "pathspec==1.0")
 
 
+@pytest.mark.slow
 def test_a_version_without_a_wheel_for_one_python(
     root: Path, index: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

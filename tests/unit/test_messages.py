@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,16 +21,19 @@ _SOURCES = sorted(
 _OURS = {name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)}
 
 
-def trees() -> Iterator[tuple[Path, ast.Module, set[str]]]:
-    """Each source with the names of error classes in it, those of its own included."""
+@functools.cache
+def sources() -> list[tuple[Path, list[ast.AST], set[str]]]:
+    """Each source: its nodes, and the names of error classes in it, those of its own included."""
+    found = []
     for path in _SOURCES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         own = {
             node.name
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.ClassDef) and _OURS & {base.id for base in node.bases if isinstance(base, ast.Name)}
         }
-        yield path, tree, _OURS | own
+        found.append((path, nodes, _OURS | own))
+    return found
 
 
 def texts(node: ast.AST) -> list[str]:
@@ -44,8 +47,8 @@ def places(found: list[tuple[Path, int]]) -> list[str]:
 def test_a_remedy_is_one() -> None:
     """`what; remedy` is taken apart at its last semicolon when an error comes from another process."""
     found = []
-    for path, tree, classes in trees():
-        for node in ast.walk(tree):
+    for path, nodes, classes in sources():
+        for node in nodes:
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes):
                 continue
             remedies = [*node.args[1:2], *(word.value for word in node.keywords if word.arg == "remedy")]
@@ -57,8 +60,8 @@ def test_a_remedy_is_one() -> None:
 def test_an_error_within_an_error_leaves_its_remedy_out() -> None:
     """`{error}` of a typed error is `what; remedy`: within another message the remedies would be two."""
     found = []
-    for path, tree, classes in trees():
-        for handler in ast.walk(tree):
+    for path, nodes, classes in sources():
+        for handler in nodes:
             if not isinstance(handler, ast.ExceptHandler) or handler.name is None or handler.type is None:
                 continue
             caught = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}
@@ -89,15 +92,15 @@ def test_bytes_are_written_by_one_function() -> None:
 @pytest.mark.parametrize("word", ["is not whole", "download it again"])
 def test_words_that_say_nothing_are_gone(word: str) -> None:
     found = []
-    for path, tree, _ in trees():
+    for path, nodes, _ in sources():
         docs = {
             id(node.body[0].value)
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             and node.body
             and isinstance(node.body[0], ast.Expr)
         }
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
                 found += [(path, node.lineno)] if word in node.value else []
     assert places(found) == []

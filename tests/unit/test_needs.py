@@ -71,6 +71,7 @@ def test_eval_refuses_first(config: RunConfig, monkeypatch: pytest.MonkeyPatch, 
         evaluate(str(config.model), "pre-gated", "0.5", 1, EvaluationOptions(), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pre-gated", "adapmoe", "buddymoe", "promoe"])
 def test_the_command_works_as_it_stands(
     config: RunConfig, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -132,7 +132,7 @@ def served(
     return steps, [[token for event in stream for token in event.token_ids] for stream in opened]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     ("architecture", "overrides", "attention"),
     [
