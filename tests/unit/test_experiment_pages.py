@@ -143,6 +143,8 @@ def _figures() -> list[tuple[str, Plot, dict[str, Any]]]:
     """The images of docs/results, with their figures and data."""
     found = []
     for file in sorted(_DOCS.glob("*.json")):
+        if file.name.endswith(".partial.json"):  # of a run that did not end
+            continue
         record = json.loads(file.read_text())
         name = str(record["name"])
         case = CASES.get(name, Options)
