@@ -5,6 +5,7 @@
     python tests/edge_attack.py http://127.0.0.1:8000 [--key-file FILE] [--bodies 16] [--bytes 3900000]
     python tests/edge_attack.py --serve="--replicas 2 --edge-replicas 2"    options of the server of its own
     python tests/edge_attack.py --held           seconds of CPU for which a body holds the event loop, in this process
+    python tests/edge_attack.py --framing        memory and time that bytes take which are no body, in this process
 
 Prints one JSON object for each kind of body. Kinds: `words` and `letters` are texts, `ids` a list of token ids, `bools`
 a list of what no prompt may be. Nothing but loopback is attacked. Bars: p99 of `/health` and of `/ready` under 250 ms,
@@ -18,6 +19,7 @@ import asyncio
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,60 @@ async def held(kind: str, size: int = 3_900_000) -> Figures:
     return {"kind": kind, "bytes": size, "status": work.result().status_code, "held_ms": round(1e3 * longest_s, 1)}
 
 
+FRAMINGS = {
+    "trailers": [b"0\r\n", *[(b"X-A: " + b"b" * 50 + b"\r\n") * 1000] * 900],  # 50 MiB
+    "one trailer": [b"0\r\nX-A: ", *[b"b" * 2**14] * 3200],
+    "extensions": [(b"1;" + b"e" * 1000 + b"\r\nx\r\n") * 50] * 1000,
+    "pipelined": [b"0\r\n\r\n", *[b"GET / HTTP/1.1\r\n\r\n" * 4000] * 20],
+}
+
+
+async def framed(kind: str, connections: int = 10) -> Figures:
+    """What bytes that are no body take of the connections of the edge, while an application waits without an answer.
+
+    Returns:
+        Megabytes that the process grows by at most, and milliseconds for which its event loop was held at most.
+    """
+    import psutil
+    import uvicorn
+
+    from tiermoe.cluster.api.connections import TimedConnection
+
+    own, over = psutil.Process(), asyncio.Event()
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await over.wait()
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def pour(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with suppress(ConnectionError, TimeoutError):  # it is refused, or not read
+            for piece in FRAMINGS[kind]:
+                writer.write(piece)
+                await asyncio.wait_for(writer.drain(), 1)
+        writer.transport.abort()
+
+    config = uvicorn.Config(answer, http=TimedConnection, lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(server._serve([listener]))
+        port, before = listener.getsockname()[1], own.memory_info().rss
+        pours = [asyncio.create_task(pour(port)) for _ in range(connections)]
+        grown, longest_s, last_s = 0, 0.0, time.thread_time()
+        while not all(task.done() for task in pours):
+            await asyncio.sleep(0.001)
+            longest_s, last_s = max(longest_s, time.thread_time() - last_s), time.thread_time()
+            grown = max(grown, own.memory_info().rss - before)
+        over.set()
+        server.should_exit = True
+        await serving
+    await asyncio.gather(*pours, return_exceptions=True)
+    took = {"MiB": round(grown / 2**20, 1), "held_ms": round(1e3 * longest_s, 1)}
+    return {"kind": kind, "connections": connections} | took
+
+
 def _at(values: list[float], share: float) -> float | None:
     return round(1e3 * values[min(len(values) - 1, int(share * len(values)))], 1) if values else None
 
@@ -230,6 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", nargs="?", help="of a server on loopback; none: one is started and ended")
     parser.add_argument("--held", action="store_true", help="no server: how long the event loop is held")
+    parser.add_argument("--framing", action="store_true", help="no server: what bytes take that are no body")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
     parser.add_argument("--serve", default="", help="options of the server that is started")
     parser.add_argument("--key-file", type=Path)
@@ -242,6 +299,10 @@ def main() -> None:
     kinds, headers = given.kind or KINDS, _headers(given.key_file)
     if given.url is not None and urlsplit(given.url).hostname not in ("127.0.0.1", "localhost", "::1"):
         parser.error("only a server on loopback may be attacked")
+    if given.framing:
+        for kind in FRAMINGS:
+            print(json.dumps(asyncio.run(framed(kind))), flush=True)
+        return
     if given.held:
         for kind in kinds:
             print(json.dumps(asyncio.run(held(kind, given.bytes))), flush=True)

@@ -27,8 +27,6 @@ READS = frozenset({"GET", "HEAD"})  # HTTP wants HEAD wherever GET is (RFC 9110,
 _OPEN = frozenset({"/health", "/"})  # need no key: the page at / asks for one
 _TRACE = ("traceparent", "tracestate")  # W3C Trace Context
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-# the rest of a body that is not read any more must not be taken for the next request
-_CLOSE = {"Connection": "close"}
 
 
 class Guard:
@@ -117,7 +115,7 @@ class Guard:
         if self._held + count > self._limits.held_bytes:
             raise ApiError(
                 429, f"{self._held} bytes of requests are under way; try again in a moment",
-                code="rate_limit_exceeded", headers={"Retry-After": "1"} | _CLOSE,
+                code="rate_limit_exceeded", headers={"Retry-After": "1"},
             )  # fmt: skip
         self._held += count
 
@@ -140,9 +138,7 @@ class _Body:
             async with asyncio.timeout_at(self._due_s):
                 message = await self._receive()
         except TimeoutError:
-            raise ApiError(
-                408, f"the body did not come within {self._limits.body_s:g} s; send it again", headers=_CLOSE
-            ) from None
+            raise ApiError(408, f"the body did not come within {self._limits.body_s:g} s; send it again") from None
         if message["type"] != "http.request" or not message.get("more_body", False):
             self._due_s = None  # what comes after it is the end of the connection
         count = len(message.get("body", b""))
@@ -154,4 +150,4 @@ class _Body:
 
 
 def _too_large(limits: LimitSettings) -> ApiError:
-    return ApiError(413, f"the body is larger than {limits.body_bytes} bytes; send less at a time", headers=_CLOSE)
+    return ApiError(413, f"the body is larger than {limits.body_bytes} bytes; send less at a time")

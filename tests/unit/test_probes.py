@@ -178,6 +178,18 @@ def test_the_door_says_how_long_the_start_takes_and_hands_over() -> None:
                 proxy.accept()[0].close()
 
 
+def test_the_door_answers_a_client_that_first_sends_all_of_its_body() -> None:
+    with Door("127.0.0.1", 0) as door:
+        door.open(lambda: ("starting", 1.0))
+        for path in ("/v1/completions", "/health"):
+            connection = HTTPConnection("127.0.0.1", door.port, timeout=20)
+            connection.request("POST" if "v1" in path else "GET", path, b"x" * 2**22)
+            answer = connection.getresponse()
+            assert (answer.status, answer.getheader("connection")) == (200 if path == "/health" else 503, "close")
+            assert json.loads(answer.read())
+            connection.close()
+
+
 @pytest.mark.parametrize("steers", [True, False])
 def test_after_the_first_good_answer_every_request_is_answered_well(
     steers: bool, monkeypatch: pytest.MonkeyPatch
