@@ -72,6 +72,15 @@ setup(
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-pthread"],
             language="c++",
         ),
+        Extension(  # apart, so that a change of the planner compiles in seconds
+            "tiermoe.kernels._planner",
+            sources=["kernels/cpu/planner_module.cpp"],
+            depends=["kernels/cpu/bindings.hpp", "kernels/cpu/planner.hpp"],
+            include_dirs=["kernels/cpu"],
+            # no contraction: predicted seconds must not depend on the processor
+            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"],
+            language="c++",
+        ),
         Extension(
             "tiermoe.proto._ring",
             sources=["proto/checks.cpp", "proto/frame.cpp", "proto/module.cpp", "proto/ring.cpp"],

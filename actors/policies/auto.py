@@ -1,0 +1,278 @@
+"""`auto`: the cheapest exact action for every miss, decided by predicted seconds.
+
+Each expert that a layer needs and that is not resident may be waited for, loaded and run here, or computed on a
+near-data worker where its weights lie. All of these are *exact*: the same weights in the same form; sums differ
+in rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from enum import IntEnum, IntFlag
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+_NO_KEYS, _NO_TIMES = np.zeros(0, np.int32), np.zeros(0)
+
+
+class Action(IntEnum):
+    """What happens to a needed expert."""
+
+    RUN_HERE = 0
+    """It is here: it runs on the GPU."""
+    WAIT = 1
+    """Its copy is under way: it runs on the GPU when the copy has ended."""
+    LOAD = 2
+    """A demand copy, then the GPU."""
+    NEAR_DATA = 3
+    """A near-data worker computes it. A copy under way goes on: judge it by `Auto.admit` when it arrives."""
+
+
+class Without(IntFlag):
+    """Parts of the rule that are left out, for ablations.
+
+    FUTURE: the choice between link and near data ignores later uses. VALUES: victims by last use (LRU), all admitted.
+    LEARNING: fixed weights w. BACKGROUND: a miss that is computed near data is not copied behind it. PREFETCH: nothing
+    is copied for the next layer. RESIDENTS: what is here runs here. CORRECTION: costs stay as given. ADMISSION: what is
+    loaded always takes a slot. PRICE: background copies cost nothing. REFUSAL: a copy under way is always waited for.
+    SPLIT: every miss is computed near data.
+    """
+
+    NOTHING = 0
+    FUTURE = 1
+    VALUES = 2
+    LEARNING = 4
+    BACKGROUND = 8
+    PREFETCH = 16
+    RESIDENTS = 32
+    CORRECTION = 64
+    ADMISSION = 128
+    PRICE = 256
+    REFUSAL = 512
+    SPLIT = 1024
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Start values, in seconds, of one model on one machine; `Auto.saw` corrects them.
+
+    Attributes:
+        copy_s: t, one expert over the link.
+        gpu_s, gpu_row_s: g, one expert on the GPU: its first row, and each further one.
+        near_s, near_busy_s: c and c_busy, one expert on one near-data worker, all workers at work: while the link is
+            idle, and while it copies. Measure both: a copy takes memory bandwidth from the worker.
+        free_rows: rows of one expert that a worker computes in the time of one.
+        message_s: one message to near-data workers and its answer.
+        dense_s: a layer's dense part, between a layer's end and the next layer's plan.
+    """
+
+    copy_s: float
+    gpu_s: float
+    gpu_row_s: float
+    near_s: float
+    near_busy_s: float
+    free_rows: float
+    message_s: float
+    dense_s: float
+
+
+class Wanted(NamedTuple):
+    """A background copy. victim: the resident that it displaces; None: its layer has a free slot. worth_s: seconds that
+    it is expected to save. prefetch: it is for the next layer; else a miss that was computed near data."""
+
+    key: int
+    victim: int | None
+    worth_s: float
+    prefetch: bool
+
+
+class LayerPlan(NamedTuple):
+    """A plan of one layer.
+
+    Attributes:
+        actions, workers: [n], of each needed expert: its `Action`; the near-data worker, 0 where it has none. Views,
+            valid until the next plan.
+        wanted: background copies, to be queued in this order behind the demand copies. What has not begun before the
+            next plan is withdrawn: that plan names it again if it is still worth it.
+        end_s: when the layer is expected to end, in the caller's time.
+        near_s: expected seconds of the near-data work, without the message. link_s: when the last demand copy ends.
+        loads, near_data, waits: how many experts.
+    """
+
+    actions: NDArray[np.uint8]
+    workers: NDArray[np.uint8]
+    wanted: list[Wanted]
+    end_s: float
+    near_s: float
+    link_s: float
+    loads: int
+    near_data: int
+    waits: int
+
+
+class Auto:
+    """One exact planner for expert misses.
+
+    Every decision asks one thing of few candidates: by how much does the predicted end of this layer move, and what is
+    it worth later? From the simulation of issue S; the split of misses between link and CPU is that of FreeToken (arXiv
+    2608.16157) and HybriMoE (arXiv 2504.05897), here by predicted end, with contention and with the worth of a load.
+
+    State:
+        c, c_busy, t, g: `Costs`, corrected by `saw`: cost *= (seen / expected)^0.1, one factor for each action.
+        phi[l, e]: averages of use: of 3 tokens, of 14 (decay 0.7, 0.93), of the request with its prompt, of all time.
+        w: 5 weights, V = w . (1, phi): later uses, discounted by gamma = 0.9 a token. Learned by least-squares temporal
+            differences: w = A^-1 b, A += x (x - gamma x')^T, b += x used; every fourth expert, solved every 4 tokens.
+        S[l]: seconds that one more resident of the layer would have saved; average over 20 tokens.
+        rho: share of the wanted background copies that got done.
+        q: precision of each rank of the next router's prediction.
+
+    Flow of a layer, `plan`:
+        1. Misses in order of S V' + c work, V' the value after this use; v: the least V of the layer's residents.
+        2. For each number of copies under way that are waited for, and each number n of misses loaded (the first n):
+           end = max(GPU, near-data) - (1 - rho) S sum max(0, V' - v); the least end wins. Near-data work slows by
+           c_busy / c while the link copies. Work goes to the least loaded worker. A step is O(1), with W workers O(W).
+        3. Background: misses computed near data are worth S (V' - v); predictions for layer l + 1
+           S' q (timely + max(0, V' - v')). The best 24 stay in a pool until their layer comes. A copy may begin if its
+           worth is at least its price: what it delays this layer's near-data work, plus for the part beyond the next
+           layer's begin n c / (c + t) + P(near data ends last) (1 - c / c_busy), n the loads of a layer, at most 1.
+        4. Residents go near data one by one while that ends the layer sooner.
+    After a layer, `used`: averages, S, q, V. What was loaded takes a slot if its V exceeds the least: `admit`.
+    After a prompt, `prompt_end`: residents are the experts of greatest V, the prompt's counts blended with popularity.
+
+    Cost: `plan` O(n (log n + W F) + E) for n needed experts and F copies under way, `used` O(E); no allocation.
+    Microseconds by shape: `docs/results/auto.md`. Deterministic: equal calls give equal plans.
+
+    Args:
+        native: `tiermoe.kernels._planner`.
+        layers, experts, top_k: of the model. slots: of a layer. workers: near-data workers; 0: none, all misses load.
+        states: uint8 [L, E], read at each call: absent 0, loading 1, resident 2 (as `Residency`), staged 3: here, in no
+            slot that counts.
+        without: parts of the rule to leave out.
+
+    Raises:
+        ValueError: a number is out of range, or a cost is not a positive number.
+    """
+
+    def __init__(
+        self, native: ModuleType | Any, layers: int, experts: int, top_k: int, slots: int, costs: Costs, workers: int,
+        states: NDArray[np.uint8], without: Without = Without.NOTHING,
+    ) -> None:  # fmt: skip
+        self.layers, self.experts, self.top_k, self.slots, self.workers = layers, experts, top_k, slots, workers
+        self.states = states
+        self._native = native
+        self._planner = native.planner(
+            layers, experts, top_k, slots, workers, astuple(costs), states, int(without)
+        )  # fmt: skip
+        self._actions, self._workers = np.zeros(experts, np.uint8), np.zeros(experts, np.uint8)
+
+    def plan(
+        self, layer: int, needed: Ids, rows: Ids, now_s: float, link_free_s: float, flight_keys: Ids = _NO_KEYS,
+        arrival_s: NDArray[np.float64] = _NO_TIMES,
+    ) -> LayerPlan:  # fmt: skip
+        """Decide a layer whose routing is known.
+
+        Args:
+            needed, rows: int32 [n], distinct experts and the rows of each.
+            now_s, link_free_s: seconds on one clock; when the link could begin a demand copy.
+            flight_keys, arrival_s: [F], copies under way and when each ends; one that is LOADING in `states` and absent
+                here is taken to arrive at `link_free_s`.
+
+        Raises:
+            ValueError: there is no such layer or expert, or arrays differ in length.
+        """
+        n = len(needed)
+        actions, workers = self._actions[:n], self._workers[:n]
+        end_s, near_s, link_s, loads, near, waits, wanted = self._native.plan(
+            self._planner, layer, needed, rows, now_s, link_free_s, flight_keys, arrival_s, actions, workers
+        )
+        named = [Wanted(key, None if victim < 0 else victim, worth, fetch) for key, victim, worth, fetch in wanted]
+        return LayerPlan(actions, workers, named, end_s, near_s, link_s, loads, near, waits)
+
+    def predict(self, layer: int, ids: Ids) -> None:
+        """Name the experts that a layer is predicted to need, before the plan of the layer before it.
+
+        ids: int32 [rows, P], best first; P may exceed top-K. Raises ValueError: there is no such layer or expert.
+        """
+        self._native.predict(self._planner, layer, np.ascontiguousarray(ids), ids.shape[1])
+
+    def used(self, layer: int, needed: Ids, share: NDArray[np.float32] | None = None) -> None:
+        """Tell that a layer of a decode step has run, and after the last layer that the step has.
+
+        share: float32 [E], how much the router asked for each expert, 0 to 1: a near miss counts a little
+        (`router_shares`); None: 1 for those needed.
+        """
+        self._native.used(self._planner, layer, needed, share)
+
+    def prompt_end(self, counts: NDArray[np.int64], tokens: int, requests: int, batch: int) -> Ids:
+        """The experts of each layer to keep after prompts, int32 [L, slots], experts of greatest worth first.
+
+        Args:
+            counts: int64 [L, E], uses in the prompts. tokens: of all of them together.
+            requests: whose prompts these were. batch: requests that decode from now on, these included.
+        """
+        hot = np.zeros((self.layers, self.slots), np.int32)
+        self._native.prompt_end(self._planner, np.ascontiguousarray(counts, np.int64), tokens, requests, batch, hot)
+        return hot
+
+    def popularity(self, counts: NDArray[np.int64], tokens: int, batch: int = 1) -> None:
+        """Start from counts [L, E] of other requests' `tokens` tokens, such as those of earlier runs."""
+        self._native.popularity(self._planner, np.ascontiguousarray(counts, np.int64), tokens, self.top_k, batch)
+
+    def victims(self, layer: int, count: int) -> list[int]:
+        """Keys of the residents of a layer that are worth least, least first."""
+        found: list[int] = self._native.victims(self._planner, layer, count)
+        return found
+
+    def admit(self, key: int) -> tuple[bool, int | None]:
+        """Whether an expert that is here or arrives takes a slot, and whose; None: a free one. Ask after `used`."""
+        admitted, victim = self._native.admit(self._planner, key)
+        return admitted, None if victim < 0 else victim
+
+    def worth_s(self, key: int) -> float:
+        """S V: seconds that keeping an expert is worth, comparable between layers."""
+        return float(self._native.worth(self._planner, key))
+
+    def saw(self, action: Action, expected_s: float, seen_s: float) -> None:
+        """Correct the cost of an action. LOAD: a copy, expected `costs.copy_s`; NEAR_DATA: `LayerPlan.near_s`."""
+        self._native.saw(self._planner, action, expected_s, seen_s)
+
+    def took(self, seen_s: float) -> None:
+        """Tell the seconds of the layer planned last, from its plan to its end."""
+        self._native.took(self._planner, seen_s)
+
+    def filled(self) -> None:
+        """Tell that a background copy has ended which was no prefetch."""
+        self._native.filled(self._planner)
+
+    @property
+    def costs(self) -> Costs:
+        """As corrected so far."""
+        return Costs(*self._native.costs(self._planner))
+
+    def error(self) -> float:
+        """Mean difference of predicted and seen layer time, as a share of the time; over about 1,000 layers."""
+        return float(self._native.error(self._planner))
+
+
+def router_shares(logits: NDArray[np.floating], top_k: int, softness: float = 0.33) -> NDArray[np.float32]:
+    """How much a batch asked for each expert [E]: 1 for high ranks of the router, and a little for near misses.
+
+    Of rank r (0 is best) a row asks 1 / (1 + exp((r + 0.5 - K) / (softness K))); rows combine as independent events.
+
+    Args:
+        logits: [rows, E] of the layer's router.
+    """
+    ranks = np.argsort(np.argsort(-logits, axis=-1), axis=-1)
+    asked = 1.0 / (1.0 + np.exp(np.minimum(60.0, (ranks + 0.5 - top_k) / (softness * top_k))))
+    return np.asarray(1.0 - np.prod(1.0 - asked, axis=0), np.float32)
+
+
+def kept_keys(hot: Ids, experts: int) -> Sequence[int]:
+    """The keys of `Auto.prompt_end`'s answer, layer by layer."""
+    keys: list[int] = (hot + np.arange(len(hot), dtype=np.int64)[:, None] * experts).ravel().tolist()
+    return keys

@@ -1,0 +1,629 @@
+// The planner of `auto`: what happens to each expert that a layer needs, and what the link copies in the background.
+//
+// The rule, its symbols and its sources are in actors/policies/auto.py. Pure: no clock, no device, no Python; equal calls
+// give equal plans. All memory is taken by the constructor. Seconds throughout; an expert is its number in its layer, a
+// key is layer * E + expert.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace tiermoe {
+
+enum class Action : std::uint8_t { run_here = 0, wait = 1, load = 2, near_data = 3 };
+
+struct PlannerCosts {
+    double copy_s;             // one expert over the link
+    double gpu_s, gpu_row_s;   // one expert on the GPU: its first row, and each further one
+    double near_s, near_busy_s;  // one expert on a near-data worker while the link is idle, and while it copies
+    double free_rows;          // rows of an expert that a near-data worker computes in the time of one
+    double message_s;          // one message with work for near-data workers and its answer
+    double dense_s;            // a layer's dense part
+};
+
+// Parts of the rule, for ablations; each bit set leaves one out.
+enum class Without : std::uint32_t {
+    future = 1, values = 2, learning = 4, background = 8, prefetch = 16, residents = 32, correction = 64,
+    admission = 128, price = 256, refusal = 512, split = 1024,
+};
+
+struct Wanted {  // a background copy
+    std::int32_t key;
+    std::int32_t victim;  // -1: its layer has a free slot
+    double worth_s;
+    bool prefetch;        // for the next layer; else a miss of this or an earlier layer that was computed near data
+};
+
+struct Planned {
+    double end_s = 0.0;    // when the layer ends, in the caller's time
+    double near_s = 0.0;   // of the near-data workers' work, without the message
+    double link_s = 0.0;   // when the last demand copy ends
+    int loads = 0, near_count = 0, waits = 0;
+};
+
+class Planner {
+  public:
+    static constexpr int kPool = 24, kRanks = 64, kFeatures = 5, kMaxWorkers = 64;
+    static constexpr double kDiscount = 0.9;       // gamma: worth of a use one token later
+    static constexpr double kFast = 0.7, kSlow = 0.93;
+    static constexpr double kStep = 0.1;           // exponent of a correction of costs
+    static constexpr std::uint8_t kLoading = 1, kResident = 2;  // SlotState; 3: staged, here but outside the slots
+
+    // states: [L * E], the caller's, read only: absent 0, loading 1, resident 2, staged 3.
+    Planner(int layers, int experts, int top_k, int slots, int workers, const PlannerCosts& costs,
+            const std::uint8_t* states, std::uint32_t without)
+        : layers_(layers), experts_(experts), slots_(slots), workers_(workers), without_(without), costs_(costs),
+          states_(states), fast_(keys(), double(top_k) / experts), slow_(fast_), request_(fast_), popular_(fast_),
+          value_(keys(), double(top_k) / experts / (1 - kDiscount)), last_(keys(), -1000),
+          saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), pooled_(keys(), 0),
+          need_(static_cast<std::size_t>(experts), 0), chance_(static_cast<std::size_t>(experts), 0.0),
+          share_(static_cast<std::size_t>(experts), 0.0), misses_(static_cast<std::size_t>(experts)),
+          hits_(misses_.size()), flights_(misses_.size()), touched_(misses_.size()),
+          span_(static_cast<std::size_t>(experts) + 1), order_(misses_.size()) {
+        const double rest = 1 / (1 - kDiscount);
+        const double start[kFeatures] = {0.0, 0.0, 0.0, rest, 0.0}, fixed[kFeatures] = {0.0, 1.5, 1.0, 7.0, 0.0};
+        for (int i = 0; i < kFeatures; ++i) {
+            first_[i] = start[i];
+            weights_[i] = off(Without::learning) ? fixed[i] : start[i];
+            target_[i] = kPrior * start[i];
+            for (int j = 0; j < kFeatures; ++j) system_[i][j] = i == j ? kPrior : 0.0;
+        }
+        for (int r = 0; r < kRanks; ++r) precision_[r] = r < top_k ? 0.9 : 0.1;
+        named_.reserve(static_cast<std::size_t>(kRanks) * 64);
+        if (off(Without::values)) std::fill(value_.begin(), value_.end(), 0.0);
+    }
+
+    int layers() const { return layers_; }
+    int experts() const { return experts_; }
+    int slots() const { return slots_; }
+    const PlannerCosts& costs() const { return costs_; }
+    const double* weights() const { return weights_; }
+    double value(std::int32_t key) const { return value_[at(key)]; }
+    double saved_s(int layer) const { return saved_[at(layer)]; }
+    int wanted_count() const { return released_; }
+    const Wanted& wanted(int i) const { return wanted_[i]; }
+
+    // Popularity from elsewhere: counts [L * E] of `tokens` tokens.
+    void popularity(const std::int64_t* counts, double tokens, int top_k, int batch) {
+        known_ = 200.0;
+        const double prior = 20.0 * top_k / experts_;
+        for (std::size_t k = 0; k < popular_.size(); ++k)
+            popular_[k] = together(std::min(0.999, (static_cast<double>(counts[k]) + prior) / (tokens + 20.0)), batch);
+    }
+
+    // The next router's experts of this layer on an earlier layer's input: ids [rows, ranks], best first.
+    void predict(int layer, int rows, int ranks, const std::int32_t* ids) {
+        named_layer_ = layer;
+        named_ranks_ = std::min(ranks, kRanks);
+        named_.clear();
+        for (int b = 0; b < rows; ++b)
+            for (int r = 0; r < named_ranks_; ++r) named_.push_back(ids[static_cast<std::size_t>(b) * ranks + r]);
+    }
+
+    // One action for each of the n needed experts; worker: of those near data, else 0. Afterwards `wanted` has the
+    // background copies that may begin, in order, after the demand copies and before the next layer's plan.
+    // flight_keys, arrival_s: copies under way. link_free_s: when the link can begin a demand copy.
+    Planned plan(int layer, int n, const std::int32_t* needed, const std::int32_t* rows, double now_s,
+                 double link_free_s, int flights, const std::int32_t* flight_keys, const double* arrival_s,
+                 std::uint8_t* action, std::uint8_t* worker) {
+        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        forget_pool(layer);
+        released_ = 0;
+        int hits = 0, flying = 0, missing = 0;
+        double here_s = 0.0;  // of all hits on the GPU
+        for (int i = 0; i < n; ++i) {
+            const std::int32_t e = needed[i];
+            need_[e] = 1;
+            worker[i] = 0;
+            const std::uint8_t state = states_[base + e];
+            const double gpu = costs_.gpu_s + (rows[i] - 1) * costs_.gpu_row_s;
+            const double work = std::max(1.0, rows[i] / costs_.free_rows);
+            if (state >= kResident) {
+                action[i] = code(Action::run_here);
+                hits_[hits++] = {i, e, gpu, work, 0.0, 0.0};
+                here_s += gpu;
+            } else if (state == kLoading) {
+                action[i] = code(Action::wait);
+                double arrives = std::max(now_s, link_free_s);
+                for (int f = 0; f < flights; ++f)
+                    if (flight_keys[f] == static_cast<std::int32_t>(base) + e) arrives = arrival_s[f];
+                flights_[flying++] = {i, e, gpu, work, 0.0, arrives};
+            } else {
+                action[i] = code(Action::load);
+                misses_[missing++] = {i, e, gpu, work, value_if_used(base + e), 0.0};
+            }
+        }
+        const double saved = saved_[at(layer)];
+        const auto worth = [&](const Need& m) { return m.value * saved + m.work * costs_.near_s; };
+        std::sort(misses_.begin(), misses_.begin() + missing, [&](const Need& a, const Need& b) {
+            const double x = worth(a), y = worth(b);
+            return x != y ? x > y : a.at < b.at;
+        });
+        std::sort(flights_.begin(), flights_.begin() + flying, [](const Need& a, const Need& b) {
+            return a.arrives_s != b.arrives_s ? a.arrives_s < b.arrives_s : a.at < b.at;
+        });
+        const double least = least_value(layer, true);
+        const double filled = off(Without::background) ? 0.0 : std::min(1.0, done_ / std::max(asked_, 1e-6));
+        const double link0 = std::max(now_s, link_free_s), start = now_s + costs_.message_s;
+
+        // how many copies under way to wait for, and how many misses to load
+        double best = std::numeric_limits<double>::infinity();
+        int loads = 0, waits = 0;
+        for (int w = flying; w >= 0; --w) {
+            if (w < flying && off(Without::refusal)) break;
+            if (w < flying - 4 && w > 0) continue;  // the far copies one by one, or none
+            fill_spans(missing, flying, w);
+            double gpu = now_s + here_s, link = link0, gain = 0.0;
+            for (int i = 0; i < w; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s;
+            for (int k = 0; k <= missing; ++k) {
+                if (k) {
+                    if (off(Without::split) && workers_) break;
+                    const Need& m = misses_[k - 1];
+                    link += costs_.copy_s;
+                    gpu = std::max(gpu, link) + m.gpu_s;
+                    if (!off(Without::future)) gain += (1 - filled) * saved * std::max(0.0, m.value - least);
+                }
+                if (!workers_ && span_[k] > 0) continue;
+                const double near = span_[k] > 0 ? near_end(start, span_[k], link) : now_s;
+                const double end = std::max(gpu, near) - gain;
+                if (end < best) best = end, loads = k, waits = w;
+            }
+        }
+        // carry it out
+        Planned out;
+        out.loads = loads, out.waits = waits;
+        double gpu = now_s + here_s, link = link0;
+        for (int i = 0; i < waits; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s;
+        // the GPU's end with h fewer hits: max(now + here - .., tail) in closed form
+        double after = 0.0, tail = 0.0;  // tail: the latest arrival with what follows it
+        for (int i = 0; i < waits; ++i) tail = std::max(tail, flights_[i].arrives_s) + flights_[i].gpu_s, after += flights_[i].gpu_s;
+        for (int i = 0; i < loads; ++i) {
+            link += costs_.copy_s;
+            gpu = std::max(gpu, link) + misses_[i].gpu_s;
+            tail = std::max(tail, link) + misses_[i].gpu_s;
+            after += misses_[i].gpu_s;
+        }
+        std::fill(load_, load_ + std::max(1, workers_), 0.0);
+        double span = 0.0;
+        for (int i = waits; i < flying; ++i) span = std::max(span, give(flights_[i], action, worker)), ++out.near_count;
+        for (int i = missing - 1; i >= loads; --i) span = std::max(span, give(misses_[i], action, worker)), ++out.near_count;
+        const double demand = link;
+        double near = span > 0 ? near_end(start, span, demand) : now_s;
+        const double plain = std::max(gpu, near);  // without background copies
+        const bool near_last = span > 0 && near >= gpu;
+
+        for (int i = loads; i < missing; ++i) {
+            const double x = saved * (misses_[i].value - least);
+            if (x <= 0) continue;
+            asked_ += 0.01;
+            if (!off(Without::background)) pool({static_cast<std::int32_t>(base) + misses_[i].expert, -1, x, false});
+        }
+        const double next = plain + costs_.dense_s;
+        if (named_layer_ == layer + 1 && layer + 1 < layers_ && !off(Without::prefetch)) prefetch(layer + 1, demand, next);
+        // those that may begin before the next layer's plan, if worth the wait that they may cause
+        double t = demand, was = plain;
+        const double slow = 1 - costs_.near_s / costs_.near_busy_s;
+        int began = 0;
+        while (began < pool_count_ && t < next) {
+            const double over = std::max(0.0, t + costs_.copy_s - next);
+            double end = was, price = 0.0;
+            if (span > 0) end = std::max(gpu, near_end(start, span, demand, demand, t + costs_.copy_s));
+            if (!off(Without::price))
+                price = end - was + over * (std::min(loads_, 1.0) * costs_.near_s / (costs_.near_s + costs_.copy_s) + last_near_ * slow);
+            if (pool_[began].worth_s < price) break;
+            t += costs_.copy_s;
+            was = end;
+            ++began;
+        }
+        int moved = 0;
+        // last: residents to the near-data workers, while that ends the layer sooner under this link
+        if (workers_ && !off(Without::residents) && hits) {
+            std::sort(hits_.begin(), hits_.begin() + hits, [&](const Need& a, const Need& b) {
+                const double x = a.work * costs_.near_s - a.gpu_s, y = b.work * costs_.near_s - b.gpu_s;
+                return x != y ? x < y : a.at < b.at;
+            });
+            double left = here_s;
+            int& h = moved;
+            for (; h < hits; ++h) {
+                const int to = least_loaded();
+                const double more = std::max(span, load_[to] + hits_[h].work);
+                const double on_gpu = std::max(now_s + left - hits_[h].gpu_s + after, tail);
+                const double end = std::max(on_gpu, near_end(start, more, demand, demand, t));
+                if (end >= was) break;
+                give(hits_[h], action, worker);
+                left -= hits_[h].gpu_s;
+                span = more, was = end, gpu = on_gpu;
+                ++out.near_count;
+            }
+            here_s = left;
+        }
+        for (int i = 0; i < began; ++i) released(i, layer);
+
+        near = span > 0 ? near_end(start, span, demand, demand, t) : now_s;
+        out.end_s = std::max(gpu, near);
+        out.near_s = span > 0 ? near - start : 0.0;
+        out.link_s = demand;
+        expected_s_ = out.end_s - now_s;
+
+        // S: what one more resident would have saved here
+        double x = 0.0;
+        if (missing) x = std::max(0.0, std::max(gpu, span > 0 ? near_end(start, span, demand) : now_s) -
+                                           one_less(missing, flying, waits, moved, now_s, link0, start, here_s));
+        saved_[at(layer)] += 0.05 * (x - saved_[at(layer)]);
+        last_near_ += 0.02 * ((near_last ? 1.0 : 0.0) - last_near_);
+        loads_ += 0.02 * (loads - loads_);
+        asked_ *= 0.99;
+        done_ *= 0.99;
+        for (int i = 0; i < n; ++i) need_[needed[i]] = 0;
+        return out;
+    }
+
+    // A background copy of a miss has ended.
+    void filled() { done_ += 0.01; }
+
+    // The layer has run. share [E]: how much each expert was asked for, 0 to 1, by the router's scores; null: by use.
+    void used(int layer, int n, const std::int32_t* needed, const float* share) {
+        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        for (int i = 0; i < n; ++i) need_[needed[i]] = 1;
+        for (int e = 0; e < experts_; ++e) share_[e] = share ? static_cast<double>(share[e]) : need_[e];
+        if (named_layer_ == layer) {
+            for (std::size_t i = 0; i < named_.size(); ++i) {
+                double& p = precision_[static_cast<int>(i % static_cast<std::size_t>(named_ranks_))];
+                p += 0.002 * (need_[named_[i]] - p);
+            }
+            named_layer_ = -1;
+        }
+        const bool learn = since_ > 0 && !off(Without::learning) && !off(Without::values);
+        if (learn) remember(base);
+        double *f = &fast_[base], *s = &slow_[base], *q = &request_[base], *p = &popular_[base], *v = &value_[base];
+        const double *u = share_.data(), by_request = 1 / (80.0 + since_), by_all = 1 / (steps_ + known_);
+        const double w0 = weights_[0], w1 = weights_[1], w2 = weights_[2], w3 = weights_[3], w4 = weights_[4];
+        for (int e = 0; e < experts_; ++e) {
+            p[e] += (u[e] - p[e]) * by_all;
+            f[e] = kFast * f[e] + (1 - kFast) * u[e];
+            s[e] = kSlow * s[e] + (1 - kSlow) * u[e];
+            q[e] += (u[e] - q[e]) * by_request;
+            v[e] = w0 + w1 * f[e] + w2 * s[e] + w3 * q[e] + w4 * p[e];
+        }
+        if (learn) accumulate(base);
+        for (int i = 0; i < n; ++i) last_[base + needed[i]] = steps_;
+        if (off(Without::values))
+            for (int e = 0; e < experts_; ++e) v[e] = recent(base + e);
+        for (int i = 0; i < n; ++i) need_[needed[i]] = 0;
+        if (layer == layers_ - 1) end_token();
+    }
+
+    // Prompts of `requests` requests have run; from now on `batch` decode. counts [L * E]: uses in their `tokens` rows.
+    // hot [L * slots]: the experts of each layer to keep, greatest worth first.
+    void prompt_end(const std::int64_t* counts, double tokens, int requests, int batch, std::int32_t* hot) {
+        forget_pool();
+        since_ = 0;
+        const double others = double(batch - requests) / batch;
+        for (int l = 0; l < layers_; ++l) {
+            const std::size_t base = static_cast<std::size_t>(l) * experts_;
+            for (int e = 0; e < experts_; ++e) {
+                const std::size_t k = base + e;
+                const double alone = 1 - std::pow(1 - std::min(0.999, popular_[k]), 1.0 / batch);
+                const double p = (static_cast<double>(counts[k]) + kPrompt * requests * alone) / (tokens + kPrompt * requests);
+                const double one = together(std::min(p, 0.99), requests);
+                const double use = others > 0 ? 1 - (1 - one) * (1 - others * request_[k]) : one;
+                fast_[k] = slow_[k] = request_[k] = use;
+                value_[k] = dot(use, use, use, popular_[k]);
+                if (off(Without::values)) {
+                    last_[k] = steps_ - std::min(40L, std::max(1L, std::lround(1 / std::max(use, 0.02))));
+                    value_[k] = recent(k);
+                }
+                order_[e] = e;
+            }
+            const double* v = &value_[base];
+            const auto before = [v](std::int32_t a, std::int32_t b) { return v[a] != v[b] ? v[a] > v[b] : a < b; };
+            const int keep = std::min(slots_, experts_);
+            std::partial_sort(order_.begin(), order_.begin() + keep, order_.begin() + experts_, before);
+            std::copy(order_.begin(), order_.begin() + keep, hot + static_cast<std::size_t>(l) * slots_);
+        }
+    }
+
+    // The n residents of a layer that are worth least, least first, but for those of `keep`; how many there are.
+    int victims(int layer, int n, std::int32_t* out) {
+        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        int count = 0;
+        for (int e = 0; e < experts_; ++e)
+            if (states_[base + e] == kResident) order_[count++] = e;
+        n = std::min(n, count);
+        const double* v = &value_[base];
+        std::partial_sort(order_.begin(), order_.begin() + n, order_.begin() + count,
+                          [v](std::int32_t a, std::int32_t b) { return v[a] != v[b] ? v[a] < v[b] : a < b; });
+        for (int i = 0; i < n; ++i) out[i] = static_cast<std::int32_t>(base) + order_[i];
+        return n;
+    }
+
+    enum class Admission { free_slot, instead, refused };
+    // Whether an expert that is here, or arrives, takes a slot, after `used`; victim: whose.
+    Admission admit(std::int32_t key, std::int32_t& victim) const {
+        const int layer = key / experts_;
+        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        int count = 0, worst = -1;
+        double least = std::numeric_limits<double>::infinity();
+        for (int e = 0; e < experts_; ++e)
+            if (states_[base + e] == kResident && (++count, value_[base + e] < least)) least = value_[base + e], worst = e;
+        if (count < slots_) return Admission::free_slot;
+        victim = static_cast<std::int32_t>(base) + worst;
+        return off(Without::admission) || value_[at(key)] > least ? Admission::instead : Admission::refused;
+    }
+
+    // Correct the costs of an action by what was seen of it.
+    void saw(Action action, double expected_s, double seen_s) {
+        if (off(Without::correction) || !(expected_s > 0) || !(seen_s > 0)) return;
+        const double x = std::pow(std::min(10.0, std::max(0.1, seen_s / expected_s)), kStep);
+        if (action == Action::load || action == Action::wait) costs_.copy_s *= x;
+        if (action == Action::near_data) costs_.near_s *= x, costs_.near_busy_s *= x;
+        if (action == Action::run_here) costs_.gpu_s *= x, costs_.gpu_row_s *= x;
+    }
+
+    // The last planned layer took so long, from its plan to its end.
+    void took(double seen_s) {
+        expected_sum_ = 0.999 * expected_sum_ + seen_s;
+        error_sum_ = 0.999 * error_sum_ + std::abs(seen_s - expected_s_);
+    }
+    // Mean error of the predicted time of a layer, as a share of the time.
+    double error() const { return expected_sum_ > 0 ? error_sum_ / expected_sum_ : 0.0; }
+
+    // When near-data work of `span` experts of one row, begun at t0, is done, if the link copies until busy_s, and again
+    // from again_s to until_s.
+    double near_end(double t0, double span, double busy_s) const {
+        if (busy_s <= t0) return t0 + span * costs_.near_s;
+        const double slow = (busy_s - t0) / costs_.near_busy_s;
+        if (slow >= span) return t0 + span * costs_.near_busy_s;
+        return busy_s + (span - slow) * costs_.near_s;
+    }
+    double near_end(double t0, double span, double busy_s, double again_s, double until_s) const {
+        const double end = near_end(t0, span, busy_s);
+        if (end <= again_s) return end;
+        double done = 0.0;
+        if (again_s > t0)
+            done = std::max(0.0, std::min(busy_s, again_s) - t0) / costs_.near_busy_s +
+                   std::max(0.0, again_s - std::max(busy_s, t0)) / costs_.near_s;
+        return near_end(std::max(again_s, t0), span - done, until_s);
+    }
+
+  private:
+    static constexpr double kPrior = 20.0, kPrompt = 16.0;  // weight of the first weights, and of popularity, in tokens
+    struct Need { int at; std::int32_t expert; double gpu_s, work, value, arrives_s; };
+
+    std::size_t keys() const { return static_cast<std::size_t>(layers_) * static_cast<std::size_t>(experts_); }
+    static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+    bool off(Without part) const { return (without_ & static_cast<std::uint32_t>(part)) != 0; }
+    static std::uint8_t code(Action action) { return static_cast<std::uint8_t>(action); }
+    static double together(double p, int rows) { return rows == 1 ? p : 1 - std::pow(1 - p, rows); }
+    double recent(std::size_t k) const { return std::pow(kDiscount, static_cast<double>(steps_ - last_[k])); }
+    double dot(double f, double s, double q, double p) const {
+        return weights_[0] + weights_[1] * f + weights_[2] * s + weights_[3] * q + weights_[4] * p;
+    }
+    // V of an expert once it has been used now.
+    double value_if_used(std::size_t k) const {
+        if (off(Without::values)) return 1.0;
+        const double q = request_[k], n = 80.0 + since_;
+        return dot(kFast * fast_[k] + (1 - kFast), kSlow * slow_[k] + (1 - kSlow), q + (1 - q) / n, popular_[k]);
+    }
+    // The least V of a layer's residents, those needed now by their V after use; 0: a slot is free.
+    double least_value(int layer, bool now) const {
+        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        double least = std::numeric_limits<double>::infinity();
+        int count = 0;
+        for (int e = 0; e < experts_; ++e) {
+            if (states_[base + e] != kResident) continue;
+            ++count;
+            const double v = now && need_[e] ? value_if_used(base + e) : value_[base + e];
+            least = std::min(least, v);
+        }
+        return count < slots_ ? 0.0 : least;
+    }
+
+    // span_[k]: work of the busiest worker if the first k misses are loaded, the first w copies waited for, and the first
+    // `moved` residents are near data, too.
+    void fill_spans(int missing, int flying, int w, int moved = 0) {
+        std::fill(load_, load_ + std::max(1, workers_), 0.0);
+        double span = 0.0;
+        const auto add = [&](double work) {
+            double& load = load_[least_loaded()];
+            load += work;
+            span = std::max(span, load);
+        };
+        for (int i = 0; i < moved; ++i) add(hits_[i].work);
+        for (int i = w; i < flying; ++i) add(flights_[i].work);
+        span_[missing] = span;
+        for (int k = missing - 1; k >= 0; --k) {
+            add(misses_[k].work);
+            span_[k] = span;
+        }
+    }
+    int least_loaded() const {
+        int found = 0;
+        for (int i = 1; i < workers_; ++i)
+            if (load_[i] < load_[found]) found = i;
+        return found;
+    }
+    double give(const Need& m, std::uint8_t* action, std::uint8_t* worker) {
+        const int to = least_loaded();
+        action[m.at] = code(Action::near_data);
+        worker[m.at] = static_cast<std::uint8_t>(to);
+        return load_[to] += m.work;
+    }
+    // The best end of this layer if the last of the misses had been resident.
+    double one_less(int missing, int flying, int waits, int moved, double now_s, double link0, double start, double here_s) {
+        const int count = missing - 1;
+        fill_spans(count, flying, waits, moved);
+        double gpu = now_s + here_s + misses_[count].gpu_s, link = link0, best = std::numeric_limits<double>::infinity();
+        for (int i = 0; i < waits; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s;
+        for (int k = 0; k <= count; ++k) {
+            if (k) {
+                if (off(Without::split) && workers_) break;
+                link += costs_.copy_s;
+                gpu = std::max(gpu, link) + misses_[k - 1].gpu_s;
+            }
+            if (!workers_ && span_[k] > 0) continue;
+            best = std::min(best, std::max(gpu, span_[k] > 0 ? near_end(start, span_[k], link) : now_s));
+        }
+        return best;
+    }
+
+    // -- background copies: the best kPool, kept until their layer comes
+
+    void forget_pool(int layer = -1) {
+        int kept = 0;
+        for (int i = 0; i < pool_count_; ++i) {
+            const std::int32_t key = pool_[i].key;
+            if (layer >= 0 && key / experts_ != layer && states_[at(key)] == 0) pool_[kept++] = pool_[i];
+            else pooled_[at(key)] = 0;
+        }
+        pool_count_ = kept;
+    }
+    void pool(const Wanted& one) {
+        if (pooled_[at(one.key)]) return;
+        if (pool_count_ == kPool) {
+            if (pool_[kPool - 1].worth_s >= one.worth_s) return;
+            pooled_[at(pool_[--pool_count_].key)] = 0;
+        }
+        int i = pool_count_++;
+        for (; i > 0 && pool_[i - 1].worth_s < one.worth_s; --i) pool_[i] = pool_[i - 1];
+        pool_[i] = one;
+        pooled_[at(one.key)] = 1;
+    }
+    void prefetch(int layer, double demand, double next) {
+        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        int touched = 0;
+        for (std::size_t i = 0; i < named_.size(); ++i) {
+            const std::int32_t e = named_[i];
+            if (chance_[e] == 0.0) touched_[touched++] = e;
+            chance_[e] = 1 - (1 - chance_[e]) * (1 - precision_[static_cast<int>(i % static_cast<std::size_t>(named_ranks_))]);
+        }
+        const double least = least_value(layer, false);
+        const double late = std::max(0.0, demand + costs_.copy_s - next);
+        const double timely = std::max(0.0, 1 - late / costs_.copy_s);
+        for (int i = 0; i < touched; ++i) {
+            const std::int32_t e = touched_[i];
+            if (states_[base + e] == 0) {
+                const double later = off(Without::background) ? 0.0 : std::max(0.0, value_if_used(base + e) - least);
+                const double x = saved_[at(layer)] * chance_[e] * (timely + later);
+                if (x > 0) pool({static_cast<std::int32_t>(base) + e, -1, x, true});
+            }
+            chance_[e] = 0.0;
+        }
+    }
+    // The i-th of the pool may begin: name its victim, another one than those before it.
+    void released(int i, int current) {
+        Wanted one = pool_[i];
+        const int layer = one.key / experts_;
+        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        int count = 0;
+        double least = std::numeric_limits<double>::infinity();
+        for (int e = 0; e < experts_; ++e) {
+            if (states_[base + e] != kResident) continue;
+            ++count;
+            if (!(value_[base + e] < least) || (layer == current && need_[e])) continue;
+            bool taken = false;
+            for (int j = 0; j < released_; ++j) taken |= wanted_[j].victim == static_cast<std::int32_t>(base) + e;
+            if (!taken) least = value_[base + e], one.victim = static_cast<std::int32_t>(base) + e;
+        }
+        int coming = 0;
+        for (int j = 0; j < released_; ++j) coming += wanted_[j].key / experts_ == layer;
+        if (count + coming < slots_) one.victim = -1;
+        wanted_[released_++] = one;
+    }
+
+    // -- the learned worth of being resident: least-squares temporal differences over averages of use
+
+    void remember(std::size_t base) {
+        sampled_ = 0;
+        for (int e = static_cast<int>((4 - steps_ % 4) % 4); e < experts_; e += 4) {
+            const std::size_t k = base + e;
+            double* v = before_[sampled_++ % kSamples];
+            v[0] = 1.0, v[1] = fast_[k], v[2] = slow_[k], v[3] = request_[k], v[4] = popular_[k];
+        }
+    }
+    void accumulate(std::size_t base) {
+        double add[kFeatures][kFeatures] = {}, to[kFeatures] = {};
+        int i = 0;
+        for (int e = static_cast<int>((4 - steps_ % 4) % 4); e < experts_; e += 4) {
+            const std::size_t k = base + e;
+            const double* v = before_[i++ % kSamples];
+            const double d[kFeatures] = {v[0] - kDiscount, v[1] - kDiscount * fast_[k], v[2] - kDiscount * slow_[k],
+                                         v[3] - kDiscount * request_[k], v[4] - kDiscount * popular_[k]};
+            const double u = need_[e];
+            for (int a = 0; a < kFeatures; ++a) {
+                to[a] += v[a] * u;
+                for (int b = 0; b < kFeatures; ++b) add[a][b] += v[a] * d[b];
+            }
+        }
+        for (int a = 0; a < kFeatures; ++a) {
+            target_[a] += to[a];
+            for (int b = 0; b < kFeatures; ++b) system_[a][b] += add[a][b];
+        }
+    }
+    void end_token() {
+        if (steps_ % 4 == 3 && !off(Without::learning)) {
+            solve();
+            for (int a = 0; a < kFeatures; ++a) {
+                target_[a] = 0.99 * target_[a] + 0.01 * kPrior * first_[a];
+                for (int b = 0; b < kFeatures; ++b) system_[a][b] = 0.99 * system_[a][b] + (a == b ? 0.01 * kPrior : 0.0);
+            }
+        }
+        ++steps_;
+        ++since_;
+    }
+    void solve() {  // weights_ = system_^-1 target_, by elimination with row exchange
+        double m[kFeatures][kFeatures], x[kFeatures];
+        std::copy(&system_[0][0], &system_[0][0] + kFeatures * kFeatures, &m[0][0]);
+        std::copy(target_, target_ + kFeatures, x);
+        for (int i = 0; i < kFeatures; ++i) {
+            int p = i;
+            for (int r = i + 1; r < kFeatures; ++r)
+                if (std::abs(m[r][i]) > std::abs(m[p][i])) p = r;
+            std::swap(x[i], x[p]);
+            for (int k = 0; k < kFeatures; ++k) std::swap(m[i][k], m[p][k]);
+            if (std::abs(m[i][i]) < 1e-12) return;
+            for (int r = i + 1; r < kFeatures; ++r) {
+                const double f = m[r][i] / m[i][i];
+                for (int k = i; k < kFeatures; ++k) m[r][k] -= f * m[i][k];
+                x[r] -= f * x[i];
+            }
+        }
+        for (int i = kFeatures - 1; i >= 0; --i) {
+            for (int k = i + 1; k < kFeatures; ++k) x[i] -= m[i][k] * x[k];
+            x[i] /= m[i][i];
+        }
+        std::copy(x, x + kFeatures, weights_);
+    }
+
+    static constexpr int kSamples = 1024;  // a quarter of 4,096 experts
+    int layers_, experts_, slots_, workers_;
+    std::uint32_t without_;
+    PlannerCosts costs_;
+    const std::uint8_t* states_;
+    std::vector<double> fast_, slow_, request_, popular_, value_;  // [L * E]: phi, and V
+    std::vector<std::int64_t> last_;                               // [L * E]: step of the last use
+    std::vector<double> saved_;                                    // [L]: S
+    std::vector<std::uint8_t> pooled_;                             // [L * E]
+    std::vector<double> need_, chance_, share_;                    // [E]
+    std::vector<Need> misses_, hits_, flights_;
+    std::vector<std::int32_t> touched_;
+    std::vector<double> span_;
+    std::vector<std::int32_t> order_;
+    std::vector<std::int32_t> named_;  // [rows, ranks]: predicted for named_layer_
+    int named_layer_ = -1, named_ranks_ = 1;
+    double load_[kMaxWorkers] = {};
+    Wanted pool_[kPool], wanted_[kPool];
+    int pool_count_ = 0, released_ = 0;
+    double first_[kFeatures], weights_[kFeatures], target_[kFeatures], system_[kFeatures][kFeatures];
+    double before_[kSamples][kFeatures];
+    int sampled_ = 0;
+    double precision_[kRanks];
+    double known_ = 20.0, asked_ = 0.1, done_ = 0.05, last_near_ = 0.5, loads_ = 0.5;
+    std::int64_t steps_ = 0, since_ = 0;
+    double expected_s_ = 0.0, expected_sum_ = 0.0, error_sum_ = 0.0;
+};
+
+}  // namespace tiermoe

@@ -1,0 +1,318 @@
+// Bindings of planner.hpp. Arrays are contiguous buffers, whose sizes and numbers are checked here.
+#include "planner.hpp"
+
+#include <cmath>
+#include <memory>
+
+#include "bindings.hpp"
+
+namespace tiermoe::bindings {
+namespace {
+
+constexpr const char* kPlanner = "tiermoe.kernels.Planner";
+constexpr long long kMostExperts = 4096;  // of a layer: `Planner` samples a quarter
+
+// A contiguous buffer of so many bytes a row, held while in scope.
+class Rows {
+  public:
+    Rows() = default;
+    Rows(const Rows&) = delete;
+    ~Rows() {
+        if (held_) PyBuffer_Release(&view_);
+    }
+    bool take(PyObject* object, std::int64_t row_bytes, bool writable = false) {
+        if (PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) != 0) return false;
+        held_ = true;
+        return view_.len % row_bytes == 0 || refuse("a buffer has another row", static_cast<long long>(view_.len));
+    }
+    template <typename T>
+    T* data() const {
+        return static_cast<T*>(view_.buf);
+    }
+    std::int64_t bytes() const { return view_.len; }
+
+  private:
+    Py_buffer view_{};
+    bool held_ = false;
+};
+
+struct Held {
+    Rows states;  // the caller's, for the planner's life
+    std::unique_ptr<Planner> planner;
+};
+
+void delete_planner(PyObject* capsule) { delete static_cast<Held*>(PyCapsule_GetPointer(capsule, kPlanner)); }
+
+Planner* planner_of(PyObject* capsule) {
+    auto* held = static_cast<Held*>(PyCapsule_GetPointer(capsule, kPlanner));
+    return held ? held->planner.get() : nullptr;
+}
+
+bool is_layer(const Planner& planner, long long layer) {
+    return (layer >= 0 && layer < planner.layers()) || refuse("there is no such layer", layer);
+}
+
+// int32 [n] experts of one layer.
+bool take_experts(const Planner& planner, PyObject* given, Rows& experts, int& n) {
+    if (!experts.take(given, 4)) return false;
+    n = static_cast<int>(experts.bytes() / 4);
+    for (int i = 0; i < n; ++i)
+        if (const long long e = experts.data<std::int32_t>()[i]; e < 0 || e >= planner.experts())
+            return refuse("there is no such expert", e);
+    return true;
+}
+
+bool has(const Rows& rows, std::int64_t bytes, const char* what) {
+    return rows.bytes() == bytes || refuse(what, static_cast<long long>(rows.bytes()));
+}
+
+// planner(layers, experts, top_k, slots, workers, costs: tuple of `PlannerCosts`, states: uint8 [L E], without) -> capsule
+PyObject* planner(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 8)) return nullptr;
+    long long numbers[5];
+    for (int i = 0; i < 5; ++i) numbers[i] = PyLong_AsLongLong(args[i]);
+    const auto [layers, experts, top_k, slots, workers] = numbers;
+    const unsigned long without = PyLong_AsUnsignedLong(args[7]);
+    PlannerCosts costs;
+    if (!PyArg_ParseTuple(args[5], "dddddddd", &costs.copy_s, &costs.gpu_s, &costs.gpu_row_s, &costs.near_s,
+                          &costs.near_busy_s, &costs.free_rows, &costs.message_s, &costs.dense_s) ||
+        PyErr_Occurred())
+        return nullptr;
+    if (layers < 1 || layers > 1 << 20 || experts < 1 || experts > kMostExperts) {
+        refuse("a planner has 1 layer or more, of 1 to 4096 experts", layers < 1 ? layers : experts);
+        return nullptr;
+    }
+    if (top_k < 1 || top_k > experts || slots < 0 || slots > experts) {
+        refuse("top_k and the slots of a layer are at most its experts", top_k < 1 || top_k > experts ? top_k : slots);
+        return nullptr;
+    }
+    if (workers < 0 || workers > Planner::kMaxWorkers) {
+        refuse("a planner knows 0 to 64 near-data workers", workers);
+        return nullptr;
+    }
+    for (const double cost : {costs.copy_s, costs.gpu_s, costs.near_s, costs.near_busy_s, costs.free_rows})
+        if (!(cost > 0) || !std::isfinite(cost)) return PyErr_SetString(PyExc_ValueError, "a cost is not above 0"), nullptr;
+    for (const double cost : {costs.gpu_row_s, costs.message_s, costs.dense_s})
+        if (!(cost >= 0) || !std::isfinite(cost)) return PyErr_SetString(PyExc_ValueError, "a cost is below 0"), nullptr;
+    auto held = std::make_unique<Held>();
+    if (!held->states.take(args[6], 1) || !has(held->states, layers * experts, "states are [L * E], not"))
+        return nullptr;
+    held->planner = std::make_unique<Planner>(static_cast<int>(layers), static_cast<int>(experts),
+                                              static_cast<int>(top_k), static_cast<int>(slots),
+                                              static_cast<int>(workers), costs, held->states.data<std::uint8_t>(),
+                                              static_cast<std::uint32_t>(without));
+    PyObject* capsule = PyCapsule_New(held.get(), kPlanner, delete_planner);
+    if (capsule) held.release();
+    return capsule;
+}
+
+// plan(planner, layer, needed: int32 [n], rows: int32 [n], now_s, link_free_s, flight_keys: int32 [F],
+//              arrival_s: float64 [F], action: uint8 [n], worker: uint8 [n])
+//   -> (end_s, near_s, link_s, loads, near, waits, wanted: list of (key, victim, worth_s, prefetch))
+PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 10)) return nullptr;
+    Planner* planner = planner_of(args[0]);
+    if (!planner) return nullptr;
+    const long long layer = PyLong_AsLongLong(args[1]);
+    const double now_s = PyFloat_AsDouble(args[4]), link_free_s = PyFloat_AsDouble(args[5]);
+    Rows needed, rows, keys, arrivals, action, worker;
+    int n = 0;
+    if (PyErr_Occurred() || !is_layer(*planner, layer) || !take_experts(*planner, args[2], needed, n) ||
+        !rows.take(args[3], 4) || !keys.take(args[6], 4) || !arrivals.take(args[7], 8) ||
+        !action.take(args[8], 1, true) || !worker.take(args[9], 1, true))
+        return nullptr;
+    const std::int64_t flights = keys.bytes() / 4;
+    if (n > planner->experts()) return refuse("more experts are needed than a layer has", n), nullptr;
+    if (!has(rows, 4 * n, "rows are int32 [n], not bytes:") || !has(arrivals, 8 * flights, "arrivals are float64 [F], not bytes:") ||
+        !has(action, n, "actions are uint8 [n], not bytes:") || !has(worker, n, "workers are uint8 [n], not bytes:"))
+        return nullptr;
+    const Planned found = planner->plan(static_cast<int>(layer), n, needed.data<std::int32_t>(),
+                                        rows.data<std::int32_t>(), now_s, link_free_s, static_cast<int>(flights),
+                                        keys.data<std::int32_t>(), arrivals.data<double>(),
+                                        action.data<std::uint8_t>(), worker.data<std::uint8_t>());
+    PyObject* wanted = PyList_New(planner->wanted_count());
+    for (int i = 0; wanted && i < planner->wanted_count(); ++i) {
+        const Wanted& one = planner->wanted(i);
+        PyObject* item = Py_BuildValue("iidO", one.key, one.victim, one.worth_s, one.prefetch ? Py_True : Py_False);
+        if (!item) Py_CLEAR(wanted);
+        if (wanted) PyList_SET_ITEM(wanted, i, item);
+    }
+    if (!wanted) return nullptr;
+    return Py_BuildValue("dddiiiN", found.end_s, found.near_s, found.link_s, found.loads, found.near_count, found.waits,
+                         wanted);
+}
+
+// predict(planner, layer, ids: int32 [rows, ranks], ranks)
+PyObject* predict(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 4)) return nullptr;
+    Planner* planner = planner_of(args[0]);
+    if (!planner) return nullptr;
+    const long long layer = PyLong_AsLongLong(args[1]), ranks = PyLong_AsLongLong(args[3]);
+    Rows ids;
+    int n = 0;
+    if (PyErr_Occurred() || !is_layer(*planner, layer) || !take_experts(*planner, args[2], ids, n)) return nullptr;
+    if (ranks < 1 || n % ranks) return refuse("predictions are [rows, ranks], not of ranks", ranks), nullptr;
+    planner->predict(static_cast<int>(layer), static_cast<int>(n / ranks), static_cast<int>(ranks),
+                     ids.data<std::int32_t>());
+    Py_RETURN_NONE;
+}
+
+// used(planner, layer, needed: int32 [n], share: float32 [E] or None)
+PyObject* used(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 4)) return nullptr;
+    Planner* planner = planner_of(args[0]);
+    if (!planner) return nullptr;
+    const long long layer = PyLong_AsLongLong(args[1]);
+    Rows needed, share;
+    int n = 0;
+    if (PyErr_Occurred() || !is_layer(*planner, layer) || !take_experts(*planner, args[2], needed, n)) return nullptr;
+    const bool given = args[3] != Py_None;
+    if (given && (!share.take(args[3], 4) || !has(share, 4 * planner->experts(), "shares are float32 [E], not bytes:")))
+        return nullptr;
+    planner->used(static_cast<int>(layer), n, needed.data<std::int32_t>(), given ? share.data<float>() : nullptr);
+    Py_RETURN_NONE;
+}
+
+// prompt_end(planner, counts: int64 [L E], tokens, requests, batch, hot: int32 [L slots])
+PyObject* prompt_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 6)) return nullptr;
+    Planner* planner = planner_of(args[0]);
+    if (!planner) return nullptr;
+    const double tokens = PyFloat_AsDouble(args[2]);
+    const long long requests = PyLong_AsLongLong(args[3]), batch = PyLong_AsLongLong(args[4]);
+    Rows counts, hot;
+    if (PyErr_Occurred() || !counts.take(args[1], 8) || !hot.take(args[5], 4, true) ||
+        !has(counts, 8LL * planner->layers() * planner->experts(), "counts are int64 [L, E], not bytes:") ||
+        !has(hot, 4LL * planner->layers() * planner->slots(), "hot is int32 [L, slots], not bytes:"))
+        return nullptr;
+    if (requests < 1 || batch < requests) return refuse("prompts are of 1 request or more of the batch, not", requests), nullptr;
+    if (!(tokens >= 0)) return refuse("a prompt has 0 tokens or more", static_cast<long long>(tokens)), nullptr;
+    planner->prompt_end(counts.data<std::int64_t>(), tokens, static_cast<int>(requests), static_cast<int>(batch),
+                        hot.data<std::int32_t>());
+    Py_RETURN_NONE;
+}
+
+// popularity(planner, counts: int64 [L E], tokens, top_k, batch)
+PyObject* popularity(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 5)) return nullptr;
+    Planner* planner = planner_of(args[0]);
+    if (!planner) return nullptr;
+    const double tokens = PyFloat_AsDouble(args[2]);
+    const long long top_k = PyLong_AsLongLong(args[3]), batch = PyLong_AsLongLong(args[4]);
+    Rows counts;
+    if (PyErr_Occurred() || !counts.take(args[1], 8) ||
+        !has(counts, 8LL * planner->layers() * planner->experts(), "counts are int64 [L, E], not bytes:"))
+        return nullptr;
+    if (batch < 1 || !(tokens >= 0)) return refuse("popularity needs a batch of 1 or more, not", batch), nullptr;
+    planner->popularity(counts.data<std::int64_t>(), tokens, static_cast<int>(top_k), static_cast<int>(batch));
+    Py_RETURN_NONE;
+}
+
+// victims(planner, layer, n) -> keys
+PyObject* victims(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 3)) return nullptr;
+    Planner* planner = planner_of(args[0]);
+    if (!planner) return nullptr;
+    const long long layer = PyLong_AsLongLong(args[1]), n = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred() || !is_layer(*planner, layer)) return nullptr;
+    std::vector<std::int32_t> found(static_cast<std::size_t>(planner->experts()));
+    const long long most = std::min<long long>(std::max(0LL, n), planner->experts());
+    found.resize(static_cast<std::size_t>(planner->victims(static_cast<int>(layer), static_cast<int>(most), found.data())));
+    return list_of(std::vector<std::int64_t>(found.begin(), found.end()));
+}
+
+bool take_key(const Planner& planner, PyObject* given, long long& key) {
+    key = PyLong_AsLongLong(given);
+    if (PyErr_Occurred()) return false;
+    return (key >= 0 && key < 1LL * planner.layers() * planner.experts()) || refuse("there is no such expert", key);
+}
+
+// admit(planner, key) -> (admitted, victim or -1)
+PyObject* admit(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    long long key;
+    Planner* planner = expect(count, 2) ? planner_of(args[0]) : nullptr;
+    if (!planner || !take_key(*planner, args[1], key)) return nullptr;
+    std::int32_t victim = -1;
+    const auto found = planner->admit(static_cast<std::int32_t>(key), victim);
+    if (found == Planner::Admission::refused) victim = -1;
+    return Py_BuildValue("Oi", found == Planner::Admission::refused ? Py_False : Py_True, victim);
+}
+
+// worth(planner, key) -> seconds: S of its layer times V
+PyObject* worth(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    long long key;
+    Planner* planner = expect(count, 2) ? planner_of(args[0]) : nullptr;
+    if (!planner || !take_key(*planner, args[1], key)) return nullptr;
+    return PyFloat_FromDouble(planner->value(static_cast<std::int32_t>(key)) *
+                              planner->saved_s(static_cast<int>(key / planner->experts())));
+}
+
+// saw(planner, action, expected_s, seen_s)
+PyObject* saw(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Planner* planner = expect(count, 4) ? planner_of(args[0]) : nullptr;
+    if (!planner) return nullptr;
+    const long long action = PyLong_AsLongLong(args[1]);
+    const double expected_s = PyFloat_AsDouble(args[2]), seen_s = PyFloat_AsDouble(args[3]);
+    if (PyErr_Occurred()) return nullptr;
+    if (action < 0 || action > 3) return refuse("there is no such action", action), nullptr;
+    planner->saw(static_cast<Action>(action), expected_s, seen_s);
+    Py_RETURN_NONE;
+}
+
+// took(planner, seen_s)
+PyObject* took(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Planner* planner = expect(count, 2) ? planner_of(args[0]) : nullptr;
+    const double seen_s = planner ? PyFloat_AsDouble(args[1]) : 0.0;
+    if (!planner || PyErr_Occurred()) return nullptr;
+    planner->took(seen_s);
+    Py_RETURN_NONE;
+}
+
+// filled(planner)
+PyObject* filled(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Planner* planner = expect(count, 1) ? planner_of(args[0]) : nullptr;
+    if (!planner) return nullptr;
+    planner->filled();
+    Py_RETURN_NONE;
+}
+
+// costs(planner) -> the tuple of `planner`, as corrected
+PyObject* costs(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Planner* planner = expect(count, 1) ? planner_of(args[0]) : nullptr;
+    if (!planner) return nullptr;
+    const PlannerCosts& c = planner->costs();
+    return Py_BuildValue("dddddddd", c.copy_s, c.gpu_s, c.gpu_row_s, c.near_s, c.near_busy_s, c.free_rows, c.message_s,
+                         c.dense_s);
+}
+
+// error(planner) -> share of the time
+PyObject* error(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Planner* planner = expect(count, 1) ? planner_of(args[0]) : nullptr;
+    return planner ? PyFloat_FromDouble(planner->error()) : nullptr;
+}
+
+PyMethodDef methods[] = {
+    {"planner", fast(planner), METH_FASTCALL, "A planner; see planner.hpp."},
+    {"plan", fast(plan), METH_FASTCALL, "Actions of a layer's experts, and background copies."},
+    {"predict", fast(predict), METH_FASTCALL, "Experts that a later layer is predicted to need."},
+    {"used", fast(used), METH_FASTCALL, "A layer has run."},
+    {"prompt_end", fast(prompt_end), METH_FASTCALL, "Prompts have run: the experts to keep."},
+    {"popularity", fast(popularity), METH_FASTCALL, "Popularity from elsewhere."},
+    {"victims", fast(victims), METH_FASTCALL, "A layer's residents of least worth."},
+    {"admit", fast(admit), METH_FASTCALL, "Whether an expert takes a slot, and whose."},
+    {"worth", fast(worth), METH_FASTCALL, "Seconds that keeping an expert is worth."},
+    {"saw", fast(saw), METH_FASTCALL, "Correct the costs of an action."},
+    {"took", fast(took), METH_FASTCALL, "A layer's seen time."},
+    {"filled", fast(filled), METH_FASTCALL, "A background copy of a miss has ended."},
+    {"costs", fast(costs), METH_FASTCALL, "Costs as corrected."},
+    {"error", fast(error), METH_FASTCALL, "Mean error of predicted layer times."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_planner", "The planner of `auto`.", -1, methods,
+                          nullptr,               nullptr,    nullptr,                 nullptr};
+
+}  // namespace
+}  // namespace tiermoe::bindings
+
+PyMODINIT_FUNC PyInit__planner() { return PyModule_Create(&tiermoe::bindings::definition); }

@@ -1,0 +1,392 @@
+"""The planner of `auto`: decisions to the letter, against brute force, and the formulas of its first simulation."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tiermoe.actors.policies.auto import Action, Auto, Costs, Without, kept_keys, router_shares
+from tiermoe.kernels import _planner
+
+HERE, WAIT, LOAD, NEAR = Action
+COSTS = Costs(10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)  # a copy takes 10, near data 4, the GPU 1
+ABSENT, LOADING, RESIDENT = 0, 1, 2
+
+
+def auto(
+    costs: Costs = COSTS, experts: int = 8, slots: int = 4, workers: int = 1, layers: int = 2,
+    without: Without = Without.NOTHING,
+) -> Auto:  # fmt: skip
+    return Auto(_planner, layers, experts, 2, slots, costs, workers, np.zeros((layers, experts), np.uint8), without)
+
+
+def planned(planner: Auto, needed: list[int], rows: list[int] | None = None, **given: object) -> list[Action]:
+    asked = {"now_s": 0.0, "link_free_s": 0.0} | given
+    ids = np.array(needed, np.int32)
+    found = planner.plan(0, ids, np.array(rows or [1] * len(needed), np.int32), **asked)  # type: ignore[arg-type]
+    return [Action(action) for action in found.actions]
+
+
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_here_runs_here() -> None:
+    planner = auto()
+    planner.states[0, :4] = RESIDENT
+    assert planned(planner, [1, 3]) == [HERE, HERE]
+
+
+def test_without_workers_every_miss_is_loaded() -> None:
+    planner = auto(workers=0)
+    planner.states[0, 0] = RESIDENT
+    assert planned(planner, [0, 5, 6]) == [HERE, LOAD, LOAD]
+
+
+def test_misses_split_so_that_link_and_worker_end_together() -> None:
+    """Of 7 misses the worker does 5 in 20 s while the link brings 2 in 20 s; any other split ends later."""
+    planner = auto(without=Without.FUTURE)
+    found = planned(planner, list(range(7)))
+    assert found.count(LOAD) == 2
+    assert found.count(NEAR) == 5
+
+
+def test_the_link_gets_none_where_the_worker_is_done_before_one_copy() -> None:
+    assert planned(auto(without=Without.FUTURE), [0, 1]) == [NEAR, NEAR]
+
+
+def test_contention_moves_the_split() -> None:
+    """Near-data work takes 20 s an expert while the link copies: 3 misses are best left to it alone."""
+    alone = planned(auto(replace(COSTS, copy_s=8.0), without=Without.FUTURE), [0, 1, 2])
+    slowed = planned(auto(replace(COSTS, copy_s=8.0, near_busy_s=20.0), without=Without.FUTURE), [0, 1, 2])
+    assert (alone.count(LOAD), slowed.count(LOAD)) == (1, 0)
+
+
+def test_two_workers_share() -> None:
+    planner = auto(workers=2, without=Without.FUTURE)
+    ids = np.arange(4, dtype=np.int32)
+    found = planner.plan(0, ids, np.ones(4, np.int32), 0.0, 0.0)
+    assert found.actions.tolist() == [NEAR] * 4
+    assert sorted(found.workers.tolist()) == [0, 0, 1, 1]
+    assert found.near_s == 8.0
+
+
+def test_rows_beyond_the_free_ones_cost_the_worker() -> None:
+    """50 rows of expert 2 take the worker as long as 5 experts: it is the one to load."""
+    planner = auto(replace(COSTS, free_rows=10.0), without=Without.FUTURE)
+    assert planned(planner, [1, 2, 3], rows=[1, 50, 1]) == [NEAR, LOAD, NEAR]
+
+
+@pytest.mark.parametrize(("arrives_s", "expected"), [(2.0, WAIT), (30.0, NEAR)])
+def test_waiting_is_an_option_not_a_duty(arrives_s: float, expected: Action) -> None:
+    planner = auto()
+    planner.states[0, 6] = LOADING
+    flight = {"flight_keys": np.array([6], np.int32), "arrival_s": np.array([arrives_s]), "link_free_s": arrives_s}
+    assert planned(planner, [6], **flight) == [expected]
+
+
+def test_without_workers_a_copy_under_way_is_waited_for() -> None:
+    planner = auto(workers=0)
+    planner.states[0, 6] = LOADING
+    late = {"flight_keys": np.array([6], np.int32), "arrival_s": np.array([99.0]), "link_free_s": 99.0}
+    assert planned(planner, [6, 7], **late) == [WAIT, LOAD]
+
+
+def test_residents_go_near_data_while_that_ends_the_layer_sooner() -> None:
+    """Four residents take 20 s here; the worker takes one in 4 s, two in 8 s, three would end at 12 s."""
+    planner = auto(replace(COSTS, gpu_s=5.0))
+    planner.states[0, :4] = RESIDENT
+    assert planned(planner, [0, 1, 2, 3]).count(NEAR) == 2
+    kept = auto(replace(COSTS, gpu_s=5.0), without=Without.RESIDENTS)
+    kept.states[0, :4] = RESIDENT
+    assert planned(kept, [0, 1, 2, 3]) == [HERE] * 4
+
+
+def test_a_miss_computed_near_data_is_copied_behind_it_once_its_worth_exceeds_the_price() -> None:
+    """With free slots and an idle link a copy costs nothing but what it delays: here nothing."""
+    planner = auto(replace(COSTS, near_s=3.0, near_busy_s=3.0))
+    ids = np.array([5], np.int32)
+    found = planner.plan(0, ids, np.ones(1, np.int32), 0.0, 0.0)
+    assert found.actions.tolist() == [NEAR]
+    assert [(one.key, one.victim, one.prefetch) for one in found.wanted] == [(5, None, False)]
+    dear = auto(replace(COSTS, near_s=3.0, near_busy_s=1e9, dense_s=0.0))  # it would stop the worker
+    assert dear.plan(0, ids, np.ones(1, np.int32), 0.0, 0.0).wanted == []
+
+
+def test_background_copies_name_different_victims_and_spare_what_runs_now() -> None:
+    planner = auto(replace(COSTS, copy_s=1.5, near_s=1.0, near_busy_s=1.0, dense_s=50.0), slots=3)
+    for _ in range(40):  # 4 and 5 become worth more than 1 and 2
+        planner.used(0, np.array([4, 5], np.int32))
+        planner.used(1, np.array([4, 5], np.int32))
+    planner.states[0, :3] = RESIDENT
+    found = planner.plan(0, np.array([0, 4, 5], np.int32), np.ones(3, np.int32), 0.0, 0.0)
+    victims = [one.victim for one in found.wanted]
+    assert {one.key for one in found.wanted} == {4, 5} - {int(e) for e in (4, 5) if found.actions[e - 3] == LOAD}
+    assert set(victims) <= {1, 2}
+    assert len(set(victims)) == len(victims)
+
+
+def test_prefetches_follow_the_next_routers_prediction() -> None:
+    planner = auto(replace(COSTS, dense_s=40.0))
+    planner.states[0, 0] = RESIDENT
+    planner.predict(1, np.array([[3, 4]], np.int32))
+    found = planner.plan(0, np.array([0], np.int32), np.ones(1, np.int32), 0.0, 0.0)
+    assert [(one.key, one.prefetch) for one in found.wanted] == [(8 + 3, True), (8 + 4, True)]
+    none = auto(replace(COSTS, dense_s=40.0), without=Without.PREFETCH)
+    none.states[0, 0] = RESIDENT
+    none.predict(1, np.array([[3, 4]], np.int32))
+    assert none.plan(0, np.array([0], np.int32), np.ones(1, np.int32), 0.0, 0.0).wanted == []
+
+
+# -- worth -------------------------------------------------------------------------------------------------------------
+
+
+def _run(planner: Auto, steps: int, *needed: int) -> None:
+    for _ in range(steps):
+        for layer in range(planner.layers):
+            planner.used(layer, np.array(needed, np.int32))
+
+
+def test_victims_are_those_least_used_and_a_hot_expert_is_admitted_in_their_place() -> None:
+    planner = auto(slots=3)
+    planner.states[0, [1, 2, 6]] = RESIDENT
+    _run(planner, 6, 1, 6, 3)
+    _run(planner, 6, 6, 3)
+    assert planner.victims(0, 3) == [2, 1, 6]
+    assert planner.admit(3) == (True, 2)
+    assert planner.admit(5) == (False, None)
+    planner.states[0, 1] = ABSENT
+    assert planner.admit(5) == (True, None)
+
+
+def test_after_a_prompt_the_experts_that_it_used_most_stay() -> None:
+    planner = auto(slots=2)
+    counts = np.zeros((2, 8), np.int64)
+    counts[0, [5, 7]] = 30, 40
+    counts[1, [0, 3]] = 20, 10
+    assert planner.prompt_end(counts, tokens=64, requests=1, batch=1).tolist() == [[7, 5], [0, 3]]
+    assert kept_keys(np.array([[7, 5], [0, 3]], np.int32), 8) == [7, 5, 8, 11]
+
+
+def test_a_prompt_beside_others_that_decode_leaves_what_they_use() -> None:
+    planner = auto(slots=2)
+    _run(planner, 200, 1)
+    counts = np.zeros((2, 8), np.int64)
+    counts[:, 6] = 60
+    assert set(planner.prompt_end(counts, 64, requests=1, batch=4)[0].tolist()) == {1, 6}
+
+
+def test_saved_popularity_decides_before_anything_was_seen() -> None:
+    planner = auto(slots=2)
+    counts = np.zeros((2, 8), np.int64)
+    counts[:, [2, 4]] = 900
+    planner.popularity(counts, 1000)
+    assert set(planner.prompt_end(np.zeros((2, 8), np.int64), 0, 1, 1)[1].tolist()) == {2, 4}
+
+
+def test_costs_follow_what_was_seen_each_by_its_own_factor() -> None:
+    planner = auto()
+    for _ in range(60):
+        planner.saw(Action.LOAD, planner.costs.copy_s, 20.0)
+    assert planner.costs.copy_s == pytest.approx(20.0, rel=0.01)
+    assert planner.costs.near_s == COSTS.near_s
+    planner.saw(Action.NEAR_DATA, 1.0, 2.0)
+    assert planner.costs.near_s == pytest.approx(COSTS.near_s * 2**0.1)
+    fixed = auto(without=Without.CORRECTION)
+    fixed.saw(Action.LOAD, 1.0, 2.0)
+    assert fixed.costs == COSTS
+
+
+def test_the_error_of_the_predicted_time_is_a_share() -> None:
+    planner = auto()
+    planner.states[0, 0] = RESIDENT
+    planned(planner, [0])  # 1 s
+    planner.took(1.25)
+    assert planner.error() == pytest.approx(0.2)
+
+
+def test_equal_calls_give_equal_plans() -> None:
+    def run() -> list[object]:
+        planner, rng, said = auto(replace(COSTS, copy_s=6.0), experts=16), np.random.default_rng(3), []
+        planner.states[:, :4] = RESIDENT
+        for _ in range(50):
+            for layer in (0, 1):
+                needed = rng.permutation(16)[:5].astype(np.int32)
+                found = planner.plan(layer, needed, np.ones(5, np.int32), 0.0, 0.0)
+                said += [found.actions.tolist(), found.wanted, found.end_s]
+                planner.used(layer, needed)
+        return said
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda p: p.plan(2, np.zeros(1, np.int32), np.ones(1, np.int32), 0, 0), "no such layer"),
+        (lambda p: p.plan(0, np.array([8], np.int32), np.ones(1, np.int32), 0, 0), "no such expert"),
+        (lambda p: p.plan(0, np.zeros(2, np.int32), np.ones(1, np.int32), 0, 0), "rows are"),
+        (lambda p: p.admit(16), "no such expert"),
+        (lambda p: p.prompt_end(np.zeros((2, 7), np.int64), 1, 1, 1), "counts are"),
+        (lambda p: p.prompt_end(np.zeros((2, 8), np.int64), 1, 3, 2), "batch"),
+        (lambda p: auto(replace(COSTS, copy_s=0.0)), "not above 0"),
+        (lambda p: auto(replace(COSTS, dense_s=float("nan"))), "below 0"),
+        (lambda p: auto(slots=9), "at most its experts"),
+        (lambda p: auto(workers=65), "64"),
+    ],
+)  # fmt: skip
+def test_numbers_out_of_range_are_refused(call: object, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call(auto())  # type: ignore[operator]
+
+
+# -- against brute force, and the first simulation ---------------------------------------------------------------------
+
+
+def near_end(t0: float, work: float, busy: float, c: float, c_busy: float) -> float:
+    """As the first simulation's `cpu_end`: work begun at t0, the link busy until `busy`."""
+    if work <= 0:
+        return t0
+    if busy <= t0:
+        return t0 + work * c
+    slow = (busy - t0) / c_busy
+    return t0 + work * c_busy if slow >= work else busy + (work - slow) * c
+
+
+def _end(costs: Costs, loads: list[int], near: list[list[int]], rows: list[int], hits: int) -> float:
+    gpu, link = hits * costs.gpu_s, 0.0
+    for i in loads:
+        link += costs.copy_s
+        gpu = max(gpu, link) + costs.gpu_s + (rows[i] - 1) * costs.gpu_row_s
+    work = max(sum(max(1.0, rows[i] / costs.free_rows) for i in one) for one in near)
+    return max(gpu, near_end(costs.message_s, work, link, costs.near_s, costs.near_busy_s) if work else 0.0)
+
+
+def test_within_5_percent_of_brute_force_on_average() -> None:
+    """All assignments of up to 8 misses (6 with two workers) to the link, in order of rows, and the workers."""
+    rng, over = np.random.default_rng(0), []
+    for case in range(120):
+        workers = 1 + case % 2
+        n = int(rng.integers(1, 9 if workers == 1 else 7))
+        costs = Costs(
+            rng.uniform(1, 20), rng.uniform(0.1, 2), rng.uniform(0, 0.2), rng.uniform(1, 20), rng.uniform(20, 40),
+            rng.uniform(1, 6), rng.uniform(0, 5), 5.0,
+        )  # fmt: skip
+        rows, hits = rng.integers(1, 12, n).tolist(), int(rng.integers(0, 4))
+        left_out = Without.FUTURE | Without.BACKGROUND | Without.RESIDENTS
+        planner = auto(costs, experts=16, slots=8, workers=workers, without=left_out)
+        planner.states[0, 12 : 12 + hits] = RESIDENT
+        ids = np.array([*range(n), *range(12, 12 + hits)], np.int32)
+        end_s = planner.plan(0, ids, np.array([*rows, *[1] * hits], np.int32), 0.0, 0.0).end_s
+        best = np.inf
+        for places in itertools.product(range(workers + 1), repeat=n):
+            loads = sorted((i for i in range(n) if places[i] == 0), key=lambda i: -rows[i])
+            near = [[i for i in range(n) if places[i] == w + 1] for w in range(workers)]
+            best = min(best, _end(costs, loads, near, rows, hits))
+        assert end_s >= best * (1 - 1e-9)
+        over.append(end_s / best)
+    assert np.mean(over) <= 1.05
+    assert np.max(over) <= 1.25
+
+
+def test_the_split_is_that_of_the_first_simulation() -> None:
+    """Its loop over the number of loads, for one worker and hits, misses and free rows as drawn."""
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        costs = Costs(
+            rng.uniform(1, 20), rng.uniform(0.1, 2), 0.0, rng.uniform(1, 9), rng.uniform(9, 30), 3.0, 2.0, 5.0
+        )  # fmt: skip
+        n, hits = int(rng.integers(1, 12)), int(rng.integers(0, 4))
+        rows = np.sort(rng.integers(1, 10, n))[::-1].astype(np.int32)
+        now, link = 3.0, 3.0 + float(rng.uniform(0, 10))
+        best, loads = np.inf, 0
+        work = np.maximum(1.0, rows / 3.0)
+        gpu, lk = now + hits * costs.gpu_s, link
+        for k in range(n + 1):
+            if k:
+                lk += costs.copy_s
+                gpu = max(gpu, lk) + costs.gpu_s
+            rest = float(work[k:].sum())
+            end = max(gpu, near_end(now + 2.0, rest, lk, costs.near_s, costs.near_busy_s) if rest else now)
+            if end < best - 1e-9:
+                best, loads = end, k
+        left_out = Without.FUTURE | Without.BACKGROUND | Without.RESIDENTS
+        planner = auto(costs, experts=16, slots=8, without=left_out)
+        planner.states[0, 12 : 12 + hits] = RESIDENT
+        ids = np.array([*range(n), *range(12, 12 + hits)], np.int32)
+        found = planner.plan(0, ids, np.concatenate([rows, np.ones(hits, np.int32)]), now, link)
+        assert found.end_s == pytest.approx(best)
+        assert found.loads == loads
+
+
+def test_worth_is_learned_from_averages_as_in_the_first_simulation() -> None:
+    """Averages and temporal differences in NumPy, over 60 tokens of two layers."""
+    layers, experts, gamma = 2, 8, 0.9
+    planner, rng = auto(), np.random.default_rng(5)
+    w = np.array([0.0, 0.0, 0.0, 10.0, 0.0])
+    first, system, target = w.copy(), np.eye(5) * 20.0, 20.0 * w
+    phi = np.full((layers, experts, 4), 2 / experts)
+    value = np.zeros((layers, experts))
+    for step in range(60):
+        for layer in range(layers):
+            needed = rng.choice(experts, 2, False, p=np.arange(1, 9) / 36).astype(np.int32)
+            use = np.isin(np.arange(experts), needed).astype(float)
+            before = phi[layer].copy()
+            phi[layer, :, 3] += (use - phi[layer, :, 3]) / (step + 20.0)
+            phi[layer, :, 0] = 0.7 * phi[layer, :, 0] + 0.3 * use
+            phi[layer, :, 1] = 0.93 * phi[layer, :, 1] + 0.07 * use
+            phi[layer, :, 2] += (use - phi[layer, :, 2]) / (80.0 + step)
+            for e in range(experts):
+                if (e + step) % 4 == 0 and step > 0:
+                    v1, v2 = np.array([1, *before[e]]), np.array([1, *phi[layer, e]])
+                    target += v1 * use[e]
+                    system += np.outer(v1, v1 - gamma * v2)
+            value[layer] = w[0] + phi[layer] @ w[1:]
+            planner.used(layer, needed)
+        if step % 4 == 3:
+            w = np.linalg.solve(system, target)
+            target = target * 0.99 + 0.2 * first
+            system = system * 0.99 + 0.2 * np.eye(5)
+    planner.states[:] = RESIDENT
+    for layer in range(layers):
+        found = [key - layer * experts for key in planner.victims(layer, experts)]
+        assert found == np.argsort(value[layer], kind="stable").tolist()
+    saved = planner.worth_s(0) / value[0, 0]
+    assert planner.worth_s(5) == pytest.approx(saved * value[0, 5])
+
+
+def test_router_shares() -> None:
+    found = router_shares(np.array([[3.0, 2.0, 1.0, 0.0]]), 2)
+    assert found[0] > found[1] > 0.5 > found[2] > found[3]
+    assert router_shares(np.array([[3.0, 2.0, 1.0, 0.0]] * 2), 2)[1] > found[1]
+
+
+@pytest.mark.parametrize(("experts", "batch"), [(128, 1), (256, 1), (256, 8)])
+def test_microseconds_a_layer(experts: int, batch: int, record_property: object) -> None:
+    """Reported, at most 10 on a quiet core; a loaded machine decides nothing here."""
+    layers, top_k = 8, 8
+    costs = Costs(1.7e-3, 3.4e-5, 0.0, 5e-4, 7e-4, 6.0, 2.5e-5, 2e-4)
+    states = np.zeros((layers, experts), np.uint8)
+    states[:, : experts // 4] = RESIDENT
+    planner, rng = Auto(_planner, layers, experts, top_k, experts // 4, costs, 1, states), np.random.default_rng(0)
+    inputs = []
+    for _ in range(8):
+        ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(batch)])
+        needed, rows = np.unique(ids, return_counts=True)
+        ahead = np.stack([rng.permutation(experts)[: 2 * top_k] for _ in range(batch)]).astype(np.int32)
+        inputs.append((needed.astype(np.int32), rows.astype(np.int32), ahead))
+    spent = []
+    for step in range(6):
+        for layer in range(layers):
+            needed, rows, ahead = inputs[(step + layer) % 8]
+            if layer + 1 < layers:
+                planner.predict(layer + 1, ahead)
+            begun = time.perf_counter()
+            planner.plan(layer, needed, rows, 0.0, 0.0)
+            planner.used(layer, needed)
+            spent.append(time.perf_counter() - begun)
+    record_property(f"microseconds {experts} {batch}", 1e6 * float(np.median(spent)))  # type: ignore[operator]
+    print(f"{experts} experts, batch {batch}: {1e6 * np.median(spent):.1f} us a layer")
