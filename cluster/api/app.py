@@ -346,6 +346,8 @@ class HttpServer:
         """End Serve, once the requests under way have ended, or 20 s have passed. Idempotent; never raises."""
         if self._started:
             self._started = False
+            with contextlib.suppress(OSError):  # then nobody answers once the proxy is gone
+                self._door.end()
             with contextlib.suppress(Exception):  # it drains; `shutdown` alone would take the proxy away first
                 serve.delete(APPLICATION)
             with contextlib.suppress(Exception):

@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .guard import App, Message, Receive, Scope, Send
 from .probes import Probes
-from .refusals import ApiError
+from .refusals import NO_APPLICATION, ApiError
 
 _plain_ssl_context = uvicorn.config.create_ssl_context
 _FRAMING_BYTES = 64 * 1024  # of a request that are no body, at a stretch, as in h11; and in all, with those per byte
@@ -46,6 +46,7 @@ _WORDS = {
     429: "too many requests are under way; try again in a moment",
     503: "the server cannot carry the request out at the moment; send it again",
 }
+_GONE = "the server starts or ends; send it again in a moment"
 
 
 def install() -> list[Middleware]:
@@ -252,7 +253,8 @@ class JsonErrors:
     """ASGI middleware of the proxy: what Serve says itself, in OpenAI's form.
 
     A request that Serve could not carry out, which is its 500 or no answer at all, is a 503: the same request may go
-    well a moment later. A stream that breaks off ends with an error event.
+    well a moment later. So is its 404 where it has no application at all, which starts or ends. A stream that breaks
+    off ends with an error event.
     """
 
     def __init__(self, app: App) -> None:
@@ -262,7 +264,7 @@ class JsonErrors:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _ProxyAnswer(scope, send)
+        answer = _ProxyAnswer(self._app, scope, send)
         await self._app(scope, receive, answer.send)
         await answer.finish()
 
@@ -270,8 +272,8 @@ class JsonErrors:
 class _ProxyAnswer:
     """One answer on its way through the proxy."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._scope, self._send = scope, send
+    def __init__(self, app: App, scope: Scope, send: Send) -> None:
+        self._app, self._scope, self._send = app, scope, send
         self._started = self._ended = self._replaced = False
         self._streams = False
 
@@ -296,16 +298,33 @@ class _ProxyAnswer:
         self._started = True
         # the application's errors are JSON, Serve's are not
         if status >= 400 and not kind.startswith(_JSON) and not self._scope["path"].startswith("/-/"):
-            await self._fail(503 if status >= 500 else status, headers)
+            gone = status == 404 and not await self._has_applications()
+            await self._fail(503 if gone or status >= 500 else status, headers, gone=gone)
             return
         self._streams = kind.startswith(b"text/event-stream")
         await self._send(message)
 
-    async def _fail(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+    async def _has_applications(self) -> bool:
+        """Whether Serve routes any request to an application."""
+        said = b""
+
+        async def take(message: Message) -> None:
+            nonlocal said
+            said += message.get("body", b"")
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        asked = {**self._scope, "method": "GET", "path": "/-/routes", "raw_path": b"/-/routes", "query_string": b""}
+        await self._app(asked, receive, take)
+        return said.startswith(b"{") and bool(json.loads(said))  # else it says in words that it ends
+
+    async def _fail(self, status: int, headers: Mapping[bytes, bytes], *, gone: bool = False) -> None:
         self._started = self._ended = self._replaced = True
         retry = {b"retry-after": b"1"} if status == 503 else {}
         headers = retry | dict(headers)
-        body = json.dumps(_failure(status, self._scope).body).encode()
+        failure = ApiError(503, _GONE, code=NO_APPLICATION) if gone else _failure(status, self._scope)
+        body = json.dumps(failure.body).encode()
         kept = [(b"content-type", _JSON), (b"content-length", b"%d" % len(body))]
         kept += [(name, headers[name]) for name in (b"retry-after", b"x-request-id", b"connection") if name in headers]
         await self._send({"type": "http.response.start", "status": status, "headers": kept})

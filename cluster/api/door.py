@@ -1,6 +1,7 @@
 """The address of `tiermoe serve`: reserved before anything starts, and answered from then on.
 
     Door (this process: it starts, so many seconds left)  ->  Serve's proxy, once the application is there
+    Serve's proxy  ->  Door (it ends), from the moment in which the application ends until this process does
 
 Both listen on the same port by SO_REUSEPORT, and a filter in the kernel gives each new connection to one of them: to
 the door, until `hand_over` gives them to the proxy. So nobody who has had the proxy's answer meets the door again, and
@@ -40,6 +41,7 @@ _STEP_S = 0.01
 _SO_ATTACH_REUSEPORT_CBPF = 51  # asm-generic/socket.h
 _RETURN = 0x06  # BPF_RET | BPF_K
 _DOOR, _PROXY = 0, 1  # in the order in which they listened
+_LAST = 1  # the door behind the proxy; once that is gone no listener has this place, and the kernel takes any: the door
 Progress = Callable[[], tuple[str, float | None] | None]  # the step of the start that goes on, seconds left
 
 
@@ -127,6 +129,7 @@ class Door:
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http{'s' if tls is not None else ''}://{shown}:{self.port}"
         self._progress: Progress = lambda: None
+        self._ends = False
         self._server: uvicorn.Server | None = None
         self._listener: socket.socket | None = None
         self._steers = False
@@ -148,6 +151,15 @@ class Door:
             progress: asked at each answer.
         """
         self._progress = progress
+        self._listen(_DOOR)
+
+    def end(self) -> None:
+        """Answer that the server ends, to whoever connects from now on; the proxy answers those that it has."""
+        self._ends = True
+        if self._thread is None:
+            self._listen(_LAST)
+
+    def _listen(self, place: int) -> None:
         demanded = ssl.CERT_REQUIRED if self.ssl.get("ssl_ca_certs") else ssl.CERT_NONE
         config = uvicorn.Config(
             self._answer, interface="asgi3", http=TimedConnection, ws="none", lifespan="off", log_config=None,
@@ -158,7 +170,7 @@ class Door:
         listener = self._listener = self._reserved.listener()
         listener.listen(config.backlog)
         with contextlib.suppress(OSError):  # gVisor's has no such filter
-            _steer(listener, _DOOR)
+            _steer(listener, place)
             self._steers = True
         run = self._server.run
         self._thread = threading.Thread(target=lambda: run([listener]), name="tiermoe-door", daemon=True)
@@ -196,8 +208,9 @@ class Door:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         step, left_s = self._progress() or ("the runtime is prepared", None)
+        state, left_s = ("the server ends", None) if self._ends else (f"the server starts: {step}", left_s)
         if scope["method"] in READS and scope["path"] in PATHS:
-            answer = starting(scope["path"], f"the server starts: {step}", left_s)
+            answer = starting(scope["path"], state, left_s)
             closing = [*answer.headers, (b"connection", b"close")]
             await send({"type": "http.response.start", "status": answer.status, "headers": closing})
             await send({"type": "http.response.body", "body": answer.body})
@@ -205,5 +218,5 @@ class Door:
         when = "" if left_s is None else f"; ready in about {max(1, round(left_s))} s"
         retry = str(2 if left_s is None else min(60, max(1, round(left_s))))
         headers = {"Retry-After": retry, "Connection": "close"}
-        error = ApiError(503, f"the server starts ({step}){when}", headers=headers)
+        error = ApiError(503, f"{state}{when}", headers=headers)
         await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)

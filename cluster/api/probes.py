@@ -3,19 +3,22 @@
 Between Serve's proxy and a replica, bodies of megabytes stand before a probe: in the processes' queues, in Ray's
 object store, on its connections. So the proxy asks a replica beside the probe, and answers with what the replica says
 now, or, where that takes longer than `PATIENCE_S`, with what it said last, which is `STALE_S` old at most. While probes
-come, the last answer is renewed once a second. An answer is kept for the key that got it, and only a good one.
+come, the last answer is renewed once a second. An answer is kept for the key that got it, and only a good one: nothing
+else of a probe reaches the request by which a replica is asked for all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .guard import READS, App, Message, Receive, Scope, Send
+from .refusals import NO_APPLICATION
 
 PATHS = frozenset({"/health", "/ready"})
 PATIENCE_S = 0.03
@@ -90,17 +93,17 @@ class Probes:
         if key not in self._known and len(self._known) >= _MANY:
             await self._app(scope, receive, send)
             return
-        answer = await self._answer(key, scope)
+        answer = await self._answer(key)
         own = (b"x-request-id", headers.get(b"x-request-id", uuid.uuid4().hex.encode()))
         await send({"type": "http.response.start", "status": answer.status, "headers": [*answer.headers, own]})
         await send({"type": "http.response.body", "body": answer.body})
 
-    async def _answer(self, key: tuple[str, bytes], scope: Scope) -> Answer:
+    async def _answer(self, key: tuple[str, bytes]) -> Answer:
         now_s = asyncio.get_running_loop().time
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = _Known(now_s())
-            task = asyncio.create_task(self._renew(key, known, scope))
+            task = asyncio.create_task(self._renew(key, known), context=contextvars.Context())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         known.asked_s = now_s()
@@ -113,7 +116,7 @@ class Probes:
             return starting("/ready", _NOBODY)
         return known.answer
 
-    async def _renew(self, key: tuple[str, bytes], known: _Known, scope: Scope) -> None:
+    async def _renew(self, key: tuple[str, bytes], known: _Known) -> None:
         """Ask a replica whenever a probe comes, and once a second, while its answers are good and probes come."""
         now_s = asyncio.get_running_loop().time
         try:
@@ -121,7 +124,7 @@ class Probes:
                 known.wanted.clear()
                 with contextlib.suppress(Exception):  # no answer: the last one grows old
                     async with asyncio.timeout(_ANSWER_S):
-                        known.answer = replace(await self._ask(scope), at_s=now_s())
+                        known.answer = replace(await self._ask(*key), at_s=now_s())
                     known.tell()
                     if known.answer.status != 200:
                         return
@@ -132,7 +135,7 @@ class Probes:
             del self._known[key]
             known.tell()
 
-    async def _ask(self, scope: Scope) -> Answer:
+    async def _ask(self, path: str, authorization: bytes) -> Answer:
         """One request of our own, like a client's. Raises ConnectionError: its answer is not whole."""
         status, headers, body = 0, list[tuple[bytes, bytes]](), b""
         sent = whole = False
@@ -153,11 +156,22 @@ class Probes:
                 body += message.get("body", b"")
                 whole = not message.get("more_body", False)
 
-        await self._app({**scope, "method": "GET", "headers": list(scope["headers"]), "state": {}}, receive, send)
+        await self._app(_request(path, authorization), receive, send)
         if not whole:
             raise ConnectionError("the answer was cut off")
-        if status == 404:  # Serve's: the application has both routes, so there is none yet
-            return starting(scope["path"], "the server starts")
+        # 404 is Serve's: the application has both routes, so there is none yet, or none any more
+        if status == 404 or (status == 503 and NO_APPLICATION.encode() in body):
+            return starting(path, "the server starts or ends")
         if status == 503 and body.startswith(b'{"error"'):  # the proxy's own
             return starting("/ready", _NOBODY)
         return Answer(status, tuple(headers), body)
+
+
+def _request(path: str, authorization: bytes) -> Scope:
+    """Of nobody's connection."""
+    key = [(b"authorization", authorization)] if authorization else []
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET",
+        "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "headers": [(b"host", b"localhost"), *key], "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0), "state": {},
+    }  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
 
 uvicorn = pytest.importorskip("uvicorn")
@@ -32,6 +33,10 @@ async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
         case "/text" | "/-/healthz":
             await send(start | {"status": 500 if scope["path"] == "/text" else 503})
             await send({"type": "http.response.body", "body": b"Internal"})
+        case "/-/routes":  # Serve has an application, unless the one that ends is asked
+            ends = (b"host", b"end") in scope["headers"]
+            await send(start)
+            await send({"type": "http.response.body", "body": b"{}" if ends else b'{"/llm": "an application"}'})
         case "/missing":
             await send(start | {"status": 404})
             await send({"type": "http.response.body", "body": b"Path '/missing' not found."})
@@ -327,6 +332,26 @@ def test_what_serve_says_itself_is_json() -> None:
     assert broken[0] == 200
     assert b'"type": "service_unavailable"' in broken[1]
     assert b"data: [DONE]\n\n" in broken[1]
+
+
+def test_serves_404_is_503_where_it_has_no_application() -> None:
+    """Completions got 404 while the server ended."""
+    ends = get("/missing", "Connection: close").replace(b"Host: a", b"Host: end", 1)
+    for answer in talk(asks(ends), asks(ends.replace(b"GET", b"POST", 1))):
+        status, error = parsed(answer)
+        assert (status, error["code"], error["message"][:26]) == (503, "no_application", "the server starts or ends;")
+        assert b"retry-after: 1\r\n" in answer
+
+    async def call() -> tuple[int, str]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://end") as http:
+            return (await http.get("/health")).status_code, (await http.get("/ready")).json()["reason"]
+
+    async def unrouted(scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"] if scope["path"] == "/-/routes" else "/missing"
+        await application({**scope, "path": path, "headers": [(b"host", b"end")]}, receive, send)
+
+    app = Probes(JsonErrors(unrouted))
+    assert asyncio.run(call()) == (200, "the server starts or ends")
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,58 @@ def test_serve_without_an_application_is_a_server_that_starts() -> None:
         replica.status = 404
         health, ready = await http.get("/health"), await http.get("/ready")
         assert (health.status_code, ready.status_code) == (200, 503)
-        assert ready.json()["reason"] == "the server starts"
+        assert ready.json()["reason"] == "the server starts or ends"
 
     run(call)
+
+
+def test_a_probe_lends_its_key_to_the_others_and_nothing_else() -> None:
+    """The first prober's headers went with each request to a replica: its Content-Length gave others a 413."""
+    asked: list[Any] = []
+
+    async def replica(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": (await receive())["body"]})
+
+    async def call() -> None:
+        strange = {"Content-Length": "999999999999", "X-Request-Id": "mine", "Traceparent": "00-1", "Cookie": "a=b",
+                   "Expect": "100-continue", "Authorization": "Bearer k"}  # fmt: skip
+        app = Probes(replica)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            for path in ("/health", "/ready"):
+                assert (await http.get(f"{path}?a=b", headers=strange)).status_code == 200
+
+    asyncio.run(call())
+    host = (b"host", b"localhost")
+    assert [scope["headers"] for scope in asked] == [[host], [host, (b"authorization", b"Bearer k")]]
+    for scope, path in zip(asked, ("/health", "/ready"), strict=True):
+        assert (scope["method"], scope["path"], scope["query_string"], scope["state"]) == ("GET", path, b"", {})
+
+
+class Ready(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+class Proxy(ThreadingHTTPServer):
+    """As Serve's, which listens before the door has closed."""
+
+    request_queue_size, daemon_threads = 512, True
+
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        super().server_bind()
 
 
 def test_the_door_says_how_long_the_start_takes_and_hands_over() -> None:
@@ -167,7 +216,7 @@ def test_the_door_says_how_long_the_start_takes_and_hands_over() -> None:
         assert (health.status_code, health.json()["status"]) == (200, "ok")
         refused = http.post("/v1/completions", json={"prompt": "p"})
         assert refused.status_code == 503
-        assert refused.json()["error"]["message"].startswith("the server starts (starting Ray); ready in about 3")
+        assert refused.json()["error"]["message"].startswith("the server starts: starting Ray; ready in about 3")
         with socket.socket() as proxy:  # as Serve binds it, before the door closes
             proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             proxy.bind(("127.0.0.1", door.port))
@@ -191,33 +240,50 @@ def test_the_door_answers_a_client_that_first_sends_all_of_its_body() -> None:
 
 
 @pytest.mark.parametrize("steers", [True, False])
+def test_a_server_that_ends_answers_503_until_its_process_ends(steers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions got 404 while the application ended, and no connection once the proxy had."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError("no such filter")
+
+    def ask(path: str, content: bytes | None) -> tuple[int, str | None, str]:
+        connection = HTTPConnection("127.0.0.1", door.port, timeout=20)
+        connection.request("GET" if content is None else "POST", path, content)
+        answer = connection.getresponse()
+        said = answer.read().decode()
+        connection.close()
+        return answer.status, answer.getheader("retry-after"), said
+
+    if not steers:
+        monkeypatch.setattr("tiermoe.cluster.api.door._steer", refuse)
+    with Door("127.0.0.1", 0) as door:
+        door.open(lambda: ("starting", 1.0))
+        door.beside()
+        with Proxy(("127.0.0.1", door.port), Ready) as proxy:
+            threading.Thread(target=proxy.serve_forever, daemon=True).start()
+            door.hand_over()
+            assert ask("/v1/completions", b"{}")[0] == 200
+            kept = HTTPConnection("127.0.0.1", door.port, timeout=20)
+            kept.connect()
+            door.end()
+            if steers:
+                assert {ask("/v1/completions", b"{}")[0] for _ in range(20)} == {503}
+            kept.request("GET", "/v1/models")  # the proxy has it, and answers it
+            assert kept.getresponse().status == 200
+            kept.close()
+            proxy.shutdown()
+        for path, content in (("/v1/completions", b"{}"), ("/v1/models", None), ("/nothing", None)):
+            status, retry, said = ask(path, content)
+            assert (status, retry, json.loads(said)["error"]["message"]) == (503, "2", "the server ends")
+        assert ask("/health", None)[0] == 200
+        assert json.loads(ask("/ready", None)[2])["reason"] == "the server ends"
+
+
+@pytest.mark.parametrize("steers", [True, False])
 def test_after_the_first_good_answer_every_request_is_answered_well(
     steers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards a hand-over in which door and proxy answered in turns: 200, 503, 200, and connections were reset."""
-
-    class Ready(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET()
-
-        def log_message(self, *args: Any) -> None: ...
-
-    class Proxy(ThreadingHTTPServer):
-        """As Serve's, which listens before the door has closed."""
-
-        request_queue_size, daemon_threads = 512, True
-
-        def server_bind(self) -> None:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            super().server_bind()
 
     def refuse(*args: Any) -> None:
         raise OSError("no such filter")
