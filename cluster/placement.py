@@ -180,6 +180,7 @@ def remake(actor: Any, pid: int | None) -> None:
         pid: of the process where it is on this machine; None: it is not. A stopped one obeys only a signal.
     """
     if pid is not None:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            os.kill(pid, signal.SIGKILL)
     else:
         ray.kill(actor, no_restart=False)

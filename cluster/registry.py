@@ -1,7 +1,8 @@
 """The runtimes that `tiermoe up` has started on this machine: one small private file for each, removed at its end.
 
 The folder is `tiermoe` in the user's runtime directory (XDG_RUNTIME_DIR), or `tiermoe.run.UID` in the temporary one. An
-entry counts while a process with its pid and start time lives. A reader removes the entries that killed processes left.
+entry counts while the process that wrote it lives (`processes.py`). A reader removes the entries that killed processes
+left.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import RuntimeFailure
-
-_START_TOLERANCE_S = 0.05  # psutil computes it from clock ticks
+from .processes import ProcessId
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,22 @@ class Entry:
         deployment: its id.
         address: HOST:PORT of its Ray.
         local: whether that Ray was started for it and ends with it.
-        pid: of the process that started it.
-        started_s: when that process started, seconds since 1970.
+        owner: the process that started it.
     """
 
     deployment: str
     address: str
     local: bool
-    pid: int
-    started_s: float
+    owner: ProcessId
+
+    @property
+    def pid(self) -> int:
+        """Of the process that started it."""
+        return self.owner.pid
 
     def process(self) -> psutil.Process | None:
         """The process that started it; None: it has ended, though another may have its pid."""
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started_s) < _START_TOLERANCE_S
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.NoSuchProcess:
-            return None
+        return self.owner.process()
 
 
 class Registry:
@@ -67,7 +65,7 @@ class Registry:
         Raises:
             RuntimeFailure: the folder cannot be written, or is another user's.
         """
-        entry = Entry(deployment, address, local, os.getpid(), psutil.Process().create_time())
+        entry = Entry(deployment, address, local, ProcessId.of())
         path = self._path(deployment)
         draft = path.with_suffix(f".{entry.pid}")
         try:
@@ -75,7 +73,7 @@ class Registry:
             if not self._private():
                 raise PermissionError(0, "it is not a folder that only this user may write")
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                json.dump(asdict(entry), file)
+                json.dump(asdict(entry) | {"owner": str(entry.owner)}, file)
             draft.rename(path)  # a reader sees all of it or nothing
         except OSError as error:
             raise RuntimeFailure(
@@ -134,9 +132,9 @@ def _user_folder() -> Path:
 
 def _read(path: Path) -> Entry | None:
     try:
-        entry = Entry(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        entry = Entry(**found | {"owner": ProcessId.parse(found["owner"])})
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    kinds = ((entry.deployment, str), (entry.address, str), (entry.local, bool), (entry.pid, int))
-    fine = all(isinstance(value, kind) for value, kind in kinds) and isinstance(entry.started_s, int | float)
-    return entry if fine and entry.pid > 0 else None
+    kinds = ((entry.deployment, str), (entry.address, str), (entry.local, bool), (entry.owner, ProcessId))
+    return entry if all(isinstance(value, kind) for value, kind in kinds) else None

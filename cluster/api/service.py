@@ -170,7 +170,7 @@ class Service:
         self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting, ledger)
         sharded = bool(backend.plan.get("shards"))
         self.metrics = Metrics(backend.ask, sharded=sharded, model_name=model_name, shared=shared)
-        self.started_s = int(time.time())
+        self.started_s, self.begun_s = int(time.time()), time.monotonic()  # the date, and what durations are from
 
     @property
     def limit_tokens(self) -> int:

@@ -13,11 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from prometheus_client import values
 from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
+
+from ..processes import ProcessId
 
 _SUFFIX = ".admitted"
 
@@ -52,9 +53,8 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        own = psutil.Process()
         self._folder = folder
-        self._name = f"{own.pid}-{own.create_time():.2f}{_SUFFIX}"
+        self._name = f"{ProcessId.of()}{_SUFFIX}"
         self.write(Admitted())
 
     def write(self, own: Admitted) -> None:
@@ -79,12 +79,8 @@ class Ledger:
 
 
 def _lives(name: str) -> bool:
-    pid, started_s = name.split("-")
-    try:
-        process = psutil.Process(int(pid))
-        return f"{process.create_time():.2f}" == started_s and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    replica = ProcessId.parse(name)
+    return replica is not None and replica.lives()
 
 
 def share_counters(folder: Path) -> None:

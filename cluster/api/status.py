@@ -59,7 +59,7 @@ class StatusReader:
         hits, misses = stats.get("hits", 0), stats.get("misses", 0)
         return {
             "model": service.model_name, "policy": plan.get("policy"), "lossless": plan.get("lossless"),
-            "version": versions()["tiermoe"], "uptime_s": round(time.time() - service.started_s, 1),
+            "version": versions()["tiermoe"], "uptime_s": round(time.monotonic() - service.begun_s, 1),
             "now_s": time.monotonic(), "not_ready": None if waits is None else str(waits), "fresh": fresh,
             "executor": stats.get("executor"),
             "queue": {

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tiermoe.cluster.processes import ProcessId
 from tiermoe.cluster.registry import Entry, Registry
 from tiermoe.errors import RuntimeFailure
 
@@ -21,14 +22,14 @@ def registry(tmp_path: Path) -> Registry:
 
 
 def _mine(deployment: str) -> Entry:
-    return Entry(deployment, "127.0.0.1:1", True, os.getpid(), psutil.Process().create_time())
+    return Entry(deployment, "127.0.0.1:1", True, ProcessId.of())
 
 
 def _leave(registry: Registry, entry: Entry) -> Path:
     """What a process that was killed leaves."""
     registry.folder.mkdir(mode=0o700, exist_ok=True)
     path = registry.folder / f"{entry.deployment}.json"
-    path.write_text(json.dumps(asdict(entry)))
+    path.write_text(json.dumps(asdict(entry) | {"owner": str(entry.owner)}))
     return path
 
 
@@ -46,11 +47,24 @@ def test_an_entry_is_private_and_goes_with_its_block(registry: Registry) -> None
 
 
 def test_stale_entries_are_ignored_and_removed(registry: Registry) -> None:
-    earlier = replace(_mine("cccccc"), started_s=_mine("cccccc").started_s - 60)  # its pid is another process's now
-    dead = replace(_mine("dddddd"), pid=2**22 + 1)  # over the kernel's largest
-    paths = [_leave(registry, earlier), _leave(registry, dead)]
+    own = ProcessId.of()
+    stale = {
+        "cccccc": replace(own, start=own.start - 6000),  # its pid is another process's now
+        "dddddd": replace(own, pid=2**22 + 1),  # over the kernel's largest
+        "eeeeee": replace(own, boot="0" * 32),  # of an earlier boot
+    }
+    paths = [_leave(registry, replace(_mine(name), owner=owner)) for name, owner in stale.items()]
     assert registry.entries() == []
     assert not any(path.exists() for path in paths)
+
+
+def test_an_entry_stays_while_the_clock_is_set(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status` reported no runtime and removed its entry once NTP had set the clock by two seconds."""
+    with registry.entered("aaaaaa", "h:1", local=True) as entry:
+        started_s = psutil.Process.create_time
+        monkeypatch.setattr(psutil.Process, "create_time", lambda process: started_s(process) + 2.0)
+        assert registry.entries() == [entry]
+        assert entry.process() is not None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"deployment": "eeeeee"}', "\x00"])
@@ -59,7 +73,7 @@ def test_what_is_no_entry_is_left_alone(registry: Registry, text: str) -> None:
     path.write_text(text)
     assert registry.entries() == []
     assert path.exists()
-    _leave(registry, replace(_mine("ffffff"), pid="1"))  # type: ignore[arg-type]
+    _leave(registry, replace(_mine("ffffff"), owner="1"))  # type: ignore[arg-type]
     assert registry.entries() == []
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from fake_api import FakeBackend, byte_tokenizer
 from prometheus_client import values
@@ -70,6 +71,15 @@ def test_limits_are_of_all_replicas_until_one_dies(tmp_path: Path, other: subpro
     other.wait()
     admission.admit(Key("a", requests=3), [5])
     assert len(list(tmp_path.glob("*.admitted"))) == 1
+
+
+def test_replicas_see_each_other_whatever_the_clock_says(
+    tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that was set by two seconds made each take the other for dead: limits doubled."""
+    started_s = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: started_s(process) + 2.0)
+    assert Ledger(tmp_path).others() == [Admitted(2, {"a": (3, 40), "b": (1, 0)})]
 
 
 def test_a_replica_has_its_part_of_the_slots_and_what_the_others_do_not_need(
