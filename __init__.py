@@ -9,6 +9,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .proto.private import keep_code_private
+
 if TYPE_CHECKING:
     from .cluster.jobs.plan import plan
     from .cluster.jobs.replay import replay_trace as replay
@@ -20,6 +22,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # gRPC, in grpcio and in Ray, then writes errors only to standard error: no lines about a connection that its peer ends.
 # It reads the variable when it is first used.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+keep_code_private()  # before torch is imported: it makes the folder then
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "__version__", "plan", "replay"]

@@ -32,6 +32,7 @@ from ..errors import ConfigError, StoreError
 from ..proto.messages import Context, HealthReport, HealthRequest, Message, PrefetchCommand
 from ..proto.options import ServerOptions
 from ..proto.peers import MATCHER, Directory, PeerLink, ReconnectingChannel
+from ..proto.private import own_folder
 from ..proto.server import ChannelServer
 from .policies.fmoe import ExpertMapPrefetch, Forecast
 from .policies.fmoe.maps import ExpertMapStore
@@ -275,6 +276,15 @@ class Matcher:
 
     def _load_maps(self, warm: str | Mapping[str, NDArray[Any]] | None) -> None:
         width = self._maps.width
+        if self._snapshot is not None and self._settings.keep is None:  # in a temporary folder, as a rule
+            try:
+                own_folder(self._snapshot.parent)
+            except PermissionError as error:
+                self._problem = f"no snapshots are kept in '{self._snapshot.parent}': {error.strerror}"
+                _log.warning("%s", self._problem)
+                self._snapshot = None
+            except OSError:  # said when it is saved
+                pass
         if self._snapshot is not None and self._snapshot.exists():
             try:
                 self._maps.load(load_maps(self._snapshot, self._shape, width))

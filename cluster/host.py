@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from ..proto.private import user_cache
+
 GGUF_CACHE = "gguf"  # in the user's cache: folders that stand for GGUF files
 STORE_CPUS = 1.0  # that Ray reserves for a store
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -22,13 +24,6 @@ _FEATURES = (
     "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
     "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
 )  # fmt: skip
-
-
-def user_cache() -> Path:
-    """Folder of what this user can do without: prepared stores, and how long starts took."""
-    own = Path.home() / (Path("Library", "Caches") if sys.platform == "darwin" else ".cache")
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else own) / "tiermoe"
 
 
 def shown(path: Path) -> Path:

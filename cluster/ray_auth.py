@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 
 from ..errors import RuntimeFailure
+from ..proto.private import open_own, own_folder
 
 _ANSWER_DEADLINE_S = 5.0
 
@@ -30,6 +31,9 @@ def ensure_private_token() -> None:
     path = Path.home() / ".ray" / "auth_token"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if (mode := path.parent.stat().st_mode) & 0o022:  # as Ray may have made it
+            path.parent.chmod(mode & ~0o022)
+        own_folder(path.parent)
         if not path.exists():
             draft = path.with_name(f"{path.name}.{os.getpid()}")
             draft.unlink(missing_ok=True)
@@ -41,8 +45,12 @@ def ensure_private_token() -> None:
                 pass
             finally:
                 draft.unlink()
-        if path.stat().st_mode & 0o077:
-            path.chmod(0o600)
+        found = open_own(path, os.O_RDONLY)
+        try:
+            if os.fstat(found).st_mode & 0o077:
+                os.fchmod(found, 0o600)
+        finally:
+            os.close(found)
     except OSError as error:
         raise RuntimeFailure(
             f"Ray's token '{path}' cannot be made private: {error.strerror or error}",

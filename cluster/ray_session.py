@@ -27,6 +27,7 @@ from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from .. import errors
 from ..errors import RuntimeFailure, TierMoeError
 from ..proto.options import is_loopback
+from ..proto.private import own_folder, reachable, run_folder
 from .host import thread_limits
 from .ray_auth import check_joinable, ensure_private_token
 from .scratch import Scratch
@@ -123,9 +124,11 @@ def start_local(
         dashboard: whether Ray's dashboard, autoscaler and log monitor run, too.
 
     Raises:
+        RuntimeFailure: other users could get to Ray's files.
         Exception: what Ray raises; `as_failure` makes it one line.
     """
     ensure_private_token()
+    _check_private(scratch.path)
     # Actors inherit the thread limits as Ray's environment: a runtime_env would start a new process for each actor.
     # torch makes a directory for compiled code when it is imported: it is removed with the scratch directory
     inductor = {"TORCHINDUCTOR_CACHE_DIR": str(scratch.path / "inductor")}
@@ -139,9 +142,28 @@ def start_local(
             include_dashboard=dashboard,
             object_store_memory=store_bytes,
             _memory=memory,
-            _temp_dir=str(scratch.path),
+            _temp_dir=str(scratch.ray),
             **_OPTIONS,
         )
+    _check_private(scratch.path)
+    if reachable(session_folder()):
+        raise RuntimeFailure(
+            f"other users of this machine can get to Ray's files in '{session_folder()}'",
+            f"report which Ray this is: it was told to keep them in '{scratch.ray}'",
+        )
+
+
+def _check_private(folder: Path) -> None:
+    """Raise RuntimeFailure where others can get below a folder: Ray makes most of what it has there writable to all."""
+    try:
+        own_folder(folder)
+        if folder.stat().st_mode & 0o077:
+            raise PermissionError(0, "others may enter it")
+    except OSError as error:
+        raise RuntimeFailure(
+            f"'{folder}' does not keep Ray's files from other users: {error.strerror}",
+            "set TMPDIR to a folder that only this user may write, such as one of mode 0700",
+        ) from error
 
 
 def join(address: str, variables: dict[str, str] | None = None) -> None:
@@ -185,6 +207,26 @@ def leave() -> None:
 def session_folder() -> Path:
     """Where the Ray of this process keeps its sockets and logs on this machine; it goes with that Ray."""
     return Path(ray._private.worker._global_node.get_session_dir_path())
+
+
+def server_folder() -> Path:
+    """Where this user's processes on this machine keep files for each other while the Ray of this process runs; no
+    other user can get there. It is made where it is missing.
+
+    A local Ray's session is private and goes with that Ray. The session of a cluster may be writable to all.
+
+    Raises:
+        RuntimeFailure: another user has made it, or could.
+    """
+    session = session_folder()
+    folder = run_folder() / session.name if reachable(session) else session / "tiermoe-server"
+    try:
+        return own_folder(folder)
+    except OSError as error:
+        raise RuntimeFailure(
+            f"'{folder}' cannot keep the server's files: {error.strerror}",
+            "remove it, or set XDG_RUNTIME_DIR or TMPDIR to a private folder",
+        ) from error
 
 
 def ray_processes() -> dict[str, subprocess.Popen[bytes]]:

@@ -1,8 +1,7 @@
 """The runtimes that `tiermoe up` has started on this machine: one small private file for each, removed at its end.
 
-The folder is `tiermoe` in the user's runtime directory (XDG_RUNTIME_DIR), or `tiermoe.run.UID` in the temporary one. An
-entry counts while the process that wrote it lives (`processes.py`). A reader removes the entries that killed processes
-left.
+The folder is the user's `run_folder`. An entry counts while the process that wrote it lives (`processes.py`). A reader
+removes the entries that killed processes left.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import RuntimeFailure
+from ..proto.private import open_own, own_folder, run_folder
 from .processes import ProcessId
 
 
@@ -56,7 +54,7 @@ class Registry:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder if folder is not None else _user_folder()
+        self.folder = folder if folder is not None else run_folder()
 
     @contextlib.contextmanager
     def entered(self, deployment: str, address: str, local: bool) -> Iterator[Entry]:
@@ -69,9 +67,7 @@ class Registry:
         path = self._path(deployment)
         draft = path.with_suffix(f".{entry.pid}")
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._private():
-                raise PermissionError(0, "it is not a folder that only this user may write")
+            own_folder(self.folder)
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 json.dump(asdict(entry) | {"owner": str(entry.owner)}, file)
             draft.rename(path)  # a reader sees all of it or nothing
@@ -87,7 +83,7 @@ class Registry:
     def entries(self) -> list[Entry]:
         """The runtimes whose process lives, by id. Entries of dead ones are removed; other files are left alone."""
         found = []
-        for path in sorted(self.folder.glob("*.json")) if self._private() else ():
+        for path in self._paths():
             entry = _read(path)
             if entry is None or entry.deployment != path.stem:
                 continue
@@ -108,13 +104,12 @@ class Registry:
     def _path(self, deployment: str) -> Path:
         return self.folder / f"{deployment}.json"
 
-    def _private(self) -> bool:
-        """Whether the folder is there, this user's own, and not writable by others; else its entries are ignored."""
+    def _paths(self) -> list[Path]:
+        """Of all entries; none where the folder is not this user's own, or others may write it."""
         try:
-            about = self.folder.lstat()
+            return sorted(own_folder(self.folder).glob("*.json")) if self.folder.is_dir() else []
         except OSError:
-            return False
-        return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+            return []
 
     def _remove(self, path: Path) -> None:
         with contextlib.suppress(OSError):
@@ -123,16 +118,10 @@ class Registry:
             self.folder.rmdir()
 
 
-def _user_folder() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and Path(runtime).is_dir():
-        return Path(runtime) / "tiermoe"
-    return Path(tempfile.gettempdir()) / f"tiermoe.run.{os.getuid()}"
-
-
 def _read(path: Path) -> Entry | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
+            found = json.load(file)
         entry = Entry(**found | {"owner": ProcessId.parse(found["owner"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -20,18 +20,29 @@ from pathlib import Path
 
 import psutil
 
-_MAX_TMPDIR = 32  # Ray's socket paths add some 65 characters, and the system allows 107
+_INSIDE = "r"  # Ray's part
+# A socket's path has at most 107 bytes: /tiermoe-????????/r, and at most 64 of Ray's, from /session_ to /plasma_store.
+_MAX_TMPDIR = 107 - 17 - 2 - 64
 _SWEEP_DEADLINE_S = 15.0
 _GUESTS_S = 8.0  # for drivers that have joined: they notice the end of Ray, and say so
 _POLL_S = 0.1
 
 
 class Scratch:
-    """A private directory for one local Ray; `close` removes it together with every process that uses it."""
+    """A private directory for one local Ray; `close` removes it together with every process that uses it.
+
+    Ray makes its directory, and most below it, writable to everybody. So it gets one inside of this, which nobody else
+    can enter.
+
+    Attributes:
+        path: the private directory.
+        ray: where Ray's own goes.
+    """
 
     def __init__(self) -> None:
         base = tempfile.gettempdir()
         self.path = Path(tempfile.mkdtemp(prefix="tiermoe-", dir=base if len(base) <= _MAX_TMPDIR else "/tmp"))
+        self.ray = self.path / _INSIDE
         self._helper = self._start()
 
     def look(self) -> bool:

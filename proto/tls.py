@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
+from .private import open_own
 
 _MAX_BYTES = 2**20
 NAME = "tiermoe"  # that the certificate of a channel server has, whatever its address
@@ -22,10 +23,10 @@ def read_private(file: Path, what: str) -> bytes:
         what: it is, for messages.
 
     Raises:
-        ConfigError: it is unreadable, others may read it, or it is longer than 1 MiB.
+        ConfigError: it is unreadable, another user's, others may read it, or it is longer than 1 MiB.
     """
     try:
-        with file.open("rb") as opened:
+        with os.fdopen(open_own(file, os.O_RDONLY), "rb") as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
             if mode & 0o077:
                 raise ConfigError(f"others may read {what} '{file}' (mode {mode:04o})", f"chmod 600 {file}")

@@ -368,7 +368,7 @@ def head(*options: str, cpus: int = 2) -> Iterator[str]:
     scratch = Scratch()
     port = _free_port()
     command = [
-        _RAY, "start", "--head", f"--port={port}", f"--num-cpus={cpus}", f"--temp-dir={scratch.path}",
+        _RAY, "start", "--head", f"--port={port}", f"--num-cpus={cpus}", f"--temp-dir={scratch.ray}",
         "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000", *options,
     ]  # fmt: skip
     try:

@@ -39,7 +39,7 @@ from ..attach import CONTROL, lead_of, leads_of
 from ..config import load_run_config
 from ..placement import LEAD, family, split_name
 from ..prompt import load_tokenizer
-from ..ray_session import NAMESPACE, as_failure, head_address, session_folder
+from ..ray_session import NAMESPACE, as_failure, head_address, server_folder
 from ..registry import Registry
 from ..yaml_file import explain
 from .backend import LeadBackend
@@ -189,8 +189,8 @@ class ApiServer:
 
 
 def _shared_folder() -> Path:
-    """What the replicas of this application on this machine share; it goes with Ray's session."""
-    folder = session_folder() / "tiermoe-server" / serve.get_replica_context().app_name
+    """What the replicas of this application on this machine share; see `server_folder`."""
+    folder = server_folder() / serve.get_replica_context().app_name
     share_counters(folder)
     return folder
 

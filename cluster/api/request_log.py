@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import ConfigError
+from ...proto.private import open_own, own_folder
 from .records import PROBES, RequestRecord
 
 LogFormat = Literal["text", "json"]
@@ -37,7 +38,7 @@ class RequestLog:
     Args:
         form: of the lines.
         file: to be appended to, made with mode 0600 where it is missing; None: standard error.
-        dropped: called for each line that found no room.
+        dropped: called for each line that found no room, or could not be written.
     """
 
     def __init__(self, form: LogFormat, file: Path | None, dropped: Callable[[], None] = lambda: None) -> None:
@@ -45,7 +46,7 @@ class RequestLog:
         self._dropped = dropped
         self._lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
-            handler: logging.Handler = logging.StreamHandler() if file is None else _Appender(file)
+            handler: logging.Handler = logging.StreamHandler() if file is None else _Appender(file, dropped)
         except OSError as error:
             raise _unwritable(file, error) from error
         self._listener: logging.handlers.QueueListener | None = logging.handlers.QueueListener(self._lines, handler)
@@ -71,18 +72,22 @@ class RequestLog:
 
 
 class _Appender(logging.handlers.WatchedFileHandler):
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, dropped: Callable[[], None]) -> None:
+        self._lost = dropped
         super().__init__(str(file), encoding="utf-8")
 
     def _open(self) -> Any:
-        return open(self.baseFilename, "a", encoding="utf-8", opener=_private)
+        return open(self.baseFilename, "a", encoding="utf-8", opener=open_own)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # it was replaced by what cannot be opened: the next line tries again
+            self._lost()
 
     def handleError(self, record: logging.LogRecord) -> None:
         """A full disk, or a reader that is gone: requests go on without their lines."""
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+        self._lost()
 
 
 def check_file(file: Path) -> None:
@@ -92,32 +97,32 @@ def check_file(file: Path) -> None:
         ConfigError: it is a folder, or its folder is missing or not writable.
     """
     try:
-        if file.exists() and not stat.S_ISREG(file.stat().st_mode):
-            raise ConfigError(f"request log '{file}' is no plain file", "name a file")
-        with open(file, "a", opener=_private):
-            pass
+        with open(file, "a", opener=open_own) as opened:
+            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                raise ConfigError(f"request log '{file}' is no plain file", "name a file")
     except OSError as error:
         raise _unwritable(file, error) from error
 
 
 def _unwritable(file: Path | None, error: OSError) -> ConfigError:
     what = f"request log '{file}' cannot be written: {error.strerror or error}"
-    return ConfigError(what, "name a file in a folder that you may write to")
+    return ConfigError(what, "name a file of yours in a folder that you may write to")
 
 
 class Forwarded:
     """A FIFO of which a thread copies each line to standard error: that of `serve`, not that of a server process.
 
     Args:
-        folder: that the server processes reach; the FIFO is removed from it at the end.
+        folder: that the server processes reach and no other user (`own_folder`); the FIFO is removed at the end.
     """
 
     def __init__(self, folder: Path) -> None:
+        own_folder(folder)
         self.file = folder / f"tiermoe-requests-{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):
             self.file.unlink()
         os.mkfifo(self.file, 0o600)
-        self._fd = os.open(self.file, os.O_RDWR)  # to write too: else it would end whenever no server process has it
+        self._fd = open_own(self.file, os.O_RDWR)  # to write too: else it would end whenever no server process has it
         self._thread = threading.Thread(target=self._copy, name="tiermoe-request-log", daemon=True)
         self._thread.start()
 
@@ -128,6 +133,7 @@ class Forwarded:
             self._thread.join(_END_S)
         with contextlib.suppress(OSError):
             self.file.unlink()
+            self.file.parent.rmdir()  # where nobody else keeps something there
 
     def _copy(self) -> None:
         while True:

@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from ...proto.private import open_own, own_folder
 from ..processes import ProcessId
 
 _SUFFIX = ".admitted"
@@ -52,7 +53,7 @@ class Ledger:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_folder(folder)
         self._folder = folder
         self._name = f"{ProcessId.of()}{_SUFFIX}"
         self.write(Admitted())
@@ -60,7 +61,8 @@ class Ledger:
     def write(self, own: Admitted) -> None:
         """Say what this replica has admitted; a reader sees all of it or what was before."""
         draft = self._folder / f"{self._name}.new"
-        draft.write_text(json.dumps([own.inside, own.keys]))
+        with os.fdopen(open_own(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            json.dump([own.inside, own.keys], file)
         draft.rename(self._folder / self._name)
 
     def others(self) -> list[Admitted]:
@@ -71,7 +73,8 @@ class Ledger:
                 continue
             with suppress(FileNotFoundError):  # another has removed it
                 if _lives(name.removesuffix(_SUFFIX)):
-                    inside, keys = json.loads((self._folder / name).read_text())
+                    with os.fdopen(open_own(self._folder / name, os.O_RDONLY)) as file:
+                        inside, keys = json.load(file)
                     found.append(Admitted(inside, {key: (choices, tokens) for key, (choices, tokens) in keys.items()}))
                 else:
                     (self._folder / name).unlink()
@@ -85,7 +88,7 @@ def _lives(name: str) -> bool:
 
 def share_counters(folder: Path) -> None:
     """Keep the counters that this process makes from now on in files in a folder, for `AllReplicas`."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own_folder(folder)
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     values.ValueClass = values.MultiProcessValue()
 

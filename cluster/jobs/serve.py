@@ -158,11 +158,11 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door:
 def _http_server(server: ApiSettings, door: Door, where: str, steps: Steps) -> Iterator[Check]:
     """The server, announced once it is ready, with the line `where` about its runtime."""
     from ..api.app import HttpServer
-    from ..ray_session import session_folder
+    from ..ray_session import server_folder
 
     with ExitStack() as stack:
         if server.request_log != "off" and server.request_log_file is None:
-            lines = stack.enter_context(closing(Forwarded(session_folder())))
+            lines = stack.enter_context(closing(Forwarded(server_folder())))
             server = server.model_copy(update={"request_log_file": str(lines.file)})
         with steps:
             steps("starting the HTTP server")

@@ -11,8 +11,8 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...proto.private import open_own, own_folder, user_cache
 from ..config import RunConfig
-from ..host import user_cache
 
 _KEPT = 64  # configurations
 
@@ -45,14 +45,17 @@ class LastStart:
         newest = dict(list(known.items())[1 - _KEPT :])
         newest[self._key] = {step: round(value, 3) for step, value in seconds.items()}
         with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            own_folder(self._file.parent)
             written = self._file.with_suffix(f".{os.getpid()}")
-            written.write_text(json.dumps(newest), encoding="utf-8")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with os.fdopen(open_own(written, flags), "w", encoding="utf-8") as file:
+                json.dump(newest, file)
             written.replace(self._file)
 
     def _read(self) -> dict[str, dict[str, float]]:
         try:
-            found = json.loads(self._file.read_text(encoding="utf-8"))
+            with os.fdopen(open_own(self._file, os.O_RDONLY), encoding="utf-8") as file:
+                found = json.load(file)
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}

@@ -23,8 +23,9 @@ from pydantic import Field, ValidationError
 
 from ...actors.base_settings import Settings
 from ...errors import ConfigError
+from ...proto.private import user_cache
 from ..config import configs_dir
-from ..host import cpu, user_cache
+from ..host import cpu
 from ..yaml_file import explain, read_yaml
 
 MACHINE_FILE = "machine.json"

@@ -43,7 +43,7 @@ def test_one_node_as_written(tmp_path: Path) -> None:
         script = ["set -e"]
         for line in lines[:-1]:
             if line.startswith("ray start"):
-                line = f"{line} --temp-dir={scratch.path}"
+                line = f"{line} --temp-dir={scratch.ray}"
             elif line.startswith("tiermoe up"):
                 line = f"{line} > up 2>&1 & up=$!; {_UNTIL_READY.format(port=port)}"
             script.append(line)

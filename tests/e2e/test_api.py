@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ import psutil
 import pytest
 from listening import off_loopback
 from prometheus_client.parser import text_string_to_metric_families
+from second_user import as_nobody, needs_root
 from started import ON_CPU, WAIT_S, Started, started
 
 from tiermoe.cluster.config import default_model_dir
@@ -104,6 +107,18 @@ def test_ready_says_what_the_start_does(server: Server) -> None:
 
 def test_a_local_runtime_listens_on_loopback_only(server: Server) -> None:
     assert off_loopback(server.process.pid) == {}
+
+
+@needs_root
+def test_a_second_user_gets_at_none_of_its_files(server: Server) -> None:
+    """Ray makes its folders writable to all: sockets, logs, the request log's pipe could be replaced."""
+    words = [word for process in server.family() for word in process.cmdline()]
+    sessions = {Path(word.partition("=")[2]) for word in words if word.startswith("--session_dir=")}
+    assert sessions, words
+    for session in sessions:
+        assert stat.S_IMODE(session.stat().st_mode) == 0o777  # Ray's doing
+        assert as_nobody(lambda: os.listdir(session)) == "EACCES"  # noqa: B023 (called at once)
+        assert as_nobody(lambda: (session / "sockets" / "raylet").rename(session / "old")) == "EACCES"  # noqa: B023
 
 
 def test_greedy_text_is_that_of_run(server: Server) -> None:

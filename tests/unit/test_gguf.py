@@ -24,13 +24,13 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import check_model_dir
 from tiermoe.cluster.gguf_header import read_gguf, read_gguf_header
-from tiermoe.cluster.host import user_cache
 from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.doctor import routed_expert_elements
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.checkpoint import open_checkpoint
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import CheckpointError, StoreError, UnsupportedModelError
+from tiermoe.proto.private import user_cache
 
 torch.set_num_threads(1)
 GOLDEN = json.loads(llama_reference.GOLDEN.read_text())

@@ -130,12 +130,13 @@ def test_a_ray_of_its_own_in_a_job_takes_nothing_of_the_job_s(
     monkeypatch.setattr(ray_session.ray, "init", init)
     monkeypatch.setattr(ray_session, "ensure_private_token", lambda: None)
     monkeypatch.setattr(ray_session, "check_joinable", lambda address: None)
+    monkeypatch.setattr(ray_session, "session_folder", lambda: tmp_path)
     if joined:
         ray_session.join("127.0.0.1:1", {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
         assert seen["environment"][name] == job  # it joins what the job's package is in
         assert seen["runtime_env"] == {"env_vars": {"MKL_NUM_THREADS": "1"}}  # Ray refuses a variable given twice
     else:
-        ray_session.start_local(SimpleNamespace(path=tmp_path), 1, {}, 1 << 26, 1)  # type: ignore[arg-type]
+        ray_session.start_local(SimpleNamespace(path=tmp_path, ray=tmp_path / "r"), 1, {}, 1 << 26, 1)  # type: ignore[arg-type]
         assert {name, hook}.isdisjoint(seen["environment"])
         assert "runtime_env" not in seen
     assert (os.environ[name], os.environ[hook]) == (job, "a.hook")

@@ -211,7 +211,7 @@ def test_a_writer_that_hangs_costs_lines_and_no_request(tmp_path: Path, monkeypa
 
 
 def test_lines_of_server_processes_come_to_standard_error(tmp_path: Path, capfdbinary: Any) -> None:
-    forwarded = Forwarded(tmp_path)
+    forwarded = Forwarded(tmp_path / "lines")
     sinks = [RequestLog("text", forwarded.file) for _ in range(2)]
     for number, sink in enumerate(sinks):
         sink(RequestRecord(f"r{number}", "GET", "/v1/models", status=200))
@@ -219,7 +219,7 @@ def test_lines_of_server_processes_come_to_standard_error(tmp_path: Path, capfdb
     forwarded.close()
     lines = capfdbinary.readouterr().err.decode().splitlines()
     assert sorted(re.findall(r"id=(r\d)", " ".join(lines))) == ["r0", "r1"]
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # also the folder, where nobody else keeps something there
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

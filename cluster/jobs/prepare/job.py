@@ -9,7 +9,8 @@ from rich.console import Console
 
 from ....actors.store.format import DENSE_NAME, MANIFEST_NAME, SourceFile, layer_name, read_manifest
 from ....errors import StoreError
-from ...host import GGUF_CACHE, user_cache
+from ....proto.private import user_cache
+from ...host import GGUF_CACHE
 from ...hub import complete
 from ...report.tables import byte_progress, size
 from .checkpoint import Checkpoint, open_checkpoint, refuse_unsupported

@@ -9,8 +9,9 @@ from ....actors.policy_settings import PolicySettings
 from ....actors.store.artifacts import predictors_of, read_policy_artifacts
 from ....actors.store.format import read_manifest
 from ....errors import CheckpointError, StoreError, TierMoeError
+from ....proto.private import user_cache
 from ...config import RunConfig, default_model_dir
-from ...host import shown, user_cache
+from ...host import shown
 from .calibration import shipped_calibration
 from .checkpoint import open_checkpoint
 from .job import is_current, is_store, store_dir
