@@ -106,6 +106,7 @@ class Deployment:
         refuse_second()
         if (tls := self.config.cluster.tls) is not None:
             tls.read()
+            tls.refuse_expired()
         begin = time.monotonic()
         self._deadline_s = begin + self.config.ray.startup_deadline_s
         try:

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 
-def certificate(folder: Path, name: str) -> tuple[str, str]:
-    """A certificate for 127.0.0.1 and `tiermoe` that certifies itself, and its key, which only its owner may read."""
+def certificate(folder: Path, name: str, seconds: float = 86400.0) -> tuple[str, str]:
+    """A certificate for 127.0.0.1 and `tiermoe` that certifies itself, and its key, which only its owner may read.
+
+    Args:
+        seconds: from now until it expires.
+    """
     x509 = pytest.importorskip("cryptography.x509")
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -26,7 +30,7 @@ def certificate(folder: Path, name: str) -> tuple[str, str]:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(seconds=seconds))
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())

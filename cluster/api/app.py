@@ -163,7 +163,7 @@ class ApiServer:
             _shared_folder() if settings.replicas > 1 else None,
         )  # fmt: skip
         file = settings.api_key_file
-        self._keys = None if file is None else KeyRing(Path(file).expanduser())
+        self._keys = None if file is None else KeyRing(Path(file).expanduser(), refused=self._key_file_refused)
         self._sinks: list[RequestLog | Tracer] = []
         if settings.request_log != "off":
             written = settings.request_log_file
@@ -176,6 +176,10 @@ class ApiServer:
         """Serve calls this when the replica shall end."""
         for sink in getattr(self, "_sinks", ()):
             sink.close()
+
+    def _key_file_refused(self, line: str) -> None:
+        logging.getLogger("ray.serve").error("%s", line)  # `tiermoe serve` says it, too
+        self._service.metrics.key_file_refused()
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve calls this once the constructor is through."""

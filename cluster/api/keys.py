@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
 import re
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import ConfigError
-from ...proto.tls import read_private
+from ...proto.private import open_own
+from ...proto.tls import MAX_BYTES, read_private
 
 _LOG = logging.getLogger("ray.serve")
 _EVERY_S = 1.0
@@ -83,28 +85,47 @@ def fingerprint(authorization: bytes) -> str | None:
     return f"sha256:{hashlib.sha256(given[0]).hexdigest()[:8]}" if given else None
 
 
+def _named(file: Path) -> frozenset[bytes] | None:
+    """The first words of a file's lines, whoever else may read it; None: it is not there, not ours, or unreadable."""
+    try:
+        with os.fdopen(open_own(file, os.O_RDONLY), "rb") as opened:
+            lines = opened.read(MAX_BYTES).splitlines()
+    except OSError:
+        return None
+    return frozenset(line.split()[0] for line in lines if line.split(b"#")[0].strip())
+
+
 class KeyRing:
     """The keys of a file, read again when the file changes.
 
-    A file that has become unreadable or malformed is named in the log, and the keys before it stay in force.
+    Of a file that is refused (others may read it, a line is malformed, it is empty) no key comes into force, and those
+    that it no longer names go out of force. A file that is not there, or cannot be read, says nothing about keys: those
+    before stay in force until there is one that can.
 
     Args:
         file: see `read_keys`.
         clock: seconds, monotonic.
+        refused: called with a line each time that the file has changed and is refused.
+
+    Attributes:
+        problem: why the file is refused, and what is in force; None: it is not.
 
     Raises:
         ConfigError: the file is refused.
     """
 
-    def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file, self._clock = file, clock
+    def __init__(
+        self, file: Path, clock: Callable[[], float] = time.monotonic, refused: Callable[[str], None] = _LOG.error
+    ) -> None:
+        self._file, self._clock, self._refused = file, clock, refused
         self._version = self._look()
         self._looked_s = clock()
         self._keys = read_keys(file)
+        self.problem: str | None = None
 
     def find(self, authorization: bytes) -> Key | None:
         """The key of an `Authorization` header; None: it has none that is known. All keys take the same time."""
-        self._refresh()
+        self.refresh()
         scheme, _, given = authorization.partition(b" ")
         if scheme.lower() != b"bearer":
             return None
@@ -114,6 +135,27 @@ class KeyRing:
                 found = key
         return found
 
+    def refresh(self) -> str | None:
+        """Read the file where it has changed; at most once a second. Returns `problem`."""
+        if self._clock() - self._looked_s < _EVERY_S:
+            return self.problem
+        self._looked_s = self._clock()
+        if (version := self._look()) == self._version:
+            return self.problem
+        self._version = version
+        try:
+            self._keys, self.problem = read_keys(self._file), None
+        except ConfigError as error:
+            before = len(self._keys)
+            if (named := _named(self._file)) is None:
+                kept = "the keys before stay in force until it can be read"
+            else:
+                self._keys = tuple(key for key in self._keys if key.secret in named)
+                kept = f"{len(self._keys)} of {before} keys before stay in force: those that it names"
+            self.problem = f"{error} ({kept})"
+            self._refused(self.problem)
+        return self.problem
+
     def _look(self) -> tuple[int, ...] | None:
         """What changes when the file does; None: it is not there."""
         try:
@@ -121,15 +163,3 @@ class KeyRing:
         except OSError:
             return None
         return (seen.st_mtime_ns, seen.st_ctime_ns, seen.st_size, seen.st_ino)
-
-    def _refresh(self) -> None:
-        if self._clock() - self._looked_s < _EVERY_S:
-            return
-        self._looked_s = self._clock()
-        if (version := self._look()) == self._version:
-            return
-        self._version = version
-        try:
-            self._keys = read_keys(self._file)
-        except ConfigError as error:
-            _LOG.error("the keys before stay in force: %s", error)

@@ -120,7 +120,8 @@ class Metrics:
             "tiermoe_requests_refused", "HTTP requests that were refused or failed, also at the end of a stream.",
             ["reason"], registry=self._registry,
         )  # fmt: skip
-        self._dropped = counter("request_log_dropped", "Lines of the request log that found no room.")
+        self._dropped = counter("request_log_dropped", "Lines of the request log that were not written.")
+        self._key_files = counter("key_file_refused", "Times that the key file had changed and was refused.")
 
     def count_ignored(self, names: Iterable[str]) -> None:
         """A request had these parameters, and they had no effect."""
@@ -143,8 +144,12 @@ class Metrics:
         return {names[family.name]: int(sum(sample.value for sample in family.samples)) for family in found}
 
     def line_dropped(self) -> None:
-        """A line of the request log found no room."""
+        """A line of the request log found no room, or could not be written."""
         self._dropped.inc()
+
+    def key_file_refused(self) -> None:
+        """The key file has changed and is refused."""
+        self._key_files.inc()
 
     def page(self) -> bytes:
         """All of it in Prometheus' text format."""

@@ -32,6 +32,7 @@ from .options import (
     with_options,
 )
 from .up import Check, serve_until_ended
+from .watched import FileWatch, checks_of
 
 if TYPE_CHECKING:
     from ..api.door import Door
@@ -108,6 +109,7 @@ def _tls(certificate: Path | None, key: Path | None, ca: Path | None) -> TlsFile
         raise ConfigError("HTTPS needs a certificate and its key", "give --ssl-certfile and --ssl-keyfile")
     files = TlsFiles(_absolute(ca), _absolute(certificate), _absolute(key))
     files.read()
+    files.refuse_expired()
     return files
 
 
@@ -160,6 +162,8 @@ def _http_server(server: ApiSettings, door: Door, where: str, steps: Steps) -> I
     from ..api.app import HttpServer
     from ..ray_session import server_folder
 
+    certificates = TlsFiles(door.ssl.get("ssl_ca_certs"), door.ssl.get("ssl_certfile"))
+    checks = checks_of(server, certificates)
     with ExitStack() as stack:
         if server.request_log != "off" and server.request_log_file is None:
             lines = stack.enter_context(closing(Forwarded(server_folder())))
@@ -176,7 +180,13 @@ def _http_server(server: ApiSettings, door: Door, where: str, steps: Steps) -> I
             warning = f"no key is asked for: whoever reaches {door.host} may use the model; see --api-key-file"
             Console(stderr=True).print(warning, soft_wrap=True)
         out.file.flush()
-        yield http.check
+        files = FileWatch(checks, lambda line: Console(stderr=True).print(line, soft_wrap=True, markup=False))
+
+        def check() -> None:
+            http.check()
+            files.look()
+
+        yield check
 
 
 def _say_if_chats_fail(server: ApiSettings) -> None:

@@ -17,6 +17,7 @@ from ..report.steps import Steps
 from ..report.tables import results, show
 from .ending import BoundedEnd
 from .options import RUNTIME, Config, checked_config, checked_settings, deployed, with_options
+from .watched import FileWatch, expiry_checks
 
 if TYPE_CHECKING:
     from ..deploy import Deployment
@@ -91,7 +92,8 @@ def serve_until_ended(
         steps = Steps(notices, last.seconds)
         begins(steps)
         deployment = deployed(config, settings, notices, steps, enter, ending.lost)
-        from ..placement import DeploymentEnded  # Ray
+        from ..deploy import say  # Ray
+        from ..placement import DeploymentEnded
 
         try:
             with ExitStack() as stack:
@@ -99,10 +101,12 @@ def serve_until_ended(
                     stack.enter_context(deployment)
                 show(results(), plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
                 check = stack.enter_context(beside(deployment, steps))
+                files = FileWatch(expiry_checks(config.cluster.tls), say)
                 last.remember(steps.seconds)
                 ending.serving()
                 while deployment.watch():
                     check()
+                    files.look()
                     time.sleep(_WATCH_S)
         except DeploymentEnded:
             pass

@@ -15,6 +15,7 @@ from fake_api import FakeBackend, ask, error, serving
 from tiermoe.cluster.api.admission import Admission
 from tiermoe.cluster.api.keys import Key, KeyRing, read_keys
 from tiermoe.cluster.api.refusals import ApiError
+from tiermoe.cluster.jobs.watched import FileWatch
 from tiermoe.errors import ConfigError
 
 _FILE = """
@@ -94,6 +95,54 @@ def test_a_file_is_read_again_when_it_changes(file: Path, caplog: pytest.LogCapt
     now_s = 5.0
     write(file, "sesame-open")
     assert known() == ["sesame-open"]
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        (lambda file: (write(file, "0123456789abcdef name=batch\nnew"), file.chmod(0o644)), ["0123456789abcdef"]),
+        (lambda file: write(file, "# none\n"), []),
+        (lambda file: write(file, "sesame-open\nnew\nno option"), ["sesame-open"]),
+        (lambda file: write(file, "sesame-open\nsesame-open"), ["sesame-open"]),
+        (lambda file: file.unlink(), ["sesame-open", "0123456789abcdef"]),  # it says nothing about keys
+        (lambda file: (file.unlink(), file.symlink_to("nowhere")), ["sesame-open", "0123456789abcdef"]),
+    ],
+)  # fmt: skip
+def test_a_refused_file_takes_keys_out_of_force_and_brings_none(
+    file: Path, change: Callable[[Path], object], left: list[str]
+) -> None:
+    """A key that was removed got 200 as long as others could read the file, and nobody saw the message."""
+    now_s, refused = 0.0, list[str]()
+    ring = KeyRing(file, lambda: now_s, refused.append)
+    change(file)
+    now_s = 1.0
+    keys = ("sesame-open", "0123456789abcdef", "new")
+    assert [key for key in keys if ring.find(f"Bearer {key}".encode()) is not None] == left
+    now_s = 2.0
+    assert ring.refresh() == refused[0]
+    assert len(refused) == 1
+    assert "in force" in refused[0]
+    assert not any(key in refused[0] for key in keys)
+    now_s = 3.0
+    file.unlink(missing_ok=True)
+    write(file, _FILE)
+    assert ring.refresh() is None
+    assert ring.find(b"Bearer sesame-open") is not None
+
+
+def test_a_refused_file_is_said_once_and_when_it_is_right_again(file: Path) -> None:
+    now_s, said = 0.0, list[str]()
+    ring = KeyRing(file, lambda: now_s, lambda line: None)
+    watch = FileWatch({f"key file '{file}'": ring.refresh}, said.append)
+    for mode in (0o600, 0o644, 0o644, 0o600):
+        now_s += 1.0
+        file.chmod(mode)
+        watch.look()
+    assert said == [
+        f"others may read key file '{file}' (mode 0644); chmod 600 {file} "
+        "(2 of 2 keys before stay in force: those that it names)",
+        f"key file '{file}' is right again",
+    ]
 
 
 def test_keys_open_everything_but_health(file: Path) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ssl
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from certificates import certificate, folder_of
 
+from tiermoe.cluster.jobs.watched import FileWatch, expiry_checks
 from tiermoe.errors import ChannelRefused, ConfigError
 from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import HealthRequest
 from tiermoe.proto.options import ChannelOptions, ServerOptions
 from tiermoe.proto.peers import LocalDirectory, PeerLink
 from tiermoe.proto.server import ChannelServer
-from tiermoe.proto.tls import TlsFiles
+from tiermoe.proto.tls import TlsFiles, expires_s
 
 TRANSPORTS = ("grpc", "shm") if sys.platform == "linux" else ("grpc",)
 _SOON_S = 5.0
@@ -88,6 +90,36 @@ def test_files_that_are_refused(tmp_path: Path, damage: Callable[[Path], object]
         TlsFiles.of_folder(str(folder)).read()
     with pytest.raises(ConfigError, match=words):
         ChannelServer(lambda m: None, ServerOptions(tls=TlsFiles.of_folder(str(folder))))
+
+
+def test_an_expired_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    crt, key = certificate(tmp_path, "old", seconds=-3600.0)
+    files = TlsFiles(None, crt, key)
+    files.read()  # a process that is started again says so by its connections
+    with pytest.raises(ConfigError, match=r"old\.crt' expired at 20"):
+        files.refuse_expired()
+
+
+def test_what_expires_is_said_before_and_then_once_each(tmp_path: Path) -> None:
+    crt, key = certificate(tmp_path, "soon", seconds=30 * 86400.0)
+    later, _ = certificate(tmp_path, "later", seconds=60 * 86400.0)
+    (tmp_path / "both.pem").write_text(Path(later).read_text() + Path(crt).read_text())
+    end_s, said = expires_s(Path(crt)), list[str]()
+    assert abs(end_s - time.time() - 30 * 86400) < 60
+    assert expires_s(tmp_path / "both.pem") == end_s
+    now_s = 0.0
+    watch = FileWatch(expiry_checks(TlsFiles(None, crt, key), lambda: now_s), said.append)
+    for left_s in (20 * 86400, 86401, 3601, 3600, 1, 1, 0, -9):
+        now_s = end_s - left_s
+        watch.look()
+    ends = [line.partition("UTC")[2] for line in said]
+    again = ": replace it and start again"
+    assert ends == [*(f", within {name}{again}" for name in ("14 days", "a day", "an hour", "a minute")),
+                    ": new connections fail; replace it and start again"]  # fmt: skip
+    assert all(f"TLS certificate '{crt}'" in line for line in said)
+    Path(crt).write_text(Path(certificate(tmp_path, "next", 90 * 86400.0)[0]).read_text())
+    watch.look()
+    assert said[-1] == f"TLS certificate '{crt}' is right again"
 
 
 def test_a_certificate_needs_its_key() -> None:
