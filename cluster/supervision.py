@@ -32,6 +32,7 @@ REST_S = 60.0  # after which a lead that failed is tried again, while others ser
 SILENT_S = 6.0  # without an answer: said
 HUNG_S = 30.0  # ended, and started again
 REFUSALS = 3  # of Ray's own processes
+STOPPED_S = 5.0  # between two looks that should be a second apart: this process was stopped
 _STEP_S = 1.0
 _ANSWER_S = 1.0
 _SERVE = {
@@ -40,6 +41,22 @@ _SERVE = {
     "ServeReplica:tiermoe:ApiServer": "a server replica",
 }
 _LOG = "see the lead's log in Ray's session folder, or lower --budget"
+
+
+class Pauses:
+    """Finds out that this process itself did not run: a suspended laptop, SIGSTOP to all, a machine that was frozen.
+
+    Whom it asked has had no time to answer then, either: those seconds are nobody's silence.
+    """
+
+    def __init__(self) -> None:
+        self._looked_s: float | None = None
+
+    def look(self) -> float:
+        """Seconds that it was stopped since the last look; 0.0: it was not. To be called about once a second."""
+        before_s, self._looked_s = self._looked_s, time.monotonic()
+        gap_s = 0.0 if before_s is None else self._looked_s - before_s
+        return gap_s if gap_s > STOPPED_S else 0.0
 
 
 class LeadKeeper:
@@ -62,7 +79,8 @@ class LeadKeeper:
         self._dead = False  # not started since its death
         self._start: Any = None  # its start under way
         self._health: Any = None  # a call without an answer yet
-        self._asked_s = 0.0  # when it was made
+        self._asked_s = 0.0  # when it was made; later by what this process was stopped meanwhile
+        self._pauses = Pauses()
         self._silent = False
 
     def look(self) -> None:
@@ -73,6 +91,7 @@ class LeadKeeper:
                 again at each look while it rests.
             TierMoeError: it refused to start again.
         """
+        self._allow_for_pause()
         if self._failure is not None and time.monotonic() < self._failed_s + REST_S:
             raise self._failure
         again, self._failure = self._failure is not None, None
@@ -132,6 +151,7 @@ class LeadKeeper:
             except ray.exceptions.RayError as error:
                 raise as_failure(error, "the worker failed") from error
             return
+        self._allow_for_pause()
         silent_s = time.monotonic() - self._asked_s
         if silent_s > HUNG_S:
             self._notify(f"{self._label} has not answered for {silent_s:.0f} s and is ended")
@@ -139,6 +159,9 @@ class LeadKeeper:
         elif silent_s > SILENT_S and not self._silent:
             self._silent = True
             self._notify(f"{self._label} has not answered for {silent_s:.0f} s")
+
+    def _allow_for_pause(self) -> None:
+        self._asked_s = min(self._asked_s + self._pauses.look(), time.monotonic())
 
     def _remake(self, record: ActorRecord) -> None:
         self._start = self._health = None
@@ -179,6 +202,7 @@ class RayWatch:
     - GCS or raylet has ended, or was silent for `HUNG_S`: `lost` is called with the reason, once.
     - An actor's process was silent for `HUNG_S`: it is killed, and Ray or Serve starts another.
     - Any was silent for `SILENT_S`, or an actor has died: a line says so.
+    - This process itself was stopped: a line says so, and nobody is taken for silent meanwhile.
 
     Args:
         deployment: its id; the actors of others are left alone.
@@ -197,6 +221,7 @@ class RayWatch:
         found = [_Process(f"Ray's {name}", address) for name, address in ray_addresses().items()]
         self._servers = [server for server in found if _answers(server.ask())]  # not with Ray's own TLS
         self._actors: dict[str, _Process] = {}  # by Ray's id and the times that it was started
+        self._pauses = Pauses()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiermoe-ray-watch", daemon=True)
         self._thread.start()
@@ -233,6 +258,14 @@ class RayWatch:
                 self._lost(reason)
                 return
 
+    def _allow_for_pause(self) -> None:
+        if (stopped_s := self._pauses.look()) == 0.0:
+            return
+        self._notify(f"this process was stopped for {stopped_s:.0f} s (a suspended machine?); it goes on")
+        for process in (*self._servers, *self._actors.values()):
+            process.answered_s = min(process.answered_s + stopped_s, time.monotonic())
+            process.refused = 0
+
     def _ended(self) -> str | None:
         for name, process in self._own.items():
             if (code := process.poll()) is not None:
@@ -253,6 +286,7 @@ class RayWatch:
                         self._notify(f"{process.name} answers again")
                 elif answer.code() is grpc.StatusCode.UNAVAILABLE:
                     process.refused += 1
+        self._allow_for_pause()
         for process in processes:
             silent_s = time.monotonic() - process.answered_s
             if self._serves and process in self._servers and process.refused >= REFUSALS:

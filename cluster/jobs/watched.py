@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from ...errors import ConfigError
@@ -60,7 +61,7 @@ def expiry_checks(tls: TlsFiles | None, now: Callable[[], float] = time.time) ->
         now: the date, in seconds since 1970.
     """
     files = [] if tls is None else [file for file in (tls.certificate, tls.ca) if file is not None]
-    return {f"TLS certificate '{file}'": lambda file=file: _expiry(Path(file), now()) for file in files}
+    return {f"TLS certificate '{file}'": partial(_expiry, Path(file), now) for file in files}
 
 
 def _problem_of_log(log: Path) -> str | None:
@@ -74,9 +75,9 @@ def _problem_of_log(log: Path) -> str | None:
     return None
 
 
-def _expiry(file: Path, now_s: float) -> str | None:
+def _expiry(file: Path, now: Callable[[], float]) -> str | None:
     try:
-        end_s = expires_s(file)
+        end_s, now_s = expires_s(file), now()
     except ConfigError as error:
         return f"{error} (what was read before is in use)"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(end_s))

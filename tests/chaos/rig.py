@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,16 +47,25 @@ class Server(Started):
 
 
 @contextmanager
-def served(*options: str, wait: bool = True) -> Iterator[Server]:
-    """A server of the default model on a free port, in a session of its own; whatever is left of it is ended."""
+def served(
+    *options: str, wait: bool = True, variables: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> Iterator[Server]:  # fmt: skip
+    """A server of the default model on a free port, in a session of its own; whatever is left of it is ended.
+
+    Args:
+        variables: more of its environment.
+        before: run in its process before the program.
+    """
     with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as name:
         folder, shared = Path(name), _shared()
         (folder / "tmp").mkdir()
         # without a request log: what it says is about its processes
-        arguments = ("--port", "0", "--request-log", "off", *ON_CPU, *options)
+        log = () if "--request-log-file" in options else ("--request-log", "off")
         with started(
-            folder, "serve", *arguments, variables={"TMPDIR": str(folder / "tmp")}, wait=wait, start_new_session=True
-        ) as it:
+            folder, "serve", "--port", "0", *log, *ON_CPU, *options, wait=wait, start_new_session=True,
+            variables={"TMPDIR": str(folder / "tmp")} | dict(variables or {}), preexec_fn=before,
+        ) as it:  # fmt: skip
             yield Server(**vars(it), shared=shared)
 
 
@@ -111,7 +120,7 @@ async def _with_retries(http: httpx.AsyncClient, body: dict[str, Any], stream: S
 
 def run_streams(
     url: str, bodies: Sequence[dict[str, Any]], disturb: Callable[[], None] | None = None, *, after: int = 0,
-    tries: int = 1, timeout_s: float = WAIT_S,
+    tries: int = 1, timeout_s: float = WAIT_S, headers: Mapping[str, str] | None = None,
 ) -> list[Stream]:
     """Stream all at once.
 
@@ -119,12 +128,15 @@ def run_streams(
         disturb: called once, in a thread, when `after` events have come.
         tries: times that each is sent before it counts as failed.
         timeout_s: of all of them.
+        headers: of each.
     """
     streams = [Stream() for _ in bodies]
 
     async def run() -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=limits) as http:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=timeout_s, limits=limits, headers=headers, verify=False
+        ) as http:
             tasks = [
                 asyncio.create_task(_with_retries(http, body, stream, tries))
                 for body, stream in zip(bodies, streams, strict=True)

@@ -1,11 +1,13 @@
-"""Kill and stop each process of `tiermoe serve` under twenty streams; what the clients saw, as JSON and a table.
+"""Kill and stop each process of `tiermoe serve` under twenty streams, and change what is around it; what clients saw.
 
     python tests/chaos/run.py --out docs/results            (make chaos)
+    python tests/chaos/run.py --out docs/results --around   the second table only
     python tests/chaos/run.py --only lead raylet            some rows, without a page
 
 For each process x (SIGKILL, SIGSTOP for 5 s): twenty streamed completions, half greedy, half sampled with seeds; the
 signal comes when 200 of their 1,280 tokens have come. Then: how many failed, how many are what an undisturbed server
-gives, the longest silence of a stream, when `serve` said something, whether it still serves, what is left.
+gives, the longest silence of a stream, when `serve` said something, whether it still serves, what is left. A second
+table has what changes around the server (`surroundings.py`): clocks, files, a machine that sleeps.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 from rig import Server, Stream, pause, run_streams, served
+from surroundings import SURROUNDINGS, listed
 
 from tiermoe.cluster.host import cpu, versions
 from tiermoe.cluster.jobs.bench.metrics import fill_tables, markdown
@@ -131,18 +134,53 @@ def cell(server: Server, name: str, number: signal.Signals, expected: list[str])
     return row
 
 
+def surrounding(name: str) -> dict[str, Any]:
+    """One row of the second table: what changes around a server of its own while streams run."""
+    with SURROUNDINGS[name]() as wanted, served(
+        *_NEAR_DATA, *wanted.options, variables=wanted.variables, before=wanted.before
+    ) as server:
+        expected = run_streams(server.url, bodies(), headers=wanted.headers)
+        assert all(stream.error is None for stream in expected), expected
+        before = len(server.said())
+        at_s: list[float] = []
+
+        def disturb() -> None:
+            wanted.act(server)
+            at_s.append(time.monotonic())
+
+        streams = run_streams(server.url, bodies(), disturb, after=AFTER, headers=wanted.headers)
+        said: list[str] = []
+        while not (heard := listed(said, wanted.says)) and time.monotonic() < at_s[0] + NOTICED_S:
+            time.sleep(0.1)
+            said = server.said()[before:].splitlines()
+        noticed_s = round(max(0.0, time.monotonic() - at_s[0]), 2) if wanted.says and heard else None
+        row = {
+            "surrounding": name, "streams": STREAMS,
+            "failed": sum(stream.error is not None for stream in streams),
+            "identical": sum(a.text == b.text for a, b in zip(streams, expected, strict=True)),
+            "longest_silence_s": round(max(map(_silence, streams)), 2),
+            "errors": sorted({stream.error for stream in streams if stream.error is not None})[:2],
+            "heard": heard, "noticed_s": noticed_s, "said": server.said()[before:].splitlines(),
+            "wrong": wanted.check(server), "ready_s": _ready_s(server, at_s[0], wanted.headers),
+        }  # fmt: skip
+        family = server.family()
+        server.process.terminate()
+        server.process.wait(60)
+        return row | {"left": server.leftovers(family)}
+
+
 def _silence(stream: Stream) -> float:
     """The longest time between two events of a stream, in seconds."""
     times = stream.times_s
     return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
 
-def _ready_s(server: Server, since_s: float) -> float | None:
+def _ready_s(server: Server, since_s: float, headers: Mapping[str, str] | None = None) -> float | None:
     """Seconds from then until /ready says yes; None: it does not within a minute."""
     end_s = time.monotonic() + READY_S
     while time.monotonic() < end_s:
         try:
-            if httpx.get(f"{server.url}/ready", timeout=5.0).status_code == 200:
+            if httpx.get(f"{server.url}/ready", timeout=5.0, headers=headers, verify=False).status_code == 200:
                 return round(time.monotonic() - since_s, 2)
         except httpx.HTTPError:
             pass
@@ -196,6 +234,17 @@ def bars(found: list[dict[str, Any]], minutes: float) -> list[dict[str, Any]]:
     return sorted(made, key=lambda bar: bar["passed"])
 
 
+def bars_around(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The bars of the second table: what is missed first."""
+    made = []
+    for row in found:
+        fine = row["failed"] == 0 and row["identical"] == STREAMS and row["wrong"] is None
+        made.append({"bar": f"{row['surrounding']}: nothing lost, nothing wrong", "passed": fine})
+        fine = row["heard"] and row["ready_s"] is not None and not row["left"]
+        made.append({"bar": f"{row['surrounding']}: said within {NOTICED_S:g} s, serves after it", "passed": fine})
+    return sorted(made, key=lambda bar: bar["passed"])
+
+
 def table(found: list[dict[str, Any]]) -> list[str]:
     """The rows, in Markdown."""
     head = ("process", "signal", "failed", "sent again", "identical", "longest silence, s", "said after, s", "after it")
@@ -213,40 +262,65 @@ def table(found: list[dict[str, Any]]) -> list[str]:
     return markdown(head, body)
 
 
-def write(out: Path, record: dict[str, Any]) -> None:
-    """reliability.json, and the tables of reliability.md, whose words stay."""
+def table_around(around: list[dict[str, Any]]) -> list[str]:
+    """The rows of the second table, in Markdown."""
+    head = ("around it", "failed", "identical", "longest silence, s", "said after, s", "after it")
+    body = []
+    for row in around:
+        said = "not said" if not row["heard"] else "-" if row["noticed_s"] is None else str(row["noticed_s"])
+        after = row["wrong"] or ("not ready" if row["ready_s"] is None else "serves")
+        counts = [f"{row[key]}/{row['streams']}" for key in ("failed", "identical")]
+        silence = str(row["longest_silence_s"])
+        body.append((row["surrounding"], *counts, silence, said, f"{after}; at its end {len(row['left'])} left"))
+    return markdown(head, body)
+
+
+def write(out: Path, record: dict[str, Any], made: Callable[[list[dict[str, Any]]], list[str]]) -> None:
+    """NAME.json, and the tables of NAME.md, whose words stay."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "reliability.json").write_text(json.dumps(record, indent=1) + "\n")
-    page = out / "reliability.md"
+    (out / f"{record['name']}.json").write_text(json.dumps(record, indent=1) + "\n")
+    page = out / f"{record['name']}.md"
     before = page.read_text() if page.is_file() else _PAGE
     held = [(bar["bar"], "holds" if bar["passed"] else "**missed**") for bar in record["bars"]]
-    tables = {"rows": table(record["rows"]), "bars": markdown(("bar", ""), held)}
+    tables = {"rows": made(record["rows"]), "bars": markdown(("bar", ""), held)}
     page.write_text(fill_tables(before, tables.__getitem__))
 
 
 def main() -> None:
     """Run, write, and exit with 1 where a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder of reliability.json and reliability.md; all processes")
-    parser.add_argument("--only", nargs="*", choices=list(PROCESSES), help="these processes; writes nothing")
+    parser.add_argument("--out", type=Path, help="folder of the pages reliability and surroundings; all rows")
+    parser.add_argument("--around", action="store_true", help="with --out: the page surroundings only")
+    parser.add_argument("--only", nargs="*", choices=[*PROCESSES, *SURROUNDINGS], help="these rows; writes nothing")
     given = parser.parse_args()
     if (given.out is None) == (given.only is None):
-        parser.error("give --out for all processes, or --only for some of them: a page has the rows of one run")
-    begin_s = time.monotonic()
-    found = rows(given.only or list(PROCESSES), lambda row: print(json.dumps(row), flush=True))
-    minutes = (time.monotonic() - begin_s) / 60
-    held = bars(found, minutes)
-    silences = [row["longest_silence_s"] for row in found if row["process"] == "lead" and row["signal"] == "SIGKILL"]
-    record = {
-        "name": "reliability", "hardware": cpu(), "versions": versions(), "executor": "emulated on cpu",
+        parser.error("give --out for all rows, or --only for some of them: a page has the rows of one run")
+    wanted = given.only or [*([] if given.around else PROCESSES), *SURROUNDINGS]
+    common = {
+        "hardware": cpu(), "versions": versions(), "executor": "emulated on cpu",
         "settings": {"streams": STREAMS, "tokens": TOKENS, "after_tokens": AFTER, "stop_s": STOP_S,
                      "edge_tries": EDGE_TRIES},
-        "minutes": round(minutes, 1),
-        "lead_recovers_s": statistics.median(silences) if silences else None,
-        "rows": found, "bars": held,
     }  # fmt: skip
-    if given.out is not None:
-        write(given.out, record)
+    held: list[dict[str, Any]] = []
+    begin_s = time.monotonic()
+    if processes := [name for name in wanted if name in PROCESSES]:
+        found = rows(processes, lambda row: print(json.dumps(row), flush=True))
+        minutes = (time.monotonic() - begin_s) / 60
+        held += bars(found, minutes)
+        ended = [row["longest_silence_s"] for row in found if (row["process"], row["signal"]) == ("lead", "SIGKILL")]
+        record = {"name": "reliability", **common, "minutes": round(minutes, 1), "rows": found, "bars": held,
+                  "lead_recovers_s": statistics.median(ended) if ended else None}  # fmt: skip
+        if given.out is not None:
+            write(given.out, record, table)
+    if names := [name for name in wanted if name in SURROUNDINGS]:
+        around = []
+        for name in names:
+            around.append(surrounding(name))
+            print(json.dumps(around[-1]), flush=True)
+        record = {"name": "surroundings", **common, "rows": around, "bars": bars_around(around)}
+        held += record["bars"]
+        if given.out is not None:
+            write(given.out, record, table_around)
     for bar in held:
         print("pass" if bar["passed"] else "MISS", bar["bar"])
     sys.exit(not all(bar["passed"] for bar in held))

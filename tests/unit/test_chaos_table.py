@@ -39,10 +39,34 @@ def test_a_missed_bar_is_the_first_of_the_page(process: str, signal: str, wrong:
     found[1] |= wrong
     held = chaos.bars(found, 21.0)
     assert [bar["passed"] for bar in held] == [False, False, True]
-    chaos.write(tmp_path, {"rows": found, "bars": held})
+    chaos.write(tmp_path, {"name": "reliability", "rows": found, "bars": held}, chaos.table)
     page = (tmp_path / "reliability.md").read_text()
     assert page.count("**missed**") == 2
     assert page.index("**missed**") < page.index("holds")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"failed": 1}, {"identical": 19}, {"wrong": "status finds 0 runtimes"}, {"heard": False}, {"ready_s": None},
+     {"left": ["process 7"]}],
+)  # fmt: skip
+def test_a_missed_bar_of_the_second_table(wrong: Any, tmp_path: Path) -> None:
+    one = {"surrounding": "a clock", "streams": 20, "failed": 0, "identical": 20, "longest_silence_s": 0.1,
+           "wrong": None, "heard": True, "noticed_s": None, "ready_s": 1.0, "left": []}  # fmt: skip
+    assert all(bar["passed"] for bar in chaos.bars_around([one]))
+    held = chaos.bars_around([one | wrong])
+    assert [bar["passed"] for bar in held] == [False, True]
+    chaos.write(tmp_path, {"name": "surroundings", "rows": [one | wrong], "bars": held}, chaos.table_around)
+    page = (tmp_path / "surroundings.md").read_text()
+    assert "| a clock |" in page
+    assert page.count("**missed**") == 1
+
+
+def test_words_are_heard_in_their_order() -> None:
+    said = ["serves", "it expires", "it expired"]
+    assert chaos.listed(said, ("expires", "expired"))
+    assert chaos.listed(said, ())
+    assert not chaos.listed(said, ("expired", "expires"))
 
 
 def test_a_page_is_of_one_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

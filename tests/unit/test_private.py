@@ -16,7 +16,7 @@ from second_user import as_nobody, needs_root
 from tiermoe.cluster.api.records import RequestRecord
 from tiermoe.cluster.api.request_log import Forwarded, RequestLog
 from tiermoe.cluster.registry import Registry
-from tiermoe.cluster.scratch import Scratch
+from tiermoe.cluster.scratch import _INSIDE, _MAX_TMPDIR, Scratch
 from tiermoe.errors import ConfigError, RuntimeFailure
 from tiermoe.proto.private import keep_code_private, open_own, own_folder, reachable
 from tiermoe.proto.tls import read_private
@@ -49,6 +49,12 @@ def test_a_second_user_does_not_get_at_a_local_ray(tmp_path: Path) -> None:
         finally:
             lines.close()
         assert not reachable(sockets)
+
+
+def test_the_paths_of_rays_sockets_fit_a_socket_s_address() -> None:
+    base = "/" + "x" * (_MAX_TMPDIR - 1)
+    path = f"{base}/tiermoe-12345678/{_INSIDE}/session_2026-11-25_19-52-07_123456_4194304/sockets/plasma_store"
+    assert len(path) == 107
 
 
 @needs_root

@@ -183,6 +183,34 @@ def test_a_lead_that_hangs_is_said_then_killed(fake: FakeRay, keeper: LeadKeeper
     assert fake.remade == [7]
 
 
+def test_a_lead_is_not_silent_while_this_process_is_stopped(
+    fake: FakeRay, keeper: LeadKeeper, said: list[str]
+) -> None:
+    """A machine that was suspended for a minute had its lead killed, and Ray given up for lost, when it woke."""
+    fake.answers["health"] = None
+    for _ in range(3):
+        keeper.look()
+        fake.now_s += 1
+    fake.now_s += 60
+    for _ in range(3):
+        keeper.look()
+        fake.now_s += 1
+    assert (said, fake.remade) == ([], [])
+
+
+def test_rays_processes_are_not_silent_while_this_one_is_stopped(fake: FakeRay, said: list[str]) -> None:
+    watch = supervision.RayWatch.__new__(supervision.RayWatch)  # without its thread
+    raylet = supervision._Process("Ray's raylet", "127.0.0.1:1", answered_s=fake.now_s)
+    watch._servers, watch._actors, watch._serves, watch._notify = [raylet], {}, False, said.append
+    watch._pauses = supervision.Pauses()
+    none = SimpleNamespace(result=lambda: SimpleNamespace(status=None), code=lambda: None)
+    raylet.ask = lambda: none  # type: ignore[method-assign]
+    for step_s in (1, 1, 60, 1, 1):
+        fake.now_s += step_s
+        assert watch._silence() is None
+    assert said == ["this process was stopped for 60 s (a suspended machine?); it goes on"]
+
+
 _STUCK = """
 import os, signal, sys, time
 from tiermoe.cluster.jobs.ending import BoundedEnd
