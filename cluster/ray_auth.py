@@ -31,8 +31,6 @@ def ensure_private_token() -> None:
     path = Path.home() / ".ray" / "auth_token"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if (mode := path.parent.stat().st_mode) & 0o022:  # as Ray may have made it
-            path.parent.chmod(mode & ~0o022)
         own_folder(path.parent)
         if not path.exists():
             draft = path.with_name(f"{path.name}.{os.getpid()}")

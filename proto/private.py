@@ -18,7 +18,6 @@ import tempfile
 from pathlib import Path
 
 _LINKS = 8  # that are followed, one after the other
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
@@ -57,6 +56,7 @@ def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
 
 def own_folder(path: Path) -> Path:
     """Make a folder with mode 0700 where it is missing; what others could have put there, or can change, is refused.
+    From a group the right to write is taken.
 
     Raises:
         PermissionError: it is no folder, another user's, others may write it, or they may replace it: all may write a
@@ -69,8 +69,10 @@ def own_folder(path: Path) -> Path:
         raise PermissionError(errno.EPERM, "it is no folder", str(path))
     if about.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it is another user's", str(path))
-    if about.st_mode & _OTHERS:
+    if about.st_mode & stat.S_IWOTH:
         raise PermissionError(errno.EPERM, f"others may write it (mode {stat.S_IMODE(about.st_mode):04o})", str(path))
+    if about.st_mode & stat.S_IWGRP:  # as with a umask of 002, where each user has a group of one
+        path.chmod(about.st_mode & ~stat.S_IWGRP)
     weak: Path | None = None
     for above in path.resolve().parents:
         mode = above.stat().st_mode

@@ -128,7 +128,7 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path, how: str) ->
         folder.touch()
     elif how == "mode":
         folder.mkdir()
-        folder.chmod(0o775)
+        folder.chmod(0o777)
     else:
         folder.parent.chmod(0o777)
     with pytest.raises((PermissionError, FileExistsError)):
@@ -137,7 +137,9 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path, how: str) ->
         pytest.fail("entered")
     if how == "above":
         folder.parent.chmod(0o1777)  # /tmp
+        folder.chmod(0o775)  # made with a umask of 002
         assert own_folder(folder) == folder
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="caches are elsewhere")
