@@ -8,14 +8,13 @@ bound to the node that was planned, so that Ray may restart them on another node
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
-import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
 import ray
 from ray._private import state as gcs  # what is free on each node, without a dashboard
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -28,6 +27,7 @@ from .topology.spec import PlannedActor, Topology
 LEAD, ENDPOINTS = "lead", "endpoints"
 RESTART_ALWAYS = -1
 _NAME = re.compile(r"(?P<id>[0-9a-f]{6}(?:\.[0-9]+)?)/(?P<role>[a-z]+(?:/[0-9]+)?)")
+_ACTOR = "ray::"  # titles of actors' processes begin with it
 _PATIENCE_S = 2.0  # Ray frees the resources of a run that has just ended within this time
 _STEP_S = 1.0
 
@@ -180,7 +180,9 @@ def remake(actor: Any, pid: int | None) -> None:
         pid: of the process where it is on this machine; None: it is not. A stopped one obeys only a signal.
     """
     if pid is not None:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+            process = psutil.Process(pid)
+            if "".join(process.cmdline()[:1]).startswith(_ACTOR):  # else another program has the pid by now
+                process.kill()
     else:
         ray.kill(actor, no_restart=False)

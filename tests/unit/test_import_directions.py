@@ -141,3 +141,18 @@ def test_every_package_is_installed() -> None:
     there = {".".join(("tiermoe", _module(path))) for path in _FILES if path.name == "__init__.py"}
     assert set(setup["packages"]) == there | {"tiermoe"}
     assert sorted(setup["packages"]) == setup["packages"]
+
+
+# the date that an answer bears; when a certificate expires
+_DATED = {"cluster/api/answers.py", "cluster/api/responses.py", "cluster/api/service.py", "proto/tls.py"}
+
+
+def test_durations_and_deadlines_are_on_clocks_that_nobody_sets() -> None:
+    """`time.time` jumps when the clock is set: for the date only."""
+    found = {
+        str(path.relative_to(_ROOT))
+        for path in _FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.time", "time.time_ns", "datetime.utcnow")
+    }
+    assert found == _DATED

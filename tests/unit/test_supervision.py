@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from fakes import FAKE_FACTS
 from ray.exceptions import ActorDiedError, RayTaskError
@@ -16,6 +17,7 @@ from tiermoe.cluster import supervision
 from tiermoe.cluster.attach import ActorRecord, Lead
 from tiermoe.cluster.config import RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
+from tiermoe.cluster.placement import remake
 from tiermoe.cluster.supervision import LeadKeeper
 from tiermoe.errors import RuntimeFailure, StoreError, TierMoeError
 
@@ -209,6 +211,19 @@ def test_rays_processes_are_not_silent_while_this_one_is_stopped(fake: FakeRay, 
         fake.now_s += step_s
         assert watch._silence() is None
     assert said == ["this process was stopped for 60 s (a suspended machine?); it goes on"]
+
+
+@pytest.mark.parametrize(("title", "killed"), [("ray::GpuWorker", True), ("another program", False)])
+def test_a_pid_that_another_program_has_by_now_gets_no_signal(title: str, killed: bool) -> None:
+    with subprocess.Popen([title, "30"], executable="/bin/sleep") as process:
+        while psutil.Process(process.pid).cmdline()[:1] != [title]:
+            pass
+        remake(None, process.pid)
+        if not killed:
+            assert process.poll() is None
+            process.terminate()
+        assert process.wait(20) == -(signal.SIGKILL if killed else signal.SIGTERM)
+    remake(None, process.pid)  # it has ended
 
 
 _STUCK = """
