@@ -33,6 +33,7 @@ def plan(
     arrival_s: NDArray[np.float64],
     action: NDArray[np.uint8],
     worker: NDArray[np.uint8],
+    prompt_tokens: float,
     /,
 ) -> tuple[float, float, float, int, int, int, list[tuple[int, int, float, bool]]]: ...
 def predict(planner: Planner, layer: int, ids: _Ids, ranks: int, /) -> None: ...
@@ -49,3 +50,26 @@ def took(planner: Planner, seen_s: float, /) -> None: ...
 def filled(planner: Planner, /) -> None: ...
 def costs(planner: Planner, /) -> _Costs: ...
 def error(planner: Planner, /) -> float: ...
+def replay(
+    rule: int,
+    slots: int,
+    shape: tuple[int, int, int, int, int, int],
+    needed: _Ids,
+    rows: _Ids,
+    count: _Ids,
+    predicted: _Ids,
+    share: NDArray[np.float32],
+    prompts: NDArray[np.int64],
+    popular: NDArray[np.int64],
+    popular_tokens: float,
+    truth: _Costs,
+    belief: _Costs,
+    without: int,
+    start: bool,
+    planner_s: float,
+    first: int,
+    /,
+) -> tuple[float, float, float, int, int, int, int, int, int, int, int, int]:
+    """A rule on a stated machine, for `bench auto` (`planner_replay.hpp`). shape: layers, experts, top_k, batch,
+    rounds, prompt_tokens. Returns decode_s, prompt_s, error, tokens, prompts, needed, hits, loads, near, waits, fills,
+    prefetches."""

@@ -172,7 +172,7 @@ class Auto:
 
     def plan(
         self, layer: int, needed: Ids, rows: Ids, now_s: float, link_free_s: float, flight_keys: Ids = _NO_KEYS,
-        arrival_s: NDArray[np.float64] = _NO_TIMES,
+        arrival_s: NDArray[np.float64] = _NO_TIMES, prompt_tokens: int = 0,
     ) -> LayerPlan:  # fmt: skip
         """Decide a layer whose routing is known.
 
@@ -181,6 +181,8 @@ class Auto:
             now_s, link_free_s: seconds on one clock; when the link could begin a demand copy.
             flight_keys, arrival_s: [F], copies under way and when each ends; one that is LOADING in `states` and absent
                 here is taken to arrive at `link_free_s`.
+            prompt_tokens: 0 in decode. In a prompt, its tokens: a load is worth what `prompt_end` would keep it for;
+                nothing is learned or copied behind it.
 
         Raises:
             ValueError: there is no such layer or expert, or arrays differ in length.
@@ -188,7 +190,17 @@ class Auto:
         n = len(needed)
         actions, workers = self._actions[:n], self._workers[:n]
         end_s, near_s, link_s, loads, near, waits, wanted = self._native.plan(
-            self._planner, layer, needed, rows, now_s, link_free_s, flight_keys, arrival_s, actions, workers
+            self._planner,
+            layer,
+            needed,
+            rows,
+            now_s,
+            link_free_s,
+            flight_keys,
+            arrival_s,
+            actions,
+            workers,
+            prompt_tokens,
         )
         named = [Wanted(key, None if victim < 0 else victim, worth, fetch) for key, victim, worth, fetch in wanted]
         return LayerPlan(actions, workers, named, end_s, near_s, link_s, loads, near, waits)

@@ -48,6 +48,7 @@ class Planner {
   public:
     static constexpr int kPool = 24, kRanks = 64, kFeatures = 5, kMaxWorkers = 64;
     static constexpr double kDiscount = 0.9;       // gamma: worth of a use one token later
+    static constexpr double kKept = 1.0;           // share of a request for which a load of its prompt counts
     static constexpr double kFast = 0.7, kSlow = 0.93;
     static constexpr double kStep = 0.1;           // exponent of a correction of costs
     static constexpr std::uint8_t kLoading = 1, kResident = 2;  // SlotState; 3: staged, here but outside the slots
@@ -105,10 +106,13 @@ class Planner {
 
     // One action for each of the n needed experts; worker: of those near data, else 0. Afterwards `wanted` has the
     // background copies that may begin, in order, after the demand copies and before the next layer's plan.
-    // flight_keys, arrival_s: copies under way. link_free_s: when the link can begin a demand copy.
+    // flight_keys, arrival_s: copies under way. link_free_s: when the link can begin a demand copy. prompt_tokens: 0 in
+    // decode; else the layer runs a prompt of so many tokens, from which nothing is learned and behind which nothing is
+    // copied: a load is worth what `prompt_end` would keep it for.
     Planned plan(int layer, int n, const std::int32_t* needed, const std::int32_t* rows, double now_s,
                  double link_free_s, int flights, const std::int32_t* flight_keys, const double* arrival_s,
-                 std::uint8_t* action, std::uint8_t* worker) {
+                 std::uint8_t* action, std::uint8_t* worker, double prompt_tokens = 0.0) {
+        const bool decode = !(prompt_tokens > 0);
         const std::size_t base = static_cast<std::size_t>(layer) * experts_;
         forget_pool(layer);
         released_ = 0;
@@ -133,7 +137,8 @@ class Planner {
                 flights_[flying++] = {i, e, gpu, work, 0.0, arrives};
             } else {
                 action[i] = code(Action::load);
-                misses_[missing++] = {i, e, gpu, work, value_if_used(base + e), 0.0};
+                misses_[missing++] = {i, e, gpu, work, 0.0, 0.0};
+                misses_[missing - 1].value = decode ? value_if_used(base + e) : value_after_prompt(base + e, rows[i], prompt_tokens);
             }
         }
         const double saved = saved_[at(layer)];
@@ -145,8 +150,10 @@ class Planner {
         std::sort(flights_.begin(), flights_.begin() + flying, [](const Need& a, const Need& b) {
             return a.arrives_s != b.arrives_s ? a.arrives_s < b.arrives_s : a.at < b.at;
         });
-        const double least = least_value(layer, true);
-        const double filled = off(Without::background) ? 0.0 : std::min(1.0, done_ / std::max(asked_, 1e-6));
+        const double least = decode ? least_value(layer, true) : 0.0;
+        if (!decode) displaced_by_prompt(layer, n, needed, rows, prompt_tokens);
+        const double filled = off(Without::background) || !decode ? 0.0 : std::min(1.0, done_ / std::max(asked_, 1e-6));
+        const double kept = decode ? 1.0 : std::max(1.0, kKept * length_ * (1 - kDiscount));
         const double link0 = std::max(now_s, link_free_s), start = now_s + costs_.message_s;
 
         // how many copies under way to wait for, and how many misses to load
@@ -164,7 +171,7 @@ class Planner {
                     const Need& m = misses_[k - 1];
                     link += costs_.copy_s;
                     gpu = std::max(gpu, link) + m.gpu_s;
-                    if (!off(Without::future)) gain += (1 - filled) * saved * std::max(0.0, m.value - least);
+                    if (!off(Without::future)) gain += (1 - filled) * kept * saved * std::max(0.0, m.value - (decode ? least : share_[k - 1]));
                 }
                 if (!workers_ && span_[k] > 0) continue;
                 const double near = span_[k] > 0 ? near_end(start, span_[k], link) : now_s;
@@ -195,24 +202,24 @@ class Planner {
         const double plain = std::max(gpu, near);  // without background copies
         const bool near_last = span > 0 && near >= gpu;
 
-        for (int i = loads; i < missing; ++i) {
+        for (int i = loads; decode && i < missing; ++i) {
             const double x = saved * (misses_[i].value - least);
             if (x <= 0) continue;
             asked_ += 0.01;
             if (!off(Without::background)) pool({static_cast<std::int32_t>(base) + misses_[i].expert, -1, x, false});
         }
         const double next = plain + costs_.dense_s;
-        if (named_layer_ == layer + 1 && layer + 1 < layers_ && !off(Without::prefetch)) prefetch(layer + 1, demand, next);
+        if (decode && named_layer_ == layer + 1 && layer + 1 < layers_ && !off(Without::prefetch)) prefetch(layer + 1, demand, next);
         // those that may begin before the next layer's plan, if worth the wait that they may cause
         double t = demand, was = plain;
         const double slow = 1 - costs_.near_s / costs_.near_busy_s;
         int began = 0;
-        while (began < pool_count_ && t < next) {
+        while (decode && began < pool_count_ && t < next) {
             const double over = std::max(0.0, t + costs_.copy_s - next);
             double end = was, price = 0.0;
             if (span > 0) end = std::max(gpu, near_end(start, span, demand, demand, t + costs_.copy_s));
             if (!off(Without::price))
-                price = end - was + over * (std::min(loads_, 1.0) * costs_.near_s / (costs_.near_s + costs_.copy_s) + last_near_ * slow);
+                price = end - was + over * (loads_ * costs_.near_s / (costs_.near_s + costs_.copy_s) + last_near_ * slow);
             if (pool_[began].worth_s < price) break;
             t += costs_.copy_s;
             was = end;
@@ -248,13 +255,23 @@ class Planner {
         out.link_s = demand;
         expected_s_ = out.end_s - now_s;
 
+        if (!decode) {
+            for (int i = 0; i < n; ++i) need_[needed[i]] = 0;
+            return out;
+        }
         // S: what one more resident would have saved here
-        double x = 0.0;
-        if (missing) x = std::max(0.0, std::max(gpu, span > 0 ? near_end(start, span, demand) : now_s) -
-                                           one_less(missing, flying, waits, moved, now_s, link0, start, here_s));
-        saved_[at(layer)] += 0.05 * (x - saved_[at(layer)]);
-        last_near_ += 0.02 * ((near_last ? 1.0 : 0.0) - last_near_);
-        loads_ += 0.02 * (loads - loads_);
+
+        if (missing) {
+            const double end = std::max(gpu, span > 0 ? near_end(start, span, demand) : now_s);
+            const double less = one_less(missing, flying, waits, moved, now_s, link0, start, here_s);
+            saved_[at(layer)] += 0.05 * (std::max(0.0, end - less) - saved_[at(layer)]);
+        }
+        // shares of the time, not of the layers: a copy meets long layers more often
+        const double took = expected_s_ + costs_.dense_s;
+        layer_s_ += 0.02 * (took - layer_s_);
+        const double weight = 0.02 * std::min(10.0, took / std::max(layer_s_, 1e-12));
+        last_near_ += weight * ((near_last ? 1.0 : 0.0) - last_near_);
+        loads_ += weight * (std::min(loads, 1) - loads_);
         asked_ *= 0.99;
         done_ *= 0.99;
         for (int i = 0; i < n; ++i) need_[needed[i]] = 0;
@@ -300,15 +317,14 @@ class Planner {
     // hot [L * slots]: the experts of each layer to keep, greatest worth first.
     void prompt_end(const std::int64_t* counts, double tokens, int requests, int batch, std::int32_t* hot) {
         forget_pool();
+        if (since_) length_ += 0.2 * (static_cast<double>(since_) - length_);
         since_ = 0;
         const double others = double(batch - requests) / batch;
         for (int l = 0; l < layers_; ++l) {
             const std::size_t base = static_cast<std::size_t>(l) * experts_;
             for (int e = 0; e < experts_; ++e) {
                 const std::size_t k = base + e;
-                const double alone = 1 - std::pow(1 - std::min(0.999, popular_[k]), 1.0 / batch);
-                const double p = (static_cast<double>(counts[k]) + kPrompt * requests * alone) / (tokens + kPrompt * requests);
-                const double one = together(std::min(p, 0.99), requests);
+                const double one = use_after_prompt(k, static_cast<double>(counts[k]), tokens, requests, batch);
                 const double use = others > 0 ? 1 - (1 - one) * (1 - others * request_[k]) : one;
                 fast_[k] = slow_[k] = request_[k] = use;
                 value_[k] = dot(use, use, use, popular_[k]);
@@ -407,6 +423,28 @@ class Planner {
         if (off(Without::values)) return 1.0;
         const double q = request_[k], n = 80.0 + since_;
         return dot(kFast * fast_[k] + (1 - kFast), kSlow * slow_[k] + (1 - kSlow), q + (1 - q) / n, popular_[k]);
+    }
+    // Use of an expert in a decode step of the prompt's request, from its rows in the prompt and its popularity.
+    double use_after_prompt(std::size_t k, double count, double tokens, int requests, int batch) const {
+        const double alone = 1 - std::pow(1 - std::min(0.999, popular_[k]), 1.0 / batch);
+        return together(std::min((count + kPrompt * requests * alone) / (tokens + kPrompt * requests), 0.99), requests);
+    }
+    double value_after_prompt(std::size_t k, double count, double tokens) const {
+        const double use = use_after_prompt(k, count, tokens, 1, 1);
+        return off(Without::values) ? use : dot(use, use, use, popular_[k]);
+    }
+    // In share_: the V, least first, of what the loads of a prompt displace, one after the other; free slots are 0.
+    void displaced_by_prompt(int layer, int n, const std::int32_t* needed, const std::int32_t* rows, double tokens) {
+        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        std::fill(chance_.begin(), chance_.end(), 0.0);
+        for (int i = 0; i < n; ++i) chance_[needed[i]] = rows[i];
+        int held = 0;
+        for (int e = 0; e < experts_ && held < slots_; ++e)
+            if (states_[base + e] == kResident) share_[held++] = value_after_prompt(base + e, chance_[e], tokens);
+        std::fill(share_.begin() + held, share_.begin() + slots_, 0.0);
+        std::sort(share_.begin(), share_.begin() + slots_);
+        std::fill(share_.begin() + slots_, share_.end(), std::numeric_limits<double>::infinity());
+        std::fill(chance_.begin(), chance_.end(), 0.0);
     }
     // The least V of a layer's residents, those needed now by their V after use; 0: a slot is free.
     double least_value(int layer, bool now) const {
@@ -621,7 +659,7 @@ class Planner {
     double before_[kSamples][kFeatures];
     int sampled_ = 0;
     double precision_[kRanks];
-    double known_ = 20.0, asked_ = 0.1, done_ = 0.05, last_near_ = 0.5, loads_ = 0.5;
+    double known_ = 20.0, asked_ = 0.1, done_ = 0.05, last_near_ = 0.5, loads_ = 0.5, length_ = 64.0, layer_s_ = 0.0;
     std::int64_t steps_ = 0, since_ = 0;
     double expected_s_ = 0.0, expected_sum_ = 0.0, error_sum_ = 0.0;
 };

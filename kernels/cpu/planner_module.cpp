@@ -1,5 +1,6 @@
 // Bindings of planner.hpp. Arrays are contiguous buffers, whose sizes and numbers are checked here.
 #include "planner.hpp"
+#include "planner_replay.hpp"
 
 #include <cmath>
 #include <memory>
@@ -66,6 +67,18 @@ bool has(const Rows& rows, std::int64_t bytes, const char* what) {
     return rows.bytes() == bytes || refuse(what, static_cast<long long>(rows.bytes()));
 }
 
+// A tuple of `PlannerCosts`.
+bool take_costs(PyObject* given, PlannerCosts& costs) {
+    if (!PyArg_ParseTuple(given, "dddddddd", &costs.copy_s, &costs.gpu_s, &costs.gpu_row_s, &costs.near_s,
+                          &costs.near_busy_s, &costs.free_rows, &costs.message_s, &costs.dense_s))
+        return false;
+    for (const double cost : {costs.copy_s, costs.gpu_s, costs.near_s, costs.near_busy_s, costs.free_rows})
+        if (!(cost > 0) || !std::isfinite(cost)) return PyErr_SetString(PyExc_ValueError, "a cost is not above 0"), false;
+    for (const double cost : {costs.gpu_row_s, costs.message_s, costs.dense_s})
+        if (!(cost >= 0) || !std::isfinite(cost)) return PyErr_SetString(PyExc_ValueError, "a cost is below 0"), false;
+    return true;
+}
+
 // planner(layers, experts, top_k, slots, workers, costs: tuple of `PlannerCosts`, states: uint8 [L E], without) -> capsule
 PyObject* planner(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 8)) return nullptr;
@@ -74,10 +87,7 @@ PyObject* planner(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const auto [layers, experts, top_k, slots, workers] = numbers;
     const unsigned long without = PyLong_AsUnsignedLong(args[7]);
     PlannerCosts costs;
-    if (!PyArg_ParseTuple(args[5], "dddddddd", &costs.copy_s, &costs.gpu_s, &costs.gpu_row_s, &costs.near_s,
-                          &costs.near_busy_s, &costs.free_rows, &costs.message_s, &costs.dense_s) ||
-        PyErr_Occurred())
-        return nullptr;
+    if (PyErr_Occurred() || !take_costs(args[5], costs)) return nullptr;
     if (layers < 1 || layers > 1 << 20 || experts < 1 || experts > kMostExperts) {
         refuse("a planner has 1 layer or more, of 1 to 4096 experts", layers < 1 ? layers : experts);
         return nullptr;
@@ -90,10 +100,6 @@ PyObject* planner(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("a planner knows 0 to 64 near-data workers", workers);
         return nullptr;
     }
-    for (const double cost : {costs.copy_s, costs.gpu_s, costs.near_s, costs.near_busy_s, costs.free_rows})
-        if (!(cost > 0) || !std::isfinite(cost)) return PyErr_SetString(PyExc_ValueError, "a cost is not above 0"), nullptr;
-    for (const double cost : {costs.gpu_row_s, costs.message_s, costs.dense_s})
-        if (!(cost >= 0) || !std::isfinite(cost)) return PyErr_SetString(PyExc_ValueError, "a cost is below 0"), nullptr;
     auto held = std::make_unique<Held>();
     if (!held->states.take(args[6], 1) || !has(held->states, layers * experts, "states are [L * E], not"))
         return nullptr;
@@ -107,14 +113,15 @@ PyObject* planner(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // plan(planner, layer, needed: int32 [n], rows: int32 [n], now_s, link_free_s, flight_keys: int32 [F],
-//              arrival_s: float64 [F], action: uint8 [n], worker: uint8 [n])
+//              arrival_s: float64 [F], action: uint8 [n], worker: uint8 [n], prompt_tokens)
 //   -> (end_s, near_s, link_s, loads, near, waits, wanted: list of (key, victim, worth_s, prefetch))
 PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 10)) return nullptr;
+    if (!expect(count, 11)) return nullptr;
     Planner* planner = planner_of(args[0]);
     if (!planner) return nullptr;
     const long long layer = PyLong_AsLongLong(args[1]);
     const double now_s = PyFloat_AsDouble(args[4]), link_free_s = PyFloat_AsDouble(args[5]);
+    const double prompt_tokens = PyFloat_AsDouble(args[10]);
     Rows needed, rows, keys, arrivals, action, worker;
     int n = 0;
     if (PyErr_Occurred() || !is_layer(*planner, layer) || !take_experts(*planner, args[2], needed, n) ||
@@ -129,7 +136,7 @@ PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const Planned found = planner->plan(static_cast<int>(layer), n, needed.data<std::int32_t>(),
                                         rows.data<std::int32_t>(), now_s, link_free_s, static_cast<int>(flights),
                                         keys.data<std::int32_t>(), arrivals.data<double>(),
-                                        action.data<std::uint8_t>(), worker.data<std::uint8_t>());
+                                        action.data<std::uint8_t>(), worker.data<std::uint8_t>(), prompt_tokens);
     PyObject* wanted = PyList_New(planner->wanted_count());
     for (int i = 0; wanted && i < planner->wanted_count(); ++i) {
         const Wanted& one = planner->wanted(i);
@@ -291,6 +298,62 @@ PyObject* error(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return planner ? PyFloat_FromDouble(planner->error()) : nullptr;
 }
 
+// replay(rule, slots, (layers, experts, top_k, batch, rounds, prompt_tokens), needed: int32 [S, L, W], rows: the same,
+//        count: int32 [S, L], predicted: int32 [S, L, batch, P], share: float32 [S, L, E], prompts: int64 [rounds, L, E],
+//        popular: int64 [L, E], popular_tokens, truth: costs, belief: costs, without, start, planner_s, first)
+//   -> (decode_s, prompt_s, error, tokens, prompts, needed, hits, loads, near, waits, fills, prefetches)
+PyObject* replay(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 17)) return nullptr;
+    const long long rule = PyLong_AsLongLong(args[0]), slots = PyLong_AsLongLong(args[1]);
+    Routing r{};
+    PlannerCosts truth, belief;
+    if (!PyArg_ParseTuple(args[2], "iiiiii", &r.layers, &r.experts, &r.top_k, &r.batch, &r.rounds, &r.prompt_tokens) ||
+        !take_costs(args[11], truth) || !take_costs(args[12], belief))
+        return nullptr;
+    r.popular_tokens = PyFloat_AsDouble(args[10]);
+    const unsigned long without = PyLong_AsUnsignedLong(args[13]);
+    const bool start = PyObject_IsTrue(args[14]) == 1;
+    const double planner_s = PyFloat_AsDouble(args[15]);
+    const long long first = PyLong_AsLongLong(args[16]);
+    Rows needed, rows, counts, predicted, share, prompts, popular;
+    if (PyErr_Occurred() || !needed.take(args[3], 4) || !rows.take(args[4], 4) || !counts.take(args[5], 4) ||
+        !predicted.take(args[6], 4) || !share.take(args[7], 4) || !prompts.take(args[8], 8) || !popular.take(args[9], 8))
+        return nullptr;
+    if (rule < 0 || rule > static_cast<int>(Rule::planner)) return refuse("there is no such rule", rule), nullptr;
+    if (r.layers < 1 || r.experts < 1 || r.experts > kMostExperts || r.top_k < 1 || r.top_k > r.experts || r.batch < 1 ||
+        r.rounds < 1 || r.prompt_tokens < 1 || slots < 0 || slots > r.experts)
+        return refuse("a model's shape or its slots are out of range", slots), nullptr;
+    const std::int64_t n = std::int64_t{r.layers} * r.experts, layer_steps = counts.bytes() / 4;
+    r.steps = static_cast<int>(layer_steps / r.layers);
+    r.widest = layer_steps ? static_cast<int>(needed.bytes() / 4 / layer_steps) : 0;
+    r.ranks = layer_steps ? static_cast<int>(predicted.bytes() / 4 / layer_steps / r.batch) : 0;
+    if (!has(counts, 4LL * r.steps * r.layers, "counts are [S, L], not bytes:") || r.steps < 1 || r.steps % r.rounds ||
+        !has(needed, 4 * layer_steps * r.widest, "needed is [S, L, W], not bytes:") || !has(rows, needed.bytes(), "rows are as needed, not bytes:") ||
+        r.ranks < r.top_k || !has(predicted, 4 * layer_steps * r.batch * r.ranks, "predictions are [S, L, batch, P], not bytes:") ||
+        !has(share, 4LL * r.steps * n, "shares are [S, L, E], not bytes:") || !has(prompts, 8LL * r.rounds * n, "prompts are [rounds, L, E], not bytes:") ||
+        !has(popular, 8 * n, "popularity is [L, E], not bytes:")) {
+        if (!PyErr_Occurred()) refuse("steps come in whole rounds, predictions name top_k or more; steps:", r.steps);
+        return nullptr;
+    }
+    r.needed = needed.data<std::int32_t>(), r.rows = rows.data<std::int32_t>(), r.count = counts.data<std::int32_t>();
+    r.predicted = predicted.data<std::int32_t>(), r.share = share.data<float>();
+    r.prompts = prompts.data<std::int64_t>(), r.popular = popular.data<std::int64_t>();
+    const auto inside = [&](const Rows& given) {
+        const auto* ids = given.data<std::int32_t>();
+        return std::all_of(ids, ids + given.bytes() / 4, [&](std::int32_t e) { return e >= 0 && e < r.experts; });
+    };
+    const bool counted = std::all_of(r.count, r.count + layer_steps, [&](std::int32_t c) { return c >= 0 && c <= r.widest; });
+    if (!inside(needed) || !inside(predicted) || !counted) return refuse("there is no such expert; a layer has", r.experts), nullptr;
+    Replayed found;
+    Py_BEGIN_ALLOW_THREADS;
+    found = Replay(r, static_cast<Rule>(rule), static_cast<int>(slots), truth, belief, static_cast<std::uint32_t>(without),
+                   start, planner_s, static_cast<int>(first)).run();
+    Py_END_ALLOW_THREADS;
+    return Py_BuildValue("dddLLLLLLLLL", found.decode_s, found.prompt_s, found.error, (long long)found.tokens,
+                         (long long)found.prompts, (long long)found.needed, (long long)found.hits, (long long)found.loads,
+                         (long long)found.near, (long long)found.waits, (long long)found.fills, (long long)found.prefetches);
+}
+
 PyMethodDef methods[] = {
     {"planner", fast(planner), METH_FASTCALL, "A planner; see planner.hpp."},
     {"plan", fast(plan), METH_FASTCALL, "Actions of a layer's experts, and background copies."},
@@ -306,6 +369,7 @@ PyMethodDef methods[] = {
     {"filled", fast(filled), METH_FASTCALL, "A background copy of a miss has ended."},
     {"costs", fast(costs), METH_FASTCALL, "Costs as corrected."},
     {"error", fast(error), METH_FASTCALL, "Mean error of predicted layer times."},
+    {"replay", fast(replay), METH_FASTCALL, "A rule on a stated machine; see planner_replay.hpp."},
     {nullptr, nullptr, 0, nullptr},
 };
 

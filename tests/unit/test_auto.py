@@ -141,6 +141,21 @@ def test_prefetches_follow_the_next_routers_prediction() -> None:
     assert none.plan(0, np.array([0], np.int32), np.ones(1, np.int32), 0.0, 0.0).wanted == []
 
 
+def test_a_prompt_loads_what_it_will_keep_and_learns_nothing() -> None:
+    """60 uses of expert 5 in 64 tokens: its load ends the layer later and pays in the request; one of 7 does not."""
+    costs = replace(COSTS, copy_s=30.0)
+    counts = np.array([60, 1], np.int32)
+    decoded, read = auto(costs), auto(costs)
+    ids = np.array([5, 7], np.int32)
+    assert decoded.plan(0, ids, counts, 0.0, 0.0).actions.tolist() == [NEAR, NEAR]
+    for planner in (auto(costs, without=Without.FUTURE), read):
+        found = planner.plan(0, ids, counts, 0.0, 0.0, prompt_tokens=64)
+        assert found.actions.tolist() == ([LOAD, NEAR] if planner is read else [NEAR, NEAR])
+        assert found.wanted == []
+    fresh = auto(costs)
+    assert [read.worth_s(key) for key in range(8)] == [fresh.worth_s(key) for key in range(8)]
+
+
 # -- worth -------------------------------------------------------------------------------------------------------------
 
 

@@ -142,8 +142,8 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     assert names == [
         "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "default", "compare", "ndp", "fmoe",
         "moepic", "activeevict", "buddymoe", "presets", "papers", "redraw", "gpu",
-        "quantize", "predict", "simulate", "validation", "scale-study", "forms", "traces", "prepare", "gguf", "channel",
-        "transfer", "kernel", "matcher", "substitute",
+        "quantize", "predict", "simulate", "validation", "scale-study", "auto", "forms", "traces", "prepare", "gguf",
+        "channel", "transfer", "kernel", "matcher", "substitute",
     ]  # fmt: skip
     for name in names:
         done = CliRunner().invoke(command.bench_app, [name, "--help"])

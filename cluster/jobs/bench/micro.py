@@ -263,6 +263,19 @@ class ScaleStudy(Options):
         return {"scale-study.png": figure_of(settings["policy"][0])}
 
 
+class Auto(Options):
+    """The planner of `auto` against the field's fixed rules, simulated: shapes x routing x budgets x links x hosts."""
+
+    measure = "micro_auto.auto"
+    share: float = Field(1.0, gt=0, le=1, description="Share of the cells, drawn at random beforehand.")
+    seeds: int = Field(5, ge=1, description="Seeds of the routing, from 1 on.")
+    layers: int = Field(0, ge=0, description="Layers of each shape; default: 0, all of them.")
+    variant_cells: int = Field(36, ge=0, description="Cells of the ablation and of wrong costs.")
+    jobs: int = Field(2, ge=1, description="Processes.")
+    journal: Path | None = Field(None, description="File of finished parts: the same command resumes; default: none.")
+    quick: bool = Field(False, description="Cells of one shape at batch 1, on few layers and tokens.")
+
+
 class Forms(Options):
     """Bytes moved and decode speed of one random model in published forms, at the same bytes of budget."""
 
@@ -357,7 +370,7 @@ class Substitute(Options):
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "serve": Serve,
     "scale": Scale, "quantize": Quantize, "predict": Predict, "simulate": Simulate, "validation": Validation,
-    "scale-study": ScaleStudy,
+    "scale-study": ScaleStudy, "auto": Auto,
     "forms": Forms, "traces": Traces, "prepare": Prepare, "gguf": Gguf,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
