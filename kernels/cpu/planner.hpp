@@ -366,6 +366,7 @@ class Planner {
         for (int e = 0; e < experts_; ++e)
             if (states_[base + e] == kResident && (++count, value_[base + e] < least)) least = value_[base + e], worst = e;
         if (count < slots_) return Admission::free_slot;
+        if (worst < 0) return Admission::refused;  // there are no slots
         victim = static_cast<std::int32_t>(base) + worst;
         return off(Without::admission) || value_[at(key)] > least ? Admission::instead : Admission::refused;
     }

@@ -57,6 +57,7 @@ PROGRAMS = {
     "link": Program("link", CPU, ("link.cpp",)),
     "link, threads": Program("link", CPU, ("link.cpp",), sanitizers="thread"),
     "passes": Program("passes", CPU, PASSES, flags=("-O1", "-g", "-DTIERMOE_NO_CLONES", *FAST_MATH)),
+    "planner": Program("planner", CPU, (), flags=("-O1", "-g", "-ffp-contract=off")),
     # random problems with every option; input out of range is refused before it is used
     "substitute": Program(
         "substitute", CPU, ("substitute.cpp",), f"{MEMORY},float-cast-overflow", ("-O1", "-g", "-ffp-contract=off"),

@@ -177,6 +177,12 @@ def test_victims_are_those_least_used_and_a_hot_expert_is_admitted_in_their_plac
     assert planner.admit(5) == (True, None)
 
 
+def test_without_slots_nothing_is_admitted() -> None:
+    """With all admitted it named expert -1 as the victim."""
+    for without in (Without.NOTHING, Without.ADMISSION):
+        assert auto(slots=0, without=without).admit(5) == (False, None)
+
+
 def test_after_a_prompt_the_experts_that_it_used_most_stay() -> None:
     planner = auto(slots=2)
     counts = np.zeros((2, 8), np.int64)
