@@ -167,6 +167,17 @@ class Placement:
         return next((load.address for load in self._topology.loads if load.node == node), node)
 
 
+def make_here(name: str, plain: type, *args: Any, concurrency: int) -> Any:
+    """Start an actor beside this process, on its node, which reserves nothing and which Ray restarts; its handle.
+
+    Raises:
+        ValueError: Ray's, the name is taken.
+    """
+    where = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "max_restarts": RESTART_ALWAYS, "max_concurrency": concurrency}
+    return ray.remote(name=name, scheduling_strategy=where, **options)(plain).remote(*args)
+
+
 def end(actor: Any) -> None:
     """Kill an actor for good. Never raises."""
     with contextlib.suppress(Exception):  # it is dead, or Ray is gone

@@ -39,8 +39,6 @@ _RAY_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` would build a second environment for every actor
     "RAY_task_events_report_interval_ms": "0",  # else the GCS keeps 100,000 events of tasks, and grows
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three failures replace a proxy: Ray's 10 s made that 40 s
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tiermoe.cluster.api.connections:install",  # time limits of clients
 }
 # What a Ray job has in its environment: packages of the cluster's that runs it, which a Ray of its own cannot fetch.
 _OF_JOB = dict.fromkeys((RAY_JOB_CONFIG_JSON_ENV_VAR, ray_constants.RAY_RUNTIME_ENV_HOOK))

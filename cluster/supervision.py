@@ -1,7 +1,7 @@
 """What the process that started a runtime watches: its lead, which it starts again, and every process below it.
 
 Ray makes a dead lead's process anew, without its weights. `LeadKeeper` notices, starts it, and gives up when it dies
-too often. The other actors register and serve again by themselves; Serve replaces its proxy and its replicas.
+too often. The other actors register and serve again by themselves, and so do the server's processes.
 `RayWatch` says so, ends what hangs, and finds out when Ray itself is lost, which nothing mends.
 """
 
@@ -35,11 +35,6 @@ REFUSALS = 3  # of Ray's own processes
 STOPPED_S = 5.0  # between two looks that should be a second apart: this process was stopped
 _STEP_S = 1.0
 _ANSWER_S = 1.0
-_SERVE = {
-    "ServeController": "Serve's controller",
-    "ProxyActor": "the HTTP proxy",
-    "ServeReplica:tiermoe:ApiServer": "a server replica",
-}
 _LOG = "see the lead's log in Ray's session folder, or lower --budget"
 
 
@@ -200,14 +195,14 @@ class RayWatch:
     """Looks once a second whether Ray's processes live and answer; a thread.
 
     - GCS or raylet has ended, or was silent for `HUNG_S`: `lost` is called with the reason, once.
-    - An actor's process was silent for `HUNG_S`: it is killed, and Ray or Serve starts another.
+    - An actor's process was silent for `HUNG_S`: it is killed, and Ray starts another.
     - Any was silent for `SILENT_S`, or an actor has died: a line says so.
     - This process itself was stopped: a line says so, and nobody is taken for silent meanwhile.
 
     Args:
         deployment: its id; the actors of others are left alone.
-        serves: whether Ray, or Serve in it, was started by this process: Serve's actors are watched, too, and a GCS or
-            raylet that refuses connections is lost at once. Else the cluster has time to start it again.
+        serves: whether this process serves, or has started Ray: a GCS or raylet that refuses connections is lost at
+            once. Else the cluster has time to start it again.
         notify: called with each line.
         lost: called on the thread.
     """
@@ -229,7 +224,8 @@ class RayWatch:
     def look(self) -> None:
         """Bring the list of actors up to date, and say which died. Blocks while the GCS does."""
         found: dict[str, _Process] = {}
-        for actor_id, entry in gcs.actors().items():
+        table = gcs.actors()
+        for actor_id, entry in table.items():
             name = self._name(entry)
             if name is None or entry["State"] != "ALIVE":
                 continue
@@ -242,7 +238,8 @@ class RayWatch:
             if key not in found:
                 process.channel.close()
                 if process.name != LEAD:  # its keeper says that
-                    self._notify(f"{process.name} died; it is started again")
+                    for_good = table.get(key.partition("/")[0], {}).get("State") == "DEAD"
+                    self._notify(f"{process.name} {'ended' if for_good else 'died; it is started again'}")
         self._actors = found
 
     def close(self) -> None:
@@ -307,9 +304,7 @@ class RayWatch:
     def _name(self, entry: dict[str, Any]) -> str | None:
         """Of an actor that belongs here, for people."""
         parts = split_name(str(entry.get("Name") or ""))
-        if parts is not None:
-            return parts[1] if family(parts[0]) == self._deployment else None
-        return _SERVE.get(str(entry.get("ActorClassName"))) if self._serves else None
+        return parts[1] if parts is not None and family(parts[0]) == self._deployment else None
 
 
 def _answers(answer: Any) -> bool:

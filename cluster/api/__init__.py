@@ -1,1 +1,1 @@
-"""An OpenAI-compatible HTTP server before a running deployment, on Ray Serve."""
+"""An OpenAI-compatible HTTP server before a running deployment."""

@@ -128,6 +128,12 @@ class LeadBackend:
     def states(self) -> list[LeadState]:
         return [lead.state for lead in self.leads]
 
+    def end(self, failure: RuntimeFailure) -> None:
+        """Requests fail with it from now on, those under way too."""
+        for lead in self.leads:
+            lead.end(failure)
+        self._changed()
+
     async def _choose(self, deadline_s: float) -> LeadClient:
         """The lead that serves and has the fewest requests, once there is one.
 

@@ -1,12 +1,8 @@
-"""Connections of the HTTP proxy: their time limits, and its own errors as JSON.
+"""Connections of the server: their time limits, and bounds on all that is no body.
 
-Ray Serve's proxy is a process of its own with uvicorn in it. It hands requests to a replica once their headers are
-complete, so what a client does before, and what Serve says when no replica answers, is out of the application's reach.
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `install`, which the proxy calls before it opens its port.
-
-One duration, `keep_alive_timeout_s` of Serve's `http_options`, bounds every silence: a connection without a request,
-the headers of a request (together, however many bytes trickle in), and a client that does not read what it asked for.
-Bodies have their own (`limits.body_s`).
+One duration, uvicorn's `timeout_keep_alive`, bounds every silence: a connection without a request, the headers of a
+request (together, however many bytes trickle in), and a client that does not read what it asked for. Bodies have their
+own (`limits.body_s`).
 
 Bytes that are no body (headers, chunk sizes and their extensions, trailers) are bounded until a request and its answer
 are complete, however they are framed. Requests behind one that is answered wait as bytes, and those are bounded too.
@@ -20,19 +16,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import ssl
-from collections.abc import Mapping
 from typing import Any
 
-import uvicorn.config
-from starlette.middleware import Middleware
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from .guard import App, Message, Receive, Scope, Send
-from .probes import Probes
-from .refusals import NO_APPLICATION, ApiError
+from .refusals import ApiError
 
-_plain_ssl_context = uvicorn.config.create_ssl_context
 _FRAMING_BYTES = 64 * 1024  # of a request that are no body, at a stretch, as in h11; and in all, with those per byte
 _FRAMING_PER_BYTE = 16  # of a body: a chunk of one byte has five
 _PIECE_BYTES = 1024  # that are parsed at a time where a request may end in them, and others begin
@@ -40,27 +29,6 @@ _DRAIN_BYTES = 16 * 2**20  # that are dropped behind an early answer
 _DRAIN_S = 5.0
 _TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is gone is noticed within a minute
 _JSON = b"application/json"
-_WORDS = {
-    404: "this server has no such route",
-    408: "the request took too long; ask for less at a time",
-    429: "too many requests are under way; try again in a moment",
-    503: "the server cannot carry the request out at the moment; send it again",
-}
-_GONE = "the server starts or ends; send it again in a moment"
-
-
-def install() -> list[Middleware]:
-    """Make the proxy's connections `TimedConnection`s; its middleware is `JsonErrors`, and `Probes` around it."""
-    # Serve leaves uvicorn's `http` at "auto", and has no option for it
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{TimedConnection.__name__}"
-    uvicorn.config.create_ssl_context = _ssl_context
-    return [Middleware(JsonErrors), Middleware(Probes)]  # Serve puts each one around those before it
-
-
-def _ssl_context(*args: Any, ca_certs: Any = None, cert_reqs: int = ssl.CERT_NONE, **options: Any) -> ssl.SSLContext:
-    """uvicorn's, which demands a certificate of clients where there is a CA: Serve passes on the CA only."""
-    demanded = ssl.CERT_REQUIRED if ca_certs else cert_reqs
-    return _plain_ssl_context(*args, **options | {"ca_certs": ca_certs, "cert_reqs": demanded})
 
 
 class TimedConnection(HttpToolsProtocol):
@@ -247,89 +215,3 @@ class TimedConnection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._due = self.loop.call_later(min(_DRAIN_S, self.timeout_keep_alive), self.transport.close)
-
-
-class JsonErrors:
-    """ASGI middleware of the proxy: what Serve says itself, in OpenAI's form.
-
-    A request that Serve could not carry out, which is its 500 or no answer at all, is a 503: the same request may go
-    well a moment later. So is its 404 where it has no application at all, which starts or ends. A stream that breaks
-    off ends with an error event.
-    """
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        answer = _ProxyAnswer(self._app, scope, send)
-        await self._app(scope, receive, answer.send)
-        await answer.finish()
-
-
-class _ProxyAnswer:
-    """One answer on its way through the proxy."""
-
-    def __init__(self, app: App, scope: Scope, send: Send) -> None:
-        self._app, self._scope, self._send = app, scope, send
-        self._started = self._ended = self._replaced = False
-        self._streams = False
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            await self._start(message)
-        elif not self._replaced:
-            self._ended = not message.get("more_body", False)
-            await self._send(message)
-
-    async def finish(self) -> None:
-        """The application has returned: end what it left open."""
-        if not self._started:
-            await self._fail(503, {})
-        elif self._streams and not self._ended:
-            body = json.dumps(_failure(503, self._scope).body).encode()
-            await self._send({"type": "http.response.body", "body": b"data: %s\n\ndata: [DONE]\n\n" % body})
-
-    async def _start(self, message: Message) -> None:
-        headers = {name.lower(): value for name, value in message["headers"]}
-        kind, status = headers.get(b"content-type", b""), int(message["status"])
-        self._started = True
-        # the application's errors are JSON, Serve's are not
-        if status >= 400 and not kind.startswith(_JSON) and not self._scope["path"].startswith("/-/"):
-            gone = status == 404 and not await self._has_applications()
-            await self._fail(503 if gone or status >= 500 else status, headers, gone=gone)
-            return
-        self._streams = kind.startswith(b"text/event-stream")
-        await self._send(message)
-
-    async def _has_applications(self) -> bool:
-        """Whether Serve routes any request to an application."""
-        said = b""
-
-        async def take(message: Message) -> None:
-            nonlocal said
-            said += message.get("body", b"")
-
-        async def receive() -> Message:
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        asked = {**self._scope, "method": "GET", "path": "/-/routes", "raw_path": b"/-/routes", "query_string": b""}
-        await self._app(asked, receive, take)
-        return said.startswith(b"{") and bool(json.loads(said))  # else it says in words that it ends
-
-    async def _fail(self, status: int, headers: Mapping[bytes, bytes], *, gone: bool = False) -> None:
-        self._started = self._ended = self._replaced = True
-        retry = {b"retry-after": b"1"} if status == 503 else {}
-        headers = retry | dict(headers)
-        failure = ApiError(503, _GONE, code=NO_APPLICATION) if gone else _failure(status, self._scope)
-        body = json.dumps(failure.body).encode()
-        kept = [(b"content-type", _JSON), (b"content-length", b"%d" % len(body))]
-        kept += [(name, headers[name]) for name in (b"retry-after", b"x-request-id", b"connection") if name in headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": kept})
-        await self._send({"type": "http.response.body", "body": body})
-
-
-def _failure(status: int, scope: Scope) -> ApiError:
-    return ApiError(status, _WORDS.get(status, f"{scope['method']} {scope['path']}: refused"))

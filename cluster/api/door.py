@@ -1,24 +1,25 @@
 """The address of `tiermoe serve`: reserved before anything starts, and answered from then on.
 
-    Door (this process: it starts, so many seconds left)  ->  Serve's proxy, once the application is there
-    Serve's proxy  ->  Door (it ends), from the moment in which the application ends until this process does
+    Door (this process: it starts, so many seconds left)  ->  the edges, once all are there  ->  Door (it ends)
 
-Both listen on the same port by SO_REUSEPORT, and a filter in the kernel gives each new connection to one of them: to
-the door, until `hand_over` gives them to the proxy. So nobody who has had the proxy's answer meets the door again, and
-the door ends once it has answered what was given to it. It keeps no connection for a second request.
+There is one listening socket, and this process keeps it for as long as it lives. The door answers on it first. Then the
+edges (`edge.py`) get its descriptor, and each takes the next connection when it has time: one that dies, hangs or
+starts again leaves the queue of connections to the others, and nobody is refused or reset meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import ctypes
 import errno
+import os
+import secrets
 import select
 import socket
 import ssl
 import struct
+import sys
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -26,80 +27,39 @@ from typing import Any
 import uvicorn
 from fastapi.responses import JSONResponse
 
-from ...errors import ConfigError
+from ...errors import ConfigError, RuntimeFailure
 from ...proto.tls import TlsFiles
 from .connections import TimedConnection
-from .guard import READS, Receive, Scope, Send
-from .probes import PATHS, starting
+from .guard import READS, App, Receive, Scope, Send
 from .refusals import ApiError
 
 SILENCE_S = 60  # of a connection; see `connections.py`
-_CLIENTS = 256  # connections at a time while it starts
-_END_S = 2.0
-_DRAIN_S = 1.0  # for connections that the door has got and not answered
+DRAIN_S = 20  # for requests under way when the server ends
+BACKLOG = 2048  # connections that wait for a process to take them
+_CLIENTS = 256  # connections of the door at a time
+_END_S = 3.0
+_TAKEN_S = 1.0  # for connections that the door has got and not answered
 _STEP_S = 0.01
-_SO_ATTACH_REUSEPORT_CBPF = 51  # asm-generic/socket.h
-_RETURN = 0x06  # BPF_RET | BPF_K
-_DOOR, _PROXY = 0, 1  # in the order in which they listened
-_LAST = 1  # the door behind the proxy; once that is gone no listener has this place, and the kernel takes any: the door
+_GIVE_S = 30.0  # in which an edge gets standard error
+_PATHS = frozenset({"/health", "/ready"})
+_MARK = b"\0"  # a descriptor needs a byte to travel with
 Progress = Callable[[], tuple[str, float | None] | None]  # the step of the start that goes on, seconds left
 
 
-class PortReservation:
-    """A port that no other process gets before Serve's proxy binds it.
-
-    Serve does not report which port it got for port 0, so the port is chosen here. The reserving socket never listens,
-    and with SO_REUSEPORT the proxy, a process of the same user, binds the same port.
+def server_options(tls: TlsFiles | None) -> dict[str, Any]:
+    """uvicorn's options of whatever answers at the address: its connections, and HTTPS.
 
     Args:
-        host: address to bind.
-        port: 0: one that is free.
-
-    Raises:
-        ConfigError: the address is not this machine's, or the port is taken.
+        tls: with a CA, clients need a certificate of it. None: HTTP.
     """
-
-    def __init__(self, host: str, port: int) -> None:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, _, _, _, address = found[0]
-            with socket.socket(family, socket.SOCK_STREAM) as probe:  # alone: with SO_REUSEPORT two servers could share
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-            self._socket = _bound(family, address)  # no SO_REUSEADDR: the next one's probe shall fail
-        except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            remedy = "choose another --port, or 0 for a free one" if taken else "give an address of this machine"
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", remedy) from error
-        self.host, self.port = str(self._socket.getsockname()[0]), int(self._socket.getsockname()[1])
-
-    def listener(self) -> socket.socket:
-        """One more socket of this address, to listen on."""
-        return _bound(self._socket.family, self._socket.getsockname())
-
-    def close(self) -> None:
-        """Release it."""
-        self._socket.close()
-
-
-def _steer(listener: socket.socket, to: int) -> None:
-    """Give new connections to one of the sockets that listen on an address by SO_REUSEPORT, by the order in which they
-    did; where there is no such socket, to any. Raises OSError: the kernel cannot.
-    """
-    code = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, to))  # struct sock_filter
-    program = struct.pack("HP", 1, ctypes.addressof(code))  # struct sock_fprog
-    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
-
-
-def _bound(family: int, address: Any) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        made.bind(address)
-    except OSError:
-        made.close()
-        raise
-    return made
+    found: dict[str, Any] = {
+        "interface": "asgi3", "http": TimedConnection, "ws": "none", "lifespan": "off", "log_config": None,
+        "access_log": False, "timeout_keep_alive": SILENCE_S, "backlog": BACKLOG,
+    }  # fmt: skip
+    if tls is not None:
+        found |= {"ssl_keyfile": tls.key, "ssl_certfile": tls.certificate, "ssl_ca_certs": tls.ca}
+        found |= {"ssl_cert_reqs": ssl.CERT_REQUIRED if tls.ca else ssl.CERT_NONE}
+    return found
 
 
 class Door:
@@ -111,38 +71,48 @@ class Door:
         tls: for HTTPS; with a CA, clients need a certificate of it. None: HTTP.
 
     Attributes:
-        address: the host's, as a number: what else listens there may take a name for another one.
         port: the one that it got.
         url: of the server.
-        ssl: uvicorn's options for HTTPS.
+        tls: as given.
+        name: by which the edges of this machine ask for the descriptors (`Descriptors`).
 
     Raises:
         ConfigError: the address is not this machine's, or the port is taken.
     """
 
     def __init__(self, host: str, port: int, tls: TlsFiles | None = None) -> None:
-        self.host = host
-        named = {} if tls is None else {"keyfile": tls.key, "certfile": tls.certificate, "ca_certs": tls.ca}
-        self.ssl: dict[str, Any] = {f"ssl_{name}": file for name, file in named.items()}
-        self._reserved = PortReservation(host, port)
-        self.address, self.port = self._reserved.host, self._reserved.port
+        self.host, self.tls = host, tls
+        self._listener = _bound(host, port)
+        self.port = int(self._listener.getsockname()[1])
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http{'s' if tls is not None else ''}://{shown}:{self.port}"
         self._progress: Progress = lambda: None
+        self._answering: tuple[uvicorn.Server, threading.Thread] | None = None
         self._ends = False
-        self._server: uvicorn.Server | None = None
-        self._listener: socket.socket | None = None
-        self._steers = False
-        self._thread: threading.Thread | None = None
+        # in Linux's abstract namespace: no file that another user could replace, and none is left
+        self.name = f"\0tiermoe-{secrets.token_hex(16)}"
+        self._asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._lock = threading.Lock()
+        self._edges: list[socket.socket] = []
+        self._given = False  # whether edges get the listening socket
 
     def __enter__(self) -> Door:
+        self._asked.bind(self.name)
+        self._asked.listen()
+        threading.Thread(target=self._give, name="tiermoe-descriptors", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
-        self._reserved.close()
+        self._stop_answering()
+        with contextlib.suppress(OSError):
+            self._asked.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        with self._lock:
+            for edge in self._edges:
+                edge.close()
+        self._asked.close()
+        self._listener.close()
 
     def open(self, progress: Progress) -> None:
         """Answer from now on: /ready is 503 with the seconds left, /health is 200, and all else 503.
@@ -151,72 +121,175 @@ class Door:
             progress: asked at each answer.
         """
         self._progress = progress
-        self._listen(_DOOR)
-
-    def end(self) -> None:
-        """Answer that the server ends, to whoever connects from now on; the proxy answers those that it has."""
-        self._ends = True
-        if self._thread is None:
-            self._listen(_LAST)
-
-    def _listen(self, place: int) -> None:
-        demanded = ssl.CERT_REQUIRED if self.ssl.get("ssl_ca_certs") else ssl.CERT_NONE
-        config = uvicorn.Config(
-            self._answer, interface="asgi3", http=TimedConnection, ws="none", lifespan="off", log_config=None,
-            access_log=False, timeout_keep_alive=SILENCE_S, timeout_graceful_shutdown=1,
-            limit_concurrency=_CLIENTS, ssl_cert_reqs=demanded, **self.ssl,
-        )  # fmt: skip
-        self._server = uvicorn.Server(config)
-        listener = self._listener = self._reserved.listener()
-        listener.listen(config.backlog)
-        with contextlib.suppress(OSError):  # gVisor's has no such filter
-            _steer(listener, place)
-            self._steers = True
-        run = self._server.run
-        self._thread = threading.Thread(target=lambda: run([listener]), name="tiermoe-door", daemon=True)
-        self._thread.start()
-
-    def beside(self) -> None:
-        """Another one listens beside this one, and is not ready. Where connections cannot be steered, it answers."""
-        if not self._steers:
-            self.hand_over()
+        self._answer()
 
     def hand_over(self) -> None:
-        """Take no more connections, answer those that came, and end; who listens beside it gets all others.
+        """Answer what came, and leave all other connections to the edges, those of now and those that start later.
 
         Idempotent, bounded.
         """
-        if self._server is None or self._listener is None or self._thread is None or not self._thread.is_alive():
-            return
-        if self._steers:
-            _steer(self._listener, _PROXY)
-        end_s = time.monotonic() + _DRAIN_S
-        while time.monotonic() < end_s and self._waits(self._server, self._listener):
-            time.sleep(_STEP_S)
-        self._end()
+        self._stop_answering()
+        with self._lock:
+            self._given = True
+            for edge in self._edges:
+                _send(edge, self._listener)
 
-    def _end(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None and self._server is not None:
-            self._server.should_exit = True
+    def end(self) -> None:
+        """The server ends: no edge gets the listening socket any more, and the door says so to whoever comes."""
+        with self._lock:
+            self._given, self._ends = False, True
+        self._answer()
+
+    def _answer(self) -> None:
+        if self._answering is not None:
+            return
+        config = uvicorn.Config(
+            self._application, timeout_graceful_shutdown=1, limit_concurrency=_CLIENTS, **server_options(self.tls)
+        )
+        server, listener = _Server(config), self._listener.dup()
+        thread = threading.Thread(target=server.run, args=([listener],), name="tiermoe-door", daemon=True)
+        self._answering = server, thread
+        thread.start()
+
+    def _stop_answering(self) -> None:
+        answering, self._answering = self._answering, None
+        if answering is not None:
+            server, thread = answering
+            server.should_exit = True
             thread.join(_END_S)
 
-    @staticmethod
-    def _waits(server: uvicorn.Server, listener: socket.socket) -> bool:
-        """Whether somebody has a connection to the door."""
-        return bool(server.server_state.connections or select.select([listener], [], [], 0)[0])
+    def _give(self) -> None:
+        """Give each edge that asks the descriptors; a thread."""
+        while True:
+            try:
+                edge, _ = self._asked.accept()
+            except OSError:
+                return
+            if _user(edge) != os.getuid():
+                edge.close()
+                continue
+            with self._lock:
+                # an edge never writes: what can be read is the end of one that is gone
+                gone = select.select(self._edges, [], [], 0)[0] if self._edges else []
+                for one in gone:
+                    one.close()
+                self._edges = [one for one in self._edges if one not in gone] + [edge]
+                _send(edge, sys.stderr)
+                if self._given:
+                    _send(edge, self._listener)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        step, left_s = self._progress() or ("the runtime is prepared", None)
-        state, left_s = ("the server ends", None) if self._ends else (f"the server starts: {step}", left_s)
-        if scope["method"] in READS and scope["path"] in PATHS:
-            answer = starting(scope["path"], state, left_s)
-            closing = [*answer.headers, (b"connection", b"close")]
-            await send({"type": "http.response.start", "status": answer.status, "headers": closing})
-            await send({"type": "http.response.body", "body": answer.body})
-            return
-        when = "" if left_s is None else f"; ready in about {max(1, round(left_s))} s"
-        retry = str(2 if left_s is None else min(60, max(1, round(left_s))))
-        headers = {"Retry-After": retry, "Connection": "close"}
-        error = ApiError(503, f"{state}{when}", headers=headers)
-        await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+    async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        why, left_s = "the server ends", None
+        if not self._ends:
+            step, left_s = self._progress() or ("the runtime is prepared", None)
+            why = f"the server starts: {step}"
+        probed = scope["method"] in READS and scope["path"] in _PATHS
+        answer = _probed(scope["path"], why, left_s) if probed else _refused(why, left_s)
+        await answer(scope, receive, send)
+
+
+class Descriptors:
+    """What an edge gets of the process of `tiermoe serve`: its standard error, and the socket to listen on.
+
+    Args:
+        name: the door's.
+
+    Raises:
+        RuntimeFailure: that process has ended, or is another user's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._door.settimeout(_GIVE_S)
+            self._door.connect(name)
+            if _user(self._door) != os.getuid():
+                raise ConnectionError("it is another user's")
+            self.standard_error = self._next()
+            self._door.settimeout(None)
+        except OSError as error:
+            self._door.close()
+            raise RuntimeFailure(f"`tiermoe serve` gives no socket to listen on ({error})", "start it again") from error
+
+    def listener(self) -> socket.socket | None:
+        """Wait for the listening socket; None: the server has ended before."""
+        try:
+            return socket.socket(fileno=self._next())
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Wait no more."""
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)
+
+    def wait_for_end(self) -> None:
+        """Return when the process of `tiermoe serve` has ended."""
+        with contextlib.suppress(OSError):
+            self._door.recv(1)
+
+    def _next(self) -> int:
+        mark, found, *_ = socket.recv_fds(self._door, 1, 1)
+        if not mark or not found:
+            raise ConnectionError("it ends")
+        return found[0]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which at its end also answers connections whose request has not come yet."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        end_s = asyncio.get_running_loop().time() + _TAKEN_S
+        while self.server_state.connections and asyncio.get_running_loop().time() < end_s:
+            await asyncio.sleep(_STEP_S)
+        await super().shutdown(sockets)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens: nobody else gets the address from now on. Raises ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        made = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended
+            made.bind(address)
+            made.listen(BACKLOG)
+        except OSError:
+            made.close()
+            raise
+        return made
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        remedy = "choose another --port, or 0 for a free one" if taken else "give an address of this machine"
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", remedy) from error
+
+
+def _send(edge: socket.socket, what: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the edge is gone, or there is no standard error
+        socket.send_fds(edge, [_MARK], [what.fileno()])
+
+
+def _user(peer: socket.socket) -> int:
+    """Whose process is at the other end."""
+    return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
+
+
+def _probed(path: str, why: str, left_s: float | None) -> App:
+    """/health is 200, as the process lives; /ready is 503."""
+    body: dict[str, Any] = {"status": "ok" if path == "/health" else "not ready", "leads": []}
+    body |= {"reason": why, "seconds_left": None if left_s is None else round(left_s, 1)}
+    if path == "/health":
+        return JSONResponse(body, 200, {"Connection": "close"})
+    return JSONResponse(body, 503, {"Retry-After": _retry_s(left_s), "Connection": "close"})
+
+
+def _refused(why: str, left_s: float | None) -> App:
+    when = "" if left_s is None else f"; ready in about {max(1, round(left_s))} s"
+    error = ApiError(503, f"{why}{when}", headers={"Retry-After": _retry_s(left_s), "Connection": "close"})
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def _retry_s(left_s: float | None) -> str:
+    return str(2 if left_s is None else min(60, max(1, round(left_s))))

@@ -37,14 +37,12 @@ class Guard:
         keys: the bearer keys; None: none is asked for.
         limits: on bodies.
         sinks: what gets the record of each request at its end; they must not block.
-        answer_id: whether to send the request's id back; Serve's proxy does that itself.
     """
 
     def __init__(
-        self, app: App, keys: KeyRing | None, limits: LimitSettings, sinks: Sequence[Sink] = (),
-        answer_id: bool = True,
-    ) -> None:  # fmt: skip
-        self._app, self._keys, self._limits, self._answer_id = app, keys, limits, answer_id
+        self, app: App, keys: KeyRing | None, limits: LimitSettings, sinks: Sequence[Sink] = ()
+    ) -> None:
+        self._app, self._keys, self._limits = app, keys, limits
         self._sinks = tuple(sinks)
         self._held = 0  # bytes of the bodies of all requests under way
 
@@ -62,8 +60,7 @@ class Guard:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                if self._answer_id:
-                    message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
             await send(message)
 
         try:

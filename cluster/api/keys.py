@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ...proto.private import open_own
 from ...proto.tls import MAX_BYTES, read_private
 
-_LOG = logging.getLogger("ray.serve")
+_LOG = logging.getLogger("tiermoe.server")
 _EVERY_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

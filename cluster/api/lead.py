@@ -196,6 +196,12 @@ class LeadClient:
             with contextlib.suppress(RuntimeError):  # it expires already
                 wait.reschedule(now_s)
 
+    def end(self, failure: RuntimeFailure) -> None:
+        """It serves never again, because of `failure`; requests that wait for it find out."""
+        self._watch.cancel()
+        self.serves, self.failure = False, failure
+        self.give_up_requests()
+
     async def _watch_it(self) -> None:
         while True:
             self._wake.clear()

@@ -7,7 +7,6 @@ from typing import Any
 
 from ...errors import RequestError, RuntimeFailure, TierMoeError
 
-NO_APPLICATION = "no_application"  # code of a 503: this process serves nothing yet, or any more
 _INVALID = "invalid_request_error"
 _TYPES = {400: _INVALID, 401: "authentication_error", 404: "not_found_error", 405: _INVALID, 408: _INVALID,
           413: _INVALID, 415: _INVALID, 429: "rate_limit_error", 503: "service_unavailable"}  # fmt: skip

@@ -1,8 +1,8 @@
 """The request log: one line a request, as text or as JSON, written by a thread of its own.
 
 Requests wait for no disk: up to `_QUEUED` lines wait for the thread, more are dropped and counted. A file that is
-renamed or removed (logrotate) is made again. Several server processes may write to one file, or to one FIFO: each line
-is one write to the end of it.
+renamed or removed (logrotate) is made again. Several server processes may write to one file, or to one standard error:
+each line is one write to the end of it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,18 @@ import logging.handlers
 import os
 import queue
 import stat
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import ConfigError
-from ...proto.private import open_own, own_folder
+from ...proto.private import open_own
 from .records import PROBES, RequestRecord
 
 LogFormat = Literal["text", "json"]
 _QUEUED = 10_000
-_END = b"\0"  # in no line
-_END_S = 2.0
-_LONG = 200  # characters of a path or a message: a line is one write to a FIFO, which takes 4096 bytes at once
+_LONG = 200  # characters of a path or a message: a line is one write to a pipe, which takes 4096 bytes at once
 
 
 class RequestLog:
@@ -37,16 +33,16 @@ class RequestLog:
 
     Args:
         form: of the lines.
-        file: to be appended to, made with mode 0600 where it is missing; None: standard error.
+        file: to be appended to, made with mode 0600 where it is missing; or an open descriptor, which this closes.
         dropped: called for each line that found no room, or could not be written.
     """
 
-    def __init__(self, form: LogFormat, file: Path | None, dropped: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, form: LogFormat, file: Path | int, dropped: Callable[[], None] = lambda: None) -> None:
         self._written = _as_json if form == "json" else _as_text
         self._dropped = dropped
         self._lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
-            handler: logging.Handler = logging.StreamHandler() if file is None else _Appender(file, dropped)
+            handler: logging.Handler = _Descriptor(file) if isinstance(file, int) else _Appender(file, dropped)
         except OSError as error:
             raise _unwritable(file, error) from error
         self._listener: logging.handlers.QueueListener | None = logging.handlers.QueueListener(self._lines, handler)
@@ -90,6 +86,23 @@ class _Appender(logging.handlers.WatchedFileHandler):
         self._lost()
 
 
+class _Descriptor(logging.Handler):
+    """Writes each line at once to an open descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # nobody reads standard error any more
+            os.write(self._descriptor, f"{record.getMessage()}\n".encode())
+
+    def close(self) -> None:
+        super().close()
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+
 def check_file(file: Path) -> None:
     """Refuse a file that cannot be appended to.
 
@@ -104,45 +117,9 @@ def check_file(file: Path) -> None:
         raise _unwritable(file, error) from error
 
 
-def _unwritable(file: Path | None, error: OSError) -> ConfigError:
+def _unwritable(file: Path | int, error: OSError) -> ConfigError:
     what = f"request log '{file}' cannot be written: {error.strerror or error}"
     return ConfigError(what, "name a file of yours in a folder that you may write to")
-
-
-class Forwarded:
-    """A FIFO of which a thread copies each line to standard error: that of `serve`, not that of a server process.
-
-    Args:
-        folder: that the server processes reach and no other user (`own_folder`); the FIFO is removed at the end.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        own_folder(folder)
-        self.file = folder / f"tiermoe-requests-{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):
-            self.file.unlink()
-        os.mkfifo(self.file, 0o600)
-        self._fd = open_own(self.file, os.O_RDWR)  # to write too: else it would end whenever no server process has it
-        self._thread = threading.Thread(target=self._copy, name="tiermoe-request-log", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Copy what came so far, and remove the FIFO."""
-        with contextlib.suppress(OSError):
-            os.write(self._fd, _END)
-            self._thread.join(_END_S)
-        with contextlib.suppress(OSError):
-            self.file.unlink()
-            self.file.parent.rmdir()  # where nobody else keeps something there
-
-    def _copy(self) -> None:
-        while True:
-            data = os.read(self._fd, 65536)
-            with contextlib.suppress(OSError, ValueError):  # nobody reads standard error any more
-                sys.stderr.buffer.write(data.replace(_END, b""))
-                sys.stderr.buffer.flush()
-            if _END in data:
-                return
 
 
 def fields(record: RequestRecord) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -31,22 +32,21 @@ from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from
 from .service import Service
 from .status import StatusReader, page
 
+_LOG = logging.getLogger("tiermoe.server")
 
-def make_app(
-    service: Service, keys: KeyRing | None, *, sinks: Sequence[Sink] = (), answer_id: bool = True
-) -> FastAPI:
+
+def make_app(service: Service, keys: KeyRing | None, *, sinks: Sequence[Sink] = ()) -> FastAPI:
     """The server.
 
     Args:
         service: what answers.
         keys: the bearer keys for every route but /health; None: none is asked for.
         sinks: what gets the record of each request at its end, besides the metrics.
-        answer_id: whether answers carry their request's id; False behind a proxy that adds it.
     """
     app = FastAPI(title="tiermoe", version=versions()["tiermoe"])
     app.router.route_class = body_route(service.offload, service.limit_tokens)
     sinks = (service.metrics.request, *sinks)
-    app.add_middleware(Guard, keys=keys, limits=service.limits, sinks=sinks, answer_id=answer_id)
+    app.add_middleware(Guard, keys=keys, limits=service.limits, sinks=sinks)
     _add_error_handlers(app)
     _add_generation(app, service)
     _add_state(app, service)
@@ -194,6 +194,11 @@ async def _sse(chunks: AsyncIterator[Json], record: RequestRecord) -> AsyncItera
     except ApiError as error:
         record.refuse(error)
         yield _event(error.body)
+    except Exception as error:  # the stream says so, and ends as others do
+        _LOG.exception("a stream failed")
+        failure = ApiError(500, f"the server failed: {type(error).__name__}; report it")
+        record.refuse(failure)
+        yield _event(failure.body)
     yield "data: [DONE]\n\n"
 
 

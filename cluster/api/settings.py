@@ -1,13 +1,13 @@
-"""What a server needs to know: the `args` of a Serve application, and of `tiermoe serve`.
+"""What a server needs to know: the keys of `tiermoe serve --server-config`, and its options.
 
 Keys are in a file (`keys.py`): what is an argument shows in process lists and in Ray's records.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ...actors.base_settings import Settings, in_unit
 from ..host import usable_cores
@@ -45,15 +45,9 @@ class LimitSettings(Settings):
 
 
 class ApiSettings(Settings):
-    """One server.
-
-    With `config` or `runtime` it starts a runtime of its own in the Ray that Serve runs in; else it serves the one that
-    `deployment` names, or the only one.
-    """
+    """One server."""
 
     deployment: str | None = Field(default=None, description="id of a running deployment; none: the only one")
-    config: str | None = Field(default=None, description="run configuration: YAML file, or name in configs/clusters")
-    runtime: dict[str, Any] = Field(default_factory=dict, description="keys of a run configuration, over `config`")
     model_name: str | None = Field(default=None, description="what clients call the model; none: its folder's name")
     tokenizer: str | None = Field(default=None, description="folder with tokenizer.json; none: the expert store")
     chat_template: str | None = Field(default=None, description="Jinja file; none: the model's own")
@@ -72,13 +66,3 @@ class ApiSettings(Settings):
         "else 1", json_schema_extra=in_unit("processes"),
     )  # fmt: skip
     limits: LimitSettings = LimitSettings()
-
-    @model_validator(mode="after")
-    def _one_runtime(self) -> ApiSettings:
-        if self.deployment is not None and self.starts_runtime:
-            raise ValueError("deployment names a running runtime; leave config and runtime out")
-        return self
-
-    @property
-    def starts_runtime(self) -> bool:
-        return self.config is not None or bool(self.runtime)

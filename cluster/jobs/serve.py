@@ -6,19 +6,21 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 
 from ...errors import ConfigError
 from ...proto.tls import TlsFiles
 from ..api.keys import read_keys
-from ..api.request_log import Forwarded, check_file
-from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName, default_replicas
+from ..api.request_log import check_file
+from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
 from ..config import RunConfig
 from ..hub import locate
 from ..report.steps import Steps
+from ..yaml_file import explain, merged, read_yaml
 from .ending import BoundedEnd
 from .options import (
     RUNTIME,
@@ -51,8 +53,8 @@ def serve_command(
     model_name: Annotated[str | None, option_of(ApiSettings, "model_name")] = None,
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
     tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
-    max_waiting: Annotated[int, option_of(LimitSettings, "waiting", min=0)] = LimitSettings().waiting,
-    request_log: Annotated[str, option_of(ApiSettings, "request_log")] = "text",
+    max_waiting: Annotated[int | None, option_of(LimitSettings, "waiting", min=0, show_default="256")] = None,
+    request_log: Annotated[str | None, option_of(ApiSettings, "request_log", show_default="text")] = None,
     request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
     otlp_endpoint: Annotated[str | None, option_of(ApiSettings, "otlp_endpoint")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate of the server: HTTPS.")] = None,
@@ -61,22 +63,24 @@ def serve_command(
         Path | None, typer.Option(help="PEM certificates of a CA: clients need a certificate of it.")
     ] = None,
     edge_replicas: Annotated[int | None, option_of(ApiSettings, "replicas", min=1)] = None,
+    server_config: Annotated[
+        Path | None, typer.Option(help="YAML file of the server's keys (docs/configuration.md), below these options.")
+    ] = None,
     attach: Attach = None,
     deployment: DeploymentId = None,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C."""
     _check_installed()
-    server = ApiSettings(
-        model_name=model_name,
-        chat_template=_absolute(chat_template),
-        api_key_file=_absolute(api_key_file),
-        tool_format=cast("ToolFormatName | None", _one_of("--tool-format", tool_format, ToolFormatName)),
-        request_log=cast("RequestLogFormat", _one_of("--request-log", request_log, RequestLogFormat)),
-        request_log_file=_absolute(request_log_file),
-        otlp_endpoint=otlp_endpoint,
-        replicas=edge_replicas or default_replicas(),
-        limits=LimitSettings(waiting=max_waiting),
-    )
+    server = _settings(
+        server_config,
+        {
+            "model_name": model_name, "chat_template": chat_template, "api_key_file": api_key_file,
+            "tool_format": _one_of("--tool-format", tool_format, ToolFormatName),
+            "request_log": _one_of("--request-log", request_log, RequestLogFormat),
+            "request_log_file": request_log_file, "otlp_endpoint": otlp_endpoint, "replicas": edge_replicas,
+            "limits": {} if max_waiting is None else {"waiting": max_waiting},
+        },
+    )  # fmt: skip
     tls = _tls(ssl_certfile, ssl_keyfile, ssl_ca_certs)
     if attach is not None:
         refuse_runtime_options(options | {"config": config})
@@ -89,6 +93,26 @@ def serve_command(
         chosen = checked_config(config, options)
         _check_files(server)
         _serve_own(chosen, server, _door(host, port, tls))
+
+
+def _settings(file: Path | None, options: dict[str, Any]) -> ApiSettings:
+    """The server's keys: those of the file, the options that were given over them, and whole paths.
+
+    Raises:
+        ConfigError: the file is malformed, or has an unknown key or a value out of range.
+    """
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items() if value}
+    below = {} if file is None else read_yaml(file)
+    if "deployment" in below:
+        raise ConfigError(f"{file}: key 'deployment' is of a runtime that runs", "give --attach and --deployment")
+    keys = merged(below, given)
+    try:
+        found = ApiSettings(**keys)
+    except ValidationError as error:
+        raise explain(error, ApiSettings, "the server" if file is None else str(file)) from error
+    paths = ("chat_template", "api_key_file", "request_log_file", "tokenizer")
+    whole = {name: _absolute(Path(value)) for name in paths if (value := getattr(found, name)) is not None}
+    return found.model_copy(update=whole)
 
 
 def _absolute(file: Path | None) -> str | None:
@@ -121,13 +145,16 @@ def _door(host: str, port: int, tls: TlsFiles | None) -> Door:
 
 def _serve_own(config: RunConfig, server: ApiSettings, door: Door) -> None:
     """Start a runtime and its server; leave nothing behind."""
+    if "request_s" in server.limits.model_fields_set:
+        raise ConfigError("limits.request_s is a matter of the runtime", "set request_deadline_s of its configuration")
     limits = server.limits.model_copy(update={"request_s": config.request_deadline_s})
 
     @contextmanager
     def served(deployment: Deployment, steps: Steps) -> Iterator[Check]:
-        own = {"deployment": deployment.id, "tokenizer": str(deployment.config.model_dir.absolute()), "limits": limits}
+        folder = server.tokenizer or str(deployment.config.model_dir.absolute())
+        own = {"deployment": deployment.id, "tokenizer": folder, "limits": limits}
         where = f"deployment {deployment.id} is ready at {deployment.address}"
-        with _http_server(server.model_copy(update=own), door, where, steps) as check:
+        with _http_server(server.model_copy(update=own), door, deployment.plan, where, steps) as check:
             yield check
 
     with door:
@@ -142,12 +169,13 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door:
 
         deployment = attachment.choose(wanted)
         where = f"deployment {deployment} runs at {address}"
-        folder = server.tokenizer or str(attachment.ask(deployment, "plan")["store_path"])
+        plan = attachment.ask(deployment, "plan")
+        folder = server.tokenizer or str(plan["store_path"])
         server = server.model_copy(update={"deployment": deployment, "tokenizer": folder})
         watching = closing(RayWatch(deployment, True, say, ending.lost))
         steps = Steps(Console(stderr=True))
         door.open(steps.progress)
-        with watching as ray_watch, _http_server(server, door, where, steps) as check:
+        with watching as ray_watch, _http_server(server, door, plan, where, steps) as check:
             ending.serving()
             while True:
                 attachment.check(deployment)
@@ -157,20 +185,15 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door:
 
 
 @contextmanager
-def _http_server(server: ApiSettings, door: Door, where: str, steps: Steps) -> Iterator[Check]:
-    """The server, announced once it is ready, with the line `where` about its runtime."""
-    from ..api.app import HttpServer
-    from ..ray_session import server_folder
+def _http_server(server: ApiSettings, door: Door, plan: dict[str, Any], where: str, steps: Steps) -> Iterator[Check]:
+    """The server, announced once it is ready, with the line `where` about its runtime, which has this plan."""
+    from ..api.server import HttpServer
 
-    certificates = TlsFiles(door.ssl.get("ssl_ca_certs"), door.ssl.get("ssl_certfile"))
-    checks = checks_of(server, certificates)
+    checks = checks_of(server, door.tls)
     with ExitStack() as stack:
-        if server.request_log != "off" and server.request_log_file is None:
-            lines = stack.enter_context(closing(Forwarded(server_folder())))
-            server = server.model_copy(update={"request_log_file": str(lines.file)})
         with steps:
             steps("starting the HTTP server")
-            http = stack.enter_context(HttpServer(server, door))
+            http = stack.enter_context(HttpServer(server, door, plan))
         _say_if_chats_fail(server)
         out = Console()
         out.print(where, soft_wrap=True)
@@ -219,7 +242,7 @@ def _check_installed() -> None:
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401  (comes with ray[serve])
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"the server needs packages that are not installed ({error.name})", "pip install 'tiermoe[serve]'"

@@ -44,6 +44,17 @@ def test_another_lead_takes_the_requests_over(hangs: bool) -> None:
         assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
 
 
+def test_the_death_of_the_only_server_process_costs_a_retry() -> None:
+    """Serve's proxy was back after 11 s, and refused every connection until then: 20 of 20 streams failed."""
+    with served(*_OPTIONS, "--edge-replicas", "1") as server:
+        undisturbed = run_streams(server.url, bodies())
+        (edge,) = server.members("ray::Edge")
+        streams = run_streams(server.url, bodies(), edge.kill, after=200, tries=2)
+        assert [stream.error for stream in streams] == [None] * len(streams)
+        assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+        assert "edge/0 died; it is started again" in server.said()
+
+
 def test_a_server_without_its_raylet_ends_in_one_line() -> None:
     with served(*_OPTIONS) as server:
         family = server.family()

@@ -90,7 +90,7 @@ def test_raw_bytes_on_every_port() -> None:
         processes = {process.pid: title_of(process) for process in server.family()}
         addresses = listening(server)
         titles = set(addresses.values())
-        assert {"gcs_server", "raylet", "ray::NdpWorker", "ray::ShardWorker", "ray::ProxyActor"} <= titles, titles
+        assert {"gcs_server", "raylet", "ray::NdpWorker", "ray::ShardWorker", "ray::Edge"} <= titles, titles
         with ThreadPoolExecutor(16) as pool:
             for address in addresses:
                 list(pool.map(lambda data, to=address: send(to, data), corpus()))  # type: ignore[misc]

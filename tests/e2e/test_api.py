@@ -28,7 +28,7 @@ from started import ON_CPU, WAIT_S, Started, started
 from tiermoe.cluster.config import default_model_dir
 
 openai = pytest.importorskip("openai")
-pytest.importorskip("ray.serve")
+pytest.importorskip("uvicorn")
 
 _TIERMOE = str(Path(sys.executable).with_name("tiermoe"))
 _KEY = "sesame-open"
@@ -100,7 +100,7 @@ def test_ready_says_what_the_start_does(server: Server) -> None:
     assert {answer.status_code for answer in before} == {503}
     assert ready.json()["status"] == "ready"
     reasons = [answer.json()["reason"] for answer in before]
-    assert all(reason.startswith(("the server starts", "no server process answers")) for reason in reasons), reasons
+    assert all(reason.startswith("the server starts") for reason in reasons), reasons
     assert "the server starts: starting Ray" in reasons
     assert all("seconds_left" in answer.json() and "retry-after" in answer.headers for answer in before)
 
@@ -215,7 +215,7 @@ def test_the_key_is_asked_for(server: Server) -> None:
     assert [lead["state"] for lead in health["leads"]] == ["serving"]
 
 
-def test_ids_and_errors_pass_the_proxy(server: Server) -> None:
+def test_ids_and_errors_reach_the_client(server: Server) -> None:
     with server.client() as http:
         response = http.post("/v1/completions", json={"prompt": "p", "best_of": 3}, headers={"X-Request-Id": "mine"})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")

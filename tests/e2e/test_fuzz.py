@@ -1,6 +1,6 @@
 """Generated requests, right and wrong ones, against the OpenAPI document; and broken bytes on the port.
 
-The application with its real service, tokenizer and connections, as in Serve's proxy, before canned tokens: what is
+The application with its real service, tokenizer and connections, as in the server, before canned tokens: what is
 tested is the edge. `make fuzz-api` runs 10,000 cases in parts, each of which fits a time limit.
 """
 
@@ -37,13 +37,13 @@ _MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGA
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, dict[str, Any]]]:
     """Address and OpenAPI document."""
-    from tiermoe.cluster.api.connections import JsonErrors, TimedConnection
+    from tiermoe.cluster.api.connections import TimedConnection
 
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     limits = LimitSettings(body_s=_SILENCE_S)
     app = make_app(Service(FakeBackend(max_requests=64), byte_tokenizer(), template, "fake", limits), None)
     config = uvicorn.Config(
-        JsonErrors(app), http=TimedConnection, timeout_keep_alive=_SILENCE_S, lifespan="off", log_config=None
+        app, http=TimedConnection, timeout_keep_alive=_SILENCE_S, lifespan="off", log_config=None
     )
     serving = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:

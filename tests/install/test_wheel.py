@@ -131,7 +131,7 @@ def test_presets_and_what_else_ships(run: Run) -> None:
     assert json.loads(run("tiermoe", "doctor", "--json"))["versions"]["tiermoe"]
     loads = """
 from tiermoe.cluster.config import configs_dir, load_policy, load_run_config
-import tiermoe.cluster.api.app
+import tiermoe.cluster.api.server
 print(*sorted(path.stem for path in (configs_dir() / "policies").glob("*.yaml") if load_policy(path.stem)))
 print(*sorted(path.stem for path in (configs_dir() / "clusters").glob("*.yaml") if load_run_config(path.stem)))
 """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,33 +17,39 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
 from tiermoe.cluster.api.schema import Display
+from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.text import ChoiceText, StopMatcher
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.detokenizer import IncrementalText, TokenBytes
+from tiermoe.cluster.jobs import serve
 from tiermoe.cluster.prompt import load_tokenizer
-from tiermoe.errors import ConfigError, DeadlinePassed, NotServing, RequestError, RuntimeFailure
+from tiermoe.errors import DeadlinePassed, NotServing, RequestError, RuntimeFailure
 
 
-def test_applications_are_checked_before_anything_starts() -> None:
-    build = pytest.importorskip("tiermoe.cluster.api.app").build
-    for args in ({"colour": "red"}, {"limits": {"waiting": -1}}, {"deployment": "abcdef", "config": "laptop"}):
-        with pytest.raises(ConfigError):
-            build(args)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("colour: red", "unknown key 'colour'"), ("limits: {waiting: -1}", "key 'limits.waiting' is -1"),
+     ("deployment: abcdef", "give --attach"), ("limits: {request_s: 5}", "set request_deadline_s")],
+)  # fmt: skip
+def test_a_server_configuration_is_checked_before_anything_starts(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "server.yaml").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--device", "cpu", "--server-config", str(tmp_path / "server.yaml")])
+    assert words in capsys.readouterr().err
 
 
-def test_a_port_is_ours_alone() -> None:
-    server = pytest.importorskip("tiermoe.cluster.api.door")
-    held = server.PortReservation("127.0.0.1", 0)
-    try:
-        with pytest.raises(ConfigError, match="choose another --port"):
-            server.PortReservation("127.0.0.1", held.port)
-        with socket.socket() as proxy:  # as Serve binds it
-            proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            proxy.bind(("127.0.0.1", held.port))
-    finally:
-        held.close()
+def test_options_come_over_the_servers_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("request_log: json\nmodel_name: a\nlimits: {waiting: 3, body_s: 5}\n")
+    found = serve._settings(file, {"model_name": "b", "request_log": None, "limits": {"waiting": 0}, "replicas": None})
+    assert (found.model_name, found.request_log) == ("b", "json")
+    assert (found.limits.waiting, found.limits.body_s) == (0, 5)
+    plain = serve._settings(None, {"chat_template": Path("a.jinja"), "limits": {}})
+    assert (plain.limits, plain.request_log) == (LimitSettings(), "text")
+    assert Path(str(plain.chat_template)).is_absolute()
 
 
 @pytest.mark.parametrize(

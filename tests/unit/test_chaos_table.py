@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 import run as chaos
 
 _PROCESSES = {
-    "NDP worker", "shard", "store", "endpoint directory", "lead", "one of two leads", "matcher", "Serve controller",
-    "one of two server replicas", "HTTP proxy", "helper that clears up", "dashboard agent",
+    "NDP worker", "shard", "store", "endpoint directory", "lead", "one of two leads", "matcher", "one of two edges",
+    "the only edge", "helper that clears up", "dashboard agent",
     "runtime environment agent", "GCS", "raylet", "serve",
 }  # fmt: skip
 
@@ -30,7 +30,7 @@ def test_it_has_every_process() -> None:
 @pytest.mark.parametrize(
     ("process", "signal", "wrong"),
     [("lead", "SIGKILL", {"failed": 1}), ("matcher", "SIGSTOP", {"identical": 19}),
-     ("raylet", "SIGKILL", {"noticed_s": 10.5}), ("HTTP proxy", "SIGKILL", {"left": ["process 7"]}),
+     ("raylet", "SIGKILL", {"noticed_s": 10.5}), ("endpoint directory", "SIGKILL", {"left": ["process 7"]}),
      ("serve", "SIGKILL", {"left": ["/dev/shm/a"]}), ("GCS", "SIGSTOP", {"ready_s": None})],
 )  # fmt: skip
 def test_a_missed_bar_is_the_first_of_the_page(process: str, signal: str, wrong: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The proxy's connections over real sockets: silences, headers without end, and errors of the proxy itself."""
+"""The server's connections over real sockets: silences, what is no body, early answers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-import httpx
 import pytest
 
 uvicorn = pytest.importorskip("uvicorn")
 
-from tiermoe.cluster.api.connections import JsonErrors, TimedConnection, install  # noqa: E402
-from tiermoe.cluster.api.probes import Probes  # noqa: E402
+from tiermoe.cluster.api.connections import TimedConnection  # noqa: E402
 
 _SILENCE_S = 0.2
 _WAIT_S = 10.0
@@ -23,28 +21,16 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Any]]
 
 
 async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """What Serve's proxy does, by path."""
+    """What an application does, by path."""
     start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]}
     match scope["path"]:
         case "/json":
             headers = [(b"content-type", b"application/json"), (b"content-length", b"17")]
             await send(start | {"status": 503, "headers": headers})
             await send({"type": "http.response.body", "body": b'{"error": "mine"}'})
-        case "/text" | "/-/healthz":
-            await send(start | {"status": 500 if scope["path"] == "/text" else 503})
+        case "/text" | "/missing":
+            await send(start | {"status": 503 if scope["path"] == "/text" else 404})
             await send({"type": "http.response.body", "body": b"Internal"})
-        case "/-/routes":  # Serve has an application, unless the one that ends is asked
-            ends = (b"host", b"end") in scope["headers"]
-            await send(start)
-            await send({"type": "http.response.body", "body": b"{}" if ends else b'{"/llm": "an application"}'})
-        case "/missing":
-            await send(start | {"status": 404})
-            await send({"type": "http.response.body", "body": b"Path '/missing' not found."})
-        case "/nothing":
-            pass
-        case "/broken":
-            await send(start | {"headers": [(b"content-type", b"text/event-stream")]})
-            await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
         case "/read":
             size, whole = 0, False
             while not whole:
@@ -78,7 +64,7 @@ def talk(
     """What each call returns, each on a connection of its own, at once."""
 
     async def run() -> list[Any]:
-        config = uvicorn.Config(JsonErrors(application), http=protocol, timeout_keep_alive=silence_s,
+        config = uvicorn.Config(application, http=protocol, timeout_keep_alive=silence_s,
                                 lifespan="off", log_config=None, port=0)  # fmt: skip
         server = uvicorn.Server(config)
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -319,41 +305,6 @@ def test_a_client_that_reads_nothing_is_cut_off() -> None:
     assert talk(call)[0] < 32 * 2**20  # of 64 MiB
 
 
-def test_what_serve_says_itself_is_json() -> None:
-    closing = "Connection: close"
-    paths = ("/text", "/missing", "/nothing", "/json", "/-/healthz", "/broken")
-    text, missing, nothing, own, serves, broken = map(parsed, talk(*(asks(get(path, closing)) for path in paths)))
-    assert [found[0] for found in (text, missing, nothing, own, serves)] == [503, 404, 503, 503, 503]
-    assert text[1] == nothing[1]
-    assert text[1]["type"] == "service_unavailable"
-    assert missing[1]["message"] == "this server has no such route"
-    assert own[1] == "mine"
-    assert b"Internal" in serves[1]
-    assert broken[0] == 200
-    assert b'"type": "service_unavailable"' in broken[1]
-    assert b"data: [DONE]\n\n" in broken[1]
-
-
-def test_serves_404_is_503_where_it_has_no_application() -> None:
-    """Completions got 404 while the server ended."""
-    ends = get("/missing", "Connection: close").replace(b"Host: a", b"Host: end", 1)
-    for answer in talk(asks(ends), asks(ends.replace(b"GET", b"POST", 1))):
-        status, error = parsed(answer)
-        assert (status, error["code"], error["message"][:26]) == (503, "no_application", "the server starts or ends;")
-        assert b"retry-after: 1\r\n" in answer
-
-    async def call() -> tuple[int, str]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://end") as http:
-            return (await http.get("/health")).status_code, (await http.get("/ready")).json()["reason"]
-
-    async def unrouted(scope: Any, receive: Any, send: Any) -> None:
-        path = scope["path"] if scope["path"] == "/-/routes" else "/missing"
-        await application({**scope, "path": path, "headers": [(b"host", b"end")]}, receive, send)
-
-    app = Probes(JsonErrors(unrouted))
-    assert asyncio.run(call()) == (200, "the server starts or ends")
-
-
 @pytest.mark.parametrize(
     "sent", [b"\x16\x03\x01\x02\x00", b"\x00" * 64, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
              b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
@@ -363,11 +314,3 @@ def test_raw_bytes_get_a_json_refusal(sent: bytes) -> None:
     (answer,) = talk(asks(sent))
     status, error = parsed(answer)
     assert (status, error["type"]) == (400, "invalid_request_error")
-
-
-def test_the_proxy_takes_these_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("uvicorn.config.HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
-    assert [middleware.cls for middleware in install()] == [JsonErrors, Probes]
-    config = uvicorn.Config(application, log_config=None)
-    config.load()
-    assert config.http_protocol_class is TimedConnection

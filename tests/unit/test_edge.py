@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import edge_attack
 import httpx
 import pytest
-from fake_api import FakeBackend, ask, byte_tokenizer, error, serving
+from fake_api import FakeBackend, ask, byte_tokenizer, error, events, serving
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tiermoe.cluster.api.bodies import parse
@@ -74,6 +75,17 @@ def test_a_failure_of_ours_is_json_too() -> None:
 
     status, _, message = error(asyncio.run(call()))
     assert (status, message) == (500, "the server failed: TypeError; report it")
+
+
+def test_a_failure_of_ours_ends_a_stream_as_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(answer: Any) -> AsyncIterator[Any]:
+        yield {"choices": []}
+        raise KeyError("ours")
+
+    monkeypatch.setattr("tiermoe.cluster.api.answers.Answer.chunks", fails)
+    response = send(b'{"prompt": "p", "stream": true}')
+    _, failure = events(response)
+    assert failure["error"]["message"] == "the server failed: KeyError; report it"
 
 
 def test_bodies_of_too_many_values_are_refused_and_lists_of_ids_are_not() -> None:

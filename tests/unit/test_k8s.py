@@ -1,14 +1,13 @@
 """configs/k8s: every field is one that KubeRay has, every group is one that the planner uses, no secret is there.
 
-The tables of fields are derived from the schemas of `rayjobs.ray.io` and `rayservices.ray.io`, version v1, of KubeRay
-v1.7.0 (helm-chart/kuberay-operator/crds): for each object that the manifests write, the names that the schema has
-there, and those that it requires. A RayService's `rayClusterConfig` is a RayJob's `rayClusterSpec`. Pods' rarely used
-volume and scheduling fields are left out, so a manifest that needs one adds it here after a look at the schema.
+The tables of fields are derived from the schema of `rayjobs.ray.io`, version v1, of KubeRay v1.7.0
+(helm-chart/kuberay-operator/crds), and from Kubernetes' Service: for each object that the manifests write, the names
+that the schema has there, and those that it requires. Pods' rarely used volume and scheduling fields are left out, so a
+manifest that needs one adds it here after a look at the schema.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -22,6 +21,7 @@ import yaml
 from pydantic import ByteSize, TypeAdapter
 
 from tiermoe.actors.policies.sharding import owned_experts
+from tiermoe.cluster.api.door import DRAIN_S
 from tiermoe.cluster.config import configs_dir, engine_settings, load_run_config
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.cluster.topology.spec import ModelFacts, NodeInfo, cluster_spec
@@ -36,9 +36,9 @@ _FIELDS = {
     "entrypointNumGpus entrypointResources jobId managedBy metadata preRunningDeadlineSeconds rayClusterSpec "
     "runtimeEnvYAML shutdownAfterJobFinishes submissionMode submitterConfig submitterPodTemplate suspend "
     "ttlSecondsAfterFinished",
-    "RayService spec": "deploymentUnhealthySecondThreshold excludeHeadPodFromServeSvc managedBy rayClusterConfig "
-    "rayClusterDeletionDelaySeconds serveConfigV2 serveService serviceUnhealthySecondThreshold suspend upgradeStrategy",
-    "spec.upgradeStrategy": "clusterUpgradeOptions type",
+    "Service spec": "ports selector sessionAffinity type",
+    "spec.selector": "app",
+    "spec.ports[]": "appProtocol name nodePort port protocol targetPort",
     "spec.rayClusterSpec": "authOptions autoscalerOptions enableInTreeAutoscaling gcsFaultToleranceOptions "
     "headGroupSpec headServiceAnnotations historyServerOptions managedBy networkPolicy rayVersion suspend tlsOptions "
     "upgradeStrategy workerGroupSpecs",
@@ -68,7 +68,8 @@ _FIELDS = {
     "template.spec.volumes[].persistentVolumeClaim": "claimName readOnly",
 }
 _REQUIRED = {
-    "RayService spec": "rayClusterConfig",
+    "Service spec": "ports selector",
+    "spec.ports[]": "port",
     "template.spec.containers[].lifecycle.preStop.sleep": "seconds",
     "spec.rayClusterSpec": "headGroupSpec",
     "spec.rayClusterSpec.headGroupSpec": "template",
@@ -84,21 +85,24 @@ _REQUIRED = {
 # Maps of free names to text (rayStartParams) or to quantities.
 _FREE = ("metadata", "rayStartParams", "limits", "requests")
 _INTEGERS = re.compile(r"(Seconds|seconds|Replicas|replicas|backoffLimit|Threshold|Port)$")
-_CLUSTER = {"RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
 _MANIFESTS = sorted((configs_dir() / "k8s").glob("*.yaml"))
 # Mixtral-8x7B: what the manifest's sizes were chosen for.
 _MIXTRAL = ModelFacts("mixtral", 32, 8, 2, 4096, 14336, 2, 3 * 4096 * 14336, 1_605_000_000, 65536, 2, "test")
 
 
 def _load(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    """The RayJob of a manifest."""
+    return next(found for found in _documents(path) if found["kind"] == "RayJob")
+
+
+def _documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 
 def _places(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`_objects`, with both kinds' clusters in one place and their own fields in two."""
-    kind = manifest["kind"]
+    """`_objects`, with the kinds' own fields in places of their own."""
     for place, value in _objects(manifest):
-        yield f"{kind} spec" if place == "spec" else place.replace(_CLUSTER[kind], "rayClusterSpec"), value
+        yield f"{manifest['kind']} spec" if place == "spec" else place, value
 
 
 def _objects(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -118,7 +122,7 @@ def _groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _cluster(manifest: dict[str, Any]) -> dict[str, Any]:
-    return manifest["spec"][_CLUSTER[manifest["kind"]]]
+    return manifest["spec"]["rayClusterSpec"]
 
 
 def _pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -128,22 +132,23 @@ def _pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", _MANIFESTS, ids=lambda path: path.name)
 def test_every_field_is_in_the_schema(path: Path) -> None:
-    manifest = _load(path)
-    assert (manifest["apiVersion"], manifest["kind"].lower()) == ("ray.io/v1", path.stem)
-    for place, value in _places(manifest):
+    documents = _documents(path)
+    kinds = {"RayJob": "ray.io/v1", "Service": "v1"}
+    assert all(document["apiVersion"] == kinds[document["kind"]] for document in documents)
+    for place, value in (found for document in documents for found in _places(document)):
         assert place in _FIELDS, f"{place} is not in the tables of this test"
         assert set(value) <= set(_FIELDS[place].split()), place
         assert set(_REQUIRED.get(place, "").split()) <= set(value), place
         for name, inner in value.items():
             if _INTEGERS.search(name) and not isinstance(inner, dict | list):
                 assert type(inner) is int, f"{place}.{name}"
-    names = {key for _, value in _objects(manifest) for key in value}
+    names = {key for document in documents for _, value in _objects(document) for key in value}
     assert not names & {"secretName", "secret", "envFrom", "secretKeyRef"}
     assert not re.search(r"(?i)(api_?key|password|auth_token)\s*[:=]", path.read_text(encoding="utf-8"))
 
 
 def test_the_tables_notice_a_field_that_is_not_there() -> None:
-    assert [path.name for path in _MANIFESTS] == ["rayjob.yaml", "rayservice.yaml"]
+    assert [path.name for path in _MANIFESTS] == ["rayjob.yaml", "serve.yaml"]
     manifest = _load(_MANIFESTS[0])
     _groups(manifest)[0]["template"]["spec"]["containers"][0]["livenessProbe"]["httpGet"]["url"] = "x"
     strange = [place for place, value in _places(manifest) if not set(value) <= set(_FIELDS[place].split())]
@@ -181,8 +186,7 @@ def test_images_are_those_of_the_dockerfile(path: Path) -> None:
         target = "cuda" if "nvidia.com/gpu" in container["resources"]["limits"] else "cpu"
         assert target in STAGES
         assert container["image"].endswith(f"/tiermoe:{project['version']}-{target}")
-    cluster = manifest["spec"].get("rayClusterSpec") or manifest["spec"]["rayClusterConfig"]
-    assert f"ray=={cluster['rayVersion']}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert f"ray=={_cluster(manifest)['rayVersion']}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
 def test_the_dockerfile() -> None:
@@ -204,14 +208,10 @@ def test_the_dockerfile() -> None:
 def test_the_groups_hold_what_is_planned(path: Path) -> None:
     """The configuration that is run, planned on the nodes that the manifest makes, with Mixtral's sizes."""
     manifest = _load(path)
-    if manifest["kind"] == "RayJob":
-        words = manifest["spec"]["entrypoint"].split()
-        assert words[:2] == ["tiermoe", "run"]
-        assert not {"&&", "|", ";"} & set(words)  # KubeRay's submitter would run the rest itself
-        config = load_run_config(words[words.index("--config") + 1])
-    else:
-        args = _application(manifest)["args"]
-        config = load_run_config(args["config"], args["runtime"])
+    words = manifest["spec"]["entrypoint"].split()
+    assert words[:2] == ["tiermoe", {"rayjob": "run"}.get(path.stem, path.stem)]
+    assert not {"&&", "|", ";"} & set(words)  # KubeRay's submitter would run the rest itself
+    config = load_run_config(words[words.index("--config") + 1])
     nodes = _nodes(manifest)
     topology = plan_topology(cluster_spec(config, engine_settings(config), _MIXTRAL, nodes), _MIXTRAL, nodes)
     groups = {actor.name: actor.node.rpartition("-")[0] for actor in topology.actors}
@@ -221,44 +221,18 @@ def test_the_groups_hold_what_is_planned(path: Path) -> None:
     assert sum(actor.experts for actor in topology.having("lead", "shard")) == sum(owned_experts(32, 8, 2))
 
 
-def test_serve_takes_the_application() -> None:
-    """Serve's own schema accepts it, its import path is there, and its deployments are those that are configured."""
-    schema = pytest.importorskip("ray.serve.schema")
-    manifest = _load(configs_dir() / "k8s" / "rayservice.yaml")
-    parsed = schema.ServeDeploySchema.model_validate(yaml.safe_load(manifest["spec"]["serveConfigV2"]))
-    (application,) = parsed.applications
-    module, _, name = application.import_path.partition(":")
-    built = getattr(importlib.import_module(module), name)(application.args)
-    deployments = {deployment.name: deployment for deployment in application.deployments}
-    assert set(deployments) == {"ApiServer", "Runtime"}
-    server = built._bound_deployment
-    assert server.name == "ApiServer"
-    settings, runtime = server.init_args
-    assert runtime._bound_deployment.name == "Runtime"
-    # more requests at a time than the server lets in: it refuses with 429, Serve would keep them waiting
-    inside = settings.limits.waiting + load_run_config(settings.config, settings.runtime).kv.max_num_seqs
-    assert deployments["ApiServer"].max_ongoing_requests > inside
-
-
-def test_the_server_is_probed_and_drained_where_it_runs() -> None:
-    manifest = _load(configs_dir() / "k8s" / "rayservice.yaml")
-    serve = yaml.safe_load(manifest["spec"]["serveConfigV2"])
-    (group,) = [group for group in _groups(manifest) if group["groupName"] == "api"]
-    pod = group["template"]["spec"]
-    probe = pod["containers"][0]["readinessProbe"]["httpGet"]
-    assert (probe["path"], probe["port"]) == ("/ready", serve["http_options"]["port"])
-    # worker groups without a replica have no proxy: they must not be probed for one
-    others = [pod for pod in _pods(manifest) if pod["containers"][0]["readinessProbe"]["httpGet"]["port"] == 8000]
-    assert others == [pod]
-    sleep_s = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
-    for deployment in _application(manifest)["deployments"]:
-        assert deployment["ray_actor_options"]["resources"] == {"api": 0.01}
-        assert deployment["graceful_shutdown_timeout_s"] < sleep_s
-
-
-def _application(manifest: dict[str, Any]) -> dict[str, Any]:
-    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
-    return application
+def test_the_service_reaches_the_server_and_its_end_has_time() -> None:
+    service, job = _documents(configs_dir() / "k8s" / "serve.yaml")
+    head = _cluster(job)["headGroupSpec"]["template"]
+    assert head["metadata"]["labels"] == service["spec"]["selector"]
+    words = job["spec"]["entrypoint"].split()
+    assert words[words.index("--host") + 1] == "0.0.0.0"
+    port = int(words[words.index("--port") + 1])
+    (container,) = head["spec"]["containers"]
+    assert port in {found["containerPort"] for found in container["ports"]}
+    assert service["spec"]["ports"][0]["targetPort"] == port
+    (waits,) = [int(found["value"]) for found in container["env"] if found["name"] == "RAY_JOB_STOP_WAIT_TIME_S"]
+    assert DRAIN_S < waits < head["spec"]["terminationGracePeriodSeconds"]
 
 
 def _nodes(manifest: dict[str, Any]) -> list[NodeInfo]:

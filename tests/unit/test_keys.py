@@ -82,8 +82,8 @@ def test_a_file_is_read_again_when_it_changes(file: Path, caplog: pytest.LogCapt
     assert known() == ["sesame-open", "0123456789abcdef"]  # it looks once a second
     now_s = 1.0
     assert known() == ["new"]
-    with caplog.at_level(logging.ERROR, "ray.serve"):
-        logging.getLogger("ray.serve").propagate = True
+    with caplog.at_level(logging.ERROR, "tiermoe.server"):
+        logging.getLogger("tiermoe.server").propagate = True
         for now_s, text in ((2.0, "new secret-option"), (3.0, None)):
             file.unlink() if text is None else write(file, text)
             assert known() == ["new"]

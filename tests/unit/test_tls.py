@@ -1,4 +1,4 @@
-"""TLS: files that are refused, channels, and the HTTP proxy's side of it."""
+"""TLS: files that are refused, channels, and the HTTP server's side of it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_certificate_needs_its_key() -> None:
 
 @pytest.mark.parametrize("options", [["--ssl-certfile", "a"], ["--ssl-keyfile", "a"], ["--ssl-ca-certs", "a"]])
 def test_https_needs_certificate_and_key(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ray.serve")
+    pytest.importorskip("uvicorn")
     from tiermoe.cluster.cli import main
 
     with pytest.raises(SystemExit, match="2"):
@@ -137,16 +137,13 @@ def test_https_needs_certificate_and_key(options: list[str], capsys: pytest.Capt
     assert "HTTPS needs a certificate and its key; give --ssl-certfile and --ssl-keyfile" in capsys.readouterr().err
 
 
-def test_the_proxy_demands_a_certificate_where_there_is_a_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve passes `ssl_ca_certs` on without `ssl_cert_reqs`: uvicorn then demands none."""
+def test_the_server_demands_a_certificate_where_there_is_a_ca(tmp_path: Path) -> None:
+    """uvicorn demands none for `ssl_ca_certs` alone."""
     uvicorn = pytest.importorskip("uvicorn")
-    from tiermoe.cluster.api.connections import install
+    from tiermoe.cluster.api.door import server_options
 
-    monkeypatch.setattr(uvicorn.config, "create_ssl_context", uvicorn.config.create_ssl_context)
-    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
-    install()
     file, key = certificate(tmp_path, "server")
     for ca, demanded in ((None, ssl.CERT_NONE), (file, ssl.CERT_REQUIRED)):
-        config = uvicorn.Config(lambda: None, ssl_certfile=file, ssl_keyfile=key, ssl_ca_certs=ca, log_config=None)
+        config = uvicorn.Config(lambda: None, **server_options(TlsFiles(ca, file, key)))
         config.load()
         assert config.ssl.verify_mode == demanded

@@ -1,0 +1,158 @@
+"""One process of the server: uvicorn with the application of `make_app`, on a thread with an event loop of its own.
+
+A plain class that `server.py` places as a Ray actor beside `tiermoe serve`. All that it needs to serve again after its
+death are its constructor's arguments: it looks the leads up by their names, and gets the listening socket and standard
+error from the door (`door.py`), which keeps both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import traceback
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from ...errors import ConfigError, RuntimeFailure
+from ...proto.tls import TlsFiles
+from ..attach import leads_of
+from ..prompt import load_tokenizer
+from .backend import LeadBackend
+from .door import DRAIN_S, Descriptors, server_options
+from .keys import KeyRing
+from .request_log import RequestLog
+from .routes import make_app
+from .service import Service
+from .settings import ApiSettings
+from .shared import share_counters
+from .templates import load_chat_template
+from .tracing import Tracer, make_exporter
+
+_LAST_S = 3  # for what has been told that the server ends
+
+
+class Edge:
+    """One process of the server. It is ready when it is made, and listens as soon as the door hands the socket over.
+
+    Args:
+        settings: of the server; `deployment` is named.
+        plan: what the first lead's `plan` returned.
+        door: name of the door.
+        tls: for HTTPS; None: HTTP.
+        shared: folder of what the edges of this server share; None: there is one edge.
+
+    Raises:
+        TierMoeError: no such deployment, no tokenizer, an unreadable key or template.
+    """
+
+    def __init__(
+        self, settings: ApiSettings, plan: dict[str, Any], door: str, tls: TlsFiles | None, shared: str | None = None
+    ) -> None:
+        self._settings, self._plan, self._tls = settings, plan, tls
+        self._shared = None if shared is None else Path(shared)
+        if self._shared is not None:
+            share_counters(self._shared)
+        self._descriptors = Descriptors(door)
+        self._state = "starting"
+        self._sinks: list[RequestLog | Tracer] = []
+        self._backend: LeadBackend | None = None
+        self._server: uvicorn.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="tiermoe-edge", daemon=True)
+        self._thread.start()
+        ready.result()
+
+    def health(self) -> dict[str, Any]:
+        """Its state, and the requests under way."""
+        state = self._state if self._thread.is_alive() else "ended"
+        return {"state": state, "requests": 0 if self._server is None else len(self._server.server_state.tasks)}
+
+    def end(self) -> None:
+        """Take no more connections, answer the requests under way, in `DRAIN_S` at most, and end. Idempotent."""
+        self._state = "ending"
+        self._descriptors.close()
+        if self._server is not None:
+            self._server.should_exit = True
+        self._thread.join(DRAIN_S)
+        if self._thread.is_alive() and self._loop is not None and self._backend is not None:
+            failure = RuntimeFailure("the server ends", "send the request again")
+            self._loop.call_soon_threadsafe(self._backend.end, failure)
+            self._thread.join(2 * _LAST_S)
+        for sink in self._sinks:
+            closing = threading.Thread(target=sink.close, daemon=True)  # nobody may read what it writes
+            closing.start()
+            closing.join(_LAST_S)
+
+    def _run(self, ready: Future[None]) -> None:
+        try:
+            factory = uvicorn.Config(make_app, **server_options(None)).get_loop_factory()
+            with asyncio.Runner(loop_factory=factory) as runner:
+                runner.run(self._serve(ready))
+        except BaseException as error:
+            if ready.done():
+                traceback.print_exc()
+                os._exit(1)  # Ray makes this process anew
+            ready.set_exception(error)
+
+    async def _serve(self, ready: Future[None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        app = await self._application()
+        config = uvicorn.Config(app, timeout_graceful_shutdown=DRAIN_S + _LAST_S, **server_options(self._tls))
+        config.load()  # a certificate that is refused is refused now
+        self._server = uvicorn.Server(config)
+        self._state = "waiting"
+        ready.set_result(None)
+        listener = await asyncio.to_thread(self._descriptors.listener)
+        if listener is None:
+            return
+        threading.Thread(target=self._follow, name="tiermoe-serve-end", daemon=True).start()
+        self._state = "serving"
+        await self._server.serve([listener])
+
+    async def _application(self) -> Any:
+        settings, plan = self._settings, self._plan
+        assert settings.deployment is not None
+        folder = tokenizer_folder(plan, settings.tokenizer)
+        template = load_chat_template(folder, Path(settings.chat_template) if settings.chat_template else None)
+        file = settings.api_key_file
+        keys = None if file is None else KeyRing(Path(file), refused=lambda line: service.metrics.key_file_refused())
+        leads = {name: lead.handle for name, lead in leads_of(settings.deployment).items()}
+        self._backend = LeadBackend(leads, plan, settings.limits.request_s)
+        await self._backend.first_look()
+        name = settings.model_name or Path(plan["model"]).name
+        service = Service(
+            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format, self._shared
+        )
+        if settings.request_log != "off":
+            written = settings.request_log_file
+            log = self._descriptors.standard_error if written is None else Path(written)
+            self._sinks.append(RequestLog(settings.request_log, log, service.metrics.line_dropped))
+        if settings.otlp_endpoint is not None:
+            self._sinks.append(Tracer(make_exporter(settings.otlp_endpoint)))
+        return make_app(service, keys, sinks=self._sinks)
+
+    def _follow(self) -> None:
+        """End with the process of `tiermoe serve`, whatever ended it; a thread."""
+        self._descriptors.wait_for_end()
+        if self._state == "serving":  # else `end` was called
+            self.end()
+            os._exit(0)  # nobody waits for this process
+
+
+def tokenizer_folder(plan: dict[str, Any], given: str | None) -> Path:
+    """Where tokenizer.json is: the given folder, else the runtime's expert store.
+
+    Raises:
+        ConfigError: not there.
+    """
+    folder = Path(given).expanduser() if given is not None else Path(plan["store_path"])
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"no tokenizer.json in '{folder}' on the server's node", f"name the folder of {plan['model']}'s checkpoint"
+        )
+    return folder

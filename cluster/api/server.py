@@ -1,0 +1,129 @@
+"""The HTTP server of `tiermoe serve`: its edges as Ray actors beside this process, what becomes of them, their end.
+
+    Door (`door.py`: the address)  ->  Edge (`edge.py`, one or more)  ->  the leads of a runtime
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import time
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray._private import state as gcs  # what `ray list actors` shows, without a dashboard
+
+from ...errors import TierMoeError
+from ..placement import end, make_here
+from ..ray_session import as_failure, server_folder
+from .door import DRAIN_S, Door
+from .edge import Edge
+from .settings import ApiSettings
+
+_START_S = 120.0
+_END_S = 8.0  # of an edge, besides `DRAIN_S`
+_REST_S = 5.0  # of an edge that refused to start again
+_CONCURRENCY = 4  # calls of an edge; requests do not come by calls
+
+
+class HttpServer:
+    """A server on the Ray that this process has joined or started, ready inside the `with` block.
+
+    Args:
+        settings: which deployment, which limits; paths are of this machine.
+        door: where to listen. Once this is ready, it is this that answers there.
+        plan: what the `plan` of the deployment's lead returned.
+    """
+
+    def __init__(self, settings: ApiSettings, door: Door, plan: dict[str, Any]) -> None:
+        self._settings, self._door, self._plan = settings, door, plan
+        self._edges: list[Any] = []
+        self._shared: str | None = None  # folder of what several edges share
+        self._rest_s = 0.0  # until when, after a refusal
+
+    def __enter__(self) -> HttpServer:
+        """Start the edges, and hand the address over.
+
+        Raises:
+            TierMoeError: an edge refused (no tokenizer, an unreadable key, ...), or did not start.
+        """
+        try:
+            for _ in range(self._settings.replicas):
+                self._edges.append(self._make())
+            ray.get([edge.health.remote() for edge in self._edges], timeout=_START_S)
+            self._door.hand_over()
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, Exception) or (
+                isinstance(error, TierMoeError) and not isinstance(error, ray.exceptions.RayError)
+            ):
+                raise
+            raise as_failure(error, "the HTTP server did not start", _START_S) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Make an edge anew that refused to start again; Ray itself starts those again that died.
+
+        Raises:
+            TierMoeError: every edge refuses; why.
+        """
+        if time.monotonic() < self._rest_s:
+            return
+        table = gcs.actors()
+        refused = [i for i, edge in enumerate(self._edges) if _is_dead(table.get(edge._actor_id.hex()))]
+        if not refused:
+            return
+        if len(refused) == len(self._edges):
+            raise self._refusal(self._edges[refused[0]])
+        self._rest_s = time.monotonic() + _REST_S
+        for i in refused:
+            self._edges[i] = self._make()
+
+    def close(self) -> None:
+        """End the edges, once the requests under way have ended, or 20 s have passed. Idempotent; never raises."""
+        edges, self._edges = self._edges, []
+        if not edges:
+            return
+        with contextlib.suppress(OSError):  # then nobody answers who comes
+            self._door.end()
+        try:
+            ray.wait([edge.end.remote() for edge in edges], num_returns=len(edges), timeout=DRAIN_S + _END_S)
+        except Exception:  # Ray is gone, and the edges with it
+            return
+        finally:
+            for edge in edges:
+                end(edge)
+            if self._shared is not None:
+                shutil.rmtree(self._shared, ignore_errors=True)
+
+    def _make(self) -> Any:
+        """One more edge; its handle."""
+        if self._settings.replicas > 1 and self._shared is None:
+            self._shared = str(server_folder() / str(os.getpid()))
+        arguments = (self._settings, self._plan, self._door.name, self._door.tls, self._shared)
+        for number in itertools.count():
+            name = f"{self._settings.deployment}/edge/{number}"
+            with contextlib.suppress(ValueError):  # the name is taken: several servers may be before one runtime
+                # beside this process: its descriptors, the key, the template and the tokenizer are of this machine
+                return make_here(name, Edge, *arguments, concurrency=_CONCURRENCY)
+        raise AssertionError("numbers do not end")
+
+    @staticmethod
+    def _refusal(edge: Any) -> TierMoeError:
+        try:
+            ray.get(edge.health.remote(), timeout=_START_S)
+        except ray.exceptions.RayError as error:
+            return as_failure(error, "the HTTP server ended", _START_S)
+        raise AssertionError("a dead actor answers")
+
+
+def _is_dead(entry: dict[str, Any] | None) -> bool:
+    return entry is None or entry["State"] == "DEAD"

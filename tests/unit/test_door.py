@@ -1,0 +1,230 @@
+"""Where the server listens: what it says while it starts and ends, and how its processes get the socket."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from second_user import as_nobody, needs_root
+
+pytest.importorskip("uvicorn")
+
+from tiermoe.cluster.api import door as doors
+from tiermoe.cluster.api.door import Descriptors, Door
+from tiermoe.cluster.report.steps import Steps
+from tiermoe.errors import ConfigError, RuntimeFailure
+
+
+class _Ready(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@contextmanager
+def edge(name: str) -> Iterator[None]:
+    """What an edge does: it waits for the socket, and answers 200 on it."""
+
+    def serve() -> None:
+        listener = descriptors.listener()
+        if listener is not None:
+            server = ThreadingHTTPServer(("127.0.0.1", 0), _Ready, bind_and_activate=False)
+            server.daemon_threads = True
+            server.socket.close()
+            server.socket = listener
+            servers.append(server)
+            server.serve_forever(0.05)
+
+    descriptors, servers = Descriptors(name), list[ThreadingHTTPServer]()
+    os.close(descriptors.standard_error)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield
+    descriptors.close()
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+    thread.join(20)
+
+
+def test_a_port_is_ours_alone() -> None:
+    with Door("127.0.0.1", 0) as held:
+        with pytest.raises(ConfigError, match="choose another --port"):
+            Door("127.0.0.1", held.port)
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", held.port))
+    with pytest.raises(ConfigError, match="give an address of this machine"):
+        Door("192.0.2.1", 0)
+    Door("127.0.0.1", held.port).__exit__(None, None, None)  # at once
+
+
+def test_the_door_says_how_long_the_start_takes() -> None:
+    steps = Steps(None, {"starting Ray": 6.0, "loading": 30.0})
+    with Door("127.0.0.1", 0) as door, httpx.Client(base_url=door.url, timeout=20) as http:
+        door.open(steps.progress)
+        assert http.get("/ready").json()["reason"] == "the server starts: the runtime is prepared"
+        steps("starting Ray")
+        ready, health = http.get("/ready"), http.head("/health")
+        assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
+        assert ready.json()["reason"] == "the server starts: starting Ray"
+        assert 30 < ready.json()["seconds_left"] <= 36
+        assert 30 <= int(ready.headers["retry-after"]) <= 36
+        assert health.status_code == 200
+        refused = http.post("/v1/completions", json={"prompt": "p"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"].startswith("the server starts: starting Ray; ready in about 3")
+
+
+def test_the_door_answers_a_client_that_first_sends_all_of_its_body() -> None:
+    with Door("127.0.0.1", 0) as door:
+        door.open(lambda: ("starting", 1.0))
+        for path in ("/v1/completions", "/health"):
+            connection = HTTPConnection("127.0.0.1", door.port, timeout=20)
+            connection.request("POST" if "v1" in path else "GET", path, b"x" * 2**22)
+            answer = connection.getresponse()
+            assert (answer.status, answer.getheader("connection")) == (200 if path == "/health" else 503, "close")
+            assert json.loads(answer.read())
+            connection.close()
+
+
+def test_an_edge_that_ends_or_starts_again_is_not_noticed() -> None:
+    def status() -> int:
+        return httpx.get(f"{door.url}/", timeout=20).status_code
+
+    with Door("127.0.0.1", 0) as door:
+        door.open(lambda: None)
+        with edge(door.name):
+            assert status() == 503  # it is there, and gets nothing
+            door.hand_over()
+            with edge(door.name):
+                assert status() == 200
+            assert status() == 200
+        late: list[int] = []
+        waits = threading.Thread(target=lambda: late.append(status()))
+        waits.start()  # nobody is there
+        time.sleep(0.1)
+        assert late == []
+        with edge(door.name):
+            waits.join(20)
+        assert late == [200]
+
+
+def test_at_its_end_it_answers_again() -> None:
+    with Door("127.0.0.1", 0) as door, httpx.Client(base_url=door.url, timeout=20) as http:
+        door.open(lambda: None)
+        with edge(door.name):
+            door.hand_over()
+            assert httpx.get(f"{door.url}/", timeout=20).status_code == 200
+        door.end()
+        with edge(door.name):  # one that starts again gets nothing
+            refused, ready = http.post("/v1/completions", json={}), http.get("/ready")
+        assert refused.status_code == ready.status_code == 503
+        assert refused.headers["retry-after"] == ready.headers["retry-after"] == "2"
+        assert refused.json()["error"]["message"] == ready.json()["reason"] == "the server ends"
+        assert http.get("/health").status_code == 200
+
+
+def test_descriptors_are_given_by_and_to_this_user_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = doors._user
+    calls: list[Callable[[Any], int]] = [lambda peer: 1 + os.getuid(), plain]  # as the door, then as the edge, sees it
+    with Door("127.0.0.1", 0) as door:
+        monkeypatch.setattr(doors, "_user", lambda peer: calls.pop(0)(peer) if threading.current_thread() is not
+                            threading.main_thread() else plain(peer))  # fmt: skip
+        with pytest.raises(RuntimeFailure, match="gives no socket"):
+            Descriptors(door.name)
+        monkeypatch.setattr(doors, "_user", lambda peer: 1 + os.getuid() if threading.current_thread() is
+                            threading.main_thread() else plain(peer))  # fmt: skip
+        with pytest.raises(RuntimeFailure, match="another user's"):
+            Descriptors(door.name)
+    with pytest.raises(RuntimeFailure, match="start it again"):
+        Descriptors(door.name)
+
+
+@needs_root
+def test_a_second_user_gets_no_descriptor() -> None:
+    def ask() -> None:
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.settimeout(20)
+            asked.connect(door.name)
+            if not socket.recv_fds(asked, 1, 1)[1]:
+                raise PermissionError(errno.EACCES, "nothing")
+
+    with Door("127.0.0.1", 0) as door:
+        door.hand_over()
+        ask()
+        assert as_nobody(ask) == "EACCES"
+
+
+def test_the_end_of_the_door_reaches_whoever_waits() -> None:
+    with Door("127.0.0.1", 0) as door:
+        waits = Descriptors(door.name)
+        door.hand_over()
+        serves = Descriptors(door.name)
+        listener = serves.listener()
+        assert listener is not None
+    listener.close()
+    serves.wait_for_end()
+    first = waits.listener()  # was on its way
+    assert first is not None
+    first.close()
+    assert waits.listener() is None
+    os.close(waits.standard_error)
+    os.close(serves.standard_error)
+
+
+def test_after_the_first_good_answer_every_request_is_answered_well() -> None:
+    """Guards a hand-over in which two processes answered in turns: 200, 503, 200, and connections were reset."""
+    came: list[tuple[float, float, object]] = []  # begin, end, status or error of each request
+    over = threading.Event()
+
+    def poll(path: str) -> None:
+        while not over.is_set():
+            begin_s = time.monotonic()
+            connection = HTTPConnection("127.0.0.1", door.port, timeout=20)
+            try:
+                connection.request(*(("POST", path, b"{}") if "v1" in path else ("GET", path)))
+                status: object = connection.getresponse().status
+            except (OSError, HTTPException) as error:
+                status = error
+            connection.close()
+            came.append((begin_s, time.monotonic(), status))
+
+    with Door("127.0.0.1", 0) as door:
+        door.open(lambda: ("starting", 1.0))
+        pollers = [threading.Thread(target=poll, args=[path]) for path in ("/ready", "/ready", "/v1/completions")]
+        for poller in pollers:
+            poller.start()
+        with edge(door.name), edge(door.name):
+            time.sleep(0.3)
+            assert {status for *_, status in came} == {503}
+            door.hand_over()
+            time.sleep(0.3)
+            over.set()
+            for poller in pollers:
+                poller.join(30)
+    first_s = min(end_s for _, end_s, status in came if status == 200)
+    assert len([begin_s for begin_s, *_ in came if begin_s > first_s]) > 20
+    assert {status for begin_s, _, status in came if begin_s > first_s} == {200}
+    assert {status for *_, status in came} == {503, 200}  # nobody was refused or reset

@@ -1,0 +1,162 @@
+"""One process of the server, without Ray: what it needs to serve, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fake_api import byte_tokenizer
+from fake_leads import FakeLead
+
+pytest.importorskip("uvicorn")
+
+from tiermoe.actors.requests import TokenEvent
+from tiermoe.cluster.api import edge as edges
+from tiermoe.cluster.api import server as servers
+from tiermoe.cluster.api.door import Door
+from tiermoe.cluster.api.edge import Edge
+from tiermoe.cluster.api.settings import ApiSettings
+from tiermoe.errors import ConfigError, RuntimeFailure
+
+_WHOLE = [TokenEvent("r", (72,)), TokenEvent("r", (73,), "length")]
+_BODY = {"prompt": "p", "max_tokens": 2, "temperature": 0}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ApiSettings:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    return ApiSettings(deployment="abcdef", model_name="fake", replicas=1, request_log="text")
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Edge]:
+    def made(settings: ApiSettings, door: Door, lead: FakeLead, **plan: Any) -> Edge:
+        monkeypatch.setattr(edges, "leads_of", lambda name: {name: SimpleNamespace(handle=lead)})
+        known = {"model": "/fake", "store_path": str(tmp_path), "max_requests": 4, "max_prompt_tokens": 64}
+        return Edge(settings, known | plan, door.name, None)
+
+    return made
+
+
+@contextmanager
+def opened() -> Iterator[Door]:
+    with Door("127.0.0.1", 0) as door:
+        door.open(lambda: None)
+        yield door
+
+
+def post(door: Door, **more: Any) -> httpx.Response:
+    return httpx.post(f"{door.url}/v1/completions", json=_BODY | more, timeout=20)
+
+
+def test_it_serves_and_its_log_is_that_of_the_command(
+    settings: ApiSettings, make: Callable[..., Edge], capfdbinary: Any
+) -> None:
+    with opened() as door:
+        edge = make(settings, door, FakeLead(_WHOLE, later=[_WHOLE]))
+        assert edge.health() == {"state": "waiting", "requests": 0}
+        assert post(door).status_code == 503
+        door.hand_over()
+        answer = post(door)
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "HI")
+        assert httpx.get(f"{door.url}/ready", timeout=20).json()["status"] == "ready"
+        missing = httpx.get(f"{door.url}/nothing", timeout=20)
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+        assert edge.health()["state"] == "serving"
+        edge.end()
+        assert edge.health()["state"] == "ended"
+    lines = capfdbinary.readouterr().err.decode().splitlines()
+    assert [line.split()[1:4] for line in lines] == [
+        ["POST", "/v1/completions", "200"], ["GET", "/nothing", "404"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in-time", "late"])
+def test_it_ends_what_is_under_way(
+    late: bool, settings: ApiSettings, make: Callable[..., Edge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its time, else with an event that says so; others are told meanwhile that the server ends."""
+    monkeypatch.setattr(edges, "DRAIN_S", 0.5 if late else 20)
+    lead = FakeLead([TokenEvent("r", (72,))])
+    with opened() as door:
+        edge = make(settings, door, lead)
+        door.hand_over()
+        with httpx.stream("POST", f"{door.url}/v1/completions", json=_BODY | {"stream": True}, timeout=20) as answer:
+            lines = answer.iter_lines()
+            assert '"H"' in next(lines)
+            door.end()
+            ending = threading.Thread(target=edge.end)
+            ending.start()
+            while (told := post(door)).status_code != 503:  # it takes connections for one tenth of a second more
+                pass
+            assert told.json()["error"]["message"] == "the server ends"
+            if not late:
+                (name,) = lead._waiting
+                lead._waiting[name].append(TokenEvent("r", (73,), "length"))
+            rest = list(lines)
+        ending.join(20)
+        assert not ending.is_alive()
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert ("the server ends" in "".join(rest)) == late
+
+
+def test_what_is_missing_is_refused_before_it_is_ready(
+    settings: ApiSettings, make: Callable[..., Edge], tmp_path: Path
+) -> None:
+    with opened() as door:
+        with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+            make(settings, door, FakeLead([]), store_path="/nowhere")
+        keys = tmp_path / "keys"
+        with pytest.raises(ConfigError, match="key file"):
+            make(settings.model_copy(update={"api_key_file": str(keys)}), door, FakeLead([]))
+
+
+def test_it_ends_with_the_command(
+    settings: ApiSettings, make: Callable[..., Edge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However that ended: killed, it calls nobody."""
+    ended = threading.Event()
+    monkeypatch.setattr(edges, "os", SimpleNamespace(_exit=lambda code: ended.set()))
+    with opened() as door:
+        edge = make(settings, door, FakeLead(_WHOLE))
+        door.hand_over()
+        assert post(door).status_code == 200
+    assert ended.wait(20)
+    assert edge.health()["state"] == "ended"
+
+
+class _Ref:
+    """A handle of an edge, by its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._actor_id = SimpleNamespace(hex=lambda: f"id{number}")
+
+
+def test_an_edge_that_refuses_to_start_again_is_made_anew_while_another_serves(
+    settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"id0": {"State": "DEAD"}, "id1": {"State": "RESTARTING"}, "id2": {"State": "DEAD"}}
+    http = servers.HttpServer(settings, None, {})  # type: ignore[arg-type]
+    http._edges = [_Ref(0), _Ref(1)]
+    made = iter([_Ref(2), _Ref(3)])
+    monkeypatch.setattr(servers.gcs, "actors", lambda: table)
+    monkeypatch.setattr(http, "_make", lambda: next(made))
+    monkeypatch.setattr(http, "_refusal", lambda edge: RuntimeFailure(f"edge {edge.number} refuses", "mend it"))
+    http.check()
+    assert [edge.number for edge in http._edges] == [2, 1]
+    http.check()  # it rests
+    assert [edge.number for edge in http._edges] == [2, 1]
+    http._rest_s = 0.0
+    http.check()
+    assert [edge.number for edge in http._edges] == [3, 1]
+    http._rest_s = 0.0
+    table["id1"] = table["id3"] = {"State": "DEAD"}
+    with pytest.raises(RuntimeFailure, match="edge 3 refuses"):
+        http.check()
