@@ -4,7 +4,7 @@
 # make test-wheel   a wheel by the Dockerfile's steps, run in an environment and a folder of its own (part of test-slow)
 # make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs
 # make fuzz-api    10,000 generated requests and 10,000 broken ones against the HTTP edge
-# make chaos   kill and stop each process of a server under load: docs/results/reliability.md
+# make chaos   kill and stop each process of a server under load, then change what is around it: docs/results/reliability.md, surroundings.md
 # make soak    an hour of mixed load on a server, then idle: memory, descriptors, slots, KV blocks: docs/results/soak.md
 # make readme-times README's commands, one after the other, from an empty cache, with their times
 # make papers  the papers' tables, simulated: docs/results/paper-*.md, with JOBS processes

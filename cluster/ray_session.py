@@ -217,8 +217,11 @@ def server_folder() -> Path:
         RuntimeFailure: another user has made it, or could.
     """
     session = session_folder()
-    folder = run_folder() / session.name if reachable(session) else session / "tiermoe-server"
+    shared = reachable(session)
+    folder = run_folder() / session.name if shared else session / "tiermoe-server"
     try:
+        if shared:
+            own_folder(folder.parent)  # its owner could replace what is in it
         return own_folder(folder)
     except OSError as error:
         raise RuntimeFailure(

@@ -60,7 +60,7 @@ def own_folder(path: Path) -> Path:
 
     Raises:
         PermissionError: it is no folder, another user's, others may write it, or they may replace it: all may write a
-            folder above it, which has no sticky bit.
+            folder above it, which has no sticky bit. Whose the folder above is, is not asked: check one of ours, too.
         OSError: it cannot be made.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def keep_code_private() -> None:
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ and "TRITON_CACHE_DIR" in os.environ:
         return
     try:
-        folder = own_folder(user_cache() / "compiled")
+        folder = own_folder(own_folder(user_cache()) / "compiled")
     except (OSError, RuntimeError):  # no home that can be written: it goes with this process
         folder = Path(tempfile.mkdtemp(prefix="tiermoe-compiled-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

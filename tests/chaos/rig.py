@@ -48,13 +48,11 @@ class Server(Started):
 
 @contextmanager
 def served(
-    *options: str, wait: bool = True, variables: Mapping[str, str] | None = None,
-    before: Callable[[], None] | None = None,
+    *options: str, wait: bool = True, before: Callable[[], None] | None = None
 ) -> Iterator[Server]:  # fmt: skip
     """A server of the default model on a free port, in a session of its own; whatever is left of it is ended.
 
     Args:
-        variables: more of its environment.
         before: run in its process before the program.
     """
     with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as name:
@@ -64,7 +62,7 @@ def served(
         log = () if "--request-log-file" in options else ("--request-log", "off")
         with started(
             folder, "serve", "--port", "0", *log, *ON_CPU, *options, wait=wait, start_new_session=True,
-            variables={"TMPDIR": str(folder / "tmp")} | dict(variables or {}), preexec_fn=before,
+            variables={"TMPDIR": str(folder / "tmp")}, preexec_fn=before,
         ) as it:  # fmt: skip
             yield Server(**vars(it), shared=shared)
 

@@ -7,7 +7,7 @@
 For each process x (SIGKILL, SIGSTOP for 5 s): twenty streamed completions, half greedy, half sampled with seeds; the
 signal comes when 200 of their 1,280 tokens have come. Then: how many failed, how many are what an undisturbed server
 gives, the longest silence of a stream, when `serve` said something, whether it still serves, what is left. A second
-table has what changes around the server (`surroundings.py`): clocks, files, a machine that sleeps.
+table has what changes around the server (`surroundings.py`): files, certificates, a machine that sleeps.
 """
 
 from __future__ import annotations
@@ -138,32 +138,36 @@ def cell(server: Server, name: str, number: signal.Signals, expected: list[str])
 
 def surrounding(name: str) -> dict[str, Any]:
     """One row of the second table: what changes around a server of its own while streams run."""
-    with SURROUNDINGS[name]() as wanted, served(
-        *_NEAR_DATA, *wanted.options, variables=wanted.variables, before=wanted.before
-    ) as server:
+    with SURROUNDINGS[name]() as wanted, served(*_NEAR_DATA, *wanted.options, before=wanted.before) as server:
         expected = run_streams(server.url, bodies(), headers=wanted.headers)
         assert all(stream.error is None for stream in expected), expected
-        before = len(server.said())
-        at_s: list[float] = []
+        before, done_s, heard_s = len(server.said()), 0.0, list[float]()
+
+        def listen() -> None:
+            while time.monotonic() < done_s + NOTICED_S and not heard_s:
+                if listed(server.said()[before:].splitlines(), wanted.says):
+                    heard_s.append(time.monotonic() - done_s)
+                time.sleep(0.1)
+
+        listener = threading.Thread(target=listen)
 
         def disturb() -> None:
+            nonlocal done_s
             wanted.act(server)
-            at_s.append(time.monotonic())
+            done_s = time.monotonic()
+            listener.start()
 
         streams = run_streams(server.url, bodies(), disturb, after=AFTER, headers=wanted.headers)
-        said: list[str] = []
-        while not (heard := listed(said, wanted.says)) and time.monotonic() < at_s[0] + NOTICED_S:
-            time.sleep(0.1)
-            said = server.said()[before:].splitlines()
-        noticed_s = round(max(0.0, time.monotonic() - at_s[0]), 2) if wanted.says and heard else None
+        listener.join()
         row = {
             "surrounding": name, "streams": STREAMS,
             "failed": sum(stream.error is not None for stream in streams),
             "identical": sum(a.text == b.text for a, b in zip(streams, expected, strict=True)),
             "longest_silence_s": round(max(map(_silence, streams)), 2),
             "errors": sorted({stream.error for stream in streams if stream.error is not None})[:2],
-            "heard": heard, "noticed_s": noticed_s, "said": server.said()[before:].splitlines(),
-            "wrong": wanted.check(server), "ready_s": _ready_s(server, at_s[0], wanted.headers),
+            "heard": bool(heard_s), "noticed_s": round(heard_s[0], 2) if wanted.says and heard_s else None,
+            "said": server.said()[before:].splitlines(),
+            "wrong": wanted.check(server), "ready_s": _ready_s(server, done_s, wanted.headers),
         }  # fmt: skip
         family = server.family()
         server.process.terminate()

@@ -12,7 +12,6 @@ import ctypes
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from certificates import certificate
 from rig import Server
 
 SUSPENDED_S = 60.0
-HOUR_S = 3600
+EXPIRES_S = 180.0  # after its making: it starts, and has its undisturbed streams, before
 _KEY = "sesame-open"
 _PR_CAPBSET_DROP, _CAPABILITIES = 24, (1, 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH: files of mode 000 are root's, too
 
@@ -42,7 +41,6 @@ class Row:
     Attributes:
         act: called in a thread when the streams run.
         options: of `tiermoe serve`, besides those of the table.
-        variables: of its environment.
         says: words that it must say within the bar, in this order; empty: there is nothing to say.
         headers: of the requests.
         check: called after the streams; what is wrong, or None.
@@ -51,7 +49,6 @@ class Row:
 
     act: Callable[[Server], None]
     options: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
     says: tuple[str, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Server], str | None] = lambda server: None
@@ -64,43 +61,11 @@ def _folder() -> Iterator[Path]:
         yield Path(name)
 
 
-class _Clock:
-    """The time of day of a server, which can be set."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file, library = folder / "clock", folder / "clock.so"
-        self.set(0)
-        source = Path(__file__).with_name("clock.c")
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-        self.variables = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(self._file)}
-
-    def set(self, seconds: int) -> None:
-        """So much off."""
-        with open(self._file, "r+b" if self._file.exists() else "wb") as file:
-            file.write(struct.pack("q", seconds))
-
-
 def _found_by_status(server: Server) -> str | None:
-    """`tiermoe status` finds the runtime."""
+    """Whether `tiermoe status` and `down` find the runtime."""
     program = [sys.executable, "-c", "from tiermoe.cluster.registry import Registry; print(len(Registry().entries()))"]
     done = subprocess.run(program, env=server.environment, capture_output=True, text=True, check=False)
     return None if done.stdout.strip() == "1" else f"status finds {done.stdout.strip()} runtimes"
-
-
-@contextmanager
-def clock_back() -> Iterator[Row]:
-    """NTP sets the time of day back by an hour."""
-    with _folder() as folder:
-        clock = _Clock(folder)
-        yield Row(lambda server: clock.set(-HOUR_S), variables=clock.variables, check=_found_by_status)
-
-
-@contextmanager
-def clock_ahead() -> Iterator[Row]:
-    """NTP sets the time of day ahead by an hour."""
-    with _folder() as folder:
-        clock = _Clock(folder)
-        yield Row(lambda server: clock.set(HOUR_S), variables=clock.variables, check=_found_by_status)
 
 
 @contextmanager
@@ -117,25 +82,21 @@ def suspended() -> Iterator[Row]:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGCONT)
 
-    yield Row(act, says=("was stopped for",))
+    yield Row(act, says=("was stopped for",), check=_found_by_status)
 
 
 @contextmanager
 def expiring() -> Iterator[Row]:
-    """The TLS certificate expires: the server's time of day passes its end. Connections that are open go on."""
+    """The TLS certificate expires while it serves: open connections go on; clients here take an expired one."""
     with _folder() as folder:
-        clock = _Clock(folder)
-        crt, key = certificate(folder, "server", seconds=30 * 86400.0)
+        crt, key = certificate(folder, "server", seconds=EXPIRES_S)
+        end_s = time.monotonic() + EXPIRES_S
 
         def act(server: Server) -> None:
-            clock.set(30 * 86400 - 120)
-            end_s = time.monotonic() + 10
-            while "expires at" not in server.said() and time.monotonic() < end_s:
-                time.sleep(0.1)
-            clock.set(30 * 86400 + 60)
+            time.sleep(max(0.0, end_s - time.monotonic()))
 
         options = ("--ssl-certfile", crt, "--ssl-keyfile", key)
-        yield Row(act, options, clock.variables, (f"'{crt}' expires at", f"'{crt}' expired at"))
+        yield Row(act, options, says=(f"'{crt}' expires at", f"'{crt}' expired at"))
 
 
 def _as_ordinary_user() -> None:
@@ -183,8 +144,6 @@ def store() -> Iterator[Row]:
 
 
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Row]]] = {
-    "clock set back by an hour": clock_back,
-    "clock set ahead by an hour": clock_ahead,
     "suspended for a minute": suspended,
     "TLS certificate expires": expiring,
     "chmod 000 of the key file": key_file,
