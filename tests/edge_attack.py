@@ -6,6 +6,7 @@
     python tests/edge_attack.py --serve="--replicas 2 --edge-replicas 2"    options of the server of its own
     python tests/edge_attack.py --held           seconds of CPU for which a body holds the event loop, in this process
     python tests/edge_attack.py --framing        memory and time that bytes take which are no body, in this process
+    python tests/edge_attack.py --chats          what it costs that another process renders chats, in this process
 
 Prints one JSON object for each kind of body. Kinds: `words` and `letters` are texts, `ids` a list of token ids, `bools`
 a list of what no prompt may be. Nothing but loopback is attacked. Bars: p99 of `/health` and of `/ready` under 250 ms,
@@ -31,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -248,6 +250,46 @@ async def framed(kind: str, connections: int = 10) -> Figures:
     return {"kind": kind, "connections": connections} | took
 
 
+async def chats(rounds: int = 5, count: int = 500) -> Figures:
+    """What the process that renders chat templates costs.
+
+    Returns:
+        Seconds of CPU of its start; microseconds of a short chat, medians of interleaved rounds: rendered in this
+        process, in the other one, and in the other one beside this one's event loop.
+    """
+    import psutil
+
+    from tiermoe.cluster.api import templates
+    from tiermoe.cluster.api.offload import Offload
+    from tiermoe.cluster.api.rendering import Worker
+    from tiermoe.cluster.config import configs_dir
+
+    source = (configs_dir() / "serve" / "plain-chat.jinja").read_text(encoding="utf-8")
+    template, offload, here = templates.ChatTemplate(source, {}), Offload(), Worker()
+    assert templates._HELPER._process is not None
+    spent = psutil.Process(templates._HELPER._process.pid).cpu_times()
+    messages = [{"role": "user", "content": "What is the value?"}]
+    here.answer({"template": {"source": source, "tokens": {}}})
+    asked = {"render": {"messages": messages, "given": {"add_generation_prompt": True}}}
+    took_s: dict[str, list[float]] = {"in_process_us": [], "helper_us": [], "beside_loop_us": []}
+    for _ in range(rounds):
+        begin_s = time.perf_counter()
+        for _ in range(count):
+            here.answer(asked)
+        took_s["in_process_us"].append(time.perf_counter() - begin_s)
+        begin_s = time.perf_counter()
+        for _ in range(count):
+            template.render(messages)
+        took_s["helper_us"].append(time.perf_counter() - begin_s)
+        begin_s = time.perf_counter()
+        for _ in range(count):
+            await offload.run(0, lambda: template.render(messages), waits=True)
+        took_s["beside_loop_us"].append(time.perf_counter() - begin_s)
+    offload.close()
+    each = {name: round(1e6 * median(times) / count) for name, times in took_s.items()}
+    return {"start_cpu_s": round(spent.user + spent.system, 2)} | each
+
+
 def _at(values: list[float], share: float) -> float | None:
     return round(1e3 * values[min(len(values) - 1, int(share * len(values)))], 1) if values else None
 
@@ -286,6 +328,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", nargs="?", help="of a server on loopback; none: one is started and ended")
     parser.add_argument("--held", action="store_true", help="no server: how long the event loop is held")
+    parser.add_argument("--chats", action="store_true", help="no server: what rendering chats costs")
     parser.add_argument("--framing", action="store_true", help="no server: what bytes take that are no body")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
     parser.add_argument("--serve", default="", help="options of the server that is started")
@@ -299,6 +342,9 @@ def main() -> None:
     kinds, headers = given.kind or KINDS, _headers(given.key_file)
     if given.url is not None and urlsplit(given.url).hostname not in ("127.0.0.1", "localhost", "::1"):
         parser.error("only a server on loopback may be attacked")
+    if given.chats:
+        print(json.dumps(asyncio.run(chats())), flush=True)
+        return
     if given.framing:
         for kind in FRAMINGS:
             print(json.dumps(asyncio.run(framed(kind))), flush=True)

@@ -279,7 +279,8 @@ class Service:
             tools: that are shown to the model.
 
         Raises:
-            ApiError: 400, there is no template, it refuses the messages, or they are too long.
+            ApiError: 400, there is no template, it refuses the messages or is not done in time, or they are too long;
+                503, the process that renders ended.
         """
         template = self.template
         if template is None:
@@ -300,6 +301,7 @@ class Service:
                 plain, tools=tools, documents=body.all_documents, add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message, options=body.chat_template_kwargs,
             ),
+            waits=True,
         )  # fmt: skip
         return await self.prompt_ids(text, special=special, parameter="messages")
 

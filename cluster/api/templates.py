@@ -1,26 +1,221 @@
-"""Chats into prompts, by transformers' own `apply_chat_template`, which needs no torch.
+"""Chats into prompts, by transformers' own `apply_chat_template`, which needs no torch, in a process beside this one.
 
-Chat templates come with checkpoints and are programs: transformers runs them in Jinja's sandbox. What a template makes
-of tools, documents and calls is seen by rendering some, once at the start.
+Chat templates come with checkpoints and are programs: transformers runs them in Jinja's sandbox, and `rendering.py` in
+a process that can be killed. What a template makes of tools, documents and calls is seen by rendering some, once at the
+start.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models
-
-from ...errors import CheckpointError, ConfigError, reason
+from ...errors import CheckpointError, ConfigError, RuntimeFailure, reason
 from ..checkpoint_files import read_json_object
-from .refusals import refused
+from .refusals import ApiError, from_failure, refused
+from .rendering import LENGTH_BYTES, RESULT_CHARACTERS, pack, unpack
 
+RENDER_S = 5.0  # for one request; an ordinary chat takes under a millisecond, one of 4 MB a tenth of a second
+_END_S = 2.0
+_START_S = 60.0  # of the process: transformers is imported, on a busy machine
+_ANSWER_BYTES = 6 * RESULT_CHARACTERS + 1024  # JSON of it
 _ASKED = "What is the value?"
 _ANSWER = "plain words"
 _DOCUMENT = {"title": "A probe", "text": "words of a probe document", "contents": "words of a probe document"}
 _PROCESSORS = ("chat_template.json", "processor_config.json")  # of multimodal models, older and newer
+
+
+class _Helper:
+    """The process of `rendering.py`, one for this process: started when it is first needed, and again where it died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def worker(self) -> _Worker:
+        """A new worker. Raises OSError: there is none."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                try:
+                    self._send(0, theirs)
+                except OSError:  # it has died
+                    self._start()
+                    self._send(0, theirs)
+            return _Worker(ours)
+        except BaseException:
+            ours.close()
+            raise
+
+    def kill(self, pid: int) -> None:
+        """End a worker; that of a process which has died has ended with it."""
+        with self._lock, contextlib.suppress(OSError):
+            self._send(pid, None)
+
+    def close(self) -> None:
+        """End it, and its workers."""
+        with self._lock:
+            self._end()
+
+    def _send(self, pid: int, lane: socket.socket | None) -> None:
+        if self._control is None:
+            raise ConnectionError("it has not been started")
+        socket.send_fds(self._control, [b"%d" % pid], [] if lane is None else [lane.fileno()])
+
+    def _start(self) -> None:
+        self._end()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-P", "-m", "tiermoe.cluster.api.rendering"]
+        with theirs:  # a session of its own: Ctrl-C is for the server, which ends it
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def _end(self) -> None:
+        if self._control is not None and self._process is not None:
+            self._control.close()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:  # it is being started
+                self._process.kill()
+                self._process.wait()
+        self._control = self._process = None
+
+
+class _Worker:
+    """A process that renders; `pid` is its id."""
+
+    def __init__(self, lane: socket.socket) -> None:
+        self._lane = lane
+        self.pid = int(self._take(time.monotonic() + _START_S))
+
+    def ask(self, request: Mapping[str, Any], within_s: float) -> Any:
+        """What it found.
+
+        Raises:
+            ValueError: it failed, and why. TimeoutError: it is not done. OSError: it has ended.
+        """
+        due_s = time.monotonic() + within_s
+        self._lane.settimeout(within_s)
+        self._lane.sendall(pack(request))
+        answer = self._take(due_s)
+        if "failed" in answer:
+            raise ValueError(answer["failed"])
+        return answer["found"]
+
+    def close(self) -> None:
+        self._lane.close()
+
+    def _take(self, due_s: float) -> Any:
+        size = int.from_bytes(self._read(LENGTH_BYTES, due_s))
+        if size > _ANSWER_BYTES:
+            raise ConnectionError("its answer has no bound")
+        return unpack(self._read(size, due_s))
+
+    def _read(self, size: int, due_s: float) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            left_s = due_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._lane.settimeout(left_s)
+            part = self._lane.recv(min(2**20, size - len(found)))
+            if not part:
+                raise ConnectionError("it has ended")
+            found += part
+        return bytes(found)
+
+
+_HELPER = _Helper()
+
+
+@atexit.register
+def end_helper() -> None:
+    """End the process that renders, where this one has no more to render; it starts again where it has."""
+    _HELPER.close()
+
+
+class _Overrun(ApiError):
+    """A template was not done in time."""
+
+
+class _Renderer:
+    """Workers with one template. As many work as callers render at a time; one that is killed or dies is replaced.
+
+    Args:
+        name: of the template, in errors.
+    """
+
+    def __init__(self, source: str | Mapping[str, str], tokens: Mapping[str, str], name: str) -> None:
+        named = source if isinstance(source, str) else dict(source)
+        self._first: Mapping[str, Any] = {"template": {"source": named, "tokens": dict(tokens)}}
+        self._name = name
+        self._idle: list[_Worker] = []
+        weakref.finalize(self, _close_all, self._idle)
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """What a worker found.
+
+        Raises:
+            ValueError: it failed, and why. ApiError: 400, it was not done in time. RuntimeFailure: workers end.
+        """
+        for _ in range(2):  # a render may be done again: it changes nothing
+            worker: _Worker | None = None
+            try:
+                worker = self._free() or self._begin()
+                found = worker.ask(request, RENDER_S)
+            except TimeoutError:
+                self._replace(worker)
+                raise _Overrun(
+                    400, f"{self._name} was not rendered within {RENDER_S:g} s; send less, or start the server with "
+                    "another --chat-template", "messages",
+                ) from None  # fmt: skip
+            except OSError:  # and the idle ones may have ended with it
+                self._replace(worker)
+                _close_all(self._idle)
+            except ValueError:
+                if worker is not None:  # it has answered
+                    self._idle.append(worker)
+                raise
+            else:
+                self._idle.append(worker)
+                return found
+        raise RuntimeFailure(f"the process that renders {self._name} ended, and another one too", "send less at a time")
+
+    def _free(self) -> _Worker | None:
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        return None
+
+    def _begin(self) -> _Worker:
+        try:
+            worker = _HELPER.worker()
+            worker.ask(self._first, _START_S)
+            return worker
+        except TimeoutError as error:
+            raise ConnectionError("it did not start") from error
+
+    @staticmethod
+    def _replace(worker: _Worker | None) -> None:
+        if worker is not None:
+            worker.close()
+            _HELPER.kill(worker.pid)
+
+
+def _close_all(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().close()
 
 
 class ChatTemplate:
@@ -29,6 +224,10 @@ class ChatTemplate:
     Args:
         source: Jinja, or several templates by name.
         tokens: texts of special tokens, by the names that templates use.
+        name: what errors call it.
+
+    Raises:
+        RuntimeFailure: the process that renders does not start.
 
     Attributes:
         problem: why it cannot render any chat; None: it can.
@@ -36,23 +235,24 @@ class ChatTemplate:
         text_arguments: it wants the arguments of calls as text, not as an object.
     """
 
-    def __init__(self, source: str | Mapping[str, str], tokens: Mapping[str, str]) -> None:
-        from transformers import PreTrainedTokenizerFast
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        named = source if isinstance(source, str) else dict(source)
-        # without a vocabulary: its templates are wanted, and tokens are made by `tokenizers` alone
-        self._tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.BPE()), chat_template=named, **tokens
-        )
+    def __init__(
+        self, source: str | Mapping[str, str], tokens: Mapping[str, str], name: str = "the model's chat template"
+    ) -> None:
+        self._renderer = _Renderer(source, tokens, name)
         self.text_arguments = self._wants_parts = False
         self.problem: str | None = None
+        self._overrun: _Overrun | None = None  # of a probe: no other is tried
+        self._renders = True  # False: not even the shortest chat
         for text in (source,) if isinstance(source, str) else source.values():
             try:
-                render_jinja_template([], chat_template=text)  # compiles it
-            except Exception as error:
-                self.problem = f"the chat template does not compile: {_line(error)}"
+                self._renderer.ask({"compile": {"source": text}})
+            except ValueError as error:
+                self.problem = f"the chat template does not compile: {error}"
+            except _Overrun as overrun:
+                self.problem = overrun.message
         self._wants_parts = self._needs_parts()
+        if self._overrun is not None:
+            self.problem, self._renders = self._overrun.message, False
         self.takes_documents = _DOCUMENT["text"] in (self._tried([_user()], documents=[_DOCUMENT]) or "")
 
     def render(
@@ -70,20 +270,27 @@ class ChatTemplate:
             continue_final_message: whether the last message is to be gone on with.
             options: more variables for the template, such as `enable_thinking`.
 
+        Waits for another process, for `RENDER_S` at most; may be called from several threads.
+
         Raises:
-            ApiError: 400, the template refuses these messages, or cannot be rendered.
+            ApiError: 400, the template refuses these messages, cannot be rendered, or not in time; 503, the process
+                that renders it ended twice.
         """
+        if not self._renders:
+            raise refused(str(self.problem), "messages")
+        given = {
+            "tools": tools or None, "documents": documents or None, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **{name: value for name, value in (options or {}).items() if name != "documents"},
+        }  # fmt: skip
+        adapted = [self._adapted(message) for message in messages]
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [self._adapted(message) for message in messages], tools=tools or None, documents=documents or None,
-                    add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                    tokenize=False, **{name: value for name, value in (options or {}).items() if name != "documents"},
-                )
-            )  # fmt: skip
-        except Exception as error:  # a template is a program, and this one came with a checkpoint
-            why = self.problem or f"the model's chat template refuses the messages: {_line(error)}"
+            return str(self._renderer.ask({"render": {"messages": adapted, "given": given}}))
+        except (ValueError, RecursionError) as error:
+            why = self.problem or f"the model's chat template refuses the messages: {error}"
             raise refused(why, "messages") from error
+        except RuntimeFailure as failure:
+            raise from_failure(failure) from failure
 
     def call_text(
         self, tools: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]], *, as_text: bool
@@ -99,7 +306,7 @@ class ChatTemplate:
         self.text_arguments = as_text
         answers = ({"content": "", "tool_calls": calls}, {"content": _ANSWER})
         called, plain = (
-            self.render([_user(), {"role": "assistant", **answer}], tools=tools, add_generation_prompt=False)
+            self._probed([_user(), {"role": "assistant", **answer}], tools=tools)
             for answer in answers
         )
         begin = _common(called, plain)
@@ -123,9 +330,19 @@ class ChatTemplate:
     def _tried(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str | None:
         """None: it refuses them."""
         try:
-            return self.render(messages, add_generation_prompt=messages[-1]["role"] == "user", **given)
-        except Exception:
+            return self._probed(messages, **given)
+        except ApiError:
             return None
+
+    def _probed(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        """As `render`; once a probe was not done in time, no other one is tried."""
+        if self._overrun is not None:
+            raise self._overrun
+        try:
+            return self.render(messages, add_generation_prompt=messages[-1]["role"] == "user", **given)
+        except _Overrun as overrun:
+            self._overrun = overrun
+            raise
 
     def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as this template wants it."""
@@ -157,10 +374,6 @@ def _common(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 def load_chat_template(folder: Path, file: Path | None) -> ChatTemplate | None:
     """The template of a file, else that of the checkpoint's folder; None: neither is there.
 
@@ -174,13 +387,13 @@ def load_chat_template(folder: Path, file: Path | None) -> ChatTemplate | None:
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     settings = read_json_object(folder / "tokenizer_config.json") if has_tokenizer else {}
     if file is None and not _has_template(folder, settings):
-        return None  # and transformers is not imported
-    found = _transformers_own(folder, settings) if (folder / "tokenizer.json").is_file() else None
-    own = (found and found.chat_template) or _processors_own(folder)
-    source = own if file is None else _read(file)
+        return None  # and no process is started
+    found, tokens = _transformers_own(folder, settings) if (folder / "tokenizer.json").is_file() else (None, {})
+    source = (found or _processors_own(folder)) if file is None else _read(file)
     if not source:
         return None
-    template = ChatTemplate(source, {} if found is None else found.special_tokens_map)
+    name = f"the chat template of '{folder.absolute().name}'" if file is None else f"the chat template '{file.name}'"
+    template = ChatTemplate(source, tokens, name)
     if file is not None and template.problem is not None:
         raise ConfigError(f"'{file}': {template.problem}", "correct it")
     return template
@@ -191,22 +404,20 @@ def _has_template(folder: Path, settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("chat_template")) or any((folder / name).exists() for name in names)
 
 
-def _transformers_own(folder: Path, settings: Mapping[str, Any]) -> Any:
-    """A tokenizer with the folder's templates and special tokens, and without its vocabulary."""
-    import transformers
-
-    name = str(settings.get("tokenizer_class") or "")
-    plain = transformers.PreTrainedTokenizerFast
-    named = getattr(transformers, name, None) if name.endswith(("Tokenizer", "TokenizerFast")) else None
-    # a class has special tokens where the files name none
-    for made in ([named] if isinstance(named, type) and issubclass(named, plain) else []) + [plain]:
-        try:
-            return made.from_pretrained(str(folder), tokenizer_object=Tokenizer(models.BPE()), local_files_only=True)
-        except Exception as error:
-            failure = error
-    raise CheckpointError(
-        f"the tokenizer's configuration in '{folder}' cannot be read: {_line(failure)}", "mend or remove it"
-    ) from failure
+def _transformers_own(folder: Path, settings: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+    """The folder's templates and special tokens."""
+    asked = {"folder": str(folder), "class_name": str(settings.get("tokenizer_class") or "")}
+    worker: _Worker | None = None
+    try:
+        worker = _HELPER.worker()
+        source, tokens = worker.ask({"load": asked}, _START_S)
+    except (ValueError, OSError) as failure:
+        what = f"the tokenizer's configuration in '{folder}' cannot be read: {failure}"
+        raise CheckpointError(what, "mend or remove it") from failure
+    finally:
+        if worker is not None:
+            worker.close()
+    return source, tokens
 
 
 def _processors_own(folder: Path) -> str | dict[str, str] | None:

@@ -188,6 +188,7 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door:
 def _http_server(server: ApiSettings, door: Door, plan: dict[str, Any], where: str, steps: Steps) -> Iterator[Check]:
     """The server, announced once it is ready, with the line `where` about its runtime, which has this plan."""
     from ..api.server import HttpServer
+    from ..api.templates import end_helper
 
     checks = checks_of(server, door.tls)
     with ExitStack() as stack:
@@ -195,6 +196,7 @@ def _http_server(server: ApiSettings, door: Door, plan: dict[str, Any], where: s
             steps("starting the HTTP server")
             http = stack.enter_context(HttpServer(server, door, plan))
         _say_if_chats_fail(server)
+        end_helper()  # the server's processes have their own
         out = Console()
         out.print(where, soft_wrap=True)
         out.print(f"serving at {door.url}/v1", soft_wrap=True)

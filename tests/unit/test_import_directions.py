@@ -103,8 +103,8 @@ def test_only_these_import_torch() -> None:
     offenders = _offenders((*_PARTS, "errors"), ("torch", "transformers"))
     others = [line for line in offenders if not any(_within(line.split()[0], part) for part in may)]
     assert sorted(others) == [
-        "cluster.api.templates imports transformers",
-        "cluster.api.templates imports transformers.utils.chat_template_utils",
+        "cluster.api.rendering imports transformers",
+        "cluster.api.rendering imports transformers.utils.chat_template_utils",
     ]
 
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
+import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from fake_api import FakeBackend, error, post
+from fake_api import FakeBackend, ask, error, post
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tiermoe.cluster.api import templates
 from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.schema import _TEMPLATE_NAMES
 from tiermoe.cluster.api.settings import ApiSettings
 from tiermoe.cluster.api.templates import ChatTemplate, load_chat_template
+from tiermoe.cluster.api.tools import calling
 from tiermoe.cluster.config import configs_dir, default_model_dir
 from tiermoe.cluster.jobs.serve import _say_if_chats_fail
 from tiermoe.errors import CheckpointError, ConfigError
@@ -251,13 +258,128 @@ def test_variables_that_transformers_takes_itself_are_refused() -> None:
     assert parameters - {"documents"} <= set(_TEMPLATE_NAMES)
 
 
-def test_rendering_imports_no_torch(tmp_path: Path) -> None:
+_LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def _loops_on(condition: str) -> ChatTemplate:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return ChatTemplate(f"{{% if {condition} %}}{_LOOP}{{% endif %}}{plain}", {}, "the chat template of 'm'")
+
+
+def test_a_template_that_never_ends_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A nested loop froze the event loop of a server for good, and its start."""
+    monkeypatch.setattr(templates, "RENDER_S", 0.5)
+    template = load_chat_template(checkpoint(tmp_path / "model", {"chat_template.jinja": _LOOP}), None)
+    assert template is not None
+    assert template.problem is not None
+    assert template.problem.startswith("the chat template of 'model' was not rendered within 0.5 s; send less")
+    for tools in ([], TOOLS):
+        with pytest.raises(ApiError, match="the chat template of 'model' was not rendered") as caught:
+            template.render([USER], tools=tools)
+        assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert calling(template).refusal == template.problem
+    (tmp_path / "own.jinja").write_text(_LOOP)
+    with pytest.raises(ConfigError, match=r"the chat template 'own.jinja' was not rendered within 0.5 s"):
+        load_chat_template(tmp_path / "nothing", tmp_path / "own.jinja")
+
+
+def test_a_chat_that_never_ends_delays_nobody_and_its_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _loops_on("messages[0].content == 'loop'")
+    monkeypatch.setattr(templates, "RENDER_S", 1.0)
+    monkeypatch.setattr("fake_api.ChatTemplate", lambda *_: made)
+    (worker,) = made._renderer._idle
+    loop = {"messages": [{"role": "user", "content": "loop"}]}
+
+    async def call(http: Any) -> None:
+        hung = asyncio.ensure_future(http.post("/v1/chat/completions", json=loop))
+        waiting = asyncio.ensure_future(http.post("/v1/chat/completions", json={"messages": [USER]}))
+        answers = 0
+        while not hung.done():
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+            answers += 1
+            await asyncio.sleep(0.01)
+        assert answers > 3
+        status, param, message = error(hung.result())
+        assert (status, param) == (400, "messages")
+        assert message.startswith("the chat template of 'm' was not rendered within 1 s")
+        assert (await waiting).status_code == 200
+
+    ask(FakeBackend(), call)
+    assert not psutil.pid_exists(worker.pid)
+
+
+def test_tools_that_never_end_cost_tools_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _loops_on("tools")
+    assert made.problem is None
+    monkeypatch.setattr(templates, "RENDER_S", 0.5)
+    assert calling(made).refusal == "the model's chat template takes no tools; leave 'tools' out"
+    monkeypatch.undo()
+    assert made.render([USER]) == USER["content"]
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [("{% for i in range(400) %}{{ 'x' * 100000 }}{% endfor %}", "more than 33554432 characters"),
+     ("{{ 'x' * 10**10 }}{{ messages }}", "needs more than 1024 MiB")],
+)  # fmt: skip
+def test_what_a_template_makes_is_bounded(source: str, why: str) -> None:
+    with pytest.raises(ApiError, match=why) as caught:
+        ChatTemplate(source, {}).render([USER])
+    assert caught.value.status == 400
+
+
+def test_processes_that_die_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    (worker,) = template._renderer._idle
+    os.kill(worker.pid, signal.SIGKILL)
+    assert template.render([USER]) == USER["content"]
+    helper = templates._HELPER._process
+    assert helper is not None
+    helper.kill()
+    helper.wait()
+    assert template.render([USER]) == USER["content"]
+    plain = templates._Worker.ask
+
+    def dies(self: Any, *given: Any) -> Any:
+        os.kill(self.pid, signal.SIGKILL)
+        return plain(self, *given)
+
+    monkeypatch.setattr(templates._Worker, "ask", dies)
+    with pytest.raises(ApiError, match="the process that renders the model's chat template ended") as caught:
+        template.render([USER])
+    assert caught.value.status == 503
+    monkeypatch.undo()
+    assert template.render([USER]) == USER["content"]
+
+
+def test_several_render_at_a_time() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with ThreadPoolExecutor(4) as pool:
+        asked = [f"{i}" * 10_000 for i in range(100)]
+        assert list(pool.map(lambda text: template.render([USER | {"content": text}]), asked)) == asked
+    assert 1 <= len(template._renderer._idle) <= 4
+
+
+def test_rendering_imports_no_torch_and_ends_with_its_server(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", {
         "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "chat_template": FEATURES["calls"]}
     })  # fmt: skip
     code = (
         "import sys; from pathlib import Path; from tiermoe.cluster.api.tools import calling\n"
-        "from tiermoe.cluster.api.templates import load_chat_template\n"
-        f"calling(load_chat_template(Path({str(folder)!r}), None)); sys.exit('torch' in sys.modules)"
+        "from tiermoe.cluster.api import templates\n"
+        f"template = templates.load_chat_template(Path({str(folder)!r}), None); calling(template)\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+        "print(templates._HELPER._process.pid, flush=True); sys.stdin.read()"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        helper = psutil.Process(int(server.stdout.readline()))
+        workers = [child for child in helper.children() if child.status() != psutil.STATUS_ZOMBIE]
+        family = [helper, *workers]
+        assert len(family) > 1
+        for process in family:
+            assert not [part.path for part in process.memory_maps() if "libtorch" in part.path]
+        server.kill()
+        assert not psutil.wait_procs(family, timeout=20)[1]
