@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0  # of a thread that waits on a ring
 _CLOSE_S = 2.0
+_REFUSALS = 8  # of calls without the token, at a time, that are told why
 _open_servers: weakref.WeakSet[ChannelServer] = weakref.WeakSet()
 
 
@@ -114,8 +115,9 @@ class ChannelServer:
         server = grpc.server(
             _DaemonThreads(),
             options=wire.settings(options.limits.max_message_bytes),
-            # a control stream and an exchange per connection, and some role calls
-            maximum_concurrent_rpcs=2 * options.max_connections + 8,
+            interceptors=(_token_check(options.token),) if options.token else (),
+            # a control stream and an exchange per connection, some role calls, and those without a token being refused
+            maximum_concurrent_rpcs=2 * options.max_connections + 8 + _REFUSALS,
         )
         stream, unary = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
         methods = {wire.CONTROL: stream(self._control), wire.EXCHANGE: stream(self._exchange)}
@@ -144,7 +146,6 @@ class ChannelServer:
         """Answer hello, then pings until the connection ends."""
         import grpc
 
-        self._authorise(context)
         hello = self._hello(incoming, context)
         connection = _Connection(hello.client)
         nonce = b""
@@ -204,7 +205,6 @@ class ChannelServer:
         """Serve the requests of a client without shared memory."""
         import grpc
 
-        self._authorise(context)
         client = wire.value_of(wire.CLIENT_KEY, context.invocation_metadata())
         with self._lock:
             known = {f"{number:016x}" for number in self._connections}
@@ -220,7 +220,6 @@ class ChannelServer:
         """Serve a call of a role's service: one frame."""
         import grpc
 
-        self._authorise(context)
         pieces = self._requests.answer(data)
         if pieces is None:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a frame with a request")
@@ -250,15 +249,34 @@ class ChannelServer:
             threading.Event().wait(delay_s)
         return copies
 
-    def _authorise(self, context: Any) -> None:
-        import grpc
 
-        token = self._options.token
-        if not token:
-            return
-        given = wire.value_of(wire.TOKEN_KEY, context.invocation_metadata()) or ""
-        if not hmac.compare_digest(token.encode(), given.encode()):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or no token")
+def _token_check(token: str) -> grpc.ServerInterceptor:
+    """Refuses calls of every service by their metadata: before a message is received, however large it is.
+
+    The handlers of calls without the token read nothing and end at once. More of them at a time than `_REFUSALS` are
+    told that there is no such method, which takes no thread and none of the places of other calls.
+    """
+    import grpc
+
+    expected = token.encode()
+    places = threading.Semaphore(_REFUSALS)
+
+    class TokenCheck(grpc.ServerInterceptor):
+        def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+            given = wire.value_of(wire.TOKEN_KEY, details.invocation_metadata) or ""
+            if hmac.compare_digest(expected, given.encode()):
+                return continuation(details)
+            if not places.acquire(blocking=False):
+                return None
+
+            def refuse(incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or no token")
+                raise AssertionError("abort raises")
+
+            weakref.finalize(refuse, places.release)  # also where gRPC refuses the call by itself
+            return grpc.stream_stream_rpc_method_handler(refuse)  # a unary one would wait for the message
+
+    return TokenCheck()
 
 
 class _Methods:

@@ -345,6 +345,33 @@ def test_a_token_is_demanded(transport: str, worker: Worker) -> None:
         assert "right" not in repr(options)
 
 
+def test_calls_without_the_token_hold_nothing(worker: Worker) -> None:
+    """Guards: 136 calls that sent no message took all places; messages were received before the token was read."""
+    calls = [grpc_transport.ROLE_CALLS[0], grpc_transport.EXCHANGE, "/grpc.health.v1.Health/Watch", "/no/such"]
+    never = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        never.wait(_SOON_S)
+        yield b""
+
+    with ChannelServer(worker, ServerOptions(token="right", max_connections=1)) as server:
+        with grpc.insecure_channel(server.address) as plain:
+            held = [plain.stream_stream(calls[i % len(calls)])(silent()) for i in range(100)]
+            with open_channel(server.address, ChannelOptions(token="right")) as channel:
+                assert isinstance(channel.call(batch(), _SOON_S), ExpertResult)
+            codes = {call.code() for call in held}
+            assert codes <= {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}
+            assert grpc.StatusCode.UNAUTHENTICATED in codes  # without the message of a unary call
+            never.set()
+        with grpc.insecure_channel(server.address) as plain:
+            check = health_pb2_grpc.HealthStub(plain).Check
+            with pytest.raises(grpc.RpcError, match="token"):
+                check(health_pb2.HealthCheckRequest(), timeout=_SOON_S)
+            metadata = ((grpc_transport.TOKEN_KEY, "right"),)
+            assert check(health_pb2.HealthCheckRequest(), timeout=_SOON_S, metadata=metadata).status == 1
+        assert worker.layers == [3]
+
+
 def test_no_server_and_too_many_connections(worker: Worker) -> None:
     with pytest.raises(ChannelRefused, match="no channel server answers"):
         open_channel("127.0.0.1:1", ChannelOptions(open_deadline_s=2.0))
