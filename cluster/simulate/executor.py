@@ -92,6 +92,7 @@ def first_cut(header: TraceHeader, policy: PolicySettings, budget: float | int) 
     Raises:
         BudgetError: the budget is too small for it. TraceError: the experts cannot be split.
     """
+    header.refuse_pairs(2, "take a policy without a split")  # the configurator's counts, and a layer's new ones
     split, neurons, keys = policy.split, neurons_of(header), header.layers * header.experts
     slots = min(budget_bytes(budget, header.slot_bytes, keys) // header.slot_bytes, keys)
     buffer = buffer_for(split.theta, header.top_k) if split.buffer is None else split.buffer
@@ -352,8 +353,12 @@ def replica_bytes(header: TraceHeader, bits: int) -> int:
 
 
 def context_of(header: TraceHeader, **given: Any) -> PolicyContext:
-    """The context for policies of a trace. given: further fields of `PolicyContext`."""
-    fields = {"layers": header.layers, "experts": header.experts, "top_k": header.top_k, "hidden": header.hidden}
+    """The context for policies of a trace. given: further fields of `PolicyContext`.
+
+    A trace on disk fills no more expert maps than it has forwards, so no more are allocated.
+    """
+    maps = {"map_capacity": min(PolicyContext.map_capacity, header.forwards + 1)} if header.chunks else {}
+    fields = maps | {"layers": header.layers, "experts": header.experts, "top_k": header.top_k, "hidden": header.hidden}
     return PolicyContext(**fields | given)
 
 

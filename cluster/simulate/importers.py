@@ -34,7 +34,7 @@ from .trace import TraceHeader
 from .trace_writer import Rows, TraceWriter
 
 HIDDEN = 64
-_LEAST_LIMIT_BYTES = 1 << 30  # of a trace, whatever the file's size
+_LEAST_LIMIT_BYTES = 1 << 28  # of a trace, whatever the file's size; a prefill takes five times its rows to write
 _MOST_GROWTH = 1024  # bytes of a trace for each byte of the file
 _BLOCK = 256  # rows of decode steps that are made at a time
 _REMEDY = "compare it with docs/traces.md, Imports"

@@ -13,11 +13,10 @@ from ...actors.policies.baselines import Predictor, TrainingOptions, train_predi
 from ...actors.policies.buddymoe.buddies import ExpertProfile, RoutingCounts, renormalised, warmup_weights
 from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from ...actors.store.artifacts import PredictorsOf, read_predictors
-from ...errors import TraceError, size
+from ...errors import TraceError
 from .backend import RecordedForward, RecordedLayer, see, spans_of
 from .trace import Iteration, Request, TraceHeader
 
-_MOST_PAIRS = 8 << 30
 
 def train_predictors(
     header: TraceHeader,
@@ -69,13 +68,9 @@ def routing_profile(
         warmup_steps: first tokens of a request, which count `warmup_weight`. advanced: called after each request.
 
     Raises:
-        TraceError: pairs of so many experts take more than `_MOST_PAIRS` bytes.
+        TraceError: pairs of so many experts take more than `TraceHeader.refuse_pairs` allows.
     """
-    if (pairs_bytes := 4 * 8 * header.layers * header.experts**2) > _MOST_PAIRS:  # two sums, and their copies
-        raise TraceError(
-            f"pairs of {header.experts} experts in {header.layers} layers take {size(pairs_bytes)}",
-            "take a policy without buddies",
-        )
+    header.refuse_pairs(4, "take a policy without buddies")  # two sums, and their copies
     layers = [RoutingCounts(header.experts) for _ in range(header.layers)]
     for request in requests:
         row = 0

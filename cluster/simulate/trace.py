@@ -36,10 +36,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from ...errors import TraceError
+from ...errors import TraceError, size
 
 HEADER_NAME = "trace.json"
 MAX_DISTANCE = 8
+_MOST_PAIRS = 8 << 30  # bytes of counts of all pairs of experts of a layer
 _MOST_EXPERTS = 1 << 22  # in all layers: no model has a hundredth of it, and a replay holds lists of all
 PREFILL, DECODE = 0, 1
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -129,6 +130,10 @@ class TraceHeader(_Frozen):
         return sum(chunk.rows for chunk in self.chunks)
 
     @property
+    def forwards(self) -> int:
+        return sum(chunk.forwards for chunk in self.chunks)
+
+    @property
     def requests(self) -> int:
         return sum(chunk.requests for chunk in self.chunks)
 
@@ -143,6 +148,12 @@ class TraceHeader(_Frozen):
             "next_ids": (self.id_dtype, (layers, d, top)),
             "next_probabilities": (np.float16, (layers, d, top)),
         }
+
+    def refuse_pairs(self, arrays: int, remedy: str) -> None:
+        """Raises TraceError: so many arrays [L, E, E] of eight bytes take more than `_MOST_PAIRS`."""
+        nbytes = arrays * 8 * self.layers * self.experts**2
+        if nbytes > _MOST_PAIRS:
+            raise TraceError(f"pairs of {self.experts} experts in {self.layers} layers take {size(nbytes)}", remedy)
 
     def same_model(self, other: TraceHeader) -> bool:
         """Whether two traces can be merged."""

@@ -21,7 +21,8 @@ from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster import cli
 from tiermoe.cluster.jobs.record.job import record_with
-from tiermoe.cluster.simulate.executor import SimulatedEngine
+from tiermoe.cluster.jobs.replay import replay_policy
+from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_cut
 from tiermoe.cluster.simulate.hit_rates import result, serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.predictors import routing_profile
@@ -234,6 +235,20 @@ def test_a_chunk_holds_no_more_than_its_bytes(claim: str, tmp_path: Path) -> Non
 def test_a_profile_of_too_many_experts_is_refused() -> None:
     with pytest.raises(TraceError, match=r"pairs of 65536 experts in 1 layers take 128\.00 GiB"):
         routing_profile(traces.header(1, 65536), ())
+
+
+def test_counts_of_pairs_for_a_split_are_refused_before_they_are_made() -> None:
+    """Guards 32 GiB a layer for a trace that names expert 65,535."""
+    with pytest.raises(TraceError, match=r"pairs of 65536 experts in 1 layers take 64\.00 GiB; take a policy without"):
+        first_cut(traces.header(1, 65536), replay_policy("moepic", None), 0.25)
+
+
+def test_a_trace_allocates_no_more_expert_maps_than_it_has_forwards(tmp_path: Path) -> None:
+    """Guards 11.7 GiB for a trace of three forwards of 48 layers of 65,536 experts: there were always 1,000 maps."""
+    traces.write(tmp_path, traces.header(), PROMPTS)
+    header = Trace(tmp_path).header
+    assert context_of(header).map_capacity == header.forwards + 1
+    assert context_of(traces.header()).map_capacity == 1000  # of no file: synthetic
 
 
 def test_a_lack_of_memory_is_one_line(
