@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from ..errors import ConfigError, NotServing, RuntimeFailure, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
@@ -19,7 +20,8 @@ from .requests import GenerationRequest, SamplingParams, TokenEvent
 from .settings import Attention, EngineSettings, KvSettings, check_combination, check_published
 from .store.artifacts import map_shape, predictors_of
 from .store.dense import dense_folder
-from .store.files import StoreView
+from .store.files import StoreView, renewed, verified
+from .store.pages import StoreGuard, problem
 from .store.replicas import describe_replicas, read_tables
 
 _REPORT_S = 5.0
@@ -66,6 +68,14 @@ class GpuWorker:
         self._importing = threading.Lock()
         self._outboxes: dict[str, Outbox] = {}  # by client
         self._life = secrets.token_hex(8)
+        self._guard = StoreGuard(self._verify)
+
+    def _verify(self, whole: bool) -> None:
+        """As `StoreGuard` has it: the store and the replicas that this worker maps."""
+        verify: Literal["full", "stamp"] = "full" if whole else "stamp"
+        verified(self._view, verify)
+        if self._settings.policy.replica_widths:
+            describe_replicas(self._view.path, verify)
 
     def warm(self) -> None:
         """Import what `start` takes, in seconds that its peers take to start."""
@@ -99,8 +109,10 @@ class GpuWorker:
         from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
         from .store.artifacts import read_policy_artifacts
 
-        settings, manifest = self._settings, self._view.manifest
         self._begin("loading weights")
+        if self._view.layers:  # Ray starts it again with the first view, whose files may have been put back since
+            self._view = renewed(self._view)
+        settings, manifest = self._settings, self._view.manifest
         check_combination(settings)
         check_published(settings.policy, manifest.expert_form)
         torch.set_num_threads(settings.threads)
@@ -110,7 +122,10 @@ class GpuWorker:
         pinned = self._sources.pin(device, settings.copies)
         weights, tables, predictors, low_bit = self._sources.weights, None, None, None
         with dense_folder(self._view, self._stores, settings.store) as folder:
-            self._model = build_model(folder, manifest, dtype, device.torch_device, settings.attention)
+            here = folder == Path(self._view.path)  # else a temporary copy
+            self._model = build_model(
+                folder, manifest, dtype, device.torch_device, settings.attention, self._view.dense if here else None
+            )
             if settings.policy.replica_widths:
                 fetched = bool(self._stores) and not self._view.layers
                 replicas = describe_replicas(folder, verify="stamp", tables_only=fetched)
@@ -171,8 +186,10 @@ class GpuWorker:
 
     @property
     def _serving(self) -> Any:
-        """The batcher, once tokens have come out of it. Raises NotServing: not started."""
+        """The batcher, once tokens have come out of it. Raises NotServing: not started, or a file changed."""
         self._started(self._plan)
+        if (found := problem()) is not None:
+            raise NotServing(found.what, found.remedy)
         return self._batcher
 
     @staticmethod
@@ -185,7 +202,8 @@ class GpuWorker:
         """The worker's `state`, and "connected" or "lost" for each peer by name ("ndp/0", "shard/1").
 
         Before it serves, `state` is the part of its start that goes on, since `since_s` seconds. Seconds of all parts
-        are in the plan, as `start_s`.
+        are in the plan, as `start_s`. A worker whose store's files changed says so as `StoreGuard.state` does, and one
+        whose other stores refuse a layer is "damaged" as well.
 
         Raises:
             RuntimeFailure: the generation loop died. PolicyError: of a policy.
@@ -198,7 +216,14 @@ class GpuWorker:
         peers |= self._sources.peers()
         if self._engine.matcher is not None:
             peers[MATCHER] = "connected" if self._engine.matcher.connected else "lost"
-        return {"state": "serving", "running": len(self._batcher.streams)} | peers
+        return self._store_state() | {"running": len(self._batcher.streams)} | peers
+
+    def _store_state(self) -> dict[str, str]:
+        """The state that the files of the experts allow, here and on other nodes."""
+        found = self._guard.state()
+        if found["state"] == "serving" and (refusal := self._sources.refusal()) is not None:
+            return {"state": "damaged", "problem": refusal.what, "remedy": refusal.remedy}
+        return found
 
     def load(self) -> dict[str, float]:
         """Requests `running` and `waiting` for their first forward, and their `kv_usage` in [0, 1].

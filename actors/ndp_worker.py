@@ -27,8 +27,8 @@ from ..proto.peers import Directory, ndp_name
 from ..proto.server import ChannelServer
 from .policies.cost import FULL_BITS, Work, batch_cost
 from .settings import NdpSettings
-from .store.files import ExpertStore, open_views
-from .store.pages import check_pages
+from .store.files import ExpertStore, open_views, verified
+from .store.pages import StoreGuard, check_pages
 from .store.published import FormArrays
 from .store.replicas import describe_replicas, open_replicas
 
@@ -65,6 +65,7 @@ class NdpWorker:
             self._profile = settings.profile
         except ValueError as error:
             raise ConfigError(f"the hardware profile of the NDP worker: {error}", "see configs/hardware") from error
+        self._guard = StoreGuard(self._verify)
         self._open(store, verify)
         self._layers: dict[tuple[int, int, str], Any] = {}  # (layer, bits, activation) -> its kernel operand
         self._threads = _threads(settings, index)
@@ -76,7 +77,7 @@ class NdpWorker:
 
     def _open(self, store: str, verify: Literal["full", "stamp"]) -> None:
         """Map the store's experts and replicas; `bench gpu` overrides it with random ones."""
-        view = ExpertStore(store, verify).describe()
+        self._view = view = ExpertStore(store, verify).describe()
         self._full = open_views(view)
         self._shape, published = view.manifest.experts, view.manifest.published
         self._full_bits = FULL_BITS if published is None else min(FULL_BITS, published.bits)
@@ -84,6 +85,12 @@ class NdpWorker:
         self._group = replicas.manifest.group if replicas is not None else None
         self._replicas = open_replicas(replicas) if replicas is not None else {}
         self._packed_shapes = replicas.shapes if replicas is not None else {}
+
+    def _verify(self, whole: bool) -> None:
+        """As `StoreGuard` has it: the experts and their replicas."""
+        verify: Literal["full", "stamp"] = "full" if whole else "stamp"
+        verified(self._view, verify)
+        describe_replicas(self._view.path, verify)
 
     @property
     def address(self) -> str:
@@ -99,9 +106,8 @@ class NdpWorker:
         raise ConfigError(f"the NDP worker does not answer {type(message).__name__}", "send it expert batches")
 
     def health(self) -> dict[str, Any]:
-        """Its configuration and counters."""
-        return {
-            "state": "serving",
+        """Its configuration and counters, and the state of its files (`StoreGuard.state`)."""
+        return self._guard.state() | {
             "index": self._index,
             "address": self.address,
             "pid": os.getpid(),

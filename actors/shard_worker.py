@@ -22,6 +22,8 @@ from ..proto.peers import Directory, StoreLink, shard_name
 from ..proto.server import ChannelServer
 from .settings import EngineSettings, check_combination, check_published
 from .store.dense import view_here
+from .store.files import StoreView, verified
+from .store.pages import StoreGuard
 
 if TYPE_CHECKING:
     from .engine.stats import LayerResidency
@@ -72,6 +74,7 @@ class ShardWorker:
         check_published(settings.policy, view.manifest.expert_form)
         shape = view.manifest.experts
         self._terms = terms(len(view.manifest.layers), shape.num_experts, shape.hidden, settings.shards, index)
+        self._guard = StoreGuard(lambda whole: _verify(view, whole))
         self.engine = open_shard(settings, index, view, gpu, stores)
         options = replace(
             options or ServerOptions(), host=directory.host(), token=token, tls=directory.tls,
@@ -109,12 +112,11 @@ class ShardWorker:
         raise ConfigError(f"a shard does not answer {type(message).__name__}", "send it expert batches")
 
     def health(self) -> dict[str, Any]:
-        """State, counters since the start, and the terms that lead and shard agree on."""
+        """State (`StoreGuard.state`), counters since the start, and the terms that lead and shard agree on."""
         from .engine.peers.shards import account
 
         engine = self.engine
-        return {
-            "state": "serving",
+        return self._guard.state() | {
             "address": self.address,
             "pid": os.getpid(),
             "device": str(engine.cache.pool.device),
@@ -133,3 +135,8 @@ class ShardWorker:
         """Stop serving and free the pool. Safe to call twice."""
         self._server.close()
         self.engine.close()
+
+
+def _verify(view: StoreView, whole: bool) -> None:
+    """As `StoreGuard` has it."""
+    verified(view, "full" if whole else "stamp")

@@ -14,7 +14,7 @@ from ..actors.settings import EngineSettings
 from .actor_group import ActorGroup, NodeWatcher
 from .config import RunConfig
 from .placement import Placement, role_of
-from .supervision import LeadKeeper
+from .supervision import LeadKeeper, WorkerKeeper
 from .topology.estimate import PlanResult
 
 
@@ -44,6 +44,7 @@ class Replica:
         )  # fmt: skip
         self._watcher: NodeWatcher | None = None
         self._keeper: LeadKeeper | None = None
+        self._workers: dict[str, WorkerKeeper] = {}
 
     @property
     def ended(self) -> bool:
@@ -67,8 +68,14 @@ class Replica:
         return plan
 
     def look(self) -> None:
-        """Start a dead or hanging lead again. Raises as `LeadKeeper.look`."""
+        """Start a dead or hanging lead again, and what a mended file lets serve. Raises as `LeadKeeper.look`."""
         assert self._keeper is not None
+        for role, actor in list(self.group.actors.items()):
+            if role.partition("/")[0] in ("store", "shard", "ndp"):
+                keeper = self._workers.get(role)
+                if keeper is None or keeper.actor is not actor:
+                    keeper = self._workers[role] = WorkerKeeper(role, actor, self._notify)
+                keeper.look()
         self._keeper.look()
 
     def stop_watching(self) -> None:

@@ -1,7 +1,8 @@
 """What the process that started a runtime watches: its lead, which it starts again, and every process below it.
 
 Ray makes a dead lead's process anew, without its weights. `LeadKeeper` notices, starts it, and gives up when it dies
-too often. The other actors register and serve again by themselves, and so do the server's processes.
+too often. Like `WorkerKeeper`, it says which file stopped a process, and starts that again once the file is whole. The
+other actors register and serve again by themselves, and so do the server's processes.
 `RayWatch` says so, ends what hangs, and finds out when Ray itself is lost, which nothing mends.
 """
 
@@ -12,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,36 @@ class Pauses:
         return gap_s if gap_s > STOPPED_S else 0.0
 
 
+class _Files:
+    """What a worker says of the files that it serves from (`StoreGuard.state`), said once.
+
+    Args:
+        name: of the worker, for people.
+    """
+
+    def __init__(self, name: str, notify: Callable[[str], None]) -> None:
+        self._name, self._notify = name, notify
+        self._told: tuple[str, str] | None = None
+
+    def look(self, health: Mapping[str, Any]) -> bool:
+        """Whether the files are whole again and the worker's process has to be started again; True once."""
+        problem = health.get("problem")
+        told = None if problem is None else (str(health["state"]), str(problem))
+        if told == self._told:
+            return False
+        before, self._told = self._told, told
+        if told is None:
+            if before is not None and before[0] == "mended":
+                return False  # its process died, which is said
+            self._notify(f"{self._name} serves again: its files are whole")
+        elif told[0] == "mended":
+            self._notify(f"{self._name}'s files are whole again; its process is started again")
+            return True
+        else:
+            self._notify(f"{self._name} stopped serving: {problem}; {health['remedy']}")
+        return False
+
+
 class LeadKeeper:
     """Starts a lead again that has died or hangs. No call blocks on the lead.
 
@@ -77,6 +108,7 @@ class LeadKeeper:
         self._asked_s = 0.0  # when it was made; later by what this process was stopped meanwhile
         self._pauses = Pauses()
         self._silent = False
+        self._files = _Files(label, notify)
 
     def look(self) -> None:
         """Look once, and do what is to be done. A lead that failed rests for `REST_S`, and is then made anew.
@@ -140,11 +172,13 @@ class LeadKeeper:
         if ray.wait([self._health], timeout=0)[0]:
             health, self._health = self._health, None
             try:
-                ray.get(health)
+                state = ray.get(health)
             except ray.exceptions.RayActorError:
                 return  # the table says so at the next look
             except ray.exceptions.RayError as error:
                 raise as_failure(error, "the worker failed") from error
+            if self._files.look(state):
+                self._remake(record)
             return
         self._allow_for_pause()
         silent_s = time.monotonic() - self._asked_s
@@ -165,6 +199,31 @@ class LeadKeeper:
 
     def _call(self, method: str) -> Any:
         return getattr(self._lead.handle, method).options(concurrency_group=CONTROL).remote()
+
+
+class WorkerKeeper:
+    """Starts a worker's process again once the files that it serves from are whole again, and says why it stopped.
+
+    Args:
+        name: of the worker, for people.
+        actor: its handle; Ray makes its process again.
+        notify: called with a line for each change.
+    """
+
+    def __init__(self, name: str, actor: Any, notify: Callable[[str], None]) -> None:
+        self.actor, self._files = actor, _Files(name, notify)
+        self._health: Any = None  # a call without an answer yet
+
+    def look(self) -> None:
+        """Look once, without blocking."""
+        if self._health is None:
+            self._health = self.actor.health.remote()
+        if not ray.wait([self._health], timeout=0)[0]:
+            return
+        health, self._health = self._health, None
+        with contextlib.suppress(ray.exceptions.RayError):  # it died: Ray starts it again, and `RayWatch` says so
+            if self._files.look(ray.get(health)):
+                remake(self.actor, None)
 
 
 @dataclass(eq=False)

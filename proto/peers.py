@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from ..errors import RuntimeFailure, TierMoeError
+from ..errors import RuntimeFailure, StoreError, TierMoeError
 from .messages import HealthReport, HealthRequest, Message
 from .options import ChannelOptions, Supply, TransportChoice
 from .tls import TlsFiles
@@ -139,6 +139,7 @@ class Reconnecting(Generic[C]):
         connection: as of the last check; it may have ended.
         problem: why the last attempt failed or the connection was lost.
         reason: the same without a remedy, for the messages of other errors.
+        refused: whether the peer answered the last attempt, and its store is damaged or another one.
         losses: number of lost connections.
     """
 
@@ -155,6 +156,7 @@ class Reconnecting(Generic[C]):
         self._changed = changed if changed is not None else threading.Condition()
         self.connection: C | None = None
         self.problem = self.reason = "it registered no address"
+        self.refused = False
         self.losses = 0
         self._lost_s = time.monotonic()
         self._closed = False
@@ -189,7 +191,7 @@ class Reconnecting(Generic[C]):
         with self._changed:
             if self.connection is not connection:
                 return
-            self.connection, self._lost_s = None, time.monotonic()
+            self.connection, self._lost_s, self.refused = None, time.monotonic(), False
             self.losses, self.problem, self.reason = self.losses + 1, why, why
             self._changed.notify_all()
         self._on_loss(why)
@@ -216,7 +218,7 @@ class Reconnecting(Generic[C]):
             try:
                 made = self._connect()
             except (TierMoeError, OSError) as error:
-                self.problem = str(error)
+                self.problem, self.refused = str(error), isinstance(error, StoreError)
                 self.reason = error.what if isinstance(error, TierMoeError) else str(error)
             with self._changed:
                 if made is not None and not self._closed:

@@ -42,13 +42,13 @@ class FakeLead:
     """Gives each request what it is given, an event a call; the end is held until a request is cancelled.
 
     An error of a task comes from `begin`, others from `take`. later: what the requests after the first get. states:
-    what it says of itself, one a call, the last for good; of "hangs" nothing. begins: holds `begin` back until it is
-    set. together: all events that there are in one call.
+    what it says of itself, or its `state`, one a call, the last for good; of "hangs" nothing. begins: holds `begin`
+    back until it is set. together: all events that there are in one call.
     """
 
     def __init__(
-        self, items: Items, *, later: Sequence[Items] = (), states: Sequence[str | Exception] = ("serving",),
-        begins: asyncio.Event | None = None, together: bool = False,
+        self, items: Items, *, later: Sequence[Items] = (), begins: asyncio.Event | None = None,
+        states: Sequence[str | Exception | dict[str, str]] = ("serving",), together: bool = False,
     ) -> None:  # fmt: skip
         self._items, self._states = [items, *later], list(states)
         self.requests: list[GenerationRequest] = []
@@ -95,7 +95,7 @@ class FakeLead:
         state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
         if state == "hangs":
             await self.over.wait()
-        return await _answer(state if isinstance(state, Exception) else {"state": state})
+        return await _answer({"state": state} if isinstance(state, str) else state)
 
     async def _load(self) -> dict[str, float]:
         return {"running": 0, "waiting": 0, "kv_usage": 0.0}

@@ -30,6 +30,9 @@ class FakeStore:
             raise StoreError("the store 'broken' is incomplete; twice", "prepare it again")
         self.path = path
 
+    def health(self) -> dict[str, Any]:
+        return {"state": "serving"}
+
     def describe(self) -> dict[str, Any]:
         return {"path": self.path}
 

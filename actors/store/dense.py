@@ -19,8 +19,9 @@ from ...proto.channel import Channel
 from ...proto.messages import FileReply, FileRequest
 from ...proto.peers import StoreLink
 from ..settings import StoreSettings
-from .files import ExpertStore, FileStamp, FileView, StoreView
+from .files import ExpertStore, FileView, StoreView
 from .format import MANIFEST_NAME, FileRecord, Manifest
+from .pages import FileStamp
 from .remote import open_store_channel
 from .replicas import REPLICAS_NAME, read_replicas
 
@@ -46,7 +47,7 @@ def view_here(
     with contextlib.closing(_Files(stores, settings)) as source:
         manifest = source.manifest()[1]
     dense = str(Path(store) / manifest.dense.file)
-    return StoreView(store, manifest, (), FileView(dense, FileStamp(manifest.dense.nbytes, 0, 0), {}))
+    return StoreView(store, manifest, (), FileView(dense, FileStamp(manifest.dense.nbytes, 0, 0, 0), {}))
 
 
 @contextlib.contextmanager

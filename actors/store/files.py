@@ -4,8 +4,9 @@
 node maps the files from that description (`open_views`). All mappings share the pages of the operating system's cache,
 so a node has one copy. Other nodes read through a `StoreWorker`. A store's replicas are verified and mapped alike.
 
-A verification leaves a stamp of each file (size, modification time, inode). The stamps are written into the folder, so
-the next opening may skip the hashing, and are part of every description, so no process maps a file that changed since.
+A verification leaves a stamp of each file (size, modification and change time, inode). The stamps are written into the
+folder, so the next opening may skip the hashing, and are part of every description, so no process maps a file that
+changed since; `pages` watches them while it is mapped.
 NumPy without torch.
 """
 
@@ -40,7 +41,7 @@ from .format import (
     read_header,
     read_manifest,
 )
-from .pages import map_file
+from .pages import FileStamp, map_file
 from .published import (
     FormArrays,
     LayerMap,
@@ -60,19 +61,6 @@ NUMPY_TYPES: Mapping[str, Any] = {
     "I64": np.int64,
 }
 _HASH_THREADS = 4
-
-
-@dataclass(frozen=True)
-class FileStamp:
-    """Detects that a file was written or replaced since it was verified."""
-
-    nbytes: int
-    mtime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileStamp:
-        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @dataclass(frozen=True)
@@ -104,13 +92,13 @@ class FileView:
             for name, a in self.arrays.items()
         }
 
-    def pages(self, remedy: str) -> mmap.mmap:
-        """Map the whole file read-only. Raises as `mapped`."""
+    def pages(self, remedy: str, writable: bool = False) -> mmap.mmap:
+        """Map the whole file, as `map_file`. Raises as `mapped`."""
         try:
             with open(self.path, "rb") as file:
                 if FileStamp.of(os.fstat(file.fileno())) != self.stamp:
                     raise self._changed()
-                return map_file(file.fileno(), self.path)
+                return map_file(file.fileno(), self.path, self.stamp, writable)
         except (OSError, ValueError) as error:
             raise StoreError(f"{self.path} cannot be mapped ({error})", remedy) from error
 
@@ -349,18 +337,31 @@ class ExpertStore:
         """Bytes of the verified files."""
         return sum(record.nbytes for record in self._records)
 
-    def problem(self) -> str | None:
-        """How a tensor file changed since it was verified, or None. Reads no data."""
-        try:
-            for file in (*self._view.layers, self._view.dense, *self._view.checkpoint.values()):
-                file.check_unchanged(REBUILD)
-        except StoreError as error:
-            return error.what
-        return None
-
     def close(self) -> None:
         """Drop the mappings; each is unmapped with its last array."""
         self._layers = None
+
+
+def renewed(view: StoreView) -> StoreView:
+    """A view that was described earlier, with the stamps of now: a file whose stamp differs is hashed again.
+
+    Raises:
+        StoreError: its bytes differ, or the folder holds another store now.
+    """
+    try:
+        for file in (*view.layers, view.dense, *view.checkpoint.values()):
+            file.check_unchanged(REBUILD)
+    except StoreError:
+        return verified(view, "stamp")
+    return view
+
+
+def verified(view: StoreView, verify: Literal["full", "stamp"]) -> StoreView:
+    """The same layers of the same store, opened again. Raises StoreError: damaged, or another store is there."""
+    found = ExpertStore(view.path, verify, [layer.index for layer in view.layers]).describe()
+    if found.manifest != view.manifest:
+        raise StoreError(f"{view.path} holds another store than the one that is served", "restart the runtime")
+    return found
 
 
 def _slice_of(manifest: Manifest, layers: Sequence[int] | None) -> list[int]:

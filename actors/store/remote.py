@@ -179,7 +179,7 @@ def connect_store(link: StoreLink, manifest: Manifest, settings: StoreSettings) 
     """A connection to a store that reports itself well and holds the same model.
 
     Raises:
-        RuntimeFailure: the store is absent or not well. StoreError: it is another one.
+        RuntimeFailure: the store is absent. StoreError: it is damaged, or another one.
     """
     if settings.transport == "ray":
         if link.actor is None:
@@ -219,7 +219,7 @@ def open_store_channel(link: StoreLink, settings: StoreSettings) -> Channel:
 
 def _check(link: StoreLink, details: Mapping[str, Any], manifest: Manifest) -> None:
     if details.get("state") != "serving":
-        raise PeerLost(f"{link.name} is {details.get('state')}: {details.get('problem')}", "repair its files")
+        raise StoreError(f"{link.name} is {details.get('state')}: {details.get('problem')}", "repair its files")
     if details.get("store") != manifest_digest(manifest):
         raise StoreError(f"{link.name} holds another model, or another making of it", "copy one store to all nodes")
     present = set(str(details.get("layers")).split(","))

@@ -25,9 +25,9 @@ from ...proto.messages import FileReply, FileRequest, HealthReport, HealthReques
 from ...proto.options import ServerOptions, too_large
 from ...proto.peers import Directory, store_name
 from ...proto.server import ChannelServer
-from .files import ExpertStore, LayerArrays, StoreView
+from .files import ExpertStore, LayerArrays, StoreView, verified
 from .format import MANIFEST_NAME, REBUILD, manifest_digest
-from .pages import check_pages, read_pages
+from .pages import StoreGuard, check_pages, read_pages
 from .published import FormArrays, mapped_files
 from .remote import RefBook
 from .replicas import REPLICAS_NAME, read_replicas
@@ -67,6 +67,7 @@ class StoreWorker:
         self._layers = {
             view.index: (view, arrays) for view, arrays in zip(self._view.layers, self._store.mapped, strict=True)
         }
+        self._guard = StoreGuard(lambda whole: _verify(self._view, whole))
         manifest = self._view.manifest
         self._digest = manifest_digest(manifest)
         self._files = {MANIFEST_NAME, *(record.file for record in (manifest.dense, *manifest.extras))}
@@ -127,19 +128,17 @@ class StoreWorker:
         return refs
 
     def health(self) -> dict[str, Any]:
-        """Layers, bytes and counters; `state` is "damaged" when files changed, and `problem` says how."""
-        problem = self._store.problem()
+        """Layers, bytes and counters, and the state of the files (`StoreGuard.state`)."""
         with self._lock:
             sent = {"experts_sent": self._experts_sent, "bytes_sent": self._bytes_sent}
-        return {
-            "state": "serving" if problem is None else "damaged",
+        return self._guard.state() | {
             "address": self.address or "",
             "pid": os.getpid(),
             "store": self._digest,
             "layers": ",".join(map(str, self._layers)),
             "nbytes": self._store.nbytes,
             "ref_bytes": self._refs.nbytes,
-        } | sent | ({} if problem is None else {"problem": problem})
+        } | sent
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
@@ -207,6 +206,10 @@ class StoreWorker:
         with self._lock:
             self._experts_sent += experts
             self._bytes_sent += nbytes
+
+
+def _verify(view: StoreView, whole: bool) -> None:
+    verified(view, "full" if whole else "stamp")
 
 
 Stacked = NDArray[Any] | Sequence[NDArray[Any]]  # by expert

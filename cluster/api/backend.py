@@ -138,12 +138,13 @@ class LeadBackend:
         """The lead that serves and has the fewest requests, once there is one.
 
         Raises:
-            RuntimeFailure: all have ended for good. DeadlinePassed: of the request.
+            RuntimeFailure: all have ended for good, or a file that they serve from changed. DeadlinePassed: of the
+                request.
         """
         while True:
             if serving := [lead for lead in self.leads if lead.serves]:
                 return min(serving, key=lambda lead: lead.running)
-            failures = [lead.failure for lead in self.leads if lead.failure is not None]
+            failures = [why for lead in self.leads if (why := lead.failure or lead.damage) is not None]
             if len(failures) == len(self.leads):
                 raise RuntimeFailure(failures[0].what, failures[0].remedy)
             try:

@@ -41,6 +41,7 @@ class LeadState:
         age_s: seconds since it last answered; None: it has not yet.
         health, load: what it answered then.
         problem: why it does not serve; None: it does, or has not been asked yet.
+        damaged: whether that is a file that it serves from.
     """
 
     serves: bool
@@ -48,6 +49,7 @@ class LeadState:
     health: dict[str, Any]
     load: dict[str, float]
     problem: str | None = None
+    damaged: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For `/health`: no more than whoever may reach it may know."""
@@ -105,12 +107,14 @@ class LeadClient:
         serves: whether requests may be sent; taken for granted before the first look.
         hung: whether its process lives and does not answer.
         failure: why it never serves again; None: it may.
+        damage: what happened to a file that it serves from, until it is put back; None: nothing.
     """
 
     def __init__(self, handle: Any, changed: Callable[[], None], name: str) -> None:
         self._handle, self._changed, self._name = handle, changed, name
         self.serves, self.hung = True, False
         self.failure: RuntimeFailure | None = None
+        self.damage: RuntimeFailure | None = None
         self._health: dict[str, Any] = {}
         self._load: dict[str, float] = {}
         self._answered_s: float | None = None
@@ -128,7 +132,7 @@ class LeadClient:
     def state(self) -> LeadState:
         """What is known of it."""
         age_s = None if self._answered_s is None else time.monotonic() - self._answered_s
-        return LeadState(self.serves, age_s, self._health, self._load, self._problem)
+        return LeadState(self.serves, age_s, self._health, self._load, self._problem, self.damage is not None)
 
     async def generate(self, request: GenerationRequest, deadline_s: float) -> AsyncGenerator[TokenEvent]:
         """The events of a request while the lead's process lives and answers; those that came together as one.
@@ -219,6 +223,10 @@ class LeadClient:
             self._health, self._load, self._answered_s = health, load, time.monotonic()
             serves, self._gone_s, self.failure = health["state"] == "serving", None, None
             self._problem = None if serves else f"the runtime is {health['state']}"
+            self.damage = None
+            if (problem := health.get("problem")) is not None:
+                self.damage = RuntimeFailure(str(problem), str(health["remedy"]))
+                self._problem = f"the runtime stopped serving: {problem}"
         except TimeoutError:
             hung = True
             self._problem = f"the lead does not answer within {_HUNG_S:g} s"

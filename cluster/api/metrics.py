@@ -225,9 +225,12 @@ class RuntimeCounters(Collector):
         self.load: dict[str, float] | None = None
         self.links: dict[str, float] = {}  # seconds that each GPU's link was busy
         self.waiting_here = 0
+        self.damaged = 0
 
     def collect(self) -> Iterable[Metric]:
         load, stats = self.load, self.stats
+        about = "Leads that stopped serving because a file that they serve from changed or cannot be read."
+        yield GaugeMetricFamily("tiermoe_store_damaged", about, self.damaged)
         if load is not None:
             waiting = load["waiting"] + self.waiting_here
             yield GaugeMetricFamily("tiermoe_num_requests_running", "Requests in forwards.", load["running"])

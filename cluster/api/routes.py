@@ -141,6 +141,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        service.metrics.runtime.damaged = sum(state.damaged for state in service.backend.states())
         with contextlib.suppress(TierMoeError):  # the server's own numbers are worth having all the more then
             await service.metrics.refresh(service.admission.waiting_anywhere)
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)

@@ -190,3 +190,24 @@ def test_a_slow_consumer_gets_tokens_together() -> None:
         assert (last.token_ids, last.finish) == ((6, 7, 8), "length")
 
     run([lead], call)
+
+
+def test_a_lead_whose_file_changed_refuses_requests_at_once_and_takes_them_again() -> None:
+    """Guards: 200 of `/ready`, and every request failed, or gave wrong tokens."""
+    damaged = {"state": "damaged", "problem": "layer-000.safetensors changed", "remedy": "put the file back"}
+    lead = FakeLead([_END], states=["serving", *[damaged] * 3, "loading weights", "serving"])
+
+    async def call(backend: LeadBackend) -> None:
+        while not backend.states()[0].damaged:
+            await asyncio.sleep(0)
+        (state,) = backend.states()
+        assert not state.serves
+        assert "layer-000.safetensors changed" in str(state.problem)
+        with pytest.raises(RuntimeFailure, match=r"layer-000\.safetensors changed; put the file back"):
+            await _tokens(backend)
+        assert backend.leads[0].failure is None  # for Serve, the server is well
+        while backend.states()[0].damaged:
+            await asyncio.sleep(0)
+        assert await _tokens(backend) == [7, 8]
+
+    run([lead], call)

@@ -1,27 +1,32 @@
-"""A file that is truncated while it is mapped: an error that names it, from whichever process reads it first."""
+"""A file that is truncated or changes while it is mapped: an error that names it, from whoever would send results."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from handmade_store import HIDDEN, write_store
+from numpy.typing import NDArray
 from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.ndp_worker import NdpWorker
+from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import NdpSettings
-from tiermoe.actors.store.format import layer_name
-from tiermoe.actors.store.pages import check_pages, map_file, read_pages
+from tiermoe.actors.store import pages
+from tiermoe.actors.store.format import DENSE_NAME, layer_name
+from tiermoe.actors.store.pages import FileStamp, StoreGuard, check_pages, map_file, problem, read_pages
 from tiermoe.cluster.config import load_hardware
-from tiermoe.errors import StoreError
+from tiermoe.errors import NotServing, StoreError
 from tiermoe.proto.messages import ExpertBatch
 from tiermoe.proto.peers import LocalDirectory
 
@@ -36,7 +41,7 @@ def _read(folder: Path) -> None:
     path = folder / "file"
     path.write_bytes(b"\1" * 4 * _PAGE)
     with open(path, "rb") as file:
-        array = np.frombuffer(map_file(file.fileno(), str(path)), np.uint8)
+        array = np.frombuffer(map_file(file.fileno(), str(path), FileStamp.of(path.stat())), np.uint8)
     check_pages()
     _truncate(path)
     assert array[0] == 1
@@ -107,3 +112,115 @@ def test_a_truncated_file_is_named(run: Callable[[Path], None], tmp_path: Path) 
 
 def test_other_bus_errors_end_the_process_as_before(tmp_path: Path) -> None:
     assert _outcome(_unguarded, tmp_path)[0] == -signal.SIGBUS
+
+
+_SAME, _OTHER = b"\1" * _PAGE, b"\2" * _PAGE
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    with open(path, "rb") as file:
+        return np.frombuffer(map_file(file.fileno(), str(path), FileStamp.of(path.stat())), np.uint8)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "LOOK_S", 0.01)
+
+
+def _until(reached: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20
+    while not reached():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("change", ["written in place", "replaced", "removed", "mode"])
+def test_a_change_stays_known_while_the_file_is_mapped(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(_SAME)
+    before, array = path.stat(), _mapped(path)
+    assert problem() is None
+    if change == "written in place":
+        with open(path, "r+b") as file:
+            file.write(_OTHER)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # the change time stays
+    elif change == "replaced":
+        (tmp_path / "new").write_bytes(_SAME)
+        (tmp_path / "new").replace(path)
+    elif change == "removed":
+        path.rename(tmp_path / "elsewhere")
+    else:
+        path.chmod(0o600)
+    _until(lambda: problem() is not None)
+    with pytest.raises(StoreError, match=str(path)):
+        check_pages()
+    path.write_bytes(_SAME)
+    assert problem() is not None  # what was read meanwhile may be in a slot
+    assert array[0] in (1, 2)
+    del array
+    assert problem() is None
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_guard_says_when_the_files_verify_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(_SAME)
+    array = _mapped(path)
+    verified: list[bool] = []
+
+    def verify(whole: bool) -> None:
+        verified.append(whole)
+        if path.read_bytes() != _SAME:
+            raise StoreError("it differs", "put it back")
+
+    guard = StoreGuard(verify)
+    assert guard.state() == {"state": "serving"}
+    path.write_bytes(_OTHER)
+    _until(lambda: guard.state()["state"] == "damaged")
+    assert str(path) in guard.state()["problem"]
+    _until(lambda: len(verified) == 1)
+    time.sleep(0.1)
+    assert verified == [False]  # not again while it stays as it is
+    path.unlink()
+    path.write_bytes(_SAME)
+    _until(lambda: guard.state()["state"] == "mended")
+    assert guard.state()["state"] == "mended"
+    assert problem() is not None
+    del array
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_lead_stops_at_a_change_and_starts_again_with_the_file_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: dense weights were mapped by another library, unwatched; a changed layer gave wrong tokens, 200 OK."""
+    store = prepared(save_tiny_checkpoint("mixtral", tmp_path / "checkpoint"), tmp_path / "store")
+    view, path = store.describe(), tmp_path / "store" / DENSE_NAME
+    store.close()
+    before = path.read_bytes()
+    with closing(GpuWorker(settings(0.25), view)) as worker:
+        worker.start()
+        expected = greedy(worker, [[5, 9, 2]], 3)
+        stream = worker.submit(GenerationRequest("running", (7, 1, 3), SamplingParams(max_tokens=100, ignore_eos=True)))
+        events = iter(stream)
+        next(events)
+        with open(path, "r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\0\0\0\0")
+        last = list(events)[-1]
+        assert (last.finish, last.error_type) == ("error", "StoreError")
+        assert str(path) in str(last.error)
+        health = worker.health()
+        assert health["state"] == "damaged"
+        assert str(path) in health["problem"]
+        with pytest.raises(NotServing, match=str(path)):
+            worker.submit(GenerationRequest("next", (1,)))
+        path.write_bytes(before)
+        _until(lambda: worker.health()["state"] == "mended")
+    del worker, stream, events
+    _until(lambda: problem() is None)
+    with closing(GpuWorker(settings(0.25), view)) as worker:  # as Ray makes it again
+        worker.start()
+        assert worker.health()["state"] == "serving"
+        assert greedy(worker, [[5, 9, 2]], 3) == expected

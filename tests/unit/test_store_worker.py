@@ -122,13 +122,19 @@ def test_more_than_a_message_carries_is_refused_before_it_is_copied(folder: Path
         assert isinstance(worker.handle(Request(0, ids(0), 0, 1)), StoreReply)
 
 
-def test_a_file_that_changed_is_given_to_nobody(worker: StoreWorker, folder: Path) -> None:
+def test_a_file_that_changed_is_given_to_nobody(
+    worker: StoreWorker, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiermoe.actors.store.pages.LOOK_S", float("inf"))
     data = (folder / layer_name(1)).read_bytes()
     (folder / layer_name(1)).unlink()
     (folder / layer_name(1)).write_bytes(data)
     assert isinstance(worker.handle(Request(0, ids(0))), StoreReply)
     with pytest.raises(StoreError, match="changed since it was verified"):
         worker.handle(Request(1, ids(0)))
+    monkeypatch.setattr("tiermoe.actors.store.pages.LOOK_S", 0.0)
+    with pytest.raises(StoreError, match="while it was served"):
+        worker.handle(Request(0, ids(0)))
     health = worker.health()
     assert health["state"] == "damaged"
     assert layer_name(1) in health["problem"]

@@ -18,7 +18,7 @@ from tiermoe.cluster.attach import ActorRecord, Lead
 from tiermoe.cluster.config import RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.placement import remake
-from tiermoe.cluster.supervision import LeadKeeper
+from tiermoe.cluster.supervision import LeadKeeper, WorkerKeeper
 from tiermoe.errors import RuntimeFailure, StoreError, TierMoeError
 
 
@@ -128,6 +128,42 @@ def test_a_lead_that_died_too_often_rests_and_is_made_anew(
         keeper.look()
     assert fake.calls[0] == "start"
     assert said == ["the lead died; it is started again", "the lead serves again, 0 s after it died"]
+
+
+def test_a_file_that_stops_a_lead_is_said_once_and_its_return_starts_the_process_again(
+    fake: FakeRay, keeper: LeadKeeper, said: list[str]
+) -> None:
+    """Guards: the lead said that it serves, and putting the file back changed nothing."""
+    damage = {"problem": "store/dense.safetensors changed", "remedy": "put the file back"}
+    fake.answers["health"] = {"state": "damaged"} | damage
+    for _ in range(3):
+        keeper.look()
+    assert said == ["the lead stopped serving: store/dense.safetensors changed; put the file back"]
+    assert fake.remade == []
+    fake.answers["health"] = {"state": "mended"} | damage
+    for _ in range(3):
+        keeper.look()
+    assert fake.remade == [7]
+    assert said[1:] == ["the lead's files are whole again; its process is started again"]
+    fake.answers["health"] = {"state": "serving"}
+    keeper.look()
+    assert len(said) == 2
+
+
+def test_a_worker_is_started_again_once_its_files_are_whole(fake: FakeRay, said: list[str]) -> None:
+    """Guards: a store worker's health said "damaged", and nobody read it."""
+    keeper = WorkerKeeper("store/0", SimpleNamespace(health=SimpleNamespace(remote=lambda: "health")), said.append)
+    keeper.look()
+    damage = {"problem": "layer-000.safetensors is gone", "remedy": "put the file back"}
+    for state in ("damaged", "mended", "mended"):
+        fake.answers["health"] = {"state": state} | damage
+        keeper.look()
+    assert [line.partition(":")[0] for line in said] == [
+        "store/0 stopped serving", "store/0's files are whole again; its process is started again",
+    ]  # fmt: skip
+    assert fake.remade == [None]
+    fake.answers["health"] = ActorDiedError()
+    keeper.look()
 
 
 class FakeReplica:

@@ -173,6 +173,14 @@ class RemoteStores:
         """By store: "connected" or "lost"."""
         return {name: "lost" if holder.current is None else "connected" for name, holder in self._holders.items()}
 
+    def refusal(self) -> StoreError | None:
+        """Why a layer cannot be had until a store is mended: none is connected, and one said that it is damaged."""
+        for layer, holders in self._of_layer.items():
+            if all(holder.current is None for holder in holders) and any(holder.refused for holder in holders):
+                why = "; ".join(holder.reason for holder in holders if holder.refused)
+                return StoreError(f"MoE layer {layer} cannot be read: {why}", "put the file back on that node")
+        return None
+
     @property
     def transports(self) -> dict[str, str]:
         """By connected store: "shm", "grpc" or "ray"."""
@@ -323,6 +331,10 @@ class Sources:
     def peers(self) -> Mapping[str, str]:
         """By store that is read from: "connected" or "lost"."""
         return {} if self.remote is None else self.remote.peers()
+
+    def refusal(self) -> StoreError | None:
+        """Why a layer of another node cannot be had until somebody mends a store there; None: each can."""
+        return None if self.remote is None else self.remote.refusal()
 
     def describe(self) -> list[dict[str, Any]] | None:
         """For the plan: each store with its layers; None where all layers are mapped."""

@@ -26,7 +26,8 @@ from ....errors import StoreError, UnsupportedModelError
 from ....kernels.expert_ffn import Gate
 from ....kernels.router import LinearRouter
 from ...settings import Attention
-from ...store.format import Manifest
+from ...store.files import FileView
+from ...store.format import REBUILD, Manifest, read_header
 from .attention import attention_for
 from .padding import run_unpadded
 
@@ -119,6 +120,12 @@ def replaced_layers(handles: Iterable[int], layer: ExpertLayer) -> Iterator[None
 
 RouterProbe = Callable[[torch.Tensor], torch.Tensor]
 
+_TYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16, "I16": torch.int16,
+    "F16": torch.float16, "BF16": torch.bfloat16, "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64,
+}  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -159,18 +166,24 @@ def quiet_logger(name: str, level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device, attention: Attention) -> Any:
+def build_model(
+    store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device, attention: Attention,
+    dense_file: FileView | None = None,
+) -> Any:  # fmt: skip
     """The transformers model of a store: dense part on `device` in `dtype`, expert parameters on meta.
 
+    Args:
+        dense_file: the verified file of the dense weights, which may stay mapped; None: `store` is no store that
+            others may change, and its weights are copied.
+
     Raises:
-        StoreError: the dense file lacks parameters that the model has.
+        StoreError: the dense file changed since it was verified, or lacks parameters that the model has.
     """
-    from safetensors.torch import load_file
     from transformers import GenerationConfig
 
     implementation = register_implementation()
     model = _on_meta(store, dtype, attention, device)
-    dense = load_file(store / manifest.dense.file)
+    dense = _copied_dense(store / manifest.dense.file) if dense_file is None else _mapped_dense(dense_file)
     if left := assign_dense(model, dense, {layer.module for layer in manifest.layers}, device):
         raise StoreError(
             f"the store's dense file does not fit the model: {', '.join(sorted(left)[:3])}",
@@ -180,6 +193,36 @@ def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: tor
     if (store / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(store)
     return model.eval()
+
+
+def _mapped_dense(file: FileView) -> dict[str, torch.Tensor]:
+    """The dense weights by name, on the pages of the file. Raises StoreError: it changed since it was verified."""
+
+    def problem(what: str) -> StoreError:
+        return StoreError(what, REBUILD)
+
+    path, pages = Path(file.path), file.pages(REBUILD, writable=True)  # a model may write to its buffers
+    found = {}
+    for spec in read_header(path, problem)[1]:
+        if spec.dtype not in _TYPES:
+            raise problem(f"{path}: tensor {spec.name!r} has type {spec.dtype!r}")
+        kind = _TYPES[spec.dtype]
+        data = memoryview(pages)[spec.offset : spec.offset + spec.nbytes]
+        if not spec.nbytes:
+            found[spec.name] = torch.empty(spec.shape, dtype=kind)
+            continue
+        raw = torch.frombuffer(data, dtype=torch.uint8)
+        aligned = raw if spec.offset % kind.itemsize == 0 else raw.clone()
+        found[spec.name] = aligned.view(kind).view(spec.shape)
+    return found
+
+
+def _copied_dense(path: Path) -> dict[str, torch.Tensor]:
+    """The dense weights by name, in memory of their own."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
 def build_blocks(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device) -> list[MoeBlock]:
@@ -205,7 +248,7 @@ def build_blocks(store: Path, manifest: Manifest, dtype: torch.dtype, device: to
                 if full not in there:
                     raise StoreError(f"the store's dense file lacks {full}", "prepare the store again with --force")
                 owner, _, last = name.rpartition(".")
-                value = dense.get_tensor(full).to(device=device, dtype=parameter.dtype)
+                value = dense.get_tensor(full).to(device=device, dtype=parameter.dtype, copy=True)
                 setattr(experts.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
     return [replace(block, router=None) for block in find_blocks(model, manifest)]
 
