@@ -63,6 +63,7 @@ setup(
                 "kernels/cpu/neuron_ffn.hpp",
                 "kernels/cpu/order.hpp",
                 "kernels/cpu/rank.hpp",
+                "kernels/cpu/sizes.hpp",
                 "kernels/cpu/split.hpp",
                 "kernels/cpu/split_order.hpp",
                 "kernels/cpu/substitute.hpp",

@@ -25,7 +25,7 @@ inline __attribute__((always_inline)) bool finite(const unsigned char* data, std
 
 }  // namespace
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__) && !defined(TIERMOE_NO_CLONES)  // see kernels/cpu/expert_ffn.cpp
 #define WIDEST __attribute__((target_clones("avx2", "default")))
 #else
 #define WIDEST

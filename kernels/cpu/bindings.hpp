@@ -6,7 +6,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <new>
+#include <stdexcept>
 #include <vector>
+
+#include "sizes.hpp"
 
 namespace tiermoe {
 class Link;
@@ -70,6 +74,24 @@ inline bool expect(Py_ssize_t given, Py_ssize_t wanted) {
 inline bool refuse(const char* what, long long given) {
     PyErr_Format(PyExc_ValueError, "%s: %lld", what, given);
     return false;
+}
+
+// As `product_fits`; else an exception is set.
+inline bool check_product(std::initializer_list<std::int64_t> sizes, std::int64_t most = kMostItems) {
+    return product_fits(sizes, most) || refuse("sizes are negative, or their product is above", most);
+}
+
+// What `make` makes; null and an exception where there is too little memory.
+template <typename F>
+auto made(F&& make) -> decltype(make()) {
+    try {
+        return make();
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+    } catch (const std::length_error&) {
+        PyErr_NoMemory();
+    }
+    return nullptr;
 }
 
 inline PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {

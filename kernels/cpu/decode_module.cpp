@@ -6,7 +6,8 @@
 
 #include "bindings.hpp"
 
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(TIERMOE_NO_CLONES)
 #define TIERMOE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define TIERMOE_CLONES
@@ -141,6 +142,7 @@ PyObject* argmax_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("a size is out of range", rows < 0 ? rows : width);
         return nullptr;
     }
+    if (!check_product({rows, width})) return nullptr;
     PyObject* found = PyList_New(static_cast<Py_ssize_t>(rows));
     for (long long row = 0; found && row < rows; ++row) {
         PyObject* token = PyLong_FromLongLong(argmax_of(scores + row * width, width));

@@ -33,6 +33,8 @@ PyObject* guarded(F&& body) {
         PyErr_SetString(PyExc_OSError, error.what());
     } catch (const std::bad_alloc&) {
         PyErr_NoMemory();
+    } catch (const std::length_error&) {
+        PyErr_NoMemory();
     }
     return nullptr;
 }
@@ -237,7 +239,9 @@ PyObject* router_scores(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const std::int64_t width = PyLong_AsLongLong(args[3]), outputs = PyLong_AsLongLong(args[4]);
     const float* bias = address<const float>(args[5]);
     const std::int64_t soft = PyLong_AsLongLong(args[6]);
-    if (PyErr_Occurred()) return nullptr;
+    if (PyErr_Occurred() || !check_product({rows, width}) || !check_product({outputs, width}) ||
+        !check_product({rows, outputs}))
+        return nullptr;
     Py_buffer out;
     if (PyObject_GetBuffer(args[7], &out, PyBUF_WRITABLE) != 0) return nullptr;
     if (rows < 1 || width < 1 || outputs < 1 || soft < 0 || (soft && outputs % soft) ||

@@ -62,6 +62,10 @@ PyObject* importance(PyObject*, PyObject* const* args, Py_ssize_t count) {
     made->predicted = address<double>(args[9]);
     made->resident = address<std::uint8_t>(args[10]);
     made->stamp = address<std::int64_t>(args[11]);
+    if (!PyErr_Occurred() && (made->layers < 1 || made->experts < 1 || made->window < 1 || made->top_k < 1))
+        refuse("a size is out of range", std::min({made->layers, made->experts, made->window, made->top_k}));
+    if (!PyErr_Occurred() && check_product({made->layers, made->experts}, kMostKeys))
+        check_product({made->layers, made->window, made->top_k});
     PyObject* capsule = PyErr_Occurred() ? nullptr : PyCapsule_New(made, kImportance, delete_importance);
     if (!capsule) delete made;
     return capsule;

@@ -82,6 +82,7 @@ struct Layer : Pass {
     void* hooks;  // Python's, called once the missing experts' copies are queued; null: there are none
     double* times;  // where kernels' seconds are added, by the wall's clock and the thread's; null: nobody asks
     // of one pass
+    bool planned;  // `layer_begin` gave its keys to Python, and `layer_finish` has not run it
     const float *hidden, *weights;
     const std::int64_t *picked, *ids;  // [tokens, picked_k] as the model picked them; [tokens, top_k] as they run
     float* out;
@@ -101,7 +102,7 @@ bool reroute(Layer& of);
 
 // The first id that is no expert; -1: there is none.
 inline std::int64_t foreign(const Pass& of, const std::int64_t* ids) {
-    const std::int64_t* end = ids + of.tokens * of.top_k;
+    const std::int64_t* end = ids + of.tokens * of.top_k;  // at most `kMaxPairs`
     const std::int64_t* found = std::find_if(ids, end, [&](std::int64_t id) { return id < 0 || id >= of.experts; });
     return found == end ? -1 : found - ids;
 }

@@ -71,6 +71,7 @@ PyObject* layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
                               made->index >= made->counters->layers ||
                               (made->loads && made->loads->keys() != made->counters->layers * made->experts)))
         refuse("there is no such layer", made->index);
+    if (!PyErr_Occurred()) check_product({made->experts, made->neurons, made->width, 2}), check_product({made->record_words});
     PyObject* capsule = PyErr_Occurred() ? nullptr : PyCapsule_New(made, kLayer, delete_layer);
     if (!capsule) delete made;
     return capsule;
@@ -192,7 +193,8 @@ bool take_pass(Layer& of, const Given& given, bool rules = false) {
     of.top_k = of.picked_k = given.top_k;
     of.out = given.out;
     of.substituted = of.dropped = 0;
-    if (of.tokens < 1 || of.top_k < 1 || of.tokens * of.top_k > kMaxPairs) return false;
+    of.planned = false;
+    if (of.tokens < 1 || of.top_k < 1 || !product_fits({of.tokens, of.top_k}, kMaxPairs)) return false;
     if (const std::int64_t at = foreign(of, of.ids); at >= 0) return refuse("there is no such expert", of.ids[at]);
     if (rules && !reroute(of)) return false;
     if (!sort_pairs(of, of.ids)) return false;
@@ -463,17 +465,25 @@ PyObject* layer_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
         Py_RETURN_NONE;
     }
     if (!loads || !plan_run(*of)) Py_RETURN_NONE;
+    of->planned = true;
     return Py_BuildValue("(NNNLLL)", list_of(keys_of(*of, of->used)), list_of(counts_of(*of)), list_of(of->run),
                          static_cast<long long>(of->resident), static_cast<long long>(of->arriving),
                          static_cast<long long>(victims_wanted(*of)));
 }
 
+// The layer of a capsule between `layer_begin`, which gave its keys, and the end of `layer_finish`; null: an exception is set.
+Layer* planned_layer(PyObject* capsule) {
+    Layer* of = layer_of(capsule);
+    if (of && !of->planned) refuse("no pass of the layer has begun that loads, layer", of->index);
+    return PyErr_Occurred() ? nullptr : of;
+}
+
 // layer_load(layer, victims, decode_only) -> bool; False: the link is closed
 PyObject* layer_load(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 3)) return nullptr;
-    Layer* of = layer_of(args[0]);
+    Layer* of = planned_layer(args[0]);
     std::vector<std::int64_t> victims;
-    if (!of || !of->loads) return nullptr;
+    if (!of) return nullptr;
     if (!read_keys(args[1], victims)) return nullptr;
     const int decode_only = PyObject_IsTrue(args[2]);
     if (!check_start(*of->loads, of->missing, victims)) return nullptr;
@@ -483,10 +493,11 @@ PyObject* layer_load(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // layer_finish(layer) -> seconds waited for copies; None: one was cancelled, and all is as before
 PyObject* layer_finish(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 1)) return nullptr;
-    Layer* of = layer_of(args[0]);
-    if (!of || !of->loads) return nullptr;
+    Layer* of = planned_layer(args[0]);
+    if (!of) return nullptr;
     const double waited_s = finish(*of);
     if (waited_s < 0) Py_RETURN_NONE;
+    of->planned = false;
     return PyFloat_FromDouble(waited_s);
 }
 

@@ -75,7 +75,7 @@ bool read_pieces(PyObject* tuple, std::vector<Piece>& pieces) {
         piece.count = PyLong_AsLongLong(PyTuple_GET_ITEM(item, 2));
         const int widen = PyObject_IsTrue(PyTuple_GET_ITEM(item, 3));
         if (PyErr_Occurred()) return false;
-        if (piece.count < 0) return refuse("a size is out of range", piece.count);
+        if (!check_product({piece.count})) return false;
         piece.kind = widen ? Piece::Kind::widen_bfloat16 : Piece::Kind::bytes;
         pieces.push_back(piece);
     }

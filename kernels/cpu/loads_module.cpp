@@ -59,10 +59,10 @@ PyObject* counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
     of.min_useful = PyFloat_AsDouble(args[8]);
     of.window = PyLong_AsLongLong(args[9]);
     of.rest = PyLong_AsLongLong(args[10]);
-    if (PyErr_Occurred()) return nullptr;
-    auto* made = new Counts(of);
-    PyObject* capsule = PyCapsule_New(made, kCounts, delete_counts);
-    if (!capsule) delete made;
+    if (PyErr_Occurred() || !check_product({of.layers, of.experts}, kMostKeys)) return nullptr;
+    auto* found = made([&] { return new Counts(of); });
+    PyObject* capsule = found ? PyCapsule_New(found, kCounts, delete_counts) : nullptr;
+    if (!capsule) delete found;
     return capsule;
 }
 
@@ -83,9 +83,10 @@ PyObject* order(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("there is no such order", kind);
         return nullptr;
     }
-    auto* made = new Order(of, layers, experts, least, growth, probabilities, importance);
-    PyObject* capsule = PyCapsule_New(made, kOrder, delete_order);
-    if (!capsule) delete made;
+    if (!check_product({layers, experts}, kMostKeys)) return nullptr;
+    auto* found = made([&] { return new Order(of, layers, experts, least, growth, probabilities, importance); });
+    PyObject* capsule = found ? PyCapsule_New(found, kOrder, delete_order) : nullptr;
+    if (!capsule) delete found;
     return capsule;
 }
 
@@ -212,6 +213,7 @@ PyObject* loads(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Layout layout;
     std::vector<ExpertPart> parts;
     if (PyErr_Occurred() || !read_slots(args + 4, of, layout) || !read_parts(args[3], layers, parts)) return nullptr;
+    if (!check_product({experts, layers, 2}, kMostKeys) || !check_product({of.slots}, kMostKeys)) return nullptr;
     if (experts < 1 || of.keys != experts * layers * (layout.first.empty() ? 1 : 2)) {
         refuse("experts of a layer do not divide the keys", experts);
         return nullptr;
@@ -222,9 +224,10 @@ PyObject* loads(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("counters and order are of other experts than these", of.keys);
         return nullptr;
     }
-    auto* made = new Loads(link, of, experts, std::move(parts), std::move(layout), counts, order);
-    PyObject* capsule = PyCapsule_New(made, kLoads, delete_loads);
-    if (!capsule) delete made;
+    auto* found = made(
+        [&] { return new Loads(link, of, experts, std::move(parts), std::move(layout), counts, order); });
+    PyObject* capsule = found ? PyCapsule_New(found, kLoads, delete_loads) : nullptr;
+    if (!capsule) delete found;
     return capsule;
 }
 
@@ -321,8 +324,8 @@ PyObject* loads_land(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Loads* of = loads_of(args[0]);
     const std::int64_t key = of ? PyLong_AsLongLong(args[1]) : 0, layer = of ? PyLong_AsLongLong(args[2]) : 0;
     if (PyErr_Occurred()) return nullptr;
-    const Flight* flight = of->flight(key);
-    if (!flight) {
+    const Flight* flight = key < 0 || key >= of->keys() ? nullptr : of->flight(key);
+    if (!flight || layer < 0 || layer >= static_cast<std::int64_t>(of->landed().size())) {
         refuse("no copy is under way for expert", key);
         return nullptr;
     }

@@ -9,7 +9,7 @@ namespace tiermoe::bindings {
 namespace {
 
 // Reads every byte once, as fast as one thread can; the value depends on all of them.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(TIERMOE_NO_CLONES)
 __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
 std::uint64_t read_bytes(const void* data, std::int64_t bytes) {
@@ -59,7 +59,7 @@ PyObject* dot_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const long long row_bytes = PyLong_AsLongLong(args[4]);
     const void* y = address<const void>(args[5]);
     float* out = address<float>(args[6]);
-    if (PyErr_Occurred()) return nullptr;
+    if (PyErr_Occurred() || !check_product({rows, row_bytes}) || !check_product({n})) return nullptr;
     Py_BEGIN_ALLOW_THREADS;
     for (long long i = 0; i < rows; ++i) function(n, out + i, 0, matrix + i * row_bytes, 0, y, 0, 1);
     Py_END_ALLOW_THREADS;

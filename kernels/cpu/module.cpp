@@ -12,6 +12,7 @@
 namespace {
 
 using tiermoe::bindings::address;
+using tiermoe::bindings::check_product;
 using tiermoe::bindings::expect;
 using tiermoe::bindings::fast;
 using tiermoe::bindings::refuse;
@@ -19,17 +20,20 @@ using tiermoe::bindings::refuse;
 constexpr std::int64_t kMaxWidth = 1 << 20;
 
 // Whether every group lies within the pairs and every pair it names within the rows of y, and its neurons in the pool.
-// `pairs` is read only where a range was found good.
+// `pairs` is read only where a range was found good, once: into `held`, as other threads may write to it later.
 bool in_range(const std::vector<tiermoe::Group>& groups, const std::int64_t* pairs, std::int64_t pair_count,
-              std::int64_t neurons) {
+              std::int64_t neurons, std::vector<std::int64_t>& held) {
     for (const tiermoe::Group& group : groups) {
         if (group.start < 0 || group.start > group.stop) return refuse("a group starts out of range", group.start);
         if (group.stop > pair_count) return refuse("a group stops out of range", group.stop);
         if (group.first < 0 || group.first > neurons) return refuse("there is no such neuron", group.first);
         if (group.neurons < 0 || group.neurons > neurons - group.first)
             return refuse("a group has more neurons than there are", group.neurons);
-        for (std::int64_t at = group.start; at < group.stop; ++at)
-            if (pairs[at] < 0 || pairs[at] >= pair_count) return refuse("there is no such pair", pairs[at]);
+        if (static_cast<std::int64_t>(held.size()) < group.stop) held.resize(static_cast<std::size_t>(group.stop));
+        for (std::int64_t at = group.start; at < group.stop; ++at) {
+            const std::int64_t pair = held[at] = pairs[at];
+            if (pair < 0 || pair >= pair_count) return refuse("there is no such pair", pair);
+        }
     }
     return true;
 }
@@ -81,10 +85,13 @@ PyObject* expert_ffn(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("the width is out of range", width);
         return nullptr;
     }
-    if (!in_range(groups, pairs, pair_count, neurons)) return nullptr;
+    std::vector<std::int64_t> held;
+    if (!check_product({pair_count, width}) || !check_product({neurons, width, 2}) ||
+        !in_range(groups, pairs, pair_count, neurons, held))
+        return nullptr;
     std::vector<float> sums(adds ? static_cast<std::size_t>(tiermoe::kSumRows * width) : 0);
     Py_BEGIN_ALLOW_THREADS;
-    tiermoe::expert_ffn_f32(hidden, gate_up, down, pairs, groups.data(), static_cast<std::int64_t>(groups.size()),
+    tiermoe::expert_ffn_f32(hidden, gate_up, down, held.data(), groups.data(), static_cast<std::int64_t>(groups.size()),
                             top_k, width, activation, y, sums.data());
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
@@ -99,7 +106,7 @@ PyObject* combine(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const std::int64_t top_k = PyLong_AsLongLong(args[3]);
     const std::int64_t width = PyLong_AsLongLong(args[4]);
     float* out = address<float>(args[5]);
-    if (PyErr_Occurred()) return nullptr;
+    if (PyErr_Occurred() || !check_product({tokens, top_k, width})) return nullptr;
     Py_BEGIN_ALLOW_THREADS;
     tiermoe::combine_f32(y, weights, tokens, top_k, width, out);
     Py_END_ALLOW_THREADS;

@@ -1,6 +1,7 @@
 // Python bindings of neuron_ffn.hpp and forms.hpp. Weights are given by address: the caller (kernels/packed_ffn.py,
 // kernels/form_ffn.py) checked once that these are contiguous buffers of the sizes given, and keeps them alive. What changes from call to call comes as arrays,
 // which are checked here, and so is every number against the others, before a kernel runs.
+#include <algorithm>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -17,7 +18,7 @@ namespace tiermoe::bindings {
 namespace {
 
 constexpr const char* kThreads = "tiermoe.kernels.Threads";
-constexpr long long kSizeMax = 1ll << 31;  // of one axis: products of a few of them fit in 64 bits
+constexpr long long kSizeMax = 1ll << 31;  // of one axis
 
 void delete_threads(PyObject* capsule) { delete static_cast<Threads*>(PyCapsule_GetPointer(capsule, kThreads)); }
 
@@ -115,6 +116,7 @@ class Array {
 constexpr Py_ssize_t kBatchArgs = 5;
 struct Arrays {
     Array rows, weights, x, out;
+    std::vector<std::int32_t> checked;  // rows, as they were checked: other threads may write to the array later
 };
 bool read_batch(PyObject* const* args, std::int64_t experts, std::int64_t hidden, Arrays& arrays, Batch& batch) {
     if (!read_groups(args[0], batch.groups)) return false;
@@ -127,7 +129,10 @@ bool read_batch(PyObject* const* args, std::int64_t experts, std::int64_t hidden
     if (arrays.out.size(0) != tokens || arrays.out.size(1) != hidden)
         return refuse("out has not the shape of hidden, its rows are", arrays.out.size(0));
     if (tokens >= kSizeMax) return refuse("hidden has too many rows", tokens);
-    batch.rows = arrays.rows.data<const std::int32_t>();
+    if (!check_product({tokens, hidden})) return false;
+    const auto* rows = arrays.rows.data<const std::int32_t>();
+    arrays.checked.assign(rows, rows + count);
+    batch.rows = arrays.checked.data();
     batch.weights = arrays.weights.data<const float>();
     batch.hidden = arrays.x.data<const float>();
     batch.tokens = tokens;
@@ -164,6 +169,7 @@ bool read_common(PyObject* const* args, Common& common) {
         return refuse("there is no such activation", number[1]);
     for (int i = 2; i < 5; ++i)
         if (number[i] < 1 || number[i] >= kSizeMax) return refuse("a size is out of range", number[i]);
+    if (!check_product({number[2], number[3], number[4], 2})) return false;
     common.set = static_cast<int>(number[0]);
     common.activation = static_cast<Activation>(number[1]);
     common.hidden = number[2];
@@ -268,6 +274,7 @@ PyObject* fit(PyObject*, PyObject* const* args, Py_ssize_t count) {
         PyErr_SetString(PyExc_ValueError, "an argument is out of range");
         return nullptr;
     }
+    if (!check_product({hidden, neurons, experts, 2})) return nullptr;
     layer.full.hidden = hidden;
     layer.full.neurons = neurons;
     layer.full.experts = experts;
@@ -324,6 +331,7 @@ bool read_matrix(PyObject* tuple, FormMatrix& matrix) {
     if (!read_numbers(tuple, 12, n)) return false;
     for (int i = 3; i < 7; ++i)
         if (n[i] < 1 || n[i] >= kSizeMax) return refuse("a size is out of range", n[i]);
+    if (!check_product({n[3], n[4]})) return false;
     matrix = {static_cast<FormKind>(n[0]), static_cast<ScaleType>(n[1]), n[2] != 0, n[3], n[4], n[5], n[6],
               at_address<std::uint8_t>(n[7]), at_address<std::uint8_t>(n[8]), at_address<std::uint8_t>(n[9]),
               at_address<float>(n[10]), at_address<std::int32_t>(n[11])};
@@ -369,6 +377,10 @@ PyObject* form_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
     layer.hidden = PyLong_AsLongLong(args[0]);
     layer.neurons = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred()) return nullptr;
+    if (layer.hidden < 1 || layer.neurons < 1 || !check_product({layer.hidden, layer.neurons, 2})) {
+        if (!PyErr_Occurred()) refuse("a size is out of range", std::min(layer.hidden, layer.neurons));
+        return nullptr;
+    }
     layer.experts.resize(static_cast<std::size_t>(PyList_GET_SIZE(args[2])));
     for (std::size_t i = 0; i < layer.experts.size(); ++i)
         if (!read_expert(PyList_GET_ITEM(args[2], static_cast<Py_ssize_t>(i)), layer, layer.experts[i])) return nullptr;

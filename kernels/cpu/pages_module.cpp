@@ -37,7 +37,7 @@ void on_bus_error(int signal, siginfo_t* info, void*) {
         const std::uintptr_t begin = ranges[i].begin.load(std::memory_order_relaxed);
         if (at < begin || at >= end) continue;
         void* page = reinterpret_cast<void*>(at / page_bytes * page_bytes);
-        if (mmap(page, page_bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) break;
+        if (mmap(page, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) break;
         int none = -1;
         if (bad_file.compare_exchange_strong(none, i)) bad_offset = static_cast<std::int64_t>(at - begin);
         return;  // the read is done again, on zeros
@@ -66,7 +66,7 @@ PyObject* guard_pages(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const auto begin = reinterpret_cast<std::uintptr_t>(address<void>(args[0]));
     const long long size = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred()) return nullptr;
-    if (size < 1) {
+    if (size < 1 || begin > UINTPTR_MAX - static_cast<std::uintptr_t>(size)) {
         refuse("a size is out of range", size);
         return nullptr;
     }

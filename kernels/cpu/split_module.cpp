@@ -58,9 +58,10 @@ PyObject* split_order(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("a model has layers and experts", std::min(layers, experts));
         return nullptr;
     }
-    auto* made = new SplitOrder(layers, experts, rate, args[3] == Py_True);
-    PyObject* capsule = PyCapsule_New(made, kOrder, delete_order);
-    if (!capsule) delete made;
+    if (!check_product({layers, experts, 2}, kMostKeys)) return nullptr;
+    auto* order = made([&] { return new SplitOrder(layers, experts, rate, args[3] == Py_True); });
+    PyObject* capsule = order ? PyCapsule_New(order, kOrder, delete_order) : nullptr;
+    if (!capsule) delete order;
     return capsule;
 }
 
@@ -169,6 +170,7 @@ PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("an order of other experts", order->whole());
         return nullptr;
     }
+    if (!check_product({record.size}) || !check_product({record.rows, order->experts()})) return nullptr;
     auto* made = new Made{Split(*loads, *order, marks), record, loads};
     PyObject* capsule = PyCapsule_New(made, kSplit, delete_split);
     if (!capsule) delete made;
@@ -203,6 +205,8 @@ PyObject* split_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
                               made->probe.layer >= layers || made->probe.top < 1 ||
                               static_cast<std::size_t>(layers) != of->split.counts().size()))
         refuse("there is no such layer", made->index);
+    if (!PyErr_Occurred() && made->experts != of->loads->experts()) refuse("the layer has other experts", made->experts);
+    if (!PyErr_Occurred()) check_product({made->experts, made->width});
     PyObject* capsule = PyErr_Occurred() ? nullptr : PyCapsule_New(made, kLayer, delete_layer);
     if (!capsule) delete made;
     return capsule;
@@ -227,7 +231,7 @@ Begun begin(SplitLayer& of, const Given& given, bool decode, std::int64_t source
     of.waited_s = of.kernels_s = 0.0;
     Split& split = of.of->split;
     Record& record = of.of->record;
-    if (of.tokens < 1 || of.top_k < 1 || of.tokens * of.top_k > kMaxPairs) return Begun::page;
+    if (of.tokens < 1 || of.top_k < 1 || !product_fits({of.tokens, of.top_k}, kMaxPairs)) return Begun::page;
     if (const std::int64_t at = foreign(of, given.ids); at >= 0) {
         refuse("there is no such expert", given.ids[at]);
         return Begun::refused;

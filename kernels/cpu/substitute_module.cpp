@@ -1,5 +1,5 @@
 // The Python side of substitute.cpp: arguments are buffers (NumPy arrays), whose item sizes and shapes are checked here.
-// The interpreter lock is released while tokens are decided.
+// The interpreter lock is kept: experts and buddies are read again after their check, and no thread may write to them.
 #include <cstring>
 
 #include "bindings.hpp"
@@ -95,9 +95,7 @@ PyObject* substitute(PyObject*, PyObject* const* args, Py_ssize_t count) {
     problem.out_weights = out_weights.data<float>();
     fault = content_fault(problem);
     if (!fault.empty()) return refuse(fault);
-    Py_BEGIN_ALLOW_THREADS;
     tiermoe::substitute(problem);
-    Py_END_ALLOW_THREADS;
     return Py_BuildValue("LL", static_cast<long long>(problem.substituted), static_cast<long long>(problem.dropped));
 }
 

@@ -1,0 +1,190 @@
+"""Calls of native entry points with numbers that no caller has: each is refused by a Python exception.
+
+`python hostile.py MODULE.so` runs all of them on a module of its own making, such as one under a sanitizer.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import mmap
+import os
+import sys
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+HUGE, HALF = 2**62, 2**40  # HUGE * 4 and HALF * HALF are 0 in 64 bits
+
+
+def at(numbers: array[Any]) -> int:
+    return numbers.buffer_info()[0]
+
+
+@contextmanager
+def refused(kind: type[Exception] = ValueError) -> Iterator[None]:
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__}")
+
+
+class TinyLayer:
+    """A layer of two resident experts of two neurons of width 2, without loads."""
+
+    def __init__(self, cpu: Any) -> None:
+        self.fields, self.outcomes, self.governor = (array("q", bytes(8 * 64)) for _ in range(3))
+        self.uses, self.record = array("q", bytes(16)), array("q", [1, *[0] * 63])
+        self.bytes, self.states, self.slots = array("B", bytes(16)), array("B", [2, 2]), array("i", [0, 1])
+        self.gate_up, self.down = array("f", [1.0] * 16), array("f", [1.0] * 8)
+        self.hidden, self.out = array("f", [1.0, 1.0]), array("f", [0.0, 0.0])
+        self.ids, self.weights = array("q", [0, 1]), array("f", [0.5, 0.5])
+        self.counts = cpu.counts(
+            1, 2, at(self.fields), at(self.outcomes), at(self.uses), at(self.bytes), at(self.bytes), at(self.governor),
+            0.0, 1, 1,
+        )  # fmt: skip
+        self.handle = self.made(cpu, 2, 2)
+
+    def made(self, cpu: Any, neurons: int, width: int) -> Any:
+        return cpu.layer(
+            0, 2, at(self.states), at(self.slots), at(self.gate_up), at(self.down), neurons, width, 0, 8,
+            at(self.record), len(self.record), self.counts, None,
+        )  # fmt: skip
+
+    def begin(self, cpu: Any, tokens: int, top_k: int) -> Any:
+        return cpu.layer_begin(
+            self.handle, at(self.hidden), at(self.ids), at(self.weights), tokens, top_k, at(self.out), True
+        )
+
+
+def layers(cpu: Any) -> None:
+    """`tokens * top_k` overflowed its bound; a layer without loads gave a SystemError."""
+    layer = TinyLayer(cpu)
+    assert layer.begin(cpu, 1, 2) is True
+    assert layer.out[0] != 0.0
+    for tokens, top_k in ((HUGE, 4), (4, HUGE), (HALF, HALF), (-1, 2), (2**13, 1)):
+        assert layer.begin(cpu, tokens, top_k) is None  # left to Python
+    for call in (lambda: cpu.layer_load(layer.handle, [], False), lambda: cpu.layer_finish(layer.handle)):
+        with refused():
+            call()
+    for neurons, width in ((HUGE, 2), (HALF, HALF), (-1, 2), (2, -1)):
+        with refused():
+            layer.made(cpu, neurons, width)
+
+
+def keys(cpu: Any) -> None:
+    """Counters and orders of more experts than there can be."""
+    numbers = array("q", bytes(512))
+    for number, experts in ((HALF, HALF), (HUGE, 4), (-1, 4), (4, -1)):
+        with refused():
+            cpu.counts(number, experts, *[at(numbers)] * 6, 0.0, 1, 1)
+        with refused():
+            cpu.order(0, number, experts, 0.0, 1.0, 0, None)
+        with refused():
+            cpu.split_order(number, experts, 0.5, False)
+        for window, top_k in ((1, 1), (HALF, HALF), (0, 1), (1, 0), (-1, 1), (1, -1)):
+            with refused():
+                cpu.importance(number, experts, window, top_k, 0.5, *[at(numbers)] * 7)
+    for window, top_k in ((HALF, HALF), (0, 1), (1, 0), (-1, 1)):
+        with refused():
+            cpu.importance(1, 4, window, top_k, 0.5, *[at(numbers)] * 7)
+
+
+def rows(cpu: Any) -> None:
+    """Rows of more numbers than a buffer can have."""
+    numbers = array("f", [3.0, 1.0, 2.0, 0.0])
+    assert cpu.argmax_rows(at(numbers), 2, 2) == [0, 0]
+    for number, width in ((HUGE, 4), (HALF, HALF), (-1, 4), (4, 0)):
+        with refused():
+            cpu.argmax_rows(at(numbers), number, width)
+        with refused():
+            cpu.router_scores(at(numbers), number, at(numbers), max(width, 1), HALF, 0, 0, numbers)
+    for tokens, top_k, width in ((HUGE, 4, 1), (HALF, HALF, 1), (-1, 1, 1), (1, 1, -1)):
+        with refused():
+            cpu.combine(at(numbers), at(numbers), tokens, top_k, width, at(numbers))
+    for pairs, neurons, width in ((HUGE, 1, 1), (HALF, 1, 2**20), (1, HUGE, 1), (-1, 1, 1), (1, 1, -1)):
+        with refused():
+            cpu.expert_ffn(at(numbers), at(numbers), at(numbers), at(numbers), pairs, [], 1, neurons, width, 0, 0)
+    with refused():
+        cpu.decode_next(0, [1])
+    with refused():
+        cpu.dot_rows(0, 1, HUGE, 0, 4, 0, 0)
+    threads = cpu.threads(1, [])
+    arrays = array("i", [0]), numbers, memoryview(numbers).cast("B").cast("f", (2, 2)), memoryview(
+        array("f", [0.0] * 4)
+    ).cast("B").cast("f", (2, 2))  # fmt: skip
+    for sizes in ((2**30, 2**30, 2**30), (0, 1, 1), (2, -1, 1), (2, 2**31, 1)):
+        with refused():
+            cpu.full_ffn(threads, 0, 0, *sizes, 0, 0, 0, [], *arrays)
+    with refused():
+        cpu.form_layer(HUGE, 4, [])
+    with refused():
+        cpu.form_layer(-1, 4, [])
+
+
+def ranks(cpu: Any) -> None:
+    """Scores of other shapes, and of none."""
+    scores = memoryview(array("f", [3.0, 1.0, 2.0, 0.0])).cast("B").cast("f", (2, 2))
+    assert cpu.rank_by_votes(scores, 1, 10) == [10]
+    assert cpu.rank_by_votes(scores, HUGE, 0) == [0, 1]
+    assert cpu.rank_by_score(scores, HUGE, 0) == ([0, 1], [3.0, 1.0])
+    for top in (0, -1):
+        with refused():
+            cpu.rank_by_votes(scores, top, 0)
+    with refused():
+        cpu.rank_by_votes(array("f", [1.0]), 1, 0)
+    with refused(BufferError if sys.version_info >= (3, 14) else TypeError):
+        cpu.rank_by_votes(None, 1, 0)
+
+
+def pages(cpu: Any) -> None:
+    """A file that is truncated while it is mapped gives zeros; there are no such files as are released."""
+    for size in (0, -1):
+        with refused():
+            cpu.guard_pages(4096, size)
+    with refused():
+        cpu.guard_pages(2**64 - 4096, 8192)
+    for number in (-1, HUGE):
+        with refused():
+            cpu.release_pages(number)
+    with tempfile.TemporaryFile() as file:
+        file.write(b"\1" * 4 * mmap.PAGESIZE)
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0)
+        view = memoryview(mapped)
+        number = cpu.guard_pages(at_view(view), len(mapped))
+        assert cpu.bad_page() is None
+        os.truncate(file.fileno(), mmap.PAGESIZE)
+        assert (view[0], view[2 * mmap.PAGESIZE]) == (1, 0)
+        assert cpu.bad_page() == (number, 2 * mmap.PAGESIZE)
+        cpu.release_pages(number)
+
+
+def at_view(view: memoryview) -> int:
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+CASES: dict[str, Callable[[Any], None]] = {"layers": layers, "keys": keys, "rows": rows, "ranks": ranks}
+
+
+def main() -> None:
+    name = sys.argv[1]
+    loader = importlib.machinery.ExtensionFileLoader("_cpu", name)
+    spec = importlib.util.spec_from_file_location("_cpu", name, loader=loader)
+    assert spec is not None
+    cpu = importlib.util.module_from_spec(spec)
+    loader.exec_module(cpu)
+    if len(sys.argv) > 2:  # shows that the sanitizer is awake
+        cpu.argmax_rows(at(array("f", [0.0])), 1, 64)
+    for case in (*CASES.values(), pages):
+        case(cpu)
+    print(f"checked {len(CASES) + 1} parts")
+
+
+if __name__ == "__main__":
+    main()
