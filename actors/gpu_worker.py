@@ -126,7 +126,7 @@ class GpuWorker:
             self._model = build_model(
                 folder, manifest, dtype, device.torch_device, settings.attention, self._view.dense if here else None
             )
-            if settings.policy.replica_widths:
+            if settings.policy.replica_widths or settings.policy.needs_popularity:
                 fetched = bool(self._stores) and not self._view.layers
                 replicas = describe_replicas(folder, verify="stamp", tables_only=fetched)
                 if settings.policy.low_bit is not None:

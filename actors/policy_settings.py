@@ -109,14 +109,14 @@ class PolicySettings(Settings):
 
     @property
     def replica_widths(self) -> tuple[int, ...]:
-        """Widths of the replicas that the store must have; calibrated ones come with the popularity of experts."""
-        if self.low_bit is not None:
-            return (self.low_bit.bits,)
-        return self.precision.widths or ((4,) if self.placement.kind == "static" else ())
+        """Widths of the replicas that the store must have."""
+        return self.precision.widths if self.low_bit is None else (self.low_bit.bits,)
 
     @property
     def needs_popularity(self) -> bool:
-        """Whether the store must know which experts a calibration text uses most, as calibrated replicas do."""
+        """Whether it reads which experts a calibration text uses most, which calibrated replicas know, where there are
+        such; without them it counts as requests run.
+        """
         return bool(self.placement.kind == "static")
 
     @property

@@ -369,7 +369,7 @@ def check_published(policy: PolicySettings, form: str | None) -> None:
         form: such as "fp8_block"; None: the store has neurons in full precision, which all policies can use.
 
     Raises:
-        ConfigError: the policy splits experts, copies them back, loads replicas, or needs calibrated ones.
+        ConfigError: the policy splits experts, copies them back, or loads replicas.
     """
     if form is None:
         return
@@ -390,12 +390,6 @@ def check_published(policy: PolicySettings, form: str | None) -> None:
             f"precision, and this checkpoint publishes its experts as {form}",
             "choose a policy that loads experts as they are, such as next-gate, or one that computes replicas on NDP "
             "workers, such as context-ndp-3bit, or use the unquantized checkpoint",
-        )
-    if policy.needs_popularity:
-        raise ConfigError(
-            f"policy '{policy.name}' needs the popularity of experts, which calibrated replicas know; replicas of "
-            f"experts that are published as {form} are data-free",
-            "choose context-ndp-full, or use the unquantized checkpoint",
         )
 
 

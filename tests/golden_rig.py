@@ -131,7 +131,8 @@ def uses_ndp(preset: str) -> bool:
 
 def replica_widths(preset: str) -> tuple[int, ...]:
     """Of the replicas that the store must have: none, 4 bits, or all."""
-    needed = set(load_policy(preset).replica_widths)
+    policy = load_policy(preset)
+    needed = set(policy.replica_widths) | ({4} if policy.needs_popularity else set())
     return () if not needed else (4,) if needed == {4} else (1, 2, 3, 4)
 
 

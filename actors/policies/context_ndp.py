@@ -25,8 +25,9 @@ class PlacementOptions(PolicyOptions):
     """Which experts run on the GPUs and which on the NDP workers.
 
     cache: no NDP workers; the caches decide. context: a sequence's most important experts after its prefill, fixed for
-    its decode or placed again every `renew` tokens. static: the most popular experts of the calibration text. monde: in
-    every layer those with the most tokens, as far as loading them pays.
+    its decode or placed again every `renew` tokens. static: the most popular experts of the calibration text, or of
+    what has run where the store knows none. monde: in every layer those with the most tokens, as far as loading them
+    pays.
     """
 
     kind: str = "cache"

@@ -203,8 +203,8 @@ def _prepared(config: RunConfig, settings: EngineSettings, *, progress: bool) ->
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir is not None else None
     store = ensure_prepared(config.model_dir, out_dir, cache_dir=cache_dir, progress=progress)
     check_budget(settings, store)
-    if widths := settings.policy.replica_widths:
-        known = settings.policy.needs_popularity
+    widths, known = settings.policy.replica_widths, settings.policy.needs_popularity
+    if widths or known:
         ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=progress)
     return store
 

@@ -278,7 +278,7 @@ def make_simulated_placer(
     and which expert gets which width is not the paper's.
 
     Args:
-        slots: of each GPU. counts: popularity [L, E], for placement static.
+        slots: of each GPU. counts: popularity [L, E], for placement static; None or zeros: it counts as it runs.
 
     Raises:
         ConfigError: the preset needs a device that the machine lacks, or more slots than there are.
@@ -320,7 +320,8 @@ def make_simulated_placer(
         hot_set = HotSet(hot_slots, settings.placement.alpha)
         near, renew = settings.placement.prompts == "ndp", settings.placement.renew
         return engine.ContextPlacer(cache, experts, peers, pool, widest, hot_set, bits, migrated, near, renew)
-    return engine.make_static(cache, experts, peers, pool, widest, hot_slots, popular, bits)
+    known = counts if counts is not None and counts.any() else None
+    return engine.StaticPlacer(cache, experts, peers, pool, widest, hot_slots, bits, known)
 
 
 def merged(lead: LayerStats, others: Sequence[LayerStats]) -> LayerStats:

@@ -254,7 +254,6 @@ def _copied_most(copies: CopySettings, facts: ModelFacts) -> int:
 def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) -> NdpSpec:
     precision, group = settings.policy.precision, settings.ndp.group_size
     wanted = config.cluster.ndp_workers
-    # static placement needs replicas for their table of popularity only: it computes in full precision
     widths = tuple(b for b in precision.widths if facts.form is None or b < facts.form_width)
     return NdpSpec(
         workers=None if wanted == "per-node" else wanted,

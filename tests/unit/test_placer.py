@@ -269,6 +269,20 @@ def test_static_placement_never_loads(
     assert all(expert >= hot for batch in link.batches for expert in batch.experts)
 
 
+def test_static_placement_counts_where_no_calibration_is(store: ExpertStore, expected: list[list[int]]) -> None:
+    """It was refused. Nothing is hot until 32 rows have run; then what has run most is, until 64 have."""
+    link = FakeLink(store.describe())
+    with _serving(store, link, policy=_policy("static")) as worker:
+        assert greedy(worker, _PROMPTS, _NEW) == expected
+        total, placer = worker.stats().total(), worker.engine._placer
+        assert total.ndp_tokens > 0
+        assert total.bytes_loaded == total.bytes_loaded_migration > 0  # nothing on demand
+        assert total.hits > 0
+        held = worker.engine.cache.residency.held()
+        assert placer.keep == frozenset(held)
+        assert len(held) == worker.engine.hot_per_layer * len(worker.stats().layers)
+
+
 def test_a_model_that_is_served_serially_has_its_prefill_too(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint("lfm2_moe", tmp_path / "checkpoint")
     lfm = prepared(checkpoint, tmp_path / "store")
@@ -412,12 +426,9 @@ def test_no_worker_at_start_is_a_typed_error(store: ExpertStore, monkeypatch: py
 
 def test_what_the_store_lacks_is_refused(store: ExpertStore) -> None:
     link = FakeLink(store.describe())
-    for policy in (
-        _policy("context", PrecisionOptions(kind="uniform", bits=3)),
-        _policy("static"),
-    ):
-        with pytest.raises(ConfigError, match="store lacks"), _serving(store, link, policy=policy):
-            pass
+    lossy = _policy("context", PrecisionOptions(kind="uniform", bits=3))
+    with pytest.raises(ConfigError, match="store lacks"), _serving(store, link, policy=lossy):
+        pass
     greedy_policy = _policy("context", hot_per_layer=4)
     with pytest.raises(ConfigError, match="the budget holds"), _serving(store, link, policy=greedy_policy):
         pass

@@ -169,13 +169,13 @@ def test_ndp_workers_compute_the_published_form(name: str, tmp_path: Path) -> No
             assert sum(layer.ndp_tokens for layer in worker.stats().layers) > 0
 
 
-@pytest.mark.parametrize("preset", ["moepic", "static-ndp", "hobbit", "mixtral-offloading-swap"])
+@pytest.mark.parametrize("preset", ["moepic", "hobbit", "mixtral-offloading-swap"])
 def test_policies_that_need_full_precision_are_refused(preset: str) -> None:
     policy = load_policy(preset)
     with pytest.raises(ConfigError, match="fp8_block"):
         check_published(policy, "fp8_block")
     check_published(policy, None)
-    for usable in ("next-gate", "context-ndp-full", "context-ndp-2bit", "context-ndp-uniform"):
+    for usable in ("next-gate", "static-ndp", "context-ndp-full", "context-ndp-2bit", "context-ndp-uniform"):
         check_published(load_policy(usable), "fp8_block")
 
 

@@ -43,6 +43,8 @@ from ..serving.streams import SequenceRows
 from .remote import NdpPool
 from .shards import Shards, owners
 
+_FIRST_ROWS = 32  # after which popularity that is counted online first decides
+
 
 class PeerPlacer(Placer):
     """A placer with other processes. experts: of a layer. shards: the other GPUs; None where there are none."""
@@ -131,10 +133,20 @@ class HotPlacer(PeerPlacer):
         return mine
 
 
-class StaticPlacer(HotPlacer):
-    """A fixed, preloaded hot set; all other experts run near data, for prompts too.
+Bits = Callable[[int, Sequence[int]], dict[int, int]]  # (layer, its cold experts by importance) -> bits of each
 
-    hot: keys of the hot set, which fits. bits: per layer, the width of each cold expert.
+
+class StaticPlacer(HotPlacer):
+    """The most popular experts are hot; all other experts run near data, for prompts too.
+
+    Popularity of a calibration text is known at once: the hot set is preloaded, and stays. Popularity that is counted
+    online begins with nothing hot; the hot set is loaded when `_FIRST_ROWS` rows are counted, and again whenever they
+    have doubled, so it changes ever more seldom. A layer's counting takes O(experts that it needs).
+
+    Args:
+        hot_slots: of each GPU and layer.
+        bits: chooses the widths of a layer's cold experts.
+        popularity: selections of each expert over a calibration text [L, E]; None: counted online.
     """
 
     def __init__(
@@ -144,12 +156,18 @@ class StaticPlacer(HotPlacer):
         shards: Shards | None,
         pool: NdpPool,
         widest: int,
-        hot: Sequence[int],
-        bits: Sequence[Mapping[int, int]],
+        hot_slots: HotSlots,
+        bits: Bits,
+        popularity: NDArray[np.int64] | None,
     ) -> None:
         super().__init__(cache, experts, shards, pool, widest)
-        self._hot, self._bits = tuple(hot), bits
-        self.hot_per_layer = len(self._hot) // len(bits)
+        self._slots, self._choose_bits, self._online = hot_slots, bits, popularity is None
+        self._counts = np.zeros((hot_slots.layers, experts), np.int64) if popularity is None else popularity
+        self._rows, self._due = 0, _FIRST_ROWS  # rows counted, and at how many the hot set is placed again
+        self._hot: list[int] = []
+        self._bits: list[dict[int, int]] = []
+        self._place(empty=self._online)
+        self.hot_per_layer = hot_slots.per_layer
 
     def preload(self) -> None:
         mine = self._set_hot(self._hot)
@@ -159,11 +177,28 @@ class StaticPlacer(HotPlacer):
             loaded()
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
+        if self._online and self._rows >= self._due:
+            while self._due <= self._rows:
+                self._due *= 2
+            self._place()
+            self._displaced = True
         if self._displaced and self._pool.available:
             self._load_hot(self._hot, keep_others=False)
 
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+        if self._online:
+            self._counts[layer, routing.experts] += routing.counts
+            self._rows += routing.tokens if layer == 0 else 0
         return self._plan_hot(layer, needed, self._bits[layer])
+
+    def _place(self, empty: bool = False) -> None:
+        """Choose the hot set and the widths of the others by what is counted. empty: nothing is hot."""
+        hot = [frozenset[int]()] * self._slots.layers if empty else static_hot(self._counts, self._slots)
+        self._hot = [layer * self._experts + e for layer, chosen in enumerate(hot) for e in sorted(chosen)]
+        self._bits = []
+        for layer, chosen in enumerate(hot):
+            order = np.argsort(-self._counts[layer], kind="stable").tolist()
+            self._bits.append(self._choose_bits(layer, [e for e in order if e not in chosen]))
 
 
 class MondePlacer(PeerPlacer):
@@ -201,9 +236,6 @@ class MondePlacer(PeerPlacer):
         if workers is None:  # the last one was lost just now
             return self._split(needed, ())
         return self._split(needed, [Remote(k, self._bits, w) for k, w in zip(away, workers, strict=True)])
-
-
-Bits = Callable[[int, Sequence[int]], dict[int, int]]  # (layer, its cold experts by importance) -> bits of each
 
 
 class ContextPlacer(HotPlacer):
@@ -363,7 +395,7 @@ def make_placer(
         tables: of the store's replicas; None where the store has none.
 
     Raises:
-        ConfigError: the policy needs tables or replicas that the store lacks, or more slots than there are.
+        ConfigError: the policy needs replicas that the store lacks, or more slots than there are.
     """
     policy, experts = settings.policy, shape.num_experts
     placement = policy.placement
@@ -383,27 +415,8 @@ def make_placer(
         return ContextPlacer(
             cache, experts, shards, pool, widest, hot_set, bits, migrated, placement.prompts == "ndp", placement.renew
         )
-    counts = _tables(tables, policy.name, "the popularity of experts").counts
-    if not counts.any():
-        raise ConfigError(
-            f"policy {policy.name} needs the popularity of experts, and the store's replicas are data-free",
-            "run `tiermoe prepare MODEL OUT --bits 4 --calibrated`, or give a text with --calibration FILE",
-        )
-    return make_static(cache, experts, shards, pool, widest, hot_slots, counts, bits)
-
-
-def make_static(
-    cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool, widest: int, hot_slots: HotSlots,
-    counts: NDArray[np.int64], bits: Bits,
-) -> StaticPlacer:  # fmt: skip
-    """A fixed hot set by popularity. counts: of each expert [L, E]."""
-    hot = static_hot(counts, hot_slots)
-    keys = [layer * experts + e for layer in range(hot_slots.layers) for e in sorted(hot[layer])]
-    cold = []
-    for layer in range(hot_slots.layers):
-        order = np.argsort(-counts[layer], kind="stable").tolist()
-        cold.append(bits(layer, [e for e in order if e not in hot[layer]]))
-    return StaticPlacer(cache, experts, shards, pool, widest, keys, cold)
+    popularity = tables.counts if tables is not None and tables.counts.any() else None  # data-free ones know none
+    return StaticPlacer(cache, experts, shards, pool, widest, hot_slots, bits, popularity)
 
 
 def _hot_slots(settings: EngineSettings, cache: ExpertCache, experts: int) -> HotSlots:
@@ -431,7 +444,11 @@ def replica_bits(
     below = widths if published is None else published.narrower(widths)
     if not below:
         return lambda layer, order: dict.fromkeys(order, 0), 0
-    tables = _tables(tables, name, "quantized replicas", below)
+    if tables is None:
+        raise ConfigError(
+            f"policy {name} needs quantized replicas, which the store lacks",
+            f"run `tiermoe prepare MODEL OUT --bits {','.join(map(str, below))}`",
+        )
     have = tables.widths
     if any(b not in have for b in below):
         raise ConfigError(
@@ -450,17 +467,6 @@ def replica_bits(
         return {expert: width if width in below else 0 for expert, width in zip(order, chosen, strict=True)}
 
     return split, widths[-1] if below == widths else 0
-
-
-def _tables(
-    tables: ReplicaTables | None, name: str, what: str, widths: Sequence[int] = (1, 2, 3, 4)
-) -> ReplicaTables:
-    if tables is None:
-        raise ConfigError(
-            f"policy {name} needs {what}, which the store lacks",
-            f"run `tiermoe prepare MODEL OUT --bits {','.join(map(str, widths))}`",
-        )
-    return tables
 
 
 def _monde_choice(

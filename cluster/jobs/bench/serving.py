@@ -80,8 +80,8 @@ def prepared_store(config: RunConfig, settings: EngineSettings) -> Path:
     wanted = Path(config.store).expanduser() if config.store is not None else None  # None: in the cache folder
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir is not None else None
     store = ensure_prepared(config.model_dir, wanted, cache_dir=cache_dir, progress=False)
-    if widths := settings.policy.replica_widths:
-        known = settings.policy.needs_popularity
+    widths, known = settings.policy.replica_widths, settings.policy.needs_popularity
+    if widths or known:
         ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=False)
     return store
 
@@ -332,12 +332,13 @@ def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None
 
     settings, text, quiet = engine_settings(base), base.model_dir / _CALIBRATION_TEXT, Console(quiet=True)
     presets = list(presets)
-    needing = [preset for preset in presets if preset.needs or preset.replica_widths]
+    needing = [preset for preset in presets if preset.needs or preset.replica_widths or preset.needs_popularity]
     if not needing:
         return
     store = prepared_store(base, settings.model_copy(update={"policy": load_policy("on-demand")}))
-    if widths := sorted({width for preset in presets for width in preset.replica_widths}):
-        known = any(preset.needs_popularity for preset in presets)
+    widths = sorted({width for preset in presets for width in preset.replica_widths})
+    known = any(preset.needs_popularity for preset in presets)
+    if widths or known:
         ensure_replicas(store, base.model_dir, widths, base.ndp.group_size, calibrated=known, progress=False)
     for preset in needing:
         if "gates" in preset.needs and not (store / GATES_NAME).exists():

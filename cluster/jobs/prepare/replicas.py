@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .replica_job import ReplicaJob
 
 CALIBRATION_TOKENS = 1 << 14
+_POPULARITY_BITS = 4  # of replicas that are made for the popularity of experts alone
 _LEAST_TOKENS = 64
 
 
@@ -94,17 +95,23 @@ def ensure_replicas(
 
     Args:
         model_dir: the checkpoint, whose shipped calibration text is used.
-        calibrated: they must be, for the popularity of experts.
+        calibrated: they must be, for the popularity of experts. Where only that is wanted (no bits), replicas of
+            4 bits come with it; a model without a calibration text, or whose experts are in a published
+            form, gets none: its popularity is counted as requests run.
 
     Raises:
-        ConfigError: replicas of another group size exist; unknown width or group; calibrated ones are wanted or there,
-            and the model ships no calibration text.
+        ConfigError: replicas of another group size exist; unknown width or group; calibrated ones of these widths are
+            wanted or there, and the model ships no calibration text.
         StoreError, UnsupportedModelError: as `add_replicas`.
     """
     from .calibration import shipped_calibration
 
     manifest = read_manifest(store)
-    if manifest.published is not None and not (bits := manifest.published.narrower(bits)):
+    if manifest.published is not None:
+        bits, calibrated = manifest.published.narrower(bits), False
+    if not bits and calibrated and shipped_calibration(model_dir) is not None:
+        bits = (_POPULARITY_BITS,)
+    if not bits:
         return store
     options = ReplicaOptions(tuple(bits), group)
     try:

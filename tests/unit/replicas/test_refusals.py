@@ -24,6 +24,8 @@ def test_ensure_replicas_names_the_command(checkpoint: Path, calibration: Path, 
     store = prepare(checkpoint, tmp_path / "store", progress=False)
     with pytest.raises(ConfigError, match=r"tiermoe prepare \S+ \S+ --bits 2,3 --group-size 64 --calibration FILE"):
         ensure_replicas(store, checkpoint, (3, 2), calibrated=True, progress=False)
+    ensure_replicas(store, checkpoint, (), calibrated=True, progress=False)  # popularity alone is counted online
+    assert describe_replicas(store) is None
     ships = Path(shutil.copytree(checkpoint, tmp_path / "ships"))
     (ships / "calibration").mkdir()
     shutil.copy(calibration, ships / "calibration" / "text.txt")

@@ -217,9 +217,10 @@ class Bench:
                 replicas = self.host.replicas(expert, policy.low_bit.bits, settings.ndp.group_size, device)
             artifacts = PolicyArtifacts(profile=profile_of(self.trace) if "profile" in policy.needs else None)
             made = stack.enter_context(closing(make_device(device.type, settings.link)))
+            tables = policy.replica_widths or policy.needs_popularity
             engine = ExpertEngine(
                 settings, expert, self.host.layers, blocks, shape.top_k, made, self.context.dtype, links,
-                random_tables(layers, shape.experts) if policy.uses_ndp and policy.replica_widths else None, (),
+                random_tables(layers, shape.experts) if policy.uses_ndp and tables else None, (),
                 matcher, artifacts=artifacts, replicas=replicas,
             )  # fmt: skip
             stack.callback(remove_hooks)
