@@ -200,6 +200,9 @@ class RunConfig(EngineOptions):
         if not policy.uses_ndp:
             return 0
         wanted = self.cluster.ndp_workers
+        chosen = "ndp_workers" in self.cluster.model_fields_set
+        if policy.placement.kind == "auto" and not chosen and usable_cores() < 2:
+            return 0  # a worker would take the lead's only core
         return 1 if wanted == "per-node" else wanted
 
     def cpus_of_actors(self, policy: PolicySettings) -> int:

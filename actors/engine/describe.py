@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ...errors import size
@@ -60,6 +61,7 @@ def describe(
         "split": _split(settings, engine),
         "low_bit": _low_bit(settings, engine),
         "ndp": _ndp(settings, engine),
+        "planner": None if stats.planner is None else asdict(stats.planner),
         "shards": _shards(settings, engine),
         "matcher": _matcher(settings, engine),
         "batching": "continuous" if batcher.serial_because is None else "serial",

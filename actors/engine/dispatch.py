@@ -265,6 +265,7 @@ class DeviceBackend:
         """The peer is lost or late: load its experts and run them here in full precision."""
         task.recomputed = True
         cache, layer = self.cache, step.index
+        cache.poll()  # background copies of these may have begun since the layer did
         again = LoadOnMiss().plan(cache.segments(task.keys), cache.residency, cache.eviction)
         cache.begin(layer, again)
         cache.issue(again.first_loads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -37,7 +38,9 @@ from .make_policies import (
     pre_evicting_asks,
     unasked_layers,
 )
+from .model.kernels import expert_seconds
 from .model.model import MoeBlock, attach, detach
+from .peers.auto import make_auto, probe_costs
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
 from .peers.remote import NdpPool, RemoteExperts
@@ -155,10 +158,25 @@ class ExpertEngine:
                 settings.shards, shards, len(blocks), shape.num_experts, shape.hidden, self._stats,
                 self.activations.supply,
             )  # fmt: skip
+        if settings.policy.placement.kind == "auto":
+            self.ndp = self._make_optional_ndp(settings, shape, blocks, ndp)
+            gpu_s = expert_seconds(self.kernels.of(blocks[0]), self.cache.pool)
+            probe = partial(probe_costs, self.cache, self.ndp, gpu_s, self.activations, self.top_k)
+            return make_auto(self.cache, shape.num_experts, self.top_k, self.shards, self.ndp, probe)
         if settings.policy.uses_ndp:
             self.ndp = self._make_ndp(settings, shape, blocks, ndp)
             return make_placer(settings, self.cache, shape, self.shards, self.ndp, self.kernels.of(blocks[0]), tables)
         return self._placer if self.shards is None else GpuPlacer(self.cache, shape.num_experts, self.shards)
+
+    def _make_optional_ndp(
+        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], links: Sequence[PeerLink]
+    ) -> NdpPool | None:
+        """The workers of placement auto, which loads every miss where there are none, or none that can compute."""
+        try:
+            return self._make_ndp(settings, shape, blocks, links) if links else None
+        except ConfigError as error:
+            self.notes.append(f"every miss is loaded: {error.what}")
+            return None
 
     def _make_ndp(
         self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], links: Sequence[PeerLink]
@@ -264,10 +282,11 @@ class ExpertEngine:
                 settings.policy, pool, shape, blocks, cache.pool.dtype, settings.threads, self.notes
             )
             rules.append(LowBits(MixedPrecision(low.t1, low.t2, blocks[0].normalised), cache, self.experts))
+        own = self._placer.hooks
         hooks = Hooks(
             rules,
-            [watcher for watcher in (self.shards, self.configuring) if watcher is not None],
-            [hook for hook in (self.prefetching, self.pre_evicting) if hook is not None],
+            [*[watcher for watcher in (self.shards, self.configuring) if watcher is not None], *own.watch],
+            [*[hook for hook in (self.prefetching, self.pre_evicting) if hook is not None], *own.ahead],
         )
         peer_named = self._peer if self.shards is not None or self.ndp is not None else None
         views = self._make_views(blocks, rerouter)

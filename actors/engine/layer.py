@@ -196,9 +196,11 @@ class Placer:
     Attributes:
         keep: residents that are evicted last.
         hot_per_layer: experts of each layer in the hot set; None: no fixed number.
+        hooks: what it adds to each layer's step.
     """
 
     hot_per_layer: int | None = None
+    hooks: Hooks = Hooks()
     keep: frozenset[int] = NO_KEYS
 
     def __init__(self, cache: ExpertCache) -> None:

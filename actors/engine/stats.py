@@ -144,6 +144,23 @@ class ConfiguratorStats:
     problem: str | None = None  # why the last search failed
 
 
+@dataclass(frozen=True)
+class PlannerStats:
+    """What the planner of `auto` has learned since the start.
+
+    Attributes:
+        error: mean difference of predicted and measured time of a layer, as a share of the time.
+        copy_s, near_s, near_busy_s: seconds of a copy of one expert, and of one expert near data while the link is idle
+            and while it copies. message_s: of a message to an NDP worker and back.
+    """
+
+    error: float
+    copy_s: float
+    near_s: float
+    near_busy_s: float
+    message_s: float
+
+
 @dataclass
 class EngineStats:
     """Counters of one engine, per MoE layer and in total."""
@@ -162,6 +179,7 @@ class EngineStats:
     prefetch_trials: TrialResult | None = None  # since the start; None: prefetch is not adaptive
     matcher: dict[str, Any] | None = None  # `MatcherLink.report`; None: no matcher
     configurator: ConfiguratorStats | None = None  # None: the split is fixed
+    planner: PlannerStats | None = None  # None: another placement than auto
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_workers: dict[str, WorkerStats] = field(default_factory=dict)  # by name, such as "ndp/0"
     ndp_losses: int = 0  # connections lost

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from ..policy_settings import PolicySettings
 
 
-@register("placement", "cache", "context", "static", "monde")
+@register("placement", "cache", "context", "static", "monde", "auto")
 class PlacementOptions(PolicyOptions):
     """Which experts run on the GPUs and which on the NDP workers.
 
     cache: no NDP workers; the caches decide. context: a sequence's most important experts after its prefill, fixed for
     its decode or placed again every `renew` tokens. static: the most popular experts of the calibration text, or of
     what has run where the store knows none. monde: in every layer those with the most tokens, as far as loading them
-    pays.
+    pays. auto: a planner waits for, loads or computes near data each expert that is not there, whichever ends the layer
+    sooner; without NDP workers it loads.
     """
 
     kind: str = "cache"
@@ -50,6 +51,10 @@ class PlacementOptions(PolicyOptions):
             raise ValueError(f"placement {self.kind} decides what is loaded: leave prefetch and preload out")
         if self.kind != "context" and (self.prompts != "gpu" or self.renew is not None):
             raise ValueError(f"prompts and renew are of placement context, not of {self.kind}")
+        if self.kind == "auto" and (self.hot_per_layer is not None or policy.precision.kind != "full"):
+            raise ValueError("placement auto is exact and chooses what stays: leave hot_per_layer and precision out")
+        if (self.kind == "auto") != (policy.eviction.kind == "worth"):
+            raise ValueError("placement auto and eviction worth need each other: give both, or neither")
         if self.kind == "monde" and self.hot_per_layer:
             raise ValueError("placement monde keeps what it loads, or nothing: give hot_per_layer 0, or leave it out")
 

@@ -248,6 +248,11 @@ class RuntimeCounters(Collector):
                 yield CounterMetricFamily(
                     "tiermoe_prefetch_trials", "Comparisons of decoding with and without prefetch.", trials["trials"]
                 )
+            if (planner := stats.get("planner")) is not None:
+                yield GaugeMetricFamily(
+                    "tiermoe_planner_error_ratio", "Predicted against measured time of a layer, mean difference.",
+                    planner["error"],
+                )  # fmt: skip
             loaded = CounterMetricFamily(
                 "tiermoe_expert_bytes_loaded", "Expert bytes brought to the device.", labels=["cause"]
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .status import planned_by
 from .tables import Facts, Grid, count, facts, grid, seconds, size, speed
 
 _KINDS = {
@@ -37,6 +38,7 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
         *([("split", _split(plan["split"]))] if plan.get("split") else []),
         *([("low precision", _low_bit(plan["low_bit"]))] if plan.get("low_bit") else []),
         *([("NDP worker", _ndp(plan["ndp"]))] if plan.get("ndp") else []),
+        *([("misses", _misses(plan))] if plan.get("planner") else []),
         *([("matcher", _matcher(plan["matcher"]))] if plan.get("matcher") else []),
         ("link", _link(plan)),
         ("KV cache", f"{plan['kv_tokens']} tokens, {plan['batching']} batching; "
@@ -130,6 +132,14 @@ def _ndp(ndp: Mapping[str, Any]) -> str:
     paced = f"paced as {ndp['hardware']}" if ndp["paced"] else f"modelled as {ndp['hardware']}"
     way = ndp["transport"] if ndp["activations"] == "plain" else f"{ndp['transport']} ({ndp['activations']})"
     return f"placement {ndp['placement']}{hot}, {precision}; {threads}, over {way}, {paced}"
+
+
+def _misses(plan: Mapping[str, Any]) -> str:
+    """What the planner of `auto` may choose, and the measured costs by which it does."""
+    planner = plan["planner"]
+    if not plan["ndp"]:
+        return f"all loaded, since no NDP worker computes: {seconds(planner['copy_s'])} an expert"
+    return f"each loaded or computed near data, whichever ends the layer sooner: {planned_by(planner)} (measured)"
 
 
 def _matcher(matcher: Mapping[str, Any]) -> str:

@@ -174,6 +174,7 @@ def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tup
         *configurator_rows(total),
         ("link busy", f"{seconds(total['total_io_s'])}, compute blocked by it {seconds(total['blocked_io_s'])}"),
         *_writeback_rows(total),
+        *planner_rows(total),
         *(_ndp_rows(total) if plan.get("ndp") else []),
         ("expert memory", f"peak {size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
                           f"{total['slots']} slots for {total['experts']} experts"),
@@ -248,6 +249,33 @@ def configurator_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("cache split", f"split anew {found['reconfigurations']} times in {found['configurations']} configurations"
                         f"{gain}; {cost}{trouble}"),
     ]  # fmt: skip
+
+
+def planner_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the planner of `auto` chose for experts that were not there, and by which costs; empty without one."""
+    planner = total.get("planner")
+    if not planner:
+        return []
+    near, waited = total["ndp_experts"], total["late_prefetches"]
+    loaded, missing = total["misses"] - waited, total["misses"] + near
+    shares = "nothing was missing" if not missing else (
+        f"{loaded / missing:.0%} loaded, {near / missing:.0%} computed near data, {waited / missing:.0%} waited for"
+    )  # fmt: skip
+    behind = total.get("prefetch_sources", {}).get("background")
+    copies = f"; {behind['queued']} copied in the background, {behind['hits']} of them used" if behind else ""
+    return [
+        ("misses", f"{shares}{copies}"),
+        ("planned by", f"{planned_by(planner)}; a layer's predicted time is off by {planner['error']:.0%}"),
+    ]
+
+
+def planned_by(planner: Mapping[str, Any]) -> str:
+    """The costs by which a miss is loaded or computed near data."""
+    copy_s, near_s, busy_s = planner["copy_s"], planner["near_s"], planner["near_busy_s"]
+    return (
+        f"{seconds(copy_s)} to load an expert; near data {seconds(near_s)}, {seconds(busy_s)} while the link copies, "
+        f"and {seconds(planner['message_s'])} a message"
+    )
 
 
 def _ndp_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -22,8 +22,9 @@ from ...actors.engine.cache.virtual_link import VirtualClock
 from ...actors.engine.host_view import Routing
 from ...actors.engine.layer import MoeLayer, Placer
 from ...actors.engine.stats import LayerStats, PeerKind
+from ...actors.policies.auto import Costs
 from ...actors.policies.context_ndp import HotSet, HotSlots
-from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, load_s
+from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, expert_cost, load_s
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.sharding import shard_of, spread_by_bytes
@@ -206,6 +207,10 @@ class SimulatedNdp:
     def living(self) -> int:
         return self.workers
 
+    @property
+    def members(self) -> Sequence[str]:
+        return self._names
+
     def choose(self, keys: Sequence[int]) -> list[str]:
         """The device of each expert."""
         return [self._names[self._owners[key]] for key in keys]
@@ -286,6 +291,8 @@ def make_simulated_placer(
     from ...actors.engine.peers import placement as engine  # torch
 
     peers, experts, kind = cast(Any, shards), header.experts, settings.placement.kind
+    if kind == "auto":
+        return _auto_placer(header, machine, cache, peers, ndp)
     if kind == "cache":
         return engine.GpuPlacer(cache, experts, peers)
     if ndp is None:
@@ -322,6 +329,24 @@ def make_simulated_placer(
         return engine.ContextPlacer(cache, experts, peers, pool, widest, hot_set, bits, migrated, near, renew)
     known = counts if counts is not None and counts.any() else None
     return engine.StaticPlacer(cache, experts, peers, pool, widest, hot_slots, bits, known)
+
+
+def _auto_placer(
+    header: TraceHeader, machine: Machine, cache: ExpertCache, shards: Any, ndp: SimulatedNdp | None
+) -> Placer:
+    """The placer of `auto` on the machine's own costs; without near-data devices every miss is loaded."""
+    from ...actors.engine.peers.auto import make_auto  # torch
+
+    gpu_s, copy_s = machine.experts(1, 1), 0.0 if machine.link is None else load_s(header.slot_bytes, machine.link)
+    near_s, message_s, rows = gpu_s, 0.0, 1
+    if ndp is not None:
+        near_s = expert_cost(ndp.profile, Work(header.hidden, ndp.neurons, 1)).total_s
+        message_s, rows = 2 * load_s(_ROW_ITEM * header.hidden, ndp.profile.link), ndp.profile.array_rows
+    copy_s, gpu_s, row_s, near_s, message_s, dense_s = (
+        max(one, 1e-9) for one in (copy_s, gpu_s, machine.expert_row_s, near_s, message_s, machine.dense(1))
+    )
+    costs = Costs(copy_s, gpu_s, row_s, near_s, near_s, float(rows), message_s, dense_s)
+    return make_auto(cache, header.experts, header.top_k, shards, cast(Any, ndp), lambda: costs)
 
 
 def merged(lead: LayerStats, others: Sequence[LayerStats]) -> LayerStats:

@@ -238,7 +238,7 @@ def cluster_spec(
         store_layout=cluster.store.layout,
         store_nodes=cluster.store.nodes,
         store_copies=cluster.store.copies,
-        ndp=_ndp_spec(config, settings, facts) if policy.uses_ndp else None,
+        ndp=_ndp_spec(config, settings, facts) if config.ndp_workers(policy) else None,
         matcher=policy.prefetch.uses_maps,
         low_bit=low_bit,
         copied_most=_copied_most(settings.copies, facts) if gpu else 0,

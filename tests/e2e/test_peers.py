@@ -28,6 +28,7 @@ from tiermoe.proto.messages import HealthReport, HealthRequest, PrefetchCommand
 slow = pytest.mark.slow
 PATIENCE_S = 30.0
 STRIKES = [signal.SIGKILL, signal.SIGSTOP]
+SLOW = {"gbps": 0.5, "latency_us": 10.0}  # a link that makes near data the cheaper place
 LOST_S = 5.0  # liveness within 1 s, recomputation, and a busy machine; less than a deadline would take
 
 
@@ -93,6 +94,7 @@ def test_four_shards(store: ExpertStore, reference: Reference) -> None:
         assert len(pids) == 3
 
 
+
 # -- one NDP worker ------------------------------------------------------------------------------------------------
 
 
@@ -109,15 +111,19 @@ def _near_data(policy: str, budget: str = "0.5", workers: int = 1, **more: Any) 
 @slow
 @pytest.mark.parametrize(
     ("policy", "transport"),
-    [("context-ndp-full", "shm"), ("context-ndp-full", "grpc"), ("static-ndp", "auto"), ("monde", "auto")],
-)
+    [
+        ("context-ndp-full", "shm"), ("context-ndp-full", "grpc"), ("static-ndp", "auto"), ("monde", "auto"),
+        ("auto", "auto"),
+    ],
+)  # fmt: skip
 def test_near_data_in_full_precision(policy: str, transport: str, reference: Reference) -> None:
-    with _near_data(policy, ndp={"transport": transport}) as worker:
+    more = {"link": SLOW} if policy == "auto" else {}
+    with _near_data(policy, ndp={"transport": transport}, **more) as worker:
         reference.check(worker, 4, 48)
         reference.check(worker, 1, 48, first=4)
         stats = worker.stats()
         assert stats.total().ndp_tokens > 0
-        assert stats.total().bytes_demanded_decode == 0 or policy == "monde"
+        assert stats.total().bytes_demanded_decode == 0 or policy in ("monde", "auto")
         assert stats.ndp_losses == 0
         assert stats.expert_bytes_peak <= stats.expert_budget_bytes
         if transport != "auto":
@@ -150,6 +156,20 @@ def test_a_request_outlives_an_ndp_worker(strike: signal.Signals, transport: str
         before = stats.total().ndp_tokens
         reference.check(worker, 1, 48, first=1)
         assert worker.stats().total().ndp_tokens > before
+
+
+@slow
+def test_auto_outlives_a_worker_and_a_gpu(reference: Reference) -> None:
+    with _near_data("auto", "0.25", 2, cluster={"shards": 2}, link=SLOW) as worker:
+        reference.check(worker, 4, 32)
+        assert worker.stats().total().shard_tokens > 0
+        assert min(_pairs(worker).values()) > 0
+        for process, peer in ((worker.ndp_processes[0], "ndp/0"), (worker.shard_processes[0], "shard/1")):
+            pid = process.pid
+            assert reference.check_struck(worker, 0, lambda pid=pid: os.kill(pid, signal.SIGKILL)) < LOST_S
+            assert worker.health()[peer] == "lost"
+            _rejoined(worker, process, peer)
+            reference.check(worker, 2, 32, first=1)
 
 
 # -- two GPUs and two NDP workers ----------------------------------------------------------------------------------

@@ -486,3 +486,11 @@ def test_host_memory_bounds_what_a_plan_may_take() -> None:
     config = load_run_config(None, {"cluster": {"host_memory": "1MB"}})
     (node,) = this_machine(local_ray(config, engine_settings(config)))
     assert node.resources["memory"] == 1e6
+
+
+def test_auto_starts_ndp_workers_where_a_core_is_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, config = load_policy("auto"), load_run_config(None, {"policy": "auto"})
+    asked = load_run_config(None, {"policy": "auto", "cluster": {"ndp_workers": 2}})
+    for cores, workers in ((1, 0), (2, 1), (16, 1)):
+        monkeypatch.setattr(config_module, "usable_cores", lambda cores=cores: cores)
+        assert (config.ndp_workers(policy), asked.ndp_workers(policy)) == (workers, 2)

@@ -5,6 +5,7 @@ The NDP placements in the engine, with a worker that computes exactly and dies w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,9 +20,11 @@ from hypothesis import strategies as st
 from serving import greedy, prepared, reference_greedy, serving, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
+from tiermoe.actors.engine.peers import auto
 from tiermoe.actors.engine.peers.remote import NdpPool
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.policies.auto import Auto, Without
 from tiermoe.actors.policies.context_ndp import PlacementOptions, PrecisionOptions, prefix_split
 from tiermoe.actors.policies.sharding import reassigned, spread_by_bytes
 from tiermoe.actors.policy_settings import PolicySettings
@@ -151,7 +154,7 @@ _NEW = 12
 def _policy(kind: str, precision: PrecisionOptions | None = None, **placement: Any) -> PolicySettings:
     precision = precision or PrecisionOptions()
     return PolicySettings(
-        name="test", lossless=precision.kind == "full",
+        name="test", lossless=precision.kind == "full", eviction="worth" if kind == "auto" else "lru",
         placement=PlacementOptions(kind=kind, **placement), precision=precision,
     )  # fmt: skip
 
@@ -189,7 +192,7 @@ def _serving(store: ExpertStore, *links: FakeLink, policy: PolicySettings, budge
         worker.close()
 
 
-@pytest.mark.parametrize("kind", ["context", "monde"])
+@pytest.mark.parametrize("kind", ["context", "monde", "auto"])
 @pytest.mark.parametrize("together", [False, True])
 def test_full_precision_placements_are_lossless(
     store: ExpertStore, expected: list[list[int]], kind: str, together: bool
@@ -302,9 +305,19 @@ def test_experts_that_the_worker_cannot_compute_are_refused(tmp_path: Path) -> N
         pass
 
 
-def test_a_lost_worker_is_replaced_by_loads_and_rejoins(store: ExpertStore, expected: list[list[int]]) -> None:
+@pytest.fixture
+def _near_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner of `auto` computes every miss near data: its own choice depends on the machine's times."""
+    monkeypatch.setattr(auto, "Auto", functools.partial(Auto, without=Without.SPLIT))
+
+
+@pytest.mark.usefixtures("_near_data")
+@pytest.mark.parametrize("kind", ["context", "auto"])
+def test_a_lost_worker_is_replaced_by_loads_and_rejoins(
+    store: ExpertStore, expected: list[list[int]], kind: str
+) -> None:
     link = FakeLink(store.describe())
-    with _serving(store, link, policy=_policy("context")) as worker:
+    with _serving(store, link, policy=_policy(kind)) as worker:
         link.dies_at = 3
         link.up.clear()
         assert greedy(worker, _PROMPTS[:1], _NEW) == expected[:1]
@@ -414,6 +427,23 @@ def test_a_policy_without_ndp_takes_no_worker(store: ExpertStore) -> None:
         assert worker.ndp_stats() == []
         with pytest.raises(ConfigError, match="uses no NDP worker"):
             worker.add_ndp(FakeLink(store.describe()))  # type: ignore[arg-type]
+
+
+def test_auto_loads_where_no_worker_is(store: ExpertStore, expected: list[list[int]]) -> None:
+    with _serving(store, policy=_policy("auto")) as worker:
+        assert greedy(worker, _PROMPTS, _NEW) == expected
+        total = worker.stats().total()
+        assert total.ndp_calls == 0
+        assert total.bytes_loaded_demand > 0
+        worker.engine.cache.check_integrity()
+
+
+def test_auto_loads_experts_that_no_worker_computes(tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint("gpt_oss", tmp_path / "checkpoint")
+    oss = prepared(checkpoint, tmp_path / "store")
+    with _serving(oss, FakeLink(oss.describe()), policy=_policy("auto")) as worker:
+        assert any("every miss is loaded" in note for note in worker.plan()["notes"])
+        greedy(worker, _PROMPTS[:1], 2)
 
 
 def test_no_worker_at_start_is_a_typed_error(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:

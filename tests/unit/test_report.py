@@ -26,7 +26,14 @@ from tiermoe.cluster.placement import new_id, split_name
 from tiermoe.cluster.ray_session import as_failure, without_ray_notices
 from tiermoe.cluster.report.files import check_writable, write_timeline
 from tiermoe.cluster.report.runtime import placed_tables, plan_table
-from tiermoe.cluster.report.status import brief_table, merged_residency, residency_map, status_tables, summary_table
+from tiermoe.cluster.report.status import (
+    brief_table,
+    merged_residency,
+    planner_rows,
+    residency_map,
+    status_tables,
+    summary_table,
+)
 from tiermoe.cluster.report.tables import LineProgress, facts, grid, seconds, show, size
 from tiermoe.cluster.topology.estimate import make_plan
 from tiermoe.cluster.topology.spec import NodeInfo
@@ -306,3 +313,15 @@ def test_only_the_threads_of_ray_are_silenced(capsys: pytest.CaptureFixture[str]
         print("main")
     assert sys.stdout is before
     assert capsys.readouterr().out == "mine\nmain\n"
+
+
+def test_what_auto_chose_is_said_in_words() -> None:
+    planner = {"error": 0.25, "copy_s": 1e-4, "near_s": 5e-5, "near_busy_s": 6e-5, "message_s": 2e-4}
+    counters = {"planner": planner, "misses": 50, "late_prefetches": 10, "ndp_experts": 50}
+    counters["prefetch_sources"] = {"background": {"queued": 7, "hits": 3}}
+    rows = dict(planner_rows(counters))
+    assert rows["misses"] == (
+        "40% loaded, 50% computed near data, 10% waited for; 7 copied in the background, 3 of them used"
+    )
+    assert rows["planned by"].endswith("off by 25%")
+    assert planner_rows({"planner": None}) == []

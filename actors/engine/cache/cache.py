@@ -68,7 +68,7 @@ class ExpertCache:
         loader: CopyQueue | None = None, clock: Callable[[], float] = time.perf_counter, cut: SplitLayout | None = None,
         writeback: bool = False, low_bit: LowBitPart | None = None,
     ) -> None:  # fmt: skip
-        self.pool, self.device, self.residency = pool, device, residency
+        self.pool, self.device, self.residency, self.clock = pool, device, residency, clock
         self.policy = self.eviction = eviction
         self.passes = PassRecord()
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt

@@ -69,8 +69,7 @@ def start_worker(config: RunConfig) -> Any:
 
     settings = engine_settings(on_this_machine(config))
     check_artifacts(settings.policy, config)
-    workers = config.cluster.ndp_workers
-    worker = LocalWorker(settings, prepared_store(config, settings), 1 if workers == "per-node" else workers)
+    worker = LocalWorker(settings, prepared_store(config, settings), config.ndp_workers(settings.policy))
     worker.start()
     return worker
 

@@ -1,0 +1,466 @@
+"""The placer of `auto`: each miss is waited for, loaded, or computed near data, whichever ends the layer sooner.
+
+    begin_forward: prompts end
+    plan (routing known): planner -> remote experts, loads            `layer` (loads issued): background copies
+    ran (layer over): costs are corrected, worth, admission
+
+The decision is the planner's (`policies.auto`), pure; this page gives it queues, clocks and residency, and carries its
+answer out. It is a hook of the layer, too: `Watcher` and `AheadHook`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....kernels import _planner
+from ...policies.auto import Action, Auto, Costs
+from ...policies.auto import LayerPlan as Choice
+from ...policies.plan import LayerPlan, Remote
+from ...policies.residency import State
+from ...policies.worth import WorthEviction
+from ..host_view import LayerView, Routing
+from ..layer import Hooks
+from ..stats import PlannerStats
+from .placement import PeerPlacer
+
+if TYPE_CHECKING:  # torch: the simulator uses this module without it
+    from ..cache.cache import ExpertCache
+    from ..cache.device import Activations
+    from ..serving.streams import SequenceRows
+    from .remote import NdpPool, RemoteExperts
+    from .shards import Shards
+
+SOURCE = "background"  # of its copies, in the counters
+_REPEATS, _EXPERTS, _ROWS = 5, 4, 16  # of the probe: messages of each kind, experts and rows of the longer ones
+_PROBED = 16  # experts of the first layer that the probe uses
+_GAPS = 32  # layers of a decode between which the dense part is timed
+_MOST_BUSY = 5.0  # a link takes at most 0.8 of the host's memory bandwidth
+_BUSY = 1.25  # near-data seconds while the link copies against idle ones, where they cannot be measured
+
+
+class Planner(Protocol):
+    """What decides: `policies.auto.Auto`, whose methods say more."""
+
+    @property
+    def costs(self) -> Costs: ...
+
+    def plan(
+        self, layer: int, needed: Any, rows: Any, now_s: float, link_free_s: float, flight_keys: Any, arrival_s: Any,
+        prompt_tokens: int,
+    ) -> Choice: ...
+
+    def used(self, layer: int, needed: Any) -> None: ...
+
+    def prompt_end(self, counts: Any, tokens: int, requests: int, batch: int) -> Any: ...
+
+    def victims(self, layer: int, count: int) -> list[int]: ...
+
+    def admit(self, key: int) -> tuple[bool, int | None]: ...
+
+    def saw(self, action: Action, expected_s: float, seen_s: float) -> None: ...
+
+    def took(self, seen_s: float) -> None: ...
+
+    def filled(self) -> None: ...
+
+    def error(self) -> float: ...
+
+
+# (start costs, near-data workers, slots of a layer, residency [L, E]) -> the planner
+MakePlanner = Callable[[Costs, int, int, NDArray[np.uint8]], Planner]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A layer between its plan and its end.
+
+    began_s, expected_s: its plan, and the seconds that it is expected to take from then; None: nothing was predicted.
+    near: experts that are computed near data. learns: all its rows are of announced decodes.
+    """
+
+    layer: int
+    needed: NDArray[np.int32]
+    began_s: float
+    expected_s: float | None
+    near: int
+    loaded: list[int]
+    learns: bool
+
+
+class AutoPlacer(PeerPlacer):
+    """Carries out a planner's choice for the experts of this GPU; those of other GPUs run on their owners.
+
+    Without a living NDP worker every miss is loaded. A prompt counts its experts; while it runs, a layer that needs
+    more than its share of the slots takes turns within that share, and the experts that the prompt uses most leave
+    last, so decoding begins with them. Background copies are prefetches of the source `background`: they come behind
+    demand, are dropped where they have not begun when their layer runs, and take the slot of the victim that the
+    planner names.
+
+    Costs are corrected end to end, waits of threads included: by the whole time of a decode's layer that only loaded,
+    or only computed near data, against the predicted one.
+
+    Args:
+        pool: the NDP workers; None: there are none.
+        order: the cache's order of eviction; None: another one than `worth`, which then decides alone.
+        probe: measures the start costs, in `preload`.
+        make: makes the planner.
+    """
+
+    always = False  # as an AheadHook
+
+    def __init__(
+        self, cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool | None,
+        order: WorthEviction | None, probe: Callable[[], Costs], make: MakePlanner,
+    ) -> None:  # fmt: skip
+        super().__init__(cache, experts, shards)
+        self._pool, self._order, self._probe, self._make, self._clock = pool, order, probe, make, cache.clock
+        self.hooks = Hooks(watch=(self,), ahead=(self,))
+        layers = len(cache.stats.layers)
+        self._states = np.zeros((layers, experts), np.uint8)  # as the planner sees them
+        self._flat = self._states.ravel()
+        self._held = np.frombuffer(cache.residency.arrays[0], np.uint8)
+        self._slots = max(1, cache.residency.slots // layers)
+        self._counting: dict[str, NDArray[np.int64]] = {}  # prompts: uses of each expert [L, E]
+        self._tokens: dict[str, int] = {}  # rows of these prompts
+        self._over: deque[str] = deque()
+        self._rows: list[SequenceRows] = []
+        self._prompt: NDArray[np.int64] | None = None  # uses by the prompts of the present forward [L, E]
+        self._pass: _Pass | None = None
+        self._wanted: Sequence[Any] = ()
+        self._arrivals: dict[int, float] = {}  # of copies under way, as expected
+        self._filling: set[int] = set()  # background copies under way
+        self._link_free_s = 0.0
+        self._ended_s, self._gaps = 0.0, list[float]()  # the last layer's end; seconds between layers of a decode
+        self.planner: Planner | None = None  # after `preload`
+
+    def preload(self) -> None:
+        if self._shards is not None:
+            self._shards.place((), keep_others=True)()  # drop the placement of an earlier lead
+        self._plan_by(self._probe())
+        if self._order is not None:
+            self._order.bind(self._cache.residency.slots, self._ranked)
+
+    def _plan_by(self, costs: Costs) -> None:
+        workers = 0 if self._pool is None else len(self._pool.members)
+        self.planner = self._make(costs, workers, self._slots, self._states)
+
+    # -- around forwards -----------------------------------------------------------------------------------------------
+
+    def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
+        assert self.planner is not None
+        if len(self._gaps) >= _GAPS:  # once: a layer's dense part shows when layers run
+            self._plan_by(replace(self.planner.costs, dense_s=statistics.median(self._gaps)))
+            self._gaps, self._ended_s = [], math.inf
+        planner = self.planner
+        while self._over:
+            name = self._over.popleft()
+            self._counting.pop(name, None)
+            self._tokens.pop(name, None)
+        self._rows = list(sequences)
+        decoding = [s.name for s in sequences if s.decode]
+        started = [name for name in decoding if name in self._counting]
+        if started:
+            counts = np.sum([self._counting.pop(name) for name in started], axis=0)
+            planner.prompt_end(counts, sum(self._tokens.pop(name) for name in started), len(started), len(decoding))
+        self._prompt = None
+        for s in sequences:
+            if not s.decode:
+                self._prompt = self._counting.setdefault(s.name, np.zeros(self._states.shape, np.int64))
+                self._tokens[s.name] = self._tokens.get(s.name, 0) + s.stop - s.start
+        self._report(planner)
+
+    def end_sequence(self, name: str) -> None:
+        self._over.append(name)  # from any thread: a forward may be counting it
+
+    # -- a layer -------------------------------------------------------------------------------------------------------
+
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+        planner, base, now_s = self.planner, layer * self._experts, self._clock()
+        assert planner is not None
+        if layer and self._prompt is None and 0.0 < self._ended_s < now_s:
+            self._gaps.append(now_s - self._ended_s)
+        announced = bool(self._rows) and self._rows[-1].stop == routing.tokens
+        keep = self._begin_prompt(layer, view) if announced and self._prompt is not None else frozenset[int]()
+        remote, mine, counts = list[Remote](), list[int](), list[int]()
+        for key, count in zip(needed, routing.counts, strict=True):
+            gpu = self._gpu_of(key)
+            if gpu is None:
+                mine.append(key)
+                counts.append(count)
+            else:
+                remote.append(Remote(key, 0, gpu))
+        self._wanted, self._pass = (), None
+        self._look()
+        experts = np.array(mine, np.int32) - np.int32(base)
+        expected_s, sent = None, 0
+        pool = self._pool
+        if pool is None or pool.available:
+            rows, tokens = np.array(counts, np.int32), 0 if self._prompt is None else routing.tokens
+            choice = planner.plan(layer, experts, rows, now_s, *self._queue(now_s), tokens)
+            actions = choice.actions.tolist()
+            near = [key for key, action in zip(mine, actions, strict=True) if action == Action.NEAR_DATA]
+            workers = pool.choose(near) if near and pool is not None else None
+            if workers is not None:
+                remote += [Remote(key, 0, worker) for key, worker in zip(near, workers, strict=True)]
+                sent = len(workers)
+            expected_s = choice.end_s - now_s
+            self._wanted = choice.wanted
+        plan = self._split(needed, remote, keep)
+        learns = announced and self._prompt is None
+        loaded = [*plan.run[plan.resident :]]
+        self._pass = _Pass(layer, experts, now_s, expected_s, sent, loaded, learns)
+        return plan
+
+    def routed(self, layer: int, routing: Routing) -> None:
+        """As a `Watcher`."""
+        return None
+
+    def native(self, index: int) -> None:
+        """As an `AheadHook`: native code cannot do it."""
+        return None
+
+    def idle(self, index: int) -> bool:
+        return False
+
+    def skip(self, index: int, view: Any) -> None:
+        return None
+
+    def layer(self, index: int, view: Any) -> None:
+        """The demand loads are queued: queue the background copies behind them."""
+        now_s, under_way, found = self._clock(), self._cache.loads.under_way, self._pass
+        assert self.planner is not None
+        copy_s, free_s = self.planner.costs.copy_s, max(self._link_free_s, now_s)
+        for key in () if found is None else found.loaded:
+            if key in under_way and key not in self._arrivals:
+                free_s += copy_s
+                self._arrivals[key] = free_s
+        for wanted in self._wanted:
+            if self._gpu_of(wanted.key) is None and self._fetch(wanted.key, wanted.victim):
+                free_s += copy_s
+                self._arrivals[wanted.key] = free_s
+        self._link_free_s = free_s
+
+    def ran(self, layer: int) -> None:
+        """The layer is over."""
+        found, planner, self._pass = self._pass, self.planner, None
+        if found is None or planner is None or found.layer != layer:
+            return
+        now_s = self._clock()
+        if found.expected_s is not None and found.learns:
+            seen_s = now_s - found.began_s
+            planner.took(seen_s)
+            if found.loaded and not found.near:
+                planner.saw(Action.LOAD, found.expected_s, seen_s)
+            elif found.near and not found.loaded:
+                planner.saw(Action.NEAR_DATA, found.expected_s, seen_s)
+        if self._ended_s < math.inf:
+            self._ended_s = now_s
+        if found.learns:
+            planner.used(layer, found.needed)
+            self._look()
+            staged = () if self._order is None else self._order.refused
+            base = layer * self._experts
+            for key in [*found.loaded, *[base + e for e in found.needed.tolist() if base + e in staged]]:
+                self._admit(key)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _begin_prompt(self, layer: int, view: LayerView) -> frozenset[int]:
+        """Count the rows of prompts; the residents that this layer's loads spare."""
+        for s in self._rows:
+            if not s.decode:
+                picked = view.ids[s.start : s.stop].ravel()
+                self._counting[s.name][layer] += np.bincount(picked, minlength=self._experts)
+        return frozenset() if self._order is None else self._order.settled()
+
+    def _look(self) -> None:
+        """Read the residency: refused experts are staged, and background copies that have arrived are judged."""
+        np.copyto(self._flat, self._held)
+        if self._order is not None:
+            for key in self._order.refused:
+                if self._flat[key] == State.RESIDENT:
+                    self._flat[key] = 3  # staged
+        held = self._held  # which tells of copies in native code, too
+        for key in [key for key in self._arrivals if held[key] != State.LOADING]:
+            del self._arrivals[key]
+        for key in [key for key in self._filling if held[key] != State.LOADING]:
+            self._filling.discard(key)
+            if self._held[key] == State.RESIDENT and self.planner is not None:
+                self.planner.filled()
+                self._admit(key)
+
+    def _admit(self, key: int) -> None:
+        """Let the planner say whether an expert that has come stays."""
+        order = self._order
+        if order is None or self.planner is None or self._held[key] != State.RESIDENT:
+            return
+        self._flat[key] = 3  # it counts for no slot while it is judged
+        admitted, victim = self.planner.admit(key)
+        if not admitted:
+            order.refuse(key)
+            return
+        order.admit(key)
+        self._flat[key] = State.RESIDENT
+        if victim is not None:
+            order.refuse(victim)
+            self._flat[victim] = 3
+
+    def _queue(self, now_s: float) -> tuple[float, NDArray[np.int32], NDArray[np.float64]]:
+        """When the link is free, and the copies under way with the time of each arrival."""
+        if not self._arrivals:
+            self._link_free_s = now_s
+        keys = np.fromiter(self._arrivals, np.int32, len(self._arrivals))
+        times = np.fromiter(self._arrivals.values(), np.float64, len(self._arrivals))
+        return max(now_s, self._link_free_s), keys, np.maximum(times, now_s)
+
+    def _fetch(self, key: int, victim: int | None) -> bool:
+        """Queue a background copy."""
+        cache, order = self._cache, self._order
+        if cache.residency.state(key) != State.ABSENT:
+            return False
+        if order is None:
+            return cache.prefetch((key,), source=SOURCE) > 0
+        at_work, order.layer = order.layer, key // self._experts
+        if victim is not None:
+            order.refuse(victim)
+        queued = cache.prefetch((key,), source=SOURCE) > 0
+        order.layer = at_work
+        if queued:
+            self._filling.add(key)
+        elif victim is not None:
+            order.admit(victim)
+        return queued
+
+    def _ranked(self, layer: int, keys: Collection[int]) -> Sequence[int]:
+        """A layer's residents, those of least worth first: to the prompts that run now, else to the planner."""
+        base, prompt = layer * self._experts, self._prompt
+        if prompt is not None and prompt[layer].any():
+            counts = prompt[layer]
+            return sorted(keys, key=lambda key: counts[key - base])
+        assert self.planner is not None
+        np.copyto(self._states[layer], self._held[base : base + self._experts])
+        least = self.planner.victims(layer, self._experts)
+        there = set(keys)
+        found = [key for key in least if key in there]
+        return [key for key in keys if key not in set(found)] + found  # copies under way go before what is here
+
+    def _report(self, planner: Planner) -> None:
+        costs = planner.costs
+        self._cache.stats.planner = PlannerStats(
+            planner.error(), costs.copy_s, costs.near_s, costs.near_busy_s, costs.message_s
+        )
+
+
+def make_auto(
+    cache: ExpertCache, experts: int, top_k: int, shards: Shards | None, pool: NdpPool | None,
+    probe: Callable[[], Costs],
+) -> AutoPlacer:  # fmt: skip
+    """The placer of placement auto, with the native planner. probe: the start costs, on an empty cache."""
+    order = cache.policy if isinstance(cache.policy, WorthEviction) else None
+    layers = len(cache.stats.layers)
+
+    def make(costs: Costs, workers: int, slots: int, states: NDArray[np.uint8]) -> Planner:
+        return Auto(_planner, layers, experts, top_k, slots, costs, workers, states)
+
+    return AutoPlacer(cache, experts, shards, pool, order, probe, make)
+
+
+def probe_costs(
+    cache: ExpertCache, pool: NdpPool | None, gpu_s: tuple[float, float], activations: Activations | None, top_k: int
+) -> Costs:
+    """Measure the start costs on an empty cache, in well under a second for experts of a few MB.
+
+    Copies: of `_EXPERTS` experts or as many as there are slots. Near data: round trips of one expert, of several, of
+    one with `_ROWS` rows, and of several while the link copies, which takes memory bandwidth and cores.
+
+    Args:
+        gpu_s: of an expert's first row on this device, and of each further one.
+        activations: carry rows to peers; None: there are none.
+    """
+    count = max(1, min(_EXPERTS, cache.residency.slots))
+    copy_s = min(_copying(cache, count, lambda: None) / count for _ in range(_REPEATS))
+    first_s, further_s = max(gpu_s[0], 1e-9), max(gpu_s[1], 1e-9)
+    peer = None if pool is None or activations is None else next(iter(pool.members), None)
+    dense_s = top_k * first_s  # until layers have run
+    near = None if peer is None or activations is None else _near_seconds(cache, peer, activations, copy_s)
+    if near is None:
+        return Costs(copy_s, first_s, further_s, first_s, first_s * _BUSY, 1.0, 1e-4, dense_s)
+    near_s, busy_s, free_rows, message_s = near
+    return Costs(copy_s, first_s, further_s, near_s, busy_s, free_rows, message_s, dense_s)
+
+
+def _copying(cache: ExpertCache, count: int, meanwhile: Callable[[], Any]) -> float:
+    """Seconds until `count` experts have been copied, after `meanwhile` began with them; the cache is empty then."""
+    start_s = time.perf_counter()
+    cache.prefetch(range(count), source="probe")
+    meanwhile()
+    cache.loads.land_all()
+    taken_s = time.perf_counter() - start_s
+    cache.flush()
+    return taken_s
+
+
+def _near_seconds(
+    cache: ExpertCache, peer: RemoteExperts, activations: Activations, copy_s: float
+) -> tuple[float, float, float, float] | None:
+    """Seconds of an expert near data with an idle link and with a busy one, free rows, and seconds of a message; None:
+    the worker did not answer. The least of several trials, since other work on the machine only adds.
+    """
+    experts = len(cache.uses) // len(cache.stats.layers)
+    several, used = max(2, min(_EXPERTS, experts)), min(_PROBED, experts)
+    turn = iter(range(1 << 30))
+
+    def trip(count: int, rows: int) -> tuple[float, float]:
+        ids = (np.arange(count) + next(turn) * several) % used  # other weights than the last message's
+        return _round_trip(peer, activations, cache, np.tile(np.sort(ids), (rows, 1)))
+
+    def least(count: int, rows: int) -> tuple[float, float]:
+        total_s, kernel_s = zip(*[trip(count, rows) for _ in range(_REPEATS)], strict=True)
+        return min(total_s), min(kernel_s)
+
+    try:
+        for _ in range(-(-used // several) + 1):
+            trip(several, 1)  # pages in
+        (one_s, one_kernel_s), (_, several_s), (_, rows_s) = least(1, 1), least(several, 1), least(1, _ROWS)
+        busy_s = list[float]()
+        copies = max(1, min(cache.residency.slots, int(one_s / max(copy_s, 1e-9)) + several))
+        for _ in range(_REPEATS):
+            _copying(cache, copies, lambda: busy_s.append(trip(several, 1)[1]))
+    except _NoAnswer:
+        return None
+    near_s = max(several_s / several, 1e-7)
+    slower_s = min(max(min(busy_s) / several, near_s), _MOST_BUSY * near_s)
+    free_rows = min(float(_ROWS), max(1.0, _ROWS * near_s / max(rows_s, 1e-9)))
+    return near_s, slower_s, free_rows, max(one_s - one_kernel_s, 1e-7)
+
+
+class _NoAnswer(Exception):
+    pass
+
+
+def _round_trip(
+    peer: RemoteExperts, activations: Activations, cache: ExpertCache, ids: NDArray[np.int64]
+) -> tuple[float, float]:
+    """Seconds of one message with rows of zeros for experts of the first layer and its answer, and of its kernels."""
+    import torch
+
+    device = cache.pool.device
+    hidden = torch.zeros((len(ids), cache.pool.hidden), dtype=cache.pool.dtype, device=device)
+    routing = Routing.of(ids, device)
+    start_s = time.perf_counter()
+    outgoing = activations.begin(hidden)
+    wanted = [(i, 0) for i in range(len(routing.experts))]
+    call = peer.send(0, routing, wanted, outgoing, np.ones(ids.shape, np.float32), True)
+    answer = None if call is None else call.result()
+    if answer is None:
+        raise _NoAnswer
+    return time.perf_counter() - start_s, answer.measured_s

@@ -1,0 +1,266 @@
+"""The placer of `auto` on tiny caches: a scripted planner's choice is carried out to the letter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cache_rigs import BIASED, EXPERTS, KEYS, LAYERS, GatedDevice, LayerWeights, SlotPool
+
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.host_view import Routing
+from tiermoe.actors.engine.peers.auto import SOURCE, AutoPlacer
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
+from tiermoe.actors.policies.auto import Action, Costs, LayerPlan, Wanted
+from tiermoe.actors.policies.plan import Remote
+from tiermoe.actors.policies.prefetch import PrefetchGovernor
+from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.worth import WorthEviction
+
+COSTS = Costs(1.0, 0.1, 0.01, 0.2, 0.3, 4.0, 0.05, 0.5)
+TIMEOUT_S = 30
+
+
+class Scripted:
+    """Answers what a test sets, and notes what it is told."""
+
+    costs = COSTS
+
+    def __init__(self) -> None:
+        self.actions: dict[int, Action] = {}  # by expert; others: load
+        self.wanted: list[Wanted] = []
+        self.worth: dict[int, float] = {}
+        self.admits: dict[int, tuple[bool, int | None]] = {}
+        self.told: list[Any] = []
+
+    def plan(self, layer: int, needed: Any, rows: Any, now_s: float, *rest: Any) -> Any:
+        _, keys, _, prompt_tokens = rest
+        assert prompt_tokens in (0, 4)
+        self.told.append(("plan", layer, needed.tolist(), rows.tolist(), keys.tolist()))
+        actions = [self.actions.get(e, Action.LOAD) for e in needed.tolist()]
+        near = actions.count(Action.NEAR_DATA)
+        wanted, self.wanted = self.wanted, []
+        codes, workers = np.array(actions, np.uint8), np.zeros(len(needed), np.uint8)
+        return LayerPlan(codes, workers, wanted, now_s + 1, 0.2 * near, 0, 0, near, 0)
+
+    def used(self, layer: int, needed: Any) -> None:
+        self.told.append(("used", layer, needed.tolist()))
+
+    def prompt_end(self, counts: Any, tokens: int, requests: int, batch: int) -> None:
+        self.told.append(("prompt_end", counts.tolist(), tokens, requests, batch))
+
+    def victims(self, layer: int, count: int) -> list[int]:
+        return sorted(range(layer * EXPERTS, (layer + 1) * EXPERTS), key=lambda key: self.worth.get(key, 0.0))
+
+    def admit(self, key: int) -> tuple[bool, int | None]:
+        return self.admits.get(key, (True, None))
+
+    def saw(self, action: Action, expected_s: float, seen_s: float) -> None:
+        self.told.append(("saw", action, round(expected_s, 6), round(seen_s, 6)))
+
+    def took(self, seen_s: float) -> None:
+        self.told.append(("took",))
+
+    def filled(self) -> None:
+        self.told.append(("filled",))
+
+    def error(self) -> float:
+        return 0.25
+
+
+class Pool:
+    """NDP workers; key k is of worker k % 2."""
+
+    members = ("ndp/0", "ndp/1")
+
+    def __init__(self) -> None:
+        self.available = True
+
+    def choose(self, keys: Sequence[int]) -> list[str] | None:
+        return [self.members[key % 2] for key in keys] if self.available else None
+
+
+class Rig:
+    """A cache of `slots` slots, one share of which is each layer's, and its placer."""
+
+    def __init__(self, slots: int, shards: Any = None) -> None:
+        generator = torch.Generator().manual_seed(0)
+        weights = [
+            LayerWeights(tuple(torch.randn(s, generator=generator).bfloat16() for s in BIASED.stacked().values()))
+            for _ in range(LAYERS)
+        ]
+        pool = SlotPool.allocate(BIASED, slots, torch.float32, torch.device("cpu"))
+        self.residency = Residency(KEYS, slots, BIASED.nbytes(4))
+        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
+        self.order, self.planner, self.pool = WorthEviction(LAYERS, EXPERTS), Scripted(), Pool()
+        self.cache = ExpertCache(
+            pool, weights, GatedDevice(), self.residency, self.order, PrefetchGovernor(0.0), self.stats, Timeline(False)
+        )
+        ndp: Any = self.pool
+        self.placer = AutoPlacer(
+            self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, lambda *given: self.planner
+        )
+        self.placer.preload()
+
+    def begin(self, *rows: tuple[str, int, bool]) -> None:
+        """The sequences of the next forward: name, rows, whether it decodes."""
+        found, at = [], 0
+        for name, count, decode in rows:
+            found.append(SimpleNamespace(name=name, start=at, stop=at + count, decode=decode))
+            at += count
+        self.cache.begin_forward(all(decode for *_, decode in rows))
+        self.placer.begin_forward(found)
+
+    def layer(self, layer: int, *ids: Sequence[int]) -> Any:
+        """A layer's turn, as `MoeLayer` takes it; ids: of each row."""
+        cache, placer = self.cache, self.placer
+        picked = np.array(ids, np.int64)
+        routing, view = Routing.of(picked, torch.device("cpu")), SimpleNamespace(ids=picked)
+        needed = [layer * EXPERTS + e for e in routing.experts]
+        cache.poll()
+        cache.drop_stale(layer, needed)
+        cache.eviction.routed(needed, routing.counts, routing.tokens)
+        plan = placer.plan(layer, needed, routing, view)  # type: ignore[arg-type]
+        cache.begin(layer, plan)
+        cache.issue(plan.first_loads)
+        placer.layer(layer, view)
+        for i, key in enumerate(plan.run, start=1):
+            cache.await_expert(key, layer)
+            cache.ran([key])
+            cache.issue([load for load in plan.loads if load.after == i])
+        placer.ran(layer)
+        cache.check_integrity()
+        return plan
+
+    def settle(self) -> None:
+        for job in list(self.cache.loads.under_way.values()):
+            assert job.done.wait(TIMEOUT_S)
+        self.cache.poll()
+
+    def resident(self) -> set[int]:
+        return {key for key in self.residency.held() if self.residency.state(key) == State.RESIDENT}
+
+    def told(self, what: str) -> list[Any]:
+        return [one[1:] for one in self.planner.told if one[0] == what]
+
+
+@pytest.fixture
+def rig() -> Any:
+    made = Rig(6)  # two slots a layer
+    yield made
+    made.cache.close()
+
+
+def test_each_miss_goes_where_the_planner_says(rig: Rig) -> None:
+    rig.begin(("a", 1, True))
+    rig.planner.actions = {1: Action.NEAR_DATA, 2: Action.NEAR_DATA}
+    plan = rig.layer(0, [0, 1, 2])
+    assert plan.run == (0,)
+    assert plan.remote == (Remote(1, 0, "ndp/1"), Remote(2, 0, "ndp/0"))
+    assert rig.told("plan") == [(0, [0, 1, 2], [1, 1, 1], [])]
+    assert rig.told("used") == [(0, [0, 1, 2])]
+    assert rig.resident() == {0}
+
+
+def test_without_a_living_worker_every_miss_is_loaded(rig: Rig) -> None:
+    rig.begin(("a", 1, True))
+    rig.pool.available = False
+    rig.planner.actions = {1: Action.NEAR_DATA}
+    assert rig.layer(0, [0, 1]).run == (0, 1)
+    assert rig.told("plan") == []
+    assert rig.told("used") == [(0, [0, 1])]  # it learns all the same
+
+
+def test_a_background_copy_takes_its_victims_slot_and_is_judged_when_it_comes(rig: Rig) -> None:
+    rig.begin(("a", 1, True))
+    for layer in range(LAYERS):
+        rig.layer(layer, [0, 1])  # every slot is taken
+    rig.planner.actions = {2: Action.NEAR_DATA}
+    rig.planner.wanted = [Wanted(2, 1, 0.5, False)]
+    rig.layer(0, [0, 2])
+    rig.settle()
+    assert rig.resident() == {0, 2, 4, 5, 8, 9}
+    assert rig.stats.prefetch_sources[SOURCE].queued == 1
+    rig.planner.admits[2] = (False, None)
+    rig.layer(1, [0])
+    assert rig.told("filled") == [()]
+    assert list(rig.order.refused) == [2]  # the planner refused it, so it leaves first
+    rig.planner.actions = {}
+    rig.layer(2, [2])
+    assert rig.resident() == {0, 4, 5, 8, 9, 10}
+
+
+def test_what_was_loaded_and_not_admitted_leaves_first(rig: Rig) -> None:
+    rig.begin(("a", 1, True))
+    for layer in range(LAYERS):
+        rig.layer(layer, [0, 1])
+    rig.planner.worth = {0: 1.0, 1: 2.0}
+    rig.planner.admits = {2: (False, None), 3: (True, 1)}
+    rig.layer(0, [2])  # in the place of 0, the least of the layer's own
+    assert (rig.resident(), list(rig.order.refused)) == ({1, 2, 4, 5, 8, 9}, [2])
+    rig.layer(0, [3])
+    assert (rig.resident(), list(rig.order.refused)) == ({1, 3, 4, 5, 8, 9}, [1])
+
+
+def test_after_a_prompt_what_it_used_most_stays(rig: Rig) -> None:
+    rig.begin(("a", 4, False))
+    for layer in range(LAYERS):
+        rig.layer(layer, [0, 3], [1, 3], [2, 3], [2, 3])  # 0 and 1 once, 2 twice, 3 four times
+    assert rig.told("used") == []  # a prompt's rows are no tokens of a decode
+    assert rig.resident() == {2, 3, 6, 7, 10, 11}
+    rig.begin(("a", 1, True))
+    assert rig.told("prompt_end") == [([[1, 1, 2, 4]] * LAYERS, 4, 1, 1)]
+    rig.layer(0, [3])
+    assert rig.told("used") == [(0, [3])]
+
+
+def test_costs_are_corrected_by_layers_of_one_kind(rig: Rig) -> None:
+    """Of a layer that loads and computes near data the parts are not known apart."""
+    rig.begin(("a", 1, True))
+    for actions in ({}, {0: Action.NEAR_DATA, 1: Action.NEAR_DATA}, {1: Action.NEAR_DATA}):
+        rig.planner.actions = actions
+        rig.cache.flush()
+        rig.layer(0, [0, 1])
+    assert [action for action, *_ in rig.told("saw")] == [Action.LOAD, Action.NEAR_DATA]
+    assert [expected for _, expected, _ in rig.told("saw")] == [1.0, 1.0]  # as the plan said
+    assert rig.told("took") == [()] * 3
+    rig.begin(("a", 1, True))
+    assert rig.stats.planner is not None
+    assert rig.stats.planner.error == 0.25
+
+
+def test_experts_of_other_gpus_run_there() -> None:
+    shards: Any = SimpleNamespace(
+        peer_of=lambda key: ("shard/1", None) if key % 2 else None, owner_of=lambda key: key % 2,
+        place=lambda keys, keep_others: lambda: True,
+    )  # fmt: skip
+    rig = Rig(6, shards)
+    rig.begin(("a", 1, True))
+    rig.planner.actions = {2: Action.NEAR_DATA}
+    plan = rig.layer(0, [0, 1, 2])
+    assert (plan.run, plan.remote) == ((0,), (Remote(1, 0, "shard/1"), Remote(2, 0, "ndp/0")))
+    assert rig.told("plan") == [(0, [0, 2], [1, 1], [])]
+    rig.cache.close()
+
+
+def test_worth_orders_by_refusal_share_and_rank() -> None:
+    order = WorthEviction(2, 4)  # keys 0-3 and 4-7
+    for key in (0, 1, 2, 3, 4, 5):
+        order.admitted(key)
+    order.bind(6, lambda layer, keys: sorted(keys, reverse=True))
+    order.routed([4], [1], 1)  # layer 1 holds less than its share of three
+    assert order.victims(6, lambda key: True) == [3, 2, 1, 0, 5, 4]
+    order.refuse(1)
+    order.routed([0], [1], 1)  # layer 0 holds more
+    assert order.victims(2, lambda key: key != 3) == [1, 2]
+    assert order.settled() == {4, 5}
+    order.routed([4], [1], 1)
+    assert order.settled() == {0, 1, 2}  # its best three
+    order.routed([0], [1], 1)
+    order.admit(1)
+    order.removed(3)
+    assert order.victims(3, lambda key: True) == [2, 1, 0]
