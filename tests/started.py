@@ -19,6 +19,13 @@ START_S, WAIT_S = 400.0, 120.0
 ON_CPU = ("--threads", "1", "--device", "cpu")
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass
 class Started:
     """A program of ours that stays.
@@ -42,8 +49,8 @@ class Started:
         return (self.folder / f"{self.command}.stderr").read_text()
 
     def family(self) -> list[psutil.Process]:
-        """Its processes, without itself."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """Its living processes, without itself."""
+        return [child for child in psutil.Process(self.process.pid).children(recursive=True) if _lives(child)]
 
     @property
     def url(self) -> str:
