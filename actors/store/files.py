@@ -96,7 +96,7 @@ class FileView:
         """Map the whole file, as `map_file`. Raises as `mapped`."""
         try:
             with open(self.path, "rb") as file:
-                if FileStamp.of(os.fstat(file.fileno())) != self.stamp:
+                if self.stamp.written_since(FileStamp.of(os.fstat(file.fileno()))):
                     raise self._changed()
                 return map_file(file.fileno(), self.path, self.stamp, writable)
         except (OSError, ValueError) as error:
@@ -108,7 +108,7 @@ class FileView:
             now = FileStamp.of(os.stat(self.path))
         except OSError as error:
             raise StoreError(f"{self.path} is gone ({error.strerror})", remedy) from error
-        if now != self.stamp:
+        if self.stamp.written_since(now):
             raise self._changed()
 
     def _changed(self) -> StoreError:

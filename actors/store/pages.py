@@ -33,7 +33,7 @@ _REMEDY = "put the file back or prepare the model again; once it verifies, it is
 
 _paths: dict[int, str] = {}  # by number of the mapping
 _descriptors: dict[int, int] = {}
-_stamps: dict[int, FileStamp] = {}  # of mappings that live and are watched
+_watched: dict[int, _Watched] = {}  # by number of a mapping that lives
 _changed: dict[int, str] = {}  # of those, what happened
 _looking = threading.Lock()
 _looked_s = 0.0
@@ -47,10 +47,30 @@ class FileStamp:
     mtime_ns: int
     ctime_ns: int
     inode: int
+    links: int = 1
+    mode: int = 0
+    owner: int = 0
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStamp:
-        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        return cls(
+            status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_nlink, status.st_mode,
+            status.st_uid,
+        )  # fmt: skip
+
+    def written_since(self, now: FileStamp) -> bool:
+        """Whether the content may be another one now. A hard link, a mode or an owner that changes sets the change time
+        and leaves the content as it is; the last link that goes is a file that was removed or replaced.
+        """
+        if (self.nbytes, self.mtime_ns, self.inode) != (now.nbytes, now.mtime_ns, now.inode) or not now.links:
+            return True
+        kept = (self.links, self.mode, self.owner) == (now.links, now.mode, now.owner)
+        return kept and self.ctime_ns != now.ctime_ns
+
+
+@dataclass
+class _Watched:
+    stamp: FileStamp
 
 
 def map_file(descriptor: int, path: str, stamp: FileStamp, writable: bool = False) -> mmap.mmap:
@@ -65,13 +85,13 @@ def map_file(descriptor: int, path: str, stamp: FileStamp, writable: bool = Fals
     pages = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ)
     file = _cpu.guard_pages(np.frombuffer(pages, np.uint8).ctypes.data, len(pages))
     _descriptors[file] = os.dup(descriptor)  # also where the folder is closed to this process by now
-    _paths[file], _stamps[file] = path, stamp
+    _paths[file], _watched[file] = path, _Watched(stamp)
     weakref.finalize(pages, _release, file).atexit = False
     return pages
 
 
 def _release(file: int) -> None:
-    _stamps.pop(file, None)
+    _watched.pop(file, None)
     _changed.pop(file, None)
     os.close(_descriptors.pop(file))
     _cpu.release_pages(file)
@@ -104,29 +124,32 @@ def _look() -> None:
         found = _differences()
         if found:
             gc.collect()  # a mapping that nobody can read any more is no reason
-        _changed.update({file: what for file, (stamp, what) in found.items() if _stamps.get(file) is stamp})
+        _changed.update({file: what for file, (watched, what) in found.items() if _watched.get(file) is watched})
         _looked_s = time.monotonic()
 
 
-def _differences() -> dict[int, tuple[FileStamp, str]]:
-    """By mapping whose file differs now: its stamp, and what happened."""
+def _differences() -> dict[int, tuple[_Watched, str]]:
+    """By mapping whose file may have been written: what is known of it, and what happened."""
     found = {}
-    for file, stamp in list(_stamps.items()):
+    for file, watched in list(_watched.items()):
         try:
             now = os.fstat(_descriptors[file])
         except (KeyError, OSError) as error:  # KeyError: it was released meanwhile
-            found[file] = stamp, f"{_paths[file]} cannot be looked at while it is served ({error})"
+            found[file] = watched, f"{_paths[file]} cannot be looked at while it is served ({error})"
             continue
-        if FileStamp.of(now) != stamp:  # the last link that goes changes it, too
+        seen = FileStamp.of(now)
+        if watched.stamp.written_since(seen):
             how = "changed" if now.st_nlink else "was removed or replaced"
-            found[file] = stamp, f"{_paths[file]} {how} while it was served"
+            found[file] = watched, f"{_paths[file]} {how} while it was served"
+        else:
+            watched.stamp = seen  # from here on the next write is seen by its change time again
     return found
 
 
 def _stamps_now() -> dict[str, FileStamp | None]:
     """Of the mapped files; None: it is not there."""
     found: dict[str, FileStamp | None] = {}
-    for path in {_paths[file] for file in list(_stamps)}:
+    for path in {_paths[file] for file in list(_watched)}:
         try:
             found[path] = FileStamp.of(os.stat(path))
         except OSError:
