@@ -80,7 +80,7 @@ def cluster() -> Iterator[Cluster]:
     here = Cluster(scratch.path, f"127.0.0.1:{port}")
     try:
         here.ray(
-            "start", "--head", f"--port={port}", "--num-cpus=3", f"--temp-dir={scratch.path}", "--resources",
+            "start", "--head", f"--port={port}", "--num-cpus=3", f"--temp-dir={scratch.ray}", "--resources",
             '{"ndp": 1}', "--include-dashboard=false",
         )  # fmt: skip
         here.add_node(1, {"store": 1})
