@@ -24,28 +24,6 @@ Importance* importance_of(PyObject* capsule) {
 
 namespace {
 
-// A contiguous buffer of so many bytes a row, held while in scope.
-class Rows {
-  public:
-    ~Rows() {
-        if (held_) PyBuffer_Release(&view_);
-    }
-    bool take(PyObject* object, std::int64_t row_bytes, bool writable = false) {
-        if (PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) != 0) return false;
-        held_ = true;
-        return view_.len % row_bytes == 0 || refuse("a buffer has another row", static_cast<long long>(view_.len));
-    }
-    template <typename T>
-    T* data() const {
-        return static_cast<T*>(view_.buf);
-    }
-    std::int64_t bytes() const { return view_.len; }
-
-  private:
-    Py_buffer view_{};
-    bool held_ = false;
-};
-
 // importance(layers, experts, window, top_k, alpha, powers, values, picked, seen, predicted, resident, stamp) -> capsule
 PyObject* importance(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 12)) return nullptr;

@@ -13,30 +13,6 @@ namespace {
 constexpr const char* kPlanner = "tiermoe.kernels.Planner";
 constexpr long long kMostExperts = 4096;  // of a layer: `Planner` samples a quarter
 
-// A contiguous buffer of so many bytes a row, held while in scope.
-class Rows {
-  public:
-    Rows() = default;
-    Rows(const Rows&) = delete;
-    ~Rows() {
-        if (held_) PyBuffer_Release(&view_);
-    }
-    bool take(PyObject* object, std::int64_t row_bytes, bool writable = false) {
-        if (PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) != 0) return false;
-        held_ = true;
-        return view_.len % row_bytes == 0 || refuse("a buffer has another row", static_cast<long long>(view_.len));
-    }
-    template <typename T>
-    T* data() const {
-        return static_cast<T*>(view_.buf);
-    }
-    std::int64_t bytes() const { return view_.len; }
-
-  private:
-    Py_buffer view_{};
-    bool held_ = false;
-};
-
 struct Held {
     Rows states;  // the caller's, for the planner's life
     std::unique_ptr<Planner> planner;
