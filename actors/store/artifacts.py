@@ -111,11 +111,10 @@ def _layered(layers: Sequence[object], names: Sequence[str]) -> Arrays:
     return {f"{i}.{name}": getattr(one, name) for i, one in enumerate(layers) for name in names}
 
 
-def encode_gates(gates: Sequence[PreGate], manifest: Manifest, tokens: int) -> bytes:
-    """The gates of layers 0..L-2 as a file; tokens: of the training text."""
-    return _GATES.encode(
-        _layered(gates, ("weight", "bias")), {"fingerprint": model_fingerprint(manifest), "tokens": tokens}
-    )
+def encode_gates(gates: Sequence[PreGate], manifest: Manifest, tokens: int, sha256: str = "") -> bytes:
+    """The gates of layers 0..L-2 as a file; tokens, sha256: of the training text."""
+    tag = {"fingerprint": model_fingerprint(manifest), "tokens": tokens, "sha256": sha256}
+    return _GATES.encode(_layered(gates, ("weight", "bias")), tag)
 
 
 def gates_of(store: Path, manifest: Manifest) -> tuple[PreGate, ...]:
@@ -126,9 +125,9 @@ def gates_of(store: Path, manifest: Manifest) -> tuple[PreGate, ...]:
     return tuple(PreGate(**_GATES.layer(path, arrays, i, shapes)) for i in range(len(manifest.layers) - 1))
 
 
-def encode_sensitivity(sensitivity: Sequence[float], manifest: Manifest, tokens: int) -> bytes:
-    """The sensitivities [L] as a file; tokens: of the calibration text."""
-    tag = {"fingerprint": model_fingerprint(manifest), "tokens": tokens}
+def encode_sensitivity(sensitivity: Sequence[float], manifest: Manifest, tokens: int, sha256: str = "") -> bytes:
+    """The sensitivities [L] as a file; tokens, sha256: of the calibration text."""
+    tag = {"fingerprint": model_fingerprint(manifest), "tokens": tokens, "sha256": sha256}
     return _SENSITIVITY.encode({"sensitivity": np.array(sensitivity, np.float64)}, tag)
 
 
@@ -158,7 +157,7 @@ class PredictorsOf:
 
     @property
     def artifact(self) -> Artifact:
-        command = f"`tiermoe prepare MODEL --predictors TRACE --stride {self.stride}`"
+        command = f"`tiermoe prepare MODEL --predictors TEXT --stride {self.stride}`"
         return Artifact("predictors", f"train them with {command}", TraceError)
 
 
@@ -167,9 +166,10 @@ def predictors_file(stride: int) -> str:
     return f"predictors-{stride}.safetensors"
 
 
-def encode_predictors(predictors: Sequence[Predictor], of: PredictorsOf) -> bytes:
-    """The predictors of layers 0..L-stride-1 as a file."""
-    return of.artifact.encode(_layered(predictors, [field.name for field in fields(Predictor)]), asdict(of))
+def encode_predictors(predictors: Sequence[Predictor], of: PredictorsOf, sha256: str = "") -> bytes:
+    """The predictors of layers 0..L-stride-1 as a file; sha256: of the text, or of the trace's header."""
+    tag = asdict(of) | {"sha256": sha256}
+    return of.artifact.encode(_layered(predictors, [field.name for field in fields(Predictor)]), tag)
 
 
 def predictors_of(store: Path, manifest: Manifest, stride: int) -> list[Predictor]:
@@ -186,7 +186,7 @@ def read_predictors(path: Path, of: PredictorsOf) -> list[Predictor]:
     """
     artifact, e, found = of.artifact, of.experts, []
     tag, arrays = artifact.read(path)
-    if tag != asdict(of):
+    if {name: tag.get(name) for name in asdict(of)} != asdict(of):
         raise artifact.refused(f"'{path}' is of another model or stride")
     for layer in range(of.layers - of.stride):
         d = len(arrays.get(f"{layer}.b1", ()))

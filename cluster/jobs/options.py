@@ -29,7 +29,7 @@ from ..hub import located
 from ..quantization import published_as
 from ..ray_auth import adopt_mode
 from ..yaml_file import option_name
-from .prepare.needs import check_artifacts
+from .prepare.needs import check_artifacts, make_missing
 
 if TYPE_CHECKING:
     from ..attach import Attachment
@@ -196,7 +196,7 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConf
 
 
 def _prepared(config: RunConfig, settings: EngineSettings, *, progress: bool) -> Path:
-    """The expert store of the configured model and the replicas that the policy needs; what is missing is made."""
+    """The expert store of the configured model, replicas and artifacts of the policy in it; what is missing is made."""
     from .prepare import ensure_prepared, ensure_replicas
 
     out_dir = Path(config.store).expanduser() if config.store is not None else None
@@ -206,6 +206,7 @@ def _prepared(config: RunConfig, settings: EngineSettings, *, progress: bool) ->
     widths, known = settings.policy.replica_widths, settings.policy.needs_popularity
     if widths or known:
         ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=progress)
+    make_missing(store, settings.policy, config, progress=progress)
     return store
 
 

@@ -31,7 +31,7 @@ from ..topology.spec import ModelFacts, NodeInfo
 from .options import AsJson, Config, with_options
 from .prediction import with_routing
 from .prepare.checkpoint import refuse_unsupported
-from .prepare.needs import lacking
+from .prepare.needs import note
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
@@ -94,8 +94,8 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
     there, nodes_from = _nodes(config, nodes, live)
     if config.ray.address is None and nodes is None:
         notes += local_notes(config, settings)
-    if here and (missing := lacking(settings.policy, config)) is not None:
-        notes.append(str(missing))
+    if here and (missing := note(settings.policy, config)) is not None:
+        notes.append(missing)
     result = make_plans(config, settings, model_facts(config), there, nodes_from, notes, here)[0]
     return with_routing(result, config) if here else result
 

@@ -17,13 +17,15 @@ from ...errors import TraceError
 from .backend import RecordedForward, RecordedLayer, see, spans_of
 from .trace import Iteration, Request, TraceHeader
 
+TRAINING_ROWS = 20_000  # of predictors, at most
+
 
 def train_predictors(
     header: TraceHeader,
     requests: Iterable[Request],
     stride: int,
     options: TrainingOptions | None = None,
-    limit: int = 20_000,
+    limit: int = TRAINING_ROWS,
     advanced: Callable[[], None] | None = None,
 ) -> list[Predictor]:
     """Train predictors of layers 0..L-stride-1 on a trace's first `limit` rows, which are in memory.

@@ -144,7 +144,7 @@ def _check_source(kind: str, stats: Any) -> None:
         ("buddymoe", StoreError, "--profile TEXT"),
         ("adapmoe", StoreError, "--sensitivity TEXT"),
         ("hobbit", ConfigError, r"needs replicas of 4 bits, the store has none.*--bits 4"),
-        ("promoe", TraceError, r"(?s)predictors-3\.safetensors.*tiermoe prepare MODEL --predictors TRACE --stride 3"),
+        ("promoe", TraceError, r"(?s)predictors-3\.safetensors.*tiermoe prepare MODEL --predictors TEXT --stride 3"),
     ],
 )
 def test_what_a_preset_measures_must_be_there(

@@ -14,14 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from ....actors.policies.cost import Link, load_s
 from ....actors.policy_settings import PolicySettings
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.settings import EngineSettings, LinkSettings
-from ....actors.store.artifacts import GATES_NAME, PROFILE_NAME, SENSITIVITY_NAME
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
 from ...config import RunConfig, engine_settings, load_policy, load_run_config, on_this_machine
 from ...hub import located
@@ -30,7 +28,7 @@ from ...simulate.machine import Machine
 from ...simulate.trace import Request, Trace, TraceHeader
 from ..evaluate.text import load_heldout
 from ..prepare import ensure_prepared, ensure_replicas
-from ..prepare.needs import check_artifacts
+from ..prepare.needs import add_missing, check_artifacts, make_missing
 from .metrics import Measures
 
 Prompt = tuple[int, ...]
@@ -75,13 +73,14 @@ def start_worker(config: RunConfig) -> Any:
 
 
 def prepared_store(config: RunConfig, settings: EngineSettings) -> Path:
-    """The store of the configured model, with the replicas that the policy needs."""
+    """The store of the configured model, with the replicas and the artifacts that the policy needs."""
     wanted = Path(config.store).expanduser() if config.store is not None else None  # None: in the cache folder
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir is not None else None
     store = ensure_prepared(config.model_dir, wanted, cache_dir=cache_dir, progress=False)
     widths, known = settings.policy.replica_widths, settings.policy.needs_popularity
     if widths or known:
         ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=False)
+    make_missing(store, settings.policy, config, progress=False)
     return store
 
 
@@ -326,10 +325,7 @@ def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None
     Raises:
         ConfigError: an artifact is missing, and the checkpoint ships no calibration text.
     """
-    from ..prepare.measures import add_gates, add_sensitivity
-    from ..profile.job import profile_text
-
-    settings, text, quiet = engine_settings(base), base.model_dir / _CALIBRATION_TEXT, Console(quiet=True)
+    settings, text = engine_settings(base), base.model_dir / _CALIBRATION_TEXT
     presets = list(presets)
     needing = [preset for preset in presets if preset.needs or preset.replica_widths or preset.needs_popularity]
     if not needing:
@@ -339,13 +335,8 @@ def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None
     known = any(preset.needs_popularity for preset in presets)
     if widths or known:
         ensure_replicas(store, base.model_dir, widths, base.ndp.group_size, calibrated=known, progress=False)
-    for preset in needing:
-        if "gates" in preset.needs and not (store / GATES_NAME).exists():
-            add_gates(store, base.model_dir, text, quiet)
-        if "sensitivity" in preset.needs and not (store / SENSITIVITY_NAME).exists():
-            add_sensitivity(store, base.model_dir, text, quiet)
-        if "profile" in preset.needs and not (store / PROFILE_NAME).exists():
-            profile_text(store, base.model_dir, text, progress=False)
+    for preset in needing:  # predictors are trained on the prompts to learn from, else by the start
+        add_missing(store, preset, base.model_dir, text, preset.needs - {"predictors"}, progress=False)
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------

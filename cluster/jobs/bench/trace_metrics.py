@@ -35,7 +35,7 @@ from ...simulate.machine import Machine, load_machine
 from ...simulate.predictors import recall, shown, train_predictors
 from ...simulate.shapes import shape_named
 from ...simulate.trace import Iteration
-from ..prepare.measures import add_predictors
+from ..prepare.measures import add_predictors_of_trace
 from .experiment import Section, Variant
 from .metrics import Bar, Row, Spread, metric, rounded, values_of
 from .papers import engine_for, synthetic
@@ -112,7 +112,7 @@ def predictor_files(study: Study) -> dict[str, bytes]:
         store, files, context = own_store(study.base, study.scratch), dict[str, str](), study.contexts[0]
         learned = len(study.recorded(context).learn)
         for distance in sorted(distances):
-            path = add_predictors(store, study.trace_path(context), distance, learned)
+            path = add_predictors_of_trace(store, study.trace_path(context), distance, learned)
             files[path.name] = path.read_bytes().hex()
         return files
 

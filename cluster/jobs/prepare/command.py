@@ -15,6 +15,7 @@ from ....errors import ConfigError
 from ...host import shown
 from ...hub import locate
 from ...quantization import published_as
+from ...simulate.trace import HEADER_NAME
 from ..profile.command import ProfileRequest, profile_request
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
@@ -58,7 +59,8 @@ def prepare_command(
         ),
     ] = None,
     predictors: Annotated[
-        Path | None, typer.Option(help="Add predictors of later layers, trained on this trace.", metavar="TRACE")
+        Path | None,
+        typer.Option(help="Add predictors of later layers, trained on this text or trace.", metavar="TEXT|TRACE"),
     ] = None,
     stride: Annotated[int | None, typer.Option(help="Layers ahead that they predict. (3)")] = None,
     profile: Annotated[
@@ -90,7 +92,7 @@ def prepare_command(
     if out is not None and cache_dir is not None:
         raise ConfigError("OUT and --cache-dir are both given", "leave one out: OUT names the store folder itself")
     if stride is not None and predictors is None:
-        raise ConfigError("--stride is given without --predictors", "add --predictors TRACE, or leave it out")
+        raise ConfigError("--stride is given without --predictors", "add --predictors TEXT, or leave it out")
     profiling = profile_request(
         profile, profile_trace, profile_figures, profile_outputs, profile_warmup, profile_warmup_weight
     )
@@ -126,6 +128,8 @@ class _Additions:
             ConfigError: they are not for this store, or it is there already; before minutes are spent where possible.
         """
         texts = [text for text in (self.neuron_order, self.gates, self.sensitivity) if text is not None]
+        if self.predictors is not None and not (self.predictors / HEADER_NAME).is_file():
+            texts.append(self.predictors)
         for text in texts:
             read_texts(text)
         if published_as(self.model) is not None and (texts or self.text is not None):
@@ -157,7 +161,7 @@ class _Additions:
             from .measures import add_gates, add_predictors, add_sensitivity
 
             if predictors is not None:
-                yield lambda store: add_predictors(store, predictors, stride)
+                yield lambda store: add_predictors(store, model, predictors, stride)
             if gates is not None:
                 yield lambda store: add_gates(store, model, gates)
             if sensitivity is not None:

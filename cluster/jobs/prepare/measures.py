@@ -16,8 +16,10 @@ weights, u is the mean output of the less important experts.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,16 +29,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.progress import Progress
 from torch.utils.checkpoint import checkpoint
 
 from ....actors.engine.cache.slots import LayerWeights
 from ....actors.engine.cache.sources import host_weights
 from ....actors.engine.model.model import MoeBlock, RouterProbe
-from ....actors.policies.baselines import PreGate
+from ....actors.policies.baselines import PreGate, train_predictor
 from ....actors.policies.prefetch import picks
 from ....actors.store.artifacts import (
     GATES_NAME,
     SENSITIVITY_NAME,
+    PredictorsOf,
     encode_gates,
     encode_predictors,
     encode_sensitivity,
@@ -44,10 +48,11 @@ from ....actors.store.artifacts import (
 )
 from ....actors.store.files import ExpertStore
 from ....actors.store.format import model_fingerprint, read_manifest
-from ....errors import ConfigError, StoreError, TraceError
+from ....errors import ConfigError, StoreError, TraceError, UnsupportedModelError
 from ...report.tables import Grid, grid, progress_on, show
-from ...simulate.predictors import predictors_for, train_predictors
-from ...simulate.trace import Trace
+from ...simulate.predictors import TRAINING_ROWS, predictors_for, train_predictors
+from ...simulate.trace import HEADER_NAME, Trace
+from .calibration import MAX_TOKENS as TEXT_TOKENS
 from .calibration import Windows, read_windows
 from .capture import Watcher, capture, load_model, open_inputs, watching
 from .writer import disk_errors, write_artifact
@@ -57,7 +62,9 @@ _BLOCK, _HELD_OUT = 512, 10  # every tenth block of 512 rows is held out to meas
 _EPOCHS, _BATCH, _RATE = 6, 256, 5e-4
 
 
-def add_gates(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
+def add_gates(
+    store: Path, model_dir: Path, text: Path, console: Console | None = None, most: int = TEXT_TOKENS
+) -> Path:
     """Train and write (or replace) `gates.safetensors`; print the recall on a held-out tenth of the rows.
 
     The model runs the text in full precision, with the inputs of its layers in a temporary folder beside the store.
@@ -65,32 +72,48 @@ def add_gates(store: Path, model_dir: Path, text: Path, console: Console | None 
     Args:
         model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
         text: see `read_texts`.
+        most: tokens of it.
 
     Raises:
         ConfigError: the text is missing or too short, or the model has one MoE layer.
         StoreError: not a store, or the disk is full. UnsupportedModelError: experts of unusual gating.
     """
     console = Console(stderr=True) if console is None else console
-    opened = ExpertStore(store, verify="stamp")
-    manifest, layers = opened.manifest, len(opened.manifest.layers)
+    manifest = read_manifest(store)
+    layers = len(manifest.layers)
     if layers < 2:
         raise ConfigError("the model has one MoE layer, and gates foresee the next one", "prefetch with speculative")
-    windows = read_windows(text, model_dir, console)
-    model, blocks = load_model(store, manifest, "gates")
-    with disk_errors(store.parent), tempfile.TemporaryDirectory(prefix=f".{store.name}.", dir=store.parent) as folder:
-        work = Path(folder)
-        with progress_on(console) as progress:
-            running = progress.add_task("running the calibration text", total=windows.tokens)
-            capture(model, blocks, opened.layers, windows, work, lambda n: progress.advance(running, n))
-            trained = []
-            for layer in progress.track(range(layers - 1), description="training gates"):
-                hidden, later = open_inputs(work, layer).hidden, open_inputs(work, layer + 1)
-                router = blocks[layer + 1].router
-                following = None if router is None else Following(router, later.hidden)
-                trained.append(train_gate(hidden, later.ids, manifest.experts.num_experts, following, layer))
+    trained = []
+    with _running(store, model_dir, text, "gates", console, most) as (blocks, windows, work, progress):
+        for layer in progress.track(range(layers - 1), description="training gates"):
+            hidden, later = open_inputs(work, layer).hidden, open_inputs(work, layer + 1)
+            router = blocks[layer + 1].router
+            following = None if router is None else Following(router, later.hidden)
+            trained.append(train_gate(hidden, later.ids, manifest.experts.num_experts, following, layer))
     show(console, _recalls(trained))
-    data = encode_gates([t.gate for t in trained], manifest, windows.tokens)
+    data = encode_gates([t.gate for t in trained], manifest, windows.tokens, windows.record().sha256)
     return write_artifact(store, GATES_NAME, data, console)
+
+
+@contextmanager
+def _running(
+    store: Path, model_dir: Path, text: Path, what: str | None, console: Console, most: int = TEXT_TOKENS
+) -> Iterator[tuple[list[MoeBlock], Windows, Path, Progress]]:
+    """The model's MoE layers, the text, a folder with the inputs of each layer on it, and progress bars.
+
+    The folder is beside the store, and removed at the end. what, most: as of `load_model` and `read_windows`.
+    """
+    opened = ExpertStore(store, verify="stamp")
+    windows = read_windows(text, model_dir, console, most)
+    model, blocks = load_model(store, opened.manifest, what)
+    with (
+        disk_errors(store.parent),
+        tempfile.TemporaryDirectory(prefix=f".{store.name}.", dir=store.parent) as folder,
+        progress_on(console) as progress,
+    ):
+        running = progress.add_task("running the calibration text", total=windows.tokens)
+        capture(model, blocks, opened.layers, windows, Path(folder), lambda n: progress.advance(running, n))
+        yield blocks, windows, Path(folder), progress
 
 
 @dataclass(frozen=True)
@@ -192,7 +215,45 @@ def _recalls(trained: list[Trained]) -> Grid:
     return grid("recall of the true top-k on held-out rows", ("layer foreseen", "gates", "next-gate"), cells)
 
 
-def add_predictors(store: Path, trace: Path, stride: int, requests: int | None = None) -> Path:
+def add_predictors(store: Path, model_dir: Path, source: Path, stride: int, console: Console | None = None) -> Path:
+    """Train and write (or replace) `predictors-STRIDE.safetensors` on a recorded trace, or a text that the model runs.
+
+    The model runs a text in windows, not token by token; the routing of a row is the same.
+
+    Args:
+        model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
+        source: folder of a trace, or a text, see `read_texts`.
+
+    Raises:
+        TraceError, StoreError: as `add_predictors_of_trace`. ConfigError: the text is missing or too short.
+        UnsupportedModelError: a layer exposes no router.
+    """
+    if (source / HEADER_NAME).is_file():
+        return add_predictors_of_trace(store, source, stride, console=console)
+    console = Console(stderr=True) if console is None else console
+    manifest = read_manifest(store)
+    layers = len(manifest.layers)
+    if not 0 < stride < layers:
+        raise TraceError(f"no layer of {layers} is {stride} ahead", "give a smaller stride")
+    trained = []
+    with _running(store, model_dir, source, None, console, TRAINING_ROWS) as (blocks, windows, work, progress):
+        routers = [block.router for block in blocks]
+        for layer in progress.track(range(layers - stride), description="training predictors"):
+            if (router := routers[layer]) is None:
+                what = f"MoE layer {layer} exposes no router logits"
+                raise UnsupportedModelError(what, "train predictors of a model whose routers can be asked")
+            with torch.no_grad():
+                hidden = torch.from_numpy(np.array(open_inputs(work, layer).hidden))
+                probabilities = torch.softmax(router(hidden).float(), dim=-1).numpy()
+            trained.append(train_predictor(probabilities, open_inputs(work, layer + stride).ids))
+    of = PredictorsOf(model_fingerprint(manifest), layers, manifest.experts.num_experts, stride)
+    data = encode_predictors(trained, of, windows.record().sha256)
+    return write_artifact(store, predictors_file(stride), data, console)
+
+
+def add_predictors_of_trace(
+    store: Path, trace: Path, stride: int, requests: int | None = None, console: Console | None = None
+) -> Path:
     """Train and write (or replace) `predictors-STRIDE.safetensors` on the trace's first `requests`; None: all.
 
     Raises:
@@ -203,12 +264,13 @@ def add_predictors(store: Path, trace: Path, stride: int, requests: int | None =
     header = found.header
     if header.fingerprint != model_fingerprint(read_manifest(store)):
         raise TraceError(f"'{trace}' was recorded on another model than '{store}'", "record one on this model")
-    console = Console(stderr=True)
+    console = Console(stderr=True) if console is None else console
     with progress_on(console) as progress:
         task = progress.add_task("training predictors", total=max(0, header.layers - stride))
         learned = islice(found.requests(), requests)
         trained = train_predictors(header, learned, stride, advanced=lambda: progress.advance(task))
-    data = encode_predictors(trained, predictors_for(header, stride))
+    digest = hashlib.sha256((trace / HEADER_NAME).read_bytes()).hexdigest()
+    data = encode_predictors(trained, predictors_for(header, stride), digest)
     return write_artifact(store, predictors_file(stride), data, console)
 
 
@@ -235,7 +297,7 @@ def add_sensitivity(store: Path, model_dir: Path, text: Path, console: Console |
         what = f"the gradients of {opened.manifest.architecture} on '{text}' are not finite"
         raise StoreError(what, "give other calibration text")
     show(console, "sensitivity by layer, nats per squared dropped weight: " + ", ".join(f"{s:.3g}" for s in found))
-    data = encode_sensitivity(found, opened.manifest, windows.tokens)
+    data = encode_sensitivity(found, opened.manifest, windows.tokens, windows.record().sha256)
     return write_artifact(store, SENSITIVITY_NAME, data, console)
 
 

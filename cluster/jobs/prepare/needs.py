@@ -1,30 +1,53 @@
-"""What a policy needs of a store beyond the weights, and the command that makes it."""
+"""What a policy needs of a store beyond the weights: made before a start, or refused with the command that makes it.
+
+    check_artifacts   before anything starts: what is missing can be made by a start, else the error with the command
+    make_missing      with the store: gates, predictors, profile, sensitivity, each by the function of `tiermoe prepare`
+
+A start makes what takes under a minute by estimate, and whatever the project's own model lacks. One of several starts
+makes it, under a lock of its own; a file appears whole, under the store's.
+"""
 
 from __future__ import annotations
 
 import shlex
+import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from ....actors.policies.baselines import TrainingOptions
 from ....actors.policy_settings import PolicySettings
-from ....actors.store.artifacts import predictors_of, read_policy_artifacts
+from ....actors.store.artifacts import gates_of, predictors_of, read_profile, sensitivity_of
+from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
 from ....errors import CheckpointError, StoreError, TierMoeError
 from ....proto.private import user_cache
 from ...config import RunConfig, default_model_dir
-from ...host import shown
-from .calibration import shipped_calibration
+from ...host import shown, usable_cores
+from ...quantization import published_as
+from .calibration import MAX_TOKENS, shipped_calibration
 from .checkpoint import open_checkpoint
 from .job import is_current, is_store, store_dir
+
+if TYPE_CHECKING:
+    from ...topology.spec import ModelFacts
 
 _NEEDS = {
     "gates": "trained gates", "predictors": "predictors of later layers", "profile": "a profile of the experts",
     "sensitivity": "the layers' sensitivity",
 }  # fmt: skip
 _RECORDED = ("--limit", "200", "--prompt-tokens", "64", "--max-tokens", "64", "--allow-loops")
+_LOCK = ".artifacts.lock"  # beside a store
+_MOST_S = 60.0
+_FLOPS_PER_CORE = 1.5e10  # a second; profile and sensitivity of the default model: 2.1e10 and 1.4e10 on a shared core
+_SENSITIVITY_TOKENS = 1 << 14
+_GATE_TOKENS, _GATE_EPOCHS = 20_000, 6
 
 
 def check_artifacts(policy: PolicySettings, config: RunConfig) -> None:
-    """Refuse a policy whose artifacts are missing, damaged or of another model, before anything is made or started.
+    """Refuse a policy whose artifacts are missing, damaged or of another model, where no start makes them.
 
     Args:
         config: with the model as a folder.
@@ -32,47 +55,190 @@ def check_artifacts(policy: PolicySettings, config: RunConfig) -> None:
     Raises:
         TierMoeError: StoreError or TraceError; the remedy is the command, with the paths of this machine.
     """
-    if (missing := lacking(policy, config)) is not None:
+    if (missing := lacking(policy, config)) is not None and making_s(policy, config) is None:
         raise missing
 
 
 def lacking(policy: PolicySettings, config: RunConfig) -> TierMoeError | None:
-    """What `check_artifacts` raises; None: nothing is missing."""
+    """What is missing, as an error with the command that makes it; None: nothing."""
     if not policy.needs:
         return None
-    store, remedy = _store(config), f"run `{command(policy, config)}`"
-    what = f"policy '{policy.name}' needs {' and '.join(_NEEDS[need] for need in sorted(policy.needs))}"
+    store, what = _store(config), _what(policy)
     if store is None:
-        return StoreError(f"{what}, and '{shown(config.model_dir)}' has no store yet", remedy)
+        missing: TierMoeError = StoreError(f"{what}, and '{shown(config.model_dir)}' has no store yet", "")
+    else:
+        found = _missing(policy, store)
+        if not found:
+            return None
+        error = next(iter(found.values()))
+        missing = type(error)(f"{what}: {error.what}", "")
+    if published_as(config.model_dir) is not None and (impossible := policy.needs & {"gates", "sensitivity"}):
+        whole = " and ".join(_NEEDS[need] for need in sorted(impossible))
+        remedy = f"{whole}: of experts in full precision only; {published_refused('').remedy}"
+        return type(missing)(missing.what, remedy)
+    return type(missing)(missing.what, f"run `{command(policy, config)}`")
+
+
+def note(policy: PolicySettings, config: RunConfig) -> str | None:
+    """What `tiermoe plan` says about missing artifacts; None: none are missing."""
+    missing = lacking(policy, config)
+    if missing is None:
+        return None
+    seconds = making_s(policy, config)
+    return str(missing) if seconds is None else f"{_what(policy)}: the start makes it, in about {seconds:.0f} s, once"
+
+
+def make_missing(store: Path, policy: PolicySettings, config: RunConfig, *, progress: bool = True) -> None:
+    """Make what a store lacks for a policy, as `tiermoe prepare` does, and say in a line what it took.
+
+    Args:
+        config: with the model as a folder, whose text is used, else the project's.
+
+    Raises:
+        TierMoeError: as `check_artifacts`; or the text or the model is refused, or the disk is full.
+    """
+    if not policy.needs or not _missing(policy, store):
+        return
+    check_artifacts(policy, config)
+    add_missing(store, policy, config.model_dir, _text(config.model_dir), policy.needs, progress=progress)
+
+
+def add_missing(
+    store: Path, policy: PolicySettings, model_dir: Path, text: Path, needs: Collection[str], *, progress: bool = True
+) -> None:
+    """Make those of some artifacts of a policy that a store lacks, however long it takes; one caller at a time.
+
+    Raises:
+        TierMoeError: the text or the model is refused, or the disk is full.
+    """
+    from .writer import locked
+
+    console = Console(stderr=True, quiet=not progress)
+    if not needs & _missing(policy, store).keys():
+        return
+    with locked(store, console, _LOCK):
+        for need in _missing(policy, store):  # again: the last holder of the lock may have made them
+            if need not in needs:
+                continue
+            begin_s = time.monotonic()
+            what = _NEEDS[need]
+            with console.status(f"making {what} of {shown(model_dir).name} for {policy.name}, once"):
+                _make(need, store, policy, model_dir, text)
+            console.print(
+                f"made {what} for {policy.name} in {time.monotonic() - begin_s:.0f} s from {text}: kept in {store}",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
+
+
+def _make(need: str, store: Path, policy: PolicySettings, model_dir: Path, text: Path) -> None:
+    """One artifact, without output. Torch takes seconds to import: only here."""
+    from ..profile.job import profile_text
+    from .measures import add_gates, add_predictors, add_sensitivity
+
+    quiet = Console(quiet=True)
+    if need == "gates":
+        add_gates(store, model_dir, text, quiet, _GATE_TOKENS)
+    elif need == "sensitivity":
+        add_sensitivity(store, model_dir, text, quiet)
+    elif need == "profile":
+        profile_text(store, model_dir, text, progress=False)
+    else:
+        add_predictors(store, model_dir, text, policy.prefetch.distance, quiet)
+
+
+def making_s(policy: PolicySettings, config: RunConfig) -> float | None:
+    """Seconds in which a start makes all that a policy needs; None: no start makes it, but the user.
+
+    That is so for experts in a published form, without a text, and where it takes over a minute with another model
+    than the project's.
+    """
+    from ...topology.inputs import facts_of_checkpoint, facts_of_store
+
+    model, text = config.model_dir, _text(config.model_dir)
+    if published_as(model) is not None or not text.is_dir():
+        return None
     try:
-        manifest = read_manifest(store)
-        read_policy_artifacts(policy, store, manifest)
-        if "predictors" in policy.needs:
-            predictors_of(store, manifest, policy.prefetch.distance)
-    except TierMoeError as error:
-        return type(error)(f"{what}: {error.what}", remedy)
-    return None
+        facts = facts_of_store(model, model) if is_store(model) else facts_of_checkpoint(model)
+    except TierMoeError:  # said by who needs the sizes
+        return None
+    if facts.form is not None:
+        return None
+    nbytes = sum(file.stat().st_size for file in text.iterdir() if file.suffix in (".txt", ".jsonl"))
+    flops = sum(_flops(need, facts, nbytes, policy.prefetch.distance) for need in policy.needs)
+    seconds = flops / (_FLOPS_PER_CORE * usable_cores())
+    own = default_model_dir()
+    return seconds if seconds <= _MOST_S or (own.is_dir() and model.is_dir() and model.samefile(own)) else None
+
+
+def _flops(need: str, facts: ModelFacts, text_bytes: int, stride: int) -> float:
+    """Operations of making one artifact; a token is taken for one byte of text, the least that it can be."""
+    from ...simulate.predictors import TRAINING_ROWS
+    from ..profile.command import OUTPUT_TOKENS
+
+    each = facts.layers * facts.expert_elements  # of one expert in each layer
+    forward = 2.0 * (facts.dense_elements + facts.top_k * each)  # of one token
+    rows = min(text_bytes, MAX_TOKENS)
+    if need == "sensitivity":
+        return 4 * forward * min(rows, _SENSITIVITY_TOKENS)  # and the experts again, and the backward pass
+    if need == "profile":
+        return forward * rows + 2.0 * facts.experts * each * min(rows, OUTPUT_TOKENS)
+    if need == "gates":
+        return min(rows, _GATE_TOKENS) * (forward + _GATE_EPOCHS * 8.0 * facts.layers * facts.hidden * facts.experts)
+    rows, options = min(rows, TRAINING_ROWS), TrainingOptions()
+    trained = max(0, facts.layers - stride) * options.epochs * 12.0 * facts.experts * options.width
+    return rows * (forward + trained)
 
 
 def command(policy: PolicySettings, config: RunConfig) -> str:
-    """The command line that adds to the store what the policy needs; it works as it stands."""
+    """The command line that adds to the store what the policy needs; it works as it stands.
+
+    A text needs experts in full precision. Of published ones the routing is recorded first.
+    """
     model, named = config.model_dir.absolute(), list[str]()
     if config.store is not None:
         named = [str(Path(config.store).expanduser().absolute())]
     elif config.cache_dir is not None:
         named = ["--cache-dir", str(Path(config.cache_dir).expanduser().absolute())]
-    text = shipped_calibration(model) or default_model_dir() / "calibration"
-    first, added = list[str](), list[str]()
-    for need in sorted(policy.needs):
-        if need != "predictors":
-            added += [f"--{need}", str(text)]
-            continue
-        trace, files = user_cache() / "traces" / model.name, sorted(text.glob("*.jsonl"))
+    text = source = _text(model)
+    first, added, published = list[str](), list[str](), published_as(model) is not None
+    if published:
+        source, files = user_cache() / "traces" / model.name, sorted([*text.glob("*.jsonl"), *text.glob("*.txt")])
         prompts = max(files, key=lambda file: file.stem == "prose")  # code repeats itself
-        first = ["tiermoe", "record", str(prompts), str(trace), "--model", str(shown(model)), *_RECORDED]
-        added += ["--predictors", str(trace), "--stride", str(policy.prefetch.distance)]
+        first = ["tiermoe", "record", str(prompts), str(source), "--model", str(shown(model)), *_RECORDED]
+    for need in sorted(policy.needs):
+        added += ["--profile-trace" if published and need == "profile" else f"--{need}", str(source)]
+        if need == "predictors":
+            added += ["--stride", str(policy.prefetch.distance)]
     made = shlex.join(["tiermoe", "prepare", str(shown(model)), *named, *added])
     return f"{shlex.join(first)} && {made}" if first else made
+
+
+def _what(policy: PolicySettings) -> str:
+    return f"policy '{policy.name}' needs {' and '.join(_NEEDS[need] for need in sorted(policy.needs))}"
+
+
+def _text(model_dir: Path) -> Path:
+    """The calibration text that ships with the model, else the project's."""
+    return shipped_calibration(model_dir) or default_model_dir() / "calibration"
+
+
+def _missing(policy: PolicySettings, store: Path) -> dict[str, TierMoeError]:
+    """By need of the policy, why the store's file is of no use; empty: nothing is missing."""
+    found: dict[str, TierMoeError] = {}
+    for need in sorted(policy.needs):
+        try:
+            manifest = read_manifest(store)
+            if need == "gates":
+                gates_of(store, manifest)
+            elif need == "sensitivity":
+                sensitivity_of(store, manifest)
+            elif need == "profile":
+                read_profile(store, manifest)
+            else:
+                predictors_of(store, manifest, policy.prefetch.distance)
+        except TierMoeError as error:
+            found[need] = error
+    return found
 
 
 def _store(config: RunConfig) -> Path | None:

@@ -132,13 +132,16 @@ def beside(out: Path, suffix: str) -> Path:
 
 
 @contextmanager
-def locked(out: Path, console: Console) -> Iterator[bool]:
+def locked(out: Path, console: Console, suffix: str = ".lock") -> Iterator[bool]:
     """Lock a store; yields whether another process had the lock first. The kernel frees the lock of a dead process.
+
+    Args:
+        suffix: of the lock file. Another one is another lock, whose holder may take this one.
 
     Raises:
         StoreError: the lock file cannot be made.
     """
-    path = beside(out, ".lock")
+    path = beside(out, suffix)
     with disk_errors(path):
         descriptor, waited = _acquire(path, f"waiting for another process that prepares {out}", console)
     try:
