@@ -33,6 +33,23 @@ class Action(IntEnum):
     """A near-data worker computes it. A copy under way goes on: judge it by `Auto.admit` when it arrives."""
 
 
+class Part(IntEnum):
+    """A part of the costs that is measured by itself: `Auto.saw`."""
+
+    COPY = 0
+    """copy_s: one copy on the link."""
+    GPU = 1
+    """gpu_s and gpu_row_s: experts on the GPU."""
+    NEAR = 2
+    """near_s: a near-data worker's kernels while the link was idle."""
+    NEAR_BUSY = 3
+    """near_busy_s: the same while the link copied all the time."""
+    NEAR_MIXED = 4
+    """Both: while it copied for a part of the time."""
+    MESSAGE = 5
+    """message_s: a message from the plan to its answer, without the worker's kernels."""
+
+
 class Without(IntFlag):
     """Parts of the rule that are left out, for ablations.
 
@@ -123,7 +140,9 @@ class Auto:
     2608.16157) and HybriMoE (arXiv 2504.05897), here by predicted end, with contention and with the worth of a load.
 
     State:
-        c, c_busy, t, g: `Costs`, corrected by `saw`: cost *= (seen / expected)^0.1, one factor for each action.
+        c, c_busy, t, g, message: `Costs`, corrected by `saw`: cost *= (seen / expected)^s, by `Part`; s falls to 0.1.
+        d[source]: seconds that layers without misses, by the link, or with near data took beyond their parts, and the
+            mean deviation: averages of `took`. Ends of that source are predicted d later, and half the deviation more.
         phi[l, e]: averages of use: of 3 tokens, of 14 (decay 0.7, 0.93), of the request with its prompt, of all time.
         w: 5 weights, V = w . (1, phi): later uses, discounted by gamma = 0.9 a token. Learned by least-squares temporal
             differences: w = A^-1 b, A += x (x - gamma x')^T, b += x used; every fourth expert, solved every 4 tokens.
@@ -141,6 +160,8 @@ class Auto:
            worth is at least its price: what it delays this layer's near-data work, plus for the part beyond the next
            layer's begin n c / (c + t) + P(near data ends last) (1 - c / c_busy), n the loads of a layer, at most 1.
         4. Residents go near data one by one while that ends the layer sooner.
+        5. Tries: link or near data, unused for 64 layers with misses, is taken for 16 where the first loses at most
+           what tries may cost: 1% of the time, less what earlier ones lost.
     After a layer, `used`: averages, S, q, V. What was loaded takes a slot if its V exceeds the least: `admit`.
     After a prompt, `prompt_end`: residents are the experts of greatest V, the prompt's counts blended with popularity.
 
@@ -249,12 +270,15 @@ class Auto:
         """S V: seconds that keeping an expert is worth, comparable between layers."""
         return float(self._native.worth(self._planner, key))
 
-    def saw(self, action: Action, expected_s: float, seen_s: float) -> None:
-        """Correct the cost of an action. LOAD: a copy, expected `costs.copy_s`; NEAR_DATA: `LayerPlan.near_s`."""
-        self._native.saw(self._planner, action, expected_s, seen_s)
+    def saw(self, part: Part, expected_s: float, seen_s: float) -> None:
+        """Correct a part of the costs: so much was expected of it (NEAR*: `LayerPlan.near_s`), and so much was seen."""
+        self._native.saw(self._planner, part, expected_s, seen_s)
 
     def took(self, seen_s: float) -> None:
-        """Tell the seconds of the layer planned last, from its plan to its end."""
+        """Tell the seconds of the layer of a decode planned last, from its plan to its end.
+
+        What its parts do not explain is its source's: the link's, near data's, or that of layers without misses.
+        """
         self._native.took(self._planner, seen_s)
 
     def filled(self) -> None:

@@ -15,6 +15,12 @@ namespace tiermoe {
 
 enum class Action : std::uint8_t { run_here = 0, wait = 1, load = 2, near_data = 3 };
 
+// What was measured apart, by `saw`; `near` corrects near_s, `near_busy` near_busy_s, `near_mixed` both.
+enum class Part : std::uint8_t { copy = 0, gpu = 1, near = 2, near_busy = 3, near_mixed = 4, message = 5 };
+
+// What a layer in decode waits for: experts that are here, the link, near-data workers.
+enum class Source : std::uint8_t { here = 0, link = 1, near = 2 };
+
 struct PlannerCosts {
     double copy_s;             // one expert over the link
     double gpu_s, gpu_row_s;   // one expert on the GPU: its first row, and each further one
@@ -50,7 +56,10 @@ class Planner {
     static constexpr double kDiscount = 0.9;       // gamma: worth of a use one token later
     static constexpr double kKept = 1.0;           // share of a request for which a load of its prompt counts
     static constexpr double kFast = 0.7, kSlow = 0.93;
-    static constexpr double kStep = 0.1;           // exponent of a correction of costs
+    static constexpr double kStep = 0.1;           // exponent of a correction of costs, and weight of a seen layer
+    static constexpr double kDoubt = 0.5;          // a source is charged this share of its mean error
+    static constexpr double kTries = 0.01;         // share of the time that tries of a source may cost
+    static constexpr int kUnused = 64, kBurst = 16;  // layers after which a source may be tried, and layers of a try
     static constexpr std::uint8_t kLoading = 1, kResident = 2;  // SlotState; 3: staged, here but outside the slots
 
     // states: [L * E], the caller's, read only: absent 0, loading 1, resident 2, staged 3.
@@ -157,8 +166,7 @@ class Planner {
         const double link0 = std::max(now_s, link_free_s), start = now_s + costs_.message_s;
 
         // how many copies under way to wait for, and how many misses to load
-        double best = std::numeric_limits<double>::infinity();
-        int loads = 0, waits = 0;
+        Split best[4];  // without misses, by the link alone, near data alone, by both
         for (int w = flying; w >= 0; --w) {
             if (w < flying && off(Without::refusal)) break;
             if (w < flying - 4 && w > 0) continue;  // the far copies one by one, or none
@@ -175,10 +183,13 @@ class Planner {
                 }
                 if (!workers_ && span_[k] > 0) continue;
                 const double near = span_[k] > 0 ? near_end(start, span_[k], link) : now_s;
-                const double end = std::max(gpu, near) - gain;
-                if (end < best) best = end, loads = k, waits = w;
+                const Source by = source(span_[k] > 0, k + w);
+                const double end = std::max(gpu, near) + charge(by) - gain;
+                if (Split& found = best[(k + w > 0) + 2 * (span_[k] > 0)]; end < found.end) found = {end, k, w};
             }
         }
+        const Split& chosen = best[choose(best, now_s, decode)];
+        const int loads = chosen.loads, waits = chosen.waits;
         // carry it out
         Planned out;
         out.loads = loads, out.waits = waits;
@@ -201,6 +212,7 @@ class Planner {
         double near = span > 0 ? near_end(start, span, demand) : now_s;
         const double plain = std::max(gpu, near);  // without background copies
         const bool near_last = span > 0 && near >= gpu;
+        Source by = source(span > 0, loads + waits);
 
         for (int i = loads; decode && i < missing; ++i) {
             const double x = saved * (misses_[i].value - least);
@@ -208,7 +220,7 @@ class Planner {
             asked_ += 0.01;
             if (!off(Without::background)) pool({static_cast<std::int32_t>(base) + misses_[i].expert, -1, x, false});
         }
-        const double next = plain + costs_.dense_s;
+        const double next = plain + offset(by) + costs_.dense_s;
         if (decode && named_layer_ == layer + 1 && layer + 1 < layers_ && !off(Without::prefetch)) prefetch(layer + 1, demand, next);
         // those that may begin before the next layer's plan, if worth the wait that they may cause
         double t = demand, was = plain;
@@ -233,13 +245,15 @@ class Planner {
                 return x != y ? x < y : a.at < b.at;
             });
             double left = here_s;
+            // the first one brings a message to a layer that had none
+            const double more_s = span > 0 ? 0.0 : std::max(0.0, charge(Source::near) - charge(by));
             int& h = moved;
             for (; h < hits; ++h) {
                 const int to = least_loaded();
                 const double more = std::max(span, load_[to] + hits_[h].work);
                 const double on_gpu = std::max(now_s + left - hits_[h].gpu_s + after, tail);
                 const double end = std::max(on_gpu, near_end(start, more, demand, demand, t));
-                if (end >= was) break;
+                if (end + more_s >= was) break;
                 give(hits_[h], action, worker);
                 left -= hits_[h].gpu_s;
                 span = more, was = end, gpu = on_gpu;
@@ -250,7 +264,9 @@ class Planner {
         for (int i = 0; i < began; ++i) released(i, layer);
 
         near = span > 0 ? near_end(start, span, demand, demand, t) : now_s;
-        out.end_s = std::max(gpu, near);
+        by = source(span > 0, loads + waits);
+        planned_ = by, modelled_s_ = std::max(gpu, near) - now_s;
+        out.end_s = std::max(now_s, std::max(gpu, near) + offset(by));
         out.near_s = span > 0 ? near - start : 0.0;
         out.link_s = demand;
         expected_s_ = out.end_s - now_s;
@@ -260,7 +276,6 @@ class Planner {
             return out;
         }
         // S: what one more resident would have saved here
-
         if (missing) {
             const double end = std::max(gpu, span > 0 ? near_end(start, span, demand) : now_s);
             const double less = one_less(missing, flying, waits, moved, now_s, link0, start, here_s);
@@ -371,19 +386,36 @@ class Planner {
         return off(Without::admission) || value_[at(key)] > least ? Admission::instead : Admission::refused;
     }
 
-    // Correct the costs of an action by what was seen of it.
-    void saw(Action action, double expected_s, double seen_s) {
+    // Correct a cost by what was seen of it, where so much was expected: by (seen / expected)^step. What is seen first
+    // weighs more than what follows, since a probe may have met a busy machine; most of all the first message.
+    void saw(Part part, double expected_s, double seen_s) {
         if (off(Without::correction) || !(expected_s > 0) || !(seen_s > 0)) return;
-        const double x = std::pow(std::min(10.0, std::max(0.1, seen_s / expected_s)), kStep);
-        if (action == Action::load || action == Action::wait) costs_.copy_s *= x;
-        if (action == Action::near_data) costs_.near_s *= x, costs_.near_busy_s *= x;
-        if (action == Action::run_here) costs_.gpu_s *= x, costs_.gpu_row_s *= x;
+        const double ratio = seen_s / expected_s;
+        const int count = ++counts_[static_cast<int>(part)];
+        if (part == Part::message) {
+            costs_.message_s *= std::pow(ratio, std::max(kStep, 1.0 / count));
+            return;
+        }
+        const double x = std::pow(std::min(10.0, std::max(0.1, ratio)), std::max(kStep, 1.0 / (1 + count)));
+        if (part == Part::copy) costs_.copy_s *= x;
+        if (part == Part::near || part == Part::near_mixed) costs_.near_s *= x;
+        if (part == Part::near_busy || part == Part::near_mixed) costs_.near_busy_s *= x;
+        if (part == Part::near) costs_.near_busy_s = std::max(costs_.near_busy_s, costs_.near_s);
+        if (part == Part::near_busy) costs_.near_s = std::min(costs_.near_s, costs_.near_busy_s);
+        if (part == Part::gpu) costs_.gpu_s *= x, costs_.gpu_row_s *= x;
     }
 
-    // The last planned layer took so long, from its plan to its end.
+    // The last planned layer took so long, from its plan to its end. What its parts do not explain is its source's.
     void took(double seen_s) {
         expected_sum_ = 0.999 * expected_sum_ + seen_s;
         error_sum_ = 0.999 * error_sum_ + std::abs(seen_s - expected_s_);
+        if (off(Without::correction)) return;
+        Seen& seen = seen_[static_cast<int>(planned_)];
+        const double error = seen_s - modelled_s_ - seen.offset_s, step = std::max(kStep, 1.0 / ++seen.layers);
+        // a pause of the host says little
+        const double most = seen.layers > 8 ? 4 * seen.spread_s + 0.1 * seen_s : std::abs(error);
+        seen.offset_s += step * std::min(most, std::max(-most, error));
+        seen.spread_s += step * (std::min(most, std::abs(error)) - seen.spread_s);
     }
     // Mean error of the predicted time of a layer, as a share of the time.
     double error() const { return expected_sum_ > 0 ? error_sum_ / expected_sum_ : 0.0; }
@@ -414,6 +446,34 @@ class Planner {
     static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
     bool off(Without part) const { return (without_ & static_cast<std::uint32_t>(part)) != 0; }
     static std::uint8_t code(Action action) { return static_cast<std::uint8_t>(action); }
+    static Source source(bool near, int copies) { return near ? Source::near : copies ? Source::link : Source::here; }
+    // Seconds that layers of a source took beyond their parts, on average.
+    double offset(Source by) const { return seen_[static_cast<int>(by)].offset_s; }
+    // Its offset, and more the more it errs.
+    double charge(Source by) const { return offset(by) + kDoubt * seen_[static_cast<int>(by)].spread_s; }
+    struct Split { double end = std::numeric_limits<double>::infinity(); int loads = 0, waits = 0; };
+    // The split of the least end. In decode, the link or near data is tried for kBurst layers where no layer with misses
+    // has used it for kUnused layers, and what tries may cost by now pays for the later end of the first.
+    int choose(const Split* of, double now_s, bool decode) {
+        const auto least = [&](int a, int b) { return of[b].end < of[a].end ? b : a; };
+        const int best = least(least(0, 1), least(2, 3));
+        if (!decode || best == 0 || off(Without::correction)) return best;
+        const double took = std::max(0.0, of[best].end - now_s);
+        tries_s_ = std::min(tries_s_ + kTries * took, kUnused * took);
+        for (int i = 0; i < 2; ++i) {
+            const int with = i == 0 ? least(1, 3) : least(2, 3);
+            const double loss = of[with].end - of[best].end;
+            if (!std::isfinite(loss)) continue;
+            unused_[i] = (best >> i) & 1 ? 0 : unused_[i] + 1;
+            if (unused_[i] >= kUnused && !trying_ && loss <= tries_s_) trying_ = kBurst, tried_ = i;
+            if (!trying_ || tried_ != i) continue;
+            --trying_;
+            unused_[i] = 0;
+            tries_s_ -= loss;
+            return with;
+        }
+        return best;
+    }
     static double together(double p, int rows) { return rows == 1 ? p : 1 - std::pow(1 - p, rows); }
     double recent(std::size_t k) const { return std::pow(kDiscount, static_cast<double>(steps_ - last_[k])); }
     double dot(double f, double s, double q, double p) const {
@@ -663,6 +723,13 @@ class Planner {
     double known_ = 20.0, asked_ = 0.1, done_ = 0.05, last_near_ = 0.5, loads_ = 0.5, length_ = 64.0, layer_s_ = 0.0;
     std::int64_t steps_ = 0, since_ = 0;
     double expected_s_ = 0.0, expected_sum_ = 0.0, error_sum_ = 0.0;
+    struct Seen { double offset_s = 0.0, spread_s = 0.0; int layers = 0; };
+    Seen seen_[3];                        // by Source
+    Source planned_ = Source::here;
+    double modelled_s_ = 0.0;             // of the last plan, from its parts alone
+    double tries_s_ = 0.0;                // what tries may still cost
+    int unused_[2] = {}, trying_ = 0, tried_ = 0;  // by link, near data; layers that a try still has, and of what
+    int counts_[6] = {};                  // by Part: how often it was seen
 };
 
 }  // namespace tiermoe

@@ -230,15 +230,15 @@ PyObject* worth(PyObject*, PyObject* const* args, Py_ssize_t count) {
                               planner->saved_s(static_cast<int>(key / planner->experts())));
 }
 
-// saw(planner, action, expected_s, seen_s)
+// saw(planner, part, expected_s, seen_s)
 PyObject* saw(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Planner* planner = expect(count, 4) ? planner_of(args[0]) : nullptr;
     if (!planner) return nullptr;
-    const long long action = PyLong_AsLongLong(args[1]);
+    const long long part = PyLong_AsLongLong(args[1]);
     const double expected_s = PyFloat_AsDouble(args[2]), seen_s = PyFloat_AsDouble(args[3]);
     if (PyErr_Occurred()) return nullptr;
-    if (action < 0 || action > 3) return refuse("there is no such action", action), nullptr;
-    planner->saw(static_cast<Action>(action), expected_s, seen_s);
+    if (part < 0 || part > 5) return refuse("there is no such part of the costs", part), nullptr;
+    planner->saw(static_cast<Part>(part), expected_s, seen_s);
     Py_RETURN_NONE;
 }
 
@@ -340,7 +340,7 @@ PyMethodDef methods[] = {
     {"victims", fast(victims), METH_FASTCALL, "A layer's residents of least worth."},
     {"admit", fast(admit), METH_FASTCALL, "Whether an expert takes a slot, and whose."},
     {"worth", fast(worth), METH_FASTCALL, "Seconds that keeping an expert is worth."},
-    {"saw", fast(saw), METH_FASTCALL, "Correct the costs of an action."},
+    {"saw", fast(saw), METH_FASTCALL, "Correct a part of the costs."},
     {"took", fast(took), METH_FASTCALL, "A layer's seen time."},
     {"filled", fast(filled), METH_FASTCALL, "A background copy of a miss has ended."},
     {"costs", fast(costs), METH_FASTCALL, "Costs as corrected."},

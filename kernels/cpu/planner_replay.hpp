@@ -333,8 +333,8 @@ class Replay {
             out_.needed += n, out_.hits += hits, out_.loads += loads, out_.waits += wait, out_.near += n - hits - loads - wait;
         if (planned()) {
             planner_.took(now_ - t0);
-            if (work > 1e-12) planner_.saw(Action::near_data, expected, near - start);
-            if (loads || under_way_) planner_.saw(Action::load, planner_.costs().copy_s, c_.copy_s);
+            if (work > 1e-12) planner_.saw(Part::near_mixed, expected, near - start);
+            if (loads || under_way_) planner_.saw(Part::copy, planner_.costs().copy_s, c_.copy_s);
             planner_.used(l, n, needed, r_.share + step * at(r_.experts));
         }
         for (int i = 0; i < n; ++i) last_[at(base + needed[i])] = s;

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tiermoe.actors.policies.auto import Action, Auto, Costs, Without, kept_keys, router_shares
+from tiermoe.actors.policies.auto import Action, Auto, Costs, Part, Without, kept_keys, router_shares
 from tiermoe.kernels import _planner
 
 HERE, WAIT, LOAD, NEAR = Action
@@ -211,14 +211,86 @@ def test_saved_popularity_decides_before_anything_was_seen() -> None:
 def test_costs_follow_what_was_seen_each_by_its_own_factor() -> None:
     planner = auto()
     for _ in range(60):
-        planner.saw(Action.LOAD, planner.costs.copy_s, 20.0)
+        planner.saw(Part.COPY, planner.costs.copy_s, 20.0)
     assert planner.costs.copy_s == pytest.approx(20.0, rel=0.01)
     assert planner.costs.near_s == COSTS.near_s
-    planner.saw(Action.NEAR_DATA, 1.0, 2.0)
-    assert planner.costs.near_s == pytest.approx(COSTS.near_s * 2**0.1)
+    planner.saw(Part.NEAR_MIXED, 1.0, 2.0)
+    assert planner.costs.near_s == planner.costs.near_busy_s == pytest.approx(COSTS.near_s * 2**0.5)
+    planner.saw(Part.NEAR, 1.0, 8.0)  # near data is not slower while the link is idle
+    assert planner.costs.near_s == planner.costs.near_busy_s == pytest.approx(COSTS.near_s * 2**2.0)
+    planner.saw(Part.NEAR_BUSY, 8.0, 1.0)
+    assert planner.costs.near_s == planner.costs.near_busy_s == pytest.approx(COSTS.near_s * 2**0.5)
+    planner.saw(Part.GPU, 1.0, 2.0)
+    assert planner.costs.gpu_s == pytest.approx(COSTS.gpu_s * 2**0.5)
+    for _ in range(20):
+        planner.saw(Part.GPU, 1.0, 1.0)
+    planner.saw(Part.GPU, 1.0, 2.0)
+    assert planner.costs.gpu_s == pytest.approx(COSTS.gpu_s * 2**0.6)
+    planner.saw(Part.MESSAGE, 1.0, 7.0)
+    assert planner.costs.message_s == 0.0  # there is nothing to correct
     fixed = auto(without=Without.CORRECTION)
-    fixed.saw(Action.LOAD, 1.0, 2.0)
+    fixed.saw(Part.COPY, 1.0, 2.0)
     assert fixed.costs == COSTS
+
+
+TRUE = replace(COSTS, message_s=4.0)  # two misses: near data 12 s, a copy and near data 11 or 12, two copies 21
+
+
+def _decode(planner: Auto, layers: int, true: Costs = TRUE, host_s: tuple[float, float] = (0.0, 0.0)) -> list[bool]:
+    """Layers with two misses on a machine of these costs; whether each used near data.
+
+    host_s: seconds of the host in a layer of copies alone and in one with near data, which the costs do not name.
+    """
+    used, ids, rows = [], np.array([0, 1], np.int32), np.ones(2, np.int32)
+    for _ in range(layers):
+        found = planner.plan(0, ids, rows, 0.0, 0.0)
+        loads, near = found.loads, found.near_data
+        copied_s = loads * true.copy_s
+        gpu_s = copied_s + true.gpu_s * (loads > 0)
+        kernel_s = near * true.near_s
+        near_s = true.message_s + kernel_s if near else 0.0
+        if near:
+            planner.saw(Part.NEAR_MIXED if loads else Part.NEAR, found.near_s, kernel_s)
+            planner.saw(Part.MESSAGE, planner.costs.message_s, true.message_s)
+        if loads:
+            planner.saw(Part.COPY, planner.costs.copy_s, true.copy_s)
+        planner.took(max(gpu_s, near_s) + host_s[near > 0])
+        used.append(near > 0)
+    return used
+
+
+@pytest.mark.parametrize("part", ["message_s", "copy_s", "near_s"])
+@pytest.mark.parametrize("wrong", [0.2, 5.0])
+def test_a_wrong_start_cost_is_corrected_within_1024_layers(part: str, wrong: float) -> None:
+    """Before, a message that a busy machine's probe had put at five times its cost kept near data out for good."""
+    without = Without.FUTURE | Without.BACKGROUND
+    parts = ("near_s", "near_busy_s") if part == "near_s" else (part,)
+    start = replace(TRUE, **{name: wrong * getattr(TRUE, name) for name in parts})
+    told, truth = auto(start, without=without), auto(TRUE, without=without)
+    layers = 128 if part == "message_s" else 1024  # a message is what a probe on a busy machine gets wrong most
+    _decode(told, layers)
+    _decode(truth, layers)
+    ids, rows = np.array([0, 1], np.int32), np.ones(2, np.int32)
+    assert told.plan(0, ids, rows, 0.0, 0.0).actions.tolist() == truth.plan(0, ids, rows, 0.0, 0.0).actions.tolist()
+
+
+def test_tries_of_a_source_that_loses_cost_at_most_a_hundredth() -> None:
+    """Near data takes 30 s a message, two copies 21: it is tried, rarely, and the same layers each time."""
+    true = replace(TRUE, message_s=30.0)
+    used = _decode(auto(true, without=Without.FUTURE | Without.BACKGROUND), 2000, true)
+    tries = sum(used)
+    assert tries
+    assert tries * (38.0 - 21.0) <= 0.01 * 2000 * 21.0 + 16 * (38.0 - 21.0)  # one try may be owed
+    assert used == _decode(auto(true, without=Without.FUTURE | Without.BACKGROUND), 2000, true)
+
+
+def test_what_the_parts_do_not_explain_is_charged_to_its_source() -> None:
+    """Near data ends layers sooner by its parts; 20 s of the host that no part names say otherwise."""
+    planner = auto(TRUE, without=Without.FUTURE | Without.BACKGROUND)
+    used = _decode(planner, 512, TRUE, (0.0, 20.0))
+    assert used[0]
+    assert sum(used[256:]) <= 16
+    assert planner.error() < 0.2
 
 
 def test_the_error_of_the_predicted_time_is_a_share() -> None:

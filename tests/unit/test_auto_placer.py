@@ -15,7 +15,7 @@ from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.host_view import Routing
 from tiermoe.actors.engine.peers.auto import SOURCE, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.auto import Action, Costs, LayerPlan, Wanted
+from tiermoe.actors.policies.auto import Action, Costs, LayerPlan, Part, Wanted
 from tiermoe.actors.policies.plan import Remote
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
@@ -59,8 +59,8 @@ class Scripted:
     def admit(self, key: int) -> tuple[bool, int | None]:
         return self.admits.get(key, (True, None))
 
-    def saw(self, action: Action, expected_s: float, seen_s: float) -> None:
-        self.told.append(("saw", action, round(expected_s, 6), round(seen_s, 6)))
+    def saw(self, part: Part, expected_s: float, seen_s: float) -> None:
+        self.told.append(("saw", part, round(expected_s, 6), round(seen_s, 6)))
 
     def took(self, seen_s: float) -> None:
         self.told.append(("took",))
@@ -115,8 +115,8 @@ class Rig:
         self.cache.begin_forward(all(decode for *_, decode in rows))
         self.placer.begin_forward(found)
 
-    def layer(self, layer: int, *ids: Sequence[int]) -> Any:
-        """A layer's turn, as `MoeLayer` takes it; ids: of each row."""
+    def layer(self, layer: int, *ids: Sequence[int], answer_s: float = 0.0) -> Any:
+        """A layer's turn, as `MoeLayer` takes it; ids: of each row. answer_s: of an NDP worker's kernels."""
         cache, placer = self.cache, self.placer
         picked = np.array(ids, np.int64)
         routing, view = Routing.of(picked, torch.device("cpu")), SimpleNamespace(ids=picked)
@@ -132,6 +132,9 @@ class Rig:
             cache.await_expert(key, layer)
             cache.ran([key])
             cache.issue([load for load in plan.loads if load.after == i])
+        if answer_s:
+            answer = SimpleNamespace(measured_s=answer_s, modelled_s=0.0)
+            self.stats.layers[layer].count_answer("ndp", 0.001, 1, 1, answer)  # type: ignore[arg-type]
         placer.ran(layer)
         cache.check_integrity()
         return plan
@@ -218,15 +221,21 @@ def test_after_a_prompt_what_it_used_most_stays(rig: Rig) -> None:
     assert rig.told("used") == [(0, [3])]
 
 
-def test_costs_are_corrected_by_layers_of_one_kind(rig: Rig) -> None:
-    """Of a layer that loads and computes near data the parts are not known apart."""
+def test_costs_are_corrected_by_what_was_measured_apart(rig: Rig) -> None:
+    """Before, a layer's whole time against the predicted one was a copy's, or a near-data expert's."""
     rig.begin(("a", 1, True))
     for actions in ({}, {0: Action.NEAR_DATA, 1: Action.NEAR_DATA}, {1: Action.NEAR_DATA}):
         rig.planner.actions = actions
         rig.cache.flush()
-        rig.layer(0, [0, 1])
-    assert [action for action, *_ in rig.told("saw")] == [Action.LOAD, Action.NEAR_DATA]
-    assert [expected for _, expected, _ in rig.told("saw")] == [1.0, 1.0]  # as the plan said
+        rig.layer(0, [0, 1], answer_s=0.0625 if actions else 0.0)
+    found = rig.told("saw")
+    copies = [(expected, seen) for part, expected, seen in found if part is Part.COPY]
+    assert len(copies) == 3
+    assert all(expected == COSTS.copy_s and 0.0 <= seen < 1.0 for expected, seen in copies)
+    near = [(part, expected, seen) for part, expected, seen in found if part in (Part.NEAR, Part.NEAR_MIXED)]
+    assert near == [(Part.NEAR, 0.4, 0.0625), (Part.NEAR_MIXED, 0.2, 0.0625)]  # as the plan said
+    assert [expected for part, expected, _ in found if part is Part.MESSAGE] == [COSTS.message_s] * 2
+    assert Part.GPU in [part for part, *_ in found]  # two experts here took less than two tenths of a second
     assert rig.told("took") == [()] * 3
     rig.begin(("a", 1, True))
     assert rig.stats.planner is not None

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....kernels import _planner
-from ...policies.auto import Action, Auto, Costs
+from ...policies.auto import Action, Auto, Costs, Part
 from ...policies.auto import LayerPlan as Choice
 from ...policies.plan import LayerPlan, Remote
 from ...policies.residency import State
@@ -35,6 +35,7 @@ from .placement import PeerPlacer
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ..cache.cache import ExpertCache
     from ..cache.device import Activations
+    from ..cache.loader import LoadJob
     from ..serving.streams import SequenceRows
     from .remote import NdpPool, RemoteExperts
     from .shards import Shards
@@ -66,7 +67,7 @@ class Planner(Protocol):
 
     def admit(self, key: int) -> tuple[bool, int | None]: ...
 
-    def saw(self, action: Action, expected_s: float, seen_s: float) -> None: ...
+    def saw(self, part: Part, expected_s: float, seen_s: float) -> None: ...
 
     def took(self, seen_s: float) -> None: ...
 
@@ -83,17 +84,20 @@ MakePlanner = Callable[[Costs, int, int, NDArray[np.uint8]], Planner]
 class _Pass:
     """A layer between its plan and its end.
 
-    began_s, expected_s: its plan, and the seconds that it is expected to take from then; None: nothing was predicted.
-    near: experts that are computed near data. learns: all its rows are of announced decodes.
+    began_s: its plan. near_s: expected seconds of the near-data kernels. predicted: it has a plan of the planner.
+    near: experts that are computed near data. learns: all its rows are of announced decodes. before: answers, seconds
+    of their kernels and of waits for them and for copies, counted before.
     """
 
     layer: int
     needed: NDArray[np.int32]
     began_s: float
-    expected_s: float | None
+    near_s: float
+    predicted: bool
     near: int
     loaded: list[int]
     learns: bool
+    before: tuple[int, float, float, float]
 
 
 class AutoPlacer(PeerPlacer):
@@ -105,8 +109,10 @@ class AutoPlacer(PeerPlacer):
     demand, are dropped where they have not begun when their layer runs, and take the slot of the victim that the
     planner names.
 
-    Costs are corrected end to end, waits of threads included: by the whole time of a decode's layer that only loaded,
-    or only computed near data, against the predicted one.
+    Costs are corrected by what was measured apart: each copy by the link's times of it, near-data work by the workers'
+    kernels, a message by the time from the plan to its answer without those, an expert here by the rest of the layer,
+    which is at most that. The whole time of a layer says what the parts do not (`Auto.took`). All of decodes; copies
+    on a GPU's stream have no times on the host, so there the layers alone say what a copy costs beyond its start value.
 
     Args:
         pool: the NDP workers; None: there are none.
@@ -137,6 +143,7 @@ class AutoPlacer(PeerPlacer):
         self._pass: _Pass | None = None
         self._wanted: Sequence[Any] = ()
         self._arrivals: dict[int, float] = {}  # of copies under way, as expected
+        self._jobs: dict[int, LoadJob] = {}  # of these copies
         self._filling: set[int] = set()  # background copies under way
         self._link_free_s = 0.0
         self._ended_s, self._gaps = 0.0, list[float]()  # the last layer's end; seconds between layers of a decode
@@ -201,7 +208,7 @@ class AutoPlacer(PeerPlacer):
         self._wanted, self._pass = (), None
         self._look()
         experts = np.array(mine, np.int32) - np.int32(base)
-        expected_s, sent = None, 0
+        near_s, predicted, sent = 0.0, False, 0
         pool = self._pool
         if pool is None or pool.available:
             rows, tokens = np.array(counts, np.int32), 0 if self._prompt is None else routing.tokens
@@ -212,12 +219,12 @@ class AutoPlacer(PeerPlacer):
             if workers is not None:
                 remote += [Remote(key, 0, worker) for key, worker in zip(near, workers, strict=True)]
                 sent = len(workers)
-            expected_s = choice.end_s - now_s
+            near_s, predicted = choice.near_s, True
             self._wanted = choice.wanted
         plan = self._split(needed, remote, keep)
         learns = announced and self._prompt is None
         loaded = [*plan.run[plan.resident :]]
-        self._pass = _Pass(layer, experts, now_s, expected_s, sent, loaded, learns)
+        self._pass = _Pass(layer, experts, now_s, near_s, predicted, sent, loaded, learns, self._counted(layer))
         return plan
 
     def routed(self, layer: int, routing: Routing) -> None:
@@ -242,11 +249,13 @@ class AutoPlacer(PeerPlacer):
         for key in () if found is None else found.loaded:
             if key in under_way and key not in self._arrivals:
                 free_s += copy_s
-                self._arrivals[key] = free_s
+                self._arrivals[key], self._jobs[key] = free_s, under_way[key]
         for wanted in self._wanted:
             if self._gpu_of(wanted.key) is None and self._fetch(wanted.key, wanted.victim):
                 free_s += copy_s
                 self._arrivals[wanted.key] = free_s
+                if wanted.key in under_way:
+                    self._jobs[wanted.key] = under_way[wanted.key]
         self._link_free_s = free_s
 
     def ran(self, layer: int) -> None:
@@ -255,13 +264,8 @@ class AutoPlacer(PeerPlacer):
         if found is None or planner is None or found.layer != layer:
             return
         now_s = self._clock()
-        if found.expected_s is not None and found.learns:
-            seen_s = now_s - found.began_s
-            planner.took(seen_s)
-            if found.loaded and not found.near:
-                planner.saw(Action.LOAD, found.expected_s, seen_s)
-            elif found.near and not found.loaded:
-                planner.saw(Action.NEAR_DATA, found.expected_s, seen_s)
+        if found.predicted and found.learns:
+            self._correct(planner, found, now_s - found.began_s)
         if self._ended_s < math.inf:
             self._ended_s = now_s
         if found.learns:
@@ -273,6 +277,28 @@ class AutoPlacer(PeerPlacer):
                 self._admit(key)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _counted(self, layer: int) -> tuple[int, float, float, float]:
+        """Answers of NDP workers, seconds of their kernels, and of waits for them and for copies, so far."""
+        stats = self._cache.stats.layers[layer]
+        return stats.ndp_calls, stats.ndp_measured_s, stats.ndp_wait_s, stats.blocked_io_s
+
+    def _correct(self, planner: Planner, found: _Pass, seen_s: float) -> None:
+        """Correct the costs by a layer of a decode that took so long."""
+        planner.took(seen_s)
+        counted = self._counted(found.layer)
+        calls, kernels_s, near_wait_s, copy_wait_s = (a - b for a, b in zip(counted, found.before, strict=True))
+        if found.near and calls > 0 and kernels_s >= 0.0:
+            kernel_s = kernels_s / calls
+            part = Part.NEAR_MIXED if found.loaded or self._arrivals else Part.NEAR
+            planner.saw(part, found.near_s, kernel_s)
+            message_s = seen_s - kernel_s
+            if near_wait_s > 0.0 or message_s < planner.costs.message_s:  # the layer ended with the answer, or later
+                planner.saw(Part.MESSAGE, planner.costs.message_s, message_s)
+        elif not found.near and len(found.needed):
+            here_s = (seen_s - copy_wait_s) / len(found.needed)
+            if here_s < planner.costs.gpu_s:
+                planner.saw(Part.GPU, planner.costs.gpu_s, here_s)
 
     def _begin_prompt(self, layer: int, view: LayerView) -> frozenset[int]:
         """Count the rows of prompts; the residents that this layer's loads spare."""
@@ -292,6 +318,10 @@ class AutoPlacer(PeerPlacer):
         held = self._held  # which tells of copies in native code, too
         for key in [key for key in self._arrivals if held[key] != State.LOADING]:
             del self._arrivals[key]
+            job = self._jobs.pop(key, None)
+            copied = None if job is None else job.copied
+            if copied is not None and copied.event is None and self.planner is not None:
+                self.planner.saw(Part.COPY, self.planner.costs.copy_s, copied.end_s - copied.start_s)
         for key in [key for key in self._filling if held[key] != State.LOADING]:
             self._filling.discard(key)
             if self._held[key] == State.RESIDENT and self.planner is not None:
