@@ -76,7 +76,10 @@ setup(
         Extension(  # apart, so that a change of the planner compiles in seconds
             "tiermoe.kernels._planner",
             sources=["kernels/cpu/planner_module.cpp"],
-            depends=["kernels/cpu/bindings.hpp", "kernels/cpu/planner.hpp", "kernels/cpu/planner_replay.hpp"],
+            depends=[
+                "kernels/cpu/bindings.hpp", "kernels/cpu/planner.hpp", "kernels/cpu/planner_replay.hpp",
+                "kernels/cpu/sizes.hpp",
+            ],
             include_dirs=["kernels/cpu"],
             # no contraction: predicted seconds must not depend on the processor
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"],

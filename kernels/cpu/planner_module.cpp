@@ -3,6 +3,8 @@
 #include "planner_replay.hpp"
 
 #include <cmath>
+#include <initializer_list>
+#include <limits>
 #include <memory>
 
 #include "bindings.hpp"
@@ -25,6 +27,11 @@ Planner* planner_of(PyObject* capsule) {
     return held ? held->planner.get() : nullptr;
 }
 
+// Whether a number is 0 or more and an int, as which the planner counts.
+bool is_count(long long number) {
+    return (number >= 0 && number <= std::numeric_limits<int>::max()) || refuse("a count is 0 to 2147483647, not", number);
+}
+
 bool is_layer(const Planner& planner, long long layer) {
     return (layer >= 0 && layer < planner.layers()) || refuse("there is no such layer", layer);
 }
@@ -32,6 +39,7 @@ bool is_layer(const Planner& planner, long long layer) {
 // int32 [n] experts of one layer.
 bool take_experts(const Planner& planner, PyObject* given, Rows& experts, int& n) {
     if (!experts.take(given, 4)) return false;
+    if (!is_count(experts.bytes() / 4)) return false;
     n = static_cast<int>(experts.bytes() / 4);
     for (int i = 0; i < n; ++i)
         if (const long long e = experts.data<std::int32_t>()[i]; e < 0 || e >= planner.experts())
@@ -39,8 +47,14 @@ bool take_experts(const Planner& planner, PyObject* given, Rows& experts, int& n
     return true;
 }
 
-bool has(const Rows& rows, std::int64_t bytes, const char* what) {
-    return rows.bytes() == bytes || refuse(what, static_cast<long long>(rows.bytes()));
+// Whether an array has the product of these sizes in bytes.
+bool has(const Rows& rows, std::initializer_list<std::int64_t> sizes, const char* what) {
+    std::int64_t bytes = 1;
+    if (product_fits(sizes)) {
+        for (const std::int64_t size : sizes) bytes *= size;
+        if (rows.bytes() == bytes) return true;
+    }
+    return refuse(what, static_cast<long long>(rows.bytes()));
 }
 
 // A tuple of `PlannerCosts`.
@@ -68,6 +82,7 @@ PyObject* planner(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("a planner has 1 layer or more, of 1 to 4096 experts", layers < 1 ? layers : experts);
         return nullptr;
     }
+    if (!check_product({layers, experts}, kMostKeys)) return nullptr;  // keys are int32
     if (top_k < 1 || top_k > experts || slots < 0 || slots > experts) {
         refuse("top_k and the slots of a layer are at most its experts", top_k < 1 || top_k > experts ? top_k : slots);
         return nullptr;
@@ -77,7 +92,7 @@ PyObject* planner(PyObject*, PyObject* const* args, Py_ssize_t count) {
         return nullptr;
     }
     auto held = std::make_unique<Held>();
-    if (!held->states.take(args[6], 1) || !has(held->states, layers * experts, "states are [L * E], not"))
+    if (!held->states.take(args[6], 1) || !has(held->states, {layers, experts}, "states are [L * E], not"))
         return nullptr;
     held->planner = std::make_unique<Planner>(static_cast<int>(layers), static_cast<int>(experts),
                                               static_cast<int>(top_k), static_cast<int>(slots),
@@ -105,9 +120,10 @@ PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
         !action.take(args[8], 1, true) || !worker.take(args[9], 1, true))
         return nullptr;
     const std::int64_t flights = keys.bytes() / 4;
+    if (!is_count(flights)) return nullptr;
     if (n > planner->experts()) return refuse("more experts are needed than a layer has", n), nullptr;
-    if (!has(rows, 4 * n, "rows are int32 [n], not bytes:") || !has(arrivals, 8 * flights, "arrivals are float64 [F], not bytes:") ||
-        !has(action, n, "actions are uint8 [n], not bytes:") || !has(worker, n, "workers are uint8 [n], not bytes:"))
+    if (!has(rows, {4, n}, "rows are int32 [n], not bytes:") || !has(arrivals, {8, flights}, "arrivals are float64 [F], not bytes:") ||
+        !has(action, {n}, "actions are uint8 [n], not bytes:") || !has(worker, {n}, "workers are uint8 [n], not bytes:"))
         return nullptr;
     const Planned found = planner->plan(static_cast<int>(layer), n, needed.data<std::int32_t>(),
                                         rows.data<std::int32_t>(), now_s, link_free_s, static_cast<int>(flights),
@@ -134,6 +150,7 @@ PyObject* predict(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Rows ids;
     int n = 0;
     if (PyErr_Occurred() || !is_layer(*planner, layer) || !take_experts(*planner, args[2], ids, n)) return nullptr;
+    if (!is_count(ranks)) return nullptr;
     if (ranks < 1 || n % ranks) return refuse("predictions are [rows, ranks], not of ranks", ranks), nullptr;
     planner->predict(static_cast<int>(layer), static_cast<int>(n / ranks), static_cast<int>(ranks),
                      ids.data<std::int32_t>());
@@ -150,7 +167,7 @@ PyObject* used(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int n = 0;
     if (PyErr_Occurred() || !is_layer(*planner, layer) || !take_experts(*planner, args[2], needed, n)) return nullptr;
     const bool given = args[3] != Py_None;
-    if (given && (!share.take(args[3], 4) || !has(share, 4 * planner->experts(), "shares are float32 [E], not bytes:")))
+    if (given && (!share.take(args[3], 4) || !has(share, {4, planner->experts()}, "shares are float32 [E], not bytes:")))
         return nullptr;
     planner->used(static_cast<int>(layer), n, needed.data<std::int32_t>(), given ? share.data<float>() : nullptr);
     Py_RETURN_NONE;
@@ -165,9 +182,10 @@ PyObject* prompt_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const long long requests = PyLong_AsLongLong(args[3]), batch = PyLong_AsLongLong(args[4]);
     Rows counts, hot;
     if (PyErr_Occurred() || !counts.take(args[1], 8) || !hot.take(args[5], 4, true) ||
-        !has(counts, 8LL * planner->layers() * planner->experts(), "counts are int64 [L, E], not bytes:") ||
-        !has(hot, 4LL * planner->layers() * planner->slots(), "hot is int32 [L, slots], not bytes:"))
+        !has(counts, {8, planner->layers(), planner->experts()}, "counts are int64 [L, E], not bytes:") ||
+        !has(hot, {4, planner->layers(), planner->slots()}, "hot is int32 [L, slots], not bytes:"))
         return nullptr;
+    if (!is_count(requests) || !is_count(batch)) return nullptr;
     if (requests < 1 || batch < requests) return refuse("prompts are of 1 request or more of the batch, not", requests), nullptr;
     if (!(tokens >= 0)) return refuse("a prompt has 0 tokens or more", static_cast<long long>(tokens)), nullptr;
     planner->prompt_end(counts.data<std::int64_t>(), tokens, static_cast<int>(requests), static_cast<int>(batch),
@@ -184,8 +202,9 @@ PyObject* popularity(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const long long top_k = PyLong_AsLongLong(args[3]), batch = PyLong_AsLongLong(args[4]);
     Rows counts;
     if (PyErr_Occurred() || !counts.take(args[1], 8) ||
-        !has(counts, 8LL * planner->layers() * planner->experts(), "counts are int64 [L, E], not bytes:"))
+        !has(counts, {8, planner->layers(), planner->experts()}, "counts are int64 [L, E], not bytes:"))
         return nullptr;
+    if (!is_count(top_k) || !is_count(batch)) return nullptr;
     if (batch < 1 || !(tokens >= 0)) return refuse("popularity needs a batch of 1 or more, not", batch), nullptr;
     planner->popularity(counts.data<std::int64_t>(), tokens, static_cast<int>(top_k), static_cast<int>(batch));
     Py_RETURN_NONE;
@@ -299,15 +318,16 @@ PyObject* replay(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (r.layers < 1 || r.experts < 1 || r.experts > kMostExperts || r.top_k < 1 || r.top_k > r.experts || r.batch < 1 ||
         r.rounds < 1 || r.prompt_tokens < 1 || slots < 0 || slots > r.experts)
         return refuse("a model's shape or its slots are out of range", slots), nullptr;
-    const std::int64_t n = std::int64_t{r.layers} * r.experts, layer_steps = counts.bytes() / 4;
+    const std::int64_t layer_steps = counts.bytes() / 4;
+    if (!check_product({r.layers, r.experts}, kMostKeys) || !is_count(layer_steps)) return nullptr;
     r.steps = static_cast<int>(layer_steps / r.layers);
     r.widest = layer_steps ? static_cast<int>(needed.bytes() / 4 / layer_steps) : 0;
     r.ranks = layer_steps ? static_cast<int>(predicted.bytes() / 4 / layer_steps / r.batch) : 0;
-    if (!has(counts, 4LL * r.steps * r.layers, "counts are [S, L], not bytes:") || r.steps < 1 || r.steps % r.rounds ||
-        !has(needed, 4 * layer_steps * r.widest, "needed is [S, L, W], not bytes:") || !has(rows, needed.bytes(), "rows are as needed, not bytes:") ||
-        r.ranks < r.top_k || !has(predicted, 4 * layer_steps * r.batch * r.ranks, "predictions are [S, L, batch, P], not bytes:") ||
-        !has(share, 4LL * r.steps * n, "shares are [S, L, E], not bytes:") || !has(prompts, 8LL * r.rounds * n, "prompts are [rounds, L, E], not bytes:") ||
-        !has(popular, 8 * n, "popularity is [L, E], not bytes:")) {
+    if (!has(counts, {4, r.steps, r.layers}, "counts are [S, L], not bytes:") || r.steps < 1 || r.steps % r.rounds ||
+        !has(needed, {4, layer_steps, r.widest}, "needed is [S, L, W], not bytes:") || !has(rows, {needed.bytes()}, "rows are as needed, not bytes:") ||
+        r.ranks < r.top_k || !has(predicted, {4, layer_steps, r.batch, r.ranks}, "predictions are [S, L, batch, P], not bytes:") ||
+        !has(share, {4, r.steps, r.layers, r.experts}, "shares are [S, L, E], not bytes:") || !has(prompts, {8, r.rounds, r.layers, r.experts}, "prompts are [rounds, L, E], not bytes:") ||
+        !has(popular, {8, r.layers, r.experts}, "popularity is [L, E], not bytes:")) {
         if (!PyErr_Occurred()) refuse("steps come in whole rounds, predictions name top_k or more; steps:", r.steps);
         return nullptr;
     }
