@@ -17,6 +17,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -125,14 +126,25 @@ def _work(lane: socket.socket, server: int) -> None:
 
 def _serve(control: socket.socket) -> None:
     workers = set[int]()
+    ended, tells = os.pipe()  # written by the signal of a worker's end
+    os.set_blocking(ended, False)
+    os.set_blocking(tells, False)
+    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     while True:
+        readable, _, _ = select.select([control.fileno(), ended], [], [])
+        if ended in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(ended, 4096)
+        # a worker that is not waited for keeps its id, so no other process is killed
+        workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
+        if control.fileno() not in readable:
+            continue
         said, sockets, _, _ = socket.recv_fds(control, 32, 1)
-        for pid in list(workers):  # a worker that is not waited for keeps its id, so no other process is killed
+        for pid in list(workers):
             if not said or pid == int(said):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                workers.discard(pid)
-            elif os.waitpid(pid, os.WNOHANG)[0]:
                 workers.discard(pid)
         if not said:
             return
@@ -140,6 +152,10 @@ def _serve(control: socket.socket) -> None:
             own = os.getpid()
             pid = os.fork()
             if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(ended)
+                os.close(tells)
                 control.close()
                 with socket.socket(fileno=number) as lane, contextlib.suppress(OSError):
                     _work(lane, own)

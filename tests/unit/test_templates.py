@@ -353,6 +353,16 @@ def test_processes_that_die_are_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     assert template.render([USER]) == USER["content"]
 
 
+def test_a_worker_that_is_killed_leaves_no_zombie() -> None:
+    """It stayed one until the next message, which may never come."""
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    (worker,) = template._renderer._idle
+    process = psutil.Process(worker.pid)
+    process.kill()
+    assert not psutil.wait_procs([process], timeout=20)[1]  # not there, not even as a zombie
+    assert template.render([USER]) == USER["content"]
+
+
 def test_several_render_at_a_time() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     with ThreadPoolExecutor(4) as pool:
