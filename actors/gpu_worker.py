@@ -5,9 +5,12 @@ A plain class; `cluster.deploy` makes it an actor. The story of a layer is in `e
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -162,6 +165,7 @@ class GpuWorker:
         plan["stores"] = self._sources.describe()
         self._begin("serving")
         plan["start_s"] = dict(self._stages_s)
+        self._batcher.streams.out_of_memory = _end_process
         self._plan = plan  # from now on it serves
         return plan
 
@@ -384,6 +388,17 @@ def _warm_up(batcher: Any, prompts: Sequence[Sequence[int]]) -> None:
                 if event.error_type is not None:
                     raise event.failure
                 raise RuntimeFailure(f"a forward of {len(prompt)} rows failed: {event.error}", "use compile: off")
+
+
+def _end_process(error: BaseException) -> None:
+    """End this process, as the kernel does where the machine has no memory: Ray makes it again, its requests resume.
+
+    A forward that failed for want of memory leaves a loop that generates no more, and whoever started the runtime would
+    end it.
+    """
+    with contextlib.suppress(OSError):  # the log is on a full disk
+        traceback.print_exception(error)
+    os._exit(1)
 
 
 def make_batcher(

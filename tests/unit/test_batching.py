@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from serving import prepared, reference_greedy, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint, tiny_config
 from transformers import AutoModelForCausalLM
 
+from tiermoe.actors import gpu_worker
 from tiermoe.actors.engine.cache.link_queue import LinkQueue
 from tiermoe.actors.engine.serving import streams as streams_module
 from tiermoe.actors.engine.serving.batching import Batcher
@@ -661,6 +663,39 @@ def test_a_failing_engine_ends_every_stream_and_says_so(
             worker.submit(numbered(0))
         with pytest.raises(RuntimeFailure, match="mapping is gone"):
             worker.health()
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [(MemoryError(), True), (torch.OutOfMemoryError("CUDA out of memory"), True),
+     (RuntimeError("std::bad_alloc"), True),
+     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+     (OSError("the mapping is gone"), False)],
+)  # fmt: skip
+def test_an_allocation_that_fails_is_told_before_a_request_ends(error: Exception, ends: bool, streams: Streams) -> None:
+    """Guards the requests of a lead at its memory's limit: all failed, and so did `serve`, though a new process could
+    have gone on."""
+    stream, told = streams.open(asked()), list[tuple[BaseException, int]]()
+    streams.out_of_memory = lambda error: told.append((error, len(streams)))
+    outer = ValueError("of a layer")
+    outer.__cause__ = error
+    streams.abort(stream.name, "error", "why", outer)
+    assert told == ([(outer, 1)] if ends else [])
+
+
+@BOTH
+def test_a_lead_without_memory_ends_its_process(store: Any, batching: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinkQueue, "supports", lambda *args: False)
+    codes: list[int] = []
+    monkeypatch.setattr(gpu_worker, "os", SimpleNamespace(_exit=codes.append))
+    with serving(store, settings(0.25, kv=kv(batching))) as worker:
+
+        def fail(*args: Any) -> None:
+            raise MemoryError
+
+        worker._engine.device.copy = fail
+        gathered(worker.submit(numbered(0)))
+        assert set(codes) == {1}
 
 
 _LATE = """

@@ -16,6 +16,8 @@ from ....errors import RequestError, RuntimeFailure, TierMoeError
 from ...requests import MAX_LOGPROBS, FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from ...store.pages import check_pages
 
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")  # of torch's allocator for CPUs, of C++
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
@@ -129,6 +131,9 @@ class Streams:
         positions: positions that the model was made for; None: no limit.
         ended: called with the name of each ended stream, on the thread that ended it.
         processor_of: makes a request's processor of scores; None: it needs none.
+
+    Attributes:
+        out_of_memory: called with the error before a request is ended by one of an allocation; None: nobody.
     """
 
     def __init__(
@@ -143,6 +148,7 @@ class Streams:
         self._numbers = itertools.count()
         self._closed = False
         self._lock = threading.Lock()
+        self.out_of_memory: Callable[[BaseException], None] | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -279,6 +285,8 @@ class Streams:
         Args:
             cause: the exception; one of ours reaches the client with its type.
         """
+        if cause is not None and self.out_of_memory is not None and _of_memory(cause):
+            self.out_of_memory(cause)
         stream = self._close(name)
         if stream is None:
             return False
@@ -324,6 +332,18 @@ class Streams:
             prompt_logprobs=tuple(prompt[place] for place in sorted(prompt)) if begin == 0 else (),
             cached_tokens=stream.cached_tokens if begin == 0 and tokens else 0,
         )
+
+
+def _of_memory(error: BaseException) -> bool:
+    """Whether it is, or comes from, an allocation that failed: of Python, torch on a CPU, torch on a GPU, or C++."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, MemoryError) or type(found).__name__ == "OutOfMemoryError":
+            return True
+        if isinstance(found, RuntimeError) and any(words in str(found) for words in _NO_MEMORY):
+            return True
+        found = found.__cause__
+    return False
 
 
 def _check_sampling(sampling: SamplingParams, vocabulary: int) -> None:
