@@ -139,7 +139,7 @@ class RaySettings(Settings):
     )
     startup_deadline_s: float = Field(default=300.0, gt=0, description="time until every actor must be ready")
     object_store_bytes: int = Field(
-        default=100_000_000, ge=80_000_000, description="Ray's own shared memory; weights do not pass through it"
+        default=100_000_000, ge=80_000_000, description="Ray's own shared memory, taken at its start; not for weights"
     )
 
 

@@ -38,8 +38,11 @@ _CALL_DEADLINE_S = 30.0
 
 
 def say(line: str) -> None:
-    """A line for people, on standard error."""
-    print(line, file=sys.stderr, flush=True)
+    """A line for people, on standard error. What says it goes on where the line cannot be written: the disk of the file
+    that it goes to is full, or nobody reads it any more.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class Deployment:

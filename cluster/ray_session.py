@@ -38,6 +38,7 @@ NAMESPACE = "tiermoe"  # of the actors' names: other processes look them up here
 _RAY_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` would build a second environment for every actor
+    "RAY_preallocate_plasma_memory": "1",  # else a message ends it where /dev/shm is full (SIGBUS)
     "RAY_task_events_report_interval_ms": "0",  # else the GCS keeps 100,000 events of tasks, and grows
 }
 # What a Ray job has in its environment: packages of the cluster's that runs it, which a Ray of its own cannot fetch.

@@ -297,7 +297,7 @@ class RayWatch:
             if key not in found:
                 process.channel.close()
                 if process.name != LEAD:  # its keeper says that
-                    for_good = table.get(key.partition("/")[0], {}).get("State") == "DEAD"
+                    for_good = table.get(key.partition("/")[0], {}).get("State", "DEAD") == "DEAD"
                     self._notify(f"{process.name} {'ended' if for_good else 'died; it is started again'}")
         self._actors = found
 

@@ -74,13 +74,14 @@ class Admission:
             tokens: of each choice's prompt.
 
         Raises:
-            ApiError: 429, they do not fit; none is admitted.
+            ApiError: 429, they do not fit; 503, the other replicas cannot be told of them. None is admitted.
         """
         share = self._shares.setdefault(key.name, _Share())
         self._admitted += len(tokens)  # and told before it is checked: no two replicas take the same last place
         share.admitted += len(tokens)
-        self._tell()
         try:
+            if not self._tell():
+                raise ApiError(503, "the disk of the server's counts is full", headers={"Retry-After": "5"})
             self._check(key, share, tokens)
         except ApiError:
             self._admitted -= len(tokens)
@@ -167,10 +168,15 @@ class Admission:
     def _others(self) -> list[Admitted]:
         return [] if self._ledger is None else self._ledger.others()
 
-    def _tell(self) -> None:
+    def _tell(self) -> bool:
+        """Say what this replica has admitted; False: the disk is full, and what was said before stays."""
         if self._ledger is not None:
             counts = {name: (share.admitted, share.waiting_tokens) for name, share in self._shares.items()}
-            self._ledger.write(Admitted(self.inside, {name: found for name, found in counts.items() if any(found)}))
+            try:
+                self._ledger.write(Admitted(self.inside, {name: found for name, found in counts.items() if any(found)}))
+            except OSError:
+                return False
+        return True
 
 
 def _full(why: str) -> ApiError:

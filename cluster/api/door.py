@@ -1,6 +1,7 @@
 """The address of `tiermoe serve`: reserved before anything starts, and answered from then on.
 
     Door (this process: it starts, so many seconds left)  ->  the edges, once all are there  ->  Door (it ends)
+                                                              Door (while none starts again)
 
 There is one listening socket, and this process keeps it for as long as it lives. The door answers on it first. Then the
 edges (`edge.py`) get its descriptor, and each takes the next connection when it has time: one that dies, hangs or
@@ -88,12 +89,13 @@ class Door:
         self.url = f"http{'s' if tls is not None else ''}://{shown}:{self.port}"
         self._progress: Progress = lambda: None
         self._answering: tuple[uvicorn.Server, threading.Thread] | None = None
-        self._ends = False
+        self._why: str | None = None  # it answers, once it has handed over
         # in Linux's abstract namespace: no file that another user could replace, and none is left
         self.name = f"\0tiermoe-{secrets.token_hex(16)}"
         self._asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lock = threading.Lock()
         self._edges: list[socket.socket] = []
+        self._waiting: list[socket.socket] = []  # those of them that have not got the listening socket
         self._given = False  # whether edges get the listening socket
 
     def __enter__(self) -> Door:
@@ -131,14 +133,23 @@ class Door:
         self._stop_answering()
         with self._lock:
             self._given = True
-            for edge in self._edges:
+            for edge in self._waiting:
                 _send(edge, self._listener)
+            self._waiting = []
+
+    def stand_in(self, why: str) -> None:
+        """Answer again, as no edge serves: 503 with the reason. No edge gets the listening socket until `hand_over`.
+
+        Args:
+            why: for everybody, with or without a key.
+        """
+        with self._lock:
+            self._given, self._why = False, why
+        self._answer()
 
     def end(self) -> None:
         """The server ends: no edge gets the listening socket any more, and the door says so to whoever comes."""
-        with self._lock:
-            self._given, self._ends = False, True
-        self._answer()
+        self.stand_in("the server ends")
 
     def _answer(self) -> None:
         if self._answering is not None:
@@ -174,13 +185,16 @@ class Door:
                 for one in gone:
                     one.close()
                 self._edges = [one for one in self._edges if one not in gone] + [edge]
+                self._waiting = [one for one in self._waiting if one not in gone]
                 _send(edge, sys.stderr)
                 if self._given:
                     _send(edge, self._listener)
+                else:
+                    self._waiting.append(edge)
 
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
-        why, left_s = "the server ends", None
-        if not self._ends:
+        why, left_s = self._why, None
+        if why is None:
             step, left_s = self._progress() or ("the runtime is prepared", None)
             why = f"the server starts: {step}"
         probed = scope["method"] in READS and scope["path"] in _PATHS

@@ -8,6 +8,7 @@ error from the door (`door.py`), which keeps both.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import traceback
@@ -95,7 +96,8 @@ class Edge:
                 runner.run(self._serve(ready))
         except BaseException as error:
             if ready.done():
-                traceback.print_exc()
+                with contextlib.suppress(OSError):  # Ray's log is on a full disk
+                    traceback.print_exc()
                 os._exit(1)  # Ray makes this process anew
             ready.set_exception(error)
 

@@ -26,6 +26,7 @@ from .settings import ApiSettings
 _START_S = 120.0
 _END_S = 8.0  # of an edge, besides `DRAIN_S`
 _REST_S = 5.0  # of an edge that refused to start again
+_NONE_SERVES = "no process of the server starts; the standard error of `tiermoe serve` says why"  # no names of files
 _CONCURRENCY = 4  # calls of an edge; requests do not come by calls
 
 
@@ -43,6 +44,8 @@ class HttpServer:
         self._edges: list[Any] = []
         self._shared: str | None = None  # folder of what several edges share
         self._rest_s = 0.0  # until when, after a refusal
+        self._problem: str | None = None  # why no edge serves
+        self._asked: list[Any] = []  # the health of each, while none serves
 
     def __enter__(self) -> HttpServer:
         """Start the edges, and hand the address over.
@@ -69,23 +72,38 @@ class HttpServer:
     ) -> None:
         self.close()
 
-    def check(self) -> None:
-        """Make an edge anew that refused to start again; Ray itself starts those again that died.
+    def look(self) -> str | None:
+        """Make an edge anew that refused to start again; Ray itself starts those again that died. Call this every few
+        seconds.
 
-        Raises:
-            TierMoeError: every edge refuses; why.
+        While every edge refuses (of a file of theirs, say), the door answers, and each is tried again: what is wrong
+        may be put right.
+
+        Returns:
+            Why no edge serves; None: one does.
         """
-        if time.monotonic() < self._rest_s:
-            return
         table = gcs.actors()
         refused = [i for i, edge in enumerate(self._edges) if _is_dead(table.get(edge._actor_id.hex()))]
-        if not refused:
-            return
-        if len(refused) == len(self._edges):
-            raise self._refusal(self._edges[refused[0]])
-        self._rest_s = time.monotonic() + _REST_S
-        for i in refused:
-            self._edges[i] = self._make()
+        if self._problem is not None:
+            self._follow()
+        elif len(refused) == len(self._edges):
+            self._problem = self._refusal(self._edges[refused[0]].health.remote())
+            self._door.stand_in(_NONE_SERVES)
+        if refused and time.monotonic() >= self._rest_s:
+            self._rest_s = time.monotonic() + _REST_S
+            for i in refused:
+                self._edges[i] = self._make()
+            self._asked = [edge.health.remote() for edge in self._edges] if self._problem is not None else []
+        return self._problem
+
+    def _follow(self) -> None:
+        """Hand over again to an edge that has started, and take note of why others have not."""
+        answered, _ = ray.wait(self._asked, num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        for problem in map(self._refusal, answered):
+            self._problem = problem
+            if problem is None:
+                self._door.hand_over()
+                return
 
     def close(self) -> None:
         """End the edges, once the requests under way have ended, or 20 s have passed. Idempotent; never raises."""
@@ -117,12 +135,13 @@ class HttpServer:
         raise AssertionError("numbers do not end")
 
     @staticmethod
-    def _refusal(edge: Any) -> TierMoeError:
+    def _refusal(health: Any) -> str | None:
+        """Why an edge refuses, as the call of its health says; None: it does not."""
         try:
-            ray.get(edge.health.remote(), timeout=_START_S)
+            ray.get(health, timeout=_START_S)
+            return None
         except ray.exceptions.RayError as error:
-            return as_failure(error, "the HTTP server ended", _START_S)
-        raise AssertionError("a dead actor answers")
+            return f"the HTTP server does not serve, and is tried again: {as_failure(error, 'it ended', _START_S)}"
 
 
 def _is_dead(entry: dict[str, Any] | None) -> bool:

@@ -5,7 +5,7 @@ An option's name, type, default and help are those of a field of `RunConfig`: no
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
 import math
 import types
@@ -176,7 +176,11 @@ def deployed(
     from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
 
     store = _prepared(config, settings, progress=not notices.quiet)
-    notify = functools.partial(notices.print, markup=False, soft_wrap=True)
+
+    def notify(line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # as `deploy.say`
+            notices.print(line, markup=False, soft_wrap=True)
+
     return Deployment(config, settings, str(store), notify=notify, on_ray=on_ray, step=step, lost=lost)
 
 

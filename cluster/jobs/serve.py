@@ -34,7 +34,7 @@ from .options import (
     with_options,
 )
 from .up import Check, serve_until_ended
-from .watched import FileWatch, checks_of
+from .watched import FileWatch, checks_of, ray_room_checks
 
 if TYPE_CHECKING:
     from ..api.door import Door
@@ -165,6 +165,7 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door:
     """Serve a runtime that stays when this ends. The end of its Ray, or a hang of it, ends this with exit code 1."""
     with door, BoundedEnd(lambda: False) as ending, attached(address) as attachment:
         from ..deploy import say
+        from ..ray_session import session_folder
         from ..supervision import RayWatch
 
         deployment = attachment.choose(wanted)
@@ -176,11 +177,13 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door:
         steps = Steps(Console(stderr=True))
         door.open(steps.progress)
         with watching as ray_watch, _http_server(server, door, plan, where, steps) as check:
+            rooms = FileWatch(ray_room_checks(session_folder(), local=False), say)
             ending.serving()
             while True:
                 attachment.check(deployment)
                 ray_watch.look()
                 check()
+                rooms.look()
                 time.sleep(_WATCH_S)
 
 
@@ -189,6 +192,7 @@ def _http_server(server: ApiSettings, door: Door, plan: dict[str, Any], where: s
     """The server, announced once it is ready, with the line `where` about its runtime, which has this plan."""
     from ..api.server import HttpServer
     from ..api.templates import end_helper
+    from ..deploy import say
 
     checks = checks_of(server, door.tls)
     with ExitStack() as stack:
@@ -205,13 +209,7 @@ def _http_server(server: ApiSettings, door: Door, plan: dict[str, Any], where: s
             warning = f"no key is asked for: whoever reaches {door.host} may use the model; see --api-key-file"
             Console(stderr=True).print(warning, soft_wrap=True)
         out.file.flush()
-        files = FileWatch(checks, lambda line: Console(stderr=True).print(line, soft_wrap=True, markup=False))
-
-        def check() -> None:
-            http.check()
-            files.look()
-
-        yield check
+        yield FileWatch(checks | {"the HTTP server": http.look}, say).look
 
 
 def _say_if_chats_fail(server: ApiSettings) -> None:

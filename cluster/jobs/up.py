@@ -17,7 +17,7 @@ from ..report.steps import Steps
 from ..report.tables import results, show
 from .ending import BoundedEnd
 from .options import RUNTIME, Config, checked_config, checked_settings, deployed, with_options
-from .watched import FileWatch, expiry_checks
+from .watched import FileWatch, expiry_checks, ray_room_checks
 
 if TYPE_CHECKING:
     from ..deploy import Deployment
@@ -94,6 +94,7 @@ def serve_until_ended(
         deployment = deployed(config, settings, notices, steps, enter, ending.lost)
         from ..deploy import say  # Ray
         from ..placement import DeploymentEnded
+        from ..ray_session import session_folder
 
         try:
             with ExitStack() as stack:
@@ -101,7 +102,8 @@ def serve_until_ended(
                     stack.enter_context(deployment)
                 show(results(), plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
                 check = stack.enter_context(beside(deployment, steps))
-                files = FileWatch(expiry_checks(config.cluster.tls), say)
+                rooms = ray_room_checks(session_folder(), local)
+                files = FileWatch(expiry_checks(config.cluster.tls) | rooms, say)
                 last.remember(steps.seconds)
                 ending.serving()
                 while deployment.watch():

@@ -1,7 +1,10 @@
-"""Files that a server opens again by name, or that expire: what is wrong with one is said once, by its name."""
+"""Files that a server opens again by name, or that expire, and the room where it writes: what is wrong with one is said
+once, by its name.
+"""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,6 +16,8 @@ from ..api.keys import KeyRing
 from ..api.request_log import check_file
 from ..api.settings import ApiSettings
 
+SHARED_MEMORY = Path("/dev/shm")  # of Ray
+_ROOM_BYTES = 4 * 2**20  # a disk with less is full
 Check = Callable[[], str | None]  # what is wrong; None: nothing
 _SOON_S = {60.0: "a minute", 3600.0: "an hour", 86400.0: "a day", 14 * 86400.0: "14 days"}
 
@@ -50,7 +55,30 @@ def checks_of(server: ApiSettings, tls: TlsFiles | None) -> dict[str, Check]:
     if server.request_log != "off" and server.request_log_file is not None:
         log = Path(server.request_log_file)
         checks[f"request log '{log}'"] = lambda: _problem_of_log(log)
+        checks |= room_checks({log.parent: "lines of the request log are lost, and counted in /metrics"})
     return checks
+
+
+def room_checks(lost: Mapping[Path, str]) -> dict[str, Check]:
+    """Whether the file systems of folders have room.
+
+    Args:
+        lost: by folder, what a full one costs.
+    """
+    return {f"the disk of '{folder}'": partial(_room, folder, what) for folder, what in lost.items()}
+
+
+def ray_room_checks(session: Path, local: bool) -> dict[str, Check]:
+    """Of what Ray writes on this machine.
+
+    Args:
+        session: its folder of logs and sockets.
+        local: whether this process started it. It has its part of /dev/shm then.
+    """
+    lost = "a runtime that starts now gets none" if local else "a message above 100 KB may end Ray on this node"
+    return room_checks(
+        {session: "lines of Ray's logs are lost"} | ({SHARED_MEMORY: lost} if SHARED_MEMORY.is_dir() else {})
+    )
 
 
 def expiry_checks(tls: TlsFiles | None, now: Callable[[], float] = time.time) -> dict[str, Check]:
@@ -73,6 +101,14 @@ def _problem_of_log(log: Path) -> str | None:
     except OSError as error:
         return f"request log '{log}' cannot be looked at: {error.strerror}"
     return None
+
+
+def _room(folder: Path, lost: str) -> str | None:
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"'{folder}' cannot be looked at: {error.strerror}"
+    return None if free >= _ROOM_BYTES else f"the disk of '{folder}' is full: {lost}; make room there"
 
 
 def _expiry(file: Path, now: Callable[[], float]) -> str | None:

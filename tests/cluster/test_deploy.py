@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from fakes import FAKE_FACTS, FakeStore, FakeWorker, RefusingWorker, StuckWorker
@@ -53,6 +54,13 @@ def test_the_start_leaves_the_driver_s_environment_and_a_private_token(runtime: 
     token = Path.home() / ".ray" / "auth_token"
     if token.exists():
         assert stat.S_IMODE(token.stat().st_mode) & 0o077 == 0
+
+
+def test_rays_store_has_its_room_from_the_start(runtime: Deployment) -> None:
+    """With a full /dev/shm the first message above 100 KB ended the raylet, and so the runtime."""
+    (raylet,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
+    held = sum(part.rss for part in raylet.memory_maps() if "/plasma" in part.path)
+    assert held >= 80_000_000
 
 
 def test_leaving_the_stream_cancels_the_request(runtime: Deployment) -> None:

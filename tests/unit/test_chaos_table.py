@@ -48,11 +48,12 @@ def test_a_missed_bar_is_the_first_of_the_page(process: str, signal: str, wrong:
 @pytest.mark.parametrize(
     "wrong",
     [{"failed": 1}, {"identical": 19}, {"wrong": "status finds 0 runtimes"}, {"heard": False}, {"ready_s": None},
+     {"later": 3},
      {"left": ["process 7"]}],
 )  # fmt: skip
 def test_a_missed_bar_of_the_second_table(wrong: Any, tmp_path: Path) -> None:
     one = {"surrounding": "a clock", "streams": 20, "failed": 0, "identical": 20, "longest_silence_s": 0.1,
-           "wrong": None, "heard": True, "noticed_s": None, "ready_s": 1.0, "left": []}  # fmt: skip
+           "wrong": None, "heard": True, "noticed_s": None, "ready_s": 1.0, "left": [], "later": 4}  # fmt: skip
     assert all(bar["passed"] for bar in chaos.bars_around([one]))
     held = chaos.bars_around([one | wrong])
     assert [bar["passed"] for bar in held] == [False, True]

@@ -131,6 +131,32 @@ def test_an_edge_that_ends_or_starts_again_is_not_noticed() -> None:
         assert late == [200]
 
 
+def test_it_stands_in_while_no_edge_serves() -> None:
+    """And no edge gets the listening socket twice: it would take the second one for the end of the command."""
+    with Door("127.0.0.1", 0) as door:
+        door.open(lambda: None)
+        with edge(door.name):
+            door.hand_over()
+            assert httpx.get(f"{door.url}/", timeout=20).status_code == 200
+        door.stand_in("none serves")
+        with httpx.Client(base_url=door.url, timeout=20) as http:
+            refused, ready = http.post("/v1/completions"), http.get("/ready")
+        assert refused.status_code == ready.status_code == 503
+        assert refused.json()["error"]["message"] == ready.json()["reason"] == "none serves"
+        serves = Descriptors(door.name)
+        assert httpx.get(f"{door.url}/ready", timeout=20).status_code == 503  # it has nothing yet
+        for _ in range(2):
+            door.hand_over()
+        listener = serves.listener()
+        assert listener is not None
+        listener.close()
+        serves._door.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            serves._door.recv(1)
+        os.close(serves.standard_error)
+        serves.close()
+
+
 def test_at_its_end_it_answers_again() -> None:
     with Door("127.0.0.1", 0) as door, httpx.Client(base_url=door.url, timeout=20) as http:
         door.open(lambda: None)

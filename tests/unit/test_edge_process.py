@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fake_api import byte_tokenizer
 from fake_leads import FakeLead
+from ray.exceptions import RayTaskError
 
 pytest.importorskip("uvicorn")
 
@@ -22,7 +23,7 @@ from tiermoe.cluster.api import server as servers
 from tiermoe.cluster.api.door import Door
 from tiermoe.cluster.api.edge import Edge
 from tiermoe.cluster.api.settings import ApiSettings
-from tiermoe.errors import ConfigError, RuntimeFailure
+from tiermoe.errors import ConfigError
 
 _WHOLE = [TokenEvent("r", (72,)), TokenEvent("r", (73,), "length")]
 _BODY = {"prompt": "p", "max_tokens": 2, "temperature": 0}
@@ -136,6 +137,7 @@ class _Ref:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.health = SimpleNamespace(remote=lambda: number)
         self._actor_id = SimpleNamespace(hex=lambda: f"id{number}")
 
 
@@ -148,15 +150,52 @@ def test_an_edge_that_refuses_to_start_again_is_made_anew_while_another_serves(
     made = iter([_Ref(2), _Ref(3)])
     monkeypatch.setattr(servers.gcs, "actors", lambda: table)
     monkeypatch.setattr(http, "_make", lambda: next(made))
-    monkeypatch.setattr(http, "_refusal", lambda edge: RuntimeFailure(f"edge {edge.number} refuses", "mend it"))
-    http.check()
+    assert http.look() is None
     assert [edge.number for edge in http._edges] == [2, 1]
-    http.check()  # it rests
+    assert http.look() is None  # it rests
     assert [edge.number for edge in http._edges] == [2, 1]
     http._rest_s = 0.0
-    http.check()
+    assert http.look() is None
     assert [edge.number for edge in http._edges] == [3, 1]
+
+
+class _FakeDoor:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def stand_in(self, why: str) -> None:
+        self.said.append(why)
+
+    def hand_over(self) -> None:
+        self.said.append("handed over")
+
+
+def test_edges_that_all_refuse_are_tried_again_and_the_door_answers(
+    settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key file that was refused when the only edge started again ended `serve`, and what it said was lost."""
+    table = {f"id{i}": {"State": "DEAD"} for i in range(4)}
+    door = _FakeDoor()
+    http = servers.HttpServer(settings, door, {})  # type: ignore[arg-type]
+    http._edges = [_Ref(0), _Ref(1)]
+    made = iter(map(_Ref, range(2, 6)))
+    refusals: dict[int, Exception | None] = {i: RayTaskError("f", "t", ConfigError(f"{i}", "")) for i in range(4)}
+
+    def get(ref: int, timeout: float) -> None:
+        if (refusal := refusals.get(ref)) is not None:
+            raise refusal
+
+    monkeypatch.setattr(servers.gcs, "actors", lambda: table)
+    monkeypatch.setattr(servers.ray, "get", get)
+    monkeypatch.setattr(servers.ray, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r < 5], []))
+    monkeypatch.setattr(http, "_make", lambda: next(made))
+    assert str(http.look()).startswith("the HTTP server does not serve, and is tried again: 0")
+    assert door.said == [servers._NONE_SERVES]
+    assert [edge.number for edge in http._edges] == [2, 3]
+    assert "again: 3" in str(http.look())  # they refuse, too; it rests
     http._rest_s = 0.0
-    table["id1"] = table["id3"] = {"State": "DEAD"}
-    with pytest.raises(RuntimeFailure, match="edge 3 refuses"):
-        http.check()
+    assert "again: 3" in str(http.look())
+    table |= {"id4": {"State": "ALIVE"}, "id5": {"State": "PENDING_CREATION"}}
+    assert http.look() is None
+    assert door.said == [servers._NONE_SERVES, "handed over"]
+    assert [edge.number for edge in http._edges] == [4, 5]

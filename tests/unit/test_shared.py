@@ -14,12 +14,33 @@ from fake_api import FakeBackend, byte_tokenizer
 from prometheus_client import values
 from prometheus_client.parser import text_string_to_metric_families
 
+from tiermoe.cluster.api import shared
 from tiermoe.cluster.api.admission import Admission
 from tiermoe.cluster.api.keys import Key
 from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.service import Service
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.shared import Admitted, Ledger, share_counters
+from tiermoe.errors import RuntimeFailure
+
+_FULL = """
+import resource, signal, sys
+from pathlib import Path
+from tiermoe.cluster.api.metrics import Metrics
+from tiermoe.cluster.api.shared import Admitted, Ledger, share_counters
+
+folder = Path(sys.argv[1])
+share_counters(folder)
+metrics, ledger = Metrics(None, sharded=False, shared=folder), Ledger(folder)
+places = [file.stat().st_blocks for file in sorted(folder.iterdir())]
+sizes = [file.stat().st_size for file in sorted(folder.iterdir())]
+for i in range(100):
+    metrics.ended.labels(finished_reason=f"r{i}").inc()
+    ledger.write(Admitted(i, {f"{k}" * 60: (k, i) for k in range(9)}))
+assert places == [file.stat().st_blocks for file in sorted(folder.iterdir())], "room was taken later"
+assert all(512 * place >= size for place, size in zip(places, sizes))
+assert len(places) == 3, places
+"""
 
 _OTHER = """
 import sys
@@ -80,6 +101,54 @@ def test_replicas_see_each_other_whatever_the_clock_says(
     started_s = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: started_s(process) + 2.0)
     assert Ledger(tmp_path).others() == [Admitted(2, {"a": (3, 40), "b": (1, 0)})]
+
+
+def test_what_is_shared_takes_no_more_room_once_it_serves(tmp_path: Path) -> None:
+    """On a disk that filled up, requests failed at their counts, and a page of counters without room ended the process
+    (SIGBUS)."""
+    subprocess.run([sys.executable, "-c", _FULL, str(tmp_path)], check=True)
+
+
+def test_a_replica_that_cannot_tell_its_counts_refuses_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, key = Ledger(tmp_path), Key("a")
+    admission = Admission(4, 2, ledger)
+    admission.admit(key, [1])
+
+    def full(file: int, text: bytes, place: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shared.os, "pwrite", full)
+    with pytest.raises(ApiError, match="disk") as refused:
+        admission.admit(key, [1, 1])
+    assert refused.value.status == 503
+    admission.leave(key)
+    assert admission.waiting == 0
+
+
+def test_a_disk_without_room_for_the_counts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, place: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shared.os, "posix_fallocate", full)
+    for make in (Ledger, share_counters):
+        with pytest.raises(RuntimeFailure, match=r"No space left.*make room"):
+            make(tmp_path)
+
+
+def test_a_ledger_grows_and_half_of_a_text_is_not_read(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    big, ledger = Admitted(1, {f"{i:064}": (i, i) for i in range(2000)}), Ledger(tmp_path)
+    ledger.write(big)
+    assert shared._read(tmp_path / ledger._name) == big
+    (name,) = [file for file in tmp_path.glob("*.admitted") if file.name != ledger._name]
+    before = ledger.others()
+    assert before == [Admitted(2, {"a": (3, 40), "b": (1, 0)})]
+    with name.open("r+b") as file:
+        file.seek(12)
+        file.write(b"?")
+    assert shared._read(name) is None
+    assert ledger.others() == before
 
 
 def test_a_replica_has_its_part_of_the_slots_and_what_the_others_do_not_need(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import signal
 import subprocess
 import sys
@@ -12,11 +14,12 @@ import psutil
 import pytest
 from fakes import FAKE_FACTS
 from ray.exceptions import ActorDiedError, RayTaskError
+from rich.console import Console
 
 from tiermoe.cluster import supervision
 from tiermoe.cluster.attach import ActorRecord, Lead
 from tiermoe.cluster.config import RunConfig, engine_settings
-from tiermoe.cluster.deploy import Deployment
+from tiermoe.cluster.deploy import Deployment, say
 from tiermoe.cluster.placement import remake
 from tiermoe.cluster.supervision import LeadKeeper, WorkerKeeper
 from tiermoe.errors import RuntimeFailure, StoreError, TierMoeError
@@ -247,6 +250,51 @@ def test_rays_processes_are_not_silent_while_this_one_is_stopped(fake: FakeRay, 
         fake.now_s += step_s
         assert watch._silence() is None
     assert said == ["this process was stopped for 60 s (a suspended machine?); it goes on"]
+
+
+def test_an_actor_that_is_gone_for_good_has_ended_and_the_lead_is_its_keepers(
+    fake: FakeRay, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = {"a": "ndp/0", "b": "shard/1", "c": "lead", "d": "store/0"}
+
+    def entry(role: str, state: str, restarts: int = 0) -> dict[str, Any]:
+        address = {"IPAddress": "127.0.0.1", "Port": 1, "NodeID": "elsewhere"}
+        return {"Name": f"abcdef/{role}", "State": state, "NumRestarts": restarts, "Address": address, "Pid": 7}
+
+    table = {key: entry(role, "ALIVE") for key, role in roles.items()}
+    monkeypatch.setattr(supervision.gcs, "actors", lambda: table)
+    watch = supervision.RayWatch.__new__(supervision.RayWatch)  # without its thread
+    watch._deployment, watch._here, watch._actors, watch._notify = "abcdef", "here", {}, said.append
+    watch.look()
+    assert said == []
+    table["a"], table["b"] = entry("ndp/0", "DEAD"), entry("shard/1", "RESTARTING")
+    table["c"], table["d"] = entry("lead", "DEAD"), entry("store/0", "ALIVE", restarts=1)
+    watch.look()
+    assert said == ["ndp/0 ended", "shard/1 died; it is started again", "store/0 died; it is started again"]
+    table["b"] = entry("shard/1", "ALIVE", restarts=1)
+    watch.look()
+    del table["b"]  # the GCS has forgotten it
+    watch.look()
+    assert said[3:] == ["shard/1 ended"]
+    for process in watch._actors.values():
+        process.channel.close()
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_line_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard error in a file on a full disk: the line about a worker that had died ended the server."""
+    from tiermoe.cluster.jobs import options
+
+    config = RunConfig(threads=1)
+    monkeypatch.setattr(options, "_prepared", lambda *given, **more: "store")
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    say("ndp/0 died")
+    deployment = options.deployed(config, engine_settings(config), Console(stderr=True), lambda step: None)
+    deployment._notify("ndp/0 died")
 
 
 @pytest.mark.parametrize(("title", "killed"), [("ray::GpuWorker", True), ("another program", False)])
