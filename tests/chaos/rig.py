@@ -28,9 +28,10 @@ _RETRY_S = 0.5
 
 @dataclass
 class Server(Started):
-    """A server that is ready, and what was in shared memory before it."""
+    """A server that is ready, its temporary folder, and what was in shared memory before it."""
 
     shared: set[str]
+    tmp: Path
 
     def members(self, title: str) -> list[psutil.Process]:
         """Those of its processes with such a title (`title_of`); "serve" is itself."""
@@ -43,28 +44,30 @@ class Server(Started):
         _, alive = psutil.wait_procs(family, timeout=within_s)
         names = [f"process {process.pid}" for process in alive]
         names += [f"/dev/shm/{name}" for name in sorted(_unused(_shared() - self.shared))]
-        return names + sorted(str(path) for path in (self.folder / "tmp").glob("tiermoe*"))
+        return names + sorted(str(path) for path in self.tmp.glob("tiermoe*"))
 
 
 @contextmanager
 def served(
-    *options: str, wait: bool = True, before: Callable[[], None] | None = None
+    *options: str, wait: bool = True, before: Callable[[], None] | None = None, tmp: Path | None = None
 ) -> Iterator[Server]:  # fmt: skip
     """A server of the default model on a free port, in a session of its own; whatever is left of it is ended.
 
     Args:
         before: run in its process before the program.
+        tmp: its temporary folder; None: one in the folder of what it writes.
     """
     with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as name:
         folder, shared = Path(name), _shared()
-        (folder / "tmp").mkdir()
+        tmp = tmp or folder / "tmp"
+        tmp.mkdir(exist_ok=True)
         # without a request log: what it says is about its processes
         log = () if "--request-log-file" in options else ("--request-log", "off")
         with started(
             folder, "serve", "--port", "0", *log, *ON_CPU, *options, wait=wait, start_new_session=True,
-            variables={"TMPDIR": str(folder / "tmp")}, preexec_fn=before,
+            variables={"TMPDIR": str(tmp)}, preexec_fn=before,
         ) as it:  # fmt: skip
-            yield Server(**vars(it), shared=shared)
+            yield Server(**vars(it), shared=shared, tmp=tmp)
 
 
 @dataclass

@@ -34,6 +34,7 @@ from tiermoe.cluster.host import cpu, versions
 from tiermoe.cluster.jobs.bench.metrics import fill_tables, markdown
 
 STREAMS, TOKENS, AFTER, STOP_S = 20, 64, 200, 5.0
+LATER = 4  # streams that are sent again after a change around a server
 NOTICED_S, READY_S, MINUTES = 10.0, 60.0, 20.0
 EDGE_TRIES = 5  # of a client, where the process that it is connected to dies
 _NEAR_DATA = ("--policy", "context-ndp-full", "--budget", "25%", "--shards", "2", "--ndp-workers", "2",
@@ -138,7 +139,10 @@ def cell(server: Server, name: str, number: signal.Signals, expected: list[str])
 
 def surrounding(name: str) -> dict[str, Any]:
     """One row of the second table: what changes around a server of its own while streams run."""
-    with SURROUNDINGS[name]() as wanted, served(*_NEAR_DATA, *wanted.options, before=wanted.before) as server:
+    with (
+        SURROUNDINGS[name]() as wanted,
+        served(*_NEAR_DATA, *wanted.options, before=wanted.before, tmp=wanted.tmp) as server,
+    ):
         expected = run_streams(server.url, bodies(), headers=wanted.headers)
         assert all(stream.error is None for stream in expected), expected
         before, done_s, heard_s = len(server.said()), 0.0, list[float]()
@@ -159,6 +163,8 @@ def surrounding(name: str) -> dict[str, Any]:
 
         streams = run_streams(server.url, bodies(), disturb, after=AFTER, headers=wanted.headers)
         listener.join()
+        ready_s = _ready_s(server, done_s, wanted.headers)
+        later = run_streams(server.url, bodies()[:LATER], headers=wanted.headers)
         row = {
             "surrounding": name, "streams": STREAMS,
             "failed": sum(stream.error is not None for stream in streams),
@@ -167,7 +173,9 @@ def surrounding(name: str) -> dict[str, Any]:
             "errors": sorted({stream.error for stream in streams if stream.error is not None})[:2],
             "heard": bool(heard_s), "noticed_s": round(heard_s[0], 2) if wanted.says and heard_s else None,
             "said": server.said()[before:].splitlines(),
-            "wrong": wanted.check(server), "ready_s": _ready_s(server, done_s, wanted.headers),
+            "wrong": wanted.check(server), "ready_s": ready_s,
+            "later": sum(a.text == b.text for a, b in zip(later, expected, strict=False)),
+            "later_errors": sorted({stream.error for stream in later if stream.error is not None})[:2],
         }  # fmt: skip
         family = server.family()
         server.process.terminate()
@@ -246,7 +254,7 @@ def bars_around(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for row in found:
         fine = row["failed"] == 0 and row["identical"] == STREAMS and row["wrong"] is None
         made.append({"bar": f"{row['surrounding']}: nothing lost, nothing wrong", "passed": fine})
-        fine = row["heard"] and row["ready_s"] is not None and not row["left"]
+        fine = row["heard"] and row["ready_s"] is not None and row["later"] == LATER and not row["left"]
         made.append({"bar": f"{row['surrounding']}: said within {NOTICED_S:g} s, serves after it", "passed": fine})
     return sorted(made, key=lambda bar: bar["passed"])
 
@@ -274,7 +282,7 @@ def table_around(around: list[dict[str, Any]]) -> list[str]:
     body = []
     for row in around:
         said = "not said" if not row["heard"] else "-" if row["noticed_s"] is None else str(row["noticed_s"])
-        after = row["wrong"] or ("not ready" if row["ready_s"] is None else "serves")
+        after = row["wrong"] or ("not ready" if row["ready_s"] is None else f"{row['later']}/{LATER} identical")
         counts = [f"{row[key]}/{row['streams']}" for key in ("failed", "identical")]
         silence = str(row["longest_silence_s"])
         body.append((row["surrounding"], *counts, silence, said, f"{after}; at its end {len(row['left'])} left"))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,6 +34,15 @@ from rig import Server
 SUSPENDED_S = 60.0
 EXPIRES_S = 180.0  # after its making: it starts, and has its undisturbed streams, before
 _KEY = "sesame-open"
+_MIB = 2**20
+_TMP_BYTES, _SHM_BYTES = 64 * _MIB, 512 * _MIB  # of the file systems that are filled; in the second is Ray's store
+_FILLED = "filled"
+_LONG_WORDS = 900  # of a prompt
+_LEAD = "ray::GpuWorker"
+_LIMITS = (  # of a memory group's bytes: cgroup version 1, version 2
+    Path("/sys/fs/cgroup/memory/{}/memory.limit_in_bytes"), Path("/sys/fs/cgroup/{}/memory.max"),
+)  # fmt: skip
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
 _PR_CAPBSET_DROP, _CAPABILITIES = 24, (1, 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH: files of mode 000 are root's, too
 
 
@@ -45,6 +57,7 @@ class Row:
         headers: of the requests.
         check: called after the streams; what is wrong, or None.
         before: run in the server's process before the program.
+        tmp: its temporary folder, where its Ray keeps logs and sockets; None: one of its own.
     """
 
     act: Callable[[Server], None]
@@ -53,6 +66,7 @@ class Row:
     headers: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Server], str | None] = lambda server: None
     before: Callable[[], None] | None = None
+    tmp: Path | None = None
 
 
 @contextmanager
@@ -143,12 +157,117 @@ def store() -> Iterator[Row]:
             copy.chmod(0o700)
 
 
+@contextmanager
+def _small(folder: Path, size: int) -> Iterator[None]:
+    """A file system in memory of so many bytes at a folder, which this process and those that it starts see alone.
+
+    Raises:
+        OSError: this user may not mount; one who is not root runs `unshare --map-root-user --mount COMMAND`.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def called(result: int) -> None:
+        if result != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
+
+    called(libc.unshare(_CLONE_NEWNS))
+    called(libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None))
+    options = f"size={size},mode=0700".encode()
+    called(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), options))
+    try:
+        yield
+    finally:
+        called(libc.umount2(os.fsencode(folder), 2))  # MNT_DETACH
+
+
+def _passes_messages(server: Server) -> str | None:
+    """Whether Ray passes what it keeps in its shared memory: messages above 100 KB, such as very long prompts."""
+    program = [
+        sys.executable, "-c", "import sys; from tiermoe.cluster.ray_auth import adopt_mode; adopt_mode(sys.argv[1]); "
+        "import ray; from tiermoe.cluster.ray_session import join; join(sys.argv[1]); "
+        "print(len(ray.get(ray.put(bytes(2**23)))))", server.address,
+    ]  # fmt: skip
+    done = subprocess.run(program, env=server.environment, capture_output=True, text=True, check=False, timeout=60.0)
+    return None if done.stdout.strip() == str(2**23) else f"Ray passes no message of 8 MiB: {done.stderr[-200:]}"
+
+
+def _fill(folder: Path) -> None:
+    """Take all that is free in a file system."""
+    with (folder / _FILLED).open("wb", buffering=0) as file:
+        for part in (_MIB, 4096, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(part))
+
+
+@contextmanager
+def full_disk() -> Iterator[Row]:
+    """The disk with Ray's logs and sockets, the server's counters and the request log is full."""
+    with _folder() as folder, _small(folder, _TMP_BYTES):
+        log = ("--request-log-file", str(folder / "log"))
+        yield Row(lambda server: _fill(folder), log, says=("is full",), tmp=folder)
+
+
+@contextmanager
+def full_shared_memory() -> Iterator[Row]:
+    """Another program fills /dev/shm."""
+    shm = Path("/dev/shm")
+    with _small(shm, _SHM_BYTES):
+        (shm / _FILLED).touch()  # before the server: it is not left by it
+        yield Row(lambda server: _fill(shm), says=("is full",), check=_passes_messages)
+
+
+@contextmanager
+def memory_group() -> Iterator[Row]:
+    """The lead is in a control group whose memory is at its limit: the kernel kills it."""
+    name = f"tiermoe-chaos-{os.getpid()}"
+    limit = next((path for path in _LIMITS if path.parents[1].is_dir()), None)
+    if limit is None:
+        raise OSError(errno.ENOTSUP, "there are no control groups for memory")
+    limit = Path(str(limit).format(name))
+    limit.parent.mkdir()
+
+    def act(server: Server) -> None:
+        (lead,) = server.members(_LEAD)
+        limit.write_text(str(_MIB))  # besides what it has already
+        (limit.parent / "cgroup.procs").write_text(str(lead.pid))
+        psutil.wait_procs([lead], timeout=30.0)
+
+    try:
+        yield Row(act, says=("the lead died",))
+    finally:
+        limit.parent.rmdir()
+
+
+@contextmanager
+def address_space() -> Iterator[Row]:
+    """The lead's address space is at its limit (`ulimit -v`), and a prompt needs more: an allocation fails."""
+    answers: list[httpx.Response] = []
+
+    def act(server: Server) -> None:
+        (lead,) = server.members(_LEAD)
+        lead.rlimit(resource.RLIMIT_AS, (lead.memory_info().vms,) * 2)
+        prompt = {"prompt": "word " * _LONG_WORDS, "max_tokens": 1}
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=prompt, timeout=120.0))
+
+    def check(server: Server) -> str | None:
+        found = answers[0]
+        return None if found.status_code == 200 else f"the long prompt got {found.status_code}: {found.text[:200]}"
+
+    yield Row(act, says=("the lead died",), check=check)
+
+
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Row]]] = {
     "suspended for a minute": suspended,
     "TLS certificate expires": expiring,
     "chmod 000 of the key file": key_file,
     "chmod 000 of the request log": log_file,
     "chmod 000 of the store": store,
+    "the disk of logs and sockets is full": full_disk,
+    "/dev/shm is full": full_shared_memory,
+    "memory limit of the lead's control group": memory_group,
+    "the lead's address space is at its limit": address_space,
 }
 
 
