@@ -201,7 +201,7 @@ class RunConfig(EngineOptions):
             return 0
         wanted = self.cluster.ndp_workers
         chosen = "ndp_workers" in self.cluster.model_fields_set
-        if policy.placement.kind == "auto" and not chosen and usable_cores() < 2:
+        if policy.placement.optional_workers and not chosen and usable_cores() < 2:
             return 0  # a worker would take the lead's only core
         return 1 if wanted == "per-node" else wanted
 

@@ -214,7 +214,7 @@ def run_emulated(store: ExpertStore, preset: str) -> dict[str, Any]:
     with emulated(store, golden_settings(preset)) as worker, loads() as order:
         tokens = [_alone(worker, prompt) for prompt in prompts[:2]] + _together(worker, prompts[2:])
         record = worker.stats().as_dict()
-    if preset == "auto":  # where an expert runs depends on the machine's times
+    if load_policy(preset).placement.planned:  # where an expert runs depends on the machine's times
         for part in (record, *record["layers"]):
             part["experts_run"] = part["hits"] + part["misses"] + part["ndp_experts"]
         names = ("experts_run", "forwards", "slots", "expert_budget_bytes", "expert_bytes_peak")

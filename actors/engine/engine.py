@@ -35,7 +35,8 @@ from .make_policies import (
     make_policy,
     make_pre_evicting,
     make_rerouting,
-    pre_evicting_asks,
+    router_scores,
+    scores_asked,
     unasked_layers,
 )
 from .model.kernels import expert_seconds
@@ -158,11 +159,14 @@ class ExpertEngine:
                 settings.shards, shards, len(blocks), shape.num_experts, shape.hidden, self._stats,
                 self.activations.supply,
             )  # fmt: skip
-        if settings.policy.placement.kind == "auto":
-            self.ndp = self._make_optional_ndp(settings, shape, blocks, ndp)
+        placement = settings.policy.placement
+        if placement.planned:
+            make_ndp = self._make_optional_ndp if placement.optional_workers else self._make_ndp
+            self.ndp = make_ndp(settings, shape, blocks, ndp)
             gpu_s = expert_seconds(self.kernels.of(blocks[0]), self.cache.pool)
             probe = partial(probe_costs, self.cache, self.ndp, gpu_s, self.activations, self.top_k)
-            return make_auto(self.cache, shape.num_experts, self.top_k, self.shards, self.ndp, probe)
+            score = router_scores(settings.policy, blocks) if placement.scored else None
+            return make_auto(placement, self.cache, self.experts, self.top_k, self.shards, self.ndp, probe, score)
         if settings.policy.uses_ndp:
             self.ndp = self._make_ndp(settings, shape, blocks, ndp)
             return make_placer(settings, self.cache, shape, self.shards, self.ndp, self.kernels.of(blocks[0]), tables)
@@ -171,7 +175,7 @@ class ExpertEngine:
     def _make_optional_ndp(
         self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], links: Sequence[PeerLink]
     ) -> NdpPool | None:
-        """The workers of placement auto, which loads every miss where there are none, or none that can compute."""
+        """The workers of a placement that loads every miss where there are none, or none that can compute."""
         try:
             return self._make_ndp(settings, shape, blocks, links) if links else None
         except ConfigError as error:
@@ -254,7 +258,9 @@ class ExpertEngine:
         """The layers' host views: on a GPU one fetch for all that the policies read."""
         askers: list[Asker] = [hook.asks for hook in (rerouter, self.prefetching) if hook is not None]
         if self.pre_evicting is not None:
-            askers.append(pre_evicting_asks(self.pre_evicting, blocks))
+            askers.append(scores_asked(self.pre_evicting, blocks))
+        if self._placer.scored_at(0):
+            askers.append(scores_asked(self._placer, blocks))
         weighed = any(user is not None for user in (rerouter, self.shards, self.ndp, self.cache.low_bit))
         return HostViews(self._fetch, self._fetch is not share, askers, weighed)
 

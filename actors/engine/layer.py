@@ -218,6 +218,10 @@ class Placer:
         """A sequence is over; from any thread."""
         return None
 
+    def scored_at(self, layer: int) -> Sequence[int]:
+        """The layers whose routers' scores on this layer's input `plan` reads."""
+        return ()
+
     def displaced(self) -> None:
         """Experts of a lost peer were loaded here and may have displaced others."""
         return None

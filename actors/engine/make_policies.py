@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -23,6 +23,7 @@ from ..policy_settings import PolicySettings
 from ..store.artifacts import PolicyArtifacts
 from .cache.cache import ExpertCache
 from .host_view import Asked, Asker, LayerView
+from .layer import Placer
 from .model.model import MoeBlock, RouterProbe
 from .peers.matcher import MatcherLink, MatcherPrefetch
 from .peers.shards import Shards
@@ -150,26 +151,33 @@ def make_pre_evicting(
     decide = make("pre_evict", policy.pre_evict, PolicyContext(len(blocks), experts, top_k))
     if decide is None:
         return None
+    score = router_scores(policy, blocks)
+    return PreEvicting(decide, cache, len(blocks), experts, score, [block.router for block in blocks])
+
+
+def router_scores(
+    policy: PolicySettings, blocks: Sequence[MoeBlock]
+) -> Callable[[int, LayerView], NDArray[np.floating] | None]:
+    """(layer, view) -> logits [T, E] of that layer's router on the viewed layer's input.
+
+    Raises:
+        ConfigError: a layer's router cannot run ahead of time.
+    """
     mute = [layer for layer, block in enumerate(blocks) if block.router is None]
     if mute:
         raise ConfigError(
             f"policy '{policy.name}' asks routers ahead of time, and MoE layer {mute[0]} exposes none",
-            "choose a policy without pre_evict, such as on-demand",
+            "choose a policy that does not, such as on-demand",
         )
-
     asked = [_asked(block) for block in blocks]
-
-    def score(layer: int, view: LayerView) -> NDArray[np.floating] | None:
-        return view.scores(asked[layer])
-
-    return PreEvicting(decide, cache, len(blocks), experts, score, [block.router for block in blocks])
+    return lambda layer, view: view.scores(asked[layer])
 
 
-def pre_evicting_asks(pre_evicting: PreEvicting, blocks: Sequence[MoeBlock]) -> Asker:
-    """The router scores that pre-eviction needs."""
-    return lambda layer, tokens: [_asked(blocks[later]) for later in pre_evicting.scored_at(layer)]
+def scores_asked(reader: PreEvicting | Placer, blocks: Sequence[MoeBlock]) -> Asker:
+    """The router scores that a reader of `router_scores` needs."""
+    return lambda layer, tokens: [_asked(blocks[later]) for later in reader.scored_at(layer)]
 
 
 def _asked(block: MoeBlock) -> Asked:
-    assert block.router is not None  # `make_pre_evicting` refused
+    assert block.router is not None  # `router_scores` refused
     return Asked(block.router, softmax=False)

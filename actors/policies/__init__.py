@@ -6,4 +6,15 @@ A paper's method is in the file or folder of its name. Shared parts are in evict
 cost and sharding; the papers' baselines in baselines. All policies register themselves (`registry`).
 """
 
-from . import activeevict, adapmoe, baselines, buddymoe, context_ndp, fmoe, hobbit, moepic  # noqa: F401
+from . import (  # noqa: F401
+    activeevict,
+    adapmoe,
+    baselines,
+    buddymoe,
+    cache_conditional,
+    context_ndp,
+    fmoe,
+    hobbit,
+    hybrid,
+    moepic,
+)

@@ -11,13 +11,31 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from enum import IntEnum, IntFlag
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .context_ndp import PlacementOptions
+from .registry import register
+
 Ids = NDArray[np.int32]
 _NO_KEYS, _NO_TIMES = np.zeros(0, np.int32), np.zeros(0)
+
+
+class PlannedOptions(PlacementOptions):
+    """A planner decides for each expert that is not there. The rules of other systems: `policies.hybrid`."""
+
+    planned: ClassVar[bool] = True
+
+
+@register("placement", "auto")
+class AutoOptions(PlannedOptions):
+    """It is waited for, loaded or computed near data, whichever ends the layer sooner; without NDP workers, loaded."""
+
+    kind: str = "auto"
+    ranks: ClassVar[bool] = True
+    optional_workers: ClassVar[bool] = True
 
 
 class Action(IntEnum):
@@ -175,9 +193,14 @@ class Auto:
             slot that counts.
         without: parts of the rule to leave out.
 
+    Attributes:
+        keeps_prompt: whether what a prompt uses most stays while it runs.
+
     Raises:
         ValueError: a number is out of range, or a cost is not a positive number.
     """
+
+    keeps_prompt: ClassVar[bool] = True
 
     def __init__(
         self, native: ModuleType | Any, layers: int, experts: int, top_k: int, slots: int, costs: Costs, workers: int,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,16 +20,25 @@ if TYPE_CHECKING:
     from ..policy_settings import PolicySettings
 
 
-@register("placement", "cache", "context", "static", "monde", "auto")
+@register("placement", "cache", "context", "static", "monde")
 class PlacementOptions(PolicyOptions):
     """Which experts run on the GPUs and which on the NDP workers.
 
     cache: no NDP workers; the caches decide. context: a sequence's most important experts after its prefill, fixed for
     its decode or placed again every `renew` tokens. static: the most popular experts of the calibration text, or of
     what has run where the store knows none. monde: in every layer those with the most tokens, as far as loading them
-    pays. auto: a planner waits for, loads or computes near data each expert that is not there, whichever ends the layer
-    sooner; without NDP workers it loads.
+    pays. Placements by a planner: `policies.auto.PlannedOptions`.
+
+    Attributes:
+        planned: a planner decides each miss. ranks: it says what residents are worth, for eviction `worth`.
+        scored: its planner reads the routers' scores.
+        optional_workers: it loads every miss where there are no NDP workers.
     """
+
+    planned: ClassVar[bool] = False
+    ranks: ClassVar[bool] = False
+    scored: ClassVar[bool] = False
+    optional_workers: ClassVar[bool] = False
 
     kind: str = "cache"
     alpha: float = Field(default=0.5, ge=0, le=1, description="weight of activation counts against routing scores")
@@ -51,10 +60,15 @@ class PlacementOptions(PolicyOptions):
             raise ValueError(f"placement {self.kind} decides what is loaded: leave prefetch and preload out")
         if self.kind != "context" and (self.prompts != "gpu" or self.renew is not None):
             raise ValueError(f"prompts and renew are of placement context, not of {self.kind}")
-        if self.kind == "auto" and (self.hot_per_layer is not None or policy.precision.kind != "full"):
-            raise ValueError("placement auto is exact and chooses what stays: leave hot_per_layer and precision out")
-        if (self.kind == "auto") != (policy.eviction.kind == "worth"):
-            raise ValueError("placement auto and eviction worth need each other: give both, or neither")
+        if self.planned and (self.hot_per_layer is not None or policy.precision.kind != "full"):
+            raise ValueError(
+                f"placement {self.kind} is exact and chooses what stays: leave hot_per_layer and precision out"
+            )
+        if self.ranks != (policy.eviction.kind == "worth"):
+            raise ValueError(
+                f"placement {self.kind} with eviction {policy.eviction.kind}: eviction worth and a placement that says "
+                "what residents are worth, such as auto, need each other: give both, or neither"
+            )
         if self.kind == "monde" and self.hot_per_layer:
             raise ValueError("placement monde keeps what it loads, or nothing: give hot_per_layer 0, or leave it out")
 

@@ -225,7 +225,7 @@ class SimulatedEngine:
             backend.ndp = SimulatedNdp(machine.ndp, header, machine.ndp_workers, neurons_of(header), self.clock)
         each = [slots, *(shard.cache.stats.slots for shard in self._shards)]
         return make_simulated_placer(
-            placement, header, machine, self.cache, each, backend.shards, backend.ndp, popularity
+            placement, header, machine, self.cache, each, backend.shards, backend.ndp, popularity, recorded_logits
         )
 
     def preload(self) -> None:

@@ -23,7 +23,7 @@ from ...actors.engine.host_view import Routing
 from ...actors.engine.layer import MoeLayer, Placer
 from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs
-from ...actors.policies.context_ndp import HotSet, HotSlots
+from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions
 from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, expert_cost, load_s
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
@@ -275,7 +275,7 @@ def rows_of(spans: Sequence[Span]) -> list[Rows]:
 
 def make_simulated_placer(
     settings: PolicySettings, header: TraceHeader, machine: Machine, cache: ExpertCache, slots: Sequence[int],
-    shards: SimulatedShards | None, ndp: SimulatedNdp | None, counts: NDArray[np.int64] | None,
+    shards: SimulatedShards | None, ndp: SimulatedNdp | None, counts: NDArray[np.int64] | None, score: Any,
 ) -> Placer:  # fmt: skip
     """The engine's placer of a preset, with simulated peers.
 
@@ -284,6 +284,7 @@ def make_simulated_placer(
 
     Args:
         slots: of each GPU. counts: popularity [L, E], for placement static; None or zeros: it counts as it runs.
+        score: of routers, as of `engine.peers.auto`.
 
     Raises:
         ConfigError: the preset needs a device that the machine lacks, or more slots than there are.
@@ -291,12 +292,13 @@ def make_simulated_placer(
     from ...actors.engine.peers import placement as engine  # torch
 
     peers, experts, kind = cast(Any, shards), header.experts, settings.placement.kind
-    if kind == "auto":
-        return _auto_placer(header, machine, cache, peers, ndp)
     if kind == "cache":
         return engine.GpuPlacer(cache, experts, peers)
-    if ndp is None:
+    if ndp is None and not settings.placement.optional_workers:
         raise without_ndp(settings.name, machine.name)
+    if settings.placement.planned:
+        return _planned_placer(settings.placement, header, machine, cache, peers, ndp, score)
+    assert ndp is not None
     pool = cast(Any, ndp)
     widths = settings.precision.widths or (1, 2, 3, 4)
     shape = (header.layers, experts)
@@ -331,10 +333,11 @@ def make_simulated_placer(
     return engine.StaticPlacer(cache, experts, peers, pool, widest, hot_slots, bits, known)
 
 
-def _auto_placer(
-    header: TraceHeader, machine: Machine, cache: ExpertCache, shards: Any, ndp: SimulatedNdp | None
-) -> Placer:
-    """The placer of `auto` on the machine's own costs; without near-data devices every miss is loaded."""
+def _planned_placer(
+    options: PlacementOptions, header: TraceHeader, machine: Machine, cache: ExpertCache, shards: Any,
+    ndp: SimulatedNdp | None, score: Any,
+) -> Placer:  # fmt: skip
+    """The placer of a planner on the machine's own costs; without near-data devices every miss is loaded."""
     from ...actors.engine.peers.auto import make_auto  # torch
 
     gpu_s, copy_s = machine.experts(1, 1), 0.0 if machine.link is None else load_s(header.slot_bytes, machine.link)
@@ -346,7 +349,7 @@ def _auto_placer(
         max(one, 1e-9) for one in (copy_s, gpu_s, machine.expert_row_s, near_s, message_s, machine.dense(1))
     )
     costs = Costs(copy_s, gpu_s, row_s, near_s, near_s, float(rows), message_s, dense_s)
-    return make_auto(cache, header.experts, header.top_k, shards, cast(Any, ndp), lambda: costs)
+    return make_auto(options, cache, header.experts, header.top_k, shards, cast(Any, ndp), lambda: costs, score)
 
 
 def merged(lead: LayerStats, others: Sequence[LayerStats]) -> LayerStats:

@@ -24,7 +24,7 @@ from tiermoe.cluster.local import LocalWorker
 PROMPTS, PROMPT_TOKENS, TOKENS = 6, 40, 32
 Check = Callable[[list[list[int]]], None]
 # what needs calibration beyond the store's own files (gates, predictors, replicas) is tried on the CPU, in tests/e2e
-NEEDS_MORE = {"pre-gated", "promoe", "static-ndp"}
+NEEDS_MORE = {"pre-gated", "promoe", "static-ndp", "ktransformers"}
 LOSSLESS = sorted(name for name in policy_names() if load_policy(name).lossless and name not in NEEDS_MORE)
 # computed on the NDP worker's cores in float32, whose sums are other ones than the GPU's: the same tokens almost always
 OFF_THE_GPU = {name for name in LOSSLESS if load_policy(name).uses_ndp}

@@ -72,7 +72,9 @@ def _check_budget(worker: Any) -> None:
 # -- every lossless preset -----------------------------------------------------------------------------------------
 
 MAPS = ("fmoe", "fmoe-blend", "fmoe-t", "fmoe-ts")
-ELSEWHERE = {"promoe", "context-ndp-full", "static-ndp", "monde", "auto"}  # below, and in test_peers.py
+ELSEWHERE = {  # below, and in test_peers.py
+    "promoe", *[name for name in policy_names() if load_policy(name).uses_ndp],
+}  # fmt: skip
 LOSSLESS = sorted({name for name in policy_names() if load_policy(name).lossless} - ELSEWHERE)
 AT_TWO_BUDGETS = {
     *MAPS, "deepspeed-inference", "mixtral-offloading", "mixtral-offloading-swap", "moe-infinity", "moe-offloading",

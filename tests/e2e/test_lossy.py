@@ -194,6 +194,24 @@ def test_dynamic_top_k_drops_experts_only_where_slots_lack(store: ExpertStore, r
         assert stats.substitutions == 0
 
 
+@slow
+def test_cache_prior_prefers_what_is_there(store: ExpertStore, reference: Reference) -> None:
+    """It changes nothing at strength 0, and loads less above."""
+    preset, loaded, replaced = load_policy("cache-conditional"), [], []
+    for strength in (0.0, preset.routing.strength, 1.0):  # type: ignore[attr-defined]
+        routing = preset.routing.model_copy(update={"strength": strength})
+        with _served(store, preset.model_copy(update={"routing": routing}), 0.25) as worker:
+            tokens = greedy(worker, reference.prompts[:1], 24)[0]
+            stats = worker.stats()
+            loaded.append(stats.total().bytes_loaded_demand)
+            replaced.append(stats.substitutions)
+            assert stats.dropped == 0
+            if strength == 0:
+                assert tokens == reference.tokens[0][:24]
+    assert replaced[0] == 0 < replaced[1] < replaced[2]
+    assert loaded[0] > loaded[1] > loaded[2]
+
+
 # -- misses in few bits --------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ TIMEOUT_S = 30
 class Scripted:
     """Answers what a test sets, and notes what it is told."""
 
-    costs = COSTS
+    costs, keeps_prompt = COSTS, True
 
     def __init__(self) -> None:
         self.actions: dict[int, Action] = {}  # by expert; others: load
@@ -87,7 +87,7 @@ class Pool:
 class Rig:
     """A cache of `slots` slots, one share of which is each layer's, and its placer."""
 
-    def __init__(self, slots: int, shards: Any = None) -> None:
+    def __init__(self, slots: int, shards: Any = None, **more: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         weights = [
             LayerWeights(tuple(torch.randn(s, generator=generator).bfloat16() for s in BIASED.stacked().values()))
@@ -102,7 +102,7 @@ class Rig:
         )
         ndp: Any = self.pool
         self.placer = AutoPlacer(
-            self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, lambda *given: self.planner
+            self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, lambda *given: self.planner, **more
         )
         self.placer.preload()
 
@@ -219,6 +219,39 @@ def test_after_a_prompt_what_it_used_most_stays(rig: Rig) -> None:
     assert rig.told("prompt_end") == [([[1, 1, 2, 4]] * LAYERS, 4, 1, 1)]
     rig.layer(0, [3])
     assert rig.told("used") == [(0, [3])]
+
+
+def test_a_planner_that_does_not_keep_prompts_ranks_during_them_too(rig: Rig) -> None:
+    rig.planner.keeps_prompt = False
+    rig.planner.worth = {0: 3.0, 2: 2.0}
+    rig.begin(("a", 4, False))
+    for layer in range(LAYERS):
+        rig.layer(layer, [0, 1], [0, 1], [1, 0], [1, 2])  # 1 four times, 0 three times
+    assert rig.resident() >= {0, 2}  # 1 was used most, and is worth least
+
+
+def test_a_reader_of_scores_sees_this_layer_and_in_decodes_those_behind_it() -> None:
+    shown, asked = list[Any](), list[int]()
+    reader = SimpleNamespace(
+        ahead=1, scored=lambda layer, logits: shown.append(("now", layer, logits)),
+        foreseen=lambda layer, logits: shown.append(("later", layer, logits)),
+    )  # fmt: skip
+
+    def score(layer: int, view: Any) -> Any:
+        asked.append(layer)
+        return f"logits of {layer}"
+
+    rig = Rig(6, score=score, reader=reader)
+    assert [list(rig.placer.scored_at(layer)) for layer in range(LAYERS)] == [[0, 1], [1, 2], [2]]
+    rig.begin(("a", 4, False))
+    rig.layer(0, [0, 1], [0, 1], [0, 1], [0, 1])
+    assert shown == [("now", 0, "logits of 0")]
+    rig.begin(("a", 1, True))
+    rig.layer(1, [0])
+    rig.layer(2, [0])
+    assert shown[1:] == [("now", 1, "logits of 1"), ("later", 2, "logits of 2"), ("now", 2, "logits of 2")]
+    assert asked == [0, 1, 2, 2]
+    rig.cache.close()
 
 
 def test_costs_are_corrected_by_what_was_measured_apart(rig: Rig) -> None:

@@ -25,7 +25,7 @@ from tiermoe.actors.engine.peers.remote import NdpPool
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.auto import Auto, Without
-from tiermoe.actors.policies.context_ndp import PlacementOptions, PrecisionOptions, prefix_split
+from tiermoe.actors.policies.context_ndp import PrecisionOptions, prefix_split
 from tiermoe.actors.policies.sharding import reassigned, spread_by_bytes
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import NdpSettings
@@ -154,8 +154,8 @@ _NEW = 12
 def _policy(kind: str, precision: PrecisionOptions | None = None, **placement: Any) -> PolicySettings:
     precision = precision or PrecisionOptions()
     return PolicySettings(
-        name="test", lossless=precision.kind == "full", eviction="worth" if kind == "auto" else "lru",
-        placement=PlacementOptions(kind=kind, **placement), precision=precision,
+        name="test", lossless=precision.kind == "full", eviction="worth" if kind in ("auto", "hybrimoe") else "lru",
+        placement={"kind": kind, **placement}, precision=precision,
     )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def _serving(store: ExpertStore, *links: FakeLink, policy: PolicySettings, budge
         worker.close()
 
 
-@pytest.mark.parametrize("kind", ["context", "monde", "auto"])
+@pytest.mark.parametrize("kind", ["context", "monde", "auto", "llama-cpp-cache", "freetoken", "hybrimoe"])
 @pytest.mark.parametrize("together", [False, True])
 def test_full_precision_placements_are_lossless(
     store: ExpertStore, expected: list[list[int]], kind: str, together: bool
@@ -312,7 +312,7 @@ def _near_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_near_data")
-@pytest.mark.parametrize("kind", ["context", "auto"])
+@pytest.mark.parametrize("kind", ["context", "auto", "llama-cpp-cache"])
 def test_a_lost_worker_is_replaced_by_loads_and_rejoins(
     store: ExpertStore, expected: list[list[int]], kind: str
 ) -> None:

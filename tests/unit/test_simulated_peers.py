@@ -13,7 +13,7 @@ from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.replay import replay
-from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of
+from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, neurons_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.predictors import routing_profile
@@ -115,6 +115,29 @@ def test_context_placement_and_monde_replay(tmp_path: Path) -> None:
         assert record["ndp_experts"] > 0
         assert record["migrations"] == (0 if name == "monde" else 2)
     assert tpot["context-ndp-2bit"] < tpot["context-ndp-3bit"] < tpot["context-ndp-full"]
+
+
+@pytest.mark.parametrize("name", ["llama-cpp-cache", "freetoken", "hybrimoe"])
+def test_rules_of_other_systems_replay(name: str, tmp_path: Path) -> None:
+    """They need a near-data device. The first fills its slots in the background only, the second by its own loads, the
+    third by prefetch, too."""
+    header = traces.header(layers=2, experts=8, top_k=4, slot_bytes=960)
+    traces.write(tmp_path / "t", header, [[1, 2, 3], [4, 5]], decodes=8)
+    trace, settings = Trace(tmp_path / "t"), load_policy(name)
+    copy_s, box = 960 / 1e6, machine(link_gbps=1e-3, expert_s=1e-9, expert_row_s=0, dense_s=4e-3, ndp=DEVICE)
+    near_s = expert_cost(DEVICE, Work(header.hidden, neurons_of(header), 1)).total_s
+    assert near_s < copy_s
+    record = replay(trace, settings, context_of(header), box, 0.5)
+    assert record["ndp_experts"] > 0
+    if name == "llama-cpp-cache":
+        assert record["bytes_loaded_demand"] == 0 < record["bytes_loaded_prefetch"]
+        assert record["hits"] > 0
+    elif name == "freetoken":
+        assert record["bytes_loaded_prefetch"] == 0 < record["bytes_loaded_demand"]
+    else:
+        assert record["bytes_loaded_prefetch"] > 0
+    with pytest.raises(ConfigError, match="has none"):
+        replay(trace, settings, context_of(header), machine(), 0.5)
 
 
 def test_one_gpu_is_as_without_peers(tmp_path: Path) -> None:

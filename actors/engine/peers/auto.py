@@ -1,11 +1,11 @@
-"""The placer of `auto`: each miss is waited for, loaded, or computed near data, whichever ends the layer sooner.
+"""The placer of planned placements: each miss is waited for, loaded, or computed near data, as a planner says.
 
     begin_forward: prompts end
     plan (routing known): planner -> remote experts, loads            `layer` (loads issued): background copies
     ran (layer over): costs are corrected, worth, admission
 
-The decision is the planner's (`policies.auto`), pure; this page gives it queues, clocks and residency, and carries its
-answer out. It is a hook of the layer, too: `Watcher` and `AheadHook`.
+The decision is the planner's (`policies.auto`, `policies.hybrid`), pure; this page gives it queues, clocks and
+residency, and carries its answer out. It is a hook of the layer, too: `Watcher` and `AheadHook`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from numpy.typing import NDArray
 from ....kernels import _planner
 from ...policies.auto import Action, Auto, Costs, Part
 from ...policies.auto import LayerPlan as Choice
+from ...policies.context_ndp import PlacementOptions
+from ...policies.hybrid import HybridRule, HybriMoe
 from ...policies.plan import LayerPlan, Remote
+from ...policies.registry import PolicyContext
+from ...policies.registry import make as make_policy
 from ...policies.residency import State
 from ...policies.worth import WorthEviction
 from ..host_view import LayerView, Routing
@@ -49,7 +53,10 @@ _BUSY = 1.25  # near-data seconds while the link copies against idle ones, where
 
 
 class Planner(Protocol):
-    """What decides: `policies.auto.Auto`, whose methods say more."""
+    """What decides: `policies.auto.Auto`, whose methods say more, or a rule of `policies.hybrid`."""
+
+    @property
+    def keeps_prompt(self) -> bool: ...
 
     @property
     def costs(self) -> Costs: ...
@@ -76,6 +83,22 @@ class Planner(Protocol):
     def error(self) -> float: ...
 
 
+class ScoreReader(Protocol):
+    """A planner that goes by the routers' scores, too. ahead: later layers that it is shown."""
+
+    ahead: int
+
+    def scored(self, layer: int, logits: NDArray[np.floating]) -> None:
+        """The logits [T, E] of the layer that is planned next."""
+        ...
+
+    def foreseen(self, layer: int, logits: NDArray[np.floating]) -> None:
+        """Those of a later layer's router on that layer's input, in a decode."""
+        ...
+
+
+# (layer, view) -> logits [T, E] of that layer's router on the viewed layer's input; None: they are not known
+Score = Callable[[int, Any], "NDArray[np.floating] | None"]
 # (start costs, near-data workers, slots of a layer, residency [L, E]) -> the planner
 MakePlanner = Callable[[Costs, int, int, NDArray[np.uint8]], Planner]
 
@@ -119,15 +142,18 @@ class AutoPlacer(PeerPlacer):
         order: the cache's order of eviction; None: another one than `worth`, which then decides alone.
         probe: measures the start costs, in `preload`.
         make: makes the planner.
+        reader: of the routers' scores, which `score` gives; None: the planner goes by none.
     """
 
     always = False  # as an AheadHook
 
     def __init__(
         self, cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool | None,
-        order: WorthEviction | None, probe: Callable[[], Costs], make: MakePlanner,
+        order: WorthEviction | None, probe: Callable[[], Costs], make: MakePlanner, score: Score | None = None,
+        reader: ScoreReader | None = None,
     ) -> None:  # fmt: skip
         super().__init__(cache, experts, shards)
+        self._score, self._reader = score, reader
         self._pool, self._order, self._probe, self._make, self._clock = pool, order, probe, make, cache.clock
         self.hooks = Hooks(watch=(self,), ahead=(self,))
         layers = len(cache.stats.layers)
@@ -190,6 +216,10 @@ class AutoPlacer(PeerPlacer):
 
     # -- a layer -------------------------------------------------------------------------------------------------------
 
+    def scored_at(self, layer: int) -> Sequence[int]:
+        reader = self._reader
+        return () if reader is None else range(layer, min(layer + reader.ahead + 1, len(self._states)))
+
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         planner, base, now_s = self.planner, layer * self._experts, self._clock()
         assert planner is not None
@@ -207,6 +237,8 @@ class AutoPlacer(PeerPlacer):
                 remote.append(Remote(key, 0, gpu))
         self._wanted, self._pass = (), None
         self._look()
+        if self._reader is not None and self._score is not None:
+            self._show_scores(layer, view, self._reader, self._score)
         experts = np.array(mine, np.int32) - np.int32(base)
         near_s, predicted, sent = 0.0, False, 0
         pool = self._pool
@@ -308,6 +340,16 @@ class AutoPlacer(PeerPlacer):
                 self._counting[s.name][layer] += np.bincount(picked, minlength=self._experts)
         return frozenset() if self._order is None else self._order.settled()
 
+    def _show_scores(self, layer: int, view: LayerView, reader: ScoreReader, score: Score) -> None:
+        for later in self.scored_at(layer):
+            logits = score(later, view) if later == layer or self._prompt is None else None
+            if logits is None:
+                return
+            if later == layer:
+                reader.scored(layer, logits)
+            else:
+                reader.foreseen(later, logits)
+
     def _look(self) -> None:
         """Read the residency: refused experts are staged, and background copies that have arrived are judged."""
         np.copyto(self._flat, self._held)
@@ -373,10 +415,10 @@ class AutoPlacer(PeerPlacer):
     def _ranked(self, layer: int, keys: Collection[int]) -> Sequence[int]:
         """A layer's residents, those of least worth first: to the prompts that run now, else to the planner."""
         base, prompt = layer * self._experts, self._prompt
-        if prompt is not None and prompt[layer].any():
+        assert self.planner is not None
+        if self.planner.keeps_prompt and prompt is not None and prompt[layer].any():
             counts = prompt[layer]
             return sorted(keys, key=lambda key: counts[key - base])
-        assert self.planner is not None
         np.copyto(self._states[layer], self._held[base : base + self._experts])
         least = self.planner.victims(layer, self._experts)
         there = set(keys)
@@ -391,17 +433,24 @@ class AutoPlacer(PeerPlacer):
 
 
 def make_auto(
-    cache: ExpertCache, experts: int, top_k: int, shards: Shards | None, pool: NdpPool | None,
-    probe: Callable[[], Costs],
+    options: PlacementOptions, cache: ExpertCache, experts: int, top_k: int, shards: Shards | None,
+    pool: NdpPool | None, probe: Callable[[], Costs], score: Score | None,
 ) -> AutoPlacer:  # fmt: skip
-    """The placer of placement auto, with the native planner. probe: the start costs, on an empty cache."""
+    """The placer of a planned placement: with the native planner of `auto`, or with the rule that its kind names.
+
+    probe: the start costs, on an empty cache. score: for `PlacementOptions.scored`.
+    """
     order = cache.policy if isinstance(cache.policy, WorthEviction) else None
     layers = len(cache.stats.layers)
+    rule: HybridRule | None = make_policy("placement", options, PolicyContext(layers, experts, top_k))
 
     def make(costs: Costs, workers: int, slots: int, states: NDArray[np.uint8]) -> Planner:
+        if rule is not None:
+            return rule.start(costs, workers, states)
         return Auto(_planner, layers, experts, top_k, slots, costs, workers, states)
 
-    return AutoPlacer(cache, experts, shards, pool, order, probe, make)
+    reader = rule if isinstance(rule, HybriMoe) else None
+    return AutoPlacer(cache, experts, shards, pool, order, probe, make, score, reader)
 
 
 def probe_costs(
