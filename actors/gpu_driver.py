@@ -23,6 +23,7 @@ _LIBRARY = "libcuda.so.1"  # the driver's part in user space: what torch loads
 _DEVICES = ("dev/nvidia*", "dev/nvhost-gpu")  # of the driver, and of Tegra's
 _WSL = ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1")  # the first is there whatever GPU Windows has
 _NVIDIA_SMI_S = 10.0
+_CONTEXT_BYTES = 512 << 20  # that CUDA takes of a GPU for each process, about
 # The oldest driver by CUDA's major version, whose minor versions all run on it.
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 _OLDEST_DRIVER = {11: "450", 12: "525", 13: "580"}
@@ -148,6 +149,27 @@ def driver_version() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found[1] if (found := re.match(r"(\d+\.\d+(?:\.\d+)?)\s", said)) else None
+
+
+def gpus_free_bytes(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+    """Free memory of each GPU that the environment does not hide, less CUDA's own of a process; empty: not known.
+
+    nvidia-smi says it without a CUDA context, for which this process would keep some hundred MiB there.
+    """
+    given = environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden(environ) or (program := shutil.which("nvidia-smi")) is None:
+        return ()
+    command = [program, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    if given is not None:
+        command.insert(1, f"--id={given}")
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    lines = [line.strip() for line in said.stdout.splitlines() if line.strip()]
+    if said.returncode != 0 or not all(line.isdigit() for line in lines):
+        return ()
+    return tuple(max(0, (int(line) << 20) - _CONTEXT_BYTES) for line in lines)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

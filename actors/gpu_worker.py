@@ -103,7 +103,7 @@ class GpuWorker:
     def _start(self) -> dict[str, Any]:
         import torch
 
-        from .engine.cache.device import make_device
+        from .engine.cache.device import make_device, settle_budget
         from .engine.cache.low_bits import open_replica_weights
         from .engine.cache.sources import open_sources
         from .engine.describe import describe
@@ -121,6 +121,7 @@ class GpuWorker:
         torch.set_num_threads(settings.threads)
         device = self._device = make_device(settings.device, settings.link)
         dtype = compute_dtype(settings.dtype, device.torch_device)
+        settings = settle_budget(settings, device)
         self._sources = open_sources(self._view, self._stores, settings.store)
         pinned = self._sources.pin(device, settings.copies)
         weights, tables, predictors, low_bit = self._sources.weights, None, None, None

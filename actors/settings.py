@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from ..errors import BudgetError, ConfigError, size
 from .base_settings import Settings, in_panel, in_unit
+from .budget import AutoBudget
 from .policies.cost import NdpProfile
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
@@ -297,8 +298,9 @@ class EngineSettings(EngineOptions):
     """The settings of a `GpuWorker` lead."""
 
     policy: PolicySettings
-    budget: float | int = Field(
-        description="of each GPU; float in (0, 1]: share of all routed-expert slot bytes; int: bytes"
+    budget: float | int | AutoBudget = Field(
+        description="of each GPU; float in (0, 1]: share of all routed-expert slot bytes; int: bytes; AutoBudget: what "
+        "is left of the device's memory"
     )
     threads: int = Field(default=1, ge=1, description="torch intra-op threads of the worker")
     shards: ShardSettings = ShardSettings()
@@ -393,24 +395,24 @@ def check_published(policy: PolicySettings, form: str | None) -> None:
         )
 
 
-def budget_bytes(budget: float | int, slot_bytes: int, experts: int) -> int:
+def budget_bytes(budget: float | int | AutoBudget, slot_bytes: int, experts: int) -> int:
     """The budget in bytes; a share never loses a whole slot to rounding.
 
     Args:
-        budget: a share of all `experts` slots' bytes (float) or bytes (int).
+        budget: a share of all `experts` slots' bytes (float), bytes (int), or what is left of the device's memory.
         experts: routed experts in all layers.
 
     Raises:
-        BudgetError: it does not hold one expert.
+        BudgetError: it does not hold one expert. ConfigError: the device's memory is not known.
     """
-    nbytes = budget
+    nbytes = budget.nbytes if isinstance(budget, AutoBudget) else budget
     if isinstance(budget, float):
         whole_slots = int(budget * experts + 1e-9)  # 1/3 of three experts is one expert
         nbytes = max(int(budget * experts * slot_bytes), whole_slots * slot_bytes)
     if nbytes < slot_bytes:
         least, total = math.ceil(1e6 / experts) / 1e6, slot_bytes * experts
         raise BudgetError(
-            f"budget {_shown(budget)} holds no expert, which takes {size(slot_bytes)}, {size(slot_bytes - nbytes)} "
+            f"budget {_shown(nbytes)} holds no expert, which takes {size(slot_bytes)}, {size(slot_bytes - nbytes)} "
             f"more (all {experts}: {size(total)})",
             f"give at least {slot_bytes}B, or a share of {least:.6f}",
         )

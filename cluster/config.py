@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ByteSize, Field, StrictFloat, StrictInt, ValidationError
 
 from ..actors.base_settings import Settings, in_panel, in_unit
-from ..actors.gpu_driver import absent, check_gpu, has_gpu, hidden
+from ..actors.budget import AutoBudget
+from ..actors.gpu_driver import absent, check_gpu, gpus_free_bytes, has_gpu, hidden
 from ..actors.policies.cost import NdpProfile
 from ..actors.policies.sharding import Ownership
 from ..actors.policy_settings import PolicySettings
@@ -44,6 +45,7 @@ _BUDGET = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?P<uni
 _GPU_WORKER_THREADS = 4
 DEFAULT_LINK = LinkSettings(gbps=16.0, latency_us=10.0)  # of every command: a PCIe 4.0 x8
 _BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
+AUTO, DEFAULT_BUDGET = "auto", "0.25"
 
 
 class StoreLayout(StoreSettings):
@@ -155,9 +157,9 @@ class RunConfig(EngineOptions):
         default=None, description="folder of prepared stores; none: tiermoe/stores in $XDG_CACHE_HOME, or in ~/.cache"
     )
     policy: str = Field(default="next-gate", description="name in configs/policies, or a YAML file")
-    budget: str | StrictFloat | StrictInt = Field(
-        default="0.25", description="memory of each GPU for experts: 0.25, 25%, 512MiB",
-        json_schema_extra=in_panel("Memory", "share or bytes"),
+    budget: str | StrictFloat | StrictInt | None = Field(
+        default=None, description="memory of each GPU for experts: 25%, 512MiB, or auto: what is left; none: auto on a "
+        "GPU of this machine, else 25%", json_schema_extra=in_panel("Memory", "share or bytes"),
     )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="threads of the worker; none: cores - 1, on a GPU at most 4",
@@ -168,6 +170,13 @@ class RunConfig(EngineOptions):
     cluster: ClusterConfig = ClusterConfig()
     hardware: HardwareConfig = HardwareConfig()
     request_deadline_s: float = Field(default=3600.0, gt=0, description="time that one request may take")
+
+    @property
+    def chosen_budget(self) -> str | float | int:
+        """The budget as given; else `auto` on a GPU of this machine whose free memory is known, and a quarter."""
+        if self.budget is not None:
+            return self.budget
+        return AUTO if self._on_a_gpu_here and gpus_free_bytes() else DEFAULT_BUDGET
 
     @property
     def model_dir(self) -> Path:
@@ -332,7 +341,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             local Ray for one that is joined.
         BudgetError: budget malformed, or too small for the policy.
     """
-    policy, budget = load_policy(config.policy), parse_budget(config.budget)
+    policy, budget = load_policy(config.policy), _budget(config)
     _check_budget_share(policy, budget, config.cluster.shards)
     _check_ray(config, policy)
     resolved = {"threads": config.ndp_threads, "hardware": asdict(load_hardware(config.ndp.hardware))}
@@ -352,7 +361,18 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
     return settings
 
 
-def _check_budget_share(policy: PolicySettings, budget: float | int, gpus: int) -> None:
+def _budget(config: RunConfig) -> float | int | AutoBudget:
+    """The budget of a run; `auto` without its terms, see `topology.budget`."""
+    given = config.chosen_budget
+    if str(given).strip().lower() == AUTO:
+        return AutoBudget()
+    try:
+        return parse_budget(given)
+    except BudgetError as error:
+        raise BudgetError(error.what, f"{error.remedy}, or auto") from error
+
+
+def _check_budget_share(policy: PolicySettings, budget: float | int | AutoBudget, gpus: int) -> None:
     """Refuse a share that does not hold what the policy preloads."""
     if policy.preload == "all" and isinstance(budget, float) and budget * gpus < 1 - 1e-9:  # 1/3 on each of 3 is all
         where = "on the device, but the budget is" if gpus == 1 else f"on {gpus} GPUs, but the budget of each is"

@@ -30,6 +30,7 @@ from .ray_session import as_failure, head_address, join, leave, refuse_second, s
 from .replica import Replica
 from .scratch import Scratch
 from .supervision import RayWatch
+from .topology.budget import with_terms
 from .topology.estimate import PlanResult, make_plans
 from .topology.inputs import facts_of_store, local_notes, local_ray, nodes_from_ray, this_machine
 from .topology.spec import ModelFacts, Topology, wants_gpu
@@ -288,6 +289,7 @@ class Deployment:
         """Refuse what a Ray on this machine could not hold before it is started, where its nodes are known."""
         if self._local:
             nodes = this_machine(local_ray(self.config, self._settings))
+            self._settings = with_terms(self.config, self._settings, facts, nodes, here=True)
             if not wants_gpu(self._settings, nodes):  # what Ray takes for a GPU, only Ray knows
                 make_plans(self.config, self._settings, facts, nodes, "this machine")
 
@@ -295,6 +297,8 @@ class Deployment:
         nodes = [node for node in nodes_from_ray(ray.nodes()) if node.alive]  # Ray remembers those that have left
         where = "a Ray of its own" if self._local else f"the Ray at {self.config.ray.address}"
         notes = local_notes(self.config, self._settings) if self._local else ()
+        if not self._local:
+            self._settings = with_terms(self.config, self._settings, facts, nodes, here=False)
         return make_plans(self.config, self._settings, facts, nodes, where, notes, here=self._local)
 
     def _start_replicas(self, plans: Sequence[PlanResult]) -> None:

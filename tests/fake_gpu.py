@@ -96,7 +96,7 @@ class FakeGpu:
         synchronized: times that the host waited. calls: of each method. refuse: whether registration fails.
         idle: carry out nothing before the host waits. eager: carry out everything at once, for compute that is torch's
         own and knows no streams. compute: the current stream, which a test may exchange. default: the stream of copies
-        outside of any context; None: the compute's.
+        outside of any context; None: the compute's. memory, others: bytes of the device, and other processes' of them.
     """
 
     def __init__(self, seed: int = 0, bytes_per_s: float = 1e9, pin_all: bool = True, in_order: bool = False) -> None:
@@ -119,6 +119,7 @@ class FakeGpu:
         self.hazards: list[str] = []
         self.calls: dict[str, int] = {}
         self.idle = self.eager = False
+        self.memory, self.others = 80 << 30, 0
         self.compute = self.stream(name="compute")
         self.default: FakeStream | None = None
 
@@ -126,6 +127,10 @@ class FakeGpu:
 
     def enter(self) -> None:
         self._count("enter")
+
+    def free_bytes(self) -> int:
+        own = sum(last - first for first, last in self._own) - sum(last - first for first, last in self._on_host)
+        return max(0, self.memory - self.others - own)
 
     def stream(self, urgent: bool = False, name: str = "") -> FakeStream:
         number = len(self._streams)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tiermoe.actors.budget import AutoBudget
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
 from tiermoe.actors.policy_settings import PolicySettings
@@ -33,7 +34,7 @@ def policy(prefetch: str = "none", preload: str = "none", **kwargs: Any) -> Poli
     )
 
 
-def settings(budget: float | int, prefetch: str = "none", **kwargs: Any) -> EngineSettings:
+def settings(budget: float | int | AutoBudget, prefetch: str = "none", **kwargs: Any) -> EngineSettings:
     kwargs.setdefault("kv", KvSettings(page_size=16, num_blocks=64))
     kwargs.setdefault("link", LinkSettings(gbps=None))
     kwargs.setdefault("policy", policy(prefetch))

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.markup import escape
 
+from ...actors.budget import AutoBudget
 from ...actors.policies.sharding import owned_experts
 from ...actors.settings import EngineSettings, budget_bytes, check_published
 from ...actors.store.format import read_manifest
@@ -217,11 +218,14 @@ def _prepared(config: RunConfig, settings: EngineSettings, *, progress: bool) ->
 def check_budget(settings: EngineSettings, store: Path) -> None:
     """Refuse a budget that the worker would refuse, before Ray starts.
 
-    A dtype that only the worker's device decides is taken for the smaller one, and the worker has the last word.
+    A dtype that only the worker's device decides is taken for the smaller one, and the worker has the last word. What
+    `auto` comes to is known with the nodes (`topology.budget`).
 
     Raises:
         BudgetError: it holds no expert, or not all that a GPU owns where the policy keeps all.
     """
+    if isinstance(settings.budget, AutoBudget):
+        return
     manifest = read_manifest(store)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if settings.device == "cpu" else "bfloat16")
     slot_bytes, form = manifest.experts.nbytes(4 if dtype == "float32" else 2), str(dtype)

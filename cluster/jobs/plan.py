@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import CheckpointError, ConfigError
-from ..config import RunConfig, default_model_dir, engine_settings, load_run_config, on_this_machine
+from ..config import DEFAULT_BUDGET, RunConfig, default_model_dir, engine_settings, load_run_config, on_this_machine
 from ..host import shown, usable_cores
 from ..hub import located
 from ..report.runtime import topology_tables
 from ..report.tables import results, show
+from ..topology.budget import with_terms
 from ..topology.estimate import PlanResult, make_plans
 from ..topology.inputs import (
     facts_of_checkpoint,
@@ -89,6 +90,8 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
             config = on_this_machine(config)
         except ConfigError as refused:  # of a start; how much would fit can be asked all the same
             notes.append(str(refused))
+    if not here and config.budget is None:  # the default is by this machine's GPU
+        config = config.model_copy(update={"budget": DEFAULT_BUDGET})
     settings = engine_settings(config)  # refused before a hub is asked
     config = located(config, "sizes")
     there, nodes_from = _nodes(config, nodes, live)
@@ -96,7 +99,9 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
         notes += local_notes(config, settings)
     if here and (missing := note(settings.policy, config)) is not None:
         notes.append(missing)
-    result = make_plans(config, settings, model_facts(config), there, nodes_from, notes, here)[0]
+    facts = model_facts(config)
+    settings = with_terms(config, settings, facts, there, here)
+    result = make_plans(config, settings, facts, there, nodes_from, notes, here)[0]
     return with_routing(result, config) if here else result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...actors.budget import in_words
 from .status import planned_by
 from .tables import Facts, Grid, count, facts, grid, seconds, size, speed
 
@@ -34,6 +35,7 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
         *([("experts run by", _kernels(plan["expert_kernel"]))] if plan.get("expert_kernel") else []),
         ("on the device", f"{size(plan['dense_bytes'])} dense, {size(plan['expert_budget_bytes'])} for experts: "
                           f"{plan['slots']} of {plan['experts']} slots ({share:.0%})"),
+        *_auto(plan.get("budget_auto")),
         ("in host memory", f"{size(plan['store_bytes'])} in {plan['store_path']}{_pinned(plan)}"),
         *([("split", _split(plan["split"]))] if plan.get("split") else []),
         *([("low precision", _low_bit(plan["low_bit"]))] if plan.get("low_bit") else []),
@@ -46,6 +48,11 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
     ]  # fmt: skip
     notes = [*plan.get("notes", ()), *plan.get("expert_kernel", {}).get("notes", ())]
     return facts("Plan", [*rows, *(("note", str(note)) for note in notes)])
+
+
+def _auto(terms: Mapping[str, int] | None) -> list[tuple[str, str]]:
+    """The row with the terms of `budget: auto`; none where the budget was given."""
+    return [] if terms is None else [("budget auto", in_words(terms, terms["chunk"], terms["tokens"]))]
 
 
 def _form(record: Mapping[str, Any], key: str = "form") -> str:
@@ -183,6 +190,7 @@ def _summary(record: Mapping[str, Any]) -> Facts:
                     f"{count(spec['threads'], 'thread')} each, strategy {spec['strategy']}, "
                     f"experts by '{spec['ownership']}'"),
         ("budget of each", f"{size(spec['budget_bytes'])}, {slots}"),
+        *_auto(spec["auto"]),
         ("store", f"{spec['store_layout']}, on {_STORE_NODES[spec['store_nodes']]}; "
                   f"{size(model['store_bytes'])} on disk{more}{stay}"),
         *([("NDP workers compute", _near_data(spec["ndp"], model))] if spec["ndp"] else []),

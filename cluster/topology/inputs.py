@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import psutil
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_validator
 
 from ...actors.base_settings import Settings
+from ...actors.budget import host_free_bytes
 from ...actors.gpu_driver import gpu_count
 from ...actors.settings import EngineSettings
 from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, read_manifest
@@ -73,6 +73,7 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
         kv_elements=_kv_elements(config, model_dir),
         item_bytes=item,
         source=f"store {store}",
+        **_activation_facts(config, model_dir),
         **_published_facts(manifest.published, shape.num_experts, [layer.mapped for layer in manifest.layers]),
     )
 
@@ -137,6 +138,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         item_bytes=item,
         source=source,
         dense_estimated=estimated,
+        **_activation_facts(config, model_dir),
         **_published_facts(form, experts, [mapped for _, mapped in forms or ()]),
     )
 
@@ -246,6 +248,17 @@ def _heads(config: Mapping[str, Any], model_dir: Path) -> tuple[int, int, int]:
     return heads, _count(config, "num_key_value_heads", model_dir) or heads, size
 
 
+def _activation_facts(config: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
+    """The fields of `ModelFacts` on which activations depend."""
+    heads, _, size = _heads(config, model_dir)
+    shared = _count(config, "n_shared_experts", model_dir) * _count(config, "moe_intermediate_size", model_dir)
+    widths = (_count(config, name, model_dir) for name in ("shared_expert_intermediate_size", "intermediate_size"))
+    return {
+        "depth": _number(config, ("num_hidden_layers",), model_dir), "heads": heads, "head_size": size,
+        "vocabulary": _count(config, "vocab_size", model_dir), "mlp": max(shared, *widths),
+    }  # fmt: skip
+
+
 def _kv_elements(config: Mapping[str, Any], model_dir: Path) -> int:
     """Numbers for each token in all layers; latent attention (DeepSeek) is cached expanded, as transformers does."""
     layers = _number(config, ("num_hidden_layers",), model_dir)
@@ -348,7 +361,7 @@ def nodes_from_ray(records: Sequence[Mapping[str, Any]]) -> list[NodeInfo]:
 
 def this_machine(given: LocalRay) -> list[NodeInfo]:
     """The one node of a local Ray, as `cluster.deploy` starts it."""
-    free = psutil.virtual_memory().available
+    free = host_free_bytes()
     resources = {
         "CPU": float(given.cpus),
         "GPU": float(gpu_count()),

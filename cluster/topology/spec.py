@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from ...actors.budget import AutoBudget
 from ...actors.policies.cost import FULL_BITS, NdpProfile, packed_bytes
 from ...actors.policies.sharding import Ownership
 from ...actors.settings import CopySettings, EngineSettings, budget_bytes, check_published
@@ -61,6 +62,8 @@ class ModelFacts:
         form_width: whole bits of a weight in that form, of the narrowest layer; NDP workers use replicas below it.
         layer_form_bytes: of one expert of each layer as stored, where experts stay in a published form.
         mapped_bytes: of experts that a store leaves in the checkpoint.
+        depth: layers with attention. heads, head_size: of attention. vocabulary: tokens that there are.
+        mlp: width of the widest dense layer.
     """
 
     name: str
@@ -81,11 +84,20 @@ class ModelFacts:
     form_width: int = FULL_BITS
     layer_form_bytes: tuple[int, ...] = ()
     mapped_bytes: int = 0
+    depth: int = 1
+    heads: int = 0
+    head_size: int = 0
+    vocabulary: int = 0
+    mlp: int = 0
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert as a slot holds it in the type of the store; of the largest, where layers differ."""
         return self.form_bytes if self.form is not None else self.expert_elements * self.item_bytes
+
+    def slot_bytes(self, item: int) -> int:
+        """Bytes of one expert on a device that computes in numbers of `item` bytes; of the largest."""
+        return self.form_bytes if self.form is not None else self.expert_elements * item
 
     def stored_bytes(self, layer: int) -> int:
         """Bytes of one expert of a layer as stored."""
@@ -168,6 +180,7 @@ class ClusterSpec:
         matcher: whether the policy follows expert maps.
         low_bit: None where misses are not loaded as replicas.
         copied_most: bytes of experts that each worker copies to pinned memory at most (`copies.pin: copy`).
+        auto: the terms of `budget: auto` as assumed; None: the budget was given.
     """
 
     shards: int
@@ -192,6 +205,7 @@ class ClusterSpec:
     matcher: bool = False
     low_bit: LowBitSpec | None = None
     copied_most: int = 0
+    auto: Mapping[str, int] | None = None
 
 
 def wants_gpu(settings: EngineSettings, nodes: Sequence[NodeInfo]) -> bool:
@@ -212,10 +226,9 @@ def cluster_spec(
         BudgetError: the budget holds no expert. ConfigError: the policy cannot use experts in their published form.
     """
     cluster, policy, gpu = config.cluster, settings.policy, wants_gpu(settings, nodes)
-    dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16" if gpu else "float32")
-    item = ITEM_BYTES[dtype]
+    item = compute_item_bytes(settings, gpu)
     check_published(policy, facts.form)
-    slot_bytes, low_bit = facts.expert_elements * item if facts.form is None else facts.form_bytes, None
+    slot_bytes, low_bit = facts.slot_bytes(item), None
     if (low := policy.low_bit) is not None:
         shape = PackedShape(facts.hidden, facts.intermediate, low.bits, settings.ndp.group_size)
         low_bit = LowBitSpec(shape.nbytes(), low.share)
@@ -242,7 +255,13 @@ def cluster_spec(
         matcher=policy.prefetch.uses_maps,
         low_bit=low_bit,
         copied_most=_copied_most(settings.copies, facts) if gpu else 0,
+        auto=budget.in_terms if isinstance(budget := settings.budget, AutoBudget) else None,
     )
+
+
+def compute_item_bytes(settings: EngineSettings, gpu: bool) -> int:
+    """Bytes of a number on the device; a type that only the device decides is bfloat16 on a GPU, else float32."""
+    return ITEM_BYTES[settings.dtype if settings.dtype != "auto" else ("bfloat16" if gpu else "float32")]
 
 
 def _copied_most(copies: CopySettings, facts: ModelFacts) -> int:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from serving import Reference, serving, serving_locally, settings
 
+from tiermoe.actors.budget import MARGIN_BYTES, MARGIN_SHARE, AutoBudget
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.policies.moepic.configure import Times
@@ -39,7 +40,7 @@ LAYERS, EXPERTS, NEURONS = 16, 32, 64
 slow = pytest.mark.slow
 
 
-def preset(name: str, budget: float = 0.25, tau: int = 40, **more: Any) -> EngineSettings:
+def preset(name: str, budget: float | AutoBudget = 0.25, tau: int = 40, **more: Any) -> EngineSettings:
     """A preset; one that splits adaptively is asked every `tau` tokens and takes every gain."""
     made = load_policy(name)
     if made.split.kind == "adaptive":
@@ -211,6 +212,24 @@ def test_through_a_gpus_streams(
         assert fake_gpu.registered
     assert not fake_gpu.registered
     assert not fake_gpu.hazards
+
+
+def test_the_budget_sets_itself_beside_other_processes(
+    store: ExpertStore, reference: Reference, fake_gpu: FakeGpu
+) -> None:
+    """The worker asks its own GPU: what the driver assumed, a free one, holds four times as many experts."""
+    slot, most = 196_608, LAYERS * EXPERTS * 196_608
+    terms = AutoBudget(free=8 << 30, dense=11 << 20, kv=32 << 20, activations=60 << 20, slot=slot, most=most)
+    assert terms.nbytes == most
+    free = int(((103 << 20) + MARGIN_BYTES + 120.5 * slot) / (1 - MARGIN_SHARE))
+    fake_gpu.memory, fake_gpu.others = 8 << 30, (8 << 30) - free
+    with serving(store, preset("next-gate", terms)) as worker:
+        plan = worker.plan()
+        assert plan["slots"] == 120
+        assert plan["budget_auto"]["free"] == free
+        assert plan["budget_auto"]["experts"] == plan["expert_budget_bytes"]
+        reference.check(worker, 2, 8)
+        _check_budget(worker)
 
 
 # -- random eviction -----------------------------------------------------------------------------------------------

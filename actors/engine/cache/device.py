@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 
 from ....errors import ConfigError
 from ....proto.options import Supply
+from ...budget import AutoBudget, host_free_bytes
 from ...gpu_driver import TorchBuild, absent, has_gpu, unusable
-from ...settings import CopySettings, LinkSettings
+from ...settings import CopySettings, EngineSettings, LinkSettings
 
 if TYPE_CHECKING:
     from .slots import HostLayer
@@ -86,6 +87,10 @@ class Device(Protocol):
         """Make it the calling thread's current device."""
         ...
 
+    def free_bytes(self) -> int:
+        """Memory that can be allocated now: what this process, and others, have not taken."""
+        ...
+
     def mark_use(self) -> Any:
         """A mark of all compute enqueued so far; a later copy into its slots waits for it."""
         ...
@@ -126,6 +131,9 @@ class CpuDevice:
 
     def enter(self) -> None:
         return None
+
+    def free_bytes(self) -> int:
+        return host_free_bytes()
 
     def mark_use(self) -> None:
         return None  # compute is synchronous: what was enqueued is done
@@ -272,6 +280,23 @@ def _why_no_cuda() -> str:
     except (RuntimeError, AssertionError) as error:
         return str(error).partition(". ")[0].partition("\n")[0]
     return f"torch counts {torch.cuda.device_count()} GPUs"
+
+
+def settle_budget(settings: EngineSettings, device: Device, lead: bool = True) -> EngineSettings:
+    """The settings with what `budget: auto` comes to on this device, before anything is loaded there.
+
+    Args:
+        lead: whether dense weights and KV cache go there.
+
+    Raises:
+        BudgetError: too little is free; the message has every term.
+    """
+    if not isinstance(settings.budget, AutoBudget):
+        return settings
+    budget = settings.budget.measured(device.free_bytes(), lead)
+    if budget.nbytes:  # or it is refused
+        settings = settings.model_copy(update={"budget": budget})
+    return settings
 
 
 def activations_of(device: torch.device) -> Activations:

@@ -210,6 +210,9 @@ class CudaDevice:
     def enter(self) -> None:
         self.runtime.enter()
 
+    def free_bytes(self) -> int:
+        return self.runtime.free_bytes()
+
     def compute_stream(self) -> Any:
         """The compute's present stream, ordered behind the earlier ones; on the forward's thread."""
         stream = self.runtime.current()

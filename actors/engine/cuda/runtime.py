@@ -38,6 +38,10 @@ class GpuRuntime(Protocol):
         """Make it the calling thread's current device."""
         ...
 
+    def free_bytes(self) -> int:
+        """Device memory that no process has taken; what torch keeps for this one counts as taken."""
+        ...
+
     def stream(self, urgent: bool = False) -> Any:
         """A new stream. urgent: higher priority (of kernels, not of copies)."""
         ...
@@ -115,6 +119,9 @@ class TorchRuntime:
 
     def enter(self) -> None:
         torch.cuda.set_device(self.device)
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
     def stream(self, urgent: bool = False) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)

@@ -25,7 +25,7 @@ from ...store.format import ExpertShape, Published
 from ...store.pages import check_pages
 from ..cache.allocate import make_cache
 from ..cache.cache import ExpertCache
-from ..cache.device import Activations, Device, activations_of, make_device
+from ..cache.device import Activations, Device, activations_of, make_device, settle_budget
 from ..cache.form_slots import kernels_of
 from ..cache.sources import Sources, open_sources
 from ..dispatch import ExpertRunner, RemoteTask, Spans
@@ -276,6 +276,7 @@ def open_shard(
     torch.set_num_threads(settings.threads)
     device = make_device(settings.device, settings.link, gpu)
     dtype = compute_dtype(settings.dtype, device.torch_device)
+    settings = settle_budget(settings, device, lead=False)
     sources = open_sources(view, stores, settings.store)
     try:
         sources.pin(device, settings.copies)

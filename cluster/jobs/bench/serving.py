@@ -21,11 +21,13 @@ from ....actors.policy_settings import PolicySettings
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.settings import EngineSettings, LinkSettings
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
-from ...config import RunConfig, engine_settings, load_policy, load_run_config, on_this_machine
+from ...config import DEFAULT_BUDGET, RunConfig, engine_settings, load_policy, load_run_config, on_this_machine
 from ...hub import located
 from ...prompt import check_length, load_model_config, load_tokenizer
 from ...simulate.machine import Machine
 from ...simulate.trace import Request, Trace, TraceHeader
+from ...topology.budget import with_terms
+from ...topology.inputs import facts_of_store, local_ray, this_machine
 from ..evaluate.text import load_heldout
 from ..prepare import ensure_prepared, ensure_replicas
 from ..prepare.needs import add_missing, check_artifacts, make_missing
@@ -43,11 +45,13 @@ _ids = itertools.count()
 def run_config(model: str | None, file: str | None = None, **options: Any) -> RunConfig:
     """The configuration of a file (None: the defaults) with these options on top, on one thread and one GPU.
 
-    Without the prefix cache, unless `options` say so: a repetition runs its prompts again.
+    Without the prefix cache, unless `options` say so: a repetition runs its prompts again. Without a budget a quarter
+    of the experts, on every device.
     """
     kv = {"prefix_cache": False} | options.pop("kv", {})
     fixed = {"model": model, "threads": 1, "cluster": {"shards": 1}, "kv": kv}
-    return located(load_run_config(file, fixed | options))
+    config = load_run_config(file, fixed | options)
+    return located(config if config.budget is not None else config.model_copy(update={"budget": DEFAULT_BUDGET}))
 
 
 def overridden(file: str, fixed: Collection[str]) -> list[str]:
@@ -67,7 +71,10 @@ def start_worker(config: RunConfig) -> Any:
 
     settings = engine_settings(on_this_machine(config))
     check_artifacts(settings.policy, config)
-    worker = LocalWorker(settings, prepared_store(config, settings), config.ndp_workers(settings.policy))
+    store = prepared_store(config, settings)
+    nodes = this_machine(local_ray(config, settings))
+    settings = with_terms(config, settings, facts_of_store(store, config.model_dir), nodes, here=True)
+    worker = LocalWorker(settings, store, config.ndp_workers(settings.policy))
     worker.start()
     return worker
 

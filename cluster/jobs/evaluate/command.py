@@ -108,7 +108,7 @@ def evaluate(
         "versions": versions(),
         "date": now(),
         "model": str(config.model_dir),
-        "budget": config.budget,
+        "budget": config.chosen_budget,
         **quality.as_dict(),
         **{key: stats[key] for key in _FROM_STATS},
         **{key: getattr(options, key) for key in ("prefix", "continuation", "seed", "resamples", "rows")},

@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
+from .....actors.budget import host_free_bytes
 from .....actors.engine.cache.low_bits import ReplicaWeights
 from .....actors.engine.cache.slots import LayerWeights
 from .....actors.engine.model.attention import attention_for
@@ -380,22 +379,6 @@ def _fill(flat: torch.Tensor, device: torch.device, seed: int) -> None:
 _HOST_SHARE, _GPU_SHARE = 0.75, 0.85
 _SHRUNK_SHARE = 0.65  # of the GPU, for shapes that shrink: batched_mm copies the experts of a prompt
 _MOST_LAYERS = 16  # of a shape that shrinks, for the time of the other parts
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-
-
-def host_free_bytes() -> int:
-    """Memory that this process may still allocate: of the machine, and of the control group around it."""
-    free = int(psutil.virtual_memory().available)
-    for limit, usage in _CGROUPS:
-        try:
-            left = int(Path(limit).read_text()) - int(Path(usage).read_text())
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-        free = min(free, max(0, left))
-    return free
 
 
 def moe_layers(shape: RealShape, context: Context) -> int:

@@ -1,0 +1,173 @@
+"""Byte arithmetic of `budget: auto`: what of a device's free memory is left for experts. Without torch.
+
+    experts = min(all, (free - leads x (dense + kv + activations) - mapped - processes - margin) / devices)
+    margin  = MARGIN_BYTES + MARGIN_SHARE of what is free
+
+On a GPU each process asks its own for the free memory, which other processes' use lowers, before it loads anything. The
+CPU stand-in takes host memory, which the mapped experts and all processes of the run share: it is divided once, by the
+driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from pydantic import Field
+
+from ..errors import BudgetError, ConfigError, size
+from .base_settings import Settings
+
+MARGIN_BYTES, MARGIN_SHARE = 512 << 20, 0.05  # workspaces of libraries; fragmentation, and what others take meanwhile
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def host_free_bytes() -> int:
+    """Memory that this process may still allocate: of the machine, and of the control group around it."""
+    free = int(psutil.virtual_memory().available)
+    for limit, usage in _CGROUPS:
+        try:
+            left = int(Path(limit).read_text()) - int(Path(usage).read_text())
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+        free = min(free, max(0, left))
+    return free
+
+
+class AutoBudget(Settings):
+    """The terms of `budget: auto` in bytes, as far as the driver knows them; a new one knows none.
+
+    Attributes:
+        free: of the device. None: not known yet.
+        final: whether `free` holds; else the worker asks its device, and this is what the plan assumes.
+        dense, kv, activations: of each lead; activations of the largest forward.
+        mapped, processes: host memory of mapped experts, and of the run's processes, where they share it with slots.
+        leads, devices: that take their share of this memory.
+        slot: of one expert. most: of all experts.
+        chunk, tokens: rows of the largest forward, and tokens of the KV cache, for messages.
+    """
+
+    free: int | None = None
+    final: bool = False
+    dense: int = 0
+    kv: int = 0
+    activations: int = 0
+    mapped: int = 0
+    processes: int = 0
+    leads: int = Field(default=1, ge=0)
+    devices: int = Field(default=1, ge=1)
+    slot: int = Field(default=1, ge=1)
+    most: int = Field(default=1, ge=1)
+    chunk: int = 0
+    tokens: int = 0
+
+    def measured(self, free: int, lead: bool = True) -> AutoBudget:
+        """With the free memory of a worker's own device. lead: whether dense weights and KV cache go there."""
+        if self.final:
+            return self
+        own = self if lead else self.model_copy(update={"dense": 0, "kv": 0})
+        return own.model_copy(update={"free": free, "final": True})
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """By name in the order of the sum; `experts` is what is left for one device, which may be negative.
+
+        Raises:
+            ConfigError: the free memory is not known.
+        """
+        if self.free is None:
+            raise ConfigError(
+                "budget auto needs the GPU's free memory, which is not known here",
+                "set cluster.gpu_memory, or give --budget a share or bytes, such as 25% or 8GB",
+            )
+        taken = {
+            "dense": self.leads * self.dense, "kv": self.leads * self.kv, "activations": self.leads * self.activations,
+            "mapped": self.mapped, "processes": self.processes,
+            "margin": MARGIN_BYTES + int(MARGIN_SHARE * self.free),
+        }  # fmt: skip
+        left = (self.free - sum(taken.values())) // self.devices
+        return {"free": self.free, **taken, "experts": min(left, self.most)}
+
+    @property
+    def in_terms(self) -> dict[str, int]:
+        """`terms`, with the rows and tokens that they are for: of the plan. Raises as `terms`."""
+        return {**self.terms, "chunk": self.chunk, "tokens": self.tokens}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for the experts of one device.
+
+        Raises:
+            BudgetError: less than one expert is left; the message has every term. ConfigError: as `terms`.
+        """
+        terms = self.terms
+        if terms["experts"] >= self.slot:
+            return terms["experts"]
+        short = self.slot - terms["experts"]
+        raise BudgetError(
+            f"budget auto: {in_words(terms, self.chunk, self.tokens)}; one takes {size(self.slot)}, "
+            f"{size(short * self.devices)} more",
+            "lower --kv-tokens or kv.max_batch_tokens, end what else uses the memory, or give --budget bytes",
+        )
+
+
+def in_words(terms: Mapping[str, int], chunk: int, tokens: int) -> str:
+    """The sum of `AutoBudget.terms` as text."""
+    what = {
+        "dense": "dense weights", "kv": f"KV cache of {tokens} tokens",
+        "activations": f"activations of {chunk} tokens at once", "mapped": "mapped experts", "processes": "processes",
+        "margin": "margin",
+    }  # fmt: skip
+    taken = ", ".join(f"{size(terms[name])} {label}" for name, label in what.items() if terms[name])
+    left = terms["experts"]
+    return f"{size(terms['free'])} free less {taken} leave {size(left) if left > 0 else 'nothing'} for experts"
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What activations depend on.
+
+    Attributes:
+        hidden, heads, head_size, vocabulary: of the model. mlp: width of its widest dense layer.
+        kv: numbers that one token takes in the KV cache of one layer.
+        top_k, intermediate, expert: experts of a token, their width, and numbers in one.
+    """
+
+    hidden: int
+    heads: int
+    head_size: int
+    vocabulary: int
+    mlp: int
+    kv: int
+    top_k: int
+    intermediate: int
+    expert: int
+
+
+def activation_bytes(of: ModelSizes, rows: int, kv_tokens: int, seqs: int, item: int, attention: str) -> int:
+    """Bytes of the tensors of the largest forward, beside weights and KV cache: an upper estimate.
+
+    The parts of a layer follow each other, so the largest counts. Attention other than `flash` and `triton` gathers the
+    keys and values of a layer, repeats them for each query head, and has a mask; `eager` has scores, too. Experts are
+    counted as if all pairs ran together, and one of them dequantized.
+
+    Args:
+        rows: R, of the forward. kv_tokens: K, that the KV cache holds. seqs: requests of a forward at most.
+        item: bytes of a number. attention: `EngineOptions.attention`.
+    """
+    width, keys = of.heads * of.head_size, kv_tokens + rows
+    stream = 6 * rows * of.hidden  # residual, norms, sums
+    attended, mask = 4 * rows * width, 0
+    if attention not in ("flash", "triton"):
+        attended += keys * (of.kv + 2 * width)
+        mask = 2 * rows * keys
+    if attention == "eager":
+        attended += 2 * of.heads * rows * keys
+    experts = rows * of.top_k * (3 * of.intermediate + 2 * of.hidden) + 2 * of.expert
+    logits = rows * of.vocabulary * item + 3 * min(rows, seqs) * of.vocabulary * 4  # sampling is in float32
+    return item * (stream + mask + max(attended, experts, 3 * rows * of.mlp)) + logits
