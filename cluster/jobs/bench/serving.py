@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ....actors.budget import AutoBudget
 from ....actors.policies.cost import Link, load_s
 from ....actors.policy_settings import PolicySettings
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
@@ -72,8 +73,9 @@ def start_worker(config: RunConfig) -> Any:
     settings = engine_settings(on_this_machine(config))
     check_artifacts(settings.policy, config)
     store = prepared_store(config, settings)
-    nodes = this_machine(local_ray(config, settings))
-    settings = with_terms(config, settings, facts_of_store(store, config.model_dir), nodes, here=True)
+    if isinstance(settings.budget, AutoBudget):
+        nodes = this_machine(local_ray(config, settings))
+        settings = with_terms(config, settings, facts_of_store(store, config.model_dir), nodes, here=True)
     worker = LocalWorker(settings, store, config.ndp_workers(settings.policy))
     worker.start()
     return worker
