@@ -26,7 +26,16 @@ from .attach import Lead
 from .config import RunConfig
 from .host import thread_limits
 from .placement import DeploymentEnded, new_id, replica_id
-from .ray_session import as_failure, head_address, join, leave, refuse_second, start_local, without_ray_notices
+from .ray_session import (
+    as_failure,
+    head_address,
+    join,
+    leave,
+    node_lives,
+    refuse_second,
+    start_local,
+    without_ray_notices,
+)
 from .replica import Replica
 from .scratch import Scratch
 from .supervision import RayWatch
@@ -178,7 +187,8 @@ class Deployment:
         fails for good is said, and tried again after a minute, while another one serves.
 
         Raises:
-            TierMoeError: all leads have ended for good, die too often, or refuse to start again; that of the first.
+            TierMoeError: all leads have ended for good, die too often, or refuse to start again; that of the first. Or
+                this machine has left its Ray.
         """
         failed: dict[Replica, TierMoeError] = {}
         for replica in self._replicas:
@@ -187,6 +197,8 @@ class Deployment:
             except TierMoeError as error:
                 failed[replica] = error
         if failed and any(replica.ended for replica in self._replicas):
+            if not node_lives():  # the GCS removes what was reserved with a node that has left, too
+                raise RuntimeFailure("Ray's raylet on this machine ended", "start it again")
             return False
         if len(failed) == len(self._replicas):
             raise next(iter(failed.values()))

@@ -246,6 +246,12 @@ def ray_addresses() -> dict[str, str]:
     return {"GCS": head_address()} | ({"raylet": raylets[here]} if here in raylets else {})
 
 
+def node_lives() -> bool:
+    """Whether the node that this process is on still belongs to its Ray."""
+    here = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == here and node["Alive"] for node in ray.nodes())
+
+
 def head_address() -> str:
     """HOST:PORT by which others join the Ray of this process."""
     return str(ray.get_runtime_context().gcs_address)

@@ -41,9 +41,12 @@ class Server(Started):
 
     def leftovers(self, family: Sequence[psutil.Process], within_s: float = 10.0) -> list[str]:
         """Processes of its family, shared memory and temporary folders that are there after its end."""
+        end_s = time.monotonic() + within_s
         _, alive = psutil.wait_procs(family, timeout=within_s)
-        names = [f"process {process.pid}" for process in alive]
-        names += [f"/dev/shm/{name}" for name in sorted(_unused(_shared() - self.shared))]
+        # another program's, which has just ended, may be there for a moment
+        while (shared := _unused(_shared() - self.shared)) and time.monotonic() < end_s:
+            time.sleep(0.5)
+        names = [f"process {process.pid}" for process in alive] + [f"/dev/shm/{name}" for name in sorted(shared)]
         return names + sorted(str(path) for path in self.tmp.glob("tiermoe*"))
 
 

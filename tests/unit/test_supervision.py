@@ -16,7 +16,7 @@ from fakes import FAKE_FACTS
 from ray.exceptions import ActorDiedError, RayTaskError
 from rich.console import Console
 
-from tiermoe.cluster import supervision
+from tiermoe.cluster import deploy, supervision
 from tiermoe.cluster.attach import ActorRecord, Lead
 from tiermoe.cluster.config import RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment, say
@@ -181,7 +181,7 @@ class FakeReplica:
             raise self.failure
 
 
-def test_one_lead_that_fails_ends_nothing_while_another_serves() -> None:
+def test_one_lead_that_fails_ends_nothing_while_another_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three deaths of one of two leads ended the server."""
     config, said = RunConfig(threads=1, cluster={"replicas": 2}), list[str]()
     deployment = Deployment(config, engine_settings(config), "store", facts=FAKE_FACTS, notify=said.append)
@@ -198,7 +198,20 @@ def test_one_lead_that_fails_ends_nothing_while_another_serves() -> None:
     assert deployment.watch()
     assert said[1:] == ["the disk is gone; it is tried again after a minute, the other leads serve"]
     first.ended = True
+    monkeypatch.setattr(deploy, "node_lives", lambda: True)
     assert not deployment.watch()
+
+
+def test_a_raylet_that_leaves_is_no_end_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GCS removes the reservations of a node that leaves: `serve` ended with exit code 0 and without a word."""
+    config = RunConfig(threads=1)
+    deployment = Deployment(config, engine_settings(config), "store", facts=FAKE_FACTS)
+    replica = FakeReplica()
+    deployment._replicas = [replica]  # type: ignore[list-item]
+    replica.ended, replica.failure = True, RuntimeFailure("the worker failed: its process ended", "start it again")
+    monkeypatch.setattr(deploy, "node_lives", lambda: False)
+    with pytest.raises(RuntimeFailure, match="raylet on this machine ended"):
+        deployment.watch()
 
 
 @pytest.mark.parametrize("record", [None, FakeRay.lead(0, "DEAD")])
