@@ -219,6 +219,24 @@ def full_shared_memory() -> Iterator[Row]:
 
 
 @contextmanager
+def _without_memory(limit: Callable[[psutil.Process], None]) -> Iterator[Row]:
+    """The lead may have no more memory than it has, and gets a prompt that needs more: its process ends."""
+    answers: list[httpx.Response] = []
+
+    def act(server: Server) -> None:
+        (lead,) = server.members(_LEAD)
+        limit(lead)
+        prompt = {"prompt": "word " * _LONG_WORDS, "max_tokens": 1}
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=prompt, timeout=120.0))
+
+    def check(server: Server) -> str | None:
+        found = answers[0]
+        return None if found.status_code == 200 else f"the long prompt got {found.status_code}: {found.text[:200]}"
+
+    yield Row(act, says=("the lead died",), check=check)
+
+
+@contextmanager
 def memory_group() -> Iterator[Row]:
     """The lead is in a control group whose memory is at its limit: the kernel kills it."""
     name = f"tiermoe-chaos-{os.getpid()}"
@@ -228,34 +246,20 @@ def memory_group() -> Iterator[Row]:
     limit = Path(str(limit).format(name))
     limit.parent.mkdir()
 
-    def act(server: Server) -> None:
-        (lead,) = server.members(_LEAD)
+    def enter(lead: psutil.Process) -> None:
         limit.write_text(str(_MIB))  # besides what it has already
         (limit.parent / "cgroup.procs").write_text(str(lead.pid))
-        psutil.wait_procs([lead], timeout=30.0)
 
     try:
-        yield Row(act, says=("the lead died",))
+        with _without_memory(enter) as row:
+            yield row
     finally:
         limit.parent.rmdir()
 
 
-@contextmanager
-def address_space() -> Iterator[Row]:
-    """The lead's address space is at its limit (`ulimit -v`), and a prompt needs more: an allocation fails."""
-    answers: list[httpx.Response] = []
-
-    def act(server: Server) -> None:
-        (lead,) = server.members(_LEAD)
-        lead.rlimit(resource.RLIMIT_AS, (lead.memory_info().vms,) * 2)
-        prompt = {"prompt": "word " * _LONG_WORDS, "max_tokens": 1}
-        answers.append(httpx.post(f"{server.url}/v1/completions", json=prompt, timeout=120.0))
-
-    def check(server: Server) -> str | None:
-        found = answers[0]
-        return None if found.status_code == 200 else f"the long prompt got {found.status_code}: {found.text[:200]}"
-
-    yield Row(act, says=("the lead died",), check=check)
+def address_space() -> AbstractContextManager[Row]:
+    """The lead's address space is at its limit (`ulimit -v`): an allocation fails."""
+    return _without_memory(lambda lead: lead.rlimit(resource.RLIMIT_AS, (lead.memory_info().vms,) * 2))
 
 
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Row]]] = {
