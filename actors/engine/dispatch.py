@@ -159,14 +159,15 @@ class DeviceBackend:
     def native(self, step: MoeLayer) -> NativeRun | None:
         """The layer in native calls, on the CPU with experts in one precision and no norm after each."""
         make = getattr(step.kernel, "native", None)
-        plain = self._peer_named is None and self.runner.low_bit is None and step.post is None
+        here = self._peer_named is None or step.placer.may_be_local
+        plain = here and self.runner.low_bit is None and step.post is None
         if make is None or not plain:
             return None
         if self.cache.divided:
             from .split_layer import SplitLayer
 
             return cast("NativeRun | None", SplitLayer.of(step, self))  # it decides, so only `step` is called
-        if step.hooks.watch:
+        if any(watcher.always for watcher in step.hooks.watch):
             return None
         cache, mine = self.cache, slice(step.index * step.experts, (step.index + 1) * step.experts)
         states, _, slots, *_ = cache.residency.arrays

@@ -150,6 +150,10 @@ class RerouteHook(Protocol):
 
 
 class Watcher(Protocol):
+    """always: it sees every layer; else those that `Placer.plan` has planned."""
+
+    always: bool
+
     def routed(self, layer: int, routing: Routing) -> None:
         """A layer's final routing is known."""
         ...
@@ -194,11 +198,15 @@ class Placer:
     """Decides where a layer's experts run; this class: all on this device.
 
     Attributes:
+        may_be_local: `local` may be true at times.
+        local: every expert of the present forward runs here and is loaded on a miss, so native code may run its layers
+            without `plan`.
         keep: residents that are evicted last.
         hot_per_layer: experts of each layer in the hot set; None: no fixed number.
         hooks: what it adds to each layer's step.
     """
 
+    may_be_local = local = True
     hot_per_layer: int | None = None
     hooks: Hooks = Hooks()
     keep: frozenset[int] = NO_KEYS
@@ -261,7 +269,7 @@ class MoeLayer:
         self.hooks = Hooks() if hooks is None else hooks
         self.observers: list[Observer] = []
         self.check, self._last = check, index == len(cache.stats.layers) - 1
-        self.native = backend.native(self) if type(placer) is Placer else None
+        self.native = backend.native(self) if placer.may_be_local else None
         if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
             self.native = None
         native = self.native
@@ -308,7 +316,8 @@ class MoeLayer:
         native, low = self.native, NO_KEYS
         view: Any = None
         if native is not None:
-            if (self._promising or native.plans) and not self.observers and cache.quiet:
+            may_run = self.placer.local and (self._promising or native.plans)
+            if may_run and not self.observers and cache.quiet:
                 if self._reroutes:
                     view = backend.look(index, False, *inputs)
                     low = self._reroute(view)
@@ -431,7 +440,7 @@ class MoeLayer:
         self._promising = needed.resident == len(needed.run)
         try:
             cache.load_native(index, needed, native)
-            if ahead:
+            if any(hook.always or not hook.idle(index) for hook in ahead):
                 self._run_hooks(self.backend.look(index, False, *inputs) if view is None else view)
             out = native.finish()
             if out is None:

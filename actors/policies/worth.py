@@ -25,6 +25,7 @@ class WorthEviction(EvictionPolicy):
     Attributes:
         layer: the layer at work, whose routing is known, or for which a copy is to be made.
         refused: residents that leave before all others.
+        noted: the keys of each call of `used`; None: they are not noted.
     """
 
     per_layer = False
@@ -40,6 +41,7 @@ class WorthEviction(EvictionPolicy):
         self._rank: Rank = _by_use
         self.layer = 0
         self.refused: dict[int, None] = {}
+        self.noted: list[Sequence[int]] | None = None
 
     def bind(self, slots: int, rank: Rank) -> None:
         """The slots of all layers together, and the worth of their residents."""
@@ -49,6 +51,9 @@ class WorthEviction(EvictionPolicy):
         self._held[key // self._experts][key] = None
 
     def used(self, keys: Iterable[int]) -> None:
+        if self.noted is not None:
+            keys = list(keys)
+            self.noted.append(keys)
         for key in keys:
             held = self._held[key // self._experts]
             del held[key]

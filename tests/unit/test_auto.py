@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tiermoe.actors.policies.auto import Action, Auto, Costs, Part, Without, kept_keys, router_shares
+from tiermoe.actors.policies.auto import Action, Auto, Costs, Faster, Part, Without, kept_keys, router_shares
 from tiermoe.kernels import _planner
 
 HERE, WAIT, LOAD, NEAR = Action
@@ -458,6 +458,43 @@ def test_worth_is_learned_from_averages_as_in_the_first_simulation() -> None:
         assert found == np.argsort(value[layer], kind="stable").tolist()
     saved = planner.worth_s(0) / value[0, 0]
     assert planner.worth_s(5) == pytest.approx(saved * value[0, 5])
+
+
+# -- whole forwards ----------------------------------------------------------------------------------------------------
+
+
+def _forwards(faster: Faster, count: int, seconds: tuple[float, float], rows: int = 1) -> list[int]:
+    ways = []
+    for _ in range(count):
+        ways.append(faster.choose(rows))
+        faster.took(rows, ways[-1], seconds[ways[-1]])
+    return ways
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_the_faster_way_is_taken_and_the_other_one_tried_for_a_fiftieth_of_the_time(best: int) -> None:
+    faster, seconds = Faster(), (1.0, 2.0) if best == 0 else (2.0, 1.0)
+    assert _forwards(faster, 16, seconds) == [0] * 8 + [1] * 8
+    found = _forwards(faster, 2000, seconds)
+    assert set(found[:60]) == {best}
+    tries = found.count(1 - best)
+    assert tries
+    assert tries * 1.0 <= 0.02 * 2000 * 1.0
+    assert _forwards(faster, 16, seconds, rows=8) == [0] * 8 + [1] * 8  # other batches are other cases
+
+
+def test_a_way_that_becomes_slow_is_left_and_found_again() -> None:
+    faster = Faster()
+    _forwards(faster, 100, (2.0, 1.0))
+    assert _forwards(faster, 40, (2.0, 6.0))[-1] == 0
+    assert _forwards(faster, 2000, (2.0, 1.0))[-1] == 1
+
+
+def test_a_pause_between_two_forwards_changes_nothing() -> None:
+    faster = Faster()
+    _forwards(faster, 50, (2.0, 1.0))
+    faster.took(1, 1, 1000.0)
+    assert faster.choose(1) == 1
 
 
 def test_router_shares() -> None:

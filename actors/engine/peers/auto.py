@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....kernels import _planner
-from ...policies.auto import Action, Auto, Costs, Part
+from ...policies.auto import Action, Auto, Costs, Faster, Part
 from ...policies.auto import LayerPlan as Choice
 from ...policies.context_ndp import PlacementOptions
 from ...policies.hybrid import HybridRule, HybriMoe
@@ -132,6 +132,10 @@ class AutoPlacer(PeerPlacer):
     demand, are dropped where they have not begun when their layer runs, and take the slot of the victim that the
     planner names.
 
+    Native code runs a layer in a fraction of this page's time, but it only loads. So a decode forward is planned here,
+    or it is `local`: native code loads every miss, and residents of least worth leave (`Faster` says which). Both give
+    the same tokens. Of local forwards the planner hears what was used.
+
     Costs are corrected by what was measured apart: each copy by the link's times of it, near-data work by the workers'
     kernels, a message by the time from the plan to its answer without those, an expert here by the rest of the layer,
     which is at most that. The whole time of a layer says what the parts do not (`Auto.took`). All of decodes; copies
@@ -145,7 +149,7 @@ class AutoPlacer(PeerPlacer):
         reader: of the routers' scores, which `score` gives; None: the planner goes by none.
     """
 
-    always = False  # as an AheadHook
+    always = False  # as a Watcher and as an AheadHook
 
     def __init__(
         self, cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool | None,
@@ -173,6 +177,9 @@ class AutoPlacer(PeerPlacer):
         self._filling: set[int] = set()  # background copies under way
         self._link_free_s = 0.0
         self._ended_s, self._gaps = 0.0, list[float]()  # the last layer's end; seconds between layers of a decode
+        self.may_be_local = order is not None and shards is None and cache.native is not None
+        self._faster = Faster()
+        self._began: tuple[int, float] | None = None  # rows and start of the last forward, if all of it decoded
         self.planner: Planner | None = None  # after `preload`
 
     def preload(self) -> None:
@@ -194,6 +201,7 @@ class AutoPlacer(PeerPlacer):
             self._plan_by(replace(self.planner.costs, dense_s=statistics.median(self._gaps)))
             self._gaps, self._ended_s = [], math.inf
         planner = self.planner
+        self._choose_way(planner, sequences)
         while self._over:
             name = self._over.popleft()
             self._counting.pop(name, None)
@@ -210,6 +218,26 @@ class AutoPlacer(PeerPlacer):
                 self._prompt = self._counting.setdefault(s.name, np.zeros(self._states.shape, np.int64))
                 self._tokens[s.name] = self._tokens.get(s.name, 0) + s.stop - s.start
         self._report(planner)
+
+    def _choose_way(self, planner: Planner, sequences: Sequence[SequenceRows]) -> None:
+        """Learn from the last forward, and choose whether the next one is local."""
+        order, now_s = self._order, self._clock()
+        if order is not None and order.noted is not None:
+            self._cache.count_passes()
+            for keys in order.noted:
+                layer = keys[0] // self._experts
+                planner.used(layer, np.array(keys, np.int32) - np.int32(layer * self._experts))
+            order.noted = None
+        decodes = self.may_be_local and bool(sequences) and all(s.decode for s in sequences)
+        if decodes and self._began is not None:
+            self._faster.took(self._began[0], int(self.local), now_s - self._began[1])
+        self.local, self._began = False, None
+        if decodes and (self._pool is None or self._pool.available):
+            self._began = sequences[-1].stop, now_s
+            self.local = self._faster.choose(sequences[-1].stop) == 1
+            if self.local and order is not None:
+                order.noted = []
+                self._ended_s = 0.0 if self._ended_s < math.inf else math.inf
 
     def end_sequence(self, name: str) -> None:
         self._over.append(name)  # from any thread: a forward may be counting it
@@ -254,7 +282,7 @@ class AutoPlacer(PeerPlacer):
             near_s, predicted = choice.near_s, True
             self._wanted = choice.wanted
         plan = self._split(needed, remote, keep)
-        learns = announced and self._prompt is None
+        learns = announced and self._prompt is None and not self.local  # of a local forward the order notes it
         loaded = [*plan.run[plan.resident :]]
         self._pass = _Pass(layer, experts, now_s, near_s, predicted, sent, loaded, learns, self._counted(layer))
         return plan
@@ -268,7 +296,7 @@ class AutoPlacer(PeerPlacer):
         return None
 
     def idle(self, index: int) -> bool:
-        return False
+        return self.local
 
     def skip(self, index: int, view: Any) -> None:
         return None
