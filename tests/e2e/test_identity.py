@@ -82,7 +82,7 @@ AT_TWO_BUDGETS = {
     "activeevict-lossless", "moe-infinity-sync", "least-stale",
 }  # fmt: skip
 # in `make test`; every budget with one of the first two: next-gate at 0.25 is test_one_at_a_time
-FAST = {"on-demand", "next-gate", "moepic", "moepic-no-sp", "moepic-no-lcp", "moepic-no-cca"}
+FAST = {"on-demand", "next-gate", "moepic", "moepic-no-lcp"}
 SLOW = {("on-demand", 1.0), ("on-demand", 0.05), ("next-gate", 0.25)}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick import quick
 from serving import greedy, prepared, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
@@ -37,12 +38,12 @@ def prompts(*lengths: int) -> list[list[int]]:
     ("kind", "overrides"),
     [
         ("qwen3_moe", {}),
-        ("mixtral", {"sliding_window": 8}),
+        pytest.param("mixtral", {"sliding_window": 8}, marks=pytest.mark.slow),
         ("gpt_oss", {"sliding_window": 8}),
-        ("qwen2_moe", {}),
-        ("glm4_moe", {}),
+        pytest.param("qwen2_moe", {}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", {}, marks=pytest.mark.slow),
         ("cohere2_moe", {}),
-        ("phimoe", {}),
+        pytest.param("phimoe", {}, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_the_eager_model(kind: str, overrides: dict[str, Any], tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ LOADING = ["on-demand", "next-gate", "cache-only", "moepic", "adapmoe-lossless"]
 HOOKED = ["moe-infinity-sync", "activeevict-lossless"]  # with prefetch or pre-eviction in Python
 
 
-@pytest.mark.parametrize("preset", LOADING + HOOKED)
+@pytest.mark.parametrize("preset", quick(LOADING + HOOKED, fast=["next-gate", "moepic", "activeevict-lossless"]))
 def test_layers_in_one_call_are_layers_one_by_one(preset: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Tokens and, without prefetch, loads, order of eviction and counters; a layer that is observed runs by itself."""
     store, asked = made("qwen3_moe", tmp_path), prompts(5, 11, 17)

@@ -119,6 +119,7 @@ def assert_fits(kernels: list[dict]) -> None:
             assert {"mma.sync", "wgmma.mma_async"} & set(kernel["operations"]), kernel
 
 
+@pytest.mark.slow
 def test_decode_compiles_for_a_gpu(tmp_path: Path) -> None:
     """For which it takes none."""
     assert_fits(compile_one(90, "decode", 0, tmp_path))

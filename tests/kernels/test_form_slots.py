@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from form_cases import FORMS, expert_form, form, fused_form, random_expert, random_parts, reference
+from quick import quick
 
 from tiermoe.errors import FormError
 from tiermoe.kernels.form_slots import CpuFormKernel, TorchFormKernel, dequantize, slot_parts
@@ -202,7 +203,10 @@ print("mma" if "mma" in ptx else "fma")
 
 @pytest.mark.parametrize(
     ("dtype", "codes", "scale", "capability", "by"),
-    [("bf16", 1, 1, 80, "mma"), ("fp16", 2, 0, 90, "mma"), ("fp32", 0, 0, 90, "fma"), ("bf16", 1, 2, 90, "mma")],
+    quick(
+        [("bf16", 1, 1, 80, "mma"), ("fp16", 2, 0, 90, "mma"), ("fp32", 0, 0, 90, "fma"), ("bf16", 1, 2, 90, "mma")],
+        fast=[("bf16", 1, 1, 80, "mma")],
+    ),
 )
 def test_triton_compiles(dtype: str, codes: int, scale: int, capability: int, by: str, tmp_path: Path) -> None:
     """For GPUs, which it takes none to compile for."""

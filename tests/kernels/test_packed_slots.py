@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import Expert, experts_of, stacked
+from quick import quick
 
 from tiermoe.kernels.pack import BITS, PackedShape, PackError
 from tiermoe.kernels.packed_ffn import ACTIVATIONS
@@ -181,7 +182,10 @@ for kernel, types, more in (
 
 @pytest.mark.parametrize(
     ("dtype", "bits", "rows", "capability", "by"),
-    [("bf16", 3, 16, 80, "mma"), ("fp16", 4, 64, 90, "mma"), ("fp32", 8, 16, 90, "fma")],
+    quick(
+        [("bf16", 3, 16, 80, "mma"), ("fp16", 4, 64, 90, "mma"), ("fp32", 8, 16, 90, "fma")],
+        fast=[("fp16", 4, 64, 90, "mma")],
+    ),
 )
 def test_triton_compiles(dtype: str, bits: int, rows: int, capability: int, by: str, tmp_path: Path) -> None:
     """For GPUs, which it takes none to compile for: halves on tensor cores, float32 in full. Numbers that change from

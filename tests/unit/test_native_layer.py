@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
-from native_rigs import HOLD_S, RATE_GBPS, Stack, kernel_of, routed
+from native_rigs import HOLD_S, RATE_GBPS, Stack, kernel_of, routed, unhurried
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.slots import SlotPool
@@ -183,13 +183,17 @@ def test_what_was_prefetched_before_a_reset_counts_for_no_source() -> None:
 @pytest.mark.parametrize("slots", [KEYS - 4, 7])
 def test_prefetches_under_way(policy: str, slots: int) -> None:
     """Needed ones are promoted and late, stale ones dropped, others stay: as in Python."""
+    unhurried(lambda held_s: _prefetches_under_way(policy, slots, held_s))
+
+
+def _prefetches_under_way(policy: str, slots: int, held_s: float) -> None:
     native, python = Stack(slots, policy, RATE_GBPS), Stack(slots, policy, RATE_GBPS).in_python()
     rng = np.random.default_rng(3)
     for _ in range(15):
         index, inputs, wanted = int(rng.integers(LAYERS)), routed(rng, 8), rng.permutation(KEYS)[:5].tolist()
         outs = []
         for stack in (native, python):
-            stack.hold()
+            stack.hold(held_s)
             stack.ahead.queued.append(stack.cache.prefetch(wanted, source="test"))
             outs.append(stack.layers[index].forward(*inputs))
         assert torch.equal(*outs)
@@ -309,13 +313,17 @@ def test_a_synchronous_prefetch_lands() -> None:
 
 def test_jobs_take_over_what_native_code_has_under_way() -> None:
     """A pass of many rows runs in Python; a flush waits for every copy."""
+    unhurried(_jobs_take_over)
+
+
+def _jobs_take_over(held_s: float) -> None:
     native, python = Stack(8, "lru", RATE_GBPS), Stack(8, "lru", RATE_GBPS).in_python()
     rng = np.random.default_rng(2)
     few, many = routed(rng, 1), routed(rng, 1)
     many = tuple([one.expand(CPU_MAX_ROWS + 1, -1).contiguous() for one in many])
     for stack in (native, python):
         for inputs in (many, few):
-            stack.hold()
+            stack.hold(held_s)
             stack.ahead.queued.append(stack.cache.prefetch([0, 1, 2, 9], source="test"))
             stack.layers[0].forward(*inputs)
         stack.settle()

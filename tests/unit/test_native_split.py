@@ -13,7 +13,7 @@ import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, NEURONS, SHAPE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_rigs import HOLD_S, RATE_GBPS, TIMES, Stack, kernel_of, routed
+from native_rigs import HOLD_S, RATE_GBPS, TIMES, Stack, kernel_of, routed, unhurried
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
@@ -215,6 +215,10 @@ def test_a_new_cut_between_forwards(by_use: bool) -> None:
 
 def test_prefetches_under_way() -> None:
     """Needed ones are promoted and late, stale ones dropped: as in Python."""
+    unhurried(_prefetches_under_way)
+
+
+def _prefetches_under_way(held_s: float) -> None:
     native, python = (SplitStack(CUTS["halves"], on, RATE_GBPS, configured=False) for on in (True, False))
     rng = np.random.default_rng(3)
     for passes, spans in forwards(3, 6, 2):
@@ -223,7 +227,7 @@ def test_prefetches_under_way() -> None:
         for index, inputs in enumerate(passes):
             wanted, outs = (rng.permutation(EXPERTS)[:2] + index * EXPERTS).tolist(), []
             for stack in (native, python):
-                stack.hold()
+                stack.hold(held_s)
                 stack.cache.prefetch(wanted, source="test")
                 outs.append(stack.layers[index].forward(*inputs))
                 stack.settle()
@@ -240,7 +244,7 @@ def test_a_closed_cache_fails_the_pass_and_pins_nothing(when: str) -> None:
     if when == "before":
         stack.cache.close()
     else:
-        stack.hold()
+        stack.hold(10 * HOLD_S)  # a busy machine may be late to close it
         threading.Timer(HOLD_S / 3, stack.cache.close).start()
     passes, spans = forwards(4, 1, 1)[0]
     with pytest.raises(RuntimeFailure, match="closed"):

@@ -6,6 +6,7 @@ The NDP placements in the engine, with a worker that computes exactly and dies w
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from fake_engine import FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
+from quick import quick
 from serving import greedy, prepared, reference_greedy, serving, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
@@ -192,8 +194,13 @@ def _serving(store: ExpertStore, *links: FakeLink, policy: PolicySettings, budge
         worker.close()
 
 
-@pytest.mark.parametrize("kind", ["context", "monde", "auto", "llama-cpp-cache", "freetoken", "hybrimoe"])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "together"),
+    quick(
+        itertools.product(("context", "monde", "auto", "llama-cpp-cache", "freetoken", "hybrimoe"), (False, True)),
+        fast=[("context", False), ("monde", True), ("auto", True), ("hybrimoe", True)],
+    ),
+)
 def test_full_precision_placements_are_lossless(
     store: ExpertStore, expected: list[list[int]], kind: str, together: bool
 ) -> None:

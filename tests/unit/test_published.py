@@ -32,7 +32,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.proto.peers import LocalDirectory, PeerLink
 
 torch.set_num_threads(1)
-_FAST = ("DeepSeek-V3", "gpt-oss-20b", "TheBloke/Mixtral-8x7B-v0.1-GPTQ", "w4a16", "nvidia/Qwen3-30B-A3B-NVFP4")
+_FAST = ("DeepSeek-V3", "gpt-oss-20b", "w4a16")
 
 
 def reference(oracle: Path) -> list[list[int]]:

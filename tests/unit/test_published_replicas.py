@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from published import PROMPTS, RELEASES, SIZES, TOKENS, q4_k_m, write, write_gguf
+from quick import quick
 from serving import greedy, settings
 from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
@@ -135,7 +136,7 @@ class Reference:
         return self._layers[layer, bits]
 
 
-FORMS = ["fp8", "mxfp4", "gguf", *(pytest.param(form, marks=pytest.mark.slow) for form in ("nvfp4", "int4"))]
+FORMS = quick(["fp8", "mxfp4", "gguf", "nvfp4", "int4"], fast=["mxfp4", "gguf"])
 
 
 @pytest.mark.parametrize("form", FORMS)

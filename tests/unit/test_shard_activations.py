@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from contextlib import closing
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeCompute
+from quick import quick
 from serving import greedy, prepared, serving_group, settings
 from tiny_models import save_tiny_checkpoint
 
@@ -49,10 +51,15 @@ def expected(store: ExpertStore) -> list[list[int]]:
         return greedy(group.lead, _PROMPTS, _NEW)
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-@pytest.mark.parametrize("most_bytes", [1 << 20, 64 * _KIB, 0], ids=["room", "little room", "no room"])
+@pytest.mark.parametrize(
+    ("most_bytes", "transport"),
+    quick(
+        itertools.product((1 << 20, 64 * _KIB, 0), ("shm", "grpc")),
+        fast=[(1 << 20, "grpc"), (64 * _KIB, "shm"), (0, "shm")],
+    ),
+)
 def test_tokens_are_those_of_the_plain_way(
-    transport: str, most_bytes: int, store: ExpertStore, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    most_bytes: int, transport: str, store: ExpertStore, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = _Shard()
     way = PinnedActivations(gpu, most_bytes)

@@ -7,6 +7,7 @@ Buddies over two GPUs in this process, with integrity checks: what the lead deci
 
 from __future__ import annotations
 
+import itertools
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeGpu
+from quick import quick
 from serving import Group, add_random_profile, greedy, policy, prepared, reference_greedy, serving_group, settings
 from tiny_models import save_tiny_checkpoint
 
@@ -71,9 +73,13 @@ def test_same_tokens(model_type: str, tmp_path: Path) -> None:
         assert group.lead.stats().shard_losses == 0
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("ownership", ["layer-expert", "expert"])
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize(
+    ("count", "ownership", "transport"),
+    quick(
+        itertools.product((2, 3), ("layer-expert", "expert"), ("shm", "grpc")),
+        fast=[(2, "layer-expert", "shm"), (3, "expert", "grpc")],
+    ),
+)
 def test_each_gpu_holds_what_it_owns(count: int, ownership: str, transport: str, olmoe: Tiny) -> None:
     config = _settings(count, ownership=ownership, transport=transport)
     with serving_group(olmoe.store, config) as group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quick import quick
 from tiny_models import TEXT, beside, contents
 
 from tiermoe.actors.store.replicas import REPLICA_STAMP_NAME, describe_replicas, read_tables, replica_name
@@ -84,9 +86,8 @@ STEPS = ("capture", "_write_figures", "pack_expert", "_write_tables", "write_fil
 
 @pytest.mark.parametrize(
     ("step", "kept"),
-    [(step, True) for step in STEPS] + [(step, False) for step in ("pack_expert", "write_file")]
-    + [pytest.param(step, False, marks=pytest.mark.slow) for step in ("capture", "_write_figures", "_write_tables")],
-)  # fmt: skip
+    quick(itertools.product(STEPS, (True, False)), [("capture", True), ("pack_expert", False), ("write_file", True)]),
+)
 def test_an_interrupted_run_resumes(
     made: Path, checkpoint: Path, calibration: Path, tmp_path: Path, step: str, kept: bool
 ) -> None:
