@@ -145,19 +145,20 @@ def surrounding(name: str) -> dict[str, Any]:
     ):
         expected = run_streams(server.url, bodies(), headers=wanted.headers)
         assert all(stream.error is None for stream in expected), expected
-        before, done_s, heard_s = len(server.said()), 0.0, list[float]()
+        before, done_s, heard_s, says = len(server.said()), 0.0, list[float](), wanted.says
 
         def listen() -> None:
             while time.monotonic() < done_s + NOTICED_S and not heard_s:
-                if listed(server.said()[before:].splitlines(), wanted.says):
+                if listed(server.said()[before:].splitlines(), says):
                     heard_s.append(time.monotonic() - done_s)
                 time.sleep(0.1)
 
         listener = threading.Thread(target=listen)
 
         def disturb() -> None:
-            nonlocal done_s
+            nonlocal done_s, says
             wanted.act(server)
+            says = () if wanted.in_vain() else says
             done_s = time.monotonic()
             listener.start()
 
@@ -171,7 +172,7 @@ def surrounding(name: str) -> dict[str, Any]:
             "identical": sum(a.text == b.text for a, b in zip(streams, expected, strict=True)),
             "longest_silence_s": round(max(map(_silence, streams)), 2),
             "errors": sorted({stream.error for stream in streams if stream.error is not None})[:2],
-            "heard": bool(heard_s), "noticed_s": round(heard_s[0], 2) if wanted.says and heard_s else None,
+            "heard": bool(heard_s), "noticed_s": round(heard_s[0], 2) if says and heard_s else None,
             "said": server.said()[before:].splitlines(),
             "wrong": wanted.check(server), "ready_s": ready_s,
             "later": sum(a.text == b.text for a, b in zip(later, expected, strict=False)),

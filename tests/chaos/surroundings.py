@@ -54,6 +54,7 @@ class Row:
         act: called in a thread when the streams run.
         options: of `tiermoe serve`, besides those of the table.
         says: words that it must say within the bar, in this order; empty: there is nothing to say.
+        in_vain: asked after `act`: whether it changed nothing, so that there is nothing to say.
         headers: of the requests.
         check: called after the streams; what is wrong, or None.
         before: run in the server's process before the program.
@@ -63,6 +64,7 @@ class Row:
     act: Callable[[Server], None]
     options: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
+    in_vain: Callable[[], bool] = lambda: False
     headers: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Server], str | None] = lambda server: None
     before: Callable[[], None] | None = None
@@ -220,11 +222,12 @@ def full_shared_memory() -> Iterator[Row]:
 
 @contextmanager
 def _without_memory(limit: Callable[[psutil.Process], None]) -> Iterator[Row]:
-    """The lead may have no more memory than it has, and gets a prompt that needs more: its process ends."""
-    answers: list[httpx.Response] = []
+    """The lead may have no more memory than it has, and gets a long prompt; it ends, unless its heap has room."""
+    answers, leads = list[httpx.Response](), list[psutil.Process]()
 
     def act(server: Server) -> None:
         (lead,) = server.members(_LEAD)
+        leads.append(lead)
         limit(lead)
         prompt = {"prompt": "word " * _LONG_WORDS, "max_tokens": 1}
         answers.append(httpx.post(f"{server.url}/v1/completions", json=prompt, timeout=120.0))
@@ -233,7 +236,10 @@ def _without_memory(limit: Callable[[psutil.Process], None]) -> Iterator[Row]:
         found = answers[0]
         return None if found.status_code == 200 else f"the long prompt got {found.status_code}: {found.text[:200]}"
 
-    yield Row(act, says=("the lead died",), check=check)
+    def lives() -> bool:
+        return leads[0].is_running() and leads[0].status() != psutil.STATUS_ZOMBIE
+
+    yield Row(act, says=("the lead died",), in_vain=lives, check=check)
 
 
 @contextmanager
