@@ -94,8 +94,9 @@ def test_other_processes_of_a_gpu_count() -> None:
 
 
 def test_the_control_group_bounds_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, usage = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(budgets, "_CGROUPS", ((str(limit), str(usage)),))
+    limit, usage, stat = tmp_path / "max", tmp_path / "current", tmp_path / "memory.stat"
+    monkeypatch.setattr(budgets, "_CGROUPS", ((str(limit), str(usage), "inactive_file"),))
+    stat.write_text("anon 5\ninactive_file 0\n")
     whole = host_free_bytes()  # no such group
     limit.write_text("max\n")
     usage.write_text("5\n")
@@ -105,6 +106,8 @@ def test_the_control_group_bounds_host_memory(tmp_path: Path, monkeypatch: pytes
     assert inputs.this_machine(inputs.LocalRay(1, {}))[0].amount("memory") == 1000
     usage.write_text("2005\n")
     assert host_free_bytes() == 0
+    stat.write_text("anon 405\ninactive_file 1600\n")  # a checkpoint that was read is no use of memory
+    assert host_free_bytes() == 600
 
 
 def test_the_stand_in_shares_host_memory_with_the_run() -> None:
