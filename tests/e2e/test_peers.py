@@ -29,7 +29,7 @@ from tiermoe.proto.messages import HealthReport, HealthRequest, PrefetchCommand
 slow = pytest.mark.slow
 PATIENCE_S = 30.0
 STRIKES = [signal.SIGKILL, signal.SIGSTOP]
-SLOW = {"gbps": 0.5, "latency_us": 10.0}  # a link that makes near data the cheaper place
+SLOW = {"gbps": 0.05, "latency_us": 10.0}  # 4 ms an expert: near data is cheaper, also on a busy machine
 LOST_S = 5.0  # liveness within 1 s, recomputation, and a busy machine; less than a deadline would take
 
 

@@ -10,6 +10,7 @@
 #include "planner.hpp"
 
 using tiermoe::Action;
+using tiermoe::Part;
 using tiermoe::Planner;
 
 namespace {
@@ -75,8 +76,7 @@ int runs(std::mt19937& rng, std::uint32_t without) {
             }
             std::vector<std::int32_t> out(static_cast<std::size_t>(experts));
             check(planner->victims(l, experts, out.data()) == std::min(held, slots), "victims are not the residents");
-            planner->saw(Action::near_data, cost(), cost());
-            planner->saw(Action::load, cost(), cost());
+            for (int part = 0; part < 6; ++part) planner->saw(static_cast<Part>(part), cost(), cost());
             planner->took(cost());
             ++planned;
         }
