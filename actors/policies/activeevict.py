@@ -18,7 +18,7 @@ from pydantic import Field
 from .eviction import EvictionPolicy, lowest_evictable, lowest_values
 from .prefetch import predicted_experts
 from .registry import PolicyContext, PolicyOptions, register
-from .routing import Ids, Rerouted, RerouteView, Rerouting, RoutingOptions, Weights, drop_pairs
+from .routing import Ids, Rerouted, RerouteView, Rerouting, RoutingOptions, Weights, drop_pairs, softmax
 
 if TYPE_CHECKING:
     from ..policy_settings import PolicySettings
@@ -250,11 +250,7 @@ def predicted_distribution(logits: NDArray[np.floating]) -> Floats:
     Args:
         logits: r-hat, the next layer's router on this layer's hidden states [T, E], T at least 1.
     """
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(axis=1, keepdims=True)
-    np.exp(shifted, out=shifted)
-    shifted /= shifted.sum(axis=1, keepdims=True)
-    mean: Floats = shifted.mean(axis=0)
+    mean: Floats = softmax(logits).mean(axis=0)
     return mean
 
 

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from .auto import Action, Costs, LayerPlan, Part, PlannedOptions, Wanted
 from .registry import PolicyContext, register
+from .routing import softmax
 
 _HERE = 2  # states from which an expert is here: resident, or staged
 _ERRORS = 1000  # layers over which the mean error of the predicted time goes
@@ -254,8 +255,7 @@ class HybriMoe(HybridRule):
 
     def scored(self, layer: int, logits: NDArray[np.floating]) -> None:
         """The router's logits [T, E] of the layer that is planned next."""
-        raised = np.exp(np.asarray(logits, np.float64) - logits.max(axis=1, keepdims=True))
-        shares = raised / raised.sum(axis=1, keepdims=True)
+        shares = softmax(logits)
         few = self.experts - min(2 * self.top_k, self.experts)
         np.put_along_axis(shares, np.argsort(shares, axis=1, kind="stable")[:, :few], 0.0, axis=1)
         self._score[layer] += self._alpha * (shares.mean(axis=0) - self._score[layer])

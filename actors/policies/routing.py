@@ -32,6 +32,15 @@ Ids = NDArray[np.int64]
 Weights = NDArray[np.float32]
 
 
+def softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
+    """The probabilities of each row of logits [T, E], in float64, in an array of their own."""
+    shares: NDArray[np.float64] = logits.astype(np.float64)
+    shares -= shares.max(axis=1, keepdims=True)
+    np.exp(shares, out=shares)
+    shares /= shares.sum(axis=1, keepdims=True)
+    return shares
+
+
 class RerouteView(NamedTuple):  # made in each layer: a frozen dataclass takes three times as long
     """What a rule may know of the cache.
 
