@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 import threading
 import time
 import zlib
@@ -17,19 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
-import traces
 import typer
 from fake_api import FakeBackend
 from fake_api import serving as serving_api
 from serving import add_random_profile, greedy, prepared, settings
 
 from tiermoe.actors.engine.cache.virtual_link import VirtualLoader
-from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.ndp_worker import NdpWorker
@@ -71,10 +67,6 @@ COUNTERS = (
 )  # fmt: skip
 STEPPED = ("blocked_io_s", "total_io_s", "link_s")  # seconds of a clock that layers move
 NDP = ("ndp_calls", "ndp_experts", "ndp_tokens", "ndp_recomputed", "ndp_modelled_s")
-SIMULATED = (
-    "policy", "eviction", "prefetch", "distance", "synchronous", "requests", "forwards_run", "tokens",
-    "generated_tokens", "virtual_s", "ttft_s", "tpot_s",
-)  # fmt: skip
 
 
 # -- the emulated executor ----------------------------------------------------------------------------------------
@@ -159,12 +151,7 @@ class _Channel:
         return _Answer(self.call(message, deadline_s))
 
     def call(self, message: Any, deadline_s: float) -> Any:
-        counting = sys.getprofile()  # Python calls of another process are not counted
-        sys.setprofile(None)
-        try:
-            return self._handle(message)
-        finally:
-            sys.setprofile(counting)
+        return self._handle(message)
 
     def close(self) -> None:
         pass
@@ -309,68 +296,6 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.10g}") if isinstance(value, float) else value
 
 
-# -- the simulated executor ----------------------------------------------------------------------------------------
-
-
-def golden_trace(folder: Path) -> Path:
-    """Ten requests, each with favourite experts, the more so the later the layer: 4 layers of 16 experts."""
-    out = folder / "trace"
-    shape = traces.header(layers=4, experts=16, distances=3, slot_bytes=8192 * 48)  # neurons of 4 inputs
-    rng = np.random.default_rng(11)
-    writer = traces.TraceWriter(out, shape, traces.embed, 1 << 20)
-    for number in range(10):
-        favourites = rng.normal(size=(shape.layers, shape.experts)) * [[0.3], [1.0], [2.0], [4.0]]
-        prompt = rng.integers(50, size=20 + 3 * number).tolist()
-        writer.begin(prompt)
-        for step in range(40):
-            tokens = prompt if step == 0 else [int(rng.integers(50))]
-            writer.add(_rows(shape, tokens, favourites, rng), decode=step > 0)
-    writer.close(True, traces.COSTS)
-    return out
-
-
-def _rows(shape: Any, tokens: Sequence[int], favourites: Any, rng: np.random.Generator) -> Any:
-    """The look-ahead is right for three experts in four."""
-    count, top = len(tokens), shape.top_k
-    logits = favourites + rng.normal(size=(count, shape.layers, shape.experts))
-    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    ids = np.argsort(-probabilities, axis=-1, kind="stable")[..., :top]
-    weights = np.take_along_axis(probabilities, ids, -1)
-    blurred = logits + rng.normal(size=logits.shape) * 0.5
-    guessed = np.argsort(-blurred, axis=-1, kind="stable")[..., :top]
-    next_ids = np.zeros((count, shape.layers, shape.distances, top), np.int64)
-    next_probabilities = np.zeros(next_ids.shape)
-    for d in range(1, shape.distances + 1):
-        next_ids[:, : shape.layers - d, d - 1] = guessed[:, d:]
-        next_probabilities[:, : shape.layers - d, d - 1] = np.take_along_axis(probabilities, guessed, -1)[:, d:]
-    return traces.Rows(np.asarray(tokens, np.int32), probabilities, ids, weights, next_ids, next_probabilities)
-
-
-def run_simulated(trace: Path, preset: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """`tiermoe replay` of a preset, at batch 1 and 3; the exit code where it refuses."""
-    policy = load_policy(preset)
-    budget = "1.0" if policy.preload == "all" else "0.375"
-    options = ["--budget", budget, "--link-gbps", "2", "--link-latency-us", "10"]
-    options += ["--learn", "0.5"] if policy.prefetch.kind == "stride" else []
-    found: dict[str, Any] = {}
-    for at_once in (1, 3):
-        with loads() as order:
-            args = ("replay", trace, "--policy", preset, "--at-once", at_once, *options, "--json")
-            code, out, err = command(capsys, *args)
-        if code:
-            assert err.startswith("error: "), err
-            return {"refused": code}
-        record = json.loads(out)
-        part = {"counters": _chosen(record, (*SIMULATED, *COUNTERS, *STEPPED)), "order": order_of(order)}
-        part["by_layer"] = _by_layer(record)
-        if record["prefetch_sources"]:
-            part["sources"] = record["prefetch_sources"]
-        if record["configurator"]:
-            part["recuts"] = record["configurator"]["reconfigurations"]
-        found[f"batch_{at_once}"] = part
-    return found
-
-
 # -- the command line ----------------------------------------------------------------------------------------------
 
 
@@ -462,36 +387,3 @@ def _undescribed(value: Any) -> Any:
         prose = ("description", "summary", "title")
         return {key: _undescribed(part) for key, part in value.items() if key not in prose}
     return [_undescribed(part) for part in value] if isinstance(value, list) else value
-
-
-# -- Python calls of a layer ---------------------------------------------------------------------------------------
-
-
-def calls_per_layer(store: ExpertStore, preset: str, budget: float) -> list[int]:
-    """Python-level calls of each pass of a layer with one row, in order; the matcher's own are not among them."""
-    config, counts = golden_settings(preset, integrity_checks=False, budget=budget), list[int]()
-    forward = MoeLayer.forward
-
-    def counted(self: MoeLayer, hidden: Any, *args: Any) -> Any:
-        if len(hidden) != 1:
-            return forward(self, hidden, *args)
-        count = -1  # `forward` itself
-
-        def called(frame: FrameType, event: str, arg: object) -> None:
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(called)
-        try:
-            return forward(self, hidden, *args)
-        finally:
-            sys.setprofile(None)
-            counts.append(count)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MoeLayer, "forward", counted)
-        with emulated(store, config) as worker:
-            counts.clear()
-            for prompt in workload()[:2]:
-                _alone(worker, prompt)
-    return counts
