@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
-from tiermoe.cluster.config import RunConfig, load_policy
-from tiermoe.cluster.jobs.bench import command, run, serving
+from tiermoe.cluster.config import RunConfig, default_model_dir, load_policy
+from tiermoe.cluster.jobs.bench import cells, command, run, serving
 from tiermoe.cluster.jobs.bench.cells import Cell, Journal, Policy, added, counters, journal_file, measure_cell
 from tiermoe.cluster.jobs.bench.experiment import (
     Experiment,
@@ -26,8 +26,9 @@ from tiermoe.cluster.jobs.bench.experiment import (
     options_of,
 )
 from tiermoe.cluster.jobs.bench.metrics import Report
+from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape, NamedModel, save_published
 from tiermoe.cluster.jobs.bench.run import run_experiment
-from tiermoe.cluster.jobs.bench.serving import Split, run_config
+from tiermoe.cluster.jobs.bench.serving import Split, run_config, split_prompts
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RequestError, RuntimeFailure
 
 _PROMPTS = ((1, 2), (3, 4), (5, 6), (7, 8))
@@ -39,10 +40,12 @@ class FakeWorker:
     def __init__(self, config: RunConfig, log: list[str], shift: Callable[[str], int]) -> None:
         self.name = f"{Path(config.policy).stem}@{config.budget}/{config.link.gbps}"
         self.log, self._shift, self._policy = log, shift, Path(config.policy).stem
+        self.sampled = set[tuple[float, int | None]]()
         self._stats = EngineStats(layers=[LayerStats()], executor="emulated")
 
     def submit(self, request: GenerationRequest) -> list[TokenEvent]:
         self.log.append(f"{self.name} {list(request.prompt_ids)}")
+        self.sampled.add((request.sampling.temperature, request.sampling.seed))
         count, first = request.sampling.max_tokens, request.prompt_ids[0] + self._shift(self._policy)
         self._stats.layers[0].misses += count
         tokens = tuple(range(first, first + count))
@@ -67,10 +70,12 @@ class Starter:
     def __init__(self, shift: Callable[[str], int] = lambda policy: 0, executor: str = "emulated") -> None:
         self.log: list[str] = []
         self.fail: str | None = None
+        self.sampled = set[tuple[float, int | None]]()
         self._shift, self._executor = shift, executor
 
     def __call__(self, config: RunConfig) -> FakeWorker:
         worker = FakeWorker(config, self.log, self._shift)
+        worker.sampled = self.sampled
         worker._stats = replace(worker._stats, executor=self._executor)
         if worker.name == self.fail:
             raise KeyboardInterrupt
@@ -387,6 +392,28 @@ def test_what_does_not_fit_is_refused_before_a_worker_starts(monkeypatch: pytest
         run_experiment(ndp, start=start)
     with pytest.raises(ConfigError, match="needs rows from an earlier run"):
         run_experiment(load_experiment("activeevict", {"parts": "emulated"}), start=start)
+
+
+def test_a_random_model_gets_text_of_the_default_one_and_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Greedy tokens of random weights repeat themselves, and a random model has no text of its own."""
+    model = save_published(Form.BF16, MoeShape(1, 2, 1, 64, 64, vocabulary=4096), tmp_path / "model")
+    needed = list[tuple[int, float]]()
+    monkeypatch.setattr(NamedModel, "require_memory", lambda self, *given: needed.append(given))
+    monkeypatch.setattr(NamedModel, "made", lambda self: model)
+    monkeypatch.setattr(cells, "ensure_artifacts", lambda *_: None)
+    chosen = {"budgets": "0.5", "links": "8", "repeats": 1, "form": "bf16", "policies": "auto,on-demand", "warm": 1}
+    start, experiment = Starter(), load_experiment("auto-emulated", chosen)
+    report, _ = run_experiment(experiment, "qwen3-30b-a3b", start=start)
+    assert needed == [(2, 0.5)]
+    prompt = str(list(split_prompts(default_model_dir(), 32).measure[0]))
+    assert [line for line in start.log if prompt in line] == [f"auto@0.5/8.0 {prompt}", f"on-demand@0.5/8.0 {prompt}"]
+    assert start.sampled == {(1.0, 0)}
+    assert report.settings["model"] == "4 layers of qwen3-30b-a3b in bf16, random weights"
+    assert experiment.of_model("qwen3-30b-a3b").stem == "auto-emulated-qwen3-30b-a3b-bf16"
+    with pytest.raises(ConfigError, match=r"--form is of random models.*--model qwen3-30b-a3b"):
+        run_experiment(experiment, start=start)
 
 
 def test_a_user_s_file_is_a_command_and_its_mistakes_are_named(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def recorded(tmp_path: Path) -> Recorded:
 
 
 def _study(name: str, tmp_path: Path, recorded: Recorded | None = None, **options: Any) -> Study:
-    study = Study(load_experiment(name, options), run_config(None), {}, Journal(None, {}), tmp_path)
+    study = Study(load_experiment(name, options), run_config(None), run_config(None), {}, Journal(None, {}), tmp_path)
     study.passages = dict.fromkeys(study.experiment.workload.contexts or {"": 32}, cast(Any, None))
     if recorded is not None:
         study.recorded = lambda context: recorded  # type: ignore[method-assign]

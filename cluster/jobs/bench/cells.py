@@ -75,7 +75,7 @@ class Cell:
 
     base: the configuration without policy, budget and link speed. gbps: gigabytes (1e9) per second; None: no emulated
     link. prompts: token ids; with `fresh` each repetition takes its own share. warm: prompts served first, uncounted.
-    files: contents by name of files that are added to a copy of the store.
+    files: contents by name of files that are added to a copy of the store. seed: tokens are sampled; None: greedy.
     """
 
     section: str
@@ -94,6 +94,7 @@ class Cell:
     serve: bool = True
     scoring: Scoring | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    seed: int | None = None
 
     @property
     def key(self) -> list[Any]:
@@ -236,7 +237,7 @@ def _serve(
     sums, tokens = {"ttft_s": 0.0, "tpot_s": 0.0}, list[list[int]]()
     for start in range(0, len(prompts), cell.batch):
         batch = prompts[start : start + cell.batch]
-        measures, found = serve(worker.submit, batch, cell.max_tokens, between_s=between_s)
+        measures, found = serve(worker.submit, batch, cell.max_tokens, cell.seed, between_s)
         for name in sums:
             sums[name] += measures[name] * len(batch)
         tokens += found

@@ -119,12 +119,13 @@ def _run(
     from .run import run_experiment
 
     say_overridden(config, experiment.own_keys)
+    experiment = experiment.of_model(model)
     file, folder = (out, None) if out is None or out.suffix == ".json" else (None, out)
     if folder is not None:
         check_folder(folder)
     if html is not None:
         check_writable(html, "--html")
-    result = file if folder is None else folder / f"{experiment.name}.json"
+    result = file if folder is None else folder / f"{experiment.stem}.json"
     discard: list[Callable[[], None]] = []
 
     def measure(progress: Progress) -> Report:

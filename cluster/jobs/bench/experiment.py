@@ -22,6 +22,7 @@ from ...config import configs_dir, load_policy, parse_budget
 from ...yaml_file import explain, merged, read_yaml
 from ..evaluate.quality import EvaluationOptions
 from .paper_settings import Comparison, Count, Simulation
+from .random_model import LAYERS, NAMES, Form, NamedModel
 
 
 class Variant(Settings):
@@ -104,6 +105,9 @@ class Workload(Settings):
     repeats: Count = Field(default=5, description="Counted repetitions of each cell.")
     batch: Count = Field(default=1, description="Prompts in flight together.")
     fresh: bool = Field(default=True, description="Each repetition takes its own share of the prompts.")
+    seed: int | None = Field(
+        default=None, ge=0, description="Sample tokens at temperature 1 with this seed; none: greedy."
+    )
     tau: Count | None = Field(default=None, description="Tokens between two cache configurations.")
     trace: TraceSizes = TraceSizes()
     quality: Quality = Quality()
@@ -135,6 +139,18 @@ class Grid(Settings):
     @classmethod
     def _none(cls, value: Any) -> Any:
         return [None if link == "none" else link for link in value] if isinstance(value, list | tuple) else value
+
+
+class RandomModel(Settings):
+    """The random model that `--model` names by its shape, such as qwen3-30b-a3b. Its tokens are sampled."""
+
+    name: str | None = None
+    form: Form | None = Field(default=None, description="Of the experts of a random --model; none: q4_0.")
+    layers: Count | None = Field(default=None, description=f"Of a random --model; none: {LAYERS}.")
+
+    @property
+    def model(self) -> NamedModel | None:
+        return None if self.name is None else NamedModel(self.name, self.form or Form.Q4_0, self.layers or LAYERS)
 
 
 class Section(Settings):
@@ -290,6 +306,7 @@ class Experiment(Settings):
     own_keys: tuple[str, ...] = ("policy", "budget", "link")
     workload: Workload = Workload()
     grid: Grid = Grid()
+    random: RandomModel = RandomModel()
     sections: tuple[Section, ...] = Field(min_length=1)
     parts: tuple[str, ...] = Field(default=(), description="Sections to run, by name or executor; none: all.")
     regime: tuple[float, float] = (0.0, float("1e30"))
@@ -307,6 +324,28 @@ class Experiment(Settings):
     def running(self) -> tuple[Section, ...]:
         """The sections that are asked for."""
         return tuple(s for s in self.sections if not self.parts or {s.name, s.executor} & set(self.parts))
+
+    def of_model(self, model: str | None) -> Experiment:
+        """The experiment of this `--model`: a name of `NAMES` is a random model, whose tokens are sampled.
+
+        Raises:
+            ConfigError: a form or layers are given, and the name is not a random model's.
+        """
+        if model in NAMES:
+            seed = self.workload.seed or 0  # greedy tokens of random weights repeat themselves
+            work = self.workload.model_copy(update={"seed": seed})
+            return self.model_copy(update={"random": self.random.model_copy(update={"name": model}), "workload": work})
+        for option in ("form", "layers"):
+            if getattr(self.random, option) is not None:
+                remedy = f"leave it out, or give --model {' or '.join(NAMES)}"
+                raise ConfigError(f"--{option} is of random models", remedy)
+        return self
+
+    @property
+    def stem(self) -> str:
+        """Of the files of its result."""
+        random = self.random.model
+        return self.name if random is None else f"{self.name}-{random.name}-{random.form}"
 
     @property
     def needs_model(self) -> bool:

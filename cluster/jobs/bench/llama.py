@@ -68,16 +68,18 @@ def write_gguf(model_dir: Path, file: Path) -> Path:
 
 
 def save_gguf_blocks(
-    config: dict[str, Any], dense: Mapping[str, Any], experts: Iterator[tuple[int, Mapping[str, Any]]], file: Path
-) -> None:
-    """Write a Qwen3-MoE model as one GGUF file: experts in Q8_0, the rest in 32-bit floats.
+    config: dict[str, Any], dense: Mapping[str, Any], experts: Iterator[tuple[int, Mapping[str, Any]]], file: Path,
+    blocks: str = "Q8_0",
+) -> None:  # fmt: skip
+    """Write a Qwen3-MoE model as one GGUF file: experts in blocks of a type, the rest in 32-bit floats.
 
     Args:
-        dense: tensors by transformers' name. experts: as `random_model` makes them, for each layer in turn.
+        dense: tensors by transformers' name. experts: as `random_model` makes them, for each layer in turn; one that
+            comes again is quantized once. blocks: GGML's name of the type.
     """
     import gguf
 
-    kind, stack = gguf.GGMLQuantizationType.Q8_0, config["num_experts"]
+    kind, stack = gguf.GGMLQuantizationType[blocks], config["num_experts"]
     places = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
     hidden, width = config["hidden_size"], config["moe_intermediate_size"]
     sizes = dict.fromkeys(("gate_proj", "up_proj"), (width, hidden)) | {"down_proj": (hidden, width)}

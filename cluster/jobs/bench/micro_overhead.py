@@ -22,7 +22,7 @@ from .llama import INSTALL, LlamaCpp, missing, write_gguf
 from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 from .micro import Against, Overhead
 from .micro_serving import SameTokens
-from .random_model import save_qwen3_layers
+from .random_model import VOCABULARY, Form, qwen3_layers, save_published
 from .serving import Prompt, Submit, heldout_prompts, run_config, serve, start_reference, start_worker
 
 OURS = "tiermoe all-resident"
@@ -147,9 +147,9 @@ def _against_llama(options: Overhead, config: RunConfig, report: Report, progres
 def _layers(options: Overhead, report: Report, progress: Progress | None) -> None:
     """Random layers of Qwen3-30B-A3B's shape on llama.cpp and all-resident."""
     with tempfile.TemporaryDirectory(prefix="tiermoe-layers-") as scratch:
-        model_dir = save_qwen3_layers(options.layers, Path(scratch) / "model")
-        vocabulary, rng = 4096, np.random.default_rng(0)
-        prompts = [tuple(map(int, rng.integers(3, vocabulary, PROMPT_TOKENS))) for _ in range(2)]
+        model_dir = save_published(Form.BF16, qwen3_layers(options.layers), Path(scratch) / "model")
+        rng = np.random.default_rng(0)
+        prompts = [tuple(map(int, rng.integers(3, VOCABULARY, PROMPT_TOKENS))) for _ in range(2)]
         store = str(Path(scratch) / "store")
         config = run_config(
             str(model_dir), options.config, policy="all-resident", budget="1.0", link=_NO_LINK, store=store

@@ -29,7 +29,7 @@ from ..prepare.job import PARTIAL
 from ..prepare.writer import beside, discard, finished_names, require_space
 from .metrics import Bar, Report
 from .micro import Prepare
-from .random_model import Form, MoeShape, save_published
+from .random_model import Form, MoeShape, NamedModel, qwen3_layers, save_published
 
 TINY = MoeShape(layers=2, experts=8, top_k=2, hidden=256, intermediate=256)
 DISTINCT = 8  # experts that are quantized, and take turns
@@ -82,9 +82,8 @@ def prepare(options: Prepare, progress: Progress | None) -> Report:
 
 def large(form: Form, gigabytes: float) -> MoeShape:
     """Layers of Qwen3-30B-A3B's shape that have at least so many bytes in this form."""
-    bits = {Form.BF16: 16, Form.FP8: 8, Form.GGUF: 8.5}.get(form, 4.25 if form is not Form.GPTQ else 4.125)
-    layer = 128 * 3 * 2048 * 768 * bits / 8
-    return MoeShape(max(2, math.ceil(gigabytes * 1e9 / layer)), 128, 8, 2048, 768, vocabulary=4096)
+    layer = NamedModel("qwen3-30b-a3b", form, 1).expert_bytes
+    return qwen3_layers(max(2, math.ceil(gigabytes * 1e9 / layer)))
 
 
 def bars_of(row: dict[str, Any]) -> list[Bar]:

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....actors.budget import host_free_bytes
+from ....errors import ConfigError, size
+from ....proto.private import user_cache
+from ...config import default_model_dir
+from ...simulate.shapes import shape_named
+
 if TYPE_CHECKING:
     import torch
 
     from .quantizers import Quantize, Tensors
 
-_HEAD = 64  # of attention, in models that are not Qwen3-30B-A3B
+VOCABULARY = 4096  # of the default model, whose tokenizer and text random models share
+NAMES = {"qwen3-30b-a3b": 128}  # random models by name: a shape of configs/shapes, and the size of its attention heads
+LAYERS, _DISTINCT = 4, 16  # of a random model by name: its layers, and experts of different weights
+_HOST_SHARE = 0.9  # of free memory: the rest is of the processes themselves
 
 
 @dataclass(frozen=True)
 class MoeShape:
-    """A Mixtral-like model of `layers` layers; `experts` gated experts of hidden x intermediate each."""
+    """A model of `layers` layers; `experts` gated experts of hidden x intermediate each. head: of attention."""
 
     layers: int
     experts: int
@@ -28,40 +39,22 @@ class MoeShape:
     hidden: int
     intermediate: int
     vocabulary: int = 512
+    head: int = 64
 
 
 def save_random_model(shape: MoeShape, folder: Path, seed: int = 0) -> Path:
-    """Write a bfloat16 checkpoint; the folder."""
+    """Write a Mixtral-like bfloat16 checkpoint; the folder."""
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
 
-    heads = max(1, shape.hidden // 64)
+    heads = max(1, shape.hidden // shape.head)
     config = MixtralConfig(
         hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
         num_local_experts=shape.experts, num_experts_per_tok=shape.top_k, num_attention_heads=heads,
         num_key_value_heads=heads, vocab_size=shape.vocabulary, max_position_embeddings=1024,
     )  # fmt: skip
     torch.manual_seed(seed)
-    return _save(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder)
-
-
-def save_qwen3_layers(layers: int, folder: Path, seed: int = 0) -> Path:
-    """Write some layers of Qwen3-30B-A3B's shape, with a vocabulary of 4,096, in bfloat16; the folder."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=layers, num_experts=128,
-        num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=4096,
-        max_position_embeddings=4096, tie_word_embeddings=True, norm_topk_prob=True,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    return _save(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder)
-
-
-def _save(model: Any, folder: Path) -> Path:
-    import torch
-
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():  # else the mean over the context dominates, and all tokens take the same experts
         model.get_input_embeddings().weight.normal_()
     model.save_pretrained(folder)
@@ -81,13 +74,19 @@ class Form(StrEnum):
     NVFP4 = "nvfp4"
     GPTQ = "gptq"
     GGUF = "gguf"
+    Q4_0 = "q4_0"
+
+    @property
+    def bits(self) -> float:
+        """Of a weight, with its share of the scales."""
+        return {Form.BF16: 16, Form.FP8: 8, Form.GGUF: 8.5, Form.Q4_0: 4.5, Form.GPTQ: 4.125}.get(self, 4.25)
 
 
 def save_published(form: Form, shape: MoeShape, folder: Path, distinct: int | None = None, seed: int = 0) -> Path:
     """Write a Qwen3-MoE checkpoint whose experts have a published form, one file a layer; the folder.
 
-    The random weights before quantization depend on shape and seed alone. `gguf` is one file of Q8_0 blocks.
-    Holds one layer's experts in memory at a time; bytes are on disk when this returns.
+    The random weights before quantization depend on shape and seed alone. `gguf` is one file of Q8_0 blocks, `q4_0`
+    one of Q4_0 blocks. Holds one layer's experts in memory at a time; bytes are on disk when this returns.
 
     Args:
         distinct: so many experts are quantized and take turns; None: all are different.
@@ -98,12 +97,13 @@ def save_published(form: Form, shape: MoeShape, folder: Path, distinct: int | No
     folder.mkdir(parents=True)
     config = _qwen3_config(shape)
     experts = _experts(shape, distinct, seed)
-    if form is Form.GGUF:
+    if form in (Form.GGUF, Form.Q4_0):
         from .llama import save_gguf_blocks
 
         (folder / "config.json").write_text(json.dumps(config))
         dense = {name: tensor for part in _dense(shape, seed) for name, tensor in part.items()}
-        save_gguf_blocks(config, dense, experts, folder / "model.gguf")
+        kind = "Q4_0" if form is Form.Q4_0 else "Q8_0"
+        save_gguf_blocks(config, dense, experts, folder / "model.gguf", kind)
         return folder
     quantize, quantization = _quantizer(form)
     from ..prepare.plan import raw_bytes, type_code
@@ -129,6 +129,88 @@ def save_published(form: Form, shape: MoeShape, folder: Path, distinct: int | No
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config | quantization))
     return folder
+
+
+# -- by name, kept in the user's cache folder --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """Layers of a published shape with random weights, such as `qwen3-30b-a3b`; 16 experts' weights take turns.
+
+    Attributes:
+        name: of `NAMES`.
+    """
+
+    name: str
+    form: Form = Form.Q4_0
+    layers: int = LAYERS
+
+    @property
+    def shape(self) -> MoeShape:
+        found = shape_named(self.name)
+        return MoeShape(
+            self.layers, found.experts, found.top_k, found.hidden, found.intermediate, VOCABULARY, NAMES[self.name]
+        )
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all experts."""
+        shape = self.shape
+        return round(shape.layers * shape.experts * 3 * shape.hidden * shape.intermediate * self.form.bits / 8)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the checkpoint, and of a store where its bytes are not mapped as they lie."""
+        return self.expert_bytes * (2 if self.form in (Form.BF16, Form.GPTQ) else 1)
+
+    def require_memory(self, workers: int, share: float) -> None:
+        """Refuse what host memory does not hold: the experts once, and each worker's slots, in the dtype of a CPU.
+
+        Args:
+            share: of the experts that each of the workers, which live together, has in its slots.
+
+        Raises:
+            ConfigError: with the numbers.
+        """
+        widened = 2 if self.form is Form.BF16 else 1
+        slots, free = round(workers * share * widened * self.expert_bytes), round(_HOST_SHARE * host_free_bytes())
+        if self.expert_bytes + slots > free:
+            what = f"{self.name} in {self.form} with {self.layers} layers has {size(self.expert_bytes)} of experts, "
+            what += f"and {workers} policies take {size(slots)} of slots; {size(free)} of host memory is free"
+            raise ConfigError(what, "give smaller --budgets, fewer --policies or --layers, or --form q4_0")
+
+    def made(self, cache: Path | None = None) -> Path:
+        """The checkpoint's folder, with the default model's tokenizer; it is written where it is not there.
+
+        Args:
+            cache: of such folders; None: `random` in the user's cache folder.
+
+        Raises:
+            StoreError: the disk has too little space, with the numbers. ConfigError: as `save_published`.
+        """
+        from ..prepare.writer import disk_errors, require_space
+
+        cache = user_cache() / "random" if cache is None else cache
+        folder = cache / f"{self.name}-{self.layers}-layers-{self.form}"
+        if folder.is_dir():
+            return folder
+        with disk_errors(cache):
+            cache.mkdir(parents=True, exist_ok=True)
+        remedy = "free some space, set XDG_CACHE_HOME to a folder on another disk, or give fewer --layers"
+        require_space(cache, self.disk_bytes, f"a random {folder.name}", cache, remedy, resumed=False)
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=cache) as scratch:  # never half a model
+            written = save_published(self.form, self.shape, Path(scratch) / "model", _DISTINCT)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                (written / name).write_bytes((default_model_dir() / name).read_bytes())
+            if not folder.is_dir():  # another process may have made it
+                os.rename(written, folder)
+        return folder
+
+
+def qwen3_layers(layers: int) -> MoeShape:
+    """Some layers of Qwen3-30B-A3B."""
+    return NamedModel("qwen3-30b-a3b", layers=layers).shape
 
 
 def _quantizer(form: Form) -> tuple[Quantize, dict[str, Any]]:
@@ -157,13 +239,13 @@ def _quantizer(form: Form) -> tuple[Quantize, dict[str, Any]]:
 
 
 def _qwen3_config(shape: MoeShape) -> dict[str, Any]:
-    heads = shape.hidden // _HEAD
+    heads = shape.hidden // 64
     return {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16",
         "hidden_size": shape.hidden, "intermediate_size": 3 * shape.intermediate,
         "moe_intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers, "num_experts": shape.experts,
         "num_experts_per_tok": shape.top_k, "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 8),
-        "head_dim": _HEAD, "vocab_size": shape.vocabulary, "max_position_embeddings": 4096,
+        "head_dim": shape.head, "vocab_size": shape.vocabulary, "max_position_embeddings": 4096,
         "tie_word_embeddings": False, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "decoder_sparse_step": 1,
         "mlp_only_layers": [], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }  # fmt: skip
@@ -175,13 +257,13 @@ def _dense(shape: MoeShape, seed: int) -> Iterator[Tensors]:
 
     generator = torch.Generator().manual_seed(seed)
     config = _qwen3_config(shape)
-    queries = config["num_attention_heads"] * _HEAD
-    keys = config["num_key_value_heads"] * _HEAD
+    queries = config["num_attention_heads"] * shape.head
+    keys = config["num_key_value_heads"] * shape.head
     hidden = shape.hidden
     sizes = {
         "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
         "self_attn.o_proj": (hidden, queries), "mlp.gate": (shape.experts, hidden),
-        "self_attn.q_norm": (_HEAD,), "self_attn.k_norm": (_HEAD,),
+        "self_attn.q_norm": (shape.head,), "self_attn.k_norm": (shape.head,),
         "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
     }  # fmt: skip
 

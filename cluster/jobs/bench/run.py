@@ -15,9 +15,10 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ....actors.budget import AutoBudget
 from ....actors.gpu_driver import has_gpu
-from ....errors import ConfigError
-from ...config import RunConfig, check_model_dir, engine_settings, on_this_machine
+from ....errors import ConfigError, size
+from ...config import RunConfig, check_model_dir, engine_settings, on_this_machine, parse_budget
 from ...host import cpu, versions
 from ...report.results import percentiles
 from ...simulate.machine import Machine, load_machine, without_ndp
@@ -25,6 +26,7 @@ from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
 from .experiment import Experiment, Section
 from .metrics import METRICS, Bar, Report, Row, Spread, cells_of, median_of, orders, paired, rounded
+from .random_model import NamedModel
 from .serving import (
     Calibration,
     Recorded,
@@ -55,12 +57,14 @@ class Judged:
 class Study:
     """A running experiment, as metric functions see it.
 
-    base: the configuration. passages: prompts to choose from, by context. scratch: a temporary folder.
+    base: the configuration. text: of the model whose text the prompts are; a random model has none.
+    passages: prompts to choose from, by context. scratch: a temporary folder.
     calibration: None without ratios. ran: engine cells with their results.
     """
 
     experiment: Experiment
     base: RunConfig
+    text: RunConfig
     passages: dict[str, Split]
     journal: Journal
     scratch: Path
@@ -85,7 +89,7 @@ class Study:
 
     @cached_property
     def _texts(self) -> dict[str, Split]:
-        return _passages(self.experiment, self.base, self.experiment.workload.trace.tokens)
+        return _passages(self.experiment, self.text, self.experiment.workload.trace.tokens)
 
     def trace_path(self, context: str) -> Path:
         return self.scratch / f"trace-{context}"
@@ -116,7 +120,8 @@ def run_experiment(
     """Run an experiment, or resume it.
 
     Args:
-        model, file: checkpoint and configuration, except for the experiment's own keys.
+        model, file: checkpoint and configuration, except for the experiment's own keys. A name of `NAMES` is a random
+            model: it is made, gets prompts of the default model's text, and its tokens are sampled.
         out: the result's file, which places the journal; None: no journal.
         cells: where engine cells run; None: in this process, in turn. start, score: see `measure_cell`.
         earlier: an earlier result, with the sections that are not run now.
@@ -130,7 +135,10 @@ def run_experiment(
     """
     from . import engine_metrics, papers, trace_metrics  # noqa: F401 (they register the metric functions)
 
-    base, load_average = run_config(model, file), os.getloadavg()[0]
+    experiment, load_average = experiment.of_model(model), os.getloadavg()[0]
+    base = text = run_config(model if experiment.random.model is None else None, file)
+    if experiment.random.model is not None:
+        base = run_config(str(_made(experiment, experiment.random.model, progress)), file)
     if experiment.grid.latency_us is not None:
         link = base.link.model_copy(update={"latency_us": experiment.grid.latency_us})
         base = base.model_copy(update={"link": link})
@@ -142,8 +150,8 @@ def run_experiment(
             raise ConfigError(f"metric '{metric.metric}' has no option {', '.join(sorted(unknown))}", "leave it out")
     with tempfile.TemporaryDirectory(prefix=f"tiermoe-{experiment.name}-") as scratch:
         journal = Journal(None, {})
-        passages = _passages(experiment, base) if experiment.needs_model else {}
-        study = Study(experiment, base, passages, journal, Path(scratch), progress)
+        passages = _passages(experiment, text) if experiment.needs_model else {}
+        study = Study(experiment, base, text, passages, journal, Path(scratch), progress)
         _refuse(study)
         study.journal = journal = Journal(out, _fingerprint(study))
         study.settings = _settings(study) | {"load_average": load_average}
@@ -175,6 +183,20 @@ def run_experiment(
         study.bars, rounded(study.settings), experiment.shown or _shown(study.rows), rounded(figures),
     )  # fmt: skip
     return report, journal
+
+
+def _made(experiment: Experiment, random: NamedModel, progress: Progress | None) -> Path:
+    """The folder of a random model, after a look at what its experts and the slots of all workers of a cell take."""
+    for section in experiment.running:
+        for budget in section.budgets or experiment.grid.budgets if section.executor == "engine" else ():
+            share = parse_budget(budget)
+            if not isinstance(share, AutoBudget):
+                held = share if isinstance(share, float) else min(1.0, share / random.expert_bytes)
+                random.require_memory(len(section.variants) if section.serve else 1, held)
+    if progress is not None:
+        what = f"{random.name}: {random.layers} layers of random weights in {random.form}"
+        progress.console.print(f"{what}, {size(random.expert_bytes)} of experts", markup=False, soft_wrap=True)
+    return random.made()
 
 
 def _passages(experiment: Experiment, base: RunConfig, more: int = 0) -> dict[str, Split]:
@@ -301,7 +323,7 @@ def _cells(
                 yield Cell(
                     section.name, context, budget, gbps, loading, study.base, policies, split.measure,
                     split.learn if section.warm else (), work.repeats, work.max_tokens, work.batch, work.fresh,
-                    section.serve, scoring, files,
+                    section.serve, scoring, files, work.seed,
                 )  # fmt: skip
 
 
@@ -390,8 +412,10 @@ def _settings(study: Study) -> dict[str, Any]:
     if not experiment.needs_model:
         stated = (section.simulation for section in experiment.running)
         return {"machine": ", ".join(dict.fromkeys(one.machine for one in stated if one is not None))}
+    random = experiment.random.model
+    made = None if random is None else f"{random.layers} layers of {random.name} in {random.form}, random weights"
     return {
-        "model": base.model_dir.name, "threads": base.worker_threads, "latency_us": base.link.latency_us,
+        "model": made or base.model_dir.name, "threads": base.worker_threads, "latency_us": base.link.latency_us,
         "workload": work.model_dump(mode="json"), "grid": experiment.grid.model_dump(mode="json"),
         "policies": {section.name: [v.name for v in section.variants] for section in experiment.running},
     }  # fmt: skip

@@ -74,7 +74,7 @@ def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> li
         settings, hardware = record["settings"], record["hardware"]
         plain = {k.replace("_", " "): v for k, v in settings.items() if isinstance(v, str | int | float | bool)}
         return markdown(("", ""), [
-            ("data", f"[{experiment.name}.json]({experiment.name}.json), by `tiermoe bench {_command(experiment)}`"),
+            ("data", f"[{experiment.stem}.json]({experiment.stem}.json), by `tiermoe bench {_command(experiment)}`"),
             ("executor", record["executor"]), ("hardware", f"{hardware['model']}, {hardware['cores']} cores"),
             ("versions", ", ".join(f"{name} {version}" for name, version in record["versions"].items())),
             *((key, f"{value:g}" if isinstance(value, float) else f"{value}") for key, value in plain.items()),
@@ -102,7 +102,11 @@ def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> li
 
 def _command(experiment: Experiment) -> str:
     paper = experiment.name.removeprefix("paper-")
-    return experiment.name if paper == experiment.name else f"papers --only {paper}"
+    if paper != experiment.name:
+        return f"papers --only {paper}"
+    random = experiment.random.model
+    model = "" if random is None else f" --model {random.name} --form {random.form} --layers {random.layers}"
+    return experiment.name + model
 
 
 class _Cells(string.Formatter):
@@ -194,10 +198,10 @@ def write_folder(experiment: Experiment, record: dict[str, Any], folder: Path) -
     """
     from .plot import plot
 
-    record, page = small(record), folder / f"{experiment.name}.md"
+    record, page = small(record), folder / f"{experiment.stem}.md"
     try:
         before = page.read_text(encoding="utf-8") if page.exists() else None
-        (folder / f"{experiment.name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+        (folder / f"{experiment.stem}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
         page.write_text(page_of(experiment, record, before), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"'{folder}' cannot be written: {reason(error)}", "give another folder") from error
