@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # before triton is imported anywhere: where there is no GPU its kernels are interpreted
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The tests start hundreds of processes: each would compile the package anew, and pytest rewrite every file of tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A suite that a shell started in the background ignores SIGINT, and so would the programs that it interrupts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -61,3 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         path = item.path
         ray = path.parent.name in ("cluster", "multinode", "chaos") or f"{path.parent.name}/{path.stem}" in _STARTS_RAY
         item.add_marker(pytest.mark.xdist_group("ray" if ray else str(path)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: transformers collects garbage at each end of its batching, some hundred times.
+
+    Each such collection then looks at what tests have made, and not at a million objects of libraries.
+    """
+    gc.collect()
+    gc.freeze()
