@@ -389,10 +389,15 @@ def _only_tried(model: Any) -> Iterator[None]:
 
 def _lowered(function: Callable[..., torch.Tensor], rows: int, *inputs: torch.Tensor) -> Lowering:
     """What a function does with `rows` rows. Raises CannotLowerError."""
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    # each node has its value's shape in a fake tensor: without a context, of a mode of its own, which takes most of the
+    # trace's time
+    described = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), tracing(described):
             graph = make_fx(torch.func.functionalize(function))(*inputs)
     except Exception as error:  # what a model does in a trace is beyond any list
         raise CannotLowerError(f"{type(error).__name__} in a trace: {str(error).splitlines()[0][:120]}") from error
