@@ -139,27 +139,39 @@ def struck_greedy(
 def default_model_greedy(
     prompts: Sequence[Sequence[int]], max_tokens: int, ignore_eos: bool = False
 ) -> list[list[int]]:
-    """`reference_greedy` of the model that ships with the project, unmodified and in fp32."""
+    """What transformers' `generate` gives for each prompt with the model that ships with the project, in fp32.
+
+    Prompts of one length go together, which takes a third of the time and gives the same tokens.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32).eval()
-    return reference_greedy(model, prompts, max_tokens, ignore_eos)
+    end, found = model.generation_config.eos_token_id, dict[int, list[int]]()
+    for length in {len(prompt) for prompt in prompts}:
+        numbers = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
+        together = _generated(model, [prompts[number] for number in numbers], max_tokens, ignore_eos)
+        for number, tokens in zip(numbers, together, strict=True):
+            ends = end in tokens and not ignore_eos
+            found[number] = tokens[: tokens.index(end) + 1] if ends else tokens
+    return [found[number] for number in range(len(prompts))]
 
 
 def reference_greedy(
     model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, ignore_eos: bool = False
 ) -> list[list[int]]:
     """What transformers' `generate` gives for each prompt alone."""
-    out = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)], device=model.device)
-        tokens = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0,
-            **({"eos_token_id": None} if ignore_eos else {}),
-        )  # fmt: skip
-        out.append(tokens[0, len(prompt) :].tolist())
-    return out
+    return [_generated(model, [prompt], max_tokens, ignore_eos)[0] for prompt in prompts]
+
+
+def _generated(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, ignore_eos: bool) -> list[list[int]]:
+    """The new tokens of prompts of one length; what follows the end of one is padding."""
+    ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+    tokens = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0,
+        **({"eos_token_id": None} if ignore_eos else {}),
+    )  # fmt: skip
+    return tokens[:, ids.shape[1] :].tolist()
 
 
 @dataclass
