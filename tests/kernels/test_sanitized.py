@@ -6,12 +6,13 @@ that the sanitizer is awake.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ import pytest
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 CPU, PROTO = ROOT / "kernels" / "cpu", ROOT / "proto"
 MEMORY = "address,undefined"
+FAST_MATH = ("-ffp-contract=fast", "-fno-math-errno", "-pthread")
+# of the whole module and of every program that can have the same: each source is then compiled once for all of them
+MODULE = ("-O1", "-g", "-fPIC", "-DTIERMOE_NO_CLONES", *FAST_MATH)
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Program:
     folder: Path
     sources: tuple[str, ...]
     sanitizers: str = MEMORY
-    flags: tuple[str, ...] = ("-O1", "-g", "-pthread", "-DTIERMOE_NO_CLONES")
+    flags: tuple[str, ...] = MODULE
     says: str = "checked "
 
     @property
@@ -39,7 +43,6 @@ class Program:
         return (f"-fsanitize={self.sanitizers}", "-fno-sanitize-recover=all") if self.sanitizers else ()
 
 
-FAST_MATH = ("-ffp-contract=fast", "-fno-math-errno", "-pthread")
 NEURONS = ("neuron_avx2.cpp", "neuron_avx512.cpp", "neuron_portable.cpp", "neuron_ffn.cpp", "threads.cpp")
 FORMS = ("forms.cpp", "forms_avx2.cpp", "forms_avx512.cpp", "forms_portable.cpp", "threads.cpp")
 PASSES = (
@@ -47,18 +50,18 @@ PASSES = (
     "split_order.cpp", "threads.cpp",
 )  # fmt: skip
 PROGRAMS = {
-    "experts": Program("expert", CPU, ("expert_ffn.cpp",), flags=("-O1", "-g", "-DTIERMOE_NO_CLONES", *FAST_MATH)),
+    "experts": Program("expert", CPU, ("expert_ffn.cpp",)),
     # what a processor without AVX2 runs; the installed module picks its widest version by itself
     "experts, plain": Program(
         "expert", CPU, ("expert_ffn.cpp",), sanitizers="", flags=("-O3", "-DTIERMOE_NO_CLONES", *FAST_MATH)
     ),
     # each instruction set of this processor; also that they agree, and threads with each other, bit by bit
-    "packed": Program("packed", CPU, NEURONS, flags=("-O1", *FAST_MATH)),
-    "forms": Program("form", CPU, FORMS, flags=("-O1", *FAST_MATH)),
-    "importance": Program("importance", CPU, ("importance.cpp",), flags=("-O1", "-g", *FAST_MATH)),
+    "packed": Program("packed", CPU, NEURONS),
+    "forms": Program("form", CPU, FORMS),
+    "importance": Program("importance", CPU, ("importance.cpp",)),
     "link": Program("link", CPU, ("link.cpp",)),
     "link, threads": Program("link", CPU, ("link.cpp",), sanitizers="thread"),
-    "passes": Program("passes", CPU, PASSES, flags=("-O1", "-g", "-DTIERMOE_NO_CLONES", *FAST_MATH)),
+    "passes": Program("passes", CPU, PASSES),
     "planner": Program("planner", CPU, (), flags=("-O1", "-g", "-ffp-contract=off")),
     # random problems with every option; input out of range is refused before it is used
     "substitute": Program(
@@ -87,28 +90,39 @@ def _started(compiler: str, sanitizers: Sequence[str], folder: Path) -> tuple[st
     pytest.skip("the compiler has no sanitizer runtime here")  # which is a package of its own
 
 
-def _compiled(compiler: str, sources: Sequence[Path], folder: Path, *flags: str) -> list[str]:
-    def compiled(source: Path) -> str:
-        out = str(folder / f"{source.stem}.o")
-        done = call(compiler, "-std=c++17", *flags, f"-I{CPU}", "-c", str(source), "-o", out)
+Compile = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def compile_all(tmp_path_factory: pytest.TempPathFactory) -> Compile:
+    """Objects of sources, compiled two at a time; one with the same flags is compiled once for all tests."""
+    folder = tmp_path_factory.mktemp("objects")
+    headers = [f"-I{place}" for place in (CPU, PROTO, sysconfig.get_paths()["include"])]
+
+    @functools.cache
+    def compiled(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
+        out = str(folder / f"{source.stem}-{hash(flags):x}.o")
+        done = call(compiler, "-std=c++17", *flags, *headers, "-c", str(source), "-o", out)
         assert done.returncode == 0, done.stderr
         return out
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(compiled, sources))
+    def all_of(compiler: str, sources: Sequence[Path], *flags: str) -> list[str]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda source: compiled(compiler, source, flags), sources))
+
+    return all_of
 
 
 @pytest.mark.slow  # minutes of compilation
-def test_bindings_pages_rank_and_decode(tmp_path: Path) -> None:
+def test_bindings_pages_rank_and_decode(tmp_path: Path, compile_all: Compile) -> None:
     """The whole module of kernels, called with numbers that no caller has."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("there is no C++ compiler, or no Linux")
     sanitizers = (f"-fsanitize={MEMORY}", "-fno-sanitize-recover=all")
     _started(compiler, sanitizers, tmp_path)
-    flags = ("-O1", "-g", "-fPIC", "-DTIERMOE_NO_CLONES", f"-I{sysconfig.get_paths()['include']}", *FAST_MATH)
     sources = [source for source in sorted(CPU.glob("*.cpp")) if source.stem != "planner_module"]  # of another module
-    objects = _compiled(compiler, sources, tmp_path, *sanitizers, *flags)
+    objects = compile_all(compiler, sources, *sanitizers, *MODULE)
     module = str(tmp_path / "_cpu.so")
     linked = call(compiler, "-shared", *sanitizers, "-pthread", *objects, "-o", module)
     assert linked.returncode == 0, linked.stderr
@@ -126,7 +140,7 @@ def test_bindings_pages_rank_and_decode(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # minutes of compilation
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_access_outside_the_buffers(name: str, tmp_path: Path) -> None:
+def test_no_access_outside_the_buffers(name: str, tmp_path: Path, compile_all: Compile) -> None:
     program = PROGRAMS[name]
     if program.folder == PROTO and sys.platform != "linux":
         pytest.skip("shared memory is Linux only")
@@ -136,7 +150,7 @@ def test_no_access_outside_the_buffers(name: str, tmp_path: Path) -> None:
     sanitizers = program.sanitizer_flags
     start = _started(compiler, sanitizers, tmp_path)
     sources = [*(program.folder / source for source in program.sources), HERE / f"{program.name}_main.cpp"]
-    objects = _compiled(compiler, sources, tmp_path, *sanitizers, *program.flags, f"-I{program.folder}")
+    objects = compile_all(compiler, sources, *sanitizers, *program.flags)
     checked = str(tmp_path / "checked")
     linked = call(compiler, *sanitizers, "-pthread", *objects, "-o", checked)
     assert linked.returncode == 0, linked.stderr
