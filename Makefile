@@ -81,7 +81,7 @@ test-wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow tests/install
 
 test-nodes: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -rs -m nodes
+	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadgroup -m nodes
 
 fuzz-api: $(VENV)/.installed-dev
 	for part in $(FUZZ_PARTS); do \

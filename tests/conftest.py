@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -50,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tests may be run without pytest-timeout, as on a bare GPU machine: its marks then say nothing."""
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
+    with contextlib.suppress(ImportError):  # the same
+        import hypothesis
+
+        hypothesis.settings.register_profile("tests", deadline=None)  # which a busy machine exceeds now and then
+        hypothesis.settings.load_profile("tests")
     # pytest-xdist would begin with the group of the most tests; in the order of collection the longest one begins
     config.option.loadscopereorder = False
 
@@ -59,12 +65,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With pytest-xdist and `--dist loadgroup`: a file stays together, and all that starts Ray stays on one worker.
 
     Tests of what Ray leaves behind look at the whole machine, and two clusters at once are more than two cores bear.
+    Those that are marked `nodes` mostly wait, and look at what is theirs: alone they are two files at a time, too.
     """
     if not (config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput")):  # a worker has the latter only
         return
+    apart = config.option.markexpr == "nodes"
     for item in items:
         path = item.path
-        ray = path.parent.name in ("cluster", "multinode", "chaos") or f"{path.parent.name}/{path.stem}" in _STARTS_RAY
+        folder = path.parent.name
+        starts = folder in ("cluster", "multinode", "chaos") or f"{folder}/{path.stem}" in _STARTS_RAY
+        ray = starts and not apart
         item.add_marker(pytest.mark.xdist_group("ray" if ray else str(path)))
 
 

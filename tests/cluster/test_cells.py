@@ -69,7 +69,6 @@ def test_a_lost_node_s_thing_runs_again_and_no_node_has_two(nodes: RayNodes, tmp
     assert {row["node"] for row in found if row["index"] == lost} == {nodes.head.address}
 
 
-@pytest.mark.slow
 def test_an_experiment_s_rows_say_which_node_measured_them(nodes: RayNodes, tmp_path: Path) -> None:
     file, out = tmp_path / "mine.yaml", tmp_path / "out.json"
     file.write_text("""

@@ -1,8 +1,9 @@
 """Compiles the expert kernels for GPUs that need not be there; prints a line of JSON for each.
 
-    compile_expert_ffn.py ARCHITECTURE CLASS CANDIDATE [DTYPE]      e.g. 90 decode 0 bf16
+    compile_expert_ffn.py ARCHITECTURE [CLASS CANDIDATE [DTYPE]]      e.g. 90 decode 0 bf16
 
-Each: which kernel, the bytes of shared memory, and what ptxas says of registers and spills, where it is found.
+Without a class: every candidate of every class. Each: which kernel, the bytes of shared memory, and what ptxas says of
+registers and spills, where it is found.
 """
 
 from __future__ import annotations
@@ -58,7 +59,13 @@ def ptxas(ptx: str) -> dict[str, int]:
     return {}
 
 
-def main(architecture: int, name: RowClass, candidate: int, dtype: str = "bf16") -> None:
+def compile_all(architecture: int) -> None:
+    for name, shapes in shapes_for(torch.bfloat16).items():
+        for candidate in range(len(shapes)):
+            compile_one(architecture, name, candidate)
+
+
+def compile_one(architecture: int, name: RowClass, candidate: int, dtype: str = "bf16") -> None:
     shape = shapes_for(DTYPES[dtype])[name][candidate]
     x, ints = f"*{dtype}", {"first_tile": "i32", "H": "i32", "STRIDE": "i32"}
     types = {"hidden": x, "pairs": "*i64", "gate_up": x, "activations": x, "table": "*i32", "top_k": "i32"} | ints
@@ -110,4 +117,7 @@ def report(kernel: str, shape: str, built: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])  # type: ignore[arg-type]
+    if len(sys.argv) == 2:
+        compile_all(int(sys.argv[1]))
+    else:
+        compile_one(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])  # type: ignore[arg-type]
