@@ -7,6 +7,7 @@ the rest.
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -20,6 +21,11 @@ _FILES = [*sorted(p for part in _PARTS for p in (_ROOT / part).rglob("*.py")), _
 _RAY_LIFE_CYCLE = {"init", "shutdown", "kill", "remote", "placement_group", "remove_placement_group"}
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _module(path: Path) -> str:
     """`actors.engine.cache` for actors/engine/cache/cache.py; a package is its own name."""
     parts = path.relative_to(_ROOT).with_suffix("").parts
@@ -29,7 +35,7 @@ def _module(path: Path) -> str:
 def _imports(path: Path, on_load: bool = False) -> Iterator[str]:
     """The imports of a file; the package's own modules without `tiermoe.`. on_load: only those at module level."""
     package = path.relative_to(_ROOT).parent.parts
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _tree(path)
     for node in tree.body if on_load else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -119,7 +125,7 @@ def test_only_five_files_start_place_and_end() -> None:
     experiment's cells on nodes; and the two nodes of a benchmark."""
     found = set()
     for path in _FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(_tree(path)):
             on_ray = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ray"
             if on_ray and node.attr in _RAY_LIFE_CYCLE:
                 found.add(_module(path))
@@ -133,6 +139,13 @@ def test_the_driver_needs_no_torch() -> None:
     """What `tiermoe run` imports before it deploys: a torch import would cost every run seconds."""
     light = ("cluster.cli", "cluster.config", "cluster.deploy", "cluster.prompt", "cluster.jobs.run", "cluster.report")
     assert _offenders(light, ("torch", "transformers")) == []
+
+
+def test_a_shard_needs_no_transformers() -> None:
+    """Which takes half of the seconds that its process needs to start, also when it starts again after a loss."""
+    modules = {_module(path): _imports(path, on_load=True) for path in _FILES if _module(path).startswith("actors.")}
+    users = {module for module, names in modules.items() if any(_within(name, "transformers") for name in names)}
+    assert users == {f"actors.engine.serving.{name}" for name in ("batching", "scheduler", "steps")}
 
 
 def test_every_package_is_installed() -> None:
@@ -152,7 +165,7 @@ def test_durations_and_deadlines_are_on_clocks_that_nobody_sets() -> None:
     found = {
         str(path.relative_to(_ROOT))
         for path in _FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(_tree(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.time", "time.time_ns", "datetime.utcnow")
     }
     assert found == _DATED

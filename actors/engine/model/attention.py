@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 
 from ....errors import ConfigError
 from ...settings import Attention
@@ -52,6 +51,8 @@ def use_paged(model: Any, wanted: Attention, prefixed: bool) -> None:
     """
     name = _OURS if wanted == "triton" else plain_attention_of(model)
     if wanted == "triton":
+        from transformers import AttentionInterface
+
         for known in (_OURS, _PAGED + _OURS):
             AttentionInterface.register(known, paged_attention)
     name = _PAGED + name if prefixed or name == "eager" else name  # a paged eager attention has the mark everywhere
