@@ -39,6 +39,7 @@ setup(
                 "kernels/cpu/substitute.cpp",
                 "kernels/cpu/substitute_module.cpp",
                 "kernels/cpu/threads.cpp",
+                "kernels/cpu/worth.cpp",
             ],
             depends=[
                 "kernels/cpu/bindings.hpp",
@@ -68,6 +69,7 @@ setup(
                 "kernels/cpu/split_order.hpp",
                 "kernels/cpu/substitute.hpp",
                 "kernels/cpu/threads.hpp",
+                "kernels/cpu/worth.hpp",
             ],
             include_dirs=["kernels/cpu"],
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-pthread"],

@@ -114,6 +114,21 @@ def order_routed(order: Order, keys: list[int], counts: list[int], /) -> None: .
 def order_first(order: Order, count: int, /) -> list[int]:
     """The first so many experts that hold a slot."""
 
+def worth_bind(order: Order, share: int, worth: int, /) -> None:
+    """share: slots of a layer. worth: the address of float64 [keys], 0: residents leave by last use; the caller keeps
+    it alive. Raises ValueError, as the next ones: the order is of another kind, or there is no such expert."""
+
+def worth_prompt(order: Order, uses: int, /) -> None:
+    """uses: the address of int64 [keys], 0: no prompt runs; the caller keeps it alive."""
+
+def worth_refuse(order: Order, key: int, /) -> None: ...
+def worth_admit(order: Order, key: int, /) -> None: ...
+def worth_refused(order: Order, /) -> list[int]: ...
+def worth_settled(order: Order, /) -> list[int]: ...
+def worth_note(order: Order, /) -> None: ...
+def worth_noted(order: Order, /) -> list[tuple[int, bytes]]:
+    """(layer, int32 experts) of the experts used since `worth_note`, layers in rising order."""
+
 def loads(
     link: Link,
     experts: int,

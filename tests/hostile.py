@@ -88,6 +88,17 @@ def keys(cpu: Any) -> None:
         for window, top_k in ((1, 1), (HALF, HALF), (0, 1), (1, 0), (-1, 1), (1, -1)):
             with refused():
                 cpu.importance(number, experts, window, top_k, 0.5, *[at(numbers)] * 7)
+    worth, lru = cpu.order(5, 2, 4, 0.0, 1.0, 0, None), cpu.order(0, 2, 4, 0.0, 1.0, 0, None)
+    for share in (-1, HUGE):
+        with refused():
+            cpu.worth_bind(worth, share, at(numbers))
+    for call in (cpu.worth_refuse, cpu.worth_admit):
+        for order, key in ((worth, -1), (worth, 8), (worth, HUGE), (lru, 0)):
+            with refused():
+                call(order, key)
+    for call in (cpu.worth_refused, cpu.worth_settled, cpu.worth_note, cpu.worth_noted):
+        with refused():
+            call(lru)
     for window, top_k in ((HALF, HALF), (0, 1), (1, 0), (-1, 1)):
         with refused():
             cpu.importance(1, 4, window, top_k, 0.5, *[at(numbers)] * 7)

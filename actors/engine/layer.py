@@ -203,7 +203,7 @@ class Placer:
             without `plan`.
         keep: residents that are evicted last.
         hot_per_layer: experts of each layer in the hot set; None: no fixed number.
-        hooks: what it adds to each layer's step.
+        hooks: what it adds to each layer's step; those ahead only where it plans.
     """
 
     may_be_local = local = True
@@ -281,15 +281,19 @@ class MoeLayer:
         self._view: Any = None  # of the pass in a native call, where Python has rerouted it
 
     def _leave_hooks(self, native: NativeRun) -> None:
-        """Have native code reroute if it can, and prefetch or free slots, or call the hooks that do."""
-        hooks = self.hooks
+        """Have native code reroute if it can, and prefetch or free slots, or call the hooks that do.
+
+        The placer's own hooks are for passes that it plans, which native code does not run.
+        """
+        hooks, own = self.hooks, self.placer.hooks.ahead
+        others = [hook for hook in hooks.ahead if hook not in own]
         rules = [rule for hook in hooks.reroute if (rule := hook.native(self.index)) is not None]
-        ahead = [found for hook in hooks.ahead if (found := hook.native(self.index)) is not None]
+        ahead = [found for hook in others if (found := hook.native(self.index)) is not None]
         self._reroutes = not len(rules) == len(hooks.reroute) < 2
         # what frees slots reads the routing as the model picked it
-        if len(ahead) == len(hooks.ahead) == 1 and (not self._reroutes or ahead[0].source is not None):
+        if len(ahead) == len(others) == 1 and (not self._reroutes or ahead[0].source is not None):
             native.look_ahead(ahead[0])
-        elif hooks.ahead:
+        elif others:
             native.call(self._look_ahead)
         if rules and not self._reroutes:
             native.reroute(rules[0])

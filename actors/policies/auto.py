@@ -279,10 +279,10 @@ class Auto:
         """Start from counts [L, E] of other requests' `tokens` tokens, such as those of earlier runs."""
         self._native.popularity(self._planner, np.ascontiguousarray(counts, np.int64), tokens, self.top_k, batch)
 
-    def victims(self, layer: int, count: int) -> list[int]:
-        """Keys of the residents of a layer that are worth least, least first."""
-        found: list[int] = self._native.victims(self._planner, layer, count)
-        return found
+    @property
+    def worths(self) -> NDArray[np.float64]:
+        """V of each expert [L, E], as further calls change it; not to be written."""
+        return np.asarray(_Values(self._native.values(self._planner), (self.layers, self.experts), self._planner))
 
     def admit(self, key: int) -> tuple[bool, int | None]:
         """Whether an expert that is here or arrives takes a slot, and whose; None: a free one. Ask after `used`."""
@@ -316,6 +316,15 @@ class Auto:
     def error(self) -> float:
         """Mean difference of predicted and seen layer time, as a share of the time; over about 1,000 layers."""
         return float(self._native.error(self._planner))
+
+
+class _Values:
+    """An array in a planner's memory, which the array keeps alive."""
+
+    def __init__(self, address: int, shape: tuple[int, int], planner: object) -> None:
+        self.planner = planner
+        kind = np.dtype(np.float64).str
+        self.__array_interface__ = {"data": (address, True), "shape": shape, "typestr": kind, "version": 3}
 
 
 class Faster:

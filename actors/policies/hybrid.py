@@ -36,6 +36,7 @@ class HybridRule(ABC):
     Attributes:
         Options: of the placement.
         keeps_prompt: False: a prompt's most used experts do not stay for its sake.
+        worths: what each expert is worth [L, E], for eviction `worth`; all the same here.
         costs, workers, states: as `Auto` has them, given by `start`.
     """
 
@@ -48,6 +49,7 @@ class HybridRule(ABC):
 
     def __init__(self, layers: int, experts: int, top_k: int) -> None:
         self.layers, self.experts, self.top_k = layers, experts, top_k
+        self.worths = np.zeros((layers, experts))
         self._expected_s, self._error = 0.0, 0.0
 
     def start(self, costs: Costs, workers: int, states: NDArray[np.uint8]) -> HybridRule:
@@ -122,11 +124,6 @@ class HybridRule(ABC):
 
     def prompt_end(self, counts: Any, tokens: int, requests: int, batch: int) -> None:
         return None
-
-    def victims(self, layer: int, count: int) -> list[int]:
-        """Keys of the residents of a layer that go first; asked by eviction `worth`."""
-        base = layer * self.experts
-        return [base + e for e in (self.states[layer] == _HERE).nonzero()[0].tolist()][:count]
 
     def admit(self, key: int) -> tuple[bool, int | None]:
         """Whatever is loaded takes a slot."""
@@ -250,7 +247,6 @@ class HybriMoe(HybridRule):
     def __init__(self, layers: int, experts: int, top_k: int, alpha: float = 0.5, ahead: int = 3) -> None:
         super().__init__(layers, experts, top_k)
         self._alpha, self.ahead = alpha, ahead
-        self._score = np.zeros((layers, experts))
         self._coming: dict[int, tuple[list[int], list[int]]] = {}  # by layer: experts, and rows of each
 
     def scored(self, layer: int, logits: NDArray[np.floating]) -> None:
@@ -258,7 +254,7 @@ class HybriMoe(HybridRule):
         shares = softmax(logits)
         few = self.experts - min(2 * self.top_k, self.experts)
         np.put_along_axis(shares, np.argsort(shares, axis=1, kind="stable")[:, :few], 0.0, axis=1)
-        self._score[layer] += self._alpha * (shares.mean(axis=0) - self._score[layer])
+        self.worths[layer] += self._alpha * (shares.mean(axis=0) - self.worths[layer])
 
     def foreseen(self, layer: int, logits: NDArray[np.floating]) -> None:
         """The logits [T, E] of a later layer's router on that layer's input."""
@@ -305,7 +301,3 @@ class HybriMoe(HybridRule):
                     if gain_s > 0:
                         found.append(Wanted(later * self.experts + expert, None, gain_s, True))
         return sorted(found, key=lambda one: -one.worth_s)[:room]
-
-    def victims(self, layer: int, count: int) -> list[int]:
-        there, base = (self.states[layer] == _HERE).nonzero()[0], layer * self.experts
-        return (base + there[np.argsort(self._score[layer, there], kind="stable")][:count]).tolist()

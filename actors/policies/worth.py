@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .eviction import EvictionPolicy
 from .registry import PolicyContext, register
 
-Rank = Callable[[int, Collection[int]], Sequence[int]]  # (layer, keys of its residents) -> the same, first to go first
 
-
-@register("eviction", "worth")
-class WorthEviction(EvictionPolicy):
+class WorthOrder(EvictionPolicy):
     """Residents of least worth leave first; each layer has an equal share of the slots.
 
     Order: experts that were not admitted (`refuse`); if the layer at work holds its share or more, its residents by
     worth; then of the layers above their share, the fullest first, what exceeds it; then all others, layer by layer.
-    Worth is that of the placer (`bind`); without one a layer's residents leave by last use.
-
-    State: the residents of each layer by last use, and those refused. O(1) per key, `victims` O(L log L + residents of
-    the layers that it looks at, and their ranking).
+    Worth is what the placer gives (`bind`), ties by key; in layers that the prompts of this forward have used, their
+    uses (`prompt`), ties by last use. Without `bind` a layer's residents leave by last use.
 
     Attributes:
         layer: the layer at work, whose routing is known, or for which a copy is to be made.
-        refused: residents that leave before all others.
-        noted: the keys of each call of `used`; None: they are not noted.
     """
 
     per_layer = False
+    layer: int
+
+    @property
+    @abstractmethod
+    def refused(self) -> Collection[int]:
+        """Residents that leave before all others, in this order."""
+
+    @abstractmethod
+    def bind(self, slots: int, worths: NDArray[np.float64]) -> None:
+        """The slots of all layers together, and what each expert is worth [L, E], which may change from now on."""
+
+    @abstractmethod
+    def prompt(self, uses: NDArray[np.int64] | None) -> None:
+        """Uses of each expert by the prompts that run now [L, E], which may change from now on; None: none runs."""
+
+    @abstractmethod
+    def refuse(self, key: int) -> None:
+        """This resident is of less worth than all others."""
+
+    @abstractmethod
+    def admit(self, key: int) -> None:
+        """Undo `refuse`."""
+
+    @abstractmethod
+    def settled(self) -> frozenset[int]:
+        """The residents of the other layers, of each those of greatest worth that are within its share."""
+
+
+@register("eviction", "worth")
+class WorthEviction(WorthOrder):
+    """`WorthOrder` in Python: the reference of the native order, and the order of caches without native loads.
+
+    State: the residents of each layer by last use, and those refused. O(1) per key, `victims` O(L log L + residents of
+    the layers that it looks at, and their ranking).
+    """
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> WorthEviction:
@@ -38,22 +70,25 @@ class WorthEviction(EvictionPolicy):
         self._experts = experts
         self._held: list[dict[int, None]] = [{} for _ in range(layers)]
         self._share = 0
-        self._rank: Rank = _by_use
+        self._worths: NDArray[np.float64] | None = None
+        self._uses: NDArray[np.int64] | None = None
+        self._refused: dict[int, None] = {}
         self.layer = 0
-        self.refused: dict[int, None] = {}
-        self.noted: list[Sequence[int]] | None = None
 
-    def bind(self, slots: int, rank: Rank) -> None:
-        """The slots of all layers together, and the worth of their residents."""
-        self._share, self._rank = slots // len(self._held), rank
+    @property
+    def refused(self) -> Collection[int]:
+        return self._refused.keys()
+
+    def bind(self, slots: int, worths: NDArray[np.float64]) -> None:
+        self._share, self._worths = slots // len(self._held), worths
+
+    def prompt(self, uses: NDArray[np.int64] | None) -> None:
+        self._uses = uses
 
     def admitted(self, key: int) -> None:
         self._held[key // self._experts][key] = None
 
     def used(self, keys: Iterable[int]) -> None:
-        if self.noted is not None:
-            keys = list(keys)
-            self.noted.append(keys)
         for key in keys:
             held = self._held[key // self._experts]
             del held[key]
@@ -61,23 +96,20 @@ class WorthEviction(EvictionPolicy):
 
     def removed(self, key: int) -> None:
         del self._held[key // self._experts][key]
-        self.refused.pop(key, None)
+        self._refused.pop(key, None)
 
     def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
         if keys:
             self.layer = keys[0] // self._experts
 
     def refuse(self, key: int) -> None:
-        """This resident is of less worth than all others."""
         if key in self._held[key // self._experts]:
-            self.refused[key] = None
+            self._refused[key] = None
 
     def admit(self, key: int) -> None:
-        """Undo `refuse`."""
-        self.refused.pop(key, None)
+        self._refused.pop(key, None)
 
     def settled(self) -> frozenset[int]:
-        """The residents of the other layers, of each those of greatest worth that are within its share."""
         found = list[int]()
         for layer, held in enumerate(self._held):
             if layer != self.layer:
@@ -87,7 +119,7 @@ class WorthEviction(EvictionPolicy):
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         if count <= 0:
             return []
-        out = [key for key in self.refused if evictable(key)][:count]
+        out = [key for key in self._refused if evictable(key)][:count]
         held, share, now = self._held, self._share, self.layer
         if len(out) < count and len(held[now]) >= share:
             out += self._least(now, count - len(out), evictable, ())
@@ -106,9 +138,17 @@ class WorthEviction(EvictionPolicy):
         self, layer: int, count: int, evictable: Callable[[int], bool], taken: Collection[int]
     ) -> list[int]:
         """The first `count` of a layer's residents to go, without those refused and `taken`."""
-        there = [key for key in self._held[layer] if key not in self.refused and key not in taken and evictable(key)]
-        return list(self._rank(layer, there)[:count])
+        held, refused = self._held[layer], self._refused
+        there = [key for key in held if key not in refused and key not in taken and evictable(key)]
+        return self._rank(layer, there)[:count]
 
-
-def _by_use(layer: int, keys: Collection[int]) -> Sequence[int]:
-    return list(keys)
+    def _rank(self, layer: int, keys: Iterable[int]) -> list[int]:
+        """Residents of a layer, given by last use: those of least worth first."""
+        base = layer * self._experts
+        if self._uses is not None and self._uses[layer].any():
+            uses = self._uses[layer]
+            return sorted(keys, key=lambda key: uses[key - base])
+        if self._worths is None:
+            return list(keys)
+        worths = self._worths[layer]
+        return sorted(keys, key=lambda key: (worths[key - base], key))

@@ -78,7 +78,7 @@ PyObject* order(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (PyErr_Occurred()) return nullptr;
     const auto of = static_cast<Order::Kind>(kind);
     const bool fits = !importance || (importance->layers == layers && importance->experts == experts);
-    if (kind < 0 || kind > static_cast<int>(Order::Kind::importance) || layers < 1 || experts < 1 || !fits ||
+    if (kind < 0 || kind > static_cast<int>(Order::Kind::worth) || layers < 1 || experts < 1 || !fits ||
         (of == Order::Kind::map) != (probabilities != nullptr) || (of == Order::Kind::importance) != (importance != nullptr)) {
         refuse("there is no such order", kind);
         return nullptr;
@@ -134,6 +134,99 @@ PyObject* order_first(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Order* of = order_of(args[0]);
     const long long wanted = of ? PyLong_AsLongLong(args[1]) : 0;
     return !of || PyErr_Occurred() ? nullptr : list_of(of->first(wanted, nullptr));
+}
+
+// The order `worth` of a capsule; null: an exception is set.
+Worth* worth_of(PyObject* capsule) {
+    const Order* of = order_of(capsule);
+    if (of && !of->worth()) refuse("the order is not by worth, and has so many experts", of->keys());
+    return of ? of->worth() : nullptr;
+}
+
+bool check_key(PyObject* capsule, PyObject* given, std::int64_t& key) {
+    const Order* of = worth_of(capsule) ? order_of(capsule) : nullptr;
+    key = of ? PyLong_AsLongLong(given) : 0;
+    if (!of || PyErr_Occurred()) return false;
+    return (key >= 0 && key < of->keys()) || refuse("there is no such expert", key);
+}
+
+// worth_bind(order, share, worth: address of float64 [keys] or 0); it outlives the order or the next call
+PyObject* worth_bind(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 3)) return nullptr;
+    Worth* of = worth_of(args[0]);
+    if (!of) return nullptr;
+    const long long share = PyLong_AsLongLong(args[1]);
+    const auto* worth = address<const double>(args[2]);
+    if (PyErr_Occurred()) return nullptr;
+    if (share < 0 || share > kMostKeys) {
+        refuse("a share of the slots is 0 or more, not", share);
+        return nullptr;
+    }
+    of->bind(share, worth);
+    Py_RETURN_NONE;
+}
+
+// worth_prompt(order, uses: address of int64 [keys] or 0); it outlives the order or the next call
+PyObject* worth_prompt(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 2)) return nullptr;
+    Worth* of = worth_of(args[0]);
+    const auto* uses = of ? address<const std::int64_t>(args[1]) : nullptr;
+    if (!of || PyErr_Occurred()) return nullptr;
+    of->prompt(uses);
+    Py_RETURN_NONE;
+}
+
+// worth_refuse(order, key), worth_admit(order, key)
+PyObject* worth_refuse(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    std::int64_t key;
+    if (!expect(count, 2) || !check_key(args[0], args[1], key)) return nullptr;
+    worth_of(args[0])->refuse(key);
+    Py_RETURN_NONE;
+}
+PyObject* worth_admit(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    std::int64_t key;
+    if (!expect(count, 2) || !check_key(args[0], args[1], key)) return nullptr;
+    worth_of(args[0])->readmit(key);
+    Py_RETURN_NONE;
+}
+
+// worth_refused(order), worth_settled(order) -> list of keys
+PyObject* worth_refused(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    const Worth* of = expect(count, 1) ? worth_of(args[0]) : nullptr;
+    return of ? list_of(of->refused()) : nullptr;
+}
+PyObject* worth_settled(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    const Worth* of = expect(count, 1) ? worth_of(args[0]) : nullptr;
+    return of ? list_of(of->settled()) : nullptr;
+}
+
+// worth_note(order): note what passes use from now on
+PyObject* worth_note(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Worth* of = expect(count, 1) ? worth_of(args[0]) : nullptr;
+    if (!of) return nullptr;
+    of->note();
+    Py_RETURN_NONE;
+}
+
+// worth_noted(order) -> list of (layer, int32 experts as bytes), layers in rising order; nothing is noted any more
+PyObject* worth_noted(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Worth* of = expect(count, 1) ? worth_of(args[0]) : nullptr;
+    PyObject* out = of ? PyList_New(0) : nullptr;
+    if (!out) return nullptr;
+    const auto noted = of->take_noted();
+    for (std::size_t layer = 0; layer < noted.size(); ++layer) {
+        if (noted[layer].empty()) continue;
+        PyObject* item = Py_BuildValue("(ny#)", static_cast<Py_ssize_t>(layer),
+                                       reinterpret_cast<const char*>(noted[layer].data()),
+                                       static_cast<Py_ssize_t>(noted[layer].size() * sizeof(std::int32_t)));
+        const int failed = item ? PyList_Append(out, item) : -1;
+        Py_XDECREF(item);
+        if (failed) {
+            Py_DECREF(out);
+            return nullptr;
+        }
+    }
+    return out;
 }
 
 bool read_arrays(PyObject* given, SlotArrays& of) {
@@ -377,6 +470,14 @@ PyMethodDef loads_methods[] = {
     {"order_used", fast(order_used), METH_FASTCALL, "A pass ran these experts."},
     {"order_routed", fast(order_routed), METH_FASTCALL, "A layer's routing is known."},
     {"order_first", fast(order_first), METH_FASTCALL, "Who goes first."},
+    {"worth_bind", fast(worth_bind), METH_FASTCALL, "What each expert is worth; see worth.hpp."},
+    {"worth_prompt", fast(worth_prompt), METH_FASTCALL, "Uses by the prompts that run now."},
+    {"worth_refuse", fast(worth_refuse), METH_FASTCALL, "A resident leaves before all others."},
+    {"worth_admit", fast(worth_admit), METH_FASTCALL, "It leaves by its worth again."},
+    {"worth_refused", fast(worth_refused), METH_FASTCALL, "Who leaves before all others."},
+    {"worth_settled", fast(worth_settled), METH_FASTCALL, "Residents of greatest worth within their layers' shares."},
+    {"worth_note", fast(worth_note), METH_FASTCALL, "Note what passes use."},
+    {"worth_noted", fast(worth_noted), METH_FASTCALL, "What they have used, by layer."},
     {"loads", fast(loads), METH_FASTCALL, "The slots of a cache and the copies into them; see loads.hpp."},
     {"loads_divide", fast(loads_divide), METH_FASTCALL, "Other slots of the same pool."},
     {"loads_give", fast(loads_give), METH_FASTCALL, "Take a copy over."},

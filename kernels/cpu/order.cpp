@@ -14,8 +14,10 @@ Order::Order(Kind kind, std::int64_t layers, std::int64_t experts, double least,
     : kind_(kind), layers_(layers), experts_(experts), least_(least), growth_(growth), probabilities_(probabilities),
       importance_(importance), own_held_(importance ? 0 : layers * experts), own_stamps_(own_held_.size()),
       picked_(kind == Kind::sweep ? layers * experts : 0), held_(importance ? importance->resident : own_held_.data()),
-      stamps_(importance ? importance->stamp : own_stamps_.data()), freq_(counts() ? layers * experts : 0),
-      credit_(freq_.size()), next_(importance || counts() ? 0 : keys() + 1), previous_(next_.size()) {
+      stamps_(importance ? importance->stamp : own_stamps_.data()),
+      worth_(kind == Kind::worth ? std::make_unique<Worth>(layers, experts, held_, stamps_) : nullptr),
+      freq_(counts() ? layers * experts : 0), credit_(freq_.size()),
+      next_(importance || counts() || worth_ ? 0 : keys() + 1), previous_(next_.size()) {
     std::iota(next_.begin(), next_.end(), 0);
     std::iota(previous_.begin(), previous_.end(), 0);
 }
@@ -37,6 +39,7 @@ void Order::join_last(std::int64_t key) {
 }
 
 void Order::admitted(std::int64_t key) {
+    if (worth_ && !held_[key]) worth_->admitted(key);
     held_[key] = 1;
     stamps_[key] = ++clock_;
     join_last(key);
@@ -46,6 +49,7 @@ void Order::admitted(std::int64_t key) {
 }
 
 void Order::removed(std::int64_t key) {
+    if (worth_ && held_[key]) worth_->removed(key);
     held_[key] = 0;
     leave(key);
     if (!counts()) return;
@@ -61,6 +65,7 @@ void Order::used(const std::vector<std::int64_t>& keys) {
         freq_[key] += unit_ - credit_[key];
         credit_[key] = 0.0;
     }
+    if (worth_) worth_->used(keys);
     unit_ *= growth_;
     if (unit_ <= kRescaleAt) return;
     for (auto* counts : {&freq_, &credit_})
@@ -69,6 +74,7 @@ void Order::used(const std::vector<std::int64_t>& keys) {
 }
 
 void Order::routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts) {
+    if (worth_ && !keys.empty()) worth_->routed(keys[0] / experts_);
     if (kind_ != Kind::sweep) return;
     now_ = -1;
     if (keys.empty() || static_cast<double>(keys.size()) < least_) return;
@@ -96,6 +102,7 @@ std::vector<std::int64_t> Order::first(std::int64_t count, const std::uint8_t* m
     };
     std::vector<std::int64_t> keys;
     if (count <= 0) return keys;
+    if (worth_) return worth_->first(count, may);
     if (importance_) {
         const std::int64_t found = importance_lowest(*importance_, count, may);
         return {importance_->order.begin(), importance_->order.begin() + found};

@@ -1,18 +1,20 @@
-// The order of eviction of `policies.eviction.Lru`, `SweepLru` and `Lfu`, `fmoe.ExpertMapEviction` and
-// `activeevict.ImportanceEviction`, whose decisions these are to the last expert: by rising value, then by last use or
-// admission. What the last two are told of predictions is in the policies' arrays.
+// The order of eviction of `policies.eviction.Lru`, `SweepLru` and `Lfu`, `fmoe.ExpertMapEviction`,
+// `activeevict.ImportanceEviction` and `worth.WorthEviction`, whose decisions these are to the last expert: by rising value,
+// then by last use or admission. What the last three are told of predictions and worth is in the policies' arrays.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "importance.hpp"
+#include "worth.hpp"
 
 namespace tiermoe {
 
 class Order {
  public:
-    enum class Kind { lru, sweep, lfu, map, importance };
+    enum class Kind { lru, sweep, lfu, map, importance, worth };
     // sweep: a layer that needs `least` experts sweeps. growth: what a use counts more than one a pass earlier (lfu, map).
     // probabilities: of a map [keys]; importance: the state; both outlive the order.
     Order(Kind kind, std::int64_t layers, std::int64_t experts, double least, double growth,
@@ -21,6 +23,7 @@ class Order {
 
     std::int64_t keys() const { return layers_ * experts_; }
     Importance* importance() const { return importance_; }  // null: of another kind
+    Worth* worth() const { return worth_.get(); }            // null: of another kind
     bool holds(std::int64_t key) const { return held_[key] != 0; }
     // An expert got a slot.
     void admitted(std::int64_t key);
@@ -50,6 +53,7 @@ class Order {
     std::vector<std::int64_t> own_stamps_, picked_;
     std::uint8_t* held_;    // [keys], of importance_ where there is one
     std::int64_t* stamps_;  // [keys], as held_
+    std::unique_ptr<Worth> worth_;
     std::vector<double> freq_, credit_;  // uses, and what of them admission lent until the first use
     // Of lru and sweep the held keys by their stamps, a ring through keys(); a key that is not held is a ring of its own.
     std::vector<std::int64_t> next_, previous_;

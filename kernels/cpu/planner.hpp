@@ -92,6 +92,7 @@ class Planner {
     const PlannerCosts& costs() const { return costs_; }
     const double* weights() const { return weights_; }
     double value(std::int32_t key) const { return value_[at(key)]; }
+    const double* values() const { return value_.data(); }  // V [L * E], as the next calls change it
     double saved_s(int layer) const { return saved_[at(layer)]; }
     int wanted_count() const { return released_; }
     const Wanted& wanted(int i) const { return wanted_[i]; }
@@ -355,20 +356,6 @@ class Planner {
             std::partial_sort(order_.begin(), order_.begin() + keep, order_.begin() + experts_, before);
             std::copy(order_.begin(), order_.begin() + keep, hot + static_cast<std::size_t>(l) * slots_);
         }
-    }
-
-    // The n residents of a layer that are worth least, least first, but for those of `keep`; how many there are.
-    int victims(int layer, int n, std::int32_t* out) {
-        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
-        int count = 0;
-        for (int e = 0; e < experts_; ++e)
-            if (states_[base + e] == kResident) order_[count++] = e;
-        n = std::min(n, count);
-        const double* v = &value_[base];
-        std::partial_sort(order_.begin(), order_.begin() + n, order_.begin() + count,
-                          [v](std::int32_t a, std::int32_t b) { return v[a] != v[b] ? v[a] < v[b] : a < b; });
-        for (int i = 0; i < n; ++i) out[i] = static_cast<std::int32_t>(base) + order_[i];
-        return n;
     }
 
     enum class Admission { free_slot, instead, refused };

@@ -210,19 +210,6 @@ PyObject* popularity(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// victims(planner, layer, n) -> keys
-PyObject* victims(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 3)) return nullptr;
-    Planner* planner = planner_of(args[0]);
-    if (!planner) return nullptr;
-    const long long layer = PyLong_AsLongLong(args[1]), n = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || !is_layer(*planner, layer)) return nullptr;
-    std::vector<std::int32_t> found(static_cast<std::size_t>(planner->experts()));
-    const long long most = std::min<long long>(std::max(0LL, n), planner->experts());
-    found.resize(static_cast<std::size_t>(planner->victims(static_cast<int>(layer), static_cast<int>(most), found.data())));
-    return list_of(std::vector<std::int64_t>(found.begin(), found.end()));
-}
-
 bool take_key(const Planner& planner, PyObject* given, long long& key) {
     key = PyLong_AsLongLong(given);
     if (PyErr_Occurred()) return false;
@@ -247,6 +234,12 @@ PyObject* worth(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!planner || !take_key(*planner, args[1], key)) return nullptr;
     return PyFloat_FromDouble(planner->value(static_cast<std::int32_t>(key)) *
                               planner->saved_s(static_cast<int>(key / planner->experts())));
+}
+
+// values(planner) -> address of V, float64 [L * E], which lives as long as the planner
+PyObject* values(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Planner* planner = expect(count, 1) ? planner_of(args[0]) : nullptr;
+    return planner ? PyLong_FromVoidPtr(const_cast<double*>(planner->values())) : nullptr;
 }
 
 // saw(planner, part, expected_s, seen_s)
@@ -357,9 +350,9 @@ PyMethodDef methods[] = {
     {"used", fast(used), METH_FASTCALL, "A layer has run."},
     {"prompt_end", fast(prompt_end), METH_FASTCALL, "Prompts have run: the experts to keep."},
     {"popularity", fast(popularity), METH_FASTCALL, "Popularity from elsewhere."},
-    {"victims", fast(victims), METH_FASTCALL, "A layer's residents of least worth."},
     {"admit", fast(admit), METH_FASTCALL, "Whether an expert takes a slot, and whose."},
     {"worth", fast(worth), METH_FASTCALL, "Seconds that keeping an expert is worth."},
+    {"values", fast(values), METH_FASTCALL, "Where V of each expert is."},
     {"saw", fast(saw), METH_FASTCALL, "Correct a part of the costs."},
     {"took", fast(took), METH_FASTCALL, "A layer's seen time."},
     {"filled", fast(filled), METH_FASTCALL, "A background copy of a miss has ended."},

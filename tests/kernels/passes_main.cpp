@@ -96,12 +96,22 @@ int check_whole(Order::Kind kind) {
     state.stamp = stamps.data();
     Order order(kind, kLayers, kExperts, 2, kind == Order::Kind::lfu ? 1e100 : 1.0, predicted.data(),
                 important ? &state : nullptr);
+    std::vector<std::int64_t> asked(kKeys);  // by prompts
+    if (Worth* worth = order.worth()) worth->bind(kSlots / kLayers, predicted.data()), worth->note();
     Link link(0.0, 0.0);
     Loads loads(&link, memory.arrays(), kExperts, memory.parts(kNeurons), {}, &counts, &order);
     int wrong = 0;
     for (int step = 0; step < 400; ++step) {
         const std::int64_t layer = step % kLayers;
         std::vector<std::int64_t> keys = some(kExperts, kTop), needed(kExperts), missing;
+        if (Worth* worth = order.worth()) {
+            for (std::int64_t key : some(kKeys, 3)) predicted[key] = step % 7 ? 0.1 * static_cast<double>(key) : NAN, ++asked[key];
+            worth->prompt(step % 3 ? asked.data() : nullptr);
+            for (std::int64_t key : some(kKeys, 3)) worth->refuse(key);
+            for (std::int64_t key : some(kKeys, 2)) worth->readmit(key);
+            for (std::int64_t key : worth->settled()) wrong += !order.holds(key) || key / kExperts == (step + kLayers - 1) % kLayers;
+            for (std::int64_t key : worth->refused()) wrong += !order.holds(key);
+        }
         for (std::int64_t& key : keys) {
             needed[key] = 1;
             key += layer * kExperts;
@@ -134,6 +144,10 @@ int check_whole(Order::Kind kind) {
         }
         for (std::int64_t key : keys)
             if (loads.pinned(key)) loads.unpin(key);
+    }
+    if (Worth* worth = order.worth()) {
+        for (const auto& layer : worth->take_noted()) wrong += layer.empty();
+        wrong += order.first(kKeys, nullptr).size() != static_cast<std::size_t>(kSlots - loads.free_slots());
     }
     for (std::int64_t key = 0; key < kKeys; ++key) wrong += order.holds(key) != (loads.state(key) != SlotState::absent);
     return wrong + (outcomes[Counts::kOutcomes + Counts::queued] == 0);
@@ -220,7 +234,7 @@ int main(int argc, char** argv) {
     const bool overrun = argc > 1 && !std::strcmp(argv[1], "overrun");
     int wrong = check_split(3, 7, overrun, false) + check_split(1, 2, false, false) + check_split(3, 7, false, true);
     for (Order::Kind kind : {Order::Kind::lru, Order::Kind::sweep, Order::Kind::lfu, Order::Kind::map,
-                             Order::Kind::importance})
+                             Order::Kind::importance, Order::Kind::worth})
         wrong += check_whole(kind);
     std::printf("checked passes, %d wrong\n", wrong);
     return wrong != 0;

@@ -47,7 +47,7 @@ NEURONS = ("neuron_avx2.cpp", "neuron_avx512.cpp", "neuron_portable.cpp", "neuro
 FORMS = ("forms.cpp", "forms_avx2.cpp", "forms_avx512.cpp", "forms_portable.cpp", "threads.cpp")
 PASSES = (
     "dense.cpp", "expert_ffn.cpp", "importance.cpp", "link.cpp", "loads.cpp", "order.cpp", "split.cpp",
-    "split_order.cpp", "threads.cpp",
+    "split_order.cpp", "threads.cpp", "worth.cpp",
 )  # fmt: skip
 PROGRAMS = {
     "experts": Program("expert", CPU, ("expert_ffn.cpp",)),

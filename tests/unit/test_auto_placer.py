@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from cache_rigs import BIASED, EXPERTS, KEYS, LAYERS, SHAPE, GatedDevice, LayerWeights, SlotPool
+from hypothesis import given
+from hypothesis import strategies as st
 from native_rigs import Stack
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.native_order import NativeWorth
 from tiermoe.actors.engine.host_view import Routing
 from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.engine.peers.auto import SOURCE, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.auto import Action, Costs, LayerPlan, Part, Wanted
+from tiermoe.actors.policies.auto import Action, Auto, Costs, LayerPlan, Part, Wanted
 from tiermoe.actors.policies.plan import Remote
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.worth import WorthEviction
+from tiermoe.kernels import _cpu, _planner
 
 COSTS = Costs(1.0, 0.1, 0.01, 0.2, 0.3, 4.0, 0.05, 0.5)
 TIMEOUT_S = 30
+CALLS = ["come", "come", "come", "leave", "use", "route", "refuse", "admit", "bind", "prompt"]  # of an order
 
 
 class Scripted:
@@ -35,7 +40,7 @@ class Scripted:
     def __init__(self) -> None:
         self.actions: dict[int, Action] = {}  # by expert; others: load
         self.wanted: list[Wanted] = []
-        self.worth: dict[int, float] = {}
+        self.worths = np.zeros((LAYERS, EXPERTS))
         self.admits: dict[int, tuple[bool, int | None]] = {}
         self.told: list[Any] = []
 
@@ -54,9 +59,6 @@ class Scripted:
 
     def prompt_end(self, counts: Any, tokens: int, requests: int, batch: int) -> None:
         self.told.append(("prompt_end", counts.tolist(), tokens, requests, batch))
-
-    def victims(self, layer: int, count: int) -> list[int]:
-        return sorted(range(layer * EXPERTS, (layer + 1) * EXPERTS), key=lambda key: self.worth.get(key, 0.0))
 
     def admit(self, key: int) -> tuple[bool, int | None]:
         return self.admits.get(key, (True, None))
@@ -203,7 +205,7 @@ def test_what_was_loaded_and_not_admitted_leaves_first(rig: Rig) -> None:
     rig.begin(("a", 1, True))
     for layer in range(LAYERS):
         rig.layer(layer, [0, 1])
-    rig.planner.worth = {0: 1.0, 1: 2.0}
+    rig.planner.worths[0, :2] = 1.0, 2.0
     rig.planner.admits = {2: (False, None), 3: (True, 1)}
     rig.layer(0, [2])  # in the place of 0, the least of the layer's own
     assert (rig.resident(), list(rig.order.refused)) == ({1, 2, 4, 5, 8, 9}, [2])
@@ -225,7 +227,7 @@ def test_after_a_prompt_what_it_used_most_stays(rig: Rig) -> None:
 
 def test_a_planner_that_does_not_keep_prompts_ranks_during_them_too(rig: Rig) -> None:
     rig.planner.keeps_prompt = False
-    rig.planner.worth = {0: 3.0, 2: 2.0}
+    rig.planner.worths[0] = 3.0, 0.0, 2.0, 0.0
     rig.begin(("a", 4, False))
     for layer in range(LAYERS):
         rig.layer(layer, [0, 1], [0, 1], [1, 0], [1, 2])  # 1 four times, 0 three times
@@ -295,7 +297,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     """Before, every layer of auto ran on the page in Python: on the default model 27 ms a token, on-demand 15."""
     native, python = Stack(6, "worth"), Stack(6, "worth").in_python()
     cache, planner, rng = native.cache, Scripted(), np.random.default_rng(3)
-    order: Any = cache.policy
+    order: Any = cache.eviction
     placer = AutoPlacer(cache, EXPERTS, None, None, order, lambda: COSTS, lambda *given: planner)
     placer.preload()
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
@@ -317,7 +319,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
         cache.check_integrity()
     placer.begin_forward([])
     assert 8 <= local < 40
-    assert native.planned > local * LAYERS // 2  # the others had no miss
+    assert native.planned == local * LAYERS  # each in one call
     assert [(layer, sorted(ids)) for what, layer, ids in [one for one in planner.told if one[0] == "used"]] == used
     assert len([one for one in planner.told if one[0] == "plan"]) == (40 - local) * LAYERS
     native.cache.close(), python.cache.close()
@@ -328,7 +330,7 @@ def test_worth_orders_by_refusal_share_and_rank() -> None:
     order = WorthEviction(2, 4)  # keys 0-3 and 4-7
     for key in (0, 1, 2, 3, 4, 5):
         order.admitted(key)
-    order.bind(6, lambda layer, keys: sorted(keys, reverse=True))
+    order.bind(6, np.array([[4.0, 3.0, 2.0, 1.0]] * 2))  # the last key is worth least
     order.routed([4], [1], 1)  # layer 1 holds less than its share of three
     assert order.victims(6, lambda key: True) == [3, 2, 1, 0, 5, 4]
     order.refuse(1)
@@ -341,3 +343,109 @@ def test_worth_orders_by_refusal_share_and_rank() -> None:
     order.admit(1)
     order.removed(3)
     assert order.victims(3, lambda key: True) == [2, 1, 0]
+
+
+@given(data=st.data())
+def test_the_native_order_by_worth_is_the_policy(data: st.DataObject) -> None:
+    """The same victims, refused and settled residents after any calls, and what was used is noted."""
+    layers, experts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    policy, native, keys = WorthEviction(layers, experts), NativeWorth(layers, experts), layers * experts
+    few = st.floats(0.0, 3.0).map(round)  # with ties
+    held, noted = set[int](), [set[int]() for _ in range(layers)]
+    native.note()
+    for _ in range(data.draw(st.integers(0, 30))):
+        call, key = data.draw(st.sampled_from(CALLS)), data.draw(st.integers(0, keys - 1))
+        for order in (policy, native):
+            if call == "come" and key not in held:
+                order.admitted(key)
+            elif call == "leave" and key in held:
+                order.removed(key)
+            elif call == "use" and key in held:
+                order.used([key])
+            elif call == "route":
+                order.routed([key], [1], 1)
+            elif call == "refuse":
+                order.refuse(key)
+            elif call == "admit":
+                order.admit(key)
+        if call in ("bind", "prompt"):
+            numbers = np.array(data.draw(st.lists(few, min_size=keys, max_size=keys))).reshape(layers, experts)
+            slots, runs = data.draw(st.integers(0, keys)), data.draw(st.booleans())
+            for order in (policy, native):
+                if call == "bind":
+                    order.bind(slots, numbers.astype(np.float64))
+                else:
+                    order.prompt(numbers.astype(np.int64) if runs else None)
+        if call == "use" and key in held:
+            noted[key // experts].add(key % experts)
+        held = held | {key} if call == "come" else held - {key} if call == "leave" else held
+        mask = data.draw(st.integers(0, 2**keys - 1))
+        count = data.draw(st.integers(-1, keys + 1))
+        want = policy.victims(count, lambda key, mask=mask: bool(mask >> key & 1))  # type: ignore[misc]
+        assert native.victims(count, lambda key, mask=mask: bool(mask >> key & 1)) == want  # type: ignore[misc]
+        assert list(native.refused) == list(policy.refused)
+        assert native.settled() == policy.settled()
+        assert native.layer == policy.layer
+    assert [(layer, set(found.tolist())) for layer, found in native.noted()] == [
+        (layer, found) for layer, found in enumerate(noted) if found
+    ]
+    assert native.noted() == []
+
+
+def test_a_native_order_refuses_other_arrays_and_keys() -> None:
+    order = NativeWorth(2, 3)
+    for worths in (np.zeros((3, 2)), np.zeros((2, 3), np.float32), np.zeros((2, 6))[:, ::2]):
+        with pytest.raises(ValueError, match="in one piece"):
+            order.bind(2, worths)
+    for key in (-1, 6):
+        with pytest.raises(ValueError, match="no such expert"):
+            order.refuse(key)
+    with pytest.raises(ValueError, match="not by worth"):
+        _cpu.worth_settled(_cpu.order(0, 2, 3, 0.0, 1.0, 0, None))
+
+
+def test_worth_that_is_no_number_leaves_first() -> None:
+    order = NativeWorth(1, 4)
+    for key in range(4):
+        order.admitted(key)
+    order.bind(4, np.array([[1.0, np.nan, -np.inf, np.nan]]))
+    assert order.victims(4, lambda key: True) == [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("slots", [4, 7])
+def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
+    """One native call a layer: the outputs, loads and victims of the order in Python, whose planner hears the same."""
+    native, python = Stack(slots, "worth"), Stack(slots, "worth").in_python()
+    share, rng = slots // LAYERS, np.random.default_rng(slots)
+
+    def planner(*_: Any) -> Auto:
+        return Auto(_planner, LAYERS, EXPERTS, 2, share, COSTS, 0, np.zeros((LAYERS, EXPERTS), np.uint8))
+
+    placer = AutoPlacer(native.cache, EXPERTS, None, None, cast(Any, native.cache.eviction), lambda: COSTS, planner)
+    placer._faster.choose = lambda rows: 1  # type: ignore[method-assign]
+    placer.preload()
+    reference = planner()
+    cast(WorthEviction, python.cache.eviction).bind(slots, reference.worths)
+    backend, kernel = native.layers[0].backend, native.layers[0].kernel
+    layers = [MoeLayer(i, EXPERTS, native.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
+    assert all(layer.joins for layer in layers)
+    told = list[tuple[int, Any]]()
+    for _ in range(60):
+        native.cache.begin_forward(True), python.cache.begin_forward(True)
+        placer.begin_forward(cast(Any, [SimpleNamespace(name="a", start=0, stop=1, decode=True)]))
+        for index, used in told:
+            reference.used(index, used)
+        told.clear()
+        assert placer.local
+        assert placer.planner is not None
+        assert np.array_equal(placer.planner.worths, reference.worths)
+        for index, layer in enumerate(layers):
+            picked = rng.choice(EXPERTS, 2, replace=False, p=[0.45, 0.3, 0.15, 0.1])
+            ids = torch.from_numpy(picked.reshape(1, 2).copy())
+            inputs = torch.randn(1, SHAPE.hidden), ids, torch.rand(1, 2)
+            assert torch.equal(layer.forward(*inputs), python.layers[index].forward(*inputs))
+            native.settle(), python.settle()
+            told.append((index, picked.astype(np.int32)))
+        assert native.known() == python.known()
+    assert native.stats.layers[0].misses > 10
+    native.cache.close(), python.cache.close()

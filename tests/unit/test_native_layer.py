@@ -138,7 +138,7 @@ def test_native_calls_are_the_step_in_python(policy: str, slots: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("policy", ["lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-decay"])
+@pytest.mark.parametrize("policy", ["lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "worth"])
 @pytest.mark.parametrize("slots", [EXPERTS, 9, KEYS - 2])
 def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: int) -> None:
     """The order of eviction, next-gate and its governor in native code: the same decisions as their references."""

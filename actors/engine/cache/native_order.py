@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ....kernels import _cpu
 from ....kernels.importance import NativeImportance, expect_map, lowest_products
@@ -14,9 +17,10 @@ from ...policies.fmoe import ExpertMapDecay, ExpertMapEviction
 from ...policies.moepic import Lcp
 from ...policies.registry import PolicyContext, PolicyOptions, policy_class
 from ...policies.slot_classes import make_eviction
+from ...policies.worth import WorthEviction, WorthOrder
 from .native_split import SplitOrder
 
-_LRU, _SWEEP, _LFU, _MAP, _IMPORTANCE = range(5)  # `Order::Kind`
+_LRU, _SWEEP, _LFU, _MAP, _IMPORTANCE, _WORTH = range(6)  # `Order::Kind`
 
 
 class NativeOrder(EvictionPolicy):
@@ -52,6 +56,68 @@ class NativeOrder(EvictionPolicy):
         return lowest_evictable(partial(_cpu.order_first, self.handle), count, evictable)
 
 
+class NativeWorth(NativeOrder, WorthOrder):
+    """`WorthOrder` in native code (`kernels/cpu/worth.hpp`), which notes what passes use for the planner to hear."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        super().__init__(_WORTH, layers, experts)
+        self._layers, self._experts, self._layer = layers, experts, 0
+        self._worths: NDArray[np.float64] | None = None  # both are read in place
+        self._uses: NDArray[np.int64] | None = None
+
+    @property
+    def layer(self) -> int:
+        return self._layer
+
+    @layer.setter
+    def layer(self, layer: int) -> None:
+        self.routed((layer * self._experts,), (1,), 1)
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
+        if keys:
+            self._layer = keys[0] // self._experts
+        super().routed(keys, counts, tokens)
+
+    @property
+    def refused(self) -> Collection[int]:
+        return _cpu.worth_refused(self.handle)
+
+    def bind(self, slots: int, worths: NDArray[np.float64]) -> None:
+        """Raises ValueError: worths are not float64 [L, E], contiguous."""
+        _expect(worths, (self._layers, self._experts), np.dtype(np.float64))
+        _cpu.worth_bind(self.handle, slots // self._layers, worths.ctypes.data)
+        self._worths = worths
+
+    def prompt(self, uses: NDArray[np.int64] | None) -> None:
+        """Raises ValueError: uses are not int64 [L, E], contiguous."""
+        if uses is not None:
+            _expect(uses, (self._layers, self._experts), np.dtype(np.int64))
+        _cpu.worth_prompt(self.handle, 0 if uses is None else uses.ctypes.data)
+        self._uses = uses
+
+    def refuse(self, key: int) -> None:
+        _cpu.worth_refuse(self.handle, key)
+
+    def admit(self, key: int) -> None:
+        _cpu.worth_admit(self.handle, key)
+
+    def settled(self) -> frozenset[int]:
+        return frozenset(_cpu.worth_settled(self.handle))
+
+    def note(self) -> None:
+        """Note what passes use from now on."""
+        _cpu.worth_note(self.handle)
+
+    def noted(self) -> list[tuple[int, NDArray[np.int32]]]:
+        """The experts of each layer that were used since `note`, layers in rising order; noting ends."""
+        return [(layer, np.frombuffer(experts, np.int32)) for layer, experts in _cpu.worth_noted(self.handle)]
+
+
+def _expect(array: NDArray[np.generic], shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> None:
+    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{array.dtype} {array.shape} is not {dtype} {shape} in one piece")
+
+
 def fast_eviction(
     options: PolicyOptions, context: PolicyContext, *, split: bool, low_bit: bool, native: bool = True
 ) -> EvictionPolicy:
@@ -80,6 +146,8 @@ def native_order(policy: EvictionPolicy, layers: int, experts: int) -> NativeOrd
     if type(policy) in (ExpertMapEviction, ExpertMapDecay):
         assert isinstance(policy, ExpertMapEviction)
         return NativeOrder(_MAP, layers, experts, growth=policy.growth, maps=policy)
+    if type(policy) is WorthEviction:
+        return NativeWorth(layers, experts)
     if type(policy) is ImportanceEviction and isinstance(policy.state, NativeImportance):
         return NativeOrder(_IMPORTANCE, layers, experts, importance=policy.state)
     return None

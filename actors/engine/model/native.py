@@ -110,7 +110,9 @@ class Joined:
         """Run layers from `at` on: how many. inputs: hidden, ids, weights; out: [T, H]; last: of the last segment."""
         natives = self._from[at]
         layers = self.layers[at : at + len(natives)]
-        if not natives or any(layer.observers or "forward" in vars(layer) for layer in layers):
+        if not natives or not layers[0].placer.local:
+            return 0
+        if any(layer.observers or "forward" in vars(layer) for layer in layers):
             return 0
         cache, spent, ends = layers[0].cache, self.spent[at : at + len(natives)], at + len(natives) == len(self.layers)
         ahead = self._ahead(natives)

@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +30,8 @@ from ...policies.plan import LayerPlan, Remote
 from ...policies.registry import PolicyContext
 from ...policies.registry import make as make_policy
 from ...policies.residency import State
-from ...policies.worth import WorthEviction
+from ...policies.worth import WorthOrder
+from ..cache.native_order import NativeWorth
 from ..host_view import LayerView, Routing
 from ..layer import Hooks
 from ..stats import PlannerStats
@@ -61,6 +62,9 @@ class Planner(Protocol):
     @property
     def costs(self) -> Costs: ...
 
+    @property
+    def worths(self) -> NDArray[np.float64]: ...
+
     def plan(
         self, layer: int, needed: Any, rows: Any, now_s: float, link_free_s: float, flight_keys: Any, arrival_s: Any,
         prompt_tokens: int,
@@ -69,8 +73,6 @@ class Planner(Protocol):
     def used(self, layer: int, needed: Any) -> None: ...
 
     def prompt_end(self, counts: Any, tokens: int, requests: int, batch: int) -> Any: ...
-
-    def victims(self, layer: int, count: int) -> list[int]: ...
 
     def admit(self, key: int) -> tuple[bool, int | None]: ...
 
@@ -153,7 +155,7 @@ class AutoPlacer(PeerPlacer):
 
     def __init__(
         self, cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool | None,
-        order: WorthEviction | None, probe: Callable[[], Costs], make: MakePlanner, score: Score | None = None,
+        order: WorthOrder | None, probe: Callable[[], Costs], make: MakePlanner, score: Score | None = None,
         reader: ScoreReader | None = None,
     ) -> None:  # fmt: skip
         super().__init__(cache, experts, shards)
@@ -177,7 +179,9 @@ class AutoPlacer(PeerPlacer):
         self._filling: set[int] = set()  # background copies under way
         self._link_free_s = 0.0
         self._ended_s, self._gaps = 0.0, list[float]()  # the last layer's end; seconds between layers of a decode
-        self.may_be_local = order is not None and shards is None and cache.native is not None
+        # the order, which notes what local forwards use; None: there are none
+        self._notes = order if isinstance(order, NativeWorth) and shards is None else None
+        self.may_be_local = self._notes is not None and cache.native is not None and cache.native.orders
         self._faster = Faster()
         self._began: tuple[int, float] | None = None  # rows and start of the last forward, if all of it decoded
         self.planner: Planner | None = None  # after `preload`
@@ -186,12 +190,12 @@ class AutoPlacer(PeerPlacer):
         if self._shards is not None:
             self._shards.place((), keep_others=True)()  # drop the placement of an earlier lead
         self._plan_by(self._probe())
-        if self._order is not None:
-            self._order.bind(self._cache.residency.slots, self._ranked)
 
     def _plan_by(self, costs: Costs) -> None:
         workers = 0 if self._pool is None else len(self._pool.members)
         self.planner = self._make(costs, workers, self._slots, self._states)
+        if self._order is not None:
+            self._order.bind(self._cache.residency.slots, self.planner.worths)
 
     # -- around forwards -----------------------------------------------------------------------------------------------
 
@@ -217,17 +221,16 @@ class AutoPlacer(PeerPlacer):
             if not s.decode:
                 self._prompt = self._counting.setdefault(s.name, np.zeros(self._states.shape, np.int64))
                 self._tokens[s.name] = self._tokens.get(s.name, 0) + s.stop - s.start
+        if self._order is not None:
+            self._order.prompt(self._prompt if planner.keeps_prompt else None)
         self._report(planner)
 
     def _choose_way(self, planner: Planner, sequences: Sequence[SequenceRows]) -> None:
         """Learn from the last forward, and choose whether the next one is local."""
-        order, now_s = self._order, self._clock()
-        if order is not None and order.noted is not None:
-            self._cache.count_passes()
-            for keys in order.noted:
-                layer = keys[0] // self._experts
-                planner.used(layer, np.array(keys, np.int32) - np.int32(layer * self._experts))
-            order.noted = None
+        notes, now_s = self._notes, self._clock()
+        if notes is not None and self.local:
+            for layer, experts in notes.noted():
+                planner.used(layer, experts)
         decodes = self.may_be_local and bool(sequences) and all(s.decode for s in sequences)
         if decodes and self._began is not None:
             self._faster.took(self._began[0], int(self.local), now_s - self._began[1])
@@ -235,8 +238,8 @@ class AutoPlacer(PeerPlacer):
         if decodes and (self._pool is None or self._pool.available):
             self._began = sequences[-1].stop, now_s
             self.local = self._faster.choose(sequences[-1].stop) == 1
-            if self.local and order is not None:
-                order.noted = []
+            if self.local and notes is not None:
+                notes.note()
                 self._ended_s = 0.0 if self._ended_s < math.inf else math.inf
 
     def end_sequence(self, name: str) -> None:
@@ -440,19 +443,6 @@ class AutoPlacer(PeerPlacer):
             order.admit(victim)
         return queued
 
-    def _ranked(self, layer: int, keys: Collection[int]) -> Sequence[int]:
-        """A layer's residents, those of least worth first: to the prompts that run now, else to the planner."""
-        base, prompt = layer * self._experts, self._prompt
-        assert self.planner is not None
-        if self.planner.keeps_prompt and prompt is not None and prompt[layer].any():
-            counts = prompt[layer]
-            return sorted(keys, key=lambda key: counts[key - base])
-        np.copyto(self._states[layer], self._held[base : base + self._experts])
-        least = self.planner.victims(layer, self._experts)
-        there = set(keys)
-        found = [key for key in least if key in there]
-        return [key for key in keys if key not in set(found)] + found  # copies under way go before what is here
-
     def _report(self, planner: Planner) -> None:
         costs = planner.costs
         self._cache.stats.planner = PlannerStats(
@@ -468,7 +458,7 @@ def make_auto(
 
     probe: the start costs, on an empty cache. score: for `PlacementOptions.scored`.
     """
-    order = cache.policy if isinstance(cache.policy, WorthEviction) else None
+    order = cache.eviction if isinstance(cache.eviction, WorthOrder) else None
     layers = len(cache.stats.layers)
     rule: HybridRule | None = make_policy("placement", options, PolicyContext(layers, experts, top_k))
 
