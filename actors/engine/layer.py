@@ -303,7 +303,7 @@ class MoeLayer:
         """What runs a pass in one call, perhaps with other layers' (`model.native.Joined`)."""
         native = self.native
         fits = native is not None and self._in_one and native.joins and not self._reroutes and not self.check
-        return native if fits else None
+        return native if fits and self.placer.may_be_local else None
 
     @property
     def stats(self) -> LayerStats:

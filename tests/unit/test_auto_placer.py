@@ -422,7 +422,7 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
         return Auto(_planner, LAYERS, EXPERTS, 2, share, COSTS, 0, np.zeros((LAYERS, EXPERTS), np.uint8))
 
     placer = AutoPlacer(native.cache, EXPERTS, None, None, cast(Any, native.cache.eviction), lambda: COSTS, planner)
-    placer._faster.choose = lambda rows: 1  # type: ignore[method-assign]
+    placer.faster.only = 1
     placer.preload()
     reference = planner()
     cast(WorthEviction, python.cache.eviction).bind(slots, reference.worths)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tiermoe.actors.engine.model.profile import PARTS, STEP_PARTS, HostPass, HostStep
+from tiermoe.actors.policies.auto import Faster
 from tiermoe.cluster.jobs.bench import command, micro_host
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report
 from tiermoe.cluster.jobs.bench.micro import Host
-from tiermoe.cluster.jobs.bench.micro_host import by_part, host
+from tiermoe.cluster.jobs.bench.micro_host import _columns, by_part, host
 
 
 def _step(dense_us: float, *layers: tuple[float, float, float]) -> HostStep:
@@ -43,6 +46,21 @@ def test_a_layer_has_medians_over_steps_and_a_token_means_that_add_up() -> None:
     assert (spread["host"]["minimum"], spread["host"]["maximum"]) == (pytest.approx(3.0), pytest.approx(21.0))
 
 
+def test_a_preset_that_plans_misses_has_a_column_for_each_kind_of_forward() -> None:
+    faster = Faster()
+
+    def worker(placer: object) -> Any:
+        return SimpleNamespace(engine=SimpleNamespace(layers=[SimpleNamespace(placer=placer)]))
+
+    placer = SimpleNamespace(faster=faster, may_be_local=True)
+    assert [(column, faster.choose(1)) for column in _columns("auto", worker(placer))] == [
+        ("auto, planned", 0), ("auto, local", 1)
+    ]  # fmt: skip
+    placer.may_be_local = False
+    assert list(_columns("auto", worker(placer))) == ["auto"]
+    assert list(_columns("lru", worker(SimpleNamespace(may_be_local=True)))) == ["lru"]
+
+
 @pytest.mark.slow
 def test_the_parts_of_a_token_are_its_measured_time() -> None:
     """In native calls and in Python; also that nothing stays replaced: the second preset runs on the same classes."""
@@ -66,6 +84,8 @@ def test_the_parts_of_a_token_are_its_measured_time() -> None:
 
 def test_bars_judge_the_presets_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worker:
+        engine = SimpleNamespace(layers=[SimpleNamespace(placer=SimpleNamespace(may_be_local=True))])
+
         def stats(self) -> Report:
             return Report("", "emulated")
 

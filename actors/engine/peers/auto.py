@@ -50,6 +50,10 @@ _REPEATS, _EXPERTS, _ROWS = 5, 4, 16  # of the probe: messages of each kind, exp
 _PROBED = 16  # experts of the first layer that the probe uses
 _GAPS = 32  # layers of a decode between which the dense part is timed
 _MOST_BUSY = 5.0  # a link takes at most 0.8 of the host's memory bandwidth
+_STAGED = 3  # as the planner sees an expert that is here, in no slot that counts
+# members of an enumeration take longer to look up than a layer has time for
+_LOADING, _RESIDENT, _NEAR_DATA = int(State.LOADING), int(State.RESIDENT), int(Action.NEAR_DATA)
+_NO_KEYS, _NO_TIMES = np.zeros(0, np.int32), np.zeros(0)
 _BUSY = 1.25  # near-data seconds while the link copies against idle ones, where they cannot be measured
 
 
@@ -164,8 +168,8 @@ class AutoPlacer(PeerPlacer):
         self.hooks = Hooks(watch=(self,), ahead=(self,))
         layers = len(cache.stats.layers)
         self._states = np.zeros((layers, experts), np.uint8)  # as the planner sees them
-        self._flat = self._states.ravel()
-        self._held = np.frombuffer(cache.residency.arrays[0], np.uint8)
+        self._seen = self._states.reshape(-1).data  # of one item, a third of NumPy's time
+        self._held = memoryview(cache.residency.arrays[0])
         self._slots = max(1, cache.residency.slots // layers)
         self._counting: dict[str, NDArray[np.int64]] = {}  # prompts: uses of each expert [L, E]
         self._tokens: dict[str, int] = {}  # rows of these prompts
@@ -181,10 +185,14 @@ class AutoPlacer(PeerPlacer):
         self._ended_s, self._gaps = 0.0, list[float]()  # the last layer's end; seconds between layers of a decode
         # the order, which notes what local forwards use; None: there are none
         self._notes = order if isinstance(order, NativeWorth) and shards is None else None
-        self.may_be_local = self._notes is not None and cache.native is not None and cache.native.orders
-        self._faster = Faster()
+        self.faster = Faster()
         self._began: tuple[int, float] | None = None  # rows and start of the last forward, if all of it decoded
         self.planner: Planner | None = None  # after `preload`
+
+    @property
+    def may_be_local(self) -> bool:  # type: ignore[override]
+        native = self._cache.native
+        return self._notes is not None and native is not None and native.orders and self.faster.only != 0
 
     def preload(self) -> None:
         if self._shards is not None:
@@ -233,11 +241,11 @@ class AutoPlacer(PeerPlacer):
                 planner.used(layer, experts)
         decodes = self.may_be_local and bool(sequences) and all(s.decode for s in sequences)
         if decodes and self._began is not None:
-            self._faster.took(self._began[0], int(self.local), now_s - self._began[1])
+            self.faster.took(self._began[0], int(self.local), now_s - self._began[1])
         self.local, self._began = False, None
         if decodes and (self._pool is None or self._pool.available):
             self._began = sequences[-1].stop, now_s
-            self.local = self._faster.choose(sequences[-1].stop) == 1
+            self.local = self.faster.choose(sequences[-1].stop) == 1
             if self.local and notes is not None:
                 notes.note()
                 self._ended_s = 0.0 if self._ended_s < math.inf else math.inf
@@ -258,14 +266,7 @@ class AutoPlacer(PeerPlacer):
             self._gaps.append(now_s - self._ended_s)
         announced = bool(self._rows) and self._rows[-1].stop == routing.tokens
         keep = self._begin_prompt(layer, view) if announced and self._prompt is not None else frozenset[int]()
-        remote, mine, counts = list[Remote](), list[int](), list[int]()
-        for key, count in zip(needed, routing.counts, strict=True):
-            gpu = self._gpu_of(key)
-            if gpu is None:
-                mine.append(key)
-                counts.append(count)
-            else:
-                remote.append(Remote(key, 0, gpu))
+        remote, mine, counts = self._of_this_gpu(needed, routing.counts)
         self._wanted, self._pass = (), None
         self._look()
         if self._reader is not None and self._score is not None:
@@ -276,12 +277,13 @@ class AutoPlacer(PeerPlacer):
         if pool is None or pool.available:
             rows, tokens = np.array(counts, np.int32), 0 if self._prompt is None else routing.tokens
             choice = planner.plan(layer, experts, rows, now_s, *self._queue(now_s), tokens)
-            actions = choice.actions.tolist()
-            near = [key for key, action in zip(mine, actions, strict=True) if action == Action.NEAR_DATA]
-            workers = pool.choose(near) if near and pool is not None else None
-            if workers is not None:
-                remote += [Remote(key, 0, worker) for key, worker in zip(near, workers, strict=True)]
-                sent = len(workers)
+            if choice.near_data and pool is not None:
+                actions = choice.actions.tolist()
+                near = [key for key, action in zip(mine, actions, strict=True) if action == _NEAR_DATA]
+                workers = pool.choose(near)
+                if workers is not None:
+                    remote += [Remote(key, 0, worker) for key, worker in zip(near, workers, strict=True)]
+                    sent = len(workers)
             near_s, predicted = choice.near_s, True
             self._wanted = choice.wanted
         plan = self._split(needed, remote, keep)
@@ -289,6 +291,17 @@ class AutoPlacer(PeerPlacer):
         loaded = [*plan.run[plan.resident :]]
         self._pass = _Pass(layer, experts, now_s, near_s, predicted, sent, loaded, learns, self._counted(layer))
         return plan
+
+    def _of_this_gpu(
+        self, needed: Sequence[int], counts: Sequence[int]
+    ) -> tuple[list[Remote], Sequence[int], Sequence[int]]:
+        """What runs on other GPUs, and the keys and rows of the rest."""
+        if self._shards is None:
+            return [], needed, counts
+        found = [(key, count, self._gpu_of(key)) for key, count in zip(needed, counts, strict=True)]
+        mine = [(key, count) for key, count, gpu in found if gpu is None]
+        remote = [Remote(key, 0, gpu) for key, _, gpu in found if gpu is not None]
+        return remote, [key for key, _ in mine], [count for _, count in mine]
 
     def routed(self, layer: int, routing: Routing) -> None:
         """As a `Watcher`."""
@@ -334,9 +347,9 @@ class AutoPlacer(PeerPlacer):
         if found.learns:
             planner.used(layer, found.needed)
             self._look()
-            staged = () if self._order is None else self._order.refused
-            base = layer * self._experts
-            for key in [*found.loaded, *[base + e for e in found.needed.tolist() if base + e in staged]]:
+            staged, base = set() if self._order is None else set(self._order.refused), layer * self._experts
+            again = [base + e for e in found.needed.tolist() if base + e in staged] if staged else ()
+            for key in (*found.loaded, *again):
                 self._admit(key)
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -383,44 +396,46 @@ class AutoPlacer(PeerPlacer):
 
     def _look(self) -> None:
         """Read the residency: refused experts are staged, and background copies that have arrived are judged."""
-        np.copyto(self._flat, self._held)
+        seen, held, planner = self._seen, self._held, self.planner  # held tells of copies in native code, too
+        assert planner is not None
+        seen[:] = held
         if self._order is not None:
             for key in self._order.refused:
-                if self._flat[key] == State.RESIDENT:
-                    self._flat[key] = 3  # staged
-        held = self._held  # which tells of copies in native code, too
-        for key in [key for key in self._arrivals if held[key] != State.LOADING]:
+                if seen[key] == _RESIDENT:
+                    seen[key] = _STAGED
+        for key in [key for key in self._arrivals if held[key] != _LOADING]:
             del self._arrivals[key]
             job = self._jobs.pop(key, None)
             copied = None if job is None else job.copied
-            if copied is not None and copied.event is None and self.planner is not None:
-                self.planner.saw(Part.COPY, self.planner.costs.copy_s, copied.end_s - copied.start_s)
-        for key in [key for key in self._filling if held[key] != State.LOADING]:
+            if copied is not None and copied.event is None:
+                planner.saw(Part.COPY, planner.costs.copy_s, copied.end_s - copied.start_s)
+        for key in [key for key in self._filling if held[key] != _LOADING]:
             self._filling.discard(key)
-            if self._held[key] == State.RESIDENT and self.planner is not None:
-                self.planner.filled()
+            if held[key] == _RESIDENT:
+                planner.filled()
                 self._admit(key)
 
     def _admit(self, key: int) -> None:
         """Let the planner say whether an expert that has come stays."""
         order = self._order
-        if order is None or self.planner is None or self._held[key] != State.RESIDENT:
+        if order is None or self.planner is None or self._held[key] != _RESIDENT:
             return
-        self._flat[key] = 3  # it counts for no slot while it is judged
+        self._seen[key] = _STAGED  # it counts for no slot while it is judged
         admitted, victim = self.planner.admit(key)
         if not admitted:
             order.refuse(key)
             return
         order.admit(key)
-        self._flat[key] = State.RESIDENT
+        self._seen[key] = _RESIDENT
         if victim is not None:
             order.refuse(victim)
-            self._flat[victim] = 3
+            self._seen[victim] = _STAGED
 
     def _queue(self, now_s: float) -> tuple[float, NDArray[np.int32], NDArray[np.float64]]:
         """When the link is free, and the copies under way with the time of each arrival."""
         if not self._arrivals:
             self._link_free_s = now_s
+            return now_s, _NO_KEYS, _NO_TIMES
         keys = np.fromiter(self._arrivals, np.int32, len(self._arrivals))
         times = np.fromiter(self._arrivals.values(), np.float64, len(self._arrivals))
         return max(now_s, self._link_free_s), keys, np.maximum(times, now_s)

@@ -7,7 +7,7 @@ part of a layer timed; both by wall-clock and by the thread's CPU time, which ot
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -47,6 +47,8 @@ def host(options: Host, progress: Progress | None) -> Report:
     A layer's figures are means over the layers of a step, medians over the steps. A token's are means over the steps,
     since only means add up: `sum` is all parts, `rest` what the measured time between tokens has beyond it.
 
+    A preset that plans misses has a column for planned forwards and one for those that only load, where it has both.
+
     Bars, at batch 1: `host` of a layer (outside kernels and waits for copies, by wall-clock) at most `LIMITS_US`.
 
     Raises:
@@ -60,17 +62,21 @@ def host(options: Host, progress: Progress | None) -> Report:
         latency_us=LATENCY_US, prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, threads=1, budget=options.budget
     )
     report = Report("host", "", settings=settings)
-    columns: dict[str, Column] = {name: {} for name in configs}
+    columns: dict[str, Column] = {}
     spreads: list[dict[str, Any]] = []
     whole = _config(options, "all-resident")
     service = _service(whole, prompts[0], options.repeats) if options.ray else {}  # first: Ray may fail to start
     for name, config in configs.items():
         with closing(start_worker(config)) as worker:
             report.executor = worker.stats().executor
-            for batch in options.batch:
-                measured, spread = _measure(worker, prompts[:batch], options.repeats, progress, f"{name}, {batch}")
-                columns[name] |= {(batch, *key): value for key, value in measured.items()}
-                spreads.append({"preset": name, "batch": batch, "matcher": worker.matcher_stats(), **spread})
+            for column in _columns(name, worker):
+                found: Column = {}
+                columns[column] = found
+                for batch in options.batch:
+                    label, some = f"{column}, {batch}", prompts[:batch]
+                    measured, spread = _measure(worker, some, options.repeats, progress, label)
+                    found |= {(batch, *key): value for key, value in measured.items()}
+                    spreads.append({"preset": column, "batch": batch, "matcher": worker.matcher_stats(), **spread})
     if service:
         columns.setdefault("all-resident", {}).update(service)
     for key in dict.fromkeys(key for found in columns.values() for key in found):
@@ -83,6 +89,18 @@ def host(options: Host, progress: Progress | None) -> Report:
             what = f"microseconds of the host in a layer outside kernels and waits, {name}, batch 1"
             report.bars.append(Bar(what, found[1, "layer", "host"], "<=", LIMITS_US[name]))
     return report
+
+
+def _columns(preset: str, worker: Any) -> Iterator[str]:
+    """The columns of a preset; the worker runs decode forwards of the last one's kind."""
+    placer = worker.engine.layers[0].placer
+    faster = getattr(placer, "faster", None)
+    if faster is None or not placer.may_be_local:
+        yield preset
+        return
+    for way, kind in enumerate(("planned", "local")):
+        faster.only = way
+        yield f"{preset}, {kind}"
 
 
 def _config(options: Host, preset: str) -> RunConfig:
