@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import Forbidden, assert_near, exact, groups_of, pool_of, rows_for
 
 from tiermoe.kernels.expert_ffn import DECODE_ROWS, ROW_CLASSES, SHORT_ROWS, Operands, row_class
+from tiermoe.kernels.packed_ffn import FullLayer, Threads
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -21,6 +23,7 @@ if torch.cuda.is_available():
 from tiermoe.kernels.triton.expert_ffn import PAD, TritonKernel, shapes_for
 from tiermoe.kernels.triton.tables import kernel_copy
 
+SUM = 2.0**-22  # unit roundoff of float32 sums in docs/auto.md: two bits to spare for tensor cores, which cut off
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -119,3 +122,49 @@ def test_every_shape_compiles_for_a_gpu(architecture: int, tmp_path: Path) -> No
         if kernel["kernel"] in ("gate_up", "down", "attend"):
             assert "cp.async.cg" in kernel["operations"], kernel
             assert {"mma.sync", "wgmma.mma_async"} & set(kernel["operations"]), kernel
+
+
+def _bits(values: torch.Tensor) -> np.ndarray:
+    return values.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+@pytest.mark.parametrize("unit", [2.0**-7, 2.0**-8])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_gpu_and_a_cpu_agree_within_the_stated_bound(rows: int, unit: float) -> None:
+    """The bound of docs/auto.md, at each component: a slot's kernel in bfloat16, the near-data one in float32.
+
+    The interpreter cuts numbers off to bfloat16, which is twice the unit of a GPU, which rounds them: with that unit
+    torch takes Triton's steps. One neuron that is left out exceeds the bound.
+    """
+    width, neurons = 256, 64
+    pool = pool_of(1, neurons, width, torch.bfloat16)
+    hidden, pairs = rows_for([rows], 1, width, torch.bfloat16)
+    gate_up, down = pool.gate_up[0].float(), pool.down[0].float()
+    here = torch.zeros_like(hidden)
+    if unit == 2.0**-7:
+        kernel_of(pool).run(hidden, pairs, groups_of([rows], [0], neurons), 1, here)
+    else:
+        gate, up = (hidden.float() @ gate_up[:, i].T for i in range(2))
+        here = ((torch.nn.functional.silu(gate) * up).bfloat16().float() @ down).bfloat16()
+    near = np.zeros((rows, width), np.float32)
+    layer = FullLayer(_bits(pool.gate_up), _bits(pool.down), "bfloat16", "silu", Threads(1))
+    order = np.arange(rows, dtype=np.int32)
+    layer.run([(0, 0, rows)], order, np.ones(rows, np.float32), hidden.float().numpy(), near)
+
+    def gamma(n: int) -> float:
+        return n * SUM / (1 - n * SUM)
+
+    x, gate_up, down = hidden.double(), gate_up.double(), down.double()
+    gate, up = (x @ gate_up[:, i].T for i in range(2))
+    off_gate, off_up = (2 * gamma(width) * (x.abs() @ gate_up[:, i].abs().T) for i in range(2))
+    silu = gate * gate.sigmoid()
+    a, y = (silu * up).abs(), (silu * up) @ down
+    off = 1.1 * off_gate * (up.abs() + off_up) + silu.abs() * off_up + 8 * SUM * a
+    sums = a @ down.abs()
+    before = (off + unit * (a + off)) @ down.abs() + 2 * gamma(neurons) * sums
+    bound = before * (1 + unit) + unit * y.abs()
+    seen = (here.double() - torch.from_numpy(near).double()).abs()
+    assert (seen <= bound).all()
+    assert float((seen / bound).max()) > 0.1
+    without = (silu * up)[:, 1:] @ down[1:]  # one neuron of 64 is missing
+    assert ((without - y).abs() > bound).any()

@@ -143,6 +143,7 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
         "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "default", "compare", "ndp", "fmoe",
         "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "papers", "redraw", "gpu",
         "quantize", "predict", "simulate", "validation", "scale-study", "auto", "forms", "traces", "prepare", "gguf",
+        "exact",
         "channel", "transfer", "kernel", "matcher", "substitute",
     ]  # fmt: skip
     for name in names:

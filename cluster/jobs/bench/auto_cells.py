@@ -19,6 +19,9 @@ Rules, each as published as we read it:
 `+start`: the same, and after a prompt the slots hold its most used experts among those that were here or loaded in it;
 ktransformers+start is context+cpu. Prompts: on-demand, next-gate and context+cpu load every miss; the other rivals
 split each layer at its best; the planner decides by its own rule. What a prompt did not load is not there after it.
+
+`policies.hybrid` states four of the rules for the engine, in Python, where a layer takes 130 to 370 us; here it takes 2
+to 4, and half of the grid has 10^8 layers. hybrimoe there also gives cached experts to the CPU.
 """
 
 from __future__ import annotations

@@ -326,6 +326,16 @@ class Gguf(Options):
     budget: str = Field("0.25", description="Device memory for experts.")
 
 
+class Exact(Options):
+    """Log-probabilities of held-out text with experts near data, against all resident: rounding of two kernels."""
+
+    measure = "micro_exact.exact"
+    model: Model = None
+    policy: tuple[str, ...] = Field(("monde", "context-ndp-full"), description="Preset with NDP workers; repeat it.")
+    passages: int = Field(8, ge=1, description="Of held-out text.")
+    tokens: int = Field(64, ge=1, description="Scored of each, after 32 of its prompt.")
+
+
 class Channel(Options):
     """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
 
@@ -371,7 +381,7 @@ CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "serve": Serve,
     "scale": Scale, "quantize": Quantize, "predict": Predict, "simulate": Simulate, "validation": Validation,
     "scale-study": ScaleStudy, "auto": Auto,
-    "forms": Forms, "traces": Traces, "prepare": Prepare, "gguf": Gguf,
+    "forms": Forms, "traces": Traces, "prepare": Prepare, "gguf": Gguf, "exact": Exact,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
 
