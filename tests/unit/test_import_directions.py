@@ -50,12 +50,20 @@ def _imports(path: Path, on_load: bool = False) -> Iterator[str]:
             yield from [name for name in below if (_ROOT / f"{name.replace('.', '/')}.py").exists()] or [module]
 
 
-_IMPORTS = {_module(path): sorted(set(_imports(path))) for path in _FILES}
+@functools.cache
+def _all_imports() -> dict[str, list[str]]:
+    return {_module(path): sorted(set(_imports(path))) for path in _FILES}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_trees_stay() -> Iterator[None]:
+    yield
+    _tree.cache_clear()
 
 
 def test_modules_load_without_circles() -> None:
     """TopologicalSorter raises CycleError, which names the circle."""
-    own = set(_IMPORTS)
+    own = set(_all_imports())
     on_load = {_module(path): own.intersection(_imports(path, True)) - {_module(path)} for path in _FILES}
     assert set(TopologicalSorter(on_load).static_order()) == own
 
@@ -64,7 +72,7 @@ def _offenders(inside: str | tuple[str, ...], forbidden: tuple[str, ...]) -> lis
     inside = (inside,) if isinstance(inside, str) else inside
     return [
         f"{module} imports {name}"
-        for module, names in _IMPORTS.items()
+        for module, names in _all_imports().items()
         if any(_within(module, part) for part in inside)
         for name in names
         if any(_within(name, part) for part in forbidden)
@@ -129,7 +137,7 @@ def test_only_five_files_start_place_and_end() -> None:
             on_ray = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ray"
             if on_ray and node.attr in _RAY_LIFE_CYCLE:
                 found.add(_module(path))
-        if any("placement_group" in name or "scheduling_strategies" in name for name in _IMPORTS[_module(path)]):
+        if any("placement_group" in name or "scheduling_strategies" in name for name in _all_imports()[_module(path)]):
             found.add(_module(path))
     in_bench = {f"cluster.jobs.bench.{name}" for name in ("micro_transfer", "nodes")}
     assert found == {"cluster.ray_session", "cluster.placement", "cluster.attach", *in_bench}
