@@ -329,7 +329,7 @@ class MoeLayer:
                 out = (self._native if self._in_one else self._planned)(native, given, view)
                 if out is not None:
                     return out
-            if native.plans or cache.passes.words[0] > 1:
+            if self.placer.local and (native.plans or cache.passes.words[0] > 1):
                 cache.count_passes()
         cache.settle_times()
         stats = cache.stats.layers[index]

@@ -18,6 +18,7 @@ from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.native_order import NativeWorth
 from tiermoe.actors.engine.host_view import Routing
 from tiermoe.actors.engine.layer import MoeLayer
+from tiermoe.actors.engine.model.native import Joined
 from tiermoe.actors.engine.peers.auto import SOURCE, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.auto import Action, Auto, Costs, LayerPlan, Part, Wanted
@@ -410,6 +411,30 @@ def test_worth_that_is_no_number_leaves_first() -> None:
         order.admitted(key)
     order.bind(4, np.array([[1.0, np.nan, -np.inf, np.nan]]))
     assert order.victims(4, lambda key: True) == [1, 2, 3, 0]
+
+
+def test_only_local_forwards_run_in_one_call() -> None:
+    """Joined layers ask no placer: a forward that is planned must not be one."""
+    stack, calls = Stack(6, "worth"), list[int]()
+    order: Any = stack.cache.eviction
+    placer = AutoPlacer(stack.cache, EXPERTS, None, None, order, lambda: COSTS, lambda *_: Scripted())
+    placer.preload()
+    backend, kernel = stack.layers[0].backend, stack.layers[0].kernel
+    layers = [MoeLayer(i, EXPERTS, stack.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
+
+    def run_layers(at: int, handles: Any, *rest: Any) -> int:
+        calls.append(len(handles))
+        return len(handles)
+
+    stored = [((SHAPE.hidden,), torch.float32), ((2,), torch.int64), ((2,), torch.float32)]
+    joined = Joined(cast(Any, SimpleNamespace(run_layers=run_layers)), layers, [stored] * LAYERS)
+    hidden = torch.zeros(1, SHAPE.hidden)
+    for way in (0, 1, 0):
+        placer.faster.only = way
+        placer.begin_forward(cast(Any, [SimpleNamespace(name="a", start=0, stop=1, decode=True)]))
+        assert joined.run(0, [hidden], hidden, hidden) == way * LAYERS
+    assert calls == [LAYERS]
+    stack.cache.close()
 
 
 @pytest.mark.parametrize("slots", [4, 7])
