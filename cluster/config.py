@@ -46,6 +46,9 @@ _GPU_WORKER_THREADS = 4
 DEFAULT_LINK = LinkSettings(gbps=16.0, latency_us=10.0)  # of every command: a PCIe 4.0 x8
 _BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
 AUTO, DEFAULT_BUDGET = "auto", "0.25"
+LOSSLESS = "lossless"
+_QUALITY = re.compile(r"kl\s*=\s*(?P<nats>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)")
+_QUALITY_REMEDY = "give lossless, or kl= and the nats of KL divergence that a token may cost, such as kl=0.01"
 
 
 class StoreLayout(StoreSettings):
@@ -157,6 +160,10 @@ class RunConfig(EngineOptions):
         default=None, description="folder of prepared stores; none: tiermoe/stores in $XDG_CACHE_HOME, or in ~/.cache"
     )
     policy: str = Field(default="next-gate", description="name in configs/policies, or a YAML file")
+    quality: str = Field(
+        default=LOSSLESS, description="what auto may give for speed: lossless, or kl=NATS, the mean KL divergence from "
+        "lossless that each token of a request may cost, such as kl=0.01"
+    )
     budget: str | StrictFloat | StrictInt | None = Field(
         default=None, description="memory of each GPU for experts: 25%, 512MiB, or auto: what is left; none: auto on a "
         "GPU of this machine, else 25%", json_schema_extra=in_panel("Memory", "share or bytes"),
@@ -281,6 +288,41 @@ def load_policy(name_or_path: str) -> PolicySettings:
         raise explain(error, PolicySettings, str(path)) from error
 
 
+def kl_budget(quality: str) -> float | None:
+    """The nats that a token may cost; None: lossless.
+
+    Raises:
+        ConfigError: it is neither `lossless` nor `kl=` and a positive number.
+    """
+    text = quality.strip().lower()
+    if text == LOSSLESS:
+        return None
+    match = _QUALITY.fullmatch(text)
+    nats = float(match["nats"]) if match is not None else 0.0
+    if match is None or not 0 < nats < math.inf:
+        raise ConfigError(f"quality '{quality}' is not {LOSSLESS} and no budget", _QUALITY_REMEDY)
+    return nats
+
+
+def chosen_policy(name_or_path: str, quality: str = LOSSLESS) -> PolicySettings:
+    """A policy with what it may give for speed.
+
+    Raises:
+        ConfigError: as `load_policy` and `kl_budget`, or the policy has another rule for misses than `auto`.
+    """
+    policy, nats = load_policy(name_or_path), kl_budget(quality)
+    if nats is None:
+        return policy
+    if policy.placement.kind != AUTO or policy.reroutes:
+        raise ConfigError(
+            f"--quality {quality} is for the policy {AUTO}, and this one is {policy.name}",
+            f"pass --policy {AUTO}, or leave --quality out",
+        )
+    section = {"kind": "quality", "kl": nats}
+    values = policy.model_dump(mode="json") | {"name": f"{policy.name} kl={nats:g}", "lossless": False}
+    return PolicySettings(**values | {"routing": section})
+
+
 def load_hardware(hardware: str | Mapping[str, Any]) -> NdpProfile:
     """The profile of an NDP device: its figures, its name in configs/hardware, or the path of any such file.
 
@@ -341,7 +383,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             local Ray for one that is joined.
         BudgetError: budget malformed, or too small for the policy.
     """
-    policy, budget = load_policy(config.policy), _budget(config)
+    policy, budget = chosen_policy(config.policy, config.quality), _budget(config)
     _check_budget_share(policy, budget, config.cluster.shards)
     _check_ray(config, policy)
     resolved = {"threads": config.ndp_threads, "hardware": asdict(load_hardware(config.ndp.hardware))}

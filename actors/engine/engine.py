@@ -229,12 +229,15 @@ class ExpertEngine:
             yield self.prefetching.begin_forward
         if rule is not None:
             yield lambda sequences: tell_link_speed(rule, self._stats)
+            yield lambda sequences: rule.begin_forward(sequences, self._placer.miss_costs)
         if ahead is not None:
             yield lambda sequences: ahead.begin_forward(last_rows(sequences))
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
         self._placer.end_sequence(name)
+        if self._rule is not None:
+            self._rule.end_sequence(name)
         self.timeline.end("token")
         if self.prefetching is not None:
             self.prefetching.end_sequence(name)
@@ -350,6 +353,7 @@ class ExpertEngine:
         """The counters so far; the record is live."""
         self.cache.live_stats()
         self._stats.matcher = None if self.matcher is None else self.matcher.report()
+        self._stats.quality = None if self._rule is None else self._rule.report()
         return self._stats
 
     def residency(self) -> list[LayerResidency]:
@@ -360,6 +364,8 @@ class ExpertEngine:
         """Zero the counters and the timeline; residency stays."""
         if self.matcher is not None:
             self.matcher.reset()
+        if self._rule is not None:
+            self._rule.reset()
         self.cache.reset_stats()
         self.timeline.clear()
 

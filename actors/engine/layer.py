@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
         Replace,
         RoutersAhead,
     )
+    from ..policies.routing import MissCosts
     from .dispatch import RemoteTask, Spans
     from .host_view import Routing
     from .serving.streams import SequenceRows
@@ -204,12 +205,14 @@ class Placer:
         keep: residents that are evicted last.
         hot_per_layer: experts of each layer in the hot set; None: no fixed number.
         hooks: what it adds to each layer's step; those ahead only where it plans.
+        miss_costs: what misses are expected to take; None: nothing is expected.
     """
 
     may_be_local = local = True
     hot_per_layer: int | None = None
     hooks: Hooks = Hooks()
     keep: frozenset[int] = NO_KEYS
+    miss_costs: MissCosts | None = None
 
     def __init__(self, cache: ExpertCache) -> None:
         self._cache, self._plan_loads = cache, LoadOnMiss().plan

@@ -60,9 +60,9 @@ def make_rerouting(
         ConfigError: an artifact of `tiermoe prepare` is missing, or of another model.
     """
     context = PolicyContext(
-        layers, experts, renormalise=normalised, sensitivity=artifacts.sensitivity, profile=artifacts.profile,
-        expert_bytes=expert_bytes, gpus=gpus, replaceable=replaceable_arrays, substitute=substitute_arrays,
-        budget=NativeBudget(),
+        layers, experts, renormalise=normalised, sensitivity=artifacts.sensitivity, losses=artifacts.losses,
+        profile=artifacts.profile, expert_bytes=expert_bytes, gpus=gpus, replaceable=replaceable_arrays,
+        substitute=substitute_arrays, budget=NativeBudget(),
     )  # fmt: skip
     with _configured(policy):
         rule: Rerouting | None = make("routing", policy.routing, context)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..policies.prefetch_trials import TrialResult
+from ..policies.quality import QualityReport
 
 if TYPE_CHECKING:
     from ...proto.messages import ExpertResult
@@ -180,6 +181,7 @@ class EngineStats:
     matcher: dict[str, Any] | None = None  # `MatcherLink.report`; None: no matcher
     configurator: ConfiguratorStats | None = None  # None: the split is fixed
     planner: PlannerStats | None = None  # None: another placement than auto
+    quality: QualityReport | None = None  # None: no quality budget
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_workers: dict[str, WorkerStats] = field(default_factory=dict)  # by name, such as "ndp/0"
     ndp_losses: int = 0  # connections lost

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,39 @@ class RerouteView(NamedTuple):  # made in each layer: a frozen dataclass takes t
     emptied: int = 0
 
 
+class RowsOf(Protocol):
+    """Rows `start` to `stop` of the next forward belong to the request `name`; decode: they are none of its prompt."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
+
+    @property
+    def decode(self) -> bool: ...
+
+
+class MissCosts(NamedTuple):
+    """What a planner expects of misses. copy_s: a load. near_s: one computed by all near-data workers together,
+    infinite where there are none. message_s: to them and back.
+    """
+
+    copy_s: float
+    near_s: float
+    message_s: float
+
+    def seconds(self, misses: int) -> float:
+        """Expected seconds of some misses of one layer, shared between link and near data so that both end together."""
+        if self.near_s == float("inf"):
+            return misses * self.copy_s
+        loads = (self.message_s + misses * self.near_s) / (self.copy_s + self.near_s)
+        return self.copy_s * min(float(misses), loads)
+
+
 @dataclass(frozen=True, slots=True)
 class Rerouted:
     """A layer's routing as it is carried out.
@@ -82,6 +115,11 @@ class RoutingOptions(PolicyOptions):
 
     kind: str = "exact"
     narrowest: int = Field(default=1, ge=1, description="of budget-aware: experts that every token keeps")
+
+    @property
+    def planned(self) -> bool:
+        """Whether it goes with a placement that decides about misses."""
+        return False
 
 
 @register("on_miss", "load")
@@ -159,6 +197,22 @@ class Rerouting(ABC):
 
     def measured(self, link_bytes_per_s: float) -> None:
         """Measured link speed, for rules that adapt to it."""
+        return None
+
+    def begin_forward(self, sequences: Sequence[RowsOf], costs: MissCosts | None) -> None:
+        """The next forward carries these rows. costs: of misses; None: nobody plans them."""
+        return None
+
+    def end_sequence(self, name: str) -> None:
+        """A request is over; from any thread."""
+        return None
+
+    def report(self) -> Any:
+        """What it counts beside substitutes and drops, as a dataclass; None: nothing. From any thread."""
+        return None
+
+    def reset(self) -> None:
+        """Zero what `report` counts."""
         return None
 
     def keeps(self, ids: Ids, view: RerouteView) -> bool:

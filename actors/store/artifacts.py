@@ -6,6 +6,7 @@ remedy is the command that makes it.
     gates.safetensors             I.weight [E, H], I.bias [E] of layers 0..L-2; float32
     predictors-STRIDE.safetensors I.mean, I.scale, I.b2 [E], I.w1 [E, D], I.b1 [D], I.w2 [D, E]; float32
     sensitivity.safetensors       sensitivity [L]; float64
+    losses.safetensors            nats of each lossy action, substitute, narrow and drop [L]; float64
     profile.json                  the source of the profile, and the arrays' file with its length and SHA-256
     profile-DIGEST.safetensors    activations [L, E], binary, weighted [L, E, E], entropies [L, 5, 1024]; of text also
                                   dots, norms [L, E, E]; float32
@@ -37,6 +38,7 @@ from ...errors import StoreError, TierMoeError, TraceError, reason
 from ..policies.baselines import Predictor, PreGate
 from ..policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
 from ..policies.fmoe.maps import checked_arrays
+from ..policies.quality import ACTIONS, LossTable
 from ..policy_settings import PolicySettings
 from .format import Bytes, ChecksummedManifest, Count, FileRecord, Manifest, Record, Sha256, model_fingerprint
 
@@ -45,6 +47,7 @@ Shape = tuple[int, ...]
 
 GATES_NAME = "gates.safetensors"
 SENSITIVITY_NAME = "sensitivity.safetensors"
+LOSSES_NAME = "losses.safetensors"
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Artifact:
 
 
 _GATES = Artifact("gates", "train them with `tiermoe prepare MODEL --gates TEXT`")
+_LOSSES = Artifact("losses of lossy actions", "measure them with `tiermoe prepare MODEL --losses TEXT`")
 _SENSITIVITY = Artifact("sensitivities", "measure it with `tiermoe prepare MODEL --sensitivity TEXT`")
 
 
@@ -144,6 +148,31 @@ def sensitivity_of(store: Path, manifest: Manifest) -> tuple[float, ...]:
     if not (np.isfinite(found).all() and (found >= 0).all()):
         raise _SENSITIVITY.refused(f"'{path}': a sensitivity is negative or not finite")
     return tuple(found.tolist())
+
+
+def encode_losses(table: LossTable, manifest: Manifest, tokens: int, sha256: str = "") -> bytes:
+    """The measured losses as a file; tokens, sha256: of the calibration text."""
+    tag = {"fingerprint": model_fingerprint(manifest), "tokens": tokens, "sha256": sha256}
+    return _LOSSES.encode({name: np.asarray(of, np.float64) for name, of in table.nats.items()}, tag)
+
+
+def losses_of(store: Path, manifest: Manifest) -> LossTable:
+    """The measured losses in a store's folder.
+
+    Raises:
+        StoreError: the file is missing, malformed, not finite, negative, or of another model.
+    """
+    path, layers = store / LOSSES_NAME, len(manifest.layers)
+    found = _LOSSES.read_of(path, manifest)
+    if set(found) != set(ACTIONS):
+        have, wanted = ", ".join(sorted(found)) or "nothing", ", ".join(ACTIONS)
+        raise _LOSSES.refused(f"'{path}' has losses of {have}, not of {wanted}")
+    for name, of in found.items():
+        if of.dtype != np.float64 or of.shape != (layers,):
+            raise _LOSSES.refused(f"'{path}' has not one number of {name} for each of {layers} layers")
+        if not (np.isfinite(of).all() and (of >= 0).all()):
+            raise _LOSSES.refused(f"'{path}': a loss of {name} is negative or not finite")
+    return LossTable(found)
 
 
 @dataclass(frozen=True)
@@ -366,12 +395,13 @@ class PolicyArtifacts:
     """The artifacts that a policy reads; None: not needed.
 
     sensitivity: of each MoE layer (`AdaptiveGating`). gates: of layers 0..L-2 (`PreGatedPrefetch`). profile: for
-    buddies and thresholds.
+    buddies and thresholds. losses: of lossy actions (`QualityBudget`).
     """
 
     sensitivity: tuple[float, ...] | None = None
     gates: tuple[PreGate, ...] | None = None
     profile: ExpertProfile | None = None
+    losses: LossTable | None = None
 
 
 def read_policy_artifacts(policy: PolicySettings, store: Path, manifest: Manifest) -> PolicyArtifacts:
@@ -380,4 +410,5 @@ def read_policy_artifacts(policy: PolicySettings, store: Path, manifest: Manifes
         sensitivity=sensitivity_of(store, manifest) if "sensitivity" in policy.needs else None,
         gates=gates_of(store, manifest) if "gates" in policy.needs else None,
         profile=read_profile(store, manifest) if "profile" in policy.needs else None,
+        losses=losses_of(store, manifest) if "losses" in policy.needs else None,
     )

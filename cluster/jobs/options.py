@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..deploy import Deployment
 
 RUNTIME = (
-    "model", "store", "cache_dir", "policy", "device", "dtype", "threads", "budget", "kv.tokens",
+    "model", "store", "cache_dir", "policy", "quality", "device", "dtype", "threads", "budget", "kv.tokens",
     "kv.max_model_len", "kv.max_num_seqs", "cluster.host_memory", "cluster.shards", "cluster.ndp_workers",
     "cluster.channel_tls", "ndp.threads", "link.gbps", "link.latency_us", "ndp.hardware", "ndp.pace",
 )  # fmt: skip
@@ -66,6 +66,7 @@ DeploymentId = Annotated[str | None, typer.Option(help="Id of the runtime there,
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; all else on stderr.")]
 Model = Annotated[str | None, option_of(RunConfig, "model")]
 Policy = Annotated[str, option_of(RunConfig, "policy")]
+Quality = Annotated[str, option_of(RunConfig, "quality")]
 Budget = Annotated[str | None, option_of(RunConfig, "budget")]
 Threads = Annotated[int, option_of(RunConfig, "threads")]
 

@@ -92,7 +92,7 @@ def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pyte
 
 SERVING = {
     "overhead", "host", "prefetch", "ttft", "turns", "scale", "ndp", "default", "compare", "fmoe", "moepic",
-    "activeevict", "buddymoe", "auto-emulated",
+    "activeevict", "buddymoe", "auto-emulated", "quality",
 }  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     names = [info.name or info.callback.__name__ for info in command.bench_app.registered_commands if info.callback]
     assert names == [
         "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "default", "compare", "ndp", "fmoe",
-        "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "papers", "redraw", "gpu",
+        "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality", "papers", "redraw", "gpu",
         "quantize", "predict", "simulate", "validation", "scale-study", "auto", "forms", "traces", "prepare", "gguf",
         "exact",
         "channel", "transfer", "kernel", "matcher", "substitute",

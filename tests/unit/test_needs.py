@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_models import TEXT, VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 
-from tiermoe.actors.store.artifacts import GATES_NAME
+from tiermoe.actors.policies.quality import ACTIONS
+from tiermoe.actors.store.artifacts import GATES_NAME, losses_of
+from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster import cli
 from tiermoe.cluster.config import RunConfig, load_policy, load_run_config, policy_names
 from tiermoe.cluster.jobs import options
@@ -59,6 +61,21 @@ def test_a_start_makes_what_is_missing_once(config: RunConfig, name: str, capsys
     assert {path: path.stat().st_mtime_ns for path in store.iterdir()} == before
     assert "made" not in capsys.readouterr().err
     assert not [path.name for path in store.parent.iterdir() if path != store]  # no lock, no work folder
+
+
+def test_a_start_with_a_quality_budget_measures_losses_once(
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And `plan` says so before."""
+    config = config.model_copy(update={"policy": "auto", "quality": "kl=0.01"})
+    record = planned(config).as_dict()
+    assert record["spec"]["policy"] == "auto kl=0.01"
+    assert any("needs measured losses of lossy actions: the start makes it" in note for note in record["notes"])
+    config, settings = checked_settings(config)
+    store = options._prepared(config, settings, progress=True)
+    assert "made measured losses of lossy actions for auto kl=0.01 in" in capsys.readouterr().err
+    assert lacking(settings.policy, config) is None
+    assert losses_of(store, read_manifest(store)).nats.keys() == set(ACTIONS)
 
 
 def test_of_two_starts_one_makes_it(

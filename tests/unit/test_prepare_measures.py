@@ -16,10 +16,19 @@ from typer.testing import CliRunner
 from tiermoe.actors.engine.cache.sources import host_weights
 from tiermoe.actors.engine.model.model import build_model, find_blocks
 from tiermoe.actors.policies.baselines import PreGate
+from tiermoe.actors.policies.quality import ACTIONS, LossTable
 from tiermoe.actors.store import artifacts
-from tiermoe.actors.store.artifacts import encode_gates, encode_sensitivity, gates_of, sensitivity_of
+from tiermoe.actors.store.artifacts import (
+    encode_gates,
+    encode_losses,
+    encode_sensitivity,
+    gates_of,
+    losses_of,
+    sensitivity_of,
+)
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.cli import app
+from tiermoe.cluster.jobs.prepare import losses
 from tiermoe.cluster.jobs.prepare.calibration import Windows
 from tiermoe.cluster.jobs.prepare.measures import Following, measure, recall, train_gate
 from tiermoe.errors import StoreError
@@ -130,7 +139,49 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "store"
 
 
-@pytest.mark.parametrize("kind", ["sensitivity", "gates"])
+def dropped_by_hand(checkpoint: Path, ids: np.ndarray, layer: int, resident: np.ndarray) -> tuple[float, float]:
+    """KL, summed over tokens, if one layer drops missing pairs, and sum of d^2; on transformers' model."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.set_experts_implementation("eager")
+    name = [n for n, module in model.named_modules() if n.endswith("experts") and hasattr(module, "act_fn")][layer]
+    module, plain, moved = model.get_submodule(name), model.get_submodule(name).forward, [0.0]
+
+    def run(hidden: torch.Tensor, picked: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gone = torch.from_numpy(~resident)[picked] & (weights < weights.max(dim=1, keepdim=True).values)
+        moved[0] += float(((weights * gone).sum(1) / weights.sum(1)).square().sum())
+        return plain(hidden, picked, weights * ~gone)
+
+    with torch.no_grad():
+        row = torch.from_numpy(ids)[None]
+        before = torch.log_softmax(model(input_ids=row, use_cache=False).logits[0], -1)
+        module.forward = run
+        after = torch.log_softmax(model(input_ids=row, use_cache=False).logits[0], -1)
+    return float((before.exp() * (before - after)).sum()), moved[0]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "olmoe"])
+def test_losses_are_kl_over_the_square_of_the_weight_moved(model_type: str, tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint(model_type, tmp_path / "model", num_experts_per_tok=3)
+    opened = serving.prepared(checkpoint, tmp_path / "store")
+    windows = np.random.default_rng(0).integers(3, VOCAB, (1, TOKENS))
+    model = build_model(tmp_path / "store", opened.manifest, torch.float32, torch.device("cpu"), "auto")
+    blocks, tensors = find_blocks(model, opened.manifest), host_weights(opened.layers)
+    table, ratios = losses.measure(model, blocks, tensors, Windows(windows))
+    assert set(table.nats) == set(ACTIONS)
+    assert len(ratios) == len(losses.LEVEL_NATS)
+    factor = max([1.0, *ratios])
+    resident = losses._residents(len(blocks), len(tensors[0].tensors[0]), 0)
+    for layer in range(len(blocks)):
+        kl, moved = dropped_by_hand(checkpoint, windows[0], layer, resident[layer])
+        assert moved > 0
+        assert table.nats["drop"][layer] == pytest.approx(factor * kl / moved, rel=2e-2)
+    if not blocks[0].normalised:  # nobody takes over the weight of a pair that does not run
+        np.testing.assert_allclose(table.nats["narrow"], table.nats["drop"])
+    again, _ = losses.measure(model, blocks, tensors, Windows(windows))
+    np.testing.assert_array_equal(again.nats["substitute"], table.nats["substitute"])
+
+
+@pytest.mark.parametrize("kind", ["sensitivity", "gates", "losses"])
 def test_files_are_read_and_damaged_ones_refused(store: Path, kind: str) -> None:
     manifest = read_manifest(store)
     other = manifest.model_copy(update={"source": ()})
@@ -146,6 +197,18 @@ def test_files_are_read_and_damaged_ones_refused(store: Path, kind: str) -> None
             encode_sensitivity((0.5, float("nan")), manifest, 100): "not finite",
             encode_sensitivity((0.5, -1.0), manifest, 100): "negative",
             encode_sensitivity((0.5, 2.0), other, 100): "another model",
+        }
+    elif kind == "losses":
+        whole = {name: np.array([0.5, 2.0]) for name in ACTIONS}
+        path.write_bytes(encode_losses(LossTable(whole), manifest, 100))
+        assert losses_of(store, manifest).nats["drop"].tolist() == [0.5, 2.0]
+        refused = {
+            b"": "holds no losses",
+            encode_losses(LossTable({"drop": whole["drop"]}), manifest, 100): "losses of drop, not of substitute",
+            encode_losses(LossTable(whole | {"drop": np.array([0.5])}), manifest, 100): "not one number of drop",
+            encode_losses(LossTable(whole | {"narrow": np.array([0.5, np.inf])}), manifest, 100): "not finite",
+            encode_losses(LossTable(whole | {"narrow": np.array([0.5, -1])}), manifest, 100): "negative",
+            encode_losses(LossTable(whole), other, 100): "another model",
         }
     else:
         weight = np.ones((manifest.experts.num_experts, manifest.experts.hidden), np.float32)
@@ -170,7 +233,7 @@ def test_files_are_read_and_damaged_ones_refused(store: Path, kind: str) -> None
         read(store, manifest)
 
 
-@pytest.mark.parametrize("option", ["--gates", "--sensitivity"])
+@pytest.mark.parametrize("option", ["--gates", "--sensitivity", "--losses"])
 def test_text_is_refused_before_anything_is_made(option: str, tmp_path: Path) -> None:
     (tmp_path / "text.bin").write_text("x")
     model = save_tiny_checkpoint("qwen3_moe", tmp_path / "model")

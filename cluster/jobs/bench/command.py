@@ -40,7 +40,9 @@ from .metrics import Report
 if TYPE_CHECKING:
     from .cells import Cell, Cells, Measured
 
-EXPERIMENTS = ("default", "compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets", "auto-emulated")
+EXPERIMENTS = (
+    "default", "compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality",
+)  # fmt: skip
 _PageOut = Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")]
 _Html = Annotated[Path | None, typer.Option(help="FILE.html: the page of `tiermoe report`.")]
 _Address = Annotated[

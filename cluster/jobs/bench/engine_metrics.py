@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ....actors.policies.quality import QualityBudget
 from ....actors.store.artifacts import read_profile
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError, RuntimeFailure
@@ -303,6 +304,21 @@ def buddymoe_redundancy(study: Study) -> dict[str, Any]:
 
 
 # -- near-data execution: quality, similarity of prefill and decode, overlap -------------------------------------------
+
+
+@metric("kl-within-budget")
+def kl_within_budget(study: Study, *, section: str) -> dict[str, Any]:
+    """Bars: the KL that was measured on held-out text is at most the budget of each variant that has one."""
+    budgets = {
+        (cell.key[0], policy.name): policy.settings.routing.kl
+        for cell, _ in study.ran for policy in cell.policies
+        if isinstance(policy.settings.routing, QualityBudget.Options)
+    }  # fmt: skip
+    for row in study.rows:
+        kl = budgets.get((row["section"], row["policy"]))
+        if row["section"] == section and kl is not None:
+            study.bars.append(Bar(f"KL (nats) of {row['policy']}, budget {row['budget']}", row["kl_nats"], "<=", kl))
+    return {}
 
 
 @metric("ndp-quality")

@@ -87,6 +87,10 @@ def prepare_command(
         Path | None,
         typer.Option(help="Add each layer's sensitivity, for adaptive gating, measured on this text.", metavar="TEXT"),
     ] = None,
+    losses: Annotated[
+        Path | None,
+        typer.Option(help="Add what lossy actions cost, for --quality kl=NATS, measured on this text.", metavar="TEXT"),
+    ] = None,
 ) -> None:
     """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
     if out is not None and cache_dir is not None:
@@ -100,7 +104,7 @@ def prepare_command(
     options = replica_options(bits, group_size, act_order, calibrated, calibration_tokens)
     model = locate(checkpoint)
     text = calibration_text(model, calibration) if calibrated else None
-    added = _Additions(model, neuron_order, options, text, predictors, stride, gates, sensitivity, profiling)
+    added = _Additions(model, neuron_order, options, text, predictors, stride, gates, sensitivity, losses, profiling)
     store = added.base(out, cache_dir, force)
     for add in added.steps():
         add(store)
@@ -119,6 +123,7 @@ class _Additions:
     stride: int | None
     gates: Path | None
     sensitivity: Path | None
+    losses: Path | None
     profiling: ProfileRequest | None
 
     def base(self, out: Path | None, cache_dir: Path | None, force: bool) -> Path:
@@ -127,7 +132,7 @@ class _Additions:
         Raises:
             ConfigError: they are not for this store, or it is there already; before minutes are spent where possible.
         """
-        texts = [text for text in (self.neuron_order, self.gates, self.sensitivity) if text is not None]
+        texts = [text for text in (self.neuron_order, self.gates, self.sensitivity, self.losses) if text is not None]
         if self.predictors is not None and not (self.predictors / HEADER_NAME).is_file():
             texts.append(self.predictors)
         for text in texts:
@@ -139,7 +144,7 @@ class _Additions:
         elif any(self.steps()) and out is None and cache_dir is None and not force:
             store = self.model
         else:
-            adding = "--bits, --neuron-order, --predictors, --gates, --sensitivity, --profile"
+            adding = "--bits, --neuron-order, --predictors, --gates, --sensitivity, --losses, --profile"
             remedy = f"give its checkpoint, or only what is for a store: {adding}"
             raise ConfigError(f"{self.model} is a store already", remedy)
         if texts and read_manifest(store).published is not None:
@@ -166,6 +171,10 @@ class _Additions:
                 yield lambda store: add_gates(store, model, gates)
             if sensitivity is not None:
                 yield lambda store: add_sensitivity(store, model, sensitivity)
+        if (losses := self.losses) is not None:
+            from .losses import add_losses
+
+            yield lambda store: add_losses(store, model, losses)
         if (profiling := self.profiling) is not None:
             yield lambda store: profiling.run(store, model)
 

@@ -1,7 +1,7 @@
 """What a policy needs of a store beyond the weights: made before a start, or refused with the command that makes it.
 
     check_artifacts   before anything starts: what is missing can be made by a start, else the error with the command
-    make_missing      with the store: gates, predictors, profile, sensitivity, each by the function of `tiermoe prepare`
+    make_missing      with the store: gates, losses, predictors, profile, sensitivity, each as `tiermoe prepare` does
 
 A start makes what takes under a minute by estimate, and whatever the project's own model lacks. One of several starts
 makes it, under a lock of its own; a file appears whole, under the store's.
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ....actors.policies.baselines import TrainingOptions
+from ....actors.policies.quality import ACTIONS
 from ....actors.policy_settings import PolicySettings
-from ....actors.store.artifacts import gates_of, predictors_of, read_profile, sensitivity_of
+from ....actors.store.artifacts import gates_of, losses_of, predictors_of, read_profile, sensitivity_of
 from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
 from ....errors import CheckpointError, StoreError, TierMoeError
@@ -36,13 +37,15 @@ if TYPE_CHECKING:
 
 _NEEDS = {
     "gates": "trained gates", "predictors": "predictors of later layers", "profile": "a profile of the experts",
-    "sensitivity": "the layers' sensitivity",
+    "sensitivity": "the layers' sensitivity", "losses": "measured losses of lossy actions",
 }  # fmt: skip
 _RECORDED = ("--limit", "200", "--prompt-tokens", "64", "--max-tokens", "64", "--allow-loops")
+_OF_FULL_PRECISION = frozenset({"gates", "losses", "sensitivity"})
 _LOCK = ".artifacts.lock"  # beside a store
 _MOST_S = 60.0
 _FLOPS_PER_CORE = 1.5e10  # a second; profile and sensitivity of the default model: 2.1e10 and 1.4e10 on a shared core
 _SENSITIVITY_TOKENS = 1 << 14
+LOSS_TOKENS, LEVELS = 1536, 3  # of the text that losses are measured on; budgets at which the whole rule is tried
 _GATE_TOKENS, _GATE_EPOCHS = 20_000, 6
 
 
@@ -72,7 +75,7 @@ def lacking(policy: PolicySettings, config: RunConfig) -> TierMoeError | None:
             return None
         error = next(iter(found.values()))
         missing = type(error)(f"{what}: {error.what}", "")
-    if published_as(config.model_dir) is not None and (impossible := policy.needs & {"gates", "sensitivity"}):
+    if published_as(config.model_dir) is not None and (impossible := policy.needs & _OF_FULL_PRECISION):
         whole = " and ".join(_NEEDS[need] for need in sorted(impossible))
         remedy = f"{whole}: of experts in full precision only; {published_refused('').remedy}"
         return type(missing)(missing.what, remedy)
@@ -133,6 +136,7 @@ def add_missing(
 def _make(need: str, store: Path, policy: PolicySettings, model_dir: Path, text: Path) -> None:
     """One artifact, without output. Torch takes seconds to import: only here."""
     from ..profile.job import profile_text
+    from .losses import add_losses
     from .measures import add_gates, add_predictors, add_sensitivity
 
     quiet = Console(quiet=True)
@@ -140,6 +144,8 @@ def _make(need: str, store: Path, policy: PolicySettings, model_dir: Path, text:
         add_gates(store, model_dir, text, quiet, _GATE_TOKENS)
     elif need == "sensitivity":
         add_sensitivity(store, model_dir, text, quiet)
+    elif need == "losses":
+        add_losses(store, model_dir, text, quiet)
     elif need == "profile":
         profile_text(store, model_dir, text, progress=False)
     else:
@@ -180,6 +186,8 @@ def _flops(need: str, facts: ModelFacts, text_bytes: int, stride: int) -> float:
     rows = min(text_bytes, MAX_TOKENS)
     if need == "sensitivity":
         return 4 * forward * min(rows, _SENSITIVITY_TOKENS)  # and the experts again, and the backward pass
+    if need == "losses":
+        return (1 + facts.layers * len(ACTIONS) + LEVELS) * forward * min(rows, LOSS_TOKENS)
     if need == "profile":
         return forward * rows + 2.0 * facts.experts * each * min(rows, OUTPUT_TOKENS)
     if need == "gates":
@@ -232,6 +240,8 @@ def _missing(policy: PolicySettings, store: Path) -> dict[str, TierMoeError]:
                 gates_of(store, manifest)
             elif need == "sensitivity":
                 sensitivity_of(store, manifest)
+            elif need == "losses":
+                losses_of(store, manifest)
             elif need == "profile":
                 read_profile(store, manifest)
             else:
