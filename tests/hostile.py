@@ -96,6 +96,9 @@ def keys(cpu: Any) -> None:
         for order, key in ((worth, -1), (worth, 8), (worth, HUGE), (lru, 0)):
             with refused():
                 call(order, key)
+    for size in (0, 7, 9):
+        with refused():
+            cpu.worth_victims(worth, 1, bytearray(size))
     for call in (cpu.worth_refused, cpu.worth_settled, cpu.worth_note, cpu.worth_noted):
         with refused():
             call(lru)

@@ -200,6 +200,19 @@ PyObject* worth_settled(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return of ? list_of(of->settled()) : nullptr;
 }
 
+// worth_victims(order, count, may: buffer of uint8 [keys]) -> list of keys: of those that may leave the first
+PyObject* worth_victims(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    const Worth* of = expect(count, 3) ? worth_of(args[0]) : nullptr;
+    const long long wanted = of ? PyLong_AsLongLong(args[1]) : 0;
+    Rows may;
+    if (!of || PyErr_Occurred() || !may.take(args[2], 1)) return nullptr;
+    if (may.bytes() != order_of(args[0])->keys()) {
+        refuse("a mask is not that of all experts, of which there are", order_of(args[0])->keys());
+        return nullptr;
+    }
+    return list_of(of->first(wanted, may.data<const std::uint8_t>()));
+}
+
 // worth_note(order): note what passes use from now on
 PyObject* worth_note(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Worth* of = expect(count, 1) ? worth_of(args[0]) : nullptr;
@@ -476,6 +489,7 @@ PyMethodDef loads_methods[] = {
     {"worth_admit", fast(worth_admit), METH_FASTCALL, "It leaves by its worth again."},
     {"worth_refused", fast(worth_refused), METH_FASTCALL, "Who leaves before all others."},
     {"worth_settled", fast(worth_settled), METH_FASTCALL, "Residents of greatest worth within their layers' shares."},
+    {"worth_victims", fast(worth_victims), METH_FASTCALL, "Who goes first of those that may."},
     {"worth_note", fast(worth_note), METH_FASTCALL, "Note what passes use."},
     {"worth_noted", fast(worth_noted), METH_FASTCALL, "What they have used, by layer."},
     {"loads", fast(loads), METH_FASTCALL, "The slots of a cache and the copies into them; see loads.hpp."},

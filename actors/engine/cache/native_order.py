@@ -95,6 +95,13 @@ class NativeWorth(NativeOrder, WorthOrder):
         _cpu.worth_prompt(self.handle, 0 if uses is None else uses.ctypes.data)
         self._uses = uses
 
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        # Shares make who goes depend on who may, so the order needs the whole mask. `Residency.evictable` looks one up.
+        mask = getattr(evictable, "__self__", None)
+        if not isinstance(mask, bytearray):
+            mask = bytearray(map(bool, map(evictable, range(self._layers * self._experts))))
+        return _cpu.worth_victims(self.handle, count, mask)
+
     def refuse(self, key: int) -> None:
         _cpu.worth_refuse(self.handle, key)
 
