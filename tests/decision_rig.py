@@ -5,12 +5,12 @@
 A log holds no seconds. Times are whole numbers of `TICK`, which floats hold exactly, so what has arrived when a layer
 runs is the same on every machine. A refactoring that renames something changes a line of this file; it changes no log.
 
-    F d 3                  a forward: decode or prompt (d, p), rows
+    F d 3                      a forward: decode or prompt (d, p), rows
     L2 5x2 9x1 | 37 41 | 0a..  layer 2: experts x pairs | segments that run here, in order | checksum of what is held
-    > ndp/0 5 9b4          experts that a peer runs, with the bits of a replica
-    d37@5 p12@3 m8@1       a copy is queued on the link: for demand, as prefetch, as migration; segment @ slot
-    ^12 x12 -12            a queued copy is promoted to demand, cancelled, or could not be (it had begun)
-    w37                    the compute waits for a copy
+    > ndp/0 5 9b4              experts that a peer runs, with the bits of a replica
+    d37@5, p12@3, m8@1         a copy is queued on the link: for demand, as prefetch, as migration; segment @ slot
+    ^12, x12, -12              a queued copy is promoted to demand, cancelled, or could not be (it had begun)
+    w37                        the compute waits for a copy
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ScriptedLink(VirtualLoader):
         self._copy_s = lambda nbytes: max(1, -(-nbytes * copy // whole)) * TICK
 
     def submit(self, jobs: list[Any], priority: int) -> None:
-        self.log.lines.append(" ".join(f"{job.cause[0]}{job.reservation.key}@{job.reservation.slot}" for job in jobs))
+        self.log.lines += [f"{job.cause[0]}{job.reservation.key}@{job.reservation.slot}" for job in jobs]
         super().submit(jobs, priority)
 
     def promote(self, job: Any) -> None:

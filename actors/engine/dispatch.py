@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from ..policies.plan import LayerPlan, Load, LoadOnMiss, Remote
+from ..policies.plan import LayerPlan, Remote
 from .cache.cache import ExpertCache
 from .host_view import HostViews, LayerView, Routing
 
@@ -54,20 +54,15 @@ class ExpertRunner:
         Loads at `after = 0` are already issued. Raises RuntimeFailure: a copy failed; the caller then calls
         `cache.abandon`.
         """
-        cache, done, ran, whole = self._cache, 0, 0, self._cache.neurons
+        cache, whole, run = self._cache, self._cache.neurons, plan.run
         begun: set[int] = set()  # split experts of which one segment has run
         layout = cache.layout if cache.divided else None
-        run, resident, _, loads, _ = plan
-        late = [load for load in loads if load.after] if loads else []
-        while done < len(run):
-            stop = resident if done < resident else len(run)
-            keys: Sequence[int] = run[done : _stop(plan, late, done) if late else stop]
-            if late or done < resident:
-                slots = cache.await_experts(keys, layer)
-            else:  # with the arrivals behind it that have landed by then
-                slots = cache.await_first(keys, layer)
-                keys = keys[: len(slots)]
-            done += len(keys)
+        while True:
+            first, stop = cache.next()
+            if first == stop:
+                return
+            keys: Sequence[int] = run[first:stop]
+            slots: Sequence[int] = list(map(cache.residency.held_slot, keys))
             if layout is not None:
                 groups = self._segment_groups(keys, slots, spans, begun, *layout)
             else:
@@ -76,12 +71,6 @@ class ExpertRunner:
                 groups = [(*spans[key], slot * whole, whole, False) for key, slot in zip(keys, slots, strict=True)]
             if groups:
                 kernel.run(hidden, pairs, groups, top_k, y)
-            if late:
-                cache.ran(run[ran:done])
-                cache.issue([load for load in late if load.after == done])
-                ran = done
-        if ran < done:
-            cache.ran(run[ran:done])
 
     def _run_replicas(
         self, kernel: PackedKernel, segments: Sequence[int], slots: Sequence[int], spans: Spans, hidden: torch.Tensor,
@@ -107,15 +96,6 @@ class ExpertRunner:
             groups.append((*spans[expert], first[slot], neurons[segment], expert in begun))
             begun.add(expert)
         return groups
-
-
-def _stop(plan: LayerPlan, late: Sequence[Load], done: int) -> int:
-    """Where in `plan.run` the kernel call after `done` experts ends: residents together, then arrivals one by one.
-
-    late: loads that are issued after some experts have run.
-    """
-    stop = plan.resident if done < plan.resident else done + 1
-    return min([stop, *[load.after for load in late if load.after > done]])
 
 
 @dataclass(slots=True)
@@ -267,9 +247,9 @@ class DeviceBackend:
         task.recomputed = True
         cache, layer = self.cache, step.index
         cache.poll()  # background copies of these may have begun since the layer did
-        again = LoadOnMiss().plan(cache.segments(task.keys), cache.residency, cache.eviction)
+        again = cache.plan(cache.segments(task.keys))
         cache.begin(layer, again)
-        cache.issue(again.first_loads)
+        cache.load()
         self.runner.run(layer, again, spans, hidden, routing.pairs, routing.top_k, step.kernel, y)
         pairs = sum(spans[key][1] - spans[key][0] for key in task.keys)
         cache.stats.layers[layer].count_recomputed(task.peer.kind, pairs)

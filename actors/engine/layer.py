@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..policies.plan import LayerPlan, LoadOnMiss
+from ..policies.plan import LayerPlan
 from .cache.cache import ExpertCache
 from .host_view import StepView
 from .stats import LayerStats
@@ -215,7 +215,7 @@ class Placer:
     miss_costs: MissCosts | None = None
 
     def __init__(self, cache: ExpertCache) -> None:
-        self._cache, self._plan_loads = cache, LoadOnMiss().plan
+        self._cache = cache
 
     def preload(self) -> None:
         """Load experts before the first request. Raises RuntimeFailure: a copy or a shard failed."""
@@ -239,8 +239,7 @@ class Placer:
 
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: Any) -> LayerPlan:
         """Plan one layer. needed: segments of `routing.experts`. view: has the ids and weights that run."""
-        cache = self._cache
-        return self._plan_loads(needed, cache.residency, cache.eviction, self.keep)
+        return self._cache.plan(needed, self.keep)
 
 
 class MoeLayer:
@@ -348,9 +347,7 @@ class MoeLayer:
         routing = view.routing()
         base = index * self.experts
         keys = list(map(base.__add__, routing.experts))
-        needed = cache.segments(keys, low)
-        cache.drop_stale(index, needed)
-        cache.eviction.routed(keys, routing.counts, routing.tokens)
+        needed = cache.open(index, keys, routing.counts, routing.tokens, low)
         for watcher in hooks.watch:
             watcher.routed(index, routing)
         plan = self.placer.plan(index, needed, routing, view)  # plan
@@ -360,8 +357,7 @@ class MoeLayer:
             cache.begin(index, plan)  # begin
             if plan.remote:
                 tasks = backend.send(self, plan, routing, view)  # send
-            if plan.loads:
-                cache.issue(plan.first_loads)  # load
+            cache.load()
             for hook in hooks.ahead:
                 hook.layer(index, view)  # prefetch
             spans = dict(zip(keys, pairwise(routing.starts), strict=True))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ....errors import RuntimeFailure
 from ...policies.eviction import EvictionPolicy
 from ...policies.moepic.split import SplitLayout
-from ...policies.plan import LayerPlan, Load
+from ...policies.plan import LayerPlan, Load, LoadOnMiss
 from ...policies.prefetch import PrefetchGovernor
 from ...policies.residency import Residency, ResidencyError, State
 from ..stats import EngineStats, LayerResidency, PhaseCounter, Timeline
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from .form_slots import FormPool
     from .link_queue import NativeLoads
     from .slots import ExpertSource, SlotPool
+
+
+_LOADS = LoadOnMiss()
 
 
 class ExpertCache:
@@ -103,6 +106,10 @@ class ExpertCache:
         # Counts the times of GPU copies that have ended by now; on the forward's thread. Not between a layer's two
         # readings of its counters: late times belong to the layers before.
         self.settle_times = partial(self._queue.tell, self.counters)
+        self._run: tuple[int, ...] = ()  # of the present plan
+        self._resident = self._given = self._done = self._layer = 0
+        self._loads: Sequence[Load] = ()
+        self._late: list[Load] = []  # loads that wait until some experts have run
         self.low_bit = low_bit
         if low_bit is not None:
             self._map.add_low_bit(low_bit)
@@ -193,10 +200,31 @@ class ExpertCache:
         if stale:
             self.loads.drop(stale)
 
+    def open(
+        self, layer: int, keys: Sequence[int], counts: Sequence[int], tokens: int, low: AbstractSet[int] = frozenset()
+    ) -> Sequence[int]:
+        """The routing of a layer is known, as it runs: the segments that it needs.
+
+        Queued prefetches of the layer that it does not need are cancelled, and the order of eviction is told.
+
+        Args:
+            keys: experts, as `Routing.experts`. counts: rows of each. low: of these, those that run on their replicas.
+        """
+        needed = self.segments(keys, low)
+        self.drop_stale(layer, needed)
+        self.eviction.routed(keys, counts, tokens)
+        return needed
+
+    def plan(self, here: Sequence[int], keep: AbstractSet[int] = frozenset()) -> LayerPlan:
+        """Plan the segments that run on this device (`LoadOnMiss`). Raises PlanError: no slot can be freed."""
+        return _LOADS.plan(here, self.residency, self.eviction, keep)
+
     def begin(self, layer: int, plan: LayerPlan) -> None:
         """Count hits and misses, pin resident and loading segments, and promote late prefetches to demand."""
         self.counters.begin(layer, plan)
-        run, resident, arrivals, _, _ = plan
+        run, resident, arrivals, loads, _ = plan
+        self._run, self._resident, self._given, self._done = run, resident, 0, 0
+        self._layer, self._loads, self._late = layer, loads, [load for load in loads if load.after] if loads else []
         here = resident + arrivals
         self.residency.pin(*run[:here])
         if not arrivals:
@@ -208,6 +236,40 @@ class ExpertCache:
             # a recut's loads come after demand, too
             if job.cause == "prefetch" or (self.divided and job.cause == "migration"):
                 self._queue.promote(job)
+
+    def load(self) -> None:
+        """Victims leave, and the demand loads that wait for no slot of the layer's own are queued."""
+        if self._loads:
+            self.issue([load for load in self._loads if not load.after])
+
+    def next(self) -> tuple[int, int]:
+        """The next stretch of the plan's `run` that is in its slots: first and end; equal: all are given.
+
+        Residents together, then arrivals as they land. All compute on what was given before is issued: where loads
+        wait for slots of the layer's own, they follow.
+
+        Raises:
+            RuntimeFailure: a copy failed (a failed prefetch is first loaded again) or the cache was closed.
+            StoreError: no node has the expert now.
+        """
+        run, done, late = self._run, self._done, self._late
+        if late and self._given < done:
+            self.ran(run[self._given : done])
+            self.issue([load for load in late if load.after == done])
+        if done == len(run):
+            if not late and self._given < done:
+                self.ran(run)
+            self._given = done
+            return done, done
+        stop = self._resident if done < self._resident else len(run)
+        if late:
+            stop = min([stop if done < self._resident else done + 1, *[x.after for x in late if x.after > done]])
+        if late or done < self._resident:
+            self.await_experts(run[done:stop], self._layer)
+        else:  # with the arrivals behind it that have landed by then
+            stop = done + len(self.await_first(run[done:stop], self._layer))
+        self._given, self._done = done, stop
+        return done, stop
 
     def issue(self, loads: Sequence[Load]) -> None:
         """Evict, reserve and queue these demand loads of one layer, and pin them."""

@@ -68,7 +68,7 @@ class PeerPlacer(Placer):
     def _split(self, needed: Sequence[int], remote: Sequence[Remote], keep: frozenset[int] = frozenset()) -> LayerPlan:
         cache, away = self._cache, {r.key for r in remote}
         here = [key for key in needed if key not in away] if away else needed
-        plan = self._plan_loads(here, cache.residency, cache.eviction, keep)
+        plan = cache.plan(here, keep)
         return plan._replace(remote=tuple(remote)) if remote else plan
 
 
