@@ -23,8 +23,9 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 CPU, PROTO = ROOT / "kernels" / "cpu", ROOT / "proto"
 MEMORY = "address,undefined"
 FAST_MATH = ("-ffp-contract=fast", "-fno-math-errno", "-pthread")
-# of the whole module and of every program that can have the same: each source is then compiled once for all of them
-MODULE = ("-O1", "-g", "-fPIC", "-DTIERMOE_NO_CLONES", *FAST_MATH)
+# of the whole module and of every program that can have the same: each source is then compiled once for all of them;
+# -g1: names and lines for a report, without what a debugger needs besides
+MODULE = ("-O1", "-g1", "-fPIC", "-DTIERMOE_NO_CLONES", *FAST_MATH)
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ PROGRAMS = {
     "link": Program("link", CPU, ("link.cpp",)),
     "link, threads": Program("link", CPU, ("link.cpp",), sanitizers="thread"),
     "passes": Program("passes", CPU, PASSES),
-    "planner": Program("planner", CPU, (), flags=("-O1", "-g", "-ffp-contract=off")),
+    "planner": Program("planner", CPU, (), flags=("-O1", "-g1", "-ffp-contract=off")),
     # random problems with every option; input out of range is refused before it is used
     "substitute": Program(
-        "substitute", CPU, ("substitute.cpp",), f"{MEMORY},float-cast-overflow", ("-O1", "-g", "-ffp-contract=off"),
+        "substitute", CPU, ("substitute.cpp",), f"{MEMORY},float-cast-overflow", ("-O1", "-g1", "-ffp-contract=off"),
         "checked 2880 problems\n",
     ),
     "channel": Program("channel", PROTO, ("checks.cpp", "frame.cpp", "ring.cpp")),
