@@ -2,7 +2,7 @@
 # make test    the test suite, two files at a time, but for what the next two run
 # make test-slow    real runs of many presets, most architectures, benchmarks, replicas, and the sanitizers
 # make test-wheel   a wheel by the Dockerfile's steps, run in an environment and a folder of its own (part of test-slow)
-# make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs
+# make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs, two files at a time
 # make fuzz-api    10,000 generated requests and 10,000 broken ones against the HTTP edge
 # make chaos   kill and stop each process of a server under load, then change what is around it: docs/results/reliability.md, surroundings.md
 # make soak    an hour of mixed load on a server, then idle: memory, descriptors, slots, KV blocks: docs/results/soak.md

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -119,8 +120,9 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     store = Path(prepared(default_model_dir(), tmp_path_factory.mktemp("nodes") / "store").describe().path)
     prompts = heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
-    machines = Switch(tmp_path_factory.mktemp("machine")) if NOT_ISOLATED is None else Loopback()
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="nodes-")))  # short: Ray makes sockets in it
+        machines = Switch(folder) if NOT_ISOLATED is None else Loopback()
         stack.callback(machines.close)
         nodes = RayNodes(machines, cpus=2)
         runtime = stack.enter_context(closing(RemoteRuntime(nodes.head)))
