@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # torch
 # microseconds of the host in an MoE layer outside kernels and waits for copies, at batch 1
 LIMITS_US = {
     "all-resident": 10.0, "on-demand": 20.0, "next-gate": 35.0, "fmoe": 70.0, "moepic": 70.0, "activeevict": 70.0,
-    "activeevict-lossless": 70.0, "buddymoe": 70.0,
+    "activeevict-lossless": 70.0, "buddymoe": 70.0, "auto, local": 20.0,
 }  # fmt: skip
 LATENCY_US = 10.0
 PROMPT_TOKENS, MAX_TOKENS = 32, 48
