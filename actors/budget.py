@@ -1,4 +1,5 @@
-"""Byte arithmetic of `budget: auto`: what of a device's free memory is left for experts. Without torch.
+"""Byte arithmetic of `budget: auto`: what of a device's free memory is left for experts, and how expert slots and KV
+cache share it while requests come and go. Without torch.
 
     experts = min(all, (free - leads x (dense + kv + activations) - mapped - processes - margin) / devices)
     margin  = MARGIN_BYTES + MARGIN_SHARE of what is free
@@ -6,6 +7,9 @@
 On a GPU each process asks its own for the free memory, which other processes' use lowers, before it loads anything. The
 CPU stand-in takes host memory, which the mapped experts and all processes of the run share: it is divided once, by the
 driver.
+
+That is the least: it leaves room for the whole KV cache. `Shares` has what else experts may have while requests do not
+need it, and `SharingRule` decides when.
 """
 
 from __future__ import annotations
@@ -132,6 +136,87 @@ def in_words(terms: Mapping[str, int], chunk: int, tokens: int) -> str:
     taken = ", ".join(f"{size(terms[name])} {label}" for name, label in what.items() if terms[name])
     left = terms["experts"]
     return f"{size(terms['free'])} free less {taken} leave {size(left) if left > 0 else 'nothing'} for experts"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How one memory may be divided between expert slots and the KV cache.
+
+    Attributes:
+        slot_bytes: of one slot. least_slots: beside the whole KV cache. most_slots: of use.
+        block_bytes: of one block, the unit in which the KV cache grows. least_blocks, most_blocks: of the KV cache.
+    """
+
+    slot_bytes: int
+    least_slots: int
+    most_slots: int
+    block_bytes: int
+    least_blocks: int
+    most_blocks: int
+
+    def slots(self, blocks: int) -> int:
+        """The slots that fit beside so many blocks."""
+        spare = (self.most_blocks - blocks) * self.block_bytes
+        return min(self.most_slots, self.least_slots + spare // self.slot_bytes)
+
+
+class SharingRule:
+    """When the KV cache takes memory from the expert slots, and when it gives it back.
+
+    State: the blocks of the KV cache now, and since which forward fewer have sufficed.
+
+    Rule: demand is rounded up to eighths of the range, so that small changes move nothing. More than there is: at once,
+    since requests wait. Less by two eighths or more in each of the last PATIENCE forwards, what the prefix cache holds
+    included: down to the greatest demand among them. Without what the prefix cache holds: after KEEP forwards. O(1).
+
+    A moment without work counts as a forward, ten a second: PATIENCE is some seconds, KEEP some minutes. What a move
+    costs is that experts, or keys of earlier prompts, must be made again at their next use.
+    """
+
+    PATIENCE, KEEP, PARTS = 64, 1024, 8
+
+    def __init__(self, shares: Shares) -> None:
+        self.shares, self.blocks = shares, shares.least_blocks
+        self._range = shares.most_blocks - shares.least_blocks
+        self._step = max(1, -(-self._range // self.PARTS))
+        self._since: int | None = None
+        self._greatest, self._due = 0, 0
+
+    def wanted(self, demand: int, forward: int, cached: int = 0) -> int:
+        """The blocks that the KV cache is to have.
+
+        Args:
+            demand: blocks that requests need. forward: its number. cached: blocks that only the prefix cache holds.
+        """
+        blocks = self._rounded(demand)
+        if not self._is_much_less(blocks):
+            self._since = None
+            return max(blocks, self.blocks)
+        if self._since is None:
+            self._since, self._greatest = forward, blocks
+        self._greatest = max(self._greatest, blocks)
+        kept = max(self._greatest, self._rounded(demand + cached))
+        keeps = self._is_much_less(kept)
+        self._due = self._since + (self.PATIENCE if keeps else self.KEEP)
+        if forward < self._due:
+            return self.blocks
+        return kept if keeps else self._greatest
+
+    def is_due(self, forward: int) -> bool:
+        """Whether blocks have been idle for long enough at this forward, as far as `wanted` knows."""
+        return self._since is not None and forward >= self._due
+
+    def settled(self, blocks: int) -> None:
+        """The KV cache has so many blocks now."""
+        self.blocks, self._since = blocks, None
+
+    def _rounded(self, demand: int) -> int:
+        least = self.shares.least_blocks
+        steps = -(-max(0, demand - least) // self._step)
+        return min(self.shares.most_blocks, least + steps * self._step)
+
+    def _is_much_less(self, blocks: int) -> bool:
+        return self.blocks - blocks >= max(1, min(2 * self._step, self._range))
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,9 @@ class GpuWorker:
             self._engine.prefetching.watch_embeddings(self._model)
         experts = [block.experts for block in blocks]
         self._dense = CompiledDense(self._model, experts, settings.compile, threads=settings.threads)
-        self._batcher = make_batcher(self._model, settings.kv, self._engine, settings.attention, vocabulary)
+        self._batcher = make_batcher(
+            self._model, settings.kv, self._engine, settings.attention, vocabulary, self._shared_memory()
+        )
         _warm_up(self._batcher, self._dense.warm_up)
         self._engine.notes += self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
@@ -169,6 +171,17 @@ class GpuWorker:
         self._batcher.streams.out_of_memory = _end_process
         self._plan = plan  # from now on it serves
         return plan
+
+    def _shared_memory(self) -> Any:
+        """The memory that expert slots and KV cache share; None: each has its own."""
+        if self._engine.cache.memory is None:
+            return None
+        try:
+            from .engine.serving.shared_memory import SharedMemory
+        except ImportError:
+            self._engine.notes.append("the KV cache has memory of its own: this version of transformers is too old")
+            return None
+        return SharedMemory(self._engine.cache, self._engine.resize)
 
     def _begin(self, stage: str) -> None:
         """The next part of the start."""
@@ -243,7 +256,7 @@ class GpuWorker:
         waiting = streams.waiting
         return {
             "running": len(streams) - waiting, "waiting": waiting, "kv_usage": self._batcher.kv_usage,
-            "slots_used": residency.slots - residency.free_slots, "pins": residency.pins,
+            "slots_used": max(0, residency.slots - residency.free_slots), "pins": residency.pins,
         }  # fmt: skip
 
     def submit(self, request: GenerationRequest) -> Stream:
@@ -403,13 +416,15 @@ def _end_process(error: BaseException) -> None:
 
 
 def make_batcher(
-    model: Any, kv: KvSettings, watcher: Any = None, attention: Attention = "auto", tokenizer: str | None = None
-) -> Any:
+    model: Any, kv: KvSettings, watcher: Any = None, attention: Attention = "auto", tokenizer: str | None = None,
+    memory: Any = None,
+) -> Any:  # fmt: skip
     """Continuous batching if the model allows it, else one request after another.
 
     Args:
         watcher: a `SequenceWatcher`, which gets the rows of each forward pass.
         tokenizer: the text of tokenizer.json, for grammars.
+        memory: `SharedMemory` of expert slots and the paged cache; None: the cache has its own.
 
     Raises:
         UnsupportedModelError: `kv.batching` is continuous and the model does not allow it.
@@ -419,8 +434,10 @@ def make_batcher(
     if kv.batching == "serial":
         return SerialBatcher(model, kv, "asked for", watcher, tokenizer)
     try:
-        return ContinuousBatcher(model, kv, watcher, attention, tokenizer)
+        return ContinuousBatcher(model, kv, watcher, attention, tokenizer, memory)
     except UnsupportedModelError as error:
         if kv.batching == "continuous":
             raise
+        if memory is not None:
+            memory.close()
         return SerialBatcher(model, kv, error.what, watcher, tokenizer)

@@ -211,6 +211,9 @@ class KvSettings(Settings):
         json_schema_extra=in_unit("tokens"),
     )  # fmt: skip
     prefix_cache: bool = Field(default=True, description="share the KV cache of equal beginnings of prompts")
+    elastic: bool = Field(
+        default=True, description="with budget auto, experts have the KV cache's memory until requests need it"
+    )
     batching: Literal["auto", "continuous", "serial"] = Field(
         default="auto", description="continuous: requests share forward passes and the paged cache; serial: one "
         "request after another; auto: continuous where the model's attention allows it",
@@ -399,6 +402,18 @@ def check_published(policy: PolicySettings, form: str | None) -> None:
             "choose a policy that loads experts as they are, such as next-gate, or one that computes replicas on NDP "
             "workers, such as context-ndp-3bit, or use the unquantized checkpoint",
         )
+
+
+def shared_bytes(settings: EngineSettings) -> int:
+    """Bytes of the KV cache that expert slots may have while requests do not need them; 0: each has its own memory.
+
+    Slots that are divided between parts of experts or replicas, and those that are copied back, keep their number.
+    """
+    policy, budget = settings.policy, settings.budget
+    fixed = policy.split.kind != "off" or policy.low_bit is not None or policy.evict_writeback
+    if not isinstance(budget, AutoBudget) or fixed or not settings.kv.elastic or settings.kv.batching == "serial":
+        return 0
+    return budget.kv
 
 
 def budget_bytes(budget: float | int | AutoBudget, slot_bytes: int, experts: int) -> int:

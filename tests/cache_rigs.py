@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from fake_gpu import FakeGpu
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
@@ -61,14 +62,17 @@ class _Caching:
 
     cache: ExpertCache
 
-    def __init__(self, shape: ExpertShape, slots: int, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(
+        self, shape: ExpertShape, slots: int, dtype: torch.dtype, seed: int = 0, memory: SlotMemory | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.weights = [
             LayerWeights(tuple(torch.randn(s, generator=generator).bfloat16() for s in shape.stacked().values()))
             for _ in range(LAYERS)
         ]
-        self.pool = SlotPool.allocate(shape, slots, dtype, torch.device("cpu"))
-        self.residency = Residency(KEYS, slots, shape.nbytes(dtype.itemsize))
+        self.pool = SlotPool.allocate(shape, slots, dtype, torch.device("cpu"), memory)
+        most = None if memory is None else memory.most
+        self.residency = Residency(KEYS, slots, shape.nbytes(dtype.itemsize), most)
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
 
     def resident(self) -> set[int]:
@@ -98,13 +102,15 @@ class GatedDevice(CpuDevice):
 
 
 class Fixture(_Caching):
-    """A cache of `slots` slots in float32, with what a test looks at."""
+    """A cache of `slots` slots in float32, with what a test looks at. most: slots that it may get."""
 
-    def __init__(self, slots: int, device: CpuDevice) -> None:
-        super().__init__(BIASED, slots, torch.float32)
+    def __init__(self, slots: int, device: CpuDevice, most: int | None = None) -> None:
+        memory = None if most is None else SlotMemory(device, slots, most)
+        super().__init__(BIASED, slots, torch.float32, memory=memory)
         self.device, self.governor = device, PrefetchGovernor(0.5)
         self.cache = ExpertCache(
-            self.pool, self.weights, device, self.residency, Lru(), self.governor, self.stats, Timeline(True)
+            self.pool, self.weights, device, self.residency, Lru(), self.governor, self.stats, Timeline(True),
+            memory=memory,
         )
 
     def forward(self, layer: int, *experts: int) -> None:
@@ -169,23 +175,29 @@ def caches() -> Iterator[Make]:
 
 
 class Rig(_Caching):
-    """A cache of `slots` slots on a fake GPU, and compute that looks at slots when its turn comes."""
+    """A cache of `slots` slots on a fake GPU, and compute that looks at slots when its turn comes.
+
+    most: slots that it may get. shape: of an expert.
+    """
 
     def __init__(
         self, slots: int = 3, seed: int = 0, dtype: torch.dtype = torch.bfloat16, ahead: float = 2,
         pinned: Sequence[bool] = (True,) * LAYERS, cut: SplitLayout | None = None, writeback: bool = False,
+        most: int | None = None, shape: ExpertShape = SHAPE,
     ) -> None:  # fmt: skip
-        super().__init__(SHAPE, slots, dtype, seed)
         self.gpu = FakeGpu(seed, RATE)
+        self.gpu.pages.granularity = mmap.PAGESIZE
         self.device = CudaDevice(self.gpu, staging_bytes=24)
+        memory = None if most is None else SlotMemory(self.device, slots, most)
+        super().__init__(shape, slots, dtype, seed, memory)
         self.queue = StreamQueue(self.device, pinned, int(ahead * CARRIED), casts=dtype != torch.bfloat16)
         eviction = Lru() if cut is None else split_eviction(Lru, LAYERS, EXPERTS)
         self.cache = ExpertCache(
             self.pool, self.weights, self.device, self.residency, eviction, PrefetchGovernor(0.0), self.stats,
-            Timeline(True), self.queue, cut=cut, writeback=writeback,
+            Timeline(True), self.queue, cut=cut, writeback=writeback, memory=memory,
         )  # fmt: skip
         for tensor in self.pool.tensors:
-            tensor.fill_(float("nan"))
+            tensor[:slots].fill_(float("nan"))
         self.ran = self.looked = 0
         self.gpu.synchronized = 0
 

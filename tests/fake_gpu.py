@@ -15,6 +15,7 @@ host memory that was made here another; kernels have none.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import random
 import threading
 from collections import deque
@@ -122,6 +123,7 @@ class FakeGpu:
         self.memory, self.others = 80 << 30, 0
         self.compute = self.stream(name="compute")
         self.default: FakeStream | None = None
+        self.pages = FakePages(self)
 
     # -- GpuRuntime --------------------------------------------------------------------------------------
 
@@ -130,7 +132,18 @@ class FakeGpu:
 
     def free_bytes(self) -> int:
         own = sum(last - first for first, last in self._own) - sum(last - first for first, last in self._on_host)
-        return max(0, self.memory - self.others - own)
+        return max(0, self.memory - self.others - own - self.pages.created * self.pages.granularity)
+
+    def page_driver(self) -> FakePages:
+        return self.pages
+
+    def settle(self) -> None:
+        with self._lock:
+            while self._step():
+                pass
+            for stream in self._streams:
+                assert not stream.queue, "streams wait for each other"
+                _merge(self._host, stream.clock)
 
     def stream(self, urgent: bool = False, name: str = "") -> FakeStream:
         number = len(self._streams)
@@ -306,6 +319,7 @@ class FakeGpu:
 
     def _touch(self, stream: FakeStream, tensor: torch.Tensor, write: bool) -> None:
         """The operation that was enqueued last uses these bytes."""
+        self.pages.check(tensor.data_ptr(), tensor.nbytes)
         self._keep.append(tensor)
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         mine = Access(first, last, write, stream.number, stream.enqueued, stream.name)
@@ -324,6 +338,14 @@ class FakeGpu:
             kept.append(other)
         self._accesses = [*kept, mine]
 
+    def forget(self, first: int, last: int) -> None:
+        """These bytes go: everything that used them must have been seen done."""
+        for access in self._accesses:
+            if access.first < last and first < access.last and not access.before(self._host):
+                self.hazards.append(f"memory goes that {access.name} may still use")
+                raise Hazard(self.hazards[-1])
+        self._accesses = [a for a in self._accesses if a.last <= first or last <= a.first]
+
     def _made(self, nbytes: int) -> torch.Tensor:
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
         self._keep.append(tensor)
@@ -338,6 +360,77 @@ class FakeGpu:
 
     def _count(self, name: str) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1
+
+
+class FakePages:
+    """`cuda.arena.PageDriver`: pages of a `FakeGpu`'s memory, in ranges of host memory.
+
+    A page comes with any content (here ones), and goes with its content. Attributes: created: pages that there are.
+    mapped: their addresses. most: bytes of `mapped` at most.
+    """
+
+    granularity = 1 << 16
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self._ranges: dict[int, tuple[mmap.mmap, torch.Tensor, int]] = {}
+        self.created = self.most = 0
+        self.mapped: set[int] = set()
+
+    def reserve(self, nbytes: int) -> int:
+        memory = mmap.mmap(-1, nbytes)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self._ranges[tensor.data_ptr()] = memory, tensor, nbytes
+        return tensor.data_ptr()
+
+    def create(self) -> int:
+        if self._gpu.free_bytes() < self.granularity:
+            raise torch.OutOfMemoryError("the fake GPU has no memory left")
+        self.created += 1
+        return self.created
+
+    def destroy(self, page: int) -> None:
+        self.created -= 1
+
+    def map(self, address: int, pages: Sequence[int]) -> None:
+        for at in self._pages(address, len(pages)):
+            assert at not in self.mapped
+            self.mapped.add(at)
+        self._bytes(address, len(pages)).fill_(255)
+        self.most = max(self.most, len(self.mapped) * self.granularity)
+
+    def unmap(self, address: int, pages: int) -> None:
+        self._gpu.forget(address, address + pages * self.granularity)
+        self.mapped.difference_update(self._pages(address, pages))
+        base = self._base(address)
+        self._ranges[base][0].madvise(mmap.MADV_DONTNEED, address - base, pages * self.granularity)
+
+    def free(self, address: int, nbytes: int) -> None:
+        assert not self.mapped.intersection(self._pages(address, nbytes // self.granularity))
+        self._ranges.pop(address)
+
+    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        return self._ranges[address][1][:nbytes]
+
+    def check(self, address: int, nbytes: int) -> None:
+        """Raise Hazard where one of these bytes is reserved, and not there."""
+        base = self._base(address)
+        if base is None:
+            return
+        first, last = ((at - base) // self.granularity for at in (address, address + max(1, nbytes) - 1))
+        if not self.mapped.issuperset(base + n * self.granularity for n in range(first, last + 1)):
+            self._gpu.hazards.append("an operation uses memory that is not there")
+            raise Hazard(self._gpu.hazards[-1])
+
+    def _base(self, address: int) -> int | None:
+        return next((b for b, (_, _, nbytes) in self._ranges.items() if b <= address < b + nbytes), None)
+
+    def _pages(self, address: int, count: int) -> list[int]:
+        return [address + n * self.granularity for n in range(count)]
+
+    def _bytes(self, address: int, pages: int) -> torch.Tensor:
+        base = self._base(address)
+        return self._ranges[base][1][address - base :][: pages * self.granularity]
 
 
 def _inside(ranges: Sequence[tuple[int, int]], tensor: torch.Tensor) -> bool:

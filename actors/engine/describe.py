@@ -14,6 +14,7 @@ from .cache.device import PinReport
 from .engine import ExpertEngine
 from .peers.shards import account, owners
 from .serving.batching import Batcher
+from .stats import EngineStats
 
 _REPORT_S = 5.0
 
@@ -41,12 +42,13 @@ def describe(
         "experts_per_layer": manifest.experts.num_experts,
         "top_k": engine.top_k,
         "experts": stats.experts,
-        "slots": stats.slots,
+        "slots": _slots(stats),
         "slot_bytes": engine.slot_bytes,
         "expert_bytes_total": stats.experts * engine.slot_bytes,
         "expert_budget_bytes": stats.expert_budget_bytes,
         "expert_bytes_allocated": stats.expert_bytes_peak,
         "budget_auto": budget.in_terms if isinstance(budget := settings.budget, AutoBudget) else None,
+        "shared": None if stats.shared is None else asdict(stats.shared),
         "dense_bytes": sum(dense.values()),
         "store_path": view.path,
         "store_bytes": sum(record.nbytes for record in manifest.files()),
@@ -73,6 +75,11 @@ def describe(
         "vocabulary": batcher.streams.vocabulary,
         "notes": _notes(engine, batcher, pinned),
     }
+
+
+def _slots(stats: EngineStats) -> int:
+    """While no request needs their memory."""
+    return stats.slots if stats.shared is None else stats.shared.slots_most
 
 
 def _split(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
@@ -160,7 +167,7 @@ def _shards(settings: EngineSettings, engine: ExpertEngine) -> list[dict[str, An
 
 def _notes(engine: ExpertEngine, batcher: Batcher, pinned: PinReport | None) -> list[str]:
     """Facts that a user would not expect."""
-    notes, slots = list(engine.notes), engine.stats().slots
+    notes, slots = list(engine.notes), _slots(engine.stats())
     if batcher.serial_because is not None:
         notes.append(f"requests run one after another: {batcher.serial_because}")
     if pinned is not None and pinned.problem is not None:

@@ -17,7 +17,7 @@ from ..policies.hobbit import MixedPrecision
 from ..policies.prefetch_trials import PrefetchTrials
 from ..policies.routing import Rerouting
 from ..policy_settings import PolicySettings
-from ..settings import EngineSettings, check_combination
+from ..settings import EngineSettings, check_combination, shared_bytes
 from ..store.artifacts import PolicyArtifacts
 from ..store.format import ExpertShape, Published
 from ..store.replicas import ReplicaTables
@@ -110,8 +110,12 @@ class ExpertEngine:
         self._clock = VirtualClock() if device.executor == "emulated" and settings.link.layer_us is not None else None
         self._layer_s = (settings.link.layer_us or 0.0) * 1e-6
         self.activations, self._fetch = activations_of(device.torch_device), fetch_from(device.torch_device)
+        shared = shared_bytes(settings)
+        if shared and (problem := device.arena_problem()) is not None:
+            shared = 0
+            self.notes.append(f"the KV cache has memory of its own: {problem}")
         self.cache = make_cache(
-            settings, shape, weights, device, dtype, len(mine), top_k, self._clock, replicas, published
+            settings, shape, weights, device, dtype, len(mine), top_k, self._clock, replicas, published, shared
         )
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
@@ -232,6 +236,11 @@ class ExpertEngine:
             yield lambda sequences: rule.begin_forward(sequences, self._placer.miss_costs)
         if ahead is not None:
             yield lambda sequences: ahead.begin_forward(last_rows(sequences))
+
+    def resize(self, slots: int) -> None:
+        """Another number of slots, between forwards. Raises as `ExpertCache.resize`."""
+        self.cache.resize(slots)
+        self._placer.resized()
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""

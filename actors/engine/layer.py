@@ -233,6 +233,10 @@ class Placer:
         """The layers whose routers' scores on this layer's input `plan` reads."""
         return ()
 
+    def resized(self) -> None:
+        """The cache has another number of slots."""
+        return None
+
     def displaced(self) -> None:
         """Experts of a lost peer were loaded here and may have displaced others."""
         return None

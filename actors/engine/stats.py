@@ -162,14 +162,31 @@ class PlannerStats:
     message_s: float
 
 
+@dataclass(frozen=True)
+class SharedMemoryStats:
+    """How expert slots and KV cache share one memory now, and how often it moved since the start.
+
+    Attributes:
+        kv_tokens, kv_tokens_most: of the KV cache, now and at most. slots_least, slots_most: bounds of the slots.
+        to_kv, to_experts: times that slots gave memory to the KV cache, and that it gave some back.
+    """
+
+    kv_tokens: int
+    kv_tokens_most: int
+    slots_least: int
+    slots_most: int
+    to_kv: int = 0
+    to_experts: int = 0
+
+
 @dataclass
 class EngineStats:
     """Counters of one engine, per MoE layer and in total."""
 
     layers: list[LayerStats] = field(default_factory=list)
     expert_budget_bytes: int = 0
-    expert_bytes_peak: int = 0  # the pool's one allocation, made before the first load: it never grows
-    slots: int = 0
+    expert_bytes_peak: int = 0  # the most that the pool had
+    slots: int = 0  # now
     low_bit_slots: int = 0  # further slots, for low-bit replicas
     experts: int = 0
     executor: str = "real"
@@ -180,6 +197,7 @@ class EngineStats:
     prefetch_trials: TrialResult | None = None  # since the start; None: prefetch is not adaptive
     matcher: dict[str, Any] | None = None  # `MatcherLink.report`; None: no matcher
     configurator: ConfiguratorStats | None = None  # None: the split is fixed
+    shared: SharedMemoryStats | None = None  # None: the KV cache has memory of its own
     planner: PlannerStats | None = None  # None: another placement than auto
     quality: QualityReport | None = None  # None: no quality budget
     migrations: int = 0  # sequences whose prefill decided a placement

@@ -284,6 +284,11 @@ class Auto:
         """V of each expert [L, E], as further calls change it; not to be written."""
         return np.asarray(_Values(self._native.values(self._planner), (self.layers, self.experts), self._planner))
 
+    def resize(self, slots: int) -> None:
+        """A layer has so many slots from now on. Raises ValueError: more than it has experts."""
+        self._native.resize(self._planner, slots)
+        self.slots = slots
+
     def admit(self, key: int) -> tuple[bool, int | None]:
         """Whether an expert that is here or arrives takes a slot, and whose; None: a free one. Ask after `used`."""
         admitted, victim = self._native.admit(self._planner, key)

@@ -125,6 +125,9 @@ class HybridRule(ABC):
     def prompt_end(self, counts: Any, tokens: int, requests: int, batch: int) -> None:
         return None
 
+    def resize(self, slots: int) -> None:
+        return None
+
     def admit(self, key: int) -> tuple[bool, int | None]:
         """Whatever is loaded takes a slot."""
         return True, None

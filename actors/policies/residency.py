@@ -50,20 +50,22 @@ class Residency:
     ABSENT) ends it. `evict` (RESIDENT -> ABSENT) frees the slot. A pinned expert is neither evicted nor released. Every
     operation is O(1) and atomic: it raises and changes nothing, or succeeds.
 
-    All slots are of class 0 until `divide`; an expert takes a slot of its own class.
+    All slots are of class 0 until `divide`; an expert takes a slot of its own class. While they are, `resize` changes
+    their number.
 
     Args:
         keys: number of experts in all layers. slots: each large enough for one expert. slot_bytes: of one slot.
+        most: slots that there may be at some time; None: as many as now.
 
     Attributes:
         slots: of all classes together.
         held_slot: `slot` of an expert that is known to be LOADING or RESIDENT, in a fraction of the time.
     """
 
-    def __init__(self, keys: int, slots: int, slot_bytes: int) -> None:
+    def __init__(self, keys: int, slots: int, slot_bytes: int, most: int | None = None) -> None:
         if slots < 1 or keys < 1:
             raise ResidencyError(f"a residency needs at least one key and one slot, got {keys} and {slots}")
-        self.slot_bytes = slot_bytes
+        self.slot_bytes, self.most = slot_bytes, slots if most is None else most
         self._state = bytearray()
         self._counts = array("q", [0])
         self.divide([0] * keys, [slots], [slot_bytes])
@@ -89,14 +91,50 @@ class Residency:
         self._slot = array("i", [-1]) * self.keys  # of LOADING and RESIDENT experts, else -1
         self.held_slot = self._slot.__getitem__
         self._pins = array("i", [0]) * self.keys
+        room = self.most if len(slots) == 1 else self.slots  # native code keeps the addresses of the arrays
         self._class_of_slot = [number for number, count in enumerate(slots) for _ in range(count)]
         # Free slots of each class, the lowest last: a stack that begins at the class's first slot.
         self._first = [sum(slots[:number]) for number in range(len(slots))]
         self._free = array("i")
         for first, count in zip(self._first, slots, strict=True):
             self._free.extend(range(first + count - 1, first - 1, -1))
+        self._free.extend([0] * (room - len(self._free)))
         self._counts = array("q", [self._counts[0], *slots])  # how often the last has left; free slots of each class
-        self._generation = array("q", [0]) * self.slots
+        self._generation = array("q", [0]) * max(room, self.slots)
+
+    def resize(self, slots: int) -> list[tuple[int, int, int]]:
+        """Change the number of slots of a pool of one class: the last ones come or go.
+
+        Experts in slots that go move to free slots of lower numbers. Who calls has evicted what does not fit, and
+        copies the bytes of those that move. O(slots).
+
+        Returns:
+            (key, slot before, slot now) of each expert that moves.
+
+        Raises:
+            ResidencyError: there are several classes; `slots` is not within 1 and `most`; more experts are held; one
+                that would move is LOADING or pinned.
+        """
+        if len(self.class_slots) > 1 or not 1 <= slots <= self.most:
+            raise ResidencyError(f"{slots} slots of 1 to {self.most}, in {len(self.class_slots)} classes")
+        held = {self._slot[key]: key for key in self.held()}
+        moving = sorted(slot for slot in held if slot >= slots)
+        free = [slot for slot in range(slots) if slot not in held]
+        if len(moving) > len(free):
+            raise ResidencyError(f"{len(held)} experts are held, for {slots} slots")
+        for slot in moving:
+            if self._pins[held[slot]] or self._state[held[slot]] != _RESIDENT:
+                raise ResidencyError(f"expert {held[slot]} cannot move from slot {slot}: it is pinned or loading")
+        moves = [(held[slot], slot, to) for slot, to in zip(moving, free, strict=False)]
+        for key, _, to in moves:
+            self._slot[key] = to
+            self._generation[to] += 1
+        rest = free[len(moves) :]
+        for place, slot in enumerate(reversed(rest)):  # one by one: native code has the array's address
+            self._free[place] = slot
+        self._counts[1], self.slots, self.class_slots = len(rest), slots, (slots,)
+        self._class_of_slot = [0] * slots
+        return moves
 
     @property
     def arrays(self) -> tuple[bytearray | array[int], ...]:

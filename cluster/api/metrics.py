@@ -248,6 +248,17 @@ class RuntimeCounters(Collector):
                 yield CounterMetricFamily(
                     "tiermoe_prefetch_trials", "Comparisons of decoding with and without prefetch.", trials["trials"]
                 )
+            about = "Slots of the lead's expert cache, in use or free."
+            yield GaugeMetricFamily("tiermoe_expert_slots", about, stats.get("slots", 0))
+            if (shared := stats.get("shared")) is not None:
+                about = "Tokens for which the KV cache has memory now; experts may have the rest."
+                yield GaugeMetricFamily("tiermoe_kv_cache_tokens", about, shared["kv_tokens"])
+                moves = CounterMetricFamily(
+                    "tiermoe_memory_moves", "Times that slots and KV cache gave each other memory.", labels=["to"]
+                )
+                for to in ("kv", "experts"):
+                    moves.add_metric([to], shared[f"to_{to}"])
+                yield moves
             if (planner := stats.get("planner")) is not None:
                 yield GaugeMetricFamily(
                     "tiermoe_planner_error_ratio", "Predicted against measured time of a layer, mean difference.",

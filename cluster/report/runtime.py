@@ -36,6 +36,7 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
         ("on the device", f"{size(plan['dense_bytes'])} dense, {size(plan['expert_budget_bytes'])} for experts: "
                           f"{plan['slots']} of {plan['experts']} slots ({share:.0%})"),
         *_auto(plan.get("budget_auto")),
+        *([("shared memory", _shared(plan["shared"]))] if plan.get("shared") else []),
         ("in host memory", f"{size(plan['store_bytes'])} in {plan['store_path']}{_pinned(plan)}"),
         *([("split", _split(plan["split"]))] if plan.get("split") else []),
         *([("low precision", _low_bit(plan["low_bit"]))] if plan.get("low_bit") else []),
@@ -53,6 +54,14 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
 def _auto(terms: Mapping[str, int] | None) -> list[tuple[str, str]]:
     """The row with the terms of `budget: auto`; none where the budget was given."""
     return [] if terms is None else [("budget auto", in_words(terms, terms["chunk"], terms["tokens"]))]
+
+
+def _shared(shared: Mapping[str, Any]) -> str:
+    """How experts and KV cache share one memory."""
+    return (
+        f"experts have {shared['slots_least']} slots beside a KV cache of {shared['kv_tokens_most']} tokens, up to "
+        f"{shared['slots_most']} while requests need fewer tokens"
+    )
 
 
 def _form(record: Mapping[str, Any], key: str = "form") -> str:

@@ -192,6 +192,7 @@ def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tup
         *(_ndp_rows(total) if plan.get("ndp") else []),
         ("expert memory", f"peak {size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
                           f"{total['slots']} slots for {total['experts']} experts"),
+        *shared_rows(total),
     ]  # fmt: skip
 
 
@@ -262,6 +263,18 @@ def configurator_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("cache split", f"split anew {found['reconfigurations']} times in {found['configurations']} configurations"
                         f"{gain}; {cost}{trouble}"),
+    ]  # fmt: skip
+
+
+def shared_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How experts and KV cache share one memory now; empty where each has its own."""
+    shared = total.get("shared")
+    if not shared:
+        return []
+    moves = f"given to the KV cache {shared['to_kv']} times, back to experts {shared['to_experts']} times"
+    return [
+        ("shared memory", f"KV cache of {shared['kv_tokens']} of {shared['kv_tokens_most']} tokens, {total['slots']} "
+                          f"of {shared['slots_least']} to {shared['slots_most']} slots; {moves}"),
     ]  # fmt: skip
 
 

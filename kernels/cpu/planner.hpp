@@ -97,6 +97,9 @@ class Planner {
     int wanted_count() const { return released_; }
     const Wanted& wanted(int i) const { return wanted_[i]; }
 
+    // Slots of a layer from now on; at most its experts.
+    void resize(int slots) { slots_ = slots; }
+
     // Popularity from elsewhere: counts [L * E] of `tokens` tokens.
     void popularity(const std::int64_t* counts, double tokens, int top_k, int batch) {
         known_ = 200.0;

@@ -210,6 +210,18 @@ PyObject* popularity(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+// resize(planner, slots)
+PyObject* resize(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 2)) return nullptr;
+    Planner* planner = planner_of(args[0]);
+    if (!planner) return nullptr;
+    const long long slots = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred()) return nullptr;
+    if (slots < 0 || slots > planner->experts()) return refuse("the slots of a layer are at most its experts", slots), nullptr;
+    planner->resize(static_cast<int>(slots));
+    Py_RETURN_NONE;
+}
+
 bool take_key(const Planner& planner, PyObject* given, long long& key) {
     key = PyLong_AsLongLong(given);
     if (PyErr_Occurred()) return false;
@@ -350,6 +362,7 @@ PyMethodDef methods[] = {
     {"used", fast(used), METH_FASTCALL, "A layer has run."},
     {"prompt_end", fast(prompt_end), METH_FASTCALL, "Prompts have run: the experts to keep."},
     {"popularity", fast(popularity), METH_FASTCALL, "Popularity from elsewhere."},
+    {"resize", fast(resize), METH_FASTCALL, "Another number of slots."},
     {"admit", fast(admit), METH_FASTCALL, "Whether an expert takes a slot, and whose."},
     {"worth", fast(worth), METH_FASTCALL, "Seconds that keeping an expert is worth."},
     {"values", fast(values), METH_FASTCALL, "Where V of each expert is."},

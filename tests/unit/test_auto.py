@@ -526,3 +526,17 @@ def test_microseconds_a_layer(experts: int, batch: int, record_property: object)
             spent.append(time.perf_counter() - begun)
     record_property(f"microseconds {experts} {batch}", 1e6 * float(np.median(spent)))  # type: ignore[operator]
     print(f"{experts} experts, batch {batch}: {1e6 * np.median(spent):.1f} us a layer")
+
+
+def test_a_layer_may_get_and_lose_slots() -> None:
+    planner = auto(slots=2)
+    planner.states[0, :2] = RESIDENT
+    assert planner.admit(5) != (True, None)  # no slot is free
+    planner.resize(4)
+    assert planner.admit(5) == (True, None)  # a free slot
+    assert planner.prompt_end(np.ones((2, 8), np.int64), 4, 1, 1).shape == (2, 4)
+    planner.resize(1)
+    assert planner.prompt_end(np.ones((2, 8), np.int64), 4, 1, 1).shape == (2, 1)
+    for wrong in (-1, 9):
+        with pytest.raises(ValueError, match="at most its experts"):
+            planner.resize(wrong)

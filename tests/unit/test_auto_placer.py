@@ -61,6 +61,9 @@ class Scripted:
     def prompt_end(self, counts: Any, tokens: int, requests: int, batch: int) -> None:
         self.told.append(("prompt_end", counts.tolist(), tokens, requests, batch))
 
+    def resize(self, slots: int) -> None:
+        self.told.append(("resize", slots))
+
     def admit(self, key: int) -> tuple[bool, int | None]:
         return self.admits.get(key, (True, None))
 
@@ -476,3 +479,13 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
         assert native.known() == python.known()
     assert native.stats.layers[0].misses > 10
     native.cache.close(), python.cache.close()
+
+
+@pytest.mark.parametrize(("slots", "each"), [(2, 1), (6, 2), (11, 3)])
+def test_another_number_of_slots_is_shared_anew(slots: int, each: int) -> None:
+    """Of three layers of four experts."""
+    rig = Rig(12)
+    rig.residency.resize(slots)
+    rig.placer.resized()
+    assert rig.planner.told == [("resize", each)]
+    assert rig.order._share == slots // LAYERS

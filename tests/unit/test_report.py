@@ -31,6 +31,7 @@ from tiermoe.cluster.report.status import (
     merged_residency,
     planner_rows,
     residency_map,
+    shared_rows,
     status_tables,
     summary_table,
 )
@@ -313,6 +314,19 @@ def test_only_the_threads_of_ray_are_silenced(capsys: pytest.CaptureFixture[str]
         print("main")
     assert sys.stdout is before
     assert capsys.readouterr().out == "mine\nmain\n"
+
+
+def test_how_memory_is_shared_is_said_in_words() -> None:
+    shared = {
+        "kv_tokens": 1024, "kv_tokens_most": 8192, "slots_least": 40, "slots_most": 180, "to_kv": 3, "to_experts": 2,
+    }  # fmt: skip
+    (row,) = shared_rows({"shared": shared, "slots": 180})
+    assert row == (
+        "shared memory",
+        "KV cache of 1024 of 8192 tokens, 180 of 40 to 180 slots; "
+        "given to the KV cache 3 times, back to experts 2 times",
+    )
+    assert shared_rows({"shared": None, "slots": 4}) == []
 
 
 def test_what_auto_chose_is_said_in_words() -> None:

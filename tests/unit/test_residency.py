@@ -168,6 +168,28 @@ def test_unpin_all(residency: Residency) -> None:
     residency.evict(1)
 
 
+def test_the_last_slots_come_and_go() -> None:
+    residency = Residency(KEYS, 2, SLOT_BYTES, most=4)
+    arrays = [memoryview(array) for array in residency.arrays]  # as native code has them
+    assert residency.resize(4) == []
+    resident(residency, 0, 1, 2, 3)
+    residency.evict(1)
+    assert residency.resize(3) == [(3, 3, 1)]  # expert 3 moves from slot 3 to slot 1
+    assert (residency.slot(3), residency.free_slots, residency.class_slots) == (1, 0, (3,))
+    residency.evict(0)
+    residency.evict(2)
+    assert residency.resize(1) == [(3, 1, 0)]
+    assert residency.resize(4) == []
+    assert [residency.reserve(key).slot for key in (0, 1, 2)] == [1, 2, 3]
+    assert all(view.obj is array for view, array in zip(arrays, residency.arrays, strict=True))
+    residency.check_integrity()
+
+
+def test_slots_of_several_classes_keep_their_number(residency: Residency) -> None:
+    residency.divide([0] * KEYS + [1] * KEYS, [2, 2], [SLOT_BYTES, 10])
+    refused(residency, lambda: residency.resize(3), "in 2 classes")
+
+
 @pytest.mark.parametrize(("keys", "slots"), [(0, 1), (1, 0), (-1, 2)])
 def test_an_empty_residency_is_refused(keys: int, slots: int) -> None:
     with pytest.raises(ResidencyError, match="at least one"):
@@ -200,7 +222,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.residency = Residency(KEYS, SLOTS, SLOT_BYTES)
+        self.residency, self.slots = Residency(KEYS, SLOTS - 1, SLOT_BYTES, most=SLOTS), SLOTS - 1
         self.loading: dict[int, Reservation] = {}
         self.ended: list[Reservation] = []
         self.resident: dict[int, int] = {}  # key -> slot
@@ -215,7 +237,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(key=keys)
     def reserve(self, key: int) -> None:
         held = len(self.loading) + len(self.resident)
-        legal = key not in self.loading and key not in self.resident and held < SLOTS
+        legal = key not in self.loading and key not in self.resident and held < self.slots
         reservation = self.attempt(legal, lambda: self.residency.reserve(key))
         if reservation is not None:
             assert reservation.slot not in self.resident.values()
@@ -263,6 +285,21 @@ class ResidencyMachine(RuleBasedStateMachine):
         if legal:
             self.pins[key] -= 1
 
+    @rule(slots=st.integers(0, SLOTS + 1))
+    def resize(self, slots: int) -> None:
+        behind = {key for key, slot in self.resident.items() if slot >= slots}
+        stuck = [key for key in behind if self.pins.get(key)] + [r for r in self.loading.values() if r.slot >= slots]
+        legal = 1 <= slots <= SLOTS and not stuck and len(self.loading) + len(self.resident) <= slots
+        moves = self.attempt(legal, lambda: self.residency.resize(slots))
+        if moves is None:
+            return
+        assert {key for key, _, _ in moves} == behind
+        for key, before, now in moves:
+            assert self.resident[key] == before
+            assert now not in self.resident.values()
+            self.resident[key] = now
+        self.slots = slots
+
     @invariant()
     def agrees(self) -> None:
         residency = self.residency
@@ -273,8 +310,8 @@ class ResidencyMachine(RuleBasedStateMachine):
             state = State.LOADING if key in self.loading else State.RESIDENT if key in self.resident else State.ABSENT
             assert residency.state(key) == state
             assert residency.pinned(key) == (self.pins.get(key, 0) > 0)
-        assert residency.bytes_held == len(held) * SLOT_BYTES <= SLOTS * SLOT_BYTES
-        assert residency.free_slots == SLOTS - len(held)
+        assert residency.bytes_held == len(held) * SLOT_BYTES <= self.slots * SLOT_BYTES
+        assert (residency.slots, residency.free_slots) == (self.slots, self.slots - len(held))
 
 
 ResidencyMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

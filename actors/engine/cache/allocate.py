@@ -25,14 +25,14 @@ from .link_queue import LinkQueue, copy_queue
 from .loader import CopyQueue
 from .low_bits import ReplicaWeights, make_part
 from .native_order import fast_eviction
-from .slots import ExpertSource, SlotPool
+from .slots import ExpertSource, SlotMemory, SlotPool
 from .virtual_link import VirtualClock, VirtualLoader, copy_now
 
 
 def make_cache(
     settings: EngineSettings, shape: ExpertShape, weights: Sequence[ExpertSource], device: Device, dtype: torch.dtype,
     owned: int, top_k: int = 1, clock: VirtualClock | None = None, replicas: ReplicaWeights | None = None,
-    published: Published | None = None,
+    published: Published | None = None, shared_bytes: int = 0,
 ) -> ExpertCache:  # fmt: skip
     """A cache within the budget of one device, with counters of its own.
 
@@ -42,6 +42,7 @@ def make_cache(
         clock: of a stepped link; None: wall-clock.
         replicas: low-bit replicas, with slots of their own within the budget.
         published: forms of the experts, which slots hold as they are; None: slots hold neurons in `dtype`.
+        shared_bytes: of memory beside the budget that slots may have at times (`ExpertCache.resize`).
 
     Raises:
         BudgetError: the budget does not hold one slot of each kind, or the device's memory does not hold the budget.
@@ -57,13 +58,15 @@ def make_cache(
         experts=keys,
         executor=device.executor,
     )
+    most = min(owned, bought.slots + shared_bytes // slot_bytes)
+    memory = SlotMemory(device, bought.slots, most) if most > bought.slots else None
     try:
         part = None if replicas is None else make_part(replicas, bought.replica_slots, device.torch_device)
         pool: SlotPool | FormPool
         if published is None:
-            pool = SlotPool.allocate(shape, bought.slots, dtype, device.torch_device)
+            pool = SlotPool.allocate(shape, bought.slots, dtype, device.torch_device, memory)
         else:
-            pool = FormPool.allocate(published, bought.slots, dtype, device.torch_device)
+            pool = FormPool.allocate(published, bought.slots, dtype, device.torch_device, memory)
     except torch.OutOfMemoryError as error:
         raise BudgetError(
             f"the GPU has no room for an expert cache of {size(bought.budget)} beside what is on it: "
@@ -79,7 +82,7 @@ def make_cache(
         pool,
         weights,
         device,
-        Residency(keys, bought.slots, slot_bytes),
+        Residency(keys, bought.slots, slot_bytes, None if memory is None else memory.most),
         fast_eviction(
             policy.eviction, PolicyContext(layers, shape.num_experts, top_k), split=bought.cut is not None,
             low_bit=bought.replica_slots > 0, native=isinstance(copies, LinkQueue),
@@ -92,6 +95,7 @@ def make_cache(
         bought.cut,
         policy.evict_writeback,
         part,
+        memory,
     )
 
 

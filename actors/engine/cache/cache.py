@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .device import Device
     from .form_slots import FormPool
     from .link_queue import NativeLoads
-    from .slots import ExpertSource, SlotPool
+    from .slots import ExpertSource, SlotMemory, SlotPool
 
 
 _LOADS = LoadOnMiss()
@@ -45,7 +45,7 @@ class ExpertCache:
     """Slots for experts of all layers on one device.
 
     Args:
-        pool: the slot tensors, allocated once; `pool.bytes` is the whole expert memory.
+        pool: the slot tensors, allocated once; `pool.bytes` is the whole expert memory, with `memory` at its most.
         weights: the sources of each MoE layer's experts.
         residency: bookkeeping over `len(weights) * experts` keys and the pool's slots.
         eviction: with a split, one with an order for each slot class (`split_eviction`).
@@ -56,6 +56,7 @@ class ExpertCache:
             comparison only. Replicas are not copied back.
         cut: how slots are split between tops and bottoms; None: a slot is a whole expert, for good.
         low_bit: further slots within the same budget, for low-bit replicas; not with a split.
+        memory: of the pool, if its last slots come and go (`resize`): of whole experts, without write-back.
 
     Attributes:
         policy: `eviction` as given, which is told of predictions.
@@ -69,8 +70,9 @@ class ExpertCache:
         self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], device: Device, residency: Residency,
         eviction: EvictionPolicy, governor: PrefetchGovernor, stats: EngineStats, timeline: Timeline,
         loader: CopyQueue | None = None, clock: Callable[[], float] = time.perf_counter, cut: SplitLayout | None = None,
-        writeback: bool = False, low_bit: LowBitPart | None = None,
+        writeback: bool = False, low_bit: LowBitPart | None = None, memory: SlotMemory | None = None,
     ) -> None:  # fmt: skip
+        self.memory = memory
         self.pool, self.device, self.residency, self.clock = pool, device, residency, clock
         self.policy = self.eviction = eviction
         self.passes = PassRecord()
@@ -80,7 +82,7 @@ class ExpertCache:
         self.segments, self.place = self._map.of, self._map.place
         self.neurons = pool.neurons
         self.states, self.standing, self.vacant = self._map.states, self._map.standing, self._map.vacant
-        stats.expert_bytes_peak = pool.bytes
+        stats.expert_bytes_peak = pool.bytes if memory is None else memory.least * residency.slot_bytes
         self.divided = cut is not None  # whether experts are cut in two; stays so
         self.counters = CacheCounters(stats, governor, timeline, self._map, self.divided, low_bit is not None)
         self._phases = PhaseCounter(stats)
@@ -412,6 +414,45 @@ class ExpertCache:
         """Load experts into free slots and wait; counted in `bytes_preloaded` and in no layer."""
         fit = self.loads.make_room(self.segments(keys), lambda k: False)
         self.counters.preloaded(self.loads.preload(fit))
+
+    def resize(self, slots: int) -> None:
+        """Give the last slots' memory back, or take it again, between forwards; `memory` says how many there may be.
+
+        Experts leave in the order of eviction; those that stay move out of the slots that go. Copies into those slots
+        are cancelled or waited for.
+
+        Raises:
+            ResidencyError: a pinned expert is in the way. torch.OutOfMemoryError: no room for more slots. Then as many
+                slots are there as before.
+        """
+        residency, memory = self.residency, self.memory
+        if memory is None or not memory.least <= slots <= memory.most:
+            raise ValueError(f"{slots} slots are not within what this cache may have")
+        self.count_passes()
+        self.loads.clear_slots(min(slots, residency.slots))
+        if slots > residency.slots:
+            memory.resize(slots)
+            residency.resize(slots)
+        elif slots < residency.slots:
+            self._give_back(slots, memory)
+        if self.native is not None:
+            self.native.divide(residency, None)
+        self.stats.slots = slots
+        self.stats.expert_bytes_peak = max(self.stats.expert_bytes_peak, slots * residency.slot_bytes)
+
+    def _give_back(self, slots: int, memory: SlotMemory) -> None:
+        residency, where = self.residency, self._map
+        excess = residency.slots - residency.free_slots - slots
+        if excess > 0:
+            self.loads.evict(self.eviction.victims(excess, residency.evictable()))
+        moves = residency.resize(slots)
+        self.device.settle()  # what runs, or is copied, in slots that go, and dropped copies into those that are free
+        for key, before, now in moves:
+            layer = self._layer_of(key)
+            self.device.move(where.pool.slot(now, layer), where.pool.slot(before, layer))
+        if moves:
+            self.device.settle()
+        memory.resize(slots)
 
     def flush(self) -> None:
         """Wait for every copy under way, then empty all slots."""

@@ -16,6 +16,7 @@ On a GPU they go through pinned memory, and the host waits once, for the rows th
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,6 +75,49 @@ class PinReport:
         )  # fmt: skip
 
 
+class Arena(Protocol):
+    """Memory of a device at fixed addresses, of which the first bytes are there and the rest is only reserved."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The whole range, uint8 [most]; what is only reserved is not read or written."""
+        ...
+
+    def resize(self, nbytes: int) -> None:
+        """The first bytes, rounded up to pages, are there; those that stay keep what they hold.
+
+        When some go, nothing enqueued may use them (`Device.settle`).
+
+        Raises:
+            torch.OutOfMemoryError: there is no room; then nothing has changed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give all of it back; nobody uses the tensor any more. Safe to call twice."""
+        ...
+
+
+class HostArena:
+    """An `Arena` of host memory: an anonymous mapping, whose pages come with their first write."""
+
+    def __init__(self, nbytes: int) -> None:
+        size = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory: mmap.mmap | None = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.tensor, self._end = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes), size
+
+    def resize(self, nbytes: int) -> None:
+        keep = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._memory is not None and keep < self._end:
+            self._memory.madvise(mmap.MADV_DONTNEED, keep, self._end - keep)
+
+    def close(self) -> None:
+        """The mapping lives as long as the last tensor on it; its memory goes now."""
+        if self._memory is not None:
+            self.resize(0)
+            self._memory = None
+
+
 class Device(Protocol):
     """What the cache and the loader need of a device.
 
@@ -89,6 +133,26 @@ class Device(Protocol):
 
     def free_bytes(self) -> int:
         """Memory that can be allocated now: what this process, and others, have not taken."""
+        ...
+
+    def arena_problem(self) -> str | None:
+        """Why this device has no `arena`; None: it has."""
+        ...
+
+    def arena(self, nbytes: int) -> Arena:
+        """Memory that may grow to so many bytes; none of it is there yet, or a page.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for a page.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Make the host wait for all that is enqueued on the device."""
+        ...
+
+    def move(self, dst: Tensors, src: Tensors) -> None:
+        """Copy one slot to another, in order with the compute; on the forward's thread."""
         ...
 
     def mark_use(self) -> Any:
@@ -134,6 +198,19 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         return host_free_bytes()
+
+    def arena_problem(self) -> None:
+        return None
+
+    def arena(self, nbytes: int) -> HostArena:
+        return HostArena(nbytes)
+
+    def settle(self) -> None:
+        return None
+
+    def move(self, dst: Tensors, src: Tensors) -> None:
+        for d, s in zip(dst, src, strict=True):
+            d.copy_(s)
 
     def mark_use(self) -> None:
         return None  # compute is synchronous: what was enqueued is done

@@ -22,7 +22,7 @@ from ...store.published import FormArrays
 from ..model.kernels import KernelPlan, Kernels
 from ..model.model import MoeBlock
 from .device import Tensors
-from .slots import SlotPool
+from .slots import SlotMemory, SlotPool
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,19 @@ class FormPool:
     tensors: Tensors
 
     @staticmethod
-    def allocate(published: Published, slots: int, dtype: torch.dtype, device: torch.device) -> FormPool:
+    def allocate(
+        published: Published, slots: int, dtype: torch.dtype, device: torch.device, memory: SlotMemory | None = None
+    ) -> FormPool:
+        """memory: as of `SlotPool.allocate`."""
         alike = len(published.forms) == 1
         sizes = list(part_bytes(published.forms[0]).values()) if alike else [published.slot_bytes]
-        return FormPool(
-            published, dtype, tuple(torch.empty((slots, n), dtype=torch.uint8, device=device) for n in sizes)
-        )
+
+        def empty(nbytes: int) -> torch.Tensor:
+            if memory is not None:
+                return memory.tensor((nbytes,), torch.uint8)
+            return torch.empty((slots, nbytes), dtype=torch.uint8, device=device)
+
+        return FormPool(published, dtype, tuple(empty(n) for n in sizes))
 
     @property
     def bytes(self) -> int:

@@ -165,8 +165,8 @@ class NativeLoads:
         )  # fmt: skip
         self._held = pool, weights, counters, order
 
-    def divide(self, residency: Residency, segments: Segments) -> None:
-        """Other slots of the same pool; no copy is under way."""
+    def divide(self, residency: Residency, segments: Segments | None) -> None:
+        """Other slots of the same pool; no copy is known here (`take`)."""
         _cpu.loads_divide(self.handle, *self._slots_of(residency, segments))
 
     def _slots_of(

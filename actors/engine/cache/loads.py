@@ -196,6 +196,16 @@ class Loads:
             self.queue.wait(job)
             self._land([job])
 
+    def clear_slots(self, first: int) -> None:
+        """No copy is under way into a slot from this one on: begun ones are waited for, the others cancelled."""
+        self.adopt()
+        for job in [job for job in self.under_way.values() if job.reservation.slot >= first]:
+            if self.queue.cancel(job):
+                self._release(job.reservation.key)
+            else:
+                self.queue.wait(job)
+                self._land([job])
+
     def preload(self, keys: Sequence[int]) -> list[LoadJob]:
         """Load into free slots and wait; counted in no layer. Returns the finished jobs."""
         jobs = self.reserve(keys, "demand")

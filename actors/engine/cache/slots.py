@@ -5,6 +5,7 @@ Nothing here imports torch before it allocates: the simulator uses it.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -23,7 +24,7 @@ from ...store.format import ExpertShape, Published
 if TYPE_CHECKING:
     import torch
 
-    from .device import Tensors
+    from .device import Arena, Device, Tensors
     from .form_slots import FormPool
 
 
@@ -82,6 +83,43 @@ def neuron_slice(tensors: tuple[torch.Tensor, ...], begin: int, end: int) -> tup
     return tuple(map(itemgetter(slice(begin, end)), tensors))
 
 
+class SlotMemory:
+    """The memory of a pool whose last slots come and go: an arena for each of its tensors.
+
+    least: slots that there are at first, and always. most: slots for which there are addresses.
+    """
+
+    def __init__(self, device: Device, least: int, most: int) -> None:
+        self.least, self.most = least, most
+        self._device, self._slots = device, least
+        self._arenas: list[tuple[Arena, int]] = []  # with the bytes of a slot there
+
+    def tensor(self, dims: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """[most, *dims]. Raises torch.OutOfMemoryError: there is no room for `least` slots."""
+        nbytes = math.prod(dims) * dtype.itemsize
+        arena = self._device.arena(self.most * nbytes)
+        arena.resize(self.least * nbytes)
+        self._arenas.append((arena, nbytes))
+        return arena.tensor.view(dtype).view(self.most, *dims)
+
+    def resize(self, slots: int) -> None:
+        """The first slots are there; nothing uses the others.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for more; then there are as many as before.
+        """
+        import torch
+
+        try:
+            for arena, nbytes in self._arenas:
+                arena.resize(slots * nbytes)
+        except torch.OutOfMemoryError:
+            for arena, nbytes in self._arenas:
+                arena.resize(self._slots * nbytes)
+            raise
+        self._slots = slots
+
+
 @dataclass(frozen=True)
 class SlotPool:
     """One contiguous allocation per tensor kind, made once; slot s of each is one whole expert.
@@ -89,18 +127,26 @@ class SlotPool:
     Shapes: gate_up [S, I, G, H], down [S, I, H], gate_up_bias [S, I, G] or None, down_bias [S, H] or None; neuron j of
     an expert is gate_up[s, j] and down[s, j]. The same tensors are also S*I neurons, which slots of other sizes share
     (`neuron_range`).
+
+    always: the first slots, which are there from the start on (`SlotMemory`); None: all.
     """
 
     gate_up: torch.Tensor
     down: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    always: int | None = None
 
     @staticmethod
-    def allocate(shape: ExpertShape, slots: int, dtype: torch.dtype, device: torch.device) -> SlotPool:
+    def allocate(
+        shape: ExpertShape, slots: int, dtype: torch.dtype, device: torch.device, memory: SlotMemory | None = None
+    ) -> SlotPool:
+        """memory: where slots come and go, `memory.most` in all; None: there are `slots`."""
         import torch
 
         def empty(*dims: int) -> torch.Tensor:
+            if memory is not None:
+                return memory.tensor(dims, dtype)
             return torch.empty((slots, *dims), dtype=dtype, device=device)
 
         i, g, h = shape.intermediate, shape.gates, shape.hidden
@@ -109,6 +155,7 @@ class SlotPool:
             down=empty(i, h),
             gate_up_bias=empty(i, g) if shape.has_bias else None,
             down_bias=empty(h) if shape.has_bias else None,
+            always=slots,
         )
 
     @cached_property

@@ -19,6 +19,7 @@ import torch
 from ...settings import CopySettings
 from ..cache.device import Copied, PinReport, Tensors
 from ..cache.slots import HostLayer
+from .arena import CudaArena, Pages
 from .lane import Staging
 from .runtime import GpuRuntime
 
@@ -206,12 +207,34 @@ class CudaDevice:
         self._staging_bytes = staging_bytes
         self._staging: Staging | None = None
         self._registered: list[tuple[int, int]] = []  # address, bytes
+        self._pages: Pages | None = None
+        self._arenas: list[CudaArena] = []
 
     def enter(self) -> None:
         self.runtime.enter()
 
     def free_bytes(self) -> int:
         return self.runtime.free_bytes()
+
+    def arena_problem(self) -> str | None:
+        try:
+            self._pages = self._pages or Pages(self.runtime.page_driver())
+        except (OSError, RuntimeError) as error:
+            return str(error)
+        return None
+
+    def arena(self, nbytes: int) -> CudaArena:
+        self._pages = self._pages or Pages(self.runtime.page_driver())
+        self._arenas.append(CudaArena(self._pages, nbytes))
+        return self._arenas[-1]
+
+    def settle(self) -> None:
+        self.runtime.settle()
+
+    def move(self, dst: Tensors, src: Tensors) -> None:
+        with self.runtime.on(self.compute_stream()):
+            for d, s in zip(dst, src, strict=True):
+                self.runtime.copy(d, s)
 
     def compute_stream(self) -> Any:
         """The compute's present stream, ordered behind the earlier ones; on the forward's thread."""
@@ -258,9 +281,15 @@ class CudaDevice:
         return all(self._holds(t.data_ptr(), t.nbytes) or self._allocated_pinned(t) for t in tensors)
 
     def close(self) -> None:
-        """Unregister host memory, after the copy queues. Safe to call twice."""
+        """Unregister host memory and give arenas back, after the copy queues. Safe to call twice."""
         while self._registered:
             self.runtime.unregister(self._registered.pop()[0])
+        if self._pages is not None:
+            self.settle()
+            for arena in self._arenas:
+                arena.close()
+            self._pages.close()
+            self._arenas, self._pages = [], None
 
     def _allocated_pinned(self, tensor: torch.Tensor) -> bool:
         # The driver answers for single bytes: a neighbour's registration may hold the first page of a tensor.

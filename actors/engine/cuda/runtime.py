@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ....kernels.device import on_device
+from .arena import CudaDriver, PageDriver
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: the memory is mapped read-only, as the store's files are
 _PLAIN = 0
@@ -88,6 +89,14 @@ class GpuRuntime(Protocol):
 
     def elapsed_s(self, earlier: Any, later: Any) -> float:
         """Seconds between two events that are done and were made with `timing`."""
+        ...
+
+    def settle(self) -> None:
+        """Make the host wait for all streams."""
+        ...
+
+    def page_driver(self) -> PageDriver:
+        """Device memory page by page. Raises RuntimeError or OSError: there is none of this kind."""
         ...
 
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -183,6 +192,13 @@ class TorchRuntime:
 
     def elapsed_s(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
         return float(earlier.elapsed_time(later)) * 1e-3
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def page_driver(self) -> CudaDriver:
+        with torch.cuda.device(self.device):
+            return CudaDriver(self.device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):  # a forward may make it, and others use it

@@ -69,7 +69,7 @@ def expert_kernel_times(
     """
     gate_up, neurons = pool.gate_up, pool.neurons
     slot_bytes = pool.bytes // len(gate_up)
-    experts = min(experts, len(gate_up))
+    experts = min(experts, _slots(pool))
     slots = fill_slots(pool, max(experts, math.ceil(_COLD_BYTES / slot_bytes)))
     out = []
     for count in rows:
@@ -119,9 +119,14 @@ def problem_of(kernel: ExpertKernel, reference: ExpertKernel, pool: SlotPool, ro
     return None
 
 
+def _slots(pool: SlotPool) -> int:
+    """The slots that measurements may use."""
+    return len(pool.gate_up) if pool.always is None else pool.always
+
+
 def fill_slots(pool: SlotPool, count: int) -> int:
     """Fill up to `count` slots with random weights, which keep the scale of inputs; returns how many."""
-    count = min(count, len(pool.gate_up))
+    count = min(count, _slots(pool))
     generator = torch.Generator(device=pool.gate_up.device).manual_seed(0)
     for tensor, inputs in ((pool.gate_up, pool.gate_up.shape[-1]), (pool.down, pool.neurons)):
         tensor[:count].normal_(0.0, 1.5 / inputs**0.5, generator=generator)

@@ -79,6 +79,8 @@ class Planner(Protocol):
 
     def prompt_end(self, counts: Any, tokens: int, requests: int, batch: int) -> Any: ...
 
+    def resize(self, slots: int) -> None: ...
+
     def admit(self, key: int) -> tuple[bool, int | None]: ...
 
     def saw(self, part: Part, expected_s: float, seen_s: float) -> None: ...
@@ -171,7 +173,7 @@ class AutoPlacer(PeerPlacer):
         self._states = np.zeros((layers, experts), np.uint8)  # as the planner sees them
         self._seen = self._states.reshape(-1).data  # of one item, a third of NumPy's time
         self._held = memoryview(cache.residency.arrays[0])
-        self._slots = max(1, cache.residency.slots // layers)
+        self._slots = self._slots_of_layer()
         self._counting: dict[str, NDArray[np.int64]] = {}  # prompts: uses of each expert [L, E]
         self._tokens: dict[str, int] = {}  # rows of these prompts
         self._over: deque[str] = deque()
@@ -199,6 +201,17 @@ class AutoPlacer(PeerPlacer):
         if self._shards is not None:
             self._shards.place((), keep_others=True)()  # drop the placement of an earlier lead
         self._plan_by(self._probe())
+
+    def resized(self) -> None:
+        self._slots = self._slots_of_layer()
+        if self.planner is not None:
+            self.planner.resize(self._slots)
+            if self._order is not None:
+                self._order.bind(self._cache.residency.slots, self.planner.worths)
+
+    def _slots_of_layer(self) -> int:
+        layers = len(self._cache.stats.layers)
+        return min(max(1, self._cache.residency.slots // layers), self._experts)
 
     def _plan_by(self, costs: Costs) -> None:
         workers = 0 if self._pool is None else len(self._pool.members)

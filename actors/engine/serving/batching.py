@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -35,6 +35,9 @@ from .sampling import PromptScorer, pick_of, prompt_rows
 from .scheduler import NAME, used_share
 from .steps import StepManager, Steps
 from .streams import Outbox, SequenceRows, SequenceWatcher, Stream, Streams
+
+if TYPE_CHECKING:
+    from .shared_memory import SharedMemory
 
 _LATER = "auto_switch_to_flash" in inspect.signature(ContinuousBatchingConfig).parameters
 _SHARES = hasattr(PagedAttentionCache, "mark_complete_blocks")  # transformers 5.17 counts blocks otherwise
@@ -83,6 +86,7 @@ class ContinuousBatcher:
         watcher: told before each forward pass whose rows it carries.
         attention: the implementation on the paged cache.
         tokenizer: the text of tokenizer.json, for grammars.
+        memory: that the paged cache shares with experts; None: it has its own.
 
     Raises:
         UnsupportedModelError: transformers cannot batch this model continuously, as one request shows.
@@ -96,7 +100,7 @@ class ContinuousBatcher:
 
     def __init__(
         self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None, attention: Attention = "auto",
-        tokenizer: str | None = None,
+        tokenizer: str | None = None, memory: SharedMemory | None = None,
     ) -> None:  # fmt: skip
         self.streams = open_streams(model, kv, watcher, tokenizer)
         self._reviving = threading.Lock()
@@ -114,7 +118,7 @@ class ContinuousBatcher:
         if _LATER and attention == "triton":  # its managers choose among their own implementations, and run any
             use_paged(model, attention, prefixed=False)
         self._scorer = PromptScorer(model, self.streams.note_prompt)
-        self._manager.prefill_chunk = kv.prefill_chunk
+        self._manager.prefill_chunk, self._manager.memory = kv.prefill_chunk, memory
         gpu = runtime_of(model.device) if model.device.type == "cuda" else None
         self._manager.steps = Steps(model, self.streams, watcher, self._scorer, gpu)
         self._manager.output_router = _Failures(self.streams)

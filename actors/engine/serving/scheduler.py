@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from ..model.lengths import SequenceLengths
+
+if TYPE_CHECKING:
+    from .shared_memory import SharedMemory
 
 NAME = "tiermoe"  # of `StepScheduler`, in transformers' registry
 
@@ -30,12 +33,15 @@ class StepScheduler(FIFOScheduler):
         lengths: of the model.
         prompt_of: tokens of a request's prompt, as `SequenceLengths` counts them, by transformers' `RequestState`;
             None: the request was cancelled. A state's `tiermoe_prompt` is that of its last forward.
+        memory: that the KV cache shares with experts; None: it has its own.
     """
 
     prefill_chunk: int | None = None
     reads_prefix: Callable[[str], bool]
     lengths: SequenceLengths
     prompt_of: Callable[[Any], int | None]
+    memory: SharedMemory | None = None
+    starved_requests: list[Any]
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """See transformers; token_budget: rows of the step."""
@@ -43,7 +49,16 @@ class StepScheduler(FIFOScheduler):
         if decoding and self.prefill_chunk is not None:
             token_budget = min(token_budget, decoding + self.prefill_chunk)
         self._rows = token_budget
-        return super().schedule_batch(token_budget, cache_budget)
+        if self.memory is None:
+            return super().schedule_batch(token_budget, cache_budget)
+        self.memory.fit(self)
+        found = super().schedule_batch(token_budget, cache_budget)
+        # sectors that several kinds of attention leave half empty are more than requests alone need
+        if (found[0] is None or self.starved_requests) and self.memory.grow_whole():
+            if found[0] is None:
+                return super().schedule_batch(token_budget, cache_budget)
+            self.starved_requests = []
+        return found
 
     def register(self, state: Any) -> None:
         """Let later requests share the blocks that a forward filled.
@@ -97,7 +112,8 @@ class StepScheduler(FIFOScheduler):
     def _try_to_meet_safety_margin(self) -> bool:
         if self.cache.use_prefix_sharing:
             for allocator in self.cache.cache_allocators.values():
-                self._evict(allocator, math.ceil(self.safety_margin * allocator.num_blocks))
+                blocks = self.cache.num_sectors * allocator.blocks_per_sector
+                self._evict(allocator, math.ceil(self.safety_margin * blocks))
         return bool(super()._try_to_meet_safety_margin())
 
     def _evict(self, allocator: Any, wanted: int) -> None:
@@ -107,19 +123,27 @@ class StepScheduler(FIFOScheduler):
         """
         pool, ledger = self.cache.pool, allocator.ledger
         free = pool.count_free_blocks(allocator.index) + pool.num_free_sectors * allocator.blocks_per_sector
-        oldest = list(islice(ledger.cached_blocks, max(0, wanted - free)))
-        for block in oldest:
-            del ledger.cached_blocks[block], ledger.hash_to_block[ledger.block_to_hash.pop(block)]
-        pool.free_blocks(allocator.index, oldest)
+        drop_cached(pool, allocator, list(islice(ledger.cached_blocks, max(0, wanted - free))))
+
+
+def drop_cached(pool: Any, allocator: Any, blocks: list[int]) -> None:
+    """Free these blocks of transformers' prefix cache, which no request holds."""
+    ledger = allocator.ledger
+    for block in blocks:
+        del ledger.cached_blocks[block], ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+    pool.free_blocks(allocator.index, blocks)
 
 
 def used_share(cache: Any) -> float:
-    """Share of transformers' paged cache that open requests hold; what only the prefix cache holds counts as free."""
+    """Share of transformers' paged cache, at its largest, that open requests hold; what only the prefix cache holds
+    counts as free.
+    """
     if not hasattr(cache, "compute_free_capacity"):  # transformers 5.17
         return 1.0 - float(cache.get_num_free_blocks()) / cache.num_blocks
     free = cache.compute_free_capacity(relative=False)
     free += sum(len(part.ledger.cached_blocks) * part.bytes_per_block for part in cache.cache_allocators.values())
-    return 1.0 - float(free) / (cache.num_sectors * cache.bytes_per_sector)
+    used = cache.num_sectors * cache.bytes_per_sector - free
+    return float(used) / (cache.pool.num_sectors * cache.bytes_per_sector)
 
 
 SCHEDULER_MAPPING[NAME] = StepScheduler

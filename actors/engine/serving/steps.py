@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchingManager
@@ -24,6 +24,9 @@ from .repeat import Repeat
 from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows
 from .streams import SequenceRows, SequenceWatcher, Streams
 
+if TYPE_CHECKING:
+    from .shared_memory import SharedMemory
+
 _IDLE_S = 0.1  # a loop without work looks at its stop status as often
 
 
@@ -32,9 +35,13 @@ class StepManager(ContinuousBatchingManager):
 
     steps: Steps
     prefill_chunk: int | None = None
+    memory: SharedMemory | None = None
 
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
+        if self.memory is not None:
+            self.memory.adopt(processor.cache)
+        processor.scheduler.memory = self.steps.memory = self.memory
         processor.scheduler.prefill_chunk = self.prefill_chunk
         processor.scheduler.reads_prefix = self.steps.reads_prefix
         processor.scheduler.lengths, processor.scheduler.prompt_of = self.steps.lengths, self.steps.prompt_of
@@ -59,6 +66,9 @@ class StepManager(ContinuousBatchingManager):
         """One step, or a wait for work; False: the loop ends."""
         if self.steps.step(batch_processor):
             return True
+        if self.memory is not None:
+            self.memory.stepped()
+            self.memory.fit(batch_processor.scheduler)
         if self.background_thread_status.tp_status == BackgroundThreadStatus.HARD_STOP:
             return False
         work = self._wake_up_loop if hasattr(self, "_wake_up_loop") else self._has_new_requests  # transformers 5.17
@@ -100,7 +110,12 @@ class Steps:
         watcher: told before each forward whose rows it carries.
         scorer: reads the log-probabilities of prompts.
         gpu: of the model; None: it runs on the host.
+
+    Attributes:
+        memory: that the KV cache shares with experts; None: it has its own.
     """
+
+    memory: SharedMemory | None = None
 
     def __init__(
         self, model: Any, streams: Streams, watcher: SequenceWatcher | None, scorer: PromptScorer,
@@ -158,6 +173,8 @@ class Steps:
             self._watcher.begin_forward(batch.rows)
         batch.tokens = self.compute(batch)
         scheduler, delivered = processor.scheduler, []
+        if self.memory is not None:
+            self.memory.stepped()
         if batch.repeat is None:
             for request in batch.requests:
                 if request.complete_blocks:
@@ -178,7 +195,8 @@ class Steps:
         last, self._last = self._last, None
         scheduler = processor.scheduler
         anew = self.lengths.any and any(map(scheduler.is_anew, last.states)) if last is not None else False
-        if last is not None and not self._disturbed and not anew:
+        gives = self.memory is not None and self.memory.is_due
+        if last is not None and not self._disturbed and not anew and not gives:
             # What waits for admission goes on waiting: no request has ended, so the KV cache has no more room.
             if last.repeat is None:
                 last.repeat = Repeat(processor.cache, last.states, last.inputs, self._gpu, self._stream)
