@@ -166,10 +166,10 @@ class SharingRule:
     State: the blocks of the KV cache now, and since which forward fewer have sufficed.
 
     Rule: demand is rounded up to eighths of the range, so that small changes move nothing. More than there is: at once,
-    since requests wait. Less by two eighths or more in each of the last PATIENCE forwards, what the prefix cache holds
-    included: down to the greatest demand among them. Without what the prefix cache holds: after KEEP forwards. O(1).
+    since requests wait. Less by two eighths or more in each of the last PATIENCE forwards: down to the greatest demand
+    among them, and to the last block that is held. After KEEP forwards what only the prefix cache holds goes, too. O(1)
 
-    A moment without work counts as a forward, ten a second: PATIENCE is some seconds, KEEP some minutes. What a move
+    A moment without work counts as a forward, ten a second: PATIENCE is some seconds, KEEP a minute or two. What a move
     costs is that experts, or keys of earlier prompts, must be made again at their next use.
     """
 
@@ -182,11 +182,12 @@ class SharingRule:
         self._since: int | None = None
         self._greatest, self._due = 0, 0
 
-    def wanted(self, demand: int, forward: int, cached: int = 0) -> int:
+    def wanted(self, demand: int, forward: int, held: int = 0) -> int:
         """The blocks that the KV cache is to have.
 
         Args:
-            demand: blocks that requests need. forward: its number. cached: blocks that only the prefix cache holds.
+            demand: blocks that requests need. forward: its number.
+            held: blocks that there must be for those that requests or the prefix cache hold, wherever these lie.
         """
         blocks = self._rounded(demand)
         if not self._is_much_less(blocks):
@@ -195,7 +196,7 @@ class SharingRule:
         if self._since is None:
             self._since, self._greatest = forward, blocks
         self._greatest = max(self._greatest, blocks)
-        kept = max(self._greatest, self._rounded(demand + cached))
+        kept = max(self._greatest, self._rounded(held))
         keeps = self._is_much_less(kept)
         self._due = self._since + (self.PATIENCE if keeps else self.KEEP)
         if forward < self._due:

@@ -7,6 +7,7 @@ import mmap
 import random
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from tiermoe.actors.engine.cuda.arena import CudaArena, Pages
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.model.kernels import fill_slots
 from tiermoe.actors.engine.serving import steps
-from tiermoe.actors.engine.serving.shared_memory import SectorPool
+from tiermoe.actors.engine.serving.shared_memory import SectorPool, SharedMemory
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.residency import ResidencyError, State
 from tiermoe.actors.settings import KvSettings, LinkSettings, shared_bytes
@@ -78,22 +79,22 @@ def test_a_moment_of_demand_begins_the_wait_anew() -> None:
 def test_what_the_prefix_cache_holds_stays_longer() -> None:
     rule = SharingRule(SHARES)
     rule.settled(20)
-    assert rule.wanted(0, 0, cached=9) == 20
-    assert rule.wanted(0, PATIENCE, cached=9) == 10
+    assert rule.wanted(0, 0, held=9) == 20
+    assert rule.wanted(0, PATIENCE, held=9) == 10
     rule.settled(10)
     for forward in (PATIENCE, 2 * PATIENCE, PATIENCE + KEEP - 1):
-        assert rule.wanted(0, forward, cached=9) == 10
+        assert rule.wanted(0, forward, held=9) == 10
         assert not rule.is_due(forward)
     assert rule.is_due(PATIENCE + KEEP)
-    assert rule.wanted(0, PATIENCE + KEEP, cached=9) == 4
+    assert rule.wanted(0, PATIENCE + KEEP, held=9) == 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20), st.integers(1, 200)), max_size=40))
 def test_demand_is_met_within_the_bounds(steps: list[tuple[int, int, int]]) -> None:
     rule, forward = SharingRule(SHARES), 0
-    for demand, cached, passed in steps:
+    for demand, held, passed in steps:
         forward += passed
-        wanted = rule.wanted(demand, forward, cached)
+        wanted = rule.wanted(demand, forward, held)
         assert 4 <= wanted <= 20
         assert wanted >= min(demand, 20)
         assert 3 <= SHARES.slots(wanted) <= 10
@@ -216,6 +217,56 @@ def test_low_sectors_are_handed_out_first_and_the_last_ones_go() -> None:
     assert (pool.free_sectors, pool.there) == ([2], 2)
     pool.reset()
     assert pool.free_sectors == [3, 2]
+
+
+class Paged:
+    """transformers' cache of eight sectors of one block each, as far as memory that is shared asks it."""
+
+    num_sectors = num_blocks = 8
+    bytes_per_sector = PAGE
+
+    def __init__(self) -> None:
+        ledger = SimpleNamespace(cached_blocks={}, hash_to_block={}, block_to_hash={})
+        self.pool: Any = None
+        self.ledger, self.cache_tensor = ledger, None
+        self.cache_allocators = {"full": SimpleNamespace(
+            index=0, tokens_per_page=4, blocks_per_sector=1, ledger=ledger, register_cache_tensor=self.register
+        )}  # fmt: skip
+
+    def register(self, nbytes: int, total: int, tensor: torch.Tensor, pool: SectorPool) -> None:
+        pool.set_blocks_per_sector(0, 1)
+
+    def hold(self, blocks: int) -> list[int]:
+        """A request's blocks."""
+        for _ in range(blocks):
+            self.pool.allocate_sector(0)
+        return self.pool.get_free_blocks(0, blocks)
+
+    def keep(self, block: int) -> None:
+        """Only the prefix cache holds it any more."""
+        self.ledger.cached_blocks[block] = None
+        self.ledger.block_to_hash[block], self.ledger.hash_to_block[block] = block, block
+
+
+def test_one_block_of_the_prefix_cache_at_the_end_is_kept_and_then_goes() -> None:
+    """It kept all blocks for good: fewer of them would have sufficed, but for where this one lies."""
+    cached, paged = Fixture(2, GatedDevice(), most=6), Paged()
+    memory = SharedMemory(cached.cache, cached.cache.resize)
+    memory.adopt(paged)
+    idle = SimpleNamespace(active_requests={}, waiting_requests={}, max_requests_per_batch=4, safety_margin=0)
+    request = SimpleNamespace(initial_tokens=[0] * 20, generated_tokens=[])  # five blocks, and a page more
+    memory.fit(SimpleNamespace(**vars(idle) | {"active_requests": {"a": request}}))
+    assert paged.num_sectors == 6
+    blocks = paged.hold(6)
+    paged.keep(blocks[-1])
+    paged.pool.free_blocks(0, blocks[:-1])
+    for moment in range(KEEP + 2):
+        memory.fit(idle)
+        assert (paged.num_sectors == 6) == (moment < KEEP), moment
+        memory.stepped()
+    assert (paged.num_sectors, paged.ledger.cached_blocks) == (2, {})
+    assert sorted(paged.pool.free_sectors) == [2, 3]
+    cached.cache.close()
 
 
 # -- caches that are resized ---------------------------------------------------------------------------------------

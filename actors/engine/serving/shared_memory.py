@@ -139,13 +139,13 @@ class SharedMemory:
 
     def fit(self, scheduler: Any) -> None:
         """Divide the memory by what the scheduler's requests need. Raises RuntimeError: a copy failed."""
-        rule = self.rule
-        demand, cached = self._demand(scheduler), self._cached()
-        wanted = rule.wanted(demand, self._forward, cached)
+        rule, pool = self.rule, self._paged.pool
+        pool.try_to_free_sectors()
+        wanted = rule.wanted(self._demand(scheduler), self._forward, pool.in_use)
         if wanted > rule.blocks:
             self._grow(wanted)
         elif wanted < rule.blocks:
-            self._shrink(wanted, keep_cached=wanted >= demand + cached)
+            self._shrink(wanted)
 
     def grow_whole(self) -> bool:
         """The KV cache gets all its blocks; False: it has them."""
@@ -173,13 +173,6 @@ class SharedMemory:
             sectors += -(-blocks // allocator.blocks_per_sector)
         return math.ceil(sectors / (1.0 - scheduler.safety_margin))
 
-    def _cached(self) -> int:
-        """Blocks that only the prefix cache holds."""
-        found = 0
-        for allocator in self._paged.cache_allocators.values():
-            found += -(-len(allocator.ledger.cached_blocks) // allocator.blocks_per_sector)
-        return found
-
     def _grow(self, blocks: int) -> None:
         rule, nbytes = self.rule, self.rule.shares.block_bytes
         slots = rule.shares.slots(blocks)
@@ -190,13 +183,12 @@ class SharedMemory:
         self._hand_out(blocks)
         self._count(to_kv=1)
 
-    def _shrink(self, blocks: int, keep_cached: bool) -> None:
-        """As far as no request, and with `keep_cached` no earlier prompt, holds a block in between."""
+    def _shrink(self, blocks: int) -> None:
+        """As far as no request holds a block in between; what only the prefix cache holds there goes."""
         rule, pool = self.rule, self._paged.pool
-        if not keep_cached:
-            for allocator in self._paged.cache_allocators.values():
-                first = (_TRASH + blocks) * allocator.blocks_per_sector
-                drop_cached(pool, allocator, [b for b in allocator.ledger.cached_blocks if b >= first])
+        for allocator in self._paged.cache_allocators.values():
+            first = (_TRASH + blocks) * allocator.blocks_per_sector
+            drop_cached(pool, allocator, [b for b in allocator.ledger.cached_blocks if b >= first])
         pool.try_to_free_sectors()
         blocks = max(blocks, pool.in_use)
         if blocks >= rule.blocks:
