@@ -514,3 +514,17 @@ def test_a_layer_s_parts_are_read_off_a_timeline() -> None:
     ]  # fmt: skip
     (found,) = layer_times(events)
     assert asdict(found) == pytest.approx({"layer_s": 100e-6, "gpu_s": 90e-6, "ndp_s": 70e-6})
+
+
+def test_rows_on_synthetic_routing_are_taken_whatever_the_machine(tmp_path: Path) -> None:
+    """Such a section states all that its rows depend on, and no trace is recorded."""
+    study = _study("presets", tmp_path, parts="near-data")
+    file = tmp_path / "presets.json"
+    file.write_text(json.dumps({
+        "name": "presets", "hardware": {"model": "any"}, "settings": {},
+        "rows": [{"section": "presets", "tpot_s": 1.0}],
+    }))  # fmt: skip
+    take_earlier(study, file, ["presets"])
+    assert study.rows == [{"section": "presets", "tpot_s": 1.0}]
+    with pytest.raises(ConfigError, match="needs rows from an earlier run"):
+        take_earlier(study, None, ["presets"])

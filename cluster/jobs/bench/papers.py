@@ -211,7 +211,7 @@ def figures(study: Study) -> dict[str, Any]:
     for line in (line for line in found if line["headline"] and line["direction"] is not None):
         name = f"{line['title']}{', ' if line['of_key'] else ''}{line['of_key']}: direction"
         study.bars.append(Bar(name, float(line["direction"]), ">=", 1.0))
-    stated = [(s.name, s.simulation) for s in experiment.running if s.simulation is not None]
+    stated = [(s.name, s.simulation) for s in experiment.sections if s.simulation is not None]
     if not stated:
         return {}
     return {

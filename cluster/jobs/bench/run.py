@@ -421,7 +421,7 @@ def _settings(study: Study) -> dict[str, Any]:
     experiment, base = study.experiment, study.base
     work = experiment.workload
     if not experiment.needs_model:
-        stated = (section.simulation for section in experiment.running)
+        stated = (section.simulation for section in experiment.sections)
         return {"machine": ", ".join(dict.fromkeys(one.machine for one in stated if one is not None))}
     random = experiment.random.model
     made = None if random is None else f"{random.layers} layers of {random.name} in {random.form}, random weights"

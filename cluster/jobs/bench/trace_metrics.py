@@ -120,7 +120,9 @@ def predictor_files(study: Study) -> dict[str, bytes]:
 
 
 def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> None:
-    """Take the rows of these sections, and the machine of their trace, from an earlier result.
+    """Take the rows of these sections, and the machine of their recorded trace, from an earlier result.
+
+    Sections on synthetic routing state all that they depend on; of others the run must have had the same.
 
     Raises:
         ConfigError: there is no such result, it cannot be read, or it is of another model, machine or size.
@@ -138,6 +140,9 @@ def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> No
         then = record["settings"] | {"hardware": record["hardware"]["model"]}
         if record["name"] != name or {row["section"] for row in rows} != set(sections):
             raise ValueError(f"it lacks rows of {', '.join(sections)}")
+        if all(s.simulation is not None for s in study.experiment.sections if s.name in sections):
+            study.rows += rows
+            return
         before = {key: then[key] for key in ("machine", "shape", "model", "workload", "grid", "hardware")}
         Machine(**before["machine"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
