@@ -25,7 +25,7 @@ own weight. narrow: its other experts take over the weight. drop: the weight is 
 _LATER = {"replica": "hobbit or context-ndp-3bit", "buddy": "buddymoe-own-weight"}  # actions that only presets have
 _CARRIED = 4.0  # tokens' budgets that a token may spend at most, where earlier ones left some
 _WEIGHT = 0.2  # of the last token in the price
-_LEAST = 1e-12  # nats a second, so that a mean of prices exists
+_LEAST = 1e-12  # nats a second of a price, and seconds of a miss, so that ratios and means of them exist
 _MOST_RISE = 2.0  # of the price from one token to the next, where all that was offered was affordable
 
 
@@ -350,7 +350,7 @@ class QualityBudget(Rerouting):
             return Rerouted(ids, weights)
         balances = [self._left(account) for account in self._of]
         choice = choose(found.offers, found.misses, self._rows, balances, costs, self._price or 0.0)
-        each_s = costs.seconds(found.misses) / found.misses
+        each_s = max(costs.seconds(found.misses) / found.misses, _LEAST)
         self._offered += [(nats, each_s) for nats in choice.nats]
         self._avoided += len(choice.avoided)
         self._paid += len(found.offers) - len(choice.avoided)

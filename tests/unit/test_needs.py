@@ -14,7 +14,7 @@ from tiermoe.actors.policies.quality import ACTIONS
 from tiermoe.actors.store.artifacts import GATES_NAME, losses_of
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster import cli
-from tiermoe.cluster.config import RunConfig, load_policy, load_run_config, policy_names
+from tiermoe.cluster.config import RunConfig, chosen_policy, load_policy, load_run_config, policy_names
 from tiermoe.cluster.jobs import options
 from tiermoe.cluster.jobs.evaluate.command import evaluate
 from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
@@ -76,6 +76,14 @@ def test_a_start_with_a_quality_budget_measures_losses_once(
     assert "made measured losses of lossy actions for auto kl=0.01 in" in capsys.readouterr().err
     assert lacking(settings.policy, config) is None
     assert losses_of(store, read_manifest(store)).nats.keys() == set(ACTIONS)
+
+
+def test_losses_of_published_experts_are_refused_by_name(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "published_as", lambda _: "GGUF")
+    config = config.model_copy(update={"policy": "auto", "quality": "kl=0.01"})
+    with pytest.raises(StoreError, match="needs measured losses of lossy actions") as refused:
+        check_artifacts(chosen_policy("auto", "kl=0.01"), config)
+    assert "measured losses of lossy actions: of experts in full precision only" in str(refused.value)
 
 
 def test_of_two_starts_one_makes_it(

@@ -39,6 +39,7 @@ from tiermoe.cluster.api.metrics import RuntimeCounters
 from tiermoe.cluster.config import chosen_policy, load_policy, load_run_config
 from tiermoe.cluster.jobs.bench.experiment import load_experiment
 from tiermoe.cluster.jobs.options import checked_settings
+from tiermoe.cluster.report import runtime
 from tiermoe.cluster.report.status import charged
 from tiermoe.errors import ConfigError, StoreError
 
@@ -395,6 +396,13 @@ def test_the_summary_and_the_metrics_say_what_was_charged() -> None:
     assert samples["tiermoe_quality_actions_total", "dropped"] == report.dropped
     counters.stats = {"quality": None}
     assert not [f for f in counters.collect() if "quality" in f.name]
+
+
+def test_the_plan_says_what_may_be_avoided() -> None:
+    routing = chosen_policy("auto", "kl=0.01").routing.model_dump()
+    words = runtime._misses({"planner": {"copy_s": 1e-4}, "ndp": None, "routing": routing})
+    assert words.startswith("avoided by substitute, narrow, drop within 0.01 nats of KL a token, else all loaded")
+    assert runtime._misses({"planner": {"copy_s": 1e-4}, "ndp": None}).startswith("all loaded")
 
 
 # -- in an engine ------------------------------------------------------------------------------------------------------
