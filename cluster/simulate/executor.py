@@ -110,7 +110,8 @@ class SimulatedEngine:
         prefetch: None: no prefetch. governor: None: prefetch is never turned off.
         check: check the cache's invariants after each layer.
         pre_evict: the release target; None: no pre-eviction. A trace has a layer's predicted probabilities for its top
-            K only; the other experts share the rest equally, which gives the greatest redundancy.
+            K only; the other experts share the rest equally, so that equation 16 has a mean in place of p_(k+1) and no
+            gap after it.
         rerouting: changes the recorded routing of each layer on its own; must not need probabilities.
         writeback: see `ExpertCache`.
         cut: the split of the slots, with an `eviction` for split caches; None: a slot is a whole expert.
