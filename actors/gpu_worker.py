@@ -156,12 +156,14 @@ class GpuWorker:
         experts = [block.experts for block in blocks]
         self._dense = CompiledDense(self._model, experts, settings.compile, threads=settings.threads)
         self._batcher = make_batcher(
-            self._model, settings.kv, self._engine, settings.attention, vocabulary, self._shared_memory()
-        )
+            self._model, settings.kv, self._engine, settings.attention, vocabulary, self._shared_memory(),
+            settings.policy.routing.kind != "quality",
+        )  # fmt: skip
         _warm_up(self._batcher, self._dense.warm_up)
         self._engine.notes += self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
-            self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
+            with self._engine.alone:
+                self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
         self._engine.follow_maps()
         self._engine.reset_stats()
         plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
@@ -181,7 +183,7 @@ class GpuWorker:
         except ImportError:
             self._engine.notes.append("the KV cache has memory of its own: this version of transformers is too old")
             return None
-        return SharedMemory(self._engine.cache, self._engine.resize)
+        return SharedMemory(self._engine.cache, self._engine.resize, self._engine.alone)
 
     def _begin(self, stage: str) -> None:
         """The next part of the start."""
@@ -417,7 +419,7 @@ def _end_process(error: BaseException) -> None:
 
 def make_batcher(
     model: Any, kv: KvSettings, watcher: Any = None, attention: Attention = "auto", tokenizer: str | None = None,
-    memory: Any = None,
+    memory: Any = None, shares_decoded: bool = True,
 ) -> Any:  # fmt: skip
     """Continuous batching if the model allows it, else one request after another.
 
@@ -425,6 +427,7 @@ def make_batcher(
         watcher: a `SequenceWatcher`, which gets the rows of each forward pass.
         tokenizer: the text of tokenizer.json, for grammars.
         memory: `SharedMemory` of expert slots and the paged cache; None: the cache has its own.
+        shares_decoded: as `ContinuousBatcher`.
 
     Raises:
         UnsupportedModelError: `kv.batching` is continuous and the model does not allow it.
@@ -434,7 +437,7 @@ def make_batcher(
     if kv.batching == "serial":
         return SerialBatcher(model, kv, "asked for", watcher, tokenizer)
     try:
-        return ContinuousBatcher(model, kv, watcher, attention, tokenizer, memory)
+        return ContinuousBatcher(model, kv, watcher, attention, tokenizer, memory, shares_decoded)
     except UnsupportedModelError as error:
         if kv.batching == "continuous":
             raise

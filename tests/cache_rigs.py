@@ -18,7 +18,7 @@ from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru
+from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
@@ -102,15 +102,20 @@ class GatedDevice(CpuDevice):
 
 
 class Fixture(_Caching):
-    """A cache of `slots` slots in float32, with what a test looks at. most: slots that it may get."""
+    """A cache of `slots` slots in float32, with what a test looks at.
 
-    def __init__(self, slots: int, device: CpuDevice, most: int | None = None) -> None:
+    most: slots that it may get. eviction: None: by last use.
+    """
+
+    def __init__(
+        self, slots: int, device: CpuDevice, most: int | None = None, eviction: EvictionPolicy | None = None
+    ) -> None:
         memory = None if most is None else SlotMemory(device, slots, most)
         super().__init__(BIASED, slots, torch.float32, memory=memory)
         self.device, self.governor = device, PrefetchGovernor(0.5)
         self.cache = ExpertCache(
-            self.pool, self.weights, device, self.residency, Lru(), self.governor, self.stats, Timeline(True),
-            memory=memory,
+            self.pool, self.weights, device, self.residency, Lru() if eviction is None else eviction, self.governor,
+            self.stats, Timeline(True), memory=memory,
         )
 
     def forward(self, layer: int, *experts: int) -> None:

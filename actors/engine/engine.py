@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -117,6 +118,8 @@ class ExpertEngine:
         self.cache = make_cache(
             settings, shape, weights, device, dtype, len(mine), top_k, self._clock, replicas, published, shared
         )
+        # held by a thread that runs forwards, or changes the cache, beside an idle batching loop
+        self.alone = threading.Lock()
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []

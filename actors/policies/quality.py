@@ -41,9 +41,8 @@ class LossTable:
 
     def amplitudes(self, layer: int, allowed: Sequence[str]) -> list[float]:
         """sqrt(nats) of each of `ACTIONS` in a layer; infinite where it is not allowed or was not measured."""
-        return [
-            math.sqrt(self.nats[name][layer]) if name in allowed and name in self.nats else math.inf for name in ACTIONS
-        ]
+        found = [float(self.nats[name][layer]) if name in allowed and name in self.nats else 0.0 for name in ACTIONS]
+        return [math.sqrt(nats) if nats > 0 else math.inf for nats in found]  # 0: nothing was measured
 
 
 class Offer(NamedTuple):
@@ -314,8 +313,13 @@ class QualityBudget(Rerouting):
 
     def begin_forward(self, sequences: Sequence[RowsOf], costs: MissCosts | None) -> None:
         self._set_price()
-        while self._over:
-            self._end(self._over.popleft())
+        carried = {s.name for s in sequences}
+        for _ in range(len(self._over)):
+            name = self._over.popleft()
+            if name in carried:  # it was cancelled after its rows were chosen
+                self._over.append(name)
+            else:
+                self._end(name)
         self._costs, self._of, self._rows, self._target = costs, [], [], 0.0
         for s in sequences:
             number = -1
@@ -334,9 +338,10 @@ class QualityBudget(Rerouting):
         self._over.append(name)  # from any thread
 
     def keeps(self, ids: Ids, view: RerouteView) -> bool:
-        if not self._of or self._costs is None or len(ids) != len(self._rows) or view.vacant:
+        if not self._of or self._costs is None or len(ids) != len(self._rows):
             return True
-        return bool(view.available[ids].all())
+        missing = ids[~view.available[ids]]
+        return len(missing) == 0 or np.unique(missing).size <= view.vacant
 
     def reroute(
         self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView

@@ -130,6 +130,7 @@ class Residency:
             self._slot[key] = to
             self._generation[to] += 1
         rest = free[len(moves) :]
+        self._counts[0] += slots > self.slots  # there are slots to fill, as in an empty pool
         for place, slot in enumerate(reversed(rest)):  # one by one: native code has the array's address
             self._free[place] = slot
         self._counts[1], self.slots, self.class_slots = len(rest), slots, (slots,)
@@ -146,7 +147,7 @@ class Residency:
 
     @property
     def emptied(self) -> int:
-        """How often the last expert has left."""
+        """How often there came slots for all layers to fill: the last expert left, or the pool grew."""
         return self._counts[0]
 
     def state(self, key: int) -> State:

@@ -292,15 +292,32 @@ def test_nothing_changes_without_costs_in_unannounced_forwards_and_while_slots_a
     rule = QualityBudget(1.0, TABLE)
     served(rule, 0, ("a", True))
     ids, weights, p = routed(1)
-    views = [RerouteView(here(0), 0, TOP_K), RerouteView(here(0), 1, TOP_K, vacant=1)]
+    views = [RerouteView(here(0), free, TOP_K, vacant=free) for free in (0, TOP_K, TOP_K - 1)]
     rule.begin_forward([SequenceRows("a", 0, 1, True)], None)
     assert rule.keeps(ids, views[0])
     rule.begin_forward([SequenceRows("a", 0, 1, True)], LOADS)
     assert not rule.keeps(ids, views[0])
-    assert rule.keeps(ids, views[1])
+    assert rule.keeps(ids, views[1])  # the free slots hold all misses, of which there are three
+    assert not rule.keeps(ids, views[2])
     assert rule.keeps(np.concatenate([ids, ids]), views[0])
     assert rule.keeps(ids, RerouteView(np.ones(EXPERTS, bool), 0, TOP_K))
     assert rule.reroute(0, ids, weights, p, views[1]).ids is ids
+
+
+def test_a_request_that_is_cancelled_after_its_rows_were_chosen_ends_once() -> None:
+    rule = QualityBudget(1.0, TABLE)
+    served(rule, 0, ("a", True))
+    rule.end_sequence("a")
+    served(rule, 1, ("a", True))  # the forward that still carries it
+    served(rule, 2, ("b", True))
+    assert rule.report().requests == 2
+    assert list(rule._accounts) == ["b"]
+
+
+def test_what_was_not_measured_is_not_free() -> None:
+    """Guards a layer in which no row of the calibration qualified for an action: its 0 nats won every comparison."""
+    table = LossTable({"substitute": np.zeros(1), "drop": np.ones(1)})
+    assert table.amplitudes(0, ("substitute", "drop")) == [math.inf, math.inf, 1.0]
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -427,6 +444,7 @@ def test_an_engine_avoids_misses_within_the_budget(store: ExpertStore) -> None:
     with serving(store, local_settings(0.5, policy=load_policy("auto"))) as worker:
         lossless = greedy(worker, prompts, 12)
         assert worker.stats().quality is None
+        assert worker.batcher._manager.batch_processor.scheduler.shares_decoded
     paid = local_settings(0.5, policy=chosen_policy("auto", "kl=0.01"))
     _table(store, 1e9)
     with serving(store, paid) as worker:
@@ -440,6 +458,7 @@ def test_an_engine_avoids_misses_within_the_budget(store: ExpertStore) -> None:
         found = worker.stats().quality
         assert found.requests == 3
         assert found.avoided > 0
+        assert not worker.batcher._manager.batch_processor.scheduler.shares_decoded  # its prompts run exactly
         assert 0 < found.kl <= found.kl_most <= 0.01
         assert worker.stats().as_dict()["quality"]["kl"] == found.kl
         assert worker.stats().substitutions == found.substituted

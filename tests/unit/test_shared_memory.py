@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cache_rigs import BIASED, EXPERTS, KEYS, LAYERS, SLOT_BYTES, Fixture, GatedDevice, Rig
@@ -30,6 +32,7 @@ from tiermoe.actors.engine.serving import steps
 from tiermoe.actors.engine.serving.shared_memory import SectorPool, SharedMemory
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.residency import ResidencyError, State
+from tiermoe.actors.policies.worth import WorthEviction
 from tiermoe.actors.settings import KvSettings, LinkSettings, shared_bytes
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import ExpertShape
@@ -165,6 +168,23 @@ def test_pages_of_one_range_go_to_the_next(gpu: FakeGpu) -> None:
     assert (gpu.pages.created, gpu.free_bytes()) == (0, 9 * PAGE)
 
 
+def test_a_range_that_cannot_be_mapped_changes_nothing(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(gpu.pages)
+    arena = CudaArena(pages, 8 * PAGE)
+
+    def full(address: int, given: Any) -> None:
+        raise torch.OutOfMemoryError("the GPU has no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.pages, "map", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            arena.resize(3 * PAGE)
+    arena.resize(3 * PAGE)  # the same pages again
+    assert (gpu.pages.created, len(gpu.pages.mapped)) == (3, 3)
+    arena.close()
+    assert gpu.pages.created == 0  # others may have the memory
+
+
 def test_an_arena_needs_a_page(gpu: FakeGpu) -> None:
     gpu.memory = PAGE - 1
     with pytest.raises(torch.OutOfMemoryError):
@@ -230,7 +250,8 @@ class Paged:
         self.pool: Any = None
         self.ledger, self.cache_tensor = ledger, None
         self.cache_allocators = {"full": SimpleNamespace(
-            index=0, tokens_per_page=4, blocks_per_sector=1, ledger=ledger, register_cache_tensor=self.register
+            index=0, tokens_per_page=4, blocks_per_sector=1, ledger=ledger, block_table={},
+            register_cache_tensor=self.register,
         )}  # fmt: skip
 
     def register(self, nbytes: int, total: int, tensor: torch.Tensor, pool: SectorPool) -> None:
@@ -304,6 +325,39 @@ def test_experts_leave_in_order_of_eviction_and_the_others_move(cached: Fixture)
     assert cached.resident() == {4, 5, 1, 0, 2}
     check_weights(cached)
     assert cached.stats.expert_bytes_peak == 6 * SLOT_BYTES
+
+
+def test_an_order_by_layers_gives_up_slots_of_all_layers() -> None:
+    """Guards one call for all victims: whole layers left, and the others kept more than their share."""
+    order = WorthEviction(LAYERS, EXPERTS)
+    order.bind(KEYS, np.zeros((LAYERS, EXPERTS)))
+    made = Fixture(LAYERS, GatedDevice(), most=KEYS, eviction=order)
+    made.cache.resize(KEYS)
+    for layer in range(LAYERS):
+        made.forward(layer, *range(EXPERTS))
+    made.cache.resize(2 * LAYERS)
+    assert [sum(key // EXPERTS == layer for key in made.resident()) for layer in range(LAYERS)] == [2] * LAYERS
+    check_weights(made)
+    made.cache.close()
+
+
+def test_an_idle_loop_leaves_the_cache_to_who_uses_it() -> None:
+    """Guards a resize beside forwards of another thread, such as those that score."""
+    cached, paged, alone = Fixture(2, GatedDevice(), most=6), Paged(), threading.Lock()
+    memory = SharedMemory(cached.cache, cached.cache.resize, alone)
+    memory.adopt(paged)
+    idle = SimpleNamespace(active_requests={}, waiting_requests={}, max_requests_per_batch=4, safety_margin=0)
+    memory.grow_whole()
+    with alone:
+        for _ in range(PATIENCE + 1):
+            memory.stepped()
+            memory.fit_idle(idle)
+        assert paged.num_sectors == 8
+    for _ in range(PATIENCE + 1):
+        memory.stepped()
+        memory.fit_idle(idle)
+    assert paged.num_sectors == 2
+    cached.cache.close()
 
 
 def test_copies_into_slots_that_go_are_waited_for_or_cancelled(cached: Fixture) -> None:

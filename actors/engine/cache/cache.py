@@ -443,8 +443,8 @@ class ExpertCache:
     def _give_back(self, slots: int, memory: SlotMemory) -> None:
         residency, where = self.residency, self._map
         excess = residency.slots - residency.free_slots - slots
-        if excess > 0:
-            self.loads.evict(self.eviction.victims(excess, residency.evictable()))
+        for _ in range(excess):  # one by one: an order that shares slots out between layers goes by what each has left
+            self.loads.evict(self.eviction.victims(1, residency.evictable()))
         moves = residency.resize(slots)
         self.device.settle()  # what runs, or is copied, in slots that go, and dropped copies into those that are free
         for key, before, now in moves:

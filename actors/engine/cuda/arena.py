@@ -106,7 +106,11 @@ class CudaArena:
         have, driver = len(self._mapped), self._pages.driver
         if wanted > have:
             pages = self._pages.take(wanted - have)
-            driver.map(self._address + have * self._page, pages)
+            try:
+                driver.map(self._address + have * self._page, pages)
+            except BaseException:
+                self._pages.keep(pages)
+                raise
             self._mapped += pages
         elif wanted < have:
             driver.unmap(self._address + wanted * self._page, have - wanted)
@@ -119,6 +123,7 @@ class CudaArena:
             self._pages.keep(self._mapped)
             self._mapped = []
             self._pages.driver.free(self._address, self._range)
+            self._pages.close()  # others, such as torch, may have the memory now
 
 
 class _Location(ctypes.Structure):
@@ -199,16 +204,22 @@ class CudaDriver:
         return int(handle.value)
 
     def map(self, address: int, pages: Sequence[int]) -> None:
-        size = self._granularity
-        for number, page in enumerate(pages):
+        size, mapped = self._granularity, 0
+        try:
+            for page in pages:
+                self._call(
+                    "cuMemMap", ctypes.c_uint64(address + mapped * size), ctypes.c_size_t(size), ctypes.c_size_t(0),
+                    ctypes.c_uint64(page), ctypes.c_uint64(0),
+                )  # fmt: skip
+                mapped += 1
             self._call(
-                "cuMemMap", ctypes.c_uint64(address + number * size), ctypes.c_size_t(size), ctypes.c_size_t(0),
-                ctypes.c_uint64(page), ctypes.c_uint64(0),
+                "cuMemSetAccess", ctypes.c_uint64(address), ctypes.c_size_t(len(pages) * size),
+                ctypes.byref(self._access), ctypes.c_size_t(1),
             )  # fmt: skip
-        self._call(
-            "cuMemSetAccess", ctypes.c_uint64(address), ctypes.c_size_t(len(pages) * size), ctypes.byref(self._access),
-            ctypes.c_size_t(1),
-        )  # fmt: skip
+        except BaseException:
+            if mapped:
+                self.unmap(address, mapped)
+            raise
 
     def unmap(self, address: int, pages: int) -> None:
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(pages * self._granularity))

@@ -219,7 +219,7 @@ class CudaDevice:
     def arena_problem(self) -> str | None:
         try:
             self._pages = self._pages or Pages(self.runtime.page_driver())
-        except (OSError, RuntimeError) as error:
+        except (AttributeError, OSError, RuntimeError) as error:  # the first: a driver that lacks a call
             return str(error)
         return None
 

@@ -203,7 +203,7 @@ class AutoPlacer(PeerPlacer):
         self._plan_by(self._probe())
 
     def resized(self) -> None:
-        self._slots = self._slots_of_layer()
+        self._slots, self._began = self._slots_of_layer(), None  # a move is no part of a forward's time
         if self.planner is not None:
             self.planner.resize(self._slots)
             if self._order is not None:
@@ -228,8 +228,11 @@ class AutoPlacer(PeerPlacer):
             self._gaps, self._ended_s = [], math.inf
         planner = self.planner
         self._choose_way(planner, sequences)
-        while self._over:
+        carried = {s.name for s in sequences}
+        for _ in range(len(self._over)):
             name = self._over.popleft()
+            if name in carried:  # it was cancelled after its rows were chosen
+                self._over.append(name)
             self._counting.pop(name, None)
             self._tokens.pop(name, None)
         self._rows = list(sequences)
@@ -271,7 +274,7 @@ class AutoPlacer(PeerPlacer):
     def miss_costs(self) -> MissCosts:  # type: ignore[override]
         assert self.planner is not None
         costs, pool = self.planner.costs, self._pool
-        near_s = math.inf if pool is None or not pool.available else costs.near_busy_s / len(pool.members)
+        near_s = math.inf if self.local or pool is None or not pool.available else costs.near_busy_s / len(pool.members)
         return MissCosts(costs.copy_s, near_s, costs.message_s)
 
     # -- a layer -------------------------------------------------------------------------------------------------------

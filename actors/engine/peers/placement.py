@@ -98,6 +98,9 @@ class HotPlacer(PeerPlacer):
     def displaced(self) -> None:
         self._displaced = True
 
+    def resized(self) -> None:
+        self._displaced = True  # hot experts may have left with their slots
+
     def _plan_hot(
         self, layer: int, needed: Sequence[int], bits: Mapping[int, int], warm: AbstractSet[int] = frozenset()
     ) -> LayerPlan:

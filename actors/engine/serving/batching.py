@@ -87,6 +87,7 @@ class ContinuousBatcher:
         attention: the implementation on the paged cache.
         tokenizer: the text of tokenizer.json, for grammars.
         memory: that the paged cache shares with experts; None: it has its own.
+        shares_decoded: whether the prefix cache has decoded tokens, too: keys of lossy ones belong to their request.
 
     Raises:
         UnsupportedModelError: transformers cannot batch this model continuously, as one request shows.
@@ -100,7 +101,7 @@ class ContinuousBatcher:
 
     def __init__(
         self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None, attention: Attention = "auto",
-        tokenizer: str | None = None, memory: SharedMemory | None = None,
+        tokenizer: str | None = None, memory: SharedMemory | None = None, shares_decoded: bool = True,
     ) -> None:  # fmt: skip
         self.streams = open_streams(model, kv, watcher, tokenizer)
         self._reviving = threading.Lock()
@@ -119,6 +120,7 @@ class ContinuousBatcher:
             use_paged(model, attention, prefixed=False)
         self._scorer = PromptScorer(model, self.streams.note_prompt)
         self._manager.prefill_chunk, self._manager.memory = kv.prefill_chunk, memory
+        self._manager.shares_decoded = shares_decoded
         gpu = runtime_of(model.device) if model.device.type == "cuda" else None
         self._manager.steps = Steps(model, self.streams, watcher, self._scorer, gpu)
         self._manager.output_router = _Failures(self.streams)
@@ -478,7 +480,8 @@ class SerialBatcher:
             self._used_tokens += ids.shape[1]
             self._lengths.expect([(ids.shape[1], self._lengths.prompt_of(prompt, prompt + len(stream.generated)))])
             if self._watcher is not None:
-                self._watcher.begin_forward([SequenceRows(stream.name, 0, ids.shape[1], decode=not first)])
+                decode = not first and ids.shape[1] == 1  # where the cache was dropped, all tokens run again
+                self._watcher.begin_forward([SequenceRows(stream.name, 0, ids.shape[1], decode)])
             first = False
 
         return hook

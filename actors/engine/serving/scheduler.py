@@ -34,8 +34,10 @@ class StepScheduler(FIFOScheduler):
         prompt_of: tokens of a request's prompt, as `SequenceLengths` counts them, by transformers' `RequestState`;
             None: the request was cancelled. A state's `tiermoe_prompt` is that of its last forward.
         memory: that the KV cache shares with experts; None: it has its own.
+        shares_decoded: whether later requests may share the blocks of decoded tokens, too, and not of prompts alone.
     """
 
+    shares_decoded = True
     prefill_chunk: int | None = None
     reads_prefix: Callable[[str], bool]
     lengths: SequenceLengths
@@ -68,6 +70,8 @@ class StepScheduler(FIFOScheduler):
         if not self.cache.use_prefix_sharing or (prompt := state.tiermoe_prompt) is None:
             return
         tokens = (state.initial_tokens + state.generated_tokens)[: state.position_offset]
+        if not self.shares_decoded:
+            tokens = tokens[: len(state.initial_tokens)]
         tokens = self.lengths.keys(tokens, prompt)
         for allocator in self.cache.cache_allocators.values():
             allocator.mark_complete_blocks(state.request_id, tokens, len(tokens) // allocator.tokens_per_page)
@@ -143,7 +147,7 @@ def used_share(cache: Any) -> float:
     free = cache.compute_free_capacity(relative=False)
     free += sum(len(part.ledger.cached_blocks) * part.bytes_per_block for part in cache.cache_allocators.values())
     used = cache.num_sectors * cache.bytes_per_sector - free
-    return float(used) / (cache.pool.num_sectors * cache.bytes_per_sector)
+    return min(1.0, max(0.0, used / (cache.pool.num_sectors * cache.bytes_per_sector)))  # sizes may change meanwhile
 
 
 SCHEDULER_MAPPING[NAME] = StepScheduler

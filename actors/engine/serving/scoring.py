@@ -93,7 +93,8 @@ def score_with(worker: Any, ids: Sequence[int], prefix: int, rows: int | None = 
     """
     _refuse_while_serving(worker)
     model, chunk = worker.model, worker.settings.kv.max_batch_tokens
-    return score(model, worker.engine, ids, prefix, plain_attention_of(model), chunk, rows)
+    with worker.engine.alone:
+        return score(model, worker.engine, ids, prefix, plain_attention_of(model), chunk, rows)
 
 
 def score_continuations_with(
@@ -102,7 +103,8 @@ def score_continuations_with(
     """`score_continuations` on a started `GpuWorker`; raises like `score_with`."""
     _refuse_while_serving(worker)
     model, chunk = worker.model, worker.settings.kv.max_batch_tokens
-    return score_continuations(model, worker.engine, prefix, continuations, plain_attention_of(model), chunk, rows)
+    with worker.engine.alone:
+        return score_continuations(model, worker.engine, prefix, continuations, plain_attention_of(model), chunk, rows)
 
 
 def _feed(

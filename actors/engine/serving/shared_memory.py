@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -70,11 +71,15 @@ class SharedMemory:
 
     Args:
         experts: a cache with `memory`. resize: gives it another number of slots.
+        alone: held while another thread uses the cache, which it does only where no request is in flight.
     """
 
-    def __init__(self, experts: ExpertCache, resize: Callable[[int], None]) -> None:
+    def __init__(
+        self, experts: ExpertCache, resize: Callable[[int], None], alone: threading.Lock | None = None
+    ) -> None:
         assert experts.memory is not None
         self._experts, self._slots, self._resize = experts, experts.memory, resize
+        self._alone = threading.Lock() if alone is None else alone
         self._apart_bytes = experts.stats.expert_budget_bytes  # of experts, without sharing
         self._paged: Any = None
         self._arena: Arena
@@ -147,6 +152,14 @@ class SharedMemory:
         elif wanted < rule.blocks:
             self._shrink(wanted)
 
+    def fit_idle(self, scheduler: Any) -> None:
+        """`fit` of a loop without work, unless another thread uses the cache now."""
+        if self._alone.acquire(blocking=False):
+            try:
+                self.fit(scheduler)
+            finally:
+                self._alone.release()
+
     def grow_whole(self) -> bool:
         """The KV cache gets all its blocks; False: it has them."""
         most = self.rule.shares.most_blocks
@@ -186,7 +199,10 @@ class SharedMemory:
     def _shrink(self, blocks: int) -> None:
         """As far as no request holds a block in between; what only the prefix cache holds there goes."""
         rule, pool = self.rule, self._paged.pool
-        for allocator in self._paged.cache_allocators.values():
+        allocators = self._paged.cache_allocators.values()
+        held = [b // a.blocks_per_sector for a in allocators for table in a.block_table.values() for b in table]
+        blocks = max(blocks, max(held, default=0) - _TRASH + 1)  # what is below them stays: its memory cannot go
+        for allocator in allocators:
             first = (_TRASH + blocks) * allocator.blocks_per_sector
             drop_cached(pool, allocator, [b for b in allocator.ledger.cached_blocks if b >= first])
         pool.try_to_free_sectors()
@@ -202,9 +218,12 @@ class SharedMemory:
 
     def _take_slots(self, slots: int) -> None:
         """More slots; fewer where another process has taken the memory meanwhile, for which the KV cache has room."""
-        if slots > self._experts.residency.slots:
+        there = self._experts.residency.slots
+        while slots > there:
             with contextlib.suppress(torch.OutOfMemoryError):
                 self._resize(slots)
+                return
+            slots = there + (slots - there) // 2
 
     def _hand_out(self, blocks: int) -> None:
         self._paged.pool.bound(blocks)

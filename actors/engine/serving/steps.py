@@ -36,6 +36,7 @@ class StepManager(ContinuousBatchingManager):
     steps: Steps
     prefill_chunk: int | None = None
     memory: SharedMemory | None = None
+    shares_decoded = True
 
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
@@ -43,6 +44,7 @@ class StepManager(ContinuousBatchingManager):
             self.memory.adopt(processor.cache)
         processor.scheduler.memory = self.steps.memory = self.memory
         processor.scheduler.prefill_chunk = self.prefill_chunk
+        processor.scheduler.shares_decoded = self.shares_decoded
         processor.scheduler.reads_prefix = self.steps.reads_prefix
         processor.scheduler.lengths, processor.scheduler.prompt_of = self.steps.lengths, self.steps.prompt_of
         return processor
@@ -68,7 +70,7 @@ class StepManager(ContinuousBatchingManager):
             return True
         if self.memory is not None:
             self.memory.stepped()
-            self.memory.fit(batch_processor.scheduler)
+            self.memory.fit_idle(batch_processor.scheduler)
         if self.background_thread_status.tp_status == BackgroundThreadStatus.HARD_STOP:
             return False
         work = self._wake_up_loop if hasattr(self, "_wake_up_loop") else self._has_new_requests  # transformers 5.17

@@ -308,7 +308,7 @@ def buddymoe_redundancy(study: Study) -> dict[str, Any]:
 
 @metric("kl-within-budget")
 def kl_within_budget(study: Study, *, section: str) -> dict[str, Any]:
-    """Bars: the KL that was measured on held-out text is at most the budget of each variant that has one."""
+    """Bars for each variant with a budget: the KL that was measured on held-out text is at most that, and above 0."""
     budgets = {
         (cell.key[0], policy.name): policy.settings.routing.kl
         for cell, _ in study.ran for policy in cell.policies
@@ -317,7 +317,9 @@ def kl_within_budget(study: Study, *, section: str) -> dict[str, Any]:
     for row in study.rows:
         kl = budgets.get((row["section"], row["policy"]))
         if row["section"] == section and kl is not None:
-            study.bars.append(Bar(f"KL (nats) of {row['policy']}, budget {row['budget']}", row["kl_nats"], "<=", kl))
+            of = f"{row['policy']}, budget {row['budget']}"
+            study.bars.append(Bar(f"KL (nats) of {of}", row["kl_nats"], "<=", kl))
+            study.bars.append(Bar(f"share of misses avoided by {of}", row["avoided"], ">=", 0.01))
     return {}
 
 

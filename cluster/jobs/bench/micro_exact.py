@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 PROMPT_TOKENS, BUDGET = 32, "0.25"
+LEAST_NEAR = 0.4  # of the experts that run: without, both sides would be one kernel
 REFERENCE = "all-resident"
 # About twice what was measured in bfloat16, and ten times in float32, where only the order of additions differs.
 MOST = {"bfloat16": 1.5, "float32": 1e-4}  # of a log-probability, any token at any position
@@ -34,7 +35,7 @@ def exact(options: Exact, progress: Progress | None) -> Report:
     of the vocabulary. `kl`: mean, in nats. `same`: share of positions with the same likeliest token; `gap`: nats that
     the reference puts between its own and the other's, at most.
 
-    Bars, for each policy and dtype: `most`, `kl` and `gap` within the limits above.
+    Bars, for each policy and dtype: `near`, `most`, `kl` and `gap` within the limits above.
 
     Raises:
         CheckpointError: the model ships too little held-out text. RuntimeFailure: a request failed.
@@ -61,6 +62,7 @@ def exact(options: Exact, progress: Progress | None) -> Report:
             if policy != REFERENCE:
                 of = f"{policy} in {dtype}"
                 report.bars += [
+                    Bar(f"{of}: share of experts near data", found[policy, dtype][1], ">=", LEAST_NEAR),
                     Bar(f"{of}: most of a log-probability", row["most"], "<=", MOST[dtype]),
                     Bar(f"{of}: mean KL in nats", row["kl"], "<=", MEAN_KL[dtype]),
                     Bar(f"{of}: nats between two likeliest tokens that differ", row["gap"], "<=", GAP[dtype]),

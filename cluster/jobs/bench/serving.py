@@ -22,7 +22,15 @@ from ....actors.policy_settings import PolicySettings
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.settings import EngineSettings, LinkSettings
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
-from ...config import DEFAULT_BUDGET, RunConfig, engine_settings, load_policy, load_run_config, on_this_machine
+from ...config import (
+    DEFAULT_BUDGET,
+    LOSSLESS,
+    RunConfig,
+    engine_settings,
+    load_policy,
+    load_run_config,
+    on_this_machine,
+)
 from ...hub import located
 from ...prompt import check_length, load_model_config, load_tokenizer
 from ...simulate.machine import Machine
@@ -50,7 +58,7 @@ def run_config(model: str | None, file: str | None = None, **options: Any) -> Ru
     of the experts, on every device.
     """
     kv = {"prefix_cache": False} | options.pop("kv", {})
-    fixed = {"model": model, "threads": 1, "cluster": {"shards": 1}, "kv": kv}
+    fixed = {"model": model, "threads": 1, "cluster": {"shards": 1}, "kv": kv, "quality": LOSSLESS}
     config = load_run_config(file, fixed | options)
     return located(config if config.budget is not None else config.model_copy(update={"budget": DEFAULT_BUDGET}))
 
@@ -62,7 +70,7 @@ def overridden(file: str, fixed: Collection[str]) -> list[str]:
         file: YAML file, or a name in configs/clusters.
         fixed: keys that the benchmark sets itself.
     """
-    unused = {"threads", "ray", "cluster", "hardware", "request_deadline_s", *fixed}
+    unused = {"threads", "ray", "cluster", "hardware", "request_deadline_s", "quality", *fixed}
     return sorted(load_run_config(file).model_fields_set & unused)
 
 
