@@ -275,7 +275,7 @@ def test_one_block_of_the_prefix_cache_at_the_end_is_kept_and_then_goes() -> Non
     memory = SharedMemory(cached.cache, cached.cache.resize)
     memory.adopt(paged)
     idle = SimpleNamespace(active_requests={}, waiting_requests={}, max_requests_per_batch=4, safety_margin=0)
-    request = SimpleNamespace(initial_tokens=[0] * 20, generated_tokens=[])  # five blocks, and a page more
+    request = SimpleNamespace(request_id="a", initial_tokens=[0] * 20, generated_tokens=[])  # five, and one more
     memory.fit(SimpleNamespace(**vars(idle) | {"active_requests": {"a": request}}))
     assert paged.num_sectors == 6
     blocks = paged.hold(6)
@@ -287,6 +287,23 @@ def test_one_block_of_the_prefix_cache_at_the_end_is_kept_and_then_goes() -> Non
         memory.stepped()
     assert (paged.num_sectors, paged.ledger.cached_blocks) == (2, {})
     assert sorted(paged.pool.free_sectors) == [2, 3]
+    cached.cache.close()
+
+
+def test_blocks_that_requests_share_count_once() -> None:
+    """Guards a common beginning: the KV cache took the memory of as many beginnings as there were requests."""
+    cached, paged = Fixture(2, GatedDevice(), most=6), Paged()
+    memory = SharedMemory(cached.cache, cached.cache.resize)
+    memory.adopt(paged)
+    requests = {
+        name: SimpleNamespace(request_id=name, initial_tokens=[0] * 16, generated_tokens=[]) for name in "abcd"
+    }  # of four blocks, and a page more
+    paged.cache_allocators["full"].block_table.update({name: [2, 3, 4, 5] for name in "abc"})
+    scheduler = SimpleNamespace(
+        active_requests={name: requests[name] for name in "abc"}, waiting_requests={"d": requests["d"]},
+        max_requests_per_batch=8, safety_margin=0,
+    )  # fmt: skip
+    assert memory._demand(scheduler) == 4 + 3 + 5
     cached.cache.close()
 
 

@@ -171,19 +171,21 @@ class SharedMemory:
     def _demand(self, scheduler: Any) -> int:
         """Blocks that requests need for all of their tokens so far and a page more, with the scheduler's margin.
 
-        Those that wait count as far as a step has room for them.
+        What several hold counts once. Those that wait count as far as a step has room for them.
         """
         allocators = self._paged.cache_allocators.values()
         states = [*scheduler.active_requests.values(), *scheduler.waiting_requests.values()]
         states = states[: scheduler.max_requests_per_batch]  # in their order, but for requests that gave way
         sectors = 0
         for allocator in allocators:
-            page, blocks = allocator.tokens_per_page, 0
+            page, further, held = allocator.tokens_per_page, 0, set[int]()
             window = getattr(allocator, "sliding_window", None)
             for state in states:
                 tokens = len(state.initial_tokens) + len(state.generated_tokens) + page
-                blocks += -(-(tokens if window is None else min(tokens, window)) // page)
-            sectors += -(-blocks // allocator.blocks_per_sector)
+                own = allocator.block_table.get(state.request_id, ())
+                held.update(own)
+                further += max(0, -(-(tokens if window is None else min(tokens, window)) // page) - len(own))
+            sectors += -(-(len(held) + further) // allocator.blocks_per_sector)
         return math.ceil(sectors / (1.0 - scheduler.safety_margin))
 
     def _grow(self, blocks: int) -> None:
