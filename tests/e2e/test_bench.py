@@ -242,6 +242,7 @@ def test_activeevict_and_runs_that_are_added_to_its_replays(tmp_path: Path, monk
 
 def test_buddymoe_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, text = own_store(run_config(None), tmp_path), tmp_path / "text.txt"
+    assert all(file.stat().st_nlink == 1 for file in store.iterdir())  # links would disturb who serves the files
     text.write_text((default_model_dir() / "calibration" / "prose.jsonl").read_text()[:6000])
     profile_text(store, default_model_dir(), text, ProfileOptions(output_tokens=64), progress=False)
     config, out = tmp_path / "config.yaml", tmp_path / "out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -45,6 +46,7 @@ from .metrics import Measures
 Prompt = tuple[int, ...]
 _CALIBRATION_TEXT = "calibration"  # folder of a checkpoint: text that is neither trained nor measured on
 _CALIBRATION_RUNS = 3  # prompts on which computing is measured, and runs of each
+_LINKED_BYTES = 64 << 20  # from here on a file of a store is linked, not copied
 _MEASURED = frozenset({2, 5, 8})  # of ten documents, spread so that all kinds of text are on both sides
 
 Submit = Callable[[GenerationRequest], Any]
@@ -320,14 +322,19 @@ def read_split(trace: Path, learned: int) -> Recorded:
 
 
 def own_store(base: RunConfig, folder: Path) -> Path:
-    """A copy of the prepared store, by hard links where possible, to which files can be added."""
+    """A copy of the prepared store, of large files by hard links where possible, to which files can be added.
+
+    A link sets the change time of a file. Links that come and go within a second look like a write to a runtime that
+    serves it (`store.pages.FileStamp`), so small files are copied.
+    """
     source, store = prepared_store(base, engine_settings(base)), folder / "store"
 
     def link_or_copy(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:  # another file system
-            shutil.copy2(source, target)
+        if os.path.getsize(source) >= _LINKED_BYTES:
+            with contextlib.suppress(OSError):  # another file system
+                os.link(source, target)
+                return
+        shutil.copy2(source, target)
 
     shutil.copytree(source, store, copy_function=link_or_copy)
     return store
