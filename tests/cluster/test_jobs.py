@@ -152,9 +152,10 @@ def test_a_runtime_runs_as_a_job(cluster: Cluster, where: str) -> None:
 
     Policies come from the job's folder, and a variable that both the job and `tiermoe` set is no conflict.
     """
-    folder = cluster.folder.with_name("policies")
-    (folder / "of_job").mkdir(parents=True, exist_ok=True)
-    (folder / "of_job" / "__init__.py").write_text(_POLICY)
+    folder = cluster.folder.with_name(f"policies-{where}")
+    (folder / "of_job").mkdir(parents=True)
+    # not the other job's package: Ray deletes that when its job has ended, perhaps under this one
+    (folder / "of_job" / "__init__.py").write_text(f"# {where}\n{_POLICY}")
     (folder / "mine.yaml").write_text("name: mine\nlossless: true\neviction: of_job:Mine\n")
     (folder / "job.yaml").write_text((cluster.folder / "job.yaml").read_text())
     options = ["--runtime-env-json", '{"env_vars": {"OMP_NUM_THREADS": "1"}}']
