@@ -68,6 +68,14 @@ class Cluster:
     def submit(self, *entrypoint: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         return self.job("submit", "--working-dir", str(self.folder), *options, "--", *entrypoint)
 
+    def unpack(self, folder: Path) -> None:
+        """Have a job's package on both nodes, which keep packages in one folder here: the second to unpack one deletes
+        it under the first's job.
+        """
+        for options in ([], ["--entrypoint-resources", '{"second": 1}']):
+            done = self.job("submit", "--working-dir", str(folder), *options, "--", "true")
+            assert done.returncode == 0, done.stdout + done.stderr
+
     def begin(self, name: str, folder: Path, *entrypoint: str) -> psutil.Process:
         """Start a job on the second node with its temporary files in `folder`; the process of its entrypoint."""
         options = ["--no-wait", "--submission-id", name, "--entrypoint-resources", '{"second": 1}']
@@ -114,10 +122,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with (scratch.path / "start.log").open("w") as log:
             for node in (command, second):
                 subprocess.run(node, env=here.environment(), stdout=log, stderr=log, timeout=90, check=True)
-        # Both nodes keep packages in one folder here, where the second to unpack one deletes it under the first's job.
-        for options in ([], ["--entrypoint-resources", '{"second": 1}']):
-            done = here.submit("true", options=options)
-            assert done.returncode == 0, done.stdout + done.stderr
+        here.unpack(folder)
         yield here
     finally:
         scratch.close()
@@ -154,13 +159,13 @@ def test_a_runtime_runs_as_a_job(cluster: Cluster, where: str) -> None:
     """
     folder = cluster.folder.with_name(f"policies-{where}")
     (folder / "of_job").mkdir(parents=True)
-    # not the other job's package: Ray deletes that when its job has ended, perhaps under this one
-    (folder / "of_job" / "__init__.py").write_text(f"# {where}\n{_POLICY}")
+    (folder / "of_job" / "__init__.py").write_text(f"# {where}\n{_POLICY}")  # not the other job's package
     (folder / "mine.yaml").write_text("name: mine\nlossless: true\neviction: of_job:Mine\n")
     (folder / "job.yaml").write_text((cluster.folder / "job.yaml").read_text())
     options = ["--runtime-env-json", '{"env_vars": {"OMP_NUM_THREADS": "1"}}']
     joined = ["--config", "job.yaml"] if where == "joined" else ["--budget", "50%", "--device", "cpu"]
     run = [_TIERMOE, "run", "import os", "--policy", "mine.yaml", "--max-tokens", "4", "--json", *joined]
+    cluster.unpack(folder)
     done = cluster.job("submit", "--working-dir", str(folder), *options, "--", *run)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))
