@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from .registry import NotPrepared, PolicyContext, register
-from .routing import Ids, MissCosts, Rerouted, RerouteView, Rerouting, RoutingOptions, RowsOf, Weights
+from .routing import (
+    Ids,
+    MissCosts,
+    Rerouted,
+    RerouteView,
+    Rerouting,
+    RoutingOptions,
+    RowsOf,
+    Weights,
+    take_ended,
+)
 
 if TYPE_CHECKING:
     from ..policy_settings import PolicySettings
@@ -313,13 +323,8 @@ class QualityBudget(Rerouting):
 
     def begin_forward(self, sequences: Sequence[RowsOf], costs: MissCosts | None) -> None:
         self._set_price()
-        carried = {s.name for s in sequences}
-        for _ in range(len(self._over)):
-            name = self._over.popleft()
-            if name in carried:  # it was cancelled after its rows were chosen
-                self._over.append(name)
-            else:
-                self._end(name)
+        for name in take_ended(self._over, sequences):
+            self._end(name)
         self._costs, self._of, self._rows, self._target = costs, [], [], 0.0
         for s in sequences:
             number = -1

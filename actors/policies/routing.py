@@ -13,6 +13,7 @@ A dropped pair (token, place) keeps its place, with weight 0 and the id of a kep
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -77,6 +78,15 @@ class RowsOf(Protocol):
 
     @property
     def decode(self) -> bool: ...
+
+
+def take_ended(over: deque[str], sequences: Sequence[RowsOf]) -> list[str]:
+    """Take the names of sequences that are over. One that this forward still carries, since it was cancelled after its
+    rows were chosen, stays for the next.
+    """
+    carried, names = {s.name for s in sequences}, [over.popleft() for _ in range(len(over))]
+    over.extend(name for name in names if name in carried)
+    return [name for name in names if name not in carried]
 
 
 class MissCosts(NamedTuple):

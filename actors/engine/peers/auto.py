@@ -30,7 +30,7 @@ from ...policies.plan import LayerPlan, Remote
 from ...policies.registry import PolicyContext
 from ...policies.registry import make as make_policy
 from ...policies.residency import State
-from ...policies.routing import MissCosts
+from ...policies.routing import MissCosts, take_ended
 from ...policies.worth import WorthOrder
 from ..cache.native_order import NativeWorth
 from ..host_view import LayerView, Routing
@@ -228,11 +228,7 @@ class AutoPlacer(PeerPlacer):
             self._gaps, self._ended_s = [], math.inf
         planner = self.planner
         self._choose_way(planner, sequences)
-        carried = {s.name for s in sequences}
-        for _ in range(len(self._over)):
-            name = self._over.popleft()
-            if name in carried:  # it was cancelled after its rows were chosen
-                self._over.append(name)
+        for name in take_ended(self._over, sequences):
             self._counting.pop(name, None)
             self._tokens.pop(name, None)
         self._rows = list(sequences)
