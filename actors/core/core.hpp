@@ -1,0 +1,309 @@
+// Decides and accounts for the expert memory of one device. Knows no torch, Python, kernel or GPU.
+//
+// An expert is a key, layer * E + expert. What is loaded, pinned, run and evicted is a segment: part * N + key, of N
+// experts. Part 0 is the whole expert or, where experts are split, its top; part 1 is its bottom, or its replica in fewer
+// bits. Slots are numbered over all classes; a segment takes a slot of its own class.
+//
+//     arrive, open                     copies land, stale prefetches are dropped, the order of eviction hears the routing
+//     plan                             who runs here in which order, victims, loads; nothing moves
+//     begin                            hits and misses are counted, what is there is pinned
+//     load                             victims leave, the first loads are queued
+//     next ...                         groups of segments that are there; loads that wait for a slot of these follow
+//     close                            unpin, tell the order, count
+//
+// Compiled with -ffp-contract=off: virtual seconds and scores must not depend on the processor.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace tiermoe::core {
+
+using Key = std::int64_t;
+using Segment = std::int64_t;
+using Slot = std::int64_t;
+using Ticket = std::uint64_t;  // of one copy, never given twice; 0: none
+using Mark = std::uint64_t;    // all compute issued until it was taken, rising; 0: nothing
+using Segments = std::vector<Segment>;
+
+enum class State : std::uint8_t { absent = 0, loading = 1, resident = 2 };
+enum class Cause : std::uint8_t { demand, prefetch, migration, preload };
+
+// A bug: an impossible transition, or a violated invariant.
+struct Broken : std::logic_error {
+    using std::logic_error::logic_error;
+};
+// No slot can be freed for a layer.
+struct NoSlot : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+// A copy that a forward needs failed. closed: the link was; else `ticket` says whose error it is.
+struct CopyFailed : std::runtime_error {
+    CopyFailed(const std::string& what, bool link_closed, Ticket of, std::int64_t at)
+        : std::runtime_error(what), closed(link_closed), ticket(of), layer(at) {}
+    bool closed;
+    Ticket ticket;
+    std::int64_t layer;
+};
+
+struct Copy {
+    Ticket ticket;
+    Segment segment;
+    Slot slot;
+    std::int64_t generation, bytes;
+    Cause cause;
+    Mark after;  // the slot's last use
+    bool back;   // what was in the slot is copied back to the host first
+};
+
+// Times of a copy, in seconds of the link's clock. link_s: it was busy; back_s: part of that, for the copy back.
+// moved: share of its bytes that were moved, where it was dropped on its way.
+struct Times {
+    double start_s = 0.0, end_s = 0.0, link_s = 0.0, back_s = 0.0;
+};
+enum class Ending : std::uint8_t { under_way, copied, failed, cancelled };
+
+// What copies: a thread, a GPU's streams, or a virtual clock. Never takes the interpreter's lock.
+class Link {
+  public:
+    virtual ~Link() = default;
+    // Queue these, demand before all else. False: the link is closed, and they are cancelled.
+    virtual bool submit(const std::vector<Copy>& copies, bool urgent) = 0;
+    virtual void promote(Ticket ticket) = 0;
+    // Drop a copy. False: it has begun.
+    virtual bool cancel(Ticket ticket) = 0;
+    // Share of its bytes that a dropped copy had moved.
+    virtual double moved(Ticket) { return 0.0; }
+    // A layer begins: enqueue what waits.
+    virtual void poll() {}
+    // How it has ended as far as the host may see, without waiting.
+    virtual Ending ending(Ticket ticket) = 0;
+    // Compute of the layer issued from now on comes after it. True: the host has waited, so its seconds count.
+    virtual bool join(Ticket ticket, std::int64_t layer) = 0;
+    // Copies submitted from now on come after it. True: as `join`.
+    virtual bool overtake(Ticket ticket) = 0;
+    // The host waits.
+    virtual void wait(Ticket ticket) = 0;
+    virtual Mark mark() { return 0; }
+    // False: they are not known yet, and `late` gives them.
+    virtual bool times(Ticket ticket, Times& found) = 0;
+    virtual double now_s() = 0;
+    // No longer asked about.
+    virtual void forget(Ticket) {}
+    virtual std::int64_t pending() = 0;
+    virtual void close() = 0;
+};
+
+// Order of eviction. Events in the order in which they happened.
+class Order {
+  public:
+    virtual ~Order() = default;
+    virtual void admitted(Segment segment) = 0;
+    virtual void removed(Segment segment) = 0;
+    virtual void used(const Segments& segments) = 0;
+    virtual void routed(std::int64_t layer, const Segments& keys, const Segments& counts, std::int64_t tokens) = 0;
+    // The first `count` held ones of a slot class for which allowed [segments] is not 0, or all of them.
+    virtual Segments victims(std::int64_t slot_class, std::int64_t count, const std::uint8_t* allowed) = 0;
+};
+
+// Where segments live. Empty class_of: all in one class of `slots[0]`, a unit each.
+struct Layout {
+    std::int64_t layers = 0, experts = 0, parts = 1;
+    std::vector<std::int64_t> class_of;         // [segments]
+    std::vector<std::int64_t> slots;            // [classes]
+    std::vector<std::int64_t> units, bytes;     // [segments]: size in the pool's unit (0: there is no such segment), bytes
+    std::vector<std::int64_t> slot_bytes;       // [classes]
+    bool split = false;                         // part 1 is a bottom, and an expert runs on both; else a replica
+
+    std::int64_t keys() const { return layers * experts; }
+    std::int64_t segments() const { return parts * keys(); }
+};
+
+// Counters of a layer. Bytes are slot bytes.
+struct LayerCounts {
+    std::int64_t hits, misses, prefetched_hits, top_hits, low_bit_hits, low_bit_misses, late_prefetches, forwards, waves;
+    std::int64_t bytes_loaded_demand, bytes_loaded_prefetch, bytes_loaded_migration, bytes_loaded_low_bit;
+    std::int64_t bytes_demanded_decode, failed_prefetches, bytes_wasted, vacated, bytes_premature, bytes_written_back;
+    std::int64_t writebacks;
+    double blocked_io_s, writeback_link_s, writeback_blocked_s, total_io_s, link_s;
+    double late_link_s, late_blocked_s;  // parts of link_s and blocked_io_s that came to light after their layer
+};
+struct SourceCounts {
+    std::int64_t queued, hits, late, wasted, cancelled;
+};
+
+// Pauses prefetch while too little of it is used (`policies.prefetch.PrefetchGovernor`).
+struct Governor {
+    double min_useful = 0.0;
+    std::int64_t window = 128, rest = 512;
+    std::int64_t used = 0, wasted = 0, resting = 0;  // of the window; layers left to rest
+
+    bool allows();
+    void pause(std::int64_t layers) { resting = resting > layers + 1 ? resting : layers + 1; }
+};
+
+struct Load {
+    Segment segment, victim;  // -1: a free slot
+    std::int64_t after;       // of the run's first `after` segments
+};
+
+struct Plan {
+    Segments run;                         // residents, arrivals, then missing ones in load order
+    std::int64_t resident = 0, arriving = 0;
+    std::vector<Load> loads;              // by `after`
+};
+
+class Core {
+  public:
+    Core(const Layout& layout, std::shared_ptr<Link> link, std::shared_ptr<Order> order, bool writeback);
+
+    // -- state --------------------------------------------------------------------------------------------
+    const Layout& layout() const { return layout_; }
+    std::vector<std::uint8_t>& states() { return states_; }
+    std::vector<std::uint8_t>& evictable() { return evictable_; }
+    std::vector<std::int32_t>& slots() { return slot_; }
+    std::vector<std::int32_t>& pins() { return pins_; }
+    State state(Segment s) const { return static_cast<State>(states_[s]); }
+    std::int64_t layer_of(Segment s) const { return s % layout_.keys() / layout_.experts; }
+    std::int64_t class_of(Segment s) const { return layout_.class_of.empty() ? 0 : layout_.class_of[s]; }
+    std::int64_t free_of(std::int64_t slot_class) const { return static_cast<std::int64_t>(free_[slot_class].size()); }
+    std::int64_t free_slots() const;
+    std::int64_t emptied() const { return emptied_; }
+    Link& link() { return *link_; }
+    Order& order() { return *order_; }
+    Governor& governor() { return governor_; }
+    std::vector<LayerCounts>& counts() { return counts_; }
+    std::vector<SourceCounts>& sources() { return sources_; }
+    std::vector<std::int64_t>& uses() { return uses_; }
+    std::int64_t bytes_preloaded() const { return bytes_preloaded_; }
+    void reset_counts();
+    bool decode_only = false;
+
+    // -- between passes -----------------------------------------------------------------------------------
+    // Other slots, of an empty cache. fill: keys of which the parts 0 are loaded at once, most urgent first.
+    void divide(const Layout& layout, const Segments& fill);
+    void migrate(const Segments& keys, bool keep_others);
+    void preload(const Segments& keys);
+    void flush();
+    // The routing of a layer is known: cancel its queued prefetches that are not needed.
+    void drop_stale(std::int64_t layer, const Segments& needed);
+    // Copies that have ended land; a failed one frees its slot.
+    void arrive();
+
+    // -- one pass -----------------------------------------------------------------------------------------
+    // keys: those needed, as `Routing.experts`; low: of these, those that run on their replica (part 1). Returns the
+    // segments that the pass needs.
+    const Segments& open(std::int64_t layer, const Segments& keys, const Segments& counts, std::int64_t tokens,
+                         const Segments& low);
+    // here: the segments that run on this device. keep: residents that leave last. Throws NoSlot.
+    const Plan& plan(const Segments& here, const Segments& keep);
+    void begin();  // hits and misses are counted, what is there is pinned, late prefetches become demand
+    void load();
+    // The next stretch of `Plan::run` that is there, as [first, stop); empty: all are given. Issues the loads that take
+    // slots of what has run: the compute of all that was given before is issued. Throws CopyFailed.
+    std::pair<std::int64_t, std::int64_t> next();
+    void close();
+    void abandon() noexcept;
+    const Plan& present() const { return plan_; }
+
+    // -- ahead --------------------------------------------------------------------------------------------
+    // Queue loads of absent experts, most wanted first, but for victims in `keep`: how many. source: its number.
+    std::int64_t prefetch(const Segments& keys, const Segments& keep, std::uint8_t source);
+    // Wait, at the cost of `layer`, for these experts' copies under way.
+    void finish_prefetch(const Segments& keys, std::int64_t layer);
+    // Evict until so many slots are free before `layer` runs, or these.
+    void vacate(std::int64_t slots, std::int64_t layer);
+    void leave(const Segments& victims, std::int64_t layer);
+
+    // -- of the order's own accord (worth) ------------------------------------------------------------------
+    std::string check() const;  // empty: all invariants hold
+    Segments under_way() const;
+    // Seconds that the last copy of each segment took, as far as known [segments].
+    std::vector<double>& took_s() { return took_s_; }
+    Segments segments_of(const Segments& keys) const;
+
+    // -- what was asked of the link, for tests ----------------------------------------------------------------
+    struct Asked {
+        char what;  // d, p, m: queued; ^: promoted; x, -: cancelled or not; w: waited for
+        Segment segment;
+        Slot slot;
+    };
+    std::shared_ptr<std::vector<Asked>> log;  // several cores may have one
+
+  private:
+    struct Flight {
+        Ticket ticket;
+        Segment segment;
+        Slot slot;
+        std::int64_t generation, layer;
+        Cause cause;
+        Mark after;
+        bool back;
+    };
+
+    void lay_out(const Layout& layout);
+    bool has(Segment s) const { return layout_.units.empty() || layout_.units[s] > 0; }
+    std::int64_t bytes_of(Segment s) const { return layout_.bytes[s]; }
+    LayerCounts& of(std::int64_t layer) { return counts_[layer]; }
+    std::vector<Flight>::iterator flight(Segment s);
+    // slots and copies
+    std::vector<Copy> reserve(const Segments& segments, Cause cause);
+    void submit(const std::vector<Copy>& copies, bool urgent);
+    Segments make_room(const Segments& absent, const std::vector<std::uint8_t>& allowed);
+    void evict(const Segments& segments, std::int64_t layer);  // layer -1: the segment's own
+    bool displaced(Segment s, std::int64_t layer);
+    void publish(const Flight& f);
+    void landed(const Flight& f);
+    void land(Segment s);
+    void land_needed(Segment s, std::int64_t layer);
+    std::int64_t land_behind(std::int64_t first, std::int64_t stop);
+    void await(const Flight& f, std::int64_t layer, bool overtaken);
+    void release(Segment s);
+    void forget(Segment s);
+    void drop_failed(Segment s);
+    [[noreturn]] void fail(Segment s);
+    void drop_slot(Segment s);
+    void pin(Segment s);
+    void unpin(Segment s);
+    std::vector<std::uint8_t> allowed(const Segments& kept) const;
+    // plan
+    Segments victims(std::int64_t slot_class, std::int64_t count, const std::vector<std::uint8_t>& kept);
+    void plan_class(std::int64_t slot_class, const Segments& run, const Segments& missing,
+                    const std::vector<std::uint8_t>& keep, bool any_kept, std::vector<Load>& loads);
+    void issue(std::int64_t after);
+    void ran(std::int64_t first, std::int64_t stop);
+    // counting
+    void count_begin();
+    bool take_pending(Segment s, std::int64_t SourceCounts::* outcome);
+
+    Layout layout_;
+    std::shared_ptr<Link> link_;
+    std::shared_ptr<Order> order_;
+    const bool writeback_;
+    std::vector<double> took_s_;
+    std::vector<std::uint8_t> states_, evictable_, pending_, vacant_, unwritten_;
+    std::vector<std::int32_t> slot_, pins_;
+    std::vector<std::vector<Slot>> free_;  // of each class, the lowest last
+    std::vector<Slot> first_of_;           // of each class
+    std::vector<std::int64_t> generation_;
+    std::int64_t emptied_ = 0;
+    std::vector<Flight> flights_;  // oldest first
+    Ticket tickets_ = 0;
+    Governor governor_;
+    std::vector<LayerCounts> counts_;
+    std::vector<SourceCounts> sources_;
+    std::vector<std::int64_t> uses_;
+    std::int64_t bytes_preloaded_ = 0;
+    // the present pass
+    std::int64_t layer_ = -1, given_ = 0, done_ = 0;
+    bool late_ = false;  // some loads wait for slots of the pass
+    Segments needed_;
+    Plan plan_;
+    std::vector<std::int64_t> marks_;  // scratch [segments]
+};
+
+}  // namespace tiermoe::core
