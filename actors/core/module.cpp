@@ -5,10 +5,12 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "core.hpp"
 #include "orders.hpp"
+#include "thread_link.hpp"
 #include "virtual_link.hpp"
 
 namespace nb = nanobind;
@@ -17,18 +19,31 @@ using namespace nb::literals;
 namespace tiermoe::core {
 namespace {
 
+// The core runs without the interpreter's lock; what calls Python takes it.
+
 // An `EvictionPolicy` of Python.
 class PythonOrder : public Order {
   public:
     explicit PythonOrder(nb::object policy) : policy_(std::move(policy)), segments_(0) {}
-    void admitted(Segment s) override { policy_.attr("admitted")(s); }
-    void removed(Segment s) override { policy_.attr("removed")(s); }
-    void used(const Segments& segments) override { policy_.attr("used")(segments); }
+    void admitted(Segment s) override {
+        nb::gil_scoped_acquire lock;
+        policy_.attr("admitted")(s);
+    }
+    void removed(Segment s) override {
+        nb::gil_scoped_acquire lock;
+        policy_.attr("removed")(s);
+    }
+    void used(const Segments& segments) override {
+        nb::gil_scoped_acquire lock;
+        policy_.attr("used")(segments);
+    }
     void routed(std::int64_t, const Segments& keys, const Segments& counts, std::int64_t tokens) override {
+        nb::gil_scoped_acquire lock;
         policy_.attr("routed")(keys, counts, tokens);
     }
     Segments victims(std::int64_t slot_class, std::int64_t count, const std::uint8_t* allowed) override {
         if (count <= 0) return {};
+        nb::gil_scoped_acquire lock;
         const nb::bytes mask(reinterpret_cast<const char*>(allowed), static_cast<std::size_t>(segments_));
         return nb::cast<Segments>(policy_.attr("of_class")(slot_class).attr("victims")(count, mask.attr("__getitem__")));
     }
@@ -37,6 +52,50 @@ class PythonOrder : public Order {
   private:
     nb::object policy_;
     std::int64_t segments_;
+};
+
+// A link of Python: copies from other nodes, casts, a GPU's streams. Its methods are those of `Link`; a copy is a tuple of
+// its fields, an ending a number.
+class PythonLink : public Link {
+  public:
+    explicit PythonLink(nb::object of) : of_(std::move(of)) {}
+    bool submit(const std::vector<Copy>& copies, bool urgent) override {
+        nb::gil_scoped_acquire lock;
+        nb::list given;
+        for (const Copy& c : copies)
+            given.append(nb::make_tuple(c.ticket, c.segment, c.slot, c.generation, c.bytes, static_cast<int>(c.cause), c.after, c.back));
+        return nb::cast<bool>(of_.attr("submit")(given, urgent));
+    }
+    void promote(Ticket t) override { call<void>("promote", t); }
+    bool cancel(Ticket t) override { return call<bool>("cancel", t); }
+    double moved(Ticket t) override { return call<double>("moved", t); }
+    void poll() override { call<void>("poll"); }
+    Ending ending(Ticket t) override { return static_cast<Ending>(call<int>("ending", t)); }
+    bool join(Ticket t, std::int64_t layer) override { return call<bool>("join", t, layer); }
+    bool overtake(Ticket t) override { return call<bool>("overtake", t); }
+    void wait(Ticket t) override { call<void>("wait", t); }
+    Mark mark() override { return call<Mark>("mark"); }
+    bool times(Ticket t, Times& found) override {
+        nb::gil_scoped_acquire lock;
+        const nb::object seen = of_.attr("times")(t);
+        if (seen.is_none()) return false;
+        const auto [start_s, end_s, link_s, back_s] = nb::cast<std::tuple<double, double, double, double>>(seen);
+        found = {start_s, end_s, link_s, back_s};
+        return true;
+    }
+    double now_s() override { return call<double>("now_s"); }
+    void forget(Ticket t) override { call<void>("forget", t); }
+    std::int64_t pending() override { return call<std::int64_t>("pending"); }
+    void close() override { call<void>("close"); }
+
+  private:
+    template <typename T, typename... Args>
+    T call(const char* name, Args... args) {
+        nb::gil_scoped_acquire lock;
+        const nb::object found = of_.attr(name)(args...);
+        if constexpr (!std::is_void_v<T>) return nb::cast<T>(found);
+    }
+    nb::object of_;
 };
 
 template <typename T>
@@ -88,6 +147,22 @@ NB_MODULE(_core, m) {
              "late_s"_a)
         .def("busy_until", &VirtualLink::busy_until)
         .def_prop_ro("submitted_bytes", &VirtualLink::submitted_bytes);
+    nb::class_<PythonLink, Link>(m, "PythonLink").def(nb::init<nb::object>(), "of"_a);
+    nb::class_<ThreadLink, Link>(m, "ThreadLink")
+        .def(nb::init<double, double>(), "bytes_per_s"_a, "latency_s"_a)
+        .def("place", [](ThreadLink& link, std::vector<std::vector<std::pair<std::uintptr_t, std::int64_t>>> homes,
+                         std::vector<std::int32_t> home_of, std::vector<std::int64_t> position,
+                         std::vector<std::tuple<std::uintptr_t, std::int64_t, bool>> sources, std::int64_t tensors) {
+            Places places;
+            for (const auto& home : homes) {
+                places.homes.emplace_back();
+                for (const auto& [base, stride] : home) places.homes.back().push_back({reinterpret_cast<char*>(base), stride});
+            }
+            places.home_of = std::move(home_of), places.position = std::move(position), places.tensors = tensors;
+            for (const auto& [at, count, widen] : sources)
+                places.sources.push_back({reinterpret_cast<const char*>(at), count, widen});
+            link.place(std::move(places));
+        }, "homes"_a, "home_of"_a, "position"_a, "sources"_a, "tensors"_a);
     nb::class_<Order>(m, "Order");
     nb::class_<PythonOrder, Order>(m, "PythonOrder")
         .def(nb::init<nb::object>(), "policy"_a)
@@ -147,26 +222,29 @@ NB_MODULE(_core, m) {
         .def("source", [](Core& c, std::int64_t number) { return c.sources().at(static_cast<std::size_t>(number)); }, "number"_a)
         .def("reset_counts", &Core::reset_counts)
         .def("segments", &Core::segments_of, "keys"_a)
-        .def("divide", &Core::divide, "layout"_a, "fill"_a)
-        .def("migrate", &Core::migrate, "keys"_a, "keep_others"_a)
-        .def("preload", &Core::preload, "keys"_a)
-        .def("flush", &Core::flush)
-        .def("arrive", &Core::arrive)
-        .def("drop_stale", &Core::drop_stale, "layer"_a, "needed"_a)
-        .def("open", &Core::open, "layer"_a, "keys"_a, "counts"_a, "tokens"_a, "low"_a)
+        .def("divide", &Core::divide, "layout"_a, "fill"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("migrate", &Core::migrate, "keys"_a, "keep_others"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("preload", &Core::preload, "keys"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("flush", &Core::flush, nb::call_guard<nb::gil_scoped_release>())
+        .def("arrive", &Core::arrive, nb::call_guard<nb::gil_scoped_release>())
+        .def("drop_stale", &Core::drop_stale, "layer"_a, "needed"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("open", &Core::open, "layer"_a, "keys"_a, "counts"_a, "tokens"_a, "low"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("plan", [](Core& c, const Segments& here, const Segments& keep) {
-            const Plan& p = c.plan(here, keep);
+            const Plan& p = [&]() -> const Plan& {
+                nb::gil_scoped_release unlocked;
+                return c.plan(here, keep);
+            }();
             return nb::make_tuple(p.run, p.resident, p.arriving, p.loads.size());
         }, "here"_a, "keep"_a)
-        .def("begin", &Core::begin)
-        .def("load", &Core::load)
-        .def("next", &Core::next)
+        .def("begin", &Core::begin, nb::call_guard<nb::gil_scoped_release>())
+        .def("load", &Core::load, nb::call_guard<nb::gil_scoped_release>())
+        .def("next", &Core::next, nb::call_guard<nb::gil_scoped_release>())
         .def("close", &Core::close)
         .def("abandon", &Core::abandon)
-        .def("prefetch", &Core::prefetch, "keys"_a, "keep"_a, "source"_a)
-        .def("finish_prefetch", &Core::finish_prefetch, "keys"_a, "layer"_a)
-        .def("vacate", &Core::vacate, "slots"_a, "layer"_a)
-        .def("leave", &Core::leave, "victims"_a, "layer"_a)
+        .def("prefetch", &Core::prefetch, "keys"_a, "keep"_a, "source"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("finish_prefetch", &Core::finish_prefetch, "keys"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("vacate", &Core::vacate, "slots"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("leave", &Core::leave, "victims"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("check", &Core::check)
         .def("log_to", [](Core& c, std::shared_ptr<AskedLog> log) {
             c.log = std::shared_ptr<std::vector<Core::Asked>>(log, &log->asked);
