@@ -69,7 +69,7 @@ void Core::reset_counts() {
     std::fill(counts_.begin(), counts_.end(), LayerCounts{});
     std::fill(sources_.begin(), sources_.end(), SourceCounts{});
     std::fill(uses_.begin(), uses_.end(), 0);
-    bytes_preloaded_ = 0;
+    bytes_preloaded_ = substituted_ = dropped_ = 0;
 }
 
 // -- slots ----------------------------------------------------------------------------------------------------------

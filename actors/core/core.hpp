@@ -180,6 +180,9 @@ class Core {
     std::vector<SourceCounts>& sources() { return sources_; }
     std::vector<std::int64_t>& uses() { return uses_; }
     std::int64_t bytes_preloaded() const { return bytes_preloaded_; }
+    void rerouted(std::int64_t substituted, std::int64_t dropped) { substituted_ += substituted, dropped_ += dropped; }
+    std::int64_t substituted() const { return substituted_; }  // pairs that another expert ran
+    std::int64_t dropped() const { return dropped_; }          // pairs that did not run
     void reset_counts();
     bool decode_only = false;
 
@@ -297,7 +300,7 @@ class Core {
     std::vector<LayerCounts> counts_;
     std::vector<SourceCounts> sources_;
     std::vector<std::int64_t> uses_;
-    std::int64_t bytes_preloaded_ = 0;
+    std::int64_t bytes_preloaded_ = 0, substituted_ = 0, dropped_ = 0;
     // the present pass
     std::int64_t layer_ = -1, given_ = 0, done_ = 0;
     bool late_ = false;  // some loads wait for slots of the pass

@@ -1,0 +1,243 @@
+#include "cpu_layer.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "../../kernels/cpu/rank.hpp"
+#include "../../kernels/cpu/sizes.hpp"
+
+namespace tiermoe::core {
+namespace {
+
+constexpr std::int64_t kMaxPairs = 1 << 12;
+
+// Without the columns in which nothing runs (`LayerView.reroute`).
+void keep(std::int64_t tokens, std::vector<std::int64_t>& ids, std::vector<float>& weights, Routed& routed) {
+    const std::int64_t top_k = routed.top_k;
+    routed.ids = ids.data();
+    routed.weights = weights.data();
+    if (!routed.dropped) return;
+    std::vector<std::int64_t> columns;
+    for (std::int64_t k = 0; k < top_k; ++k) {
+        bool used = false;
+        for (std::int64_t t = 0; t < tokens; ++t) used |= weights[t * top_k + k] != 0.0f;
+        if (used) columns.push_back(k);
+    }
+    const auto left = static_cast<std::int64_t>(columns.size());
+    if (!left || left == top_k) return;
+    for (std::int64_t t = 0, at = 0; t < tokens; ++t)
+        for (std::int64_t k : columns) {
+            ids[at] = ids[t * top_k + k];
+            weights[at++] = weights[t * top_k + k];
+        }
+    routed.top_k = left;
+}
+
+}  // namespace
+
+CpuLayer::CpuLayer(Core& core, const Shape& shape, const Kernels& kernels, const std::vector<std::int64_t>& first_unit)
+    : core_(core), shape_(shape), kernels_(kernels), first_unit_(first_unit),
+      place_(static_cast<std::size_t>(shape.experts)), begun_(place_.size()),
+      sums_(static_cast<std::size_t>(kSumRows * shape.width)) {
+    if (shape.index < 0 || shape.index >= core.layout().layers || shape.experts != core.layout().experts)
+        throw std::invalid_argument("there is no such layer");
+}
+
+// By expert, in the order of `Routing.of`: as picked for a token of distinct experts, else rising. False: an expert has too
+// many rows.
+bool CpuLayer::sort_pairs(std::int64_t tokens, const Routed& routed) {
+    const std::int64_t pairs = tokens * routed.top_k;
+    const std::int64_t* ids = routed.ids;
+    counts_.assign(static_cast<std::size_t>(shape_.experts), 0);
+    bool distinct = true;
+    for (std::int64_t i = 0; i < pairs; ++i) {
+        if (++counts_[ids[i]] > shape_.max_rows) return false;
+        distinct &= counts_[ids[i]] == 1;
+    }
+    used_.clear();
+    if (tokens == 1 && distinct)
+        used_.assign(ids, ids + pairs);
+    else
+        for (std::int64_t e = 0; e < shape_.experts; ++e)
+            if (counts_[e]) used_.push_back(e);
+    order_.resize(static_cast<std::size_t>(pairs));
+    starts_.assign(1, 0);
+    std::int64_t at = 0;
+    for (std::size_t i = 0; i < used_.size(); ++i) {
+        place_[used_[i]] = static_cast<std::int64_t>(i);
+        for (std::int64_t p = 0; p < pairs; ++p)
+            if (ids[p] == used_[i]) order_[at++] = p;
+        starts_.push_back(at);
+    }
+    return true;
+}
+
+// The groups of a stretch of the plan.
+void CpuLayer::group(std::int64_t first, std::int64_t stop) {
+    const Layout& layout = core_.layout();
+    groups_.clear();
+    for (std::int64_t i = first; i < stop; ++i) {
+        const Segment s = core_.present().run[i];
+        const std::int64_t expert = s % layout.keys() - key(0), at = place_[expert];
+        const Slot slot = core_.slots()[s];
+        const std::int64_t units = layout.split ? layout.units[s] : shape_.neurons;
+        const std::int64_t unit = first_unit_.empty() ? slot * shape_.neurons : first_unit_[slot];
+        groups_.push_back({starts_[at], starts_[at + 1], unit, units, std::exchange(begun_[expert], std::uint8_t{1}) != 0});
+    }
+}
+
+Step CpuLayer::run(const Given& given) {
+    const std::int64_t tokens = given.tokens;
+    if (tokens < 1 || given.top_k < 1 || !product_fits({tokens, given.top_k}, kMaxPairs)) return Step::left;
+    if (ahead_ && !ahead_->takes(*this, given)) return Step::left;
+    for (std::int64_t i = 0; i < tokens * given.top_k; ++i)
+        if (given.ids[i] < 0 || given.ids[i] >= shape_.experts)
+            throw std::invalid_argument("there is no such expert: " + std::to_string(given.ids[i]));
+    core_.arrive();
+    Routed routed{given.ids, given.weights, given.top_k};
+    if (rule_ && !rule_->apply(*this, given, routed)) return Step::left;
+    if (!sort_pairs(tokens, routed)) return Step::left;
+    if (rule_) rule_->done();
+    const double began_s = core_.link().now_s(), waited_s = core_.counts()[shape_.index].blocked_io_s;
+    passed_.tokens = tokens;
+    passed_.keys.clear();
+    passed_.counts.clear();
+    passed_.kernels_s = 0.0;
+    for (std::int64_t expert : used_) {
+        passed_.keys.push_back(key(expert));
+        passed_.counts.push_back(counts_[expert]);
+    }
+    try {
+        core_.plan(core_.open(shape_.index, passed_.keys, passed_.counts, tokens, {}), {});
+        core_.begin();
+        core_.load();
+        if (ahead_) ahead_->run(*this, given);
+        const auto size = static_cast<std::size_t>(tokens * routed.top_k * shape_.width);
+        if (y_.size() < size) y_.resize(size);
+        std::fill(begun_.begin(), begun_.end(), std::uint8_t{0});
+        while (true) {
+            const auto [first, stop] = core_.next();
+            const double start_s = clock ? clock() : 0.0;
+            if (first == stop) {
+                kernels_.combine(y_.data(), routed.weights, tokens, routed.top_k, shape_.width, given.out);
+            } else {
+                group(first, stop);
+                kernels_.expert_ffn(given.hidden, shape_.gate_up, shape_.down, order_.data(), groups_.data(),
+                                    static_cast<std::int64_t>(groups_.size()), routed.top_k, shape_.width, shape_.activation,
+                                    y_.data(), sums_.data());
+            }
+            if (clock) passed_.kernels_s += clock() - start_s;
+            if (first == stop) break;
+        }
+        core_.close();
+    } catch (...) {
+        core_.abandon();
+        throw;
+    }
+    core_.rerouted(routed.substituted, routed.dropped);
+    passed_.began_s = began_s;
+    passed_.ended_s = core_.link().now_s();
+    passed_.waited_s = core_.counts()[shape_.index].blocked_io_s - waited_s;
+    return Step::ran;
+}
+
+bool DropUnfit::apply(CpuLayer& layer, const Given& given, Routed& routed) {
+    const std::int64_t pairs = given.tokens * given.top_k, vacant = layer.core().free_slots();
+    const std::int64_t experts = layer.shape().experts;
+    if (misses_fit(given.ids, pairs, layer.states(), experts, vacant)) return true;
+    ids.resize(static_cast<std::size_t>(pairs));
+    weights.resize(ids.size());
+    routed.dropped = budget_top_k(given.ids, given.weights, given.tokens, given.top_k, layer.states(), experts, vacant,
+                                  narrowest, renormalise, ids.data(), weights.data());
+    if (routed.dropped) keep(given.tokens, ids, weights, routed);
+    return true;
+}
+
+bool ReplaceMissing::apply(CpuLayer& layer, const Given& given, Routed& routed) {
+    Core& core = layer.core();
+    const std::int64_t pairs = given.tokens * given.top_k, experts = layer.shape().experts, vacant = core.free_slots();
+    const bool by_router = weight && !draws;
+    read = 0;
+    if (given.top_k != problem.top_k || (by_router && given.tokens > max_rows)) return false;
+    if (draws && *next + given.tokens * experts > drawn) return false;
+    if (*emptied != core.emptied()) {
+        *emptied = core.emptied();
+        std::fill_n(full, core.layout().layers, std::uint8_t{0});
+    }
+    if (!full[layer.shape().index]) {
+        full[layer.shape().index] = vacant == 0;
+        if (vacant) return true;
+    }
+    const std::uint8_t* states = layer.states();
+    const auto missing = [&](std::int64_t expert) { return states[expert] == 0; };
+    if (std::none_of(given.ids, given.ids + pairs, missing)) return true;
+    here.resize(static_cast<std::size_t>(experts));
+    wanted.resize(here.size());
+    reach.resize(here.size());
+    for (std::int64_t e = 0; e < experts; ++e) reach[e] = here[e] = !missing(e);
+    replaceable(given.ids, pairs, here.data(), experts, beta, nullptr, 1, wanted.data());
+    if (std::none_of(wanted.begin(), wanted.end(), [](std::uint8_t one) { return one != 0; })) return true;
+    if (by_router) {
+        probabilities.resize(static_cast<std::size_t>(given.tokens * experts));
+        layer.kernels().router_scores(given.hidden, given.tokens, weight, layer.shape().width, experts, bias, experts,
+                                      probabilities.data());
+    }
+    read = draws ? given.tokens * experts : 0;
+    ids.resize(static_cast<std::size_t>(pairs));
+    weights.resize(ids.size());
+    problem.ids = given.ids;
+    problem.weights = given.weights;
+    problem.probabilities = by_router ? probabilities.data() : draws ? draws + *next : nullptr;
+    problem.replace = wanted.data();
+    problem.reach = reach.data();
+    problem.tokens = given.tokens;
+    problem.out_ids = ids.data();
+    problem.out_weights = weights.data();
+    problem.substituted = problem.dropped = 0;
+    substitute(problem);
+    routed.substituted = problem.substituted;
+    routed.dropped = problem.dropped;
+    if (routed.substituted || routed.dropped) keep(given.tokens, ids, weights, routed);
+    return true;
+}
+
+void AskRouters::run(CpuLayer& layer, const Given& given) {
+    Core& core = layer.core();
+    const std::int64_t experts = layer.shape().experts, outputs = layers * experts;
+    const std::uint8_t* states = core.states().data() + first * experts;
+    best.clear();
+    if (!core.governor().allows() || !layers) return;
+    if (!always && std::find(states, states + outputs, std::uint8_t{0}) == states + outputs) return;
+    std::vector<float>& scores = layer.scratch();
+    scores.resize(static_cast<std::size_t>(given.tokens * outputs));
+    layer.kernels().router_scores(given.hidden, given.tokens, weight, layer.shape().width, outputs, bias,
+                                  soft ? experts : 0, scores.data());
+    Segments nearer;
+    for (std::int64_t at = 0; at < layers; ++at) {
+        const auto row = [&](std::int64_t t, std::vector<double>& out) {
+            const float* from = scores.data() + t * outputs + at * experts;
+            out.assign(from, from + experts);
+        };
+        Ranked found = rank_experts(given.tokens, experts, top, by_votes, row);
+        if (soft) found = positive(std::move(found));
+        if (!at) best.assign(found.best.begin(), found.best.end());
+        Segments wanted;
+        for (int expert : found.experts) wanted.push_back((first + at) * experts + expert);
+        core.prefetch(wanted, nearer, source);
+        nearer.insert(nearer.end(), wanted.begin(), wanted.end());
+    }
+}
+
+void ReleaseSlots::run(CpuLayer& layer, const Given& given) {
+    Core& core = layer.core();
+    const std::int64_t experts = layer.shape().experts, following = layer.shape().index + 1;
+    std::vector<float>& scores = layer.scratch();
+    scores.resize(static_cast<std::size_t>(given.tokens * experts));
+    layer.kernels().router_scores(given.hidden, given.tokens, weight, layer.shape().width, experts, bias, 0, scores.data());
+    importance_saw(*state, layer.shape().index, given.ids, given.tokens);
+    const std::int64_t slots = importance_target(*state, following, scores.data(), given.tokens, layer.states() + experts,
+                                                 threshold, most);
+    core.vacate(slots, following);
+}
+
+}  // namespace tiermoe::core
