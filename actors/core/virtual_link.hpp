@@ -1,4 +1,4 @@
-// A link on a virtual clock: copies take stated seconds, one at a time, demand before prefetch, and move nothing.
+// A link on a virtual clock: copies take stated seconds, one at a time, demand before prefetch.
 #pragma once
 
 #include <deque>
@@ -13,10 +13,13 @@ struct Clock {
     double now_s = 0.0;
 };
 
+using CopySeconds = std::function<double(std::int64_t)>;  // of so many bytes
+
+// Every question first brings the state up to the clock.
 class VirtualLink : public Link {
   public:
-    // copy_s: seconds of a copy of so many bytes. late_s: from a copy's end until who waits for it goes on.
-    VirtualLink(Clock& clock, std::function<double(std::int64_t)> copy_s, double late_s)
+    // late_s: from a copy's end until who waits for it goes on.
+    VirtualLink(Clock& clock, CopySeconds copy_s, double late_s)
         : clock_(clock), copy_s_(std::move(copy_s)), late_s_(late_s) {}
 
     bool submit(const std::vector<Copy>& copies, bool urgent) override;
@@ -39,10 +42,12 @@ class VirtualLink : public Link {
     std::int64_t submitted_bytes() const { return submitted_bytes_; }
 
   private:
+    // Moves the bytes of a copy that ends. False: it failed.
+    virtual bool carry(const Copy&) { return true; }
+
     struct Job {
         double submitted_s;
-        std::int64_t bytes;
-        bool back;
+        Copy copy;
         Ending ending = Ending::under_way;
         Times times{};
     };
@@ -53,7 +58,7 @@ class VirtualLink : public Link {
     double seconds(std::int64_t bytes);
 
     Clock& clock_;
-    std::function<double(std::int64_t)> copy_s_;
+    CopySeconds copy_s_;
     const double late_s_;
     std::unordered_map<std::int64_t, double> known_s_;
     std::unordered_map<Ticket, Job> jobs_;
