@@ -44,7 +44,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $
 # What type checkers may follow: the package's own files, under the package's name, whatever the clone is called.
 PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
-SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard actors/core/*.cpp actors/core/*.hpp kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
 .PHONY: run test test-slow test-wheel test-nodes fuzz-api chaos soak readme-times papers gpu lint proto clean train-default-model
 export PROMPT
@@ -116,7 +116,7 @@ proto: $(VENV)/.installed-dev
 	$(BIN)/python -m tiermoe.proto.generate
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info kernels/*.so proto/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist out *.egg-info actors/core/*.so kernels/*.so proto/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are renewed when a requirement or a C++ source changes; a second `make run` installs nothing.

@@ -1,5 +1,14 @@
-"""The C++ kernels and the rings of the channel; everything else is in pyproject.toml."""
+"""The C++ kernels, the core and the rings of the channel; everything else is in pyproject.toml.
 
+`cluster/jobs/bench/gpu/build.py` compiles the same extensions without setuptools.
+"""
+
+import os
+
+try:
+    from nanobind import include_dir, source_dir
+except ModuleNotFoundError:  # pip and uv install what pyproject.toml names, unless they build without isolation
+    raise SystemExit("nanobind is not installed: python -m pip install 'nanobind==3.1.0'") from None
 from setuptools import Extension, setup
 
 setup(
@@ -85,6 +94,55 @@ setup(
             include_dirs=["kernels/cpu"],
             # no contraction: predicted seconds must not depend on the processor
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"],
+            language="c++",
+        ),
+        Extension(
+            "tiermoe.actors.core._core",
+            sources=[
+                "actors/core/core.cpp",
+                "actors/core/cpu_layer.cpp",
+                "actors/core/module.cpp",
+                "actors/core/nanobind.cpp",
+                "actors/core/thread_link.cpp",
+                "actors/core/virtual_link.cpp",
+                # the orders of eviction, rules, and the copying thread; its own copies, compiled as the core is
+                "kernels/cpu/importance.cpp",
+                "kernels/cpu/link.cpp",
+                "kernels/cpu/order.cpp",
+                "kernels/cpu/split_order.cpp",
+                "kernels/cpu/substitute.cpp",
+                "kernels/cpu/threads.cpp",
+                "kernels/cpu/worth.cpp",
+            ],
+            depends=[
+                "actors/core/core.hpp",
+                "actors/core/cpu_layer.hpp",
+                "actors/core/orders.hpp",
+                "actors/core/python.hpp",
+                "actors/core/thread_link.hpp",
+                "actors/core/virtual_link.hpp",
+                "kernels/cpu/cores.hpp",
+                "kernels/cpu/counts.hpp",
+                "kernels/cpu/expert_ffn.hpp",
+                "kernels/cpu/importance.hpp",
+                "kernels/cpu/link.hpp",
+                "kernels/cpu/order.hpp",
+                "kernels/cpu/rank.hpp",
+                "kernels/cpu/sizes.hpp",
+                "kernels/cpu/split_order.hpp",
+                "kernels/cpu/substitute.hpp",
+                "kernels/cpu/threads.hpp",
+                "kernels/cpu/worth.hpp",
+            ],
+            include_dirs=[
+                "kernels/cpu", source_dir(), include_dir(), os.path.join(source_dir(), "../ext/robin_map/include"),
+            ],
+            # no contraction: virtual seconds and scores must not depend on the processor. The rest as nanobind's
+            # nb_combined.cpp asks; without -fvisibility=hidden, types of _cpu with the same names would be mixed up
+            extra_compile_args=[
+                "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-pthread",
+                "-fvisibility=hidden", "-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS",
+            ],
             language="c++",
         ),
         Extension(

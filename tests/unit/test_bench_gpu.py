@@ -207,8 +207,44 @@ def test_missing_packages_and_the_extensions_to_build_are_known_without_the_pack
     assert build.missing({"numpy": "numpy", "no_such": "no-such", "no.such": "other"}) == ["no-such", "other"]
     assert build.missing(build.NEEDED) == []
     assert [ext.name for ext in build.extensions(_ROOT)] == [
-        "tiermoe.kernels._cpu", "tiermoe.kernels._planner", "tiermoe.proto._ring",
+        "tiermoe.kernels._cpu", "tiermoe.kernels._planner", "tiermoe.actors.core._core", "tiermoe.proto._ring",
     ]  # fmt: skip
+
+
+def test_the_build_finds_each_source_header_and_folder() -> None:
+    """nanobind's, too, which lie in its package: setup.py must not need what only setuptools gives."""
+    for extension in build.extensions(_ROOT):
+        names = (*extension.sources, *extension.depends, *extension.include_dirs)
+        assert [name for name in names if not (_ROOT / name).exists()] == []
+        assert not [name for name in (*extension.sources, *extension.depends) if Path(name).is_absolute()]
+    core = next(extension for extension in build.extensions(_ROOT) if extension.name.endswith("_core"))
+    assert any((_ROOT / folder / "nb_combined.cpp").is_file() for folder in core.include_dirs)
+
+
+def test_headers_that_a_source_includes_are_watched() -> None:
+    """Guards against an extension that is not compiled again when one of its headers changes."""
+    for extension in build.extensions(_ROOT):
+        watched, left = set(extension.depends), [_ROOT / source for source in extension.sources]
+        folders = [_ROOT / folder for folder in extension.include_dirs]
+        seen: set[Path] = set()
+        while left:
+            file = left.pop()
+            for name in re.findall(r'^#include "(.+)"', file.read_text(encoding="utf-8"), re.MULTILINE):
+                places = ((folder / name).resolve() for folder in (file.parent, *folders))
+                found = next(path for path in places if path.is_file())
+                if found.is_relative_to(_ROOT) and "site-packages" not in found.parts and found not in seen:
+                    seen.add(found)
+                    left.append(found)
+        assert {str(path.relative_to(_ROOT)) for path in seen} <= watched, extension.name
+
+
+def test_nanobind_missing_is_said_with_the_remedy() -> None:
+    """By setup.py, for builds without isolation; nothing of setuptools' is needed to say it."""
+    done = subprocess.run(
+        [sys.executable, "-S", "setup.py", "--version"], cwd=_ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert done.stderr == "nanobind is not installed: python -m pip install 'nanobind==3.1.0'\n"
 
 
 def test_no_part_imports_ray_or_typer() -> None:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# module: name for pip. Ray, typer, FastAPI and matplotlib are not needed.
+# module: name for pip. Ray, typer, FastAPI and matplotlib are not needed; nanobind is, as sources.
 NEEDED = {
     "numpy": "numpy", "torch": "torch", "transformers": "transformers", "safetensors": "safetensors",
     "tokenizers": "tokenizers", "pydantic": "pydantic", "yaml": "pyyaml", "psutil": "psutil", "rich": "rich",
-    "google.protobuf": "protobuf", "grpc": "grpcio",
+    "google.protobuf": "protobuf", "grpc": "grpcio", "nanobind": "nanobind",
 }  # fmt: skip
 USED_IF_THERE = {"triton": "triton", "accelerate": "accelerate", "pytest": "pytest", "hypothesis": "hypothesis"}
 
@@ -133,7 +133,7 @@ def main(root: Path) -> int:
     """0 when the packages are there and the extensions are built; else report what to do, and return 1."""
     if lacking := missing(NEEDED):
         say(f"missing packages: {', '.join(lacking)}")
-        say(f"  with a network:    {sys.executable} -m pip install {' '.join(lacking)}")
+        say(f"  with a network:    {sys.executable} -m pip install -c constraints.txt {' '.join(lacking)}")
         say("  without one:       see docs/gpu.md, 'What it needs'")
         return 1
     for name in missing(USED_IF_THERE):
