@@ -12,6 +12,7 @@
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
 # make lint    ruff, mypy, and whether constraints.txt installs from PyPI alone
 # make proto   write proto/generated again after a change of a .proto file
+# make stub    write actors/core/_core.pyi again after a change of actors/core/module.cpp
 # make clean   remove .venv and everything that was generated
 #
 # Variables: PYTHON (3.11 to 3.13), VENV, PROMPT, ARGS (more options for `tiermoe run`), TRAIN_ARGS, PIP_ARGS (for `pip install`),
@@ -46,7 +47,7 @@ PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard actors/core/*.cpp actors/core/*.hpp kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
-.PHONY: run test test-slow test-wheel test-nodes fuzz-api chaos soak readme-times papers gpu lint proto clean train-default-model
+.PHONY: run test test-slow test-wheel test-nodes fuzz-api chaos soak readme-times papers gpu lint proto stub clean train-default-model
 export PROMPT
 
 ifneq ($(wildcard $(VENV)/.torch-index),)
@@ -114,6 +115,9 @@ lint: $(VENV)/.installed-dev
 
 proto: $(VENV)/.installed-dev
 	$(BIN)/python -m tiermoe.proto.generate
+
+stub: $(VENV)/.installed-dev
+	$(BIN)/python -m nanobind.stubgen -q -m tiermoe.actors.core._core -o actors/core/_core.pyi
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info actors/core/*.so kernels/*.so proto/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
