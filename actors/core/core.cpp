@@ -77,8 +77,19 @@ void Core::reset_counts() {
     std::fill(sources_.begin(), sources_.end(), SourceCounts{});
     std::fill(uses_.begin(), uses_.end(), 0);
     totals_ = Totals{};
+    ++resets_;
     for (std::uint8_t& source : pending_)
         if (source) source = kForgotten;
+}
+
+LayerCounts Core::summed() const {
+    LayerCounts sum{};
+    for (const LayerCounts& c : counts_) {
+#define TIERMOE_ADD(name) sum.name += c.name;
+        TIERMOE_LAYER_COUNTS(TIERMOE_ADD)
+#undef TIERMOE_ADD
+    }
+    return sum;
 }
 
 void Core::timed(std::int64_t layer, const Times& times) {
@@ -176,7 +187,7 @@ void Core::landed(const Flight& f) {
         took_s_[f.segment] = t.end_s - t.start_s;
         c.total_io_s += t.end_s - t.start_s;
         c.link_s += t.link_s;
-        if (seen) seen->push_back({false, f.layer, f.segment, f.cause, t.start_s, t.end_s});
+        if (seen) seen->push_back({false, f.layer, f.segment, f.cause, t.start_s, t.end_s, t.link_s});
     }
 }
 
@@ -253,7 +264,7 @@ void Core::await(const Flight& f, std::int64_t layer, bool overtaken) {
     const double end_s = link_->now_s();
     of(layer).blocked_io_s += end_s - start_s;
     if (decode_only) totals_.decode_blocked_io_s += end_s - start_s;
-    if (seen) seen->push_back({true, layer, f.segment, f.cause, start_s, end_s});
+    if (seen) seen->push_back({true, layer, f.segment, f.cause, start_s, end_s, 0.0});
     Times t;
     if (f.back && link_->times(f.ticket, t) && t.back_s > 0)
         of(layer).writeback_blocked_s += std::max(0.0, std::min(end_s, t.start_s + t.back_s) - std::max(start_s, t.start_s));
@@ -406,6 +417,10 @@ void Core::divide(const Layout& layout, const Segments& fill) {
 
 void Core::settle() {
     for (Segment s : under_way()) drop(s);
+    wait_all();
+}
+
+void Core::wait_all() {
     for (Segment s : under_way()) finish(s);
 }
 
@@ -480,7 +495,7 @@ void Core::preload(const Segments& keys) {
 }
 
 void Core::flush() {
-    for (Segment s : under_way()) finish(s);
+    wait_all();
     Segments held;
     for (std::size_t i = 0; i < states_.size(); ++i)
         if (states_[i]) held.push_back(static_cast<Segment>(i));

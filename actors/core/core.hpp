@@ -20,6 +20,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace tiermoe::core {
@@ -125,7 +126,13 @@ struct Layout {
     std::int64_t segments() const { return parts * keys(); }
 };
 
-// Counters of a layer. Bytes are slot bytes.
+// Counters of a layer, as `actors.engine.stats.LayerStats` says. Bytes are slot bytes.
+#define TIERMOE_LAYER_COUNTS(each)                                                                                         \
+    each(hits) each(misses) each(prefetched_hits) each(top_hits) each(low_bit_hits) each(low_bit_misses)                   \
+    each(late_prefetches) each(forwards) each(waves) each(bytes_loaded_demand) each(bytes_loaded_prefetch)                 \
+    each(bytes_loaded_migration) each(bytes_loaded_low_bit) each(bytes_demanded_decode) each(failed_prefetches)            \
+    each(bytes_wasted) each(vacated) each(bytes_premature) each(bytes_written_back) each(writebacks) each(blocked_io_s)    \
+    each(writeback_link_s) each(writeback_blocked_s) each(total_io_s) each(link_s) each(io_path_s) each(link_path_s)
 struct LayerCounts {
     std::int64_t hits, misses, prefetched_hits, top_hits, low_bit_hits, low_bit_misses, late_prefetches, forwards, waves;
     std::int64_t bytes_loaded_demand, bytes_loaded_prefetch, bytes_loaded_migration, bytes_loaded_low_bit;
@@ -170,7 +177,7 @@ struct Seen {
     std::int64_t layer;
     Segment segment;
     Cause cause;
-    double start_s, end_s;
+    double start_s, end_s, link_s;
 };
 
 // An expert that changed its slot (`Core::resize`).
@@ -210,6 +217,11 @@ class Core {
         totals_.substituted += substituted;
         totals_.dropped += dropped;
     }
+    std::pair<std::int64_t, std::int64_t> take_rerouted() {
+        return {std::exchange(totals_.substituted, 0), std::exchange(totals_.dropped, 0)};
+    }
+    std::int64_t resets() const { return resets_; }  // of the counters
+    LayerCounts summed() const;                       // over layers
     // A copy's times, or a wait on the device, that were not known when its layer ran.
     void timed(std::int64_t layer, const Times& times);
     void device_waited(std::int64_t layer, double waited_s, double writing_s);
@@ -222,6 +234,7 @@ class Core {
     void migrate(const Segments& keys, bool keep_others);
     void preload(const Segments& keys);
     void flush();
+    void wait_all();  // for what is under way, at nobody's cost
     // Nothing is under way: what was not begun is dropped, the rest is waited for.
     void settle();
     // Give the last slots of a cache of one class up, or take them again: who has moved. Experts leave in the order of
@@ -340,6 +353,7 @@ class Core {
     std::vector<SourceCounts> sources_;
     std::vector<std::int64_t> uses_;
     Totals totals_;
+    std::int64_t resets_ = 0;
     // the present pass
     std::int64_t layer_ = -1, given_ = 0, done_ = 0;
     double blocked_s_ = 0.0, link_s_ = 0.0;  // of its layer when it began

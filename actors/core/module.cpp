@@ -29,12 +29,14 @@ Array<T> view(V& values, nb::handle owner) {
 }
 
 Layout layout(std::int64_t layers, std::int64_t experts, std::int64_t parts, std::vector<std::int64_t> class_of,
-              std::vector<std::int64_t> slots, std::vector<std::int64_t> units, std::vector<std::int64_t> bytes, bool split) {
+              std::vector<std::int64_t> slots, std::vector<std::int64_t> units, std::vector<std::int64_t> bytes, bool split,
+              std::int64_t most) {
     Layout made;
     made.layers = layers, made.experts = experts, made.parts = parts;
     made.class_of = std::move(class_of), made.slots = std::move(slots), made.units = std::move(units);
     made.bytes = std::move(bytes);
     made.split = split;
+    made.most = most;
     return made;
 }
 
@@ -124,9 +126,10 @@ NB_MODULE(_core, m) {
     nb::class_<Layout>(m, "Layout")
         .def("__init__", [](Layout* made, std::int64_t layers, std::int64_t experts, std::int64_t parts,
                             std::vector<std::int64_t> class_of, std::vector<std::int64_t> slots,
-                            std::vector<std::int64_t> units, std::vector<std::int64_t> bytes, bool split) {
-            new (made) Layout(layout(layers, experts, parts, std::move(class_of), std::move(slots), std::move(units), std::move(bytes), split));
-        }, "layers"_a, "experts"_a, "parts"_a, "class_of"_a, "slots"_a, "units"_a, "bytes"_a, "split"_a);
+                            std::vector<std::int64_t> units, std::vector<std::int64_t> bytes, bool split, std::int64_t most) {
+            new (made) Layout(layout(layers, experts, parts, std::move(class_of), std::move(slots), std::move(units),
+                                     std::move(bytes), split, most));
+        }, "layers"_a, "experts"_a, "parts"_a, "class_of"_a, "slots"_a, "units"_a, "bytes"_a, "split"_a, "most"_a = 0);
     nb::class_<Governor>(m, "Governor")
         .def("__init__", [](Governor* made, double min_useful, std::int64_t window, std::int64_t rest) {
             new (made) Governor{min_useful, window, rest};
@@ -138,12 +141,7 @@ NB_MODULE(_core, m) {
         .def_prop_ro("always", [](const Governor& g) { return g.min_useful <= 0; })
         .def_prop_ro("resting", [](const Governor& g) { return g.resting > 0; });
 #define F(name) .def_ro(#name, &LayerCounts::name)
-    nb::class_<LayerCounts>(m, "LayerCounts")
-        F(hits) F(misses) F(prefetched_hits) F(top_hits) F(low_bit_hits) F(low_bit_misses) F(late_prefetches) F(forwards)
-        F(waves) F(bytes_loaded_demand) F(bytes_loaded_prefetch) F(bytes_loaded_migration) F(bytes_loaded_low_bit)
-        F(bytes_demanded_decode) F(failed_prefetches) F(bytes_wasted) F(vacated) F(bytes_premature) F(bytes_written_back)
-        F(writebacks) F(blocked_io_s) F(writeback_link_s) F(writeback_blocked_s) F(total_io_s) F(link_s) F(io_path_s)
-        F(link_path_s);
+    nb::class_<LayerCounts>(m, "LayerCounts") TIERMOE_LAYER_COUNTS(F);
 #undef F
 #define F(name) .def_ro(#name, &Totals::name)
     nb::class_<Totals>(m, "Totals")
@@ -166,6 +164,9 @@ NB_MODULE(_core, m) {
         .def_prop_ro("emptied", &Core::emptied)
         .def_prop_ro("free_slots", &Core::free_slots)
         .def_prop_ro("totals", &Core::totals)
+        .def_prop_ro("summed", &Core::summed)
+        .def_prop_ro("resets", &Core::resets)
+        .def("take_rerouted", &Core::take_rerouted)
         .def_prop_ro("under_way", &Core::under_way)
         .def("state", [](const Core& c, Segment s) { return static_cast<int>(c.state(s)); }, "segment"_a)
         .def("free_of", &Core::free_of, "slot_class"_a)
@@ -177,6 +178,7 @@ NB_MODULE(_core, m) {
         .def("migrate", &Core::migrate, "keys"_a, "keep_others"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("preload", &Core::preload, "keys"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("flush", &Core::flush, nb::call_guard<nb::gil_scoped_release>())
+        .def("wait_all", &Core::wait_all, nb::call_guard<nb::gil_scoped_release>())
         .def("settle", &Core::settle, nb::call_guard<nb::gil_scoped_release>())
         .def("resize", [](Core& c, std::int64_t slots) {
             std::vector<Move> moves;
@@ -223,7 +225,7 @@ NB_MODULE(_core, m) {
     nb::class_<Watched>(m, "Watched").def(nb::init<>()).def("take", [](Watched& watched) {
         nb::list found;
         for (const Seen& s : std::exchange(watched.seen, {}))
-            found.append(nb::make_tuple(s.wait, s.layer, s.segment, static_cast<int>(s.cause), s.start_s, s.end_s));
+            found.append(nb::make_tuple(s.wait, s.layer, s.segment, static_cast<int>(s.cause), s.start_s, s.end_s, s.link_s));
         return found;
     });
     nb::class_<AskedLog>(m, "AskedLog").def(nb::init<>()).def("take", [](AskedLog& log) {

@@ -62,7 +62,7 @@ class ExpertRunner:
             if first == stop:
                 return
             keys: Sequence[int] = run[first:stop]
-            slots: Sequence[int] = list(map(cache.residency.held_slot, keys))
+            slots: Sequence[int] = cache.residency.slots_of(keys)
             if layout is not None:
                 groups = self._segment_groups(keys, slots, spans, begun, *layout)
             else:
@@ -77,7 +77,7 @@ class ExpertRunner:
         pairs: torch.Tensor, top_k: int, y: torch.Tensor,
     ) -> tuple[list[int], list[int]]:  # fmt: skip
         """Run the segments that are replicas; returns the others and their slots."""
-        experts, first = len(self._cache.uses), self._cache.whole_slots
+        experts, first = len(self._cache.uses), self._cache.where.whole_slots
         found = list(zip(segments, slots, strict=True))
         groups = [(*spans[s % experts], slot - first) for s, slot in found if s >= experts]
         if groups:
@@ -247,8 +247,8 @@ class DeviceBackend:
         task.recomputed = True
         cache, layer = self.cache, step.index
         cache.poll()  # background copies of these may have begun since the layer did
-        again = cache.plan(cache.segments(task.keys))
-        cache.begin(layer, again)
+        again = cache.plan(cache.core.segments(task.keys))
+        cache.begin()
         cache.load()
         self.runner.run(layer, again, spans, hidden, routing.pairs, routing.top_k, step.kernel, y)
         pairs = sum(spans[key][1] - spans[key][0] for key in task.keys)

@@ -67,63 +67,8 @@ class View(Protocol):
         ...
 
 
-class NativeRun(Protocol):
-    """A layer in native calls: `kernels.expert_ffn.NativeLayer`, or `split_layer.SplitLayer`, which `decides`.
-
-    decides: victims and prefetches, too; then only `step` is called. plans: layers with misses, too. orders: it has the
-    order of eviction, so `step` may be called. joins: `step` may run in one call with other layers'
-    (`model.native.Joined`), as `handle`. source: the policy whose prefetches are part of `step`; None: there are none.
-    waited_s: seconds that the last `finish` or `step` waited for copies. width: of rows, H.
-    """
-
-    decides: bool
-    plans: bool
-    orders: bool
-    joins: bool
-    handle: Any
-    source: str | None
-    waited_s: float
-    width: int
-
-    def look_ahead(self, ahead: RoutersAhead | ReleaseAhead) -> None:
-        """What `step` prefetches by, or frees slots by."""
-        ...
-
-    def call(self, hooks: Callable[[int, int, int, int], object]) -> None:
-        """What `step` calls instead, with the addresses of hidden [T, H] and ids [T, K], T and K."""
-        ...
-
-    def reroute(self, rule: Budget | Replace) -> None:
-        """What `step` changes the routing by."""
-        ...
-
-    def step(self, hidden: Any, ids: Any, weights: Any, decode_only: bool, source: int) -> Any | list[int] | None:
-        """The output; None: the pass is for the page; a list: see `ExpertCache.fail_native`. source: 0: no prefetch."""
-        ...
-
-    def run(self, *inputs: Any) -> Any | None:
-        """The output of a pass without misses; or as `begin`."""
-        ...
-
-    def begin(self, *inputs: Any) -> Needed | None:
-        """What the pass needs; None: it is for the page."""
-        ...
-
-    def load(self, victims: list[int], decode_only: bool) -> bool:
-        """Evict these, load the missing experts; False: the cache is closed."""
-        ...
-
-    def finish(self) -> Any | None:
-        """The output; None: a copy was cancelled."""
-        ...
-
-
 class Backend(Protocol):
     """The executor of a layer: a GPU or the CPU in its place, a shard, a recorded trace."""
-
-    def native(self, step: MoeLayer) -> NativeRun | None:
-        """The short cut of a layer; None: there is none."""
-        ...
 
     def look(self, layer: int, weighed: bool, *inputs: Any) -> Any:
         """The `View` of the layer's inputs. weighed: the weights are read."""
@@ -274,42 +219,7 @@ class MoeLayer:
         self.cache, self.backend, self.placer = cache, backend, placer
         self.hooks = Hooks() if hooks is None else hooks
         self.observers: list[Observer] = []
-        self.check, self._last = check, index == len(cache.stats.layers) - 1
-        self.native = backend.native(self) if placer.may_be_local else None
-        if self.native is not None and not self.native.plans and any(hook.always for hook in self.hooks.ahead):
-            self.native = None
-        native = self.native
-        self._in_one = native is not None and (native.decides or native.orders)  # a pass is one call
-        self._reroutes = bool(self.hooks.reroute)  # in Python
-        if native is not None and native.orders:
-            self._leave_hooks(native)
-        self._promising = True  # the last pass had no miss
-        self._view: Any = None  # of the pass in a native call, where Python has rerouted it
-
-    def _leave_hooks(self, native: NativeRun) -> None:
-        """Have native code reroute if it can, and prefetch or free slots, or call the hooks that do.
-
-        The placer's own hooks are for passes that it plans, which native code does not run.
-        """
-        hooks, own = self.hooks, self.placer.hooks.ahead
-        others = [hook for hook in hooks.ahead if hook not in own]
-        rules = [rule for hook in hooks.reroute if (rule := hook.native(self.index)) is not None]
-        ahead = [found for hook in others if (found := hook.native(self.index)) is not None]
-        self._reroutes = not len(rules) == len(hooks.reroute) < 2
-        # what frees slots reads the routing as the model picked it
-        if len(ahead) == len(others) == 1 and (not self._reroutes or ahead[0].source is not None):
-            native.look_ahead(ahead[0])
-        elif others:
-            native.call(self._look_ahead)
-        if rules and not self._reroutes:
-            native.reroute(rules[0])
-
-    @property
-    def joins(self) -> NativeRun | None:
-        """What runs a pass in one call, perhaps with other layers' (`model.native.Joined`)."""
-        native = self.native
-        fits = native is not None and self._in_one and native.joins and not self._reroutes and not self.check
-        return native if fits and self.placer.may_be_local else None
+        self.check = check
 
     @property
     def stats(self) -> LayerStats:
@@ -323,31 +233,11 @@ class MoeLayer:
             RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
         """
         index, cache, backend, hooks = self.index, self.cache, self.backend, self.hooks
-        native, low = self.native, NO_KEYS
-        view: Any = None
-        if native is not None:
-            may_run = self.placer.local and (self._promising or native.plans)
-            if may_run and not self.observers and cache.quiet:
-                if self._reroutes:
-                    view = backend.look(index, False, *inputs)
-                    low = self._reroute(view)
-                given = inputs if view is None else view.operands()
-                out = (self._native if self._in_one else self._planned)(native, given, view)
-                if out is not None:
-                    return out
-            if self.placer.local and (native.plans or cache.passes.words[0] > 1):
-                cache.count_passes()
-        cache.settle_times()
-        stats = cache.stats.layers[index]
-        blocked_s, busy_s = stats.blocked_io_s, stats.link_s
-        if view is None:
-            view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
-            for observe in self.observers:
-                observe(index, view.picked, view.weights)
-            cache.poll()
-            low = self._reroute(view)  # reroute
-        else:
-            cache.poll()
+        view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
+        for observe in self.observers:
+            observe(index, view.picked, view.weights)
+        cache.poll(index)
+        low = self._reroute(view)  # reroute
         routing = view.routing()
         base = index * self.experts
         keys = list(map(base.__add__, routing.experts))
@@ -355,10 +245,9 @@ class MoeLayer:
         for watcher in hooks.watch:
             watcher.routed(index, routing)
         plan = self.placer.plan(index, needed, routing, view)  # plan
-        self._promising = plan.resident == len(plan.run)
         tasks: Sequence[RemoteTask] = ()
         try:
-            cache.begin(index, plan)  # begin
+            cache.begin()  # begin
             if plan.remote:
                 tasks = backend.send(self, plan, routing, view)  # send
             cache.load()
@@ -369,7 +258,7 @@ class MoeLayer:
         except BaseException:
             cache.abandon()
             raise
-        self._observe(stats, stats.blocked_io_s - blocked_s, stats.link_s - busy_s, tasks)  # observe
+        self._close(tasks)
         return out
 
     def _reroute(self, view: Any) -> frozenset[int]:
@@ -379,108 +268,13 @@ class MoeLayer:
             low |= rule.layer(self.index, view)
         return low
 
-    def _native(self, native: NativeRun, inputs: tuple[Any, ...], view: Any) -> Any | None:
-        """The step in one native call; None: nothing was done that the page would not do."""
-        cache, self._view = self.cache, view
-        source = 0 if native.source is None else cache.counters.number_of(native.source)
-        hidden, ids, weights = inputs
-        try:
-            out = native.step(hidden, ids, weights, cache.decode_only, source)
-            if type(out) is list:
-                cache.fail_native(out)
-        except BaseException:
-            cache.abandon()
-            raise
-        finally:
-            self._view = None
-        if out is None:
-            return None
-        if native.waited_s:
-            stats = cache.stats.layers[self.index]
-            stats.blocked_io_s += native.waited_s
-            stats.io_path_s += native.waited_s
-        if self._last:
-            cache.count_passes()
-        if self.check:
-            cache.check_integrity()
-        return out
-
-    def _look_ahead(self, hidden: int, ids: int, tokens: int, top_k: int) -> None:
-        """The hooks in Python of a pass in one native call, which gives the addresses of its inputs."""
-        view, stats, native = self._view, self.stats, self.native
-        if view is None and native is not None:
-            view = StepView(hidden, ids, tokens, top_k, native.width)
-        blocked_s = stats.blocked_io_s
-        self._run_hooks(view)
-        stats.io_path_s += stats.blocked_io_s - blocked_s  # of a synchronous prefetch
-
-    def _run_hooks(self, view: Any) -> None:
-        for hook in self.hooks.ahead:
-            if hook.idle(self.index):
-                hook.skip(self.index, view)
-            else:
-                hook.layer(self.index, view)
-
-    def _planned(self, native: NativeRun, inputs: tuple[Any, ...], view: Any) -> Any | None:
-        """The step in native calls, between which an order of eviction in Python decides; None: nothing was done that
-        the page would not do.
-
-        inputs: as they will run. view: has them; None: nothing has read them.
-        """
-        index, cache, ahead = self.index, self.cache, self.hooks.ahead
-        needed: Needed | None = None
-        if self._promising and 1 not in cache.counters.vacant and all(hook.idle(index) for hook in ahead):
-            found: Any = native.run(*inputs)
-            if found is not None and not isinstance(found, tuple):
-                return self._ran_resident(found, inputs, view)
-            needed = cast("Needed | None", found)
-        elif native.plans:
-            needed = native.begin(*inputs)
-        if native.plans:
-            cache.count_passes()
-            cache.loads.dropped()
-        if needed is None:
-            return None
-        stats = cache.stats.layers[index]
-        blocked_s = stats.blocked_io_s
-        cache.eviction.routed(needed.keys, needed.counts, len(inputs[0]))
-        self._promising = needed.resident == len(needed.run)
-        try:
-            cache.load_native(index, needed, native)
-            if any(hook.always or not hook.idle(index) for hook in ahead):
-                self._run_hooks(self.backend.look(index, False, *inputs) if view is None else view)
-            out = native.finish()
-            if out is None:
-                cache.fail_native(needed.run)
-            stats.blocked_io_s += native.waited_s
-        except BaseException:
-            cache.abandon()
-            raise
-        cache.eviction.used(needed.run)
-        if self._last:
-            cache.count_passes()
-        self._observe(stats, stats.blocked_io_s - blocked_s, 0.0, ())  # landings count their own share of the link
-        return out
-
-    def _ran_resident(self, out: Any, inputs: tuple[Any, ...], view: Any) -> Any:
-        for hook in self.hooks.ahead:
-            if view is None and hook.always:
-                view = self.backend.look(self.index, False, *inputs)
-            hook.skip(self.index, view)
-        if self._last or self.check:
-            self.cache.count_passes()
-        if self.check:
-            self.cache.check_integrity()
-        return out
-
-    def _observe(self, stats: LayerStats, io_s: float, link_s: float, tasks: Sequence[RemoteTask]) -> None:
-        """Count the copies' share of the forward: of the GPU that waited longest, and of the busiest link."""
-        for task in tasks:
-            io_s, link_s = max(io_s, task.blocked_s), max(link_s, task.link_s)
-            if task.recomputed:
-                self.placer.displaced()
-        stats.io_path_s += io_s
-        stats.link_path_s += link_s
+    def _close(self, tasks: Sequence[RemoteTask]) -> None:
+        """Count the pass, of the GPU that waited longest and of the busiest link."""
+        if any(task.recomputed for task in tasks):
+            self.placer.displaced()
+        self.cache.close_pass(
+            max((task.blocked_s for task in tasks), default=0.0), max((task.link_s for task in tasks), default=0.0)
+        )
         for watcher in self.hooks.watch:
             watcher.ran(self.index)
         if self.check:

@@ -1,10 +1,10 @@
-"""The expert cache: residency, slot tensors and loads, joined; `loads` has the life cycle, `counting` the counters.
+"""The expert cache of one device: the core, which decides and accounts, with its slot tensors, sources and counters.
 
 An expert is one segment or, with a split (`policies.moepic.split`), two, which are loaded, pinned, run and evicted one
-by one. Plans, loads and jobs name segments; an unsplit expert's segment has the expert's key.
+by one. Plans and loads name segments; an unsplit expert's segment has the expert's key.
 
-All methods run on the forward's thread, without locks; the loader's thread only copies and sets `LoadJob.done`. An
-arrived copy becomes resident in `poll` or `await_experts`; on a GPU, once the compute's stream waits for the copy.
+All methods run on the forward's thread unless they say otherwise. An arrived copy becomes resident in `poll` or `next`;
+on a GPU, once the compute's stream waits for the copy.
 """
 
 from __future__ import annotations
@@ -12,33 +12,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from ....errors import RuntimeFailure
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core import _core
 from ...policies.eviction import EvictionPolicy
 from ...policies.moepic.split import SplitLayout
-from ...policies.plan import LayerPlan, Load, LoadOnMiss
-from ...policies.prefetch import PrefetchGovernor
-from ...policies.residency import Residency, ResidencyError, State
-from ..stats import EngineStats, LayerResidency, PhaseCounter, Timeline
-from .counting import CacheCounters, PassRecord
-from .loader import DEMAND, PREFETCH, CopyQueue, Loader
-from .loads import Loads
-from .native_order import native_order
-from .native_split import NativeSplit, SplitOrder
+from ...policies.plan import LayerPlan, Load
+from ...policies.residency import ResidencyError, State
+from ..stats import EngineStats, LayerResidency, Timeline
+from .links import CAUSES, QueueLink
+from .loader import CopyQueue, Loader, LoadJob
+from .native_order import core_order
+from .residency import Residency
 from .slots import LowBitPart, SlotMap
 
 if TYPE_CHECKING:
-    from ....kernels.expert_ffn import Needed
-    from ..layer import NativeRun
-    from .device import Device
+    from .device import Copied, Device
     from .form_slots import FormPool
-    from .link_queue import NativeLoads
     from .slots import ExpertSource, SlotMemory, SlotPool
 
-
-_LOADS = LoadOnMiss()
+_LAYER_COUNTS = [name for name in dir(_core.LayerCounts) if not name.startswith("_")]
+_SOURCE_COUNTS = [name for name in dir(_core.SourceCounts) if not name.startswith("_")]
+_TOTALS = ("decode_hits", "decode_misses", "decode_blocked_io_s", "bytes_preloaded")
 
 
 class ExpertCache:
@@ -46,12 +44,12 @@ class ExpertCache:
 
     Args:
         pool: the slot tensors, allocated once; `pool.bytes` is the whole expert memory, with `memory` at its most.
-        weights: the sources of each MoE layer's experts.
-        residency: bookkeeping over `len(weights) * experts` keys and the pool's slots.
+        weights: the sources of each MoE layer's experts. experts: of a layer.
+        slots, slot_bytes: for whole experts.
         eviction: with a split, one with an order for each slot class (`split_eviction`).
-        governor: told which prefetches were used.
-        stats: counters, one `LayerStats` per MoE layer.
-        loader: makes the copies; None: a thread. clock: seconds, on the scale of the loader's times.
+        stats: counters, one `LayerStats` per MoE layer; those of the core are in it after `live_stats`.
+        link: makes the copies; None: a thread. clock: seconds, on the scale of the link's times.
+        min_useful: share of prefetches below which the governor pauses them (`core::Governor`).
         writeback: copy an evicted expert back to the host before its slot is used again, as systems that swap do; for
             comparison only. Replicas are not copied back.
         cut: how slots are split between tops and bottoms; None: a slot is a whole expert, for good.
@@ -60,84 +58,84 @@ class ExpertCache:
 
     Attributes:
         policy: `eviction` as given, which is told of predictions.
-        eviction: the same decisions in native code, where there is such an order (`native_order`).
+        core: decides and accounts.
+        uses: forwards that ran each expert since the counters were reset; the array object never changes.
 
     Raises:
         ValueError: the split does not fit the pool.
     """
 
     def __init__(
-        self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], device: Device, residency: Residency,
-        eviction: EvictionPolicy, governor: PrefetchGovernor, stats: EngineStats, timeline: Timeline,
-        loader: CopyQueue | None = None, clock: Callable[[], float] = time.perf_counter, cut: SplitLayout | None = None,
-        writeback: bool = False, low_bit: LowBitPart | None = None, memory: SlotMemory | None = None,
+        self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], device: Device, experts: int, slots: int,
+        slot_bytes: int, eviction: EvictionPolicy, stats: EngineStats, timeline: Timeline,
+        link: _core.Link | CopyQueue | None = None, clock: Callable[[], float] = time.perf_counter,
+        min_useful: float = 0.0, cut: SplitLayout | None = None, writeback: bool = False,
+        low_bit: LowBitPart | None = None, memory: SlotMemory | None = None,
     ) -> None:  # fmt: skip
-        self.memory = memory
-        self.pool, self.device, self.residency, self.clock = pool, device, residency, clock
-        self.policy = self.eviction = eviction
-        self.passes = PassRecord()
-        self.decode_only = False  # whether the present forward is known to hold no row of any prompt
-        self._map = SlotMap(pool, weights, residency)
-        self._layer_of, self.bytes_of, self.whole_slots = self._map.layer_of, self._map.bytes_of, self._map.whole_slots
-        self.segments, self.place = self._map.of, self._map.place
-        self.neurons = pool.neurons
-        self.states, self.standing, self.vacant = self._map.states, self._map.standing, self._map.vacant
-        stats.expert_bytes_peak = pool.bytes if memory is None else memory.least * residency.slot_bytes
-        self.divided = cut is not None  # whether experts are cut in two; stays so
-        self.counters = CacheCounters(stats, governor, timeline, self._map, self.divided, low_bit is not None)
-        self._phases = PhaseCounter(stats)
-        self.stats, self.governor, self.timeline, self.uses = stats, governor, timeline, self.counters.uses
-        self._queue: CopyQueue = Loader(device) if loader is None else loader
-        if cut is not None:
-            self._map.divide(cut)
-        make_native = getattr(self._queue, "native", None)
-        plain = low_bit is None and not writeback and (cut is None or isinstance(eviction, SplitOrder))
-        self.native: NativeLoads | None = None
-        if make_native is not None and plain:
-            order = native_order(eviction, len(weights), self._map.experts) if cut is None else None
-            self.native = make_native(pool, weights, residency, self._map.segment_layout, self.counters, order)
-            if self.native is not None and order is not None:
-                self.eviction = eviction = order
-        self.split: NativeSplit | None = None
-        if self.native is not None and isinstance(eviction, SplitOrder):
-            self.split = NativeSplit(self.native.handle, eviction, self.counters, self.passes)
-        self.loads = Loads(
-            self._queue, device, residency, eviction, self._map, self.counters, clock, writeback, self.native
-        )
-        self._under_way = self.loads.under_way
-        # Counts the times of GPU copies that have ended by now; on the forward's thread. Not between a layer's two
-        # readings of its counters: late times belong to the layers before.
-        self.settle_times = partial(self._queue.tell, self.counters)
-        self._run: tuple[int, ...] = ()  # of the present plan
-        self._resident = self._given = self._done = self._layer = 0
-        self._loads: Sequence[Load] = ()
-        self._late: list[Load] = []  # loads that wait until some experts have run
-        self.low_bit = low_bit
+        self.memory, self.low_bit, self.pool, self.device, self.clock = memory, low_bit, pool, device, clock
+        self.stats, self.timeline = stats, timeline
+        self.where = SlotMap(pool, weights, experts, slots, slot_bytes, low_bit)
+        self.bytes_of, self.neurons = self.where.bytes_of, pool.neurons
+        stats.expert_bytes_peak = pool.bytes if memory is None else memory.least * slot_bytes
         if low_bit is not None:
-            self._map.add_low_bit(low_bit)
             stats.expert_bytes_peak += low_bit.pool.bytes
             stats.low_bit_slots = low_bit.slots
+        self.divided = cut is not None  # whether experts are cut in two; stays so
+        if cut is not None:
+            self.where.divide(cut)
+        layout = self.where.layout(slots if memory is None else memory.most)
+        self.policy = eviction
+        self._eviction, order = core_order(eviction, len(weights), experts, self.divided or low_bit is not None)
+        self._order = order if isinstance(order, _core.PythonOrder) else None
+        if self._order is not None:
+            self._order.segments = (1 if layout.parts == 1 else 2) * self.where.keys
+        self._queue: QueueLink | None = None  # where Python makes the copies
+        if not isinstance(link, _core.Link):
+            self._queue = QueueLink(Loader(device) if link is None else link, self.where, device, clock)
+            link = _core.PythonLink(self._queue)
+        self.link: _core.Link = link
+        self._place()
+        self.core = _core.Core(layout, link, order, _core.Governor(min_useful), writeback)
+        self.governor, self.uses = self.core.governor, self.core.uses
+        self.residency = Residency(self.core, slot_bytes, self.where)
+        self.decode_only = False  # whether the present forward is known to hold no row of any prompt
+        self._sources: dict[str, int] = {}  # of prefetches: number in the core
+        self._seen: _core.Watched | None = None
+        if timeline.enabled:
+            self._seen = _core.Watched()
+            self.core.watch(self._seen)
+
+    def _place(self) -> None:
+        """Tell the stand-in's thread where experts and slots lie."""
+        if isinstance(self.link, _core.ThreadLink):
+            from .places import place  # torch: the simulator uses this module without it
+
+            place(self.link, self.where, self.where.whole_slots if self.memory is None else self.memory.most)
 
     def begin_forward(self, decode: bool) -> None:
         """A forward begins. decode: it is known to hold no row of any prompt."""
-        self.decode_only = decode
-        self._phases.begin(decode)
+        self.decode_only = self.core.decode_only = decode
 
     # -- experts and their segments ----------------------------------------------------------------------
 
     @property
+    def eviction(self) -> EvictionPolicy:
+        """The order of eviction, which has heard of all that has happened: `policy`, or the same in native code."""
+        if self._order is not None:
+            self._order.tell()
+        return self._eviction
+
+    @property
     def cut(self) -> SplitLayout | None:
         """The present split of the slots; None where a slot is a whole expert."""
-        return self._map.cut
+        return self.where.cut
 
     @property
     def layout(self) -> tuple[list[int], list[int]]:
         """Where experts are split: the first neuron of each slot in the pool, and the neurons of each segment."""
-        return self._map.layout
-
-    def replica_slot(self, segment: int, layer: int) -> int:
-        """`await_expert` of a pinned replica: its slot among the replicas' slots."""
-        return self.await_expert(segment, layer) - self.whole_slots
+        segments = self.where.segments
+        assert segments is not None  # there is a cut
+        return segments.first, segments.neurons
 
     def recut(self, cut: SplitLayout, fill: Sequence[int] = ()) -> None:
         """Split the same memory anew, between forwards; drops what is cached.
@@ -151,56 +149,29 @@ class ExpertCache:
         """
         if not self.divided:
             raise ValueError("a cache of whole experts cannot be cut")
-        self._map.check(cut)
-        self.loads.drop(self._under_way)
+        self.where.check(cut)
+        self.core.settle()
         self.flush()
-        self._map.divide(cut)
-        if self.native is not None and self._map.segment_layout is not None:
-            self.native.divide(self.residency, self._map.segment_layout)
-        room, loads = list(self.residency.class_slots), list[int]()
-        for key in dict.fromkeys(fill):
-            layer = self._layer_of(key)
-            if room[layer]:
-                room[layer] -= 1
-                loads.append(key)
-        self._queue.submit(self.loads.reserve(loads, "migration"), PREFETCH)
+        self.where.divide(cut)
+        self._place()
+        self.core.divide(self.where.layout(0), list(fill))
+        self.residency.laid_out(self.where)
 
     # -- what the forward does, in the order of a layer ------------------------------------------------
 
-    @property
-    def quiet(self) -> bool:
-        """Whether native code may run a pass: it knows all copies under way, and nobody draws a timeline."""
-        return not self.timeline.enabled and (not self._under_way or self.loads.hand_back())
+    def poll(self, layer: int = -1) -> None:
+        """Make every arrived copy resident; a failed one frees its slot. layer: whose pass begins; -1: none does."""
+        self.settle_times()
+        self.core.arrive(layer)
 
-    def count_passes(self) -> None:
-        """Count the passes of native calls and tell an order in Python: once a forward, and before any decision."""
-        self.counters.count_native([] if self.native is None else self.native.landed())
-        if self.split is not None:
-            self.split.count()
-            return
-        if self.passes.words[0] == 1:
-            return
-        eviction = self.eviction
-        for _, tokens, keys, counts in self.passes.take():
-            eviction.routed(keys, counts, tokens)
-            eviction.used(keys)
-
-    def poll(self) -> None:
-        """Make every arrived copy resident; a failed one frees its slot."""
-        if self.native is not None:
-            self.loads.adopt()
-        self._queue.poll()
-        if self._under_way:
-            self.loads.land_ended()
+    def settle_times(self) -> None:
+        """Count the times of GPU copies that have ended by now."""
+        if self._queue is not None:
+            self._queue.queue.tell(self)
 
     def drop_stale(self, layer: int, needed: Sequence[int]) -> None:
         """The routing of `layer` is known: cancel its queued prefetches that are not needed."""
-        stale = []
-        for key, job in self._under_way.items():
-            if job.layer == layer and job.cause == "prefetch" and key not in needed:
-                stale.append(key)
-        if stale:
-            self.loads.drop(stale)
+        self.core.drop_stale(layer, list(needed))
 
     def open(
         self, layer: int, keys: Sequence[int], counts: Sequence[int], tokens: int, low: AbstractSet[int] = frozenset()
@@ -212,37 +183,29 @@ class ExpertCache:
         Args:
             keys: experts, as `Routing.experts`. counts: rows of each. low: of these, those that run on their replicas.
         """
-        needed = self.segments(keys, low)
-        self.drop_stale(layer, needed)
-        self.eviction.routed(keys, counts, tokens)
-        return needed
+        return self.core.open(layer, list(keys), list(counts), tokens, list(low))
 
     def plan(self, here: Sequence[int], keep: AbstractSet[int] = frozenset()) -> LayerPlan:
-        """Plan the segments that run on this device (`LoadOnMiss`). Raises PlanError: no slot can be freed."""
-        return _LOADS.plan(here, self.residency, self.eviction, keep)
+        """Plan the segments that run on this device.
 
-    def begin(self, layer: int, plan: LayerPlan) -> None:
-        """Count hits and misses, pin resident and loading segments, and promote late prefetches to demand."""
-        self.counters.begin(layer, plan)
-        run, resident, arrivals, loads, _ = plan
-        self._run, self._resident, self._given, self._done = run, resident, 0, 0
-        self._layer, self._loads, self._late = layer, loads, [load for load in loads if load.after] if loads else []
-        here = resident + arrivals
-        self.residency.pin(*run[:here])
-        if not arrivals:
-            return
-        arriving = run[resident:here]
-        self.counters.late(layer, [key for key in arriving if self._under_way[key].cause == "prefetch"])
-        for key in arriving:
-            job = self._under_way[key]
-            # a recut's loads come after demand, too
-            if job.cause == "prefetch" or (self.divided and job.cause == "migration"):
-                self._queue.promote(job)
+        Residents run first while loads are under way. Loads take free slots, then those of the victims that this layer
+        does not need, then, one by one, those of segments that have just run; what other layers prefetch leaves later,
+        and what is to `keep` last.
+
+        Raises:
+            PlanError: no slot can be freed for a missing segment.
+        """
+        run, resident, arriving, loads = self.core.plan(list(here), list(keep))
+        found = [Load(key, None if victim < 0 else victim, after) for key, victim, after in loads]
+        return LayerPlan(tuple(run), resident, arriving, tuple(found))
+
+    def begin(self) -> None:
+        """Count hits and misses of the plan, pin what is there, and make late prefetches demand."""
+        self.core.begin()
 
     def load(self) -> None:
         """Victims leave, and the demand loads that wait for no slot of the layer's own are queued."""
-        if self._loads:
-            self.issue([load for load in self._loads if not load.after])
+        self.core.load()
 
     def next(self) -> tuple[int, int]:
         """The next stretch of the plan's `run` that is in its slots: first and end; equal: all are given.
@@ -254,98 +217,13 @@ class ExpertCache:
             RuntimeFailure: a copy failed (a failed prefetch is first loaded again) or the cache was closed.
             StoreError: no node has the expert now.
         """
-        run, done, late = self._run, self._done, self._late
-        if late and self._given < done:
-            self.ran(run[self._given : done])
-            self.issue([load for load in late if load.after == done])
-        if done == len(run):
-            if not late and self._given < done:
-                self.ran(run)
-            self._given = done
-            return done, done
-        stop = self._resident if done < self._resident else len(run)
-        if late:
-            stop = min([stop if done < self._resident else done + 1, *[x.after for x in late if x.after > done]])
-        if late or done < self._resident:
-            self.await_experts(run[done:stop], self._layer)
-        else:  # with the arrivals behind it that have landed by then
-            stop = done + len(self.await_first(run[done:stop], self._layer))
-        self._given, self._done = done, stop
-        return done, stop
+        return self.core.next()
 
-    def issue(self, loads: Sequence[Load]) -> None:
-        """Evict, reserve and queue these demand loads of one layer, and pin them."""
-        if not loads:
-            return
-        keys, victims = list[int](), list[int]()
-        for load in loads:
-            keys.append(load.key)
-            if load.evict is not None:
-                victims.append(load.evict)
-        if victims:
-            self.loads.evict(victims, self._layer_of(keys[0]))
-        jobs = self.loads.reserve(keys, "demand")
-        self.residency.pin(*keys)
-        if self.decode_only:
-            self.counters.demanded(self._layer_of(keys[0]), keys)
-        self._queue.submit(jobs, DEMAND)
-
-    def load_native(self, layer: int, needed: Needed, native: NativeRun) -> None:
-        """`issue` of a pass that native code has planned and counted, with an order of eviction in Python."""
-        eviction, missing = self.eviction, needed.run[needed.resident + needed.arriving :]
-        if 1 in self.counters.vacant:
-            self.counters.premature(layer, missing)
-        if needed.resident == len(needed.run):
-            return
-        victims = eviction.victims(needed.victims, self.residency.evictable()) if needed.victims else []
-        loading = native.load(victims, self.decode_only)
-        for key in victims:
-            eviction.removed(key)
-        for key in missing:
-            eviction.admitted(key)
-        if not loading:
-            self.fail_native(())
-
-    def fail_native(self, keys: Sequence[int]) -> NoReturn:
-        """A native pass was not run: a copy of these was cancelled, or, with no keys, the link was closed before.
-
-        Raises RuntimeFailure.
-        """
-        if keys:
-            self.loads.fail_cancelled(keys)
-        raise RuntimeFailure("the expert cache is closed", "start a new worker")
-
-    def await_expert(self, key: int, layer: int) -> int:
-        """The slot of a pinned expert; waits for its copy.
-
-        Raises:
-            RuntimeFailure: the copy failed (a failed prefetch is first loaded again) or the cache was closed.
-            StoreError: no node has the expert now.
-        """
-        return self.await_experts((key,), layer)[0]
-
-    def await_experts(self, keys: Sequence[int], layer: int) -> list[int]:
-        """`await_expert` of each, in this order."""
-        under_way = self._under_way
-        if not under_way.keys().isdisjoint(keys):
-            for key in keys:
-                if key in under_way:
-                    self.loads.land_needed(under_way[key], layer)
-        return list(map(self.residency.held_slot, keys))
-
-    def await_first(self, keys: Sequence[int], layer: int) -> list[int]:
-        """`await_expert` of the first; its slot, and the slots of those right behind it that have arrived by then."""
-        loads = self.loads
-        if keys[0] in self._under_way:
-            loads.land_needed(self._under_way[keys[0]], layer)
-        arrived = 1 + (loads.land_behind(keys[1:]) if len(keys) > 1 else 0)
-        return list(map(self.residency.held_slot, keys[:arrived]))
-
-    def ran(self, keys: Sequence[int]) -> None:
-        """These experts of the present layer have run: unpin them and tell the eviction policy."""
-        self.residency.unpin(*keys)
-        self.counters.ran(keys)
-        self.eviction.used(keys)
+    def close_pass(self, peer_blocked_s: float = 0.0, peer_link_s: float = 0.0) -> None:
+        """The pass is over: count its waits and its share of the link, of the device with the most."""
+        self.core.close(peer_blocked_s, peer_link_s)
+        if self._seen is not None:
+            self._draw(self._seen)
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset(), source: str = "command") -> int:
         """Queue loads of absent experts, most wanted first; returns the number queued.
@@ -354,39 +232,23 @@ class ExpertCache:
         or `keep` (what nearer layers want), so demand has a small pool to itself. `source` names the policy, for the
         counters.
         """
-        residency, experts, native = self.residency, self._map.keys, self.native
-        if native is not None and native.orders and not self._under_way:
-            return native.prefetch(list(keys), list(keep), self.counters.number_of(source))
-        if self.low_bit is not None:
-            keys = [k for k in keys if k < experts or residency.state(k - experts) == State.ABSENT]
-        _, _, absent = residency.by_state(self.segments(keys))
-        if not absent:
-            return 0
-        kept = [*keys, *keep]
-        if residency.keys > experts:  # with an expert its bottom, or its replica, stays
-            kept += [key + experts for key in kept if key < experts]
-        fit = self.loads.make_room(absent, residency.evictable(kept))
-        self.counters.prefetched(fit, source)
-        if native is not None and not self._under_way:
-            self.loads.prefetch_native(fit)
-        elif fit:
-            self._queue.submit(self.loads.reserve(fit, "prefetch"), PREFETCH)
-        return len(fit)
+        return self.core.prefetch(list(keys), list(keep), self.number_of(source))
+
+    def number_of(self, source: str) -> int:
+        """The number in the core that stands for a source of prefetches."""
+        return self._sources.setdefault(source, len(self._sources) + 1)
 
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
         """Wait, at the cost of `layer`, for the copies of these experts that are under way: synchronous prefetch."""
-        for segment in self.segments(keys):
-            self.loads.land_prefetch(segment, layer)
+        self.core.finish_prefetch(list(keys), layer)
 
     def vacate(self, slots: int, layer: int) -> None:
         """Before `layer` runs: evict unpinned experts until `slots` are free; for a cache of whole experts."""
-        residency = self.residency
-        self.leave(self.eviction.victims(slots - residency.free_slots, residency.evictable()), layer)
+        self.core.vacate(slots, layer)
 
     def leave(self, victims: Sequence[int], layer: int) -> None:
         """`vacate` of these evictable experts."""
-        self.loads.evict(victims, layer)
-        self.counters.vacated(layer, victims)
+        self.core.leave(list(victims), layer)
 
     # -- around forwards ---------------------------------------------------------------------------------
 
@@ -397,23 +259,13 @@ class ExpertCache:
             keys: most urgent first; as many are loaded as there are slots.
             keep_others: evict other residents only where room is needed, for a prefill that uses them.
         """
-        self.count_passes()
-        self.loads.adopt()
-        residency, segments = self.residency, self.segments(keys)
-        wanted = set(segments)
-        absent = [k for k in segments if residency.state(k) == State.ABSENT]
-
-        def evictable(k: int) -> bool:
-            return k not in wanted and not residency.pinned(k)
-
-        if not keep_others:
-            self.loads.evict(self.eviction.victims(residency.slots, evictable))
-        self._queue.submit(self.loads.reserve(self.loads.make_room(absent, evictable), "migration"), DEMAND)
+        self.core.migrate(list(keys), keep_others)
 
     def preload(self, keys: Sequence[int]) -> None:
         """Load experts into free slots and wait; counted in `bytes_preloaded` and in no layer."""
-        fit = self.loads.make_room(self.segments(keys), lambda k: False)
-        self.counters.preloaded(self.loads.preload(fit))
+        self.core.preload(list(keys))
+        if self._queue is not None:
+            self._queue.queue.tell(_NotCounted())
 
     def resize(self, slots: int) -> None:
         """Give the last slots' memory back, or take it again, between forwards; `memory` says how many there may be.
@@ -425,78 +277,151 @@ class ExpertCache:
             ResidencyError: a pinned expert is in the way. torch.OutOfMemoryError: no room for more slots. Then as many
                 slots are there as before.
         """
-        residency, memory = self.residency, self.memory
+        memory = self.memory
         if memory is None or not memory.least <= slots <= memory.most:
             raise ValueError(f"{slots} slots are not within what this cache may have")
-        self.count_passes()
-        self.loads.clear_slots(min(slots, residency.slots))
-        if slots > residency.slots:
+        if slots > self.residency.slots:
             memory.resize(slots)
-            residency.resize(slots)
-        elif slots < residency.slots:
-            self._give_back(slots, memory)
-        if self.native is not None:
-            self.native.divide(residency, None)
+        before, moves = self.residency.slots, self.core.resize(slots)
+        if slots < before:
+            self.device.settle()  # what runs, or is copied, in slots that go, and dropped copies into those that are free
+            for key, from_, to in moves:
+                layer = self.where.layer_of(key)
+                self.device.move(self.pool.slot(to, layer), self.pool.slot(from_, layer))
+            if moves:
+                self.device.settle()
+            memory.resize(slots)
+        self.where.whole_slots = slots
+        self.residency.laid_out(self.where)
         self.stats.slots = slots
-        self.stats.expert_bytes_peak = max(self.stats.expert_bytes_peak, slots * residency.slot_bytes)
+        self.stats.expert_bytes_peak = max(self.stats.expert_bytes_peak, slots * self.residency.slot_bytes)
 
-    def _give_back(self, slots: int, memory: SlotMemory) -> None:
-        residency, where = self.residency, self._map
-        excess = residency.slots - residency.free_slots - slots
-        for _ in range(excess):  # one by one: an order that shares slots out between layers goes by what each has left
-            self.loads.evict(self.eviction.victims(1, residency.evictable()))
-        moves = residency.resize(slots)
-        self.device.settle()  # what runs, or is copied, in slots that go, and dropped copies into those that are free
-        for key, before, now in moves:
-            layer = self._layer_of(key)
-            self.device.move(where.pool.slot(now, layer), where.pool.slot(before, layer))
-        if moves:
-            self.device.settle()
-        memory.resize(slots)
+    def land_all(self) -> None:
+        """Wait on the host for every copy under way; counted in no layer."""
+        self.core.wait_all()
+        self.settle_times()
 
     def flush(self) -> None:
         """Wait for every copy under way, then empty all slots."""
-        self.count_passes()
-        self.loads.land_all()
-        self.settle_times()
-        self.loads.evict(list(self.residency.held()))
+        self.land_all()
+        self.core.flush()
 
     def abandon(self) -> None:
         """The forward under way failed: unpin its experts. Its loads still arrive."""
-        self.loads.adopt()
-        self.residency.unpin_all()
+        self.core.abandon()
 
     def check_integrity(self) -> None:
-        """Raise ResidencyError unless slots, jobs and policy agree."""
-        self.count_passes()
-        residency = self.residency
-        residency.check_integrity()
-        self.loads.check_integrity()
-        held = set(residency.held())
-        if held != set(self.eviction.victims(residency.slots, lambda key: True)):
-            raise ResidencyError(f"the eviction policy does not know exactly the experts held, {sorted(held)}")
-        self.counters.check_integrity(held)
+        """Raise ResidencyError unless the core's invariants hold and the order of eviction knows what is held."""
+        if fault := self.core.check():
+            raise ResidencyError(fault)
+        held = self.residency.held()
+        if set(held) != set(self.eviction.victims(self.residency.slots, lambda key: True)):
+            raise ResidencyError(f"the eviction policy does not know exactly the experts held, {held}")
+
+    def close(self) -> None:
+        """Stop the link. Safe to call twice."""
+        self.link.close()
+
+    # -- counters ----------------------------------------------------------------------------------------
+
+    def counts(self, layer: int) -> _core.LayerCounts:
+        """What the core has counted of a layer; a copy."""
+        return self.core.counts(layer)
 
     def live_stats(self) -> EngineStats:
-        """The counters so far; the record is live."""
-        self._phases.settle()
-        self.stats.loads_in_flight, self.stats.prefetch_resting = self._queue.pending, self.governor.resting
-        return self.stats
+        """The counters so far; the record is live. From any thread, between forwards."""
+        stats, core, totals = self.stats, self.core, self.core.totals
+        for layer, into in enumerate(stats.layers):
+            _take(core.counts(layer), into, _LAYER_COUNTS)
+        for name, number in self._sources.items():
+            found = core.source(number)
+            if any(getattr(found, field) for field in _SOURCE_COUNTS) or name in stats.prefetch_sources:
+                _take(found, stats.source(name), _SOURCE_COUNTS)
+        _take(totals, stats, _TOTALS)
+        substituted, dropped = core.take_rerouted()
+        stats.substitutions += substituted
+        stats.dropped += dropped
+        stats.loads_in_flight, stats.prefetch_resting = self.link.pending, self.governor.resting
+        return stats
 
     def reset_stats(self) -> None:
         """Zero the counters; residency stays."""
         self.stats.reset()
-        self.counters.reset()
-
-    def layer_residency(self) -> list[LayerResidency]:
-        """State and uses of each layer's experts at this moment; from any thread."""
-        states, uses, n = [int(state) for state in self.states()], self.uses[:], self._map.experts
-        return [LayerResidency(tuple(states[i : i + n]), tuple(uses[i : i + n])) for i in range(0, len(states), n)]
+        self.core.reset_counts()
 
     @property
     def loads_in_flight(self) -> int:
-        return self._queue.pending
+        return self.link.pending
 
-    def close(self) -> None:
-        """Stop the loader. Safe to call twice."""
-        self._queue.close()
+    def timed(self, job: LoadJob, copied: Copied) -> None:
+        """A copy on a GPU's stream has ended, maybe after its layer (`loader.CopyTimes`)."""
+        self.core.timed(job.layer, copied.start_s, copied.end_s, copied.link_s, copied.writeback_s)
+        if self.timeline.enabled:
+            self._draw_copy(job.layer, job.segment, job.cause, copied.start_s, copied.end_s, copied.link_s)
+
+    def device_waited(self, layer: int, start_s: float, end_s: float, writing_s: float) -> None:
+        """The compute of `layer` waited for a copy, on a GPU's stream (`loader.CopyTimes`)."""
+        self.core.device_waited(layer, end_s - start_s, writing_s)
+        if self.timeline.enabled:
+            self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
+
+    def _draw(self, seen: _core.Watched) -> None:
+        for wait, layer, segment, cause, start_s, end_s, link_s in seen.take():
+            if wait:
+                self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
+            else:
+                self._draw_copy(layer, segment, CAUSES[cause], start_s, end_s, link_s)
+
+    def _draw_copy(
+        self, layer: int, segment: int, cause: str, start_s: float, end_s: float, link_s: float
+    ) -> None:
+        args = {"bytes": self.bytes_of(segment), "cause": cause, "link_us": round(link_s * 1e6, 1)}
+        track = "prefetch" if cause == "prefetch" else "copy"
+        self.timeline.span(track, f"L{layer} E{segment % self.where.experts}", start_s, end_s, args)
+
+    # -- for policies and displays -----------------------------------------------------------------------
+
+    def shown(self, layer: int) -> Sequence[int]:
+        """The segment that stands for each expert of a layer: its own, or its top."""
+        first, segments = layer * self.where.experts, self.where.segments
+        stop = first + self.where.experts
+        return range(first, stop) if segments is None else segments.shown[first:stop]
+
+    def standing(self, layer: int) -> tuple[NDArray[np.bool_], int]:
+        """Which experts of a layer are resident or loading [E] (of split experts the tops), and the most that fit at
+        once.
+        """
+        shown, residency = self.shown(layer), self.residency
+        slots = residency.class_slots[residency.class_of(shown[0])]
+        return residency.states[np.asarray(shown)] != 0, slots
+
+    def vacant(self, layer: int) -> int:
+        """Free slots for this layer's experts (of split experts for the tops)."""
+        return self.residency.free_of(self.residency.class_of(self.shown(layer)[0]))
+
+    def layer_residency(self) -> list[LayerResidency]:
+        """State and uses of each layer's experts at this moment; from any thread."""
+        states, uses, n, found = self.residency.states, self.uses, self.where.experts, list[LayerResidency]()
+        for layer in range(len(self.stats.layers)):
+            there = states[np.asarray(self.shown(layer))].tolist()
+            found.append(LayerResidency(tuple(there), tuple(uses[layer * n : (layer + 1) * n].tolist())))
+        return found
+
+    def states(self) -> list[State]:
+        """Of all experts, from any thread; of split experts the state of the top."""
+        return [State(one) for layer in self.layer_residency() for one in layer.states]
+
+
+def _take(found: object, into: object, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(into, name, getattr(found, name))
+
+
+class _NotCounted:
+    """Ignores the times of a preload, which no layer waits for."""
+
+    def timed(self, job: LoadJob, copied: Copied) -> None:
+        return None
+
+    def device_waited(self, layer: int, start_s: float, end_s: float, writing_s: float) -> None:
+        return None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ....errors import RuntimeFailure
-from ...policies.residency import Reservation
 from .slots import PendingExpert
 
 if TYPE_CHECKING:
@@ -30,13 +29,14 @@ class Done(Protocol):
 
 @dataclass(eq=False, slots=True)
 class LoadJob:
-    """One expert to be copied into one slot.
+    """One segment of an expert to be copied into one slot.
 
     The loader's thread sets `copied`, or `error` where the copy raised, before `done`. A GPU's stream queue sets
     `copied` when the copy is enqueued, without times.
     """
 
-    reservation: Reservation
+    segment: int
+    slot: int
     dst: Tensors
     src: Tensors | PendingExpert
     after: Any
@@ -49,6 +49,8 @@ class LoadJob:
     started: bool = False
     cancelled: bool = False
     writeback: bool = False  # the expert that was in the slot is copied back to the host first
+    mark: int = 0  # number of `after` (`links.QueueLink`)
+    joined: bool = False  # what needs it comes after it, so it counts as over
     moved_share: float = 0.0  # of its bytes, where it was dropped on its way: what had been moved by then, for nothing
 
     @property

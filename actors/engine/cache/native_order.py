@@ -5,22 +5,91 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import log
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....kernels import _cpu
+from ...core import _core
 from ....kernels.importance import NativeImportance, expect_map, lowest_products
 from ...policies.activeevict import ImportanceEviction
-from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru, lowest_evictable
+from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru, first_evictable, lowest_evictable
 from ...policies.fmoe import ExpertMapDecay, ExpertMapEviction
 from ...policies.moepic import Lcp
 from ...policies.registry import PolicyContext, PolicyOptions, policy_class
 from ...policies.slot_classes import make_eviction
 from ...policies.worth import WorthEviction, WorthOrder
-from .native_split import SplitOrder
 
 _LRU, _SWEEP, _LFU, _MAP, _IMPORTANCE, _WORTH = range(6)  # `Order::Kind`
+
+
+class SplitOrder(EvictionPolicy):
+    """`split_eviction` of `Lcp`, or of `Lru`, with the state in native arrays.
+
+    Args:
+        layers, experts: L and E. rho, omega: of `Lcp`; None: `Lru`.
+    """
+
+    learns_use = True
+
+    def __init__(self, layers: int, experts: int, rho: float | None = None, omega: float = 1.0) -> None:
+        self._layers, self._keys = layers, layers * experts
+        rate = 0.0 if rho is None else log(1 / rho) / omega
+        self.handle = _cpu.split_order(layers, experts, rate, rho is None)
+
+    def admitted(self, key: int) -> None:
+        _cpu.split_moved(self.handle, [key], True)
+
+    def used(self, keys: Iterable[int]) -> None:
+        _cpu.split_used(self.handle, list(keys))
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
+        _cpu.split_routed(self.handle, list(keys), list(counts), tokens)
+
+    def removed(self, key: int) -> None:
+        _cpu.split_moved(self.handle, [key], False)
+
+    def ranked(self, keys: Sequence[int]) -> list[int]:
+        """Each layer's order; the first of every layer come before the second ones."""
+        values = [_cpu.split_value(self.handle, key) for key in keys]
+        experts, places, taken = self._keys // self._layers, dict[int, int](), [0] * self._layers
+        for at in sorted(range(len(keys)), key=lambda at: -values[at]):
+            layer = keys[at] // experts
+            places[keys[at]], taken[layer] = taken[layer], taken[layer] + 1
+        return sorted(keys, key=places.__getitem__)
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        """Over all slot classes, the layers' tops first."""
+        found: list[int] = []
+        for slot_class in range(self._layers + 1):
+            found += self._leaving(slot_class, count - len(found), evictable)
+        return found
+
+    def of_class(self, slot_class: int) -> EvictionPolicy:
+        return _OfClass(self, slot_class)
+
+    def _leaving(self, slot_class: int, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return first_evictable(_cpu.split_leaving(self.handle, slot_class), count, evictable) if count > 0 else []
+
+
+class _OfClass(EvictionPolicy):
+    """One slot class of a `SplitOrder`."""
+
+    def __init__(self, order: SplitOrder, slot_class: int) -> None:
+        self._order, self._class = order, slot_class
+
+    def admitted(self, key: int) -> None:
+        self._order.admitted(key)
+
+    def used(self, keys: Iterable[int]) -> None:
+        self._order.used(keys)
+
+    def removed(self, key: int) -> None:
+        self._order.removed(key)
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return self._order._leaving(self._class, count, evictable)
 
 
 class NativeOrder(EvictionPolicy):
@@ -139,6 +208,16 @@ def fast_eviction(
             return SplitOrder(context.layers, context.experts)
     given = replace(context, importance=NativeImportance, lowest=lowest_products, expect_map=expect_map)
     return make_eviction(options, given, split=split, low_bit=low_bit)
+
+
+def core_order(
+    policy: EvictionPolicy, layers: int, experts: int, parts: bool
+) -> tuple[EvictionPolicy, _core.Order]:
+    """The order of a policy in its first state, and the same for the core. parts: the cache has several slot classes."""
+    if isinstance(policy, SplitOrder):
+        return policy, _core.TopsAndBottoms(policy.handle)
+    native = None if parts else native_order(policy, layers, experts)
+    return (policy, _core.PythonOrder(policy)) if native is None else (native, _core.WholeOrder(native.handle))
 
 
 def native_order(policy: EvictionPolicy, layers: int, experts: int) -> NativeOrder | None:

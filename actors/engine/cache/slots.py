@@ -8,17 +8,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ...core import _core
 from ...policies.moepic.split import Segments, SplitLayout
-from ...policies.residency import Residency, State
 from ...store.format import ExpertShape, Published
 
 if TYPE_CHECKING:
@@ -272,33 +268,35 @@ class SlotMap:
     Without a split an expert is one segment with its own key, and slot s is the pool's s-th expert. A low-bit replica
     is a segment that stands in for its expert's.
 
-    `divide` lays out `residency` anew; as given it has one slot class, for whole experts.
+    Args:
+        weights: the sources of each MoE layer's experts. experts: of a layer. slots, slot_bytes: for whole experts.
+        low_bit: further slots, for replicas; not with a split.
     """
 
-    def __init__(self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], residency: Residency) -> None:
-        self.pool, self._weights, self._residency = pool, weights, residency
-        self.keys, self.experts = residency.keys, residency.keys // len(weights)
-        self._expert_bytes = residency.slot_bytes
-        self._neurons = pool.neurons
+    def __init__(
+        self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], experts: int, slots: int, slot_bytes: int,
+        low_bit: LowBitPart | None = None,
+    ) -> None:  # fmt: skip
+        self.pool, self._weights, self.experts, self.keys = pool, weights, experts, experts * len(weights)
+        self._expert_bytes, self._neurons, self.whole_slots, self.low_bit = slot_bytes, pool.neurons, slots, low_bit
         self._forms: Published | None = getattr(pool, "published", None)  # of a `FormPool`: layers may differ
-        self._segments: Segments | None = None
-        self.shown: Sequence[int] | None = None  # the segment that stands for each expert; None: each for itself
-        self._low_bit: LowBitPart | None = None
-        self.whole_slots = residency.slots  # before those of replicas
-        layers = [key // self.experts for key in range(self.keys)]
+        self.segments: Segments | None = None
+        layers = [key // experts for key in range(self.keys)]
         self.layer_of = (layers * 2).__getitem__  # of a segment
-        self._bytes = [self._expert_bytes] * self.keys
+        self._bytes = [slot_bytes] * self.keys
         if self._forms is not None:
-            self._bytes = [self._forms.of(key // self.experts).nbytes() for key in range(self.keys)]
+            self._bytes = [self._forms.of(layer).nbytes() for layer in layers]
+        if low_bit is not None:
+            self._bytes += [low_bit.slot_bytes] * self.keys
         self.bytes_of = self._bytes.__getitem__  # that a load of a segment copies
-        self.sources: dict[int, Tensors] = {}  # found before: of each segment
-        self.targets: dict[tuple[int, int], Tensors] = {}  # found before: of each slot and number of bytes
+        self._sources: dict[int, Tensors] = {}  # found before: of each segment
+        self._targets: dict[tuple[int, int], Tensors] = {}  # found before: of each slot and number of bytes
         self._shared: weakref.WeakValueDictionary[int, SharedPending] = weakref.WeakValueDictionary()
 
     @property
     def cut(self) -> SplitLayout | None:
         """The present division of the slots; None where a slot is a whole expert."""
-        return None if self._segments is None else self._segments.cut
+        return None if self.segments is None else self.segments.cut
 
     def check(self, cut: SplitLayout) -> None:
         """Raise ValueError unless the pool can be divided so."""
@@ -313,79 +311,56 @@ class SlotMap:
             raise ValueError(f"a layer has {max(cut.slots)} slots for tops of {self.experts} experts")
 
     def divide(self, cut: SplitLayout) -> None:
-        """Lay out the slots by a split, in an empty cache. Raises ValueError, and changes nothing, as `check`."""
+        """Divide the slots of an empty cache by a split. Raises ValueError, and changes nothing, as `check`."""
         self.check(cut)
-        segments = Segments(cut, self.experts)
-        sizes = [n * self._expert_bytes // cut.neurons for n in segments.slot_neurons]
-        self._residency.divide(segments.class_of, segments.slots, sizes)
-        self._segments, self.shown = segments, segments.shown
+        self.segments = segments = Segments(cut, self.experts)
         self._bytes[:] = [n * self._expert_bytes // self._neurons for n in segments.neurons]
-        self.sources.clear()
-        self.targets.clear()
-
-    def add_low_bit(self, part: LowBitPart) -> None:
-        """Add slots for replicas to an empty cache without a split."""
-        self._residency.divide(
-            [0] * self.keys + [1] * self.keys, [self.whole_slots, part.slots], [self._expert_bytes, part.slot_bytes]
-        )
-        self._low_bit = part
-        self._bytes += [part.slot_bytes] * self.keys
-
-    def of(self, keys: Sequence[int], low: AbstractSet[int] = frozenset()) -> Sequence[int]:
-        """The segments of these experts, grouped by expert; for those in `low` their replicas."""
-        if self._segments is None:
-            return [key + self.keys if key in low else key for key in keys] if low else keys
-        return self._segments.of(keys)
-
-    def states(self) -> list[State]:
-        """Of all experts, from any thread; of split experts the state of the top."""
-        shown, states = self.shown, self._residency.states()
-        return states[: self.keys] if shown is None else [states[segment] for segment in shown]
-
-    def standing(self, layer: int) -> tuple[NDArray[np.bool_], int]:
-        """Which experts of a layer are resident or loading [E] (of split experts the tops), and the most that fit at
-        once.
-        """
-        shown, residency, base = self.shown, self._residency, layer * self.experts
-        if shown is None:
-            return residency.occupied(base, base + self.experts), residency.class_slots[0]
-        slots = residency.class_slots[residency.class_of(shown[base])]
-        return residency.occupied()[list(shown[base : base + self.experts])], slots
-
-    def vacant(self, layer: int) -> int:
-        """Free slots for this layer's experts (of split experts for the tops)."""
-        shown, residency, key = self.shown, self._residency, layer * self.experts
-        return residency.free_of(residency.class_of(key if shown is None else shown[key]))
-
-    def unit_bytes(self, layer: int) -> int:
-        """Of a whole expert of the layer, or of one neuron where experts are split."""
-        if self._segments is None:
-            return self._bytes[layer * self.experts]
-        return self._expert_bytes // self._neurons
+        self._sources.clear()
+        self._targets.clear()
 
     @property
-    def segment_layout(self) -> Segments | None:
-        """Where experts are split: the segments and their slots."""
-        return self._segments
+    def class_of(self) -> Sequence[int]:
+        """Slot class of each segment; empty: all are of class 0."""
+        if self.segments is not None:
+            return self.segments.class_of
+        return [] if self.low_bit is None else [0] * self.keys + [1] * self.keys
 
     @property
-    def layout(self) -> tuple[list[int], list[int]]:
-        """Where experts are split: the first neuron of each slot in the pool, and the neurons of each segment."""
-        assert self._segments is not None  # there is a cut
-        return self._segments.first, self._segments.neurons
+    def class_slots(self) -> Sequence[int]:
+        """Number of slots of each class."""
+        if self.segments is not None:
+            return self.segments.slots
+        return [self.whole_slots] if self.low_bit is None else [self.whole_slots, self.low_bit.slots]
+
+    @property
+    def class_bytes(self) -> Sequence[int]:
+        """Of a slot of each class."""
+        if self.segments is not None:
+            return [n * self._expert_bytes // self._neurons for n in self.segments.slot_neurons]
+        return [self._expert_bytes] if self.low_bit is None else [self._expert_bytes, self.low_bit.slot_bytes]
+
+    def layout(self, most: int) -> _core.Layout:
+        """As the core is told. most: slots that there may be at some time."""
+        segments = self.segments
+        return _core.Layout(
+            len(self._weights), self.experts, 1 if segments is None and self.low_bit is None else 2, self.class_of,
+            self.class_slots, [] if segments is None else segments.neurons, self._bytes, segments is not None, most,
+        )  # fmt: skip
 
     def place(self, segment: int, slot: int) -> tuple[int, int]:
         """First neuron in the pool and number of neurons of a segment (no replica) in this slot."""
-        if self._segments is None:
+        if self.segments is None:
             return slot * self._neurons, self._neurons
-        return self._segments.first[slot], self._segments.neurons[segment]
+        return self.segments.first[slot], self.segments.neurons[segment]
 
     def source(self, segment: int) -> Tensors | PendingExpert:
         """Where a load of this segment comes from."""
-        segments, low_bit = self._segments, self._low_bit
+        if segment in self._sources:
+            return self._sources[segment]
+        segments = self.segments
         layer, expert = divmod(segment % self.keys, self.experts)
-        if low_bit is not None and segment >= self.keys:
-            found = low_bit.weights[layer].expert(expert)
+        if self.low_bit is not None and segment >= self.keys:
+            found = self.low_bit.weights[layer].expert(expert)
         else:
             found = self._weights[layer].expert(expert)
         if segments is not None:
@@ -397,18 +372,21 @@ class SlotMap:
                 return PendingSegment(shared, begin, end)
             found = neuron_slice(found, begin, end)
         if isinstance(found, tuple):
-            self.sources[segment] = found
+            self._sources[segment] = found
         return found
 
     def target(self, segment: int, slot: int) -> Tensors:
         """Where in a slot a load of this segment goes."""
-        if self._low_bit is not None and segment >= self.keys:
-            found = self._low_bit.pool.slot(slot - self.whole_slots)
-        elif self._segments is None:
+        nbytes = self._bytes[segment]
+        if (known := self._targets.get((slot, nbytes))) is not None:
+            return known
+        if self.low_bit is not None and segment >= self.keys:
+            found = self.low_bit.pool.slot(slot - self.whole_slots)
+        elif self.segments is None:
             found = self.pool.slot(slot, segment % self.keys // self.experts)
             if self._forms is not None and len(self._forms.forms) > 1:
                 return found  # a slot's target depends on the form, too
         else:
-            found = cast(SlotPool, self.pool).neuron_range(self._segments.first[slot], self._segments.neurons[segment])
-        self.targets[slot, self._bytes[segment]] = found
+            found = cast(SlotPool, self.pool).neuron_range(self.segments.first[slot], self.segments.neurons[segment])
+        self._targets[slot, nbytes] = found
         return found
