@@ -28,13 +28,13 @@ import numpy as np
 import pytest
 import traces
 
-from tiermoe.actors.engine.cache.virtual_link import VirtualLoader
+from tiermoe.actors.core import _core
+from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.policies.baselines import Predictor
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
 from tiermoe.actors.policies.cost import NdpProfile
 from tiermoe.actors.policies.fmoe import ExpertMapPolicy
-from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.prefetch_trials import PrefetchTrials
 from tiermoe.actors.policies.registry import make
 from tiermoe.actors.store.artifacts import PolicyArtifacts
@@ -80,8 +80,19 @@ class Log:
     """The lines of one run."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self._lines: list[str] = []
+        self.asked = _core.AskedLog()
         self.forwards = 0
+
+    def add(self, line: str) -> None:
+        """After what was asked of the links until now."""
+        self.lines.append(line)
+
+    @property
+    def lines(self) -> list[str]:
+        for what, segment, slot in self.asked.take():
+            self._lines.append(f"{what}{segment}@{slot}" if what in "dpm" else f"{what}{segment}")
+        return self._lines
 
     def frozen(self, first: int = 12, chunk: int = 256) -> dict[str, Any]:
         """How many lines, the first ones, and a checksum of each `chunk`: a difference shows where it begins."""
@@ -93,34 +104,14 @@ class Log:
 # -- what a script moves -------------------------------------------------------------------------------------------
 
 
-class ScriptedLink(VirtualLoader):
-    """A link whose copies take whole ticks, and which says what is asked of it."""
+class LoggedCache(ExpertCache):
+    """Says what its core asks of the link."""
 
-    script: ClassVar[Script]
     log: ClassVar[Log]
-    whole: ClassVar[int]  # bytes of an expert
 
-    def __init__(self, clock: Any, link: Any, carry: Any = None, late_s: float = 0.0) -> None:
-        super().__init__(clock, None, carry, late_s)
-        copy, whole = self.script.copy, self.whole
-        self._copy_s = lambda nbytes: max(1, -(-nbytes * copy // whole)) * TICK
-
-    def submit(self, jobs: list[Any], priority: int) -> None:
-        self.log.lines += [f"{job.cause[0]}{job.reservation.key}@{job.reservation.slot}" for job in jobs]
-        super().submit(jobs, priority)
-
-    def promote(self, job: Any) -> None:
-        self.log.lines.append(f"^{job.reservation.key}")
-        super().promote(job)
-
-    def cancel(self, job: Any) -> bool:
-        dropped = super().cancel(job)
-        self.log.lines.append(f"{'x' if dropped else '-'}{job.reservation.key}")
-        return dropped
-
-    def wait(self, job: Any) -> None:
-        self.log.lines.append(f"w{job.reservation.key}")
-        super().wait(job)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.core.log_to(self.log.asked)
 
 
 class ScriptedNdp(SimulatedNdp):
@@ -144,7 +135,7 @@ def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
 
     def begun(self: SimulatedEngine, parts: Any) -> None:
         rows = sum(len(part.tokens) for _, part in parts)
-        log.lines.append(f"F {'d' if all(part.decode for _, part in parts) else 'p'} {rows}")
+        log.add(f"F {'d' if all(part.decode for _, part in parts) else 'p'} {rows}")
         log.forwards += 1
         if self.ndp is not None:
             self.ndp.available = log.forwards % _ABSENT != 0
@@ -156,17 +147,21 @@ def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
         for remote in plan.remote:
             by_peer.setdefault(remote.peer, []).append(f"{remote.key}{f'b{remote.bits}' if remote.bits else ''}")
         for peer, keys in by_peer.items():
-            log.lines.append(f"> {peer} {' '.join(keys)}")
+            log.add(f"> {peer} {' '.join(keys)}")
         run(self, step, plan, spans, routing, view, tasks)
         held = " ".join(map(str, sorted(step.cache.residency.held())))
-        log.lines.append(f"L{step.index} {pairs} | {' '.join(map(str, plan.run))} | {zlib.crc32(held.encode()):08x}")
+        log.add(f"L{step.index} {pairs} | {' '.join(map(str, plan.run))} | {zlib.crc32(held.encode()):08x}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScriptedLink, "script", script, raising=False)
-        patch.setattr(ScriptedLink, "log", log, raising=False)
-        patch.setattr(ScriptedLink, "whole", header.slot_bytes, raising=False)
+        def link(clock: _core.Clock, machine: Machine) -> _core.VirtualLink:
+            """Whose copies take whole ticks."""
+            whole = header.slot_bytes
+            return _core.VirtualLink(clock, lambda n: max(1, -(-n * script.copy // whole)) * TICK, machine.wait_s)
+
+        patch.setattr(LoggedCache, "log", log, raising=False)
+        patch.setattr(executor, "ExpertCache", LoggedCache)
+        patch.setattr(executor, "virtual_link", link)
         patch.setattr(ScriptedNdp, "script", script, raising=False)
-        patch.setattr(executor, "VirtualLoader", ScriptedLink)
         patch.setattr(executor, "SimulatedNdp", ScriptedNdp)
         patch.setattr(RecordedBackend, "run", ran)
         patch.setattr(SimulatedEngine, "forward", begun)
@@ -267,7 +262,7 @@ def _engine(preset: str, trace: Trace, script: Script) -> SimulatedEngine:
     counts = np.arange(header.layers * header.experts, dtype=np.int64).reshape(header.layers, -1) * 7 % 31
     engine = SimulatedEngine(
         header, machine, budget, eviction, prefetch,
-        PrefetchGovernor(settings.prefetch.min_useful), check=True,
+        settings.prefetch.min_useful, check=True,
         cut=None if settings.split.kind == "off" else first_cut(header, settings, budget),
         pre_evict=make("pre_evict", settings.pre_evict, context), rerouting=rerouting, low_bit=settings.low_bit,
         writeback=settings.evict_writeback, adaptive=settings if settings.split.kind == "adaptive" else None,

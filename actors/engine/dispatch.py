@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..policies.plan import LayerPlan, Remote
 from .cache.cache import ExpertCache
@@ -19,7 +17,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ...kernels.expert_ffn import ExpertKernel, Group
     from ...kernels.packed_slots import PackedKernel
     from .cache.device import Activations
-    from .layer import MoeLayer, NativeRun
+    from .layer import MoeLayer
     from .peers.remote import RemoteCall, RemoteExperts
 
 Spans = Mapping[int, tuple[int, int]]  # key -> first and end of its pairs
@@ -135,28 +133,6 @@ class DeviceBackend:
     ) -> None:
         self.cache, self.views, self.runner = cache, views, ExpertRunner(cache, low_bit)
         self._activations, self._peer_named = activations, peer_named
-
-    def native(self, step: MoeLayer) -> NativeRun | None:
-        """The layer in native calls, on the CPU with experts in one precision and no norm after each."""
-        make = getattr(step.kernel, "native", None)
-        here = self._peer_named is None or step.placer.may_be_local
-        plain = here and self.runner.low_bit is None and step.post is None
-        if make is None or not plain:
-            return None
-        if self.cache.divided:
-            from .split_layer import SplitLayer
-
-            return cast("NativeRun | None", SplitLayer.of(step, self))  # it decides, so only `step` is called
-        if any(watcher.always for watcher in step.hooks.watch):
-            return None
-        cache, mine = self.cache, slice(step.index * step.experts, (step.index + 1) * step.experts)
-        states, _, slots, *_ = cache.residency.arrays
-        loads, orders = (None, False) if cache.native is None else (cache.native.handle, cache.native.orders)
-        found: NativeRun | None = make(
-            step.index, np.frombuffer(states, np.uint8)[mine], np.frombuffer(slots, np.int32)[mine],
-            cache.passes.words, cache.counters.handle, loads, orders,
-        )  # fmt: skip
-        return found
 
     def look(
         self, layer: int, weighed: bool, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor

@@ -13,6 +13,7 @@ import torch
 from ...errors import ConfigError
 from ...kernels.packed_slots import PackedKernel
 from ...proto.peers import PeerLink
+from ..core import _core
 from ..policies.baselines import Predictor
 from ..policies.hobbit import MixedPrecision
 from ..policies.prefetch_trials import PrefetchTrials
@@ -27,7 +28,6 @@ from .cache.device import Device, activations_of
 from .cache.form_slots import kernels_of
 from .cache.low_bits import ReplicaPool, ReplicaWeights, make_packed_kernel
 from .cache.slots import ExpertSource
-from .cache.virtual_link import SteppedKernel, VirtualClock
 from .dispatch import DeviceBackend
 from .host_view import Asker, HostViews, fetch_from, share
 from .layer import Hooks, MoeLayer, Placer, RerouteHook
@@ -53,6 +53,7 @@ from .rerouting import LowBits, Rerouter, tell_link_speed
 from .serving.streams import SequenceRows
 from .split import Configuring, make_configuring
 from .stats import EngineStats, LayerResidency
+from .stepped import SteppedKernel
 
 _MATCHER_START_S = 5.0  # seconds to reach the matcher, which starts before the lead; serving works without it
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which start before the lead
@@ -108,7 +109,7 @@ class ExpertEngine:
         self.notes: list[str] = []  # facts about the policy's execution, for the user
         if policy.low_bit is not None:
             replicas = self._checked(policy, settings, replicas)
-        self._clock = VirtualClock() if device.executor == "emulated" and settings.link.layer_us is not None else None
+        self._clock = _core.Clock() if device.executor == "emulated" and settings.link.layer_us is not None else None
         self._layer_s = (settings.link.layer_us or 0.0) * 1e-6
         self.activations, self._fetch = activations_of(device.torch_device), fetch_from(device.torch_device)
         shared = shared_bytes(settings)
@@ -235,7 +236,7 @@ class ExpertEngine:
         if self.prefetching is not None:
             yield self.prefetching.begin_forward
         if rule is not None:
-            yield lambda sequences: tell_link_speed(rule, self._stats)
+            yield lambda sequences: tell_link_speed(rule, self.cache)
             yield lambda sequences: rule.begin_forward(sequences, self._placer.miss_costs)
         if ahead is not None:
             yield lambda sequences: ahead.begin_forward(last_rows(sequences))

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..policies.plan import LayerPlan
 from .cache.cache import ExpertCache
-from .host_view import StepView
 from .stats import LayerStats
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
@@ -30,7 +29,6 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ...kernels.expert_ffn import (
         Budget,
         ExpertKernel,
-        Needed,
         ReleaseAhead,
         Replace,
         RoutersAhead,

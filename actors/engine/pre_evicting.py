@@ -68,11 +68,9 @@ class PreEvicting:
         elif logits is None:
             self._importance.saw(index, view.picked)
         else:
-            cache, decide = self._cache, self._decide
-            arrays: Any = cache.residency.arrays
-            states, evictable, *_ = arrays
+            cache, decide, residency = self._cache, self._decide, self._cache.residency
             victims = self._importance.release(
-                index, view.picked, following, logits, states, evictable, cache.residency.free_slots,
+                index, view.picked, following, logits, residency.states, residency.evictable_now, residency.free_slots,
                 decide.threshold, decide.most,
             )  # fmt: skip
             if victims:

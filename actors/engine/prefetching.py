@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ...kernels.router import LinearRouter
     from .model.model import MoeBlock, RouterProbe
     from .peers.shards import Shards
-    from .stats import LayerStats
 
 _UNANNOUNCED = "a forward that was not announced"
 _NO_IDS = np.empty((0, 0), np.int64)
@@ -71,7 +70,7 @@ class Prefetching:
         self._reach = [self._keys_ahead(index) for index in range(layers)]
         self._trials: PrefetchTrials | None = None
         self._clock: Callable[[], float] = float
-        self._before: tuple[LayerStats, DecodeForward] | None = None  # the counters when the last forward began
+        self._before: tuple[int, DecodeForward] | None = None  # resets, and the counters when the last forward began
         self._paused = False
 
     def adapt(self, trials: PrefetchTrials, clock: Callable[[], float]) -> None:
@@ -84,18 +83,16 @@ class Prefetching:
         before, self._before, self._paused = self._before, None, False
         if not self._cache.decode_only:
             return
-        layers, now_s = self._cache.stats.layers, self._clock()
-        so_far = DecodeForward(
-            now_s, sum(x.blocked_io_s for x in layers), sum(x.bytes_loaded_prefetch for x in layers),
-            sum(x.link_s for x in layers),
-        )  # fmt: skip
+        core = self._cache.core
+        sums = core.summed
+        so_far = DecodeForward(self._clock(), sums.blocked_io_s, sums.bytes_loaded_prefetch, sums.link_s)
         measured = None
-        if before is not None and before[0] is layers[0]:  # else the counters were reset
+        if before is not None and before[0] == core.resets:  # else the counters were reset
             measured = DecodeForward(*map(operator.sub, so_far, before[1]))
-        self._before = layers[0], so_far
+        self._before = core.resets, so_far
         self._paused = not trials.next(rows, measured)
         if self._paused:
-            self._cache.governor.pause(len(layers))
+            self._cache.governor.pause(self._last + 1)
 
     def begin(self, spans: Sequence[Span]) -> None:
         """The next forward carries these rows."""

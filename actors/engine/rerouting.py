@@ -16,7 +16,6 @@ from ..policies.routing import RerouteView, Rerouting
 from .cache.cache import ExpertCache
 from .host_view import Asked
 from .layer import NO_KEYS, View
-from .stats import EngineStats
 
 if TYPE_CHECKING:
     from ...kernels.expert_ffn import Budget, Replace
@@ -112,11 +111,12 @@ class Rerouter:
         return own if self._peers is None else self._peers.join(layer, own)
 
 
-def tell_link_speed(rule: Rerouting, stats: EngineStats) -> None:
+def tell_link_speed(rule: Rerouting, cache: ExpertCache) -> None:
     """Report the measured bytes per busy second of link to a rule; nothing before the first copy."""
-    busy_s = sum(layer.link_s for layer in stats.layers)
-    if busy_s > 0:
-        rule.measured(sum(layer.bytes_loaded for layer in stats.layers) / busy_s)
+    sums = cache.core.summed
+    if sums.link_s > 0:
+        loaded = sums.bytes_loaded_demand + sums.bytes_loaded_prefetch + sums.bytes_loaded_migration
+        rule.measured(loaded / sums.link_s)
 
 
 class LowBits:
@@ -124,7 +124,7 @@ class LowBits:
 
     def __init__(self, rule: MixedPrecision, cache: ExpertCache, experts: int) -> None:
         self.rule, self._cache, self._experts = rule, cache, experts
-        self._keys = len(cache.uses)
+        self._keys = cache.where.keys
 
     def native(self, index: int) -> None:
         """Native code runs no replicas."""

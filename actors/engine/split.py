@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ from ..policies.moepic.configure import Configured, Room, Times, configure
 from ..policies.moepic.split import LayerStatistics, Picks, Priorities, SplitOptions, observe
 from ..policy_settings import PolicySettings
 from .cache.cache import ExpertCache
-from .cache.native_split import Passed
 from .host_view import Routing
 from .prefetching import Prefetching
 from .stats import ConfiguratorStats
@@ -44,6 +43,22 @@ class Step:
     scores: list[NDArray[np.floating] | None] = field(default_factory=list)  # predictions [rows, E]
     attention_s: float = 0.0  # between layers, summed
     moe_s: float = 0.0  # in layers without waits for copies, summed
+
+
+class Passed(NamedTuple):
+    """A pass that native code has run. began_s, ended_s: of `time.perf_counter`; waited_s: for copies, in between.
+
+    scores: predicted for the next layer's experts, the highest of any row [1, E]; None: there are none.
+    """
+
+    layer: int
+    tokens: int
+    keys: list[int]
+    counts: list[int]
+    began_s: float
+    ended_s: float
+    waited_s: float
+    scores: NDArray[np.float32] | None
 
 
 class Configurator:
@@ -139,8 +154,9 @@ class Configurator:
 
     def times(self) -> Times | None:
         """The measured times; None before the first decode and load."""
-        layers = self._cache.stats.layers
-        loaded, busy_s = sum(layer.bytes_loaded for layer in layers), sum(layer.total_io_s for layer in layers)
+        sums = self._cache.core.summed
+        loaded = sums.bytes_loaded_demand + sums.bytes_loaded_prefetch + sums.bytes_loaded_migration
+        busy_s = sums.total_io_s
         if not self._moe_s or not loaded or busy_s <= 0:
             return None
         attention_s = median(self._attention_s) if self._attention_s else 0.0
@@ -186,7 +202,7 @@ class Recorder:
         """A layer's routing is known, as its experts will run."""
         now_s = self._clock()
         self._began(layer, routing.tokens, routing.experts, routing.counts, now_s)
-        self._blocked_s = self._cache.stats.layers[layer].blocked_io_s
+        self._blocked_s = self._cache.counts(layer).blocked_io_s
         self.spent_s += self._clock() - now_s
 
     def passed(self, found: Passed) -> None:
@@ -206,7 +222,7 @@ class Recorder:
     def ran(self, layer: int) -> None:
         """A layer's experts have run."""
         now_s = self._clock()
-        self._ended_pass(layer, now_s, max(0.0, self._cache.stats.layers[layer].blocked_io_s - self._blocked_s))
+        self._ended_pass(layer, now_s, max(0.0, self._cache.counts(layer).blocked_io_s - self._blocked_s))
         self.spent_s += self._clock() - now_s
 
     def _began(self, layer: int, tokens: int, experts: list[int], counts: list[int], now_s: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
+from ...actors.core._core import Clock, VirtualLink
 from ...actors.engine.dispatch import ExpertRunner, Spans
 from ...actors.engine.host_view import Asked, Routing
 from ...actors.engine.layer import MoeLayer
@@ -63,7 +63,7 @@ class NoDevice:
 class Compute:
     """The compute of one simulated GPU: lets time pass while kernels run, slower while a copy shares their memory."""
 
-    def __init__(self, clock: VirtualClock, loader: VirtualLoader, share: float) -> None:
+    def __init__(self, clock: Clock, loader: VirtualLink, share: float) -> None:
         self._clock, self._loader, self._share = clock, loader, share
 
     def run(self, seconds: float) -> None:
@@ -185,7 +185,7 @@ class RecordedBackend:
     """Runs plans of recorded layers on the virtual clock (`engine.layer.Backend`)."""
 
     def __init__(
-        self, clock: VirtualClock, machine: Machine, runner: ExpertRunner, loader: VirtualLoader, compute: Compute,
+        self, clock: Clock, machine: Machine, runner: ExpertRunner, loader: VirtualLink, compute: Compute,
         slot_bytes: int,
     ) -> None:  # fmt: skip
         self._clock, self._machine, self._runner = clock, machine, runner

@@ -1,6 +1,6 @@
 """The simulated executor: the engine's own cache, step and policies on a virtual clock and a recorded routing.
 
-`VirtualLoader` copies, and `backend` gives the layers the recorded routing and lets the time of their kernels pass.
+A virtual link copies, and `backend` gives the layers the recorded routing and lets the time of their kernels pass.
 Everything that decides or counts is the serving code.
 """
 
@@ -14,10 +14,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ...actors.core import _core
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.native_order import fast_eviction
 from ...actors.engine.cache.slots import LowBitPart
-from ...actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
 from ...actors.engine.dispatch import ExpertRunner
 from ...actors.engine.layer import Hooks, MoeLayer, Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
@@ -27,14 +27,14 @@ from ...actors.engine.split import Configuring, make_configuring
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.activeevict import PreEviction
 from ...actors.policies.buddymoe.buddies import ExpertProfile
+from ...actors.policies.cost import load_s
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.fmoe import ExpertMapPolicy
 from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout, buffer_for
-from ...actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy
+from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
-from ...actors.policies.residency import Residency
 from ...actors.policies.routing import Rerouting
 from ...actors.policy_settings import PolicySettings
 from ...actors.settings import budget_bytes, mixed_slots
@@ -69,6 +69,12 @@ from .peers import (
 from .trace import TraceHeader
 
 _BATCH = 64  # forwards that the configurator counts together
+
+
+def virtual_link(clock: _core.Clock, machine: Machine) -> _core.VirtualLink:
+    """The link of one of a machine's GPUs."""
+    link = machine.link
+    return _core.VirtualLink(clock, lambda nbytes: 0.0 if link is None else load_s(nbytes, link), machine.wait_s)
 
 
 def neurons_of(header: TraceHeader) -> int:
@@ -107,7 +113,7 @@ class SimulatedEngine:
 
     Args:
         budget: share (float) or bytes (int) of expert memory.
-        prefetch: None: no prefetch. governor: None: prefetch is never turned off.
+        prefetch: None: no prefetch. min_useful: of its governor; 0: prefetch is never turned off.
         check: check the cache's invariants after each layer.
         pre_evict: the release target; None: no pre-eviction. A trace has a layer's predicted probabilities for its top
             K only; the other experts share the rest equally, so that equation 16 has a mean in place of p_(k+1) and no
@@ -133,7 +139,7 @@ class SimulatedEngine:
         budget: float | int,
         eviction: EvictionPolicy,
         prefetch: PrefetchPolicy | None = None,
-        governor: PrefetchGovernor | None = None,
+        min_useful: float = 0.0,
         check: bool = False,
         pre_evict: PreEviction | None = None,
         rerouting: Rerouting | None = None,
@@ -155,19 +161,17 @@ class SimulatedEngine:
             slots, low = mixed_slots(bought, slot_bytes, packed, low_bit.share, keys)
             nowhere = NoPool(low * packed)
             replicas = LowBitPart(nowhere, cast(Any, [nowhere] * header.layers), low, packed)
-        self.header, self.machine, self.clock = header, machine, VirtualClock()
+        self.header, self.machine, self.clock = header, machine, _core.Clock()
         self.stats = EngineStats(
             layers=[LayerStats() for _ in range(header.layers)], expert_budget_bytes=bought, slots=slots, experts=keys,
             executor="simulated",
         )  # fmt: skip
         neurons = 1 if cut is None else cut.neurons
         memory = cast(Any, NoPool(slots * slot_bytes, neurons, slots * neurons))
-        loader = VirtualLoader(self.clock, machine.link, late_s=machine.wait_s)
+        loader = virtual_link(self.clock, machine)
         self.cache = ExpertCache(
-            memory, [memory] * header.layers, cast(Any, NoDevice()), Residency(keys, slots, slot_bytes), eviction,
-            governor if governor is not None else PrefetchGovernor(0.0), self.stats, Timeline(False),
-            loader, self.clock, cut, writeback,
-            replicas,
+            memory, [memory] * header.layers, cast(Any, NoDevice()), header.experts, slots, slot_bytes, eviction,
+            self.stats, Timeline(False), loader, self.clock, min_useful, cut, writeback, replicas,
         )  # fmt: skip
         compute = Compute(self.clock, loader, machine.kernel_share)
         runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, TimedReplicas(compute, machine)))
@@ -175,7 +179,7 @@ class SimulatedEngine:
         self._backend = RecordedBackend(self.clock, machine, runner, loader, compute, slot_bytes)
         backend = cast(Any, self._backend)
         self._shards = [
-            self._shard(owners.count(i), policy, governor, check) for i, policy in enumerate(evictions, start=1)
+            self._shard(owners.count(i), policy, min_useful, check) for i, policy in enumerate(evictions, start=1)
         ]
         self._placer = self._make_placer(placement, slots, popularity)
         self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(prefetch, pre_evict, adaptive)
@@ -190,20 +194,19 @@ class SimulatedEngine:
         self._placer.preload()
 
     def _shard(
-        self, owned: int, eviction: EvictionPolicy, governor: PrefetchGovernor | None, check: bool
+        self, owned: int, eviction: EvictionPolicy, min_useful: float, check: bool
     ) -> SimulatedShard:
         """Another GPU, with as many bytes as the lead. owned: experts that belong to it."""
-        header, machine, clock = self.header, self.machine, VirtualClock()
+        header, machine, clock = self.header, self.machine, _core.Clock()
         keys, slots = header.layers * header.experts, min(self.stats.expert_budget_bytes // header.slot_bytes, owned)
         memory = cast(Any, NoPool(slots * header.slot_bytes, 1, slots))
-        loader = VirtualLoader(clock, machine.link, late_s=machine.wait_s)
+        loader = virtual_link(clock, machine)
         stats = EngineStats(
             layers=[LayerStats() for _ in range(header.layers)], slots=slots, experts=keys, executor="simulated"
         )
         cache = ExpertCache(
-            memory, [memory] * header.layers, cast(Any, NoDevice()), Residency(keys, slots, header.slot_bytes),
-            eviction, PrefetchGovernor(0.0 if governor is None else governor.min_useful), stats, Timeline(False),
-            loader, clock, None, False, None,
+            memory, [memory] * header.layers, cast(Any, NoDevice()), header.experts, slots, header.slot_bytes,
+            eviction, stats, Timeline(False), loader, clock, min_useful,
         )  # fmt: skip
         compute, placer = Compute(clock, loader, machine.kernel_share), Placer(cache)
         backend = ShardBackend(clock, machine, ExpertRunner(cache), loader, compute, header.slot_bytes)
@@ -323,7 +326,7 @@ class SimulatedEngine:
         if self._pre_evicting is not None:
             self._pre_evicting.begin_forward(last_rows(spans))
         if self._rerouting is not None:
-            tell_link_speed(self._rerouting, self.stats)
+            tell_link_speed(self._rerouting, self.cache)
         self._placer.begin_forward(cast(Any, rows_of(spans)))
         for shard in self._shards:
             shard.cache.begin_forward(self.cache.decode_only)
@@ -416,7 +419,7 @@ def engine_of(
         artifacts = PolicyArtifacts(profile=profile)
         rerouting = make_rerouting(settings, header.layers, header.experts, True, artifacts, header.slot_bytes)
     return SimulatedEngine(
-        header, machine, budget, eviction, prefetch, PrefetchGovernor(settings.prefetch.min_useful), cut=cut,
+        header, machine, budget, eviction, prefetch, settings.prefetch.min_useful, cut=cut,
         pre_evict=make("pre_evict", settings.pre_evict, context), rerouting=rerouting,
         low_bit=settings.low_bit, writeback=settings.evict_writeback,
         adaptive=settings if adapts and settings.split.kind == "adaptive" else None,

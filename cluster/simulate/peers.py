@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ...actors.core._core import Clock
 from ...actors.engine.cache.cache import ExpertCache
-from ...actors.engine.cache.virtual_link import VirtualClock
 from ...actors.engine.host_view import Routing
 from ...actors.engine.layer import MoeLayer, Placer
 from ...actors.engine.stats import LayerStats, PeerKind
@@ -71,7 +71,7 @@ class LeadHost:
         messages: sent and taken so far.
     """
 
-    def __init__(self, clock: VirtualClock, message_s: float) -> None:
+    def __init__(self, clock: Clock, message_s: float) -> None:
         self._clock, self._message_s, self.messages = clock, message_s, 0
 
     def handle(self) -> None:
@@ -83,7 +83,7 @@ class LeadHost:
 class SimulatedShard:
     """Another GPU. layers: the steps of a model on `cache`, whose backend takes a `Routing`."""
 
-    def __init__(self, clock: VirtualClock, cache: ExpertCache, placer: Placer, layers: Sequence[MoeLayer]) -> None:
+    def __init__(self, clock: Clock, cache: ExpertCache, placer: Placer, layers: Sequence[MoeLayer]) -> None:
         self.clock, self.cache, self.layers = clock, cache, layers
         self._placer, self._layer = placer, -1
 
@@ -93,17 +93,17 @@ class SimulatedShard:
 
     def run(self, layer: int, part: Routing) -> ExpertResult:
         """The experts of a layer; the clock goes on. The result has no sums."""
-        begin_s, stats = self.clock.now_s, self.cache.stats.layers[layer]
-        blocked_s, link_s = stats.blocked_io_s, stats.link_s
+        begin_s, before = self.clock.now_s, self.cache.counts(layer)
         passed = range(self._layer + 1, layer) if layer > self._layer else range(layer)
         for index in passed:
             self.cache.drop_stale(index, ())
         self._layer = layer
         self.layers[layer].forward(part)
         self.cache.settle_times()
-        total_s = self.clock.now_s - begin_s
+        total_s, counts = self.clock.now_s - begin_s, self.cache.counts(layer)
         nothing: Any = None
-        return ExpertResult(nothing, total_s - (stats.blocked_io_s - blocked_s), stats.link_s - link_s, total_s)
+        measured_s = total_s - (counts.blocked_io_s - before.blocked_io_s)
+        return ExpertResult(nothing, measured_s, counts.link_s - before.link_s, total_s)
 
     def prefetch(self, keys: Sequence[int]) -> None:
         if self.cache.governor.allows():
@@ -128,7 +128,7 @@ class SimulatedShards:
     """
 
     def __init__(
-        self, header: TraceHeader, machine: Machine, clock: VirtualClock, host: LeadHost,
+        self, header: TraceHeader, machine: Machine, clock: Clock, host: LeadHost,
         shards: Sequence[SimulatedShard],
     ) -> None:  # fmt: skip
         self._host = host
@@ -192,7 +192,7 @@ class SimulatedNdp:
     header: TraceHeader
     workers: int
     neurons: int
-    clock: VirtualClock
+    clock: Clock
     available: bool = True
     free_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
@@ -260,7 +260,7 @@ def send(
     return tasks
 
 
-def join(tasks: Sequence[SimulatedTask], clock: VirtualClock, host: LeadHost, stats: LayerStats) -> None:
+def join(tasks: Sequence[SimulatedTask], clock: Clock, host: LeadHost, stats: LayerStats) -> None:
     """Wait for the answers, and take them."""
     for task in tasks:
         waited_s = max(0.0, task.done_s - clock.now_s)
@@ -371,7 +371,7 @@ class MatcherLag(PrefetchPolicy):
 
     needs_ids, needs_probabilities, needs_embeddings = False, True, True
 
-    def __init__(self, policy: PrefetchPolicy, clock: VirtualClock, lag_s: float, experts: int) -> None:
+    def __init__(self, policy: PrefetchPolicy, clock: Clock, lag_s: float, experts: int) -> None:
         self._policy, self._clock, self._lag_s, self._experts = policy, clock, lag_s, experts
         self.name, self.distance = policy.name, policy.distance  # type: ignore[misc]
         self._asked = deque[tuple[float, Sequence[Wanted]]]()

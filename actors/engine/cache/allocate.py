@@ -6,32 +6,32 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ....errors import BudgetError, ConfigError, size
-from ...policies.cost import Link
+from ...core import _core
+from ...policies.cost import Link, load_s
 from ...policies.moepic.split import SplitLayout, SplitOptions, buffer_for
-from ...policies.prefetch import PrefetchGovernor
 from ...policies.registry import PolicyContext
-from ...policies.residency import Residency
 from ...settings import EngineSettings, budget_bytes, mixed_slots
 from ...store.format import ExpertShape, Published
 from ..stats import EngineStats, LayerStats, Timeline
 from .cache import ExpertCache
 from .device import Device
 from .form_slots import FormPool
-from .link_queue import LinkQueue, copy_queue
+from .links import Carrier
 from .loader import CopyQueue
 from .low_bits import ReplicaWeights, make_part
+from .make_link import make_link
 from .native_order import fast_eviction
 from .slots import ExpertSource, SlotMemory, SlotPool
-from .virtual_link import VirtualClock, VirtualLoader, copy_now
 
 
 def make_cache(
     settings: EngineSettings, shape: ExpertShape, weights: Sequence[ExpertSource], device: Device, dtype: torch.dtype,
-    owned: int, top_k: int = 1, clock: VirtualClock | None = None, replicas: ReplicaWeights | None = None,
+    owned: int, top_k: int = 1, clock: _core.Clock | None = None, replicas: ReplicaWeights | None = None,
     published: Published | None = None, shared_bytes: int = 0,
 ) -> ExpertCache:  # fmt: skip
     """A cache within the budget of one device, with counters of its own.
@@ -73,30 +73,24 @@ def make_cache(
             f"{'. '.join(str(error).split('. ')[:3])}",
             "give a smaller budget, or end what else uses the GPU",
         ) from error
-    copies: CopyQueue
+    carrier = Carrier()
+    copies: CopyQueue | _core.Link
     if clock is None or settings.link.gbps is None:
-        copies = copy_queue(device, pool, weights, settings.copies, () if replicas is None else replicas.layers)
+        copies = make_link(device, pool, weights, settings.copies, () if replicas is None else replicas.layers)
     else:  # a stepped link, on its own clock
-        copies = VirtualLoader(clock, Link(settings.link.gbps, settings.link.latency_us), copy_now)
-    return ExpertCache(
-        pool,
-        weights,
-        device,
-        Residency(keys, bought.slots, slot_bytes, None if memory is None else memory.most),
-        fast_eviction(
-            policy.eviction, PolicyContext(layers, shape.num_experts, top_k), split=bought.cut is not None,
-            low_bit=bought.replica_slots > 0, native=isinstance(copies, LinkQueue),
-        ),
-        PrefetchGovernor(policy.prefetch.min_useful),
-        stats,
-        Timeline(settings.trace),
-        copies,
-        time.perf_counter if clock is None else clock,
-        bought.cut,
-        policy.evict_writeback,
-        part,
-        memory,
-    )
+        seconds = partial(load_s, link=Link(settings.link.gbps, settings.link.latency_us))
+        copies = _core.CarryingLink(clock, seconds, 0.0, carrier)
+    eviction = fast_eviction(
+        policy.eviction, PolicyContext(layers, shape.num_experts, top_k), split=bought.cut is not None,
+        low_bit=bought.replica_slots > 0,
+    )  # fmt: skip
+    cache = ExpertCache(
+        pool, weights, device, shape.num_experts, bought.slots, slot_bytes, eviction, stats, Timeline(settings.trace),
+        copies, time.perf_counter if clock is None else clock, policy.prefetch.min_useful, bought.cut,
+        policy.evict_writeback, part, memory,
+    )  # fmt: skip
+    carrier.where = cache.where
+    return cache
 
 
 def slot_nbytes(shape: ExpertShape, dtype: torch.dtype, published: Published | None) -> int:

@@ -59,6 +59,7 @@ class ExpertCache:
     Attributes:
         policy: `eviction` as given, which is told of predictions.
         core: decides and accounts.
+        native_steps: whether a layer that all runs here is one native call; set by the executor.
         uses: forwards that ran each expert since the counters were reset; the array object never changes.
 
     Raises:
@@ -88,7 +89,7 @@ class ExpertCache:
         self._eviction, order = core_order(eviction, len(weights), experts, self.divided or low_bit is not None)
         self._order = order if isinstance(order, _core.PythonOrder) else None
         if self._order is not None:
-            self._order.segments = (1 if layout.parts == 1 else 2) * self.where.keys
+            self._order.segments = (2 if self.where.class_of else 1) * self.where.keys
         self._queue: QueueLink | None = None  # where Python makes the copies
         if not isinstance(link, _core.Link):
             self._queue = QueueLink(Loader(device) if link is None else link, self.where, device, clock)
@@ -99,6 +100,7 @@ class ExpertCache:
         self.governor, self.uses = self.core.governor, self.core.uses
         self.residency = Residency(self.core, slot_bytes, self.where)
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
+        self.native_steps = False
         self._sources: dict[str, int] = {}  # of prefetches: number in the core
         self._seen: _core.Watched | None = None
         if timeline.enabled:
@@ -284,7 +286,7 @@ class ExpertCache:
             memory.resize(slots)
         before, moves = self.residency.slots, self.core.resize(slots)
         if slots < before:
-            self.device.settle()  # what runs, or is copied, in slots that go, and dropped copies into those that are free
+            self.device.settle()  # what runs or is copied in slots that go, and dropped copies into free ones
             for key, from_, to in moves:
                 layer = self.where.layer_of(key)
                 self.device.move(self.pool.slot(to, layer), self.pool.slot(from_, layer))

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....kernels import _cpu
-from ...core import _core
 from ....kernels.importance import NativeImportance, expect_map, lowest_products
+from ...core import _core
 from ...policies.activeevict import ImportanceEviction
 from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru, first_evictable, lowest_evictable
 from ...policies.fmoe import ExpertMapDecay, ExpertMapEviction
@@ -213,7 +213,7 @@ def fast_eviction(
 def core_order(
     policy: EvictionPolicy, layers: int, experts: int, parts: bool
 ) -> tuple[EvictionPolicy, _core.Order]:
-    """The order of a policy in its first state, and the same for the core. parts: the cache has several slot classes."""
+    """The order of a policy in its first state, and as the core's. parts: the cache has several slot classes."""
     if isinstance(policy, SplitOrder):
         return policy, _core.TopsAndBottoms(policy.handle)
     native = None if parts else native_order(policy, layers, experts)

@@ -21,7 +21,6 @@ from typing import Any
 from ....errors import RuntimeFailure
 from ..cache.device import Copied
 from ..cache.loader import DEMAND, CopyTimes, Loader, LoadJob
-from ..cache.loads import writing_s
 from .device import CudaDevice
 from .lane import Lane, Part, Pieces, StreamCopy
 from .runtime import EventClock
@@ -309,3 +308,10 @@ def _copy(job: LoadJob) -> StreamCopy:
     copy = _done(job).copy
     assert copy is not None  # made when it was queued
     return copy
+
+
+def writing_s(copied: Copied | None, start_s: float, end_s: float) -> float:
+    """Seconds of a wait in which the awaited copy's slot was being copied back."""
+    if copied is None or not copied.writeback_s:
+        return 0.0
+    return max(0.0, min(end_s, copied.start_s + copied.writeback_s) - max(start_s, copied.start_s))

@@ -24,7 +24,7 @@ from ..dispatch import DeviceBackend
 from ..engine import ExpertEngine
 from ..layer import MoeLayer
 from ..prefetching import RouterPrefetching
-from ..split_layer import SplitLayer
+
 from .native import Joined, NativeDense
 
 PARTS = (

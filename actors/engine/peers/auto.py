@@ -41,7 +41,6 @@ from .placement import PeerPlacer
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ..cache.cache import ExpertCache
     from ..cache.device import Activations
-    from ..cache.loader import LoadJob
     from ..serving.streams import SequenceRows
     from .remote import NdpPool, RemoteExperts
     from .shards import Shards
@@ -172,7 +171,7 @@ class AutoPlacer(PeerPlacer):
         layers = len(cache.stats.layers)
         self._states = np.zeros((layers, experts), np.uint8)  # as the planner sees them
         self._seen = self._states.reshape(-1).data  # of one item, a third of NumPy's time
-        self._held = memoryview(cache.residency.arrays[0])
+        self._held = cache.residency.states.data
         self._slots = self._slots_of_layer()
         self._counting: dict[str, NDArray[np.int64]] = {}  # prompts: uses of each expert [L, E]
         self._tokens: dict[str, int] = {}  # rows of these prompts
@@ -182,7 +181,7 @@ class AutoPlacer(PeerPlacer):
         self._pass: _Pass | None = None
         self._wanted: Sequence[Any] = ()
         self._arrivals: dict[int, float] = {}  # of copies under way, as expected
-        self._jobs: dict[int, LoadJob] = {}  # of these copies
+        self._took_s = cache.core.took_s  # of the last copy of each expert, as far as known
         self._filling: set[int] = set()  # background copies under way
         self._link_free_s = 0.0
         self._ended_s, self._gaps = 0.0, list[float]()  # the last layer's end; seconds between layers of a decode
@@ -194,8 +193,7 @@ class AutoPlacer(PeerPlacer):
 
     @property
     def may_be_local(self) -> bool:  # type: ignore[override]
-        native = self._cache.native
-        return self._notes is not None and native is not None and native.orders and self.faster.only != 0
+        return self._notes is not None and self._cache.native_steps and self.faster.only != 0
 
     def preload(self) -> None:
         if self._shards is not None:
@@ -339,19 +337,17 @@ class AutoPlacer(PeerPlacer):
 
     def layer(self, index: int, view: Any) -> None:
         """The demand loads are queued: queue the background copies behind them."""
-        now_s, under_way, found = self._clock(), self._cache.loads.under_way, self._pass
+        now_s, held, found = self._clock(), self._held, self._pass
         assert self.planner is not None
         copy_s, free_s = self.planner.costs.copy_s, max(self._link_free_s, now_s)
         for key in () if found is None else found.loaded:
-            if key in under_way and key not in self._arrivals:
+            if held[key] == _LOADING and key not in self._arrivals:
                 free_s += copy_s
-                self._arrivals[key], self._jobs[key] = free_s, under_way[key]
+                self._arrivals[key] = free_s
         for wanted in self._wanted:
             if self._gpu_of(wanted.key) is None and self._fetch(wanted.key, wanted.victim):
                 free_s += copy_s
                 self._arrivals[wanted.key] = free_s
-                if wanted.key in under_way:
-                    self._jobs[wanted.key] = under_way[wanted.key]
         self._link_free_s = free_s
 
     def ran(self, layer: int) -> None:
@@ -377,7 +373,7 @@ class AutoPlacer(PeerPlacer):
     def _counted(self, layer: int) -> tuple[int, float, float, float]:
         """Answers of NDP workers, seconds of their kernels, and of waits for them and for copies, so far."""
         stats = self._cache.stats.layers[layer]
-        return stats.ndp_calls, stats.ndp_measured_s, stats.ndp_wait_s, stats.blocked_io_s
+        return stats.ndp_calls, stats.ndp_measured_s, stats.ndp_wait_s, self._cache.counts(layer).blocked_io_s
 
     def _correct(self, planner: Planner, found: _Pass, seen_s: float) -> None:
         """Correct the costs by a layer of a decode that took so long."""
@@ -425,10 +421,9 @@ class AutoPlacer(PeerPlacer):
                     seen[key] = _STAGED
         for key in [key for key in self._arrivals if held[key] != _LOADING]:
             del self._arrivals[key]
-            job = self._jobs.pop(key, None)
-            copied = None if job is None else job.copied
-            if copied is not None and copied.event is None:
-                planner.saw(Part.COPY, planner.costs.copy_s, copied.end_s - copied.start_s)
+            took_s = float(self._took_s[key])
+            if took_s >= 0.0:
+                planner.saw(Part.COPY, planner.costs.copy_s, took_s)
         for key in [key for key in self._filling if held[key] != _LOADING]:
             self._filling.discard(key)
             if held[key] == _RESIDENT:
@@ -535,7 +530,7 @@ def _copying(cache: ExpertCache, count: int, meanwhile: Callable[[], Any]) -> fl
     start_s = time.perf_counter()
     cache.prefetch(range(count), source="probe")
     meanwhile()
-    cache.loads.land_all()
+    cache.land_all()
     taken_s = time.perf_counter() - start_s
     cache.flush()
     return taken_s

@@ -112,8 +112,7 @@ class ShardEngine:
             self.cache.device.enter()  # the channel's threads come and go
             self.cache.begin_forward(batch.decode)
             start_s = time.perf_counter()
-            stats = self.cache.stats.layers[batch.layer]
-            blocked_s, busy_s = stats.blocked_io_s, stats.link_s
+            before = self.cache.counts(batch.layer)
             self._pass_to(batch.layer)
             try:
                 partial = self.activations.deliver(self._layers[batch.layer].forward(batch))
@@ -125,11 +124,12 @@ class ShardEngine:
             self.batches += 1
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
-            link_s = stats.link_s - busy_s
+            counts = self.cache.counts(batch.layer)
+            blocked_s, link_s = counts.blocked_io_s - before.blocked_io_s, counts.link_s - before.link_s
             resident = None
             if self._reports_residency:
                 resident = ShardResidency.encode(self.cache.residency, self.cache.governor.resting)
-            return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), link_s, total_s, resident)
+            return ExpertResult(partial, total_s - blocked_s, link_s, total_s, resident)
 
     def residency(self) -> list[LayerResidency]:
         """The residency of each layer now; from any thread."""

@@ -26,10 +26,10 @@ from ....errors import ConfigError, RuntimeFailure
 from ....proto.messages import PlacementCommand, PrefetchCommand
 from ....proto.options import Supply
 from ....proto.peers import PeerLink, shard_name
-from ...policies.residency import Residency
 from ...policies.routing import RerouteView
 from ...policies.sharding import shard_of
 from ...settings import ShardSettings
+from ..cache.residency import Residency
 from ..host_view import Routing
 from ..stats import EngineStats
 from .remote import RemoteExperts

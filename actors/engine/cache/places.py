@@ -1,0 +1,70 @@
+"""Where the bytes of experts lie, on the host and in slots: what the stand-in's link is told (`core::Places`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...core import _core
+from .form_slots import FormPool, FormWeights
+from .slots import ExpertSource, LayerWeights, SlotPool
+
+if TYPE_CHECKING:
+    from .device import Tensors
+    from .slots import PendingExpert, SlotMap
+
+_Home = list[tuple[int, int]]  # of each tensor: its address, and the bytes from a slot to the next
+_Source = tuple[int, int, bool]  # address; bytes, or elements that are widened to float32
+
+
+def linkable(pool: SlotPool | FormPool, weights: Sequence[ExpertSource]) -> bool:
+    """Whether the experts lie in this host's memory, in the slots' dtype or as bfloat16 for float32 slots."""
+    return all(
+        isinstance(layer, FormWeights)
+        or (isinstance(layer, LayerWeights)
+        and all(_copies(target, source) for target, source in zip(pool.tensors, layer.tensors, strict=True)))
+        for layer in weights
+    )
+
+
+def place(link: _core.ThreadLink, where: SlotMap, most: int) -> None:
+    """Tell a link of the sources and slots of all segments; no copy is under way. most: whole slots at some time."""
+    pool, segments, keys, part = where.pool, where.segments, where.keys, where.low_bit
+    home_of = [0] * keys
+    if isinstance(pool, FormPool):
+        forms = list(pool.published.forms)
+        homes = [_home(pool.parts(form), 0) for form in forms]
+        home_of = [forms.index(pool.published.of(key // where.experts)) for key in range(keys)]
+    else:
+        homes = [_home(pool.tensors, 0 if segments is None else 1)]  # slots of segments are rows: neurons
+    position = list(range(most)) if segments is None else list(segments.first)
+    sources = [_source(where.source(key), pool.tensors) for key in range(keys) if segments is None]
+    if segments is not None:
+        home_of *= 2
+        sources = [_source(where.source(s), pool.tensors) if n else [] for s, n in enumerate(segments.neurons)]
+    elif part is not None:
+        homes.append(_home(part.pool.tensors, 0))
+        home_of += [len(homes) - 1] * keys
+        position += range(part.slots)
+        sources += [_source(where.source(keys + key), part.pool.tensors) for key in range(keys)]
+    tensors = max(map(len, sources))
+    flat = [one for found in sources for one in (*found, *[(0, 0, False)] * (tensors - len(found)))]
+    link.place(homes, home_of, position, flat, tensors)
+
+
+def _home(tensors: Sequence[torch.Tensor], axis: int) -> _Home:
+    return [(t.data_ptr(), t.stride(axis) * t.itemsize) for t in tensors]
+
+
+def _source(found: Tensors | PendingExpert, targets: Sequence[torch.Tensor]) -> list[_Source]:
+    assert isinstance(found, tuple)  # `linkable`
+    widens = [t.dtype != s.dtype for t, s in zip(targets, found, strict=False)]
+    return [(s.data_ptr(), s.numel() if w else s.nbytes, w) for s, w in zip(found, widens, strict=True)]
+
+
+def _copies(target: torch.Tensor, source: torch.Tensor) -> bool:
+    alike = target.dtype == source.dtype
+    widened = target.dtype == torch.float32 and source.dtype == torch.bfloat16
+    return (alike or widened) and target[0].is_contiguous() and source[0].is_contiguous()

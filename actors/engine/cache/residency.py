@@ -1,0 +1,102 @@
+"""What a cache's core holds, for reading: which segments are where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...policies.residency import State
+
+if TYPE_CHECKING:
+    from ...core import _core
+    from .slots import SlotMap
+
+_STATES = tuple(State)  # by number
+
+
+class Residency:
+    """The slots of a core and what is in them. Keys are those of segments.
+
+    Attributes:
+        states, evictable: uint8 [keys]: `State`; 1 where RESIDENT and not pinned. The core writes them in place.
+        keys: number of segments. slots, class_slots: of all classes together, and of each.
+        slot_bytes: of a whole expert.
+    """
+
+    def __init__(self, core: _core.Core, slot_bytes: int, where: SlotMap) -> None:
+        self._core, self.slot_bytes = core, slot_bytes
+        self.states: NDArray[np.uint8] = core.states
+        self.evictable_now: NDArray[np.uint8] = core.evictable
+        self._slots, self._pins = core.slots, core.pins
+        self.keys = len(self.states)
+        self.laid_out(where)
+
+    def laid_out(self, where: SlotMap) -> None:
+        """The slots are others now."""
+        self._class_of, self._class_bytes = where.class_of, where.class_bytes
+        self.class_slots = tuple(where.class_slots)
+        self.slots = sum(self.class_slots)
+
+    @property
+    def emptied(self) -> int:
+        """How often there came slots for all layers to fill: the last expert left, or the cache grew."""
+        return self._core.emptied
+
+    def state(self, key: int) -> State:
+        return _STATES[self.states[key]]
+
+    def slot(self, key: int) -> int:
+        """Of a LOADING or RESIDENT expert; KeyError otherwise."""
+        found = int(self._slots[key])
+        if found < 0:
+            raise KeyError(key)
+        return found
+
+    def slots_of(self, keys: Sequence[int]) -> list[int]:
+        """Of each of these, LOADING or RESIDENT."""
+        return self._slots[list(keys)].tolist()
+
+    def evictable(self, keep: Iterable[int] = ()) -> Callable[[int], bool]:
+        """A snapshot of which keys may be evicted: RESIDENT, not pinned and not in `keep`."""
+        mask = self.evictable_now.copy()
+        mask[list(keep)] = 0
+        return mask.tobytes().__getitem__  # type: ignore[return-value]  # 0 or 1
+
+    def occupied(self, first: int = 0, stop: int | None = None) -> NDArray[np.bool_]:
+        """A snapshot of which keys from `first` to `stop` are LOADING or RESIDENT."""
+        return self.states[first:stop] != 0
+
+    def absent(self, first: int, stop: int) -> int:
+        """How many keys from `first` to `stop` are ABSENT."""
+        return stop - first - int(np.count_nonzero(self.states[first:stop]))
+
+    def class_of(self, key: int) -> int:
+        return self._class_of[key] if self._class_of else 0
+
+    def free_of(self, slot_class: int) -> int:
+        return self._core.free_of(slot_class)
+
+    @property
+    def free_slots(self) -> int:
+        return self._core.free_slots
+
+    @property
+    def bytes_held(self) -> int:
+        """Of the slots in use."""
+        used = [slots - self.free_of(number) for number, slots in enumerate(self.class_slots)]
+        return sum(count * size for count, size in zip(used, self._class_bytes, strict=True))
+
+    def held(self) -> list[int]:
+        """Keys that occupy a slot, LOADING or RESIDENT, in rising order."""
+        return self.states.nonzero()[0].tolist()
+
+    def pinned(self, key: int) -> bool:
+        return bool(self._pins[key])
+
+    @property
+    def pins(self) -> int:
+        """Pins of all experts: 0 between forwards."""
+        return int(self._pins.sum())
