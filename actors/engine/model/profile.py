@@ -24,7 +24,6 @@ from ..dispatch import DeviceBackend
 from ..engine import ExpertEngine
 from ..layer import MoeLayer
 from ..prefetching import RouterPrefetching
-
 from .native import Joined, NativeDense
 
 PARTS = (
@@ -248,8 +247,6 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
         for method in ("layer", "skip"):
             yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, method
     yield "run", backend, "run"
-    for method in ("step",) if isinstance(layer.native, SplitLayer) else ("step", "run", "begin", "load", "finish"):
-        yield "native", layer.native, method  # less its kernels and waits
     yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
 
 
@@ -386,8 +383,6 @@ def _timed_pass(
         if isinstance(native, NativeLayer):
             native.waited_s = 0.0
             native.kernel_s[:] = 0.0
-        elif isinstance(native, SplitLayer):
-            native.kernels_s, native.by_cpu = 0.0, not clock.counts_waits
         clock.enter("other")
         try:
             return forward(hidden, ids, weights)
@@ -395,9 +390,9 @@ def _timed_pass(
             clock.leave()
             spent_s = clock.take(PARTS)
             waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
-            if isinstance(native, NativeLayer | SplitLayer):
+            if isinstance(native, NativeLayer):
                 inside = "native" if spent_s["native"] > 0 else "other"
-                counted_s = native.kernels_s if isinstance(native, SplitLayer) else float(native.kernel_s[clock_at])
+                counted_s = float(native.kernel_s[clock_at])
                 kernel_s = min(counted_s, spent_s[inside])
                 spent_s[inside] -= kernel_s
                 spent_s["kernels"] += kernel_s
