@@ -25,7 +25,8 @@ from fake_api import FakeBackend
 from fake_api import serving as serving_api
 from serving import add_random_profile, greedy, prepared, settings
 
-from tiermoe.actors.engine.cache.virtual_link import VirtualLoader
+from tiermoe.actors.core import _core
+from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.ndp_worker import NdpWorker
@@ -198,7 +199,8 @@ def workload() -> list[tuple[int, ...]]:
 def run_emulated(store: ExpertStore, preset: str) -> dict[str, Any]:
     """Two prompts one after the other, then two together: tokens, counters, and the order of loads."""
     prompts, ndp = workload(), uses_ndp(preset)
-    with emulated(store, golden_settings(preset)) as worker, loads() as order:
+    with emulated(store, golden_settings(preset)) as worker:
+        asked = asked_of(worker.engine.cache)
         tokens = [_alone(worker, prompt) for prompt in prompts[:2]] + _together(worker, prompts[2:])
         record = worker.stats().as_dict()
     if load_policy(preset).placement.planned:  # where an expert runs depends on the machine's times
@@ -214,7 +216,7 @@ def run_emulated(store: ExpertStore, preset: str) -> dict[str, Any]:
     found = {"tokens": tokens, "counters": _chosen(record, COUNTERS + STEPPED), "by_layer": _by_layer(record)}
     if record["prefetch_sources"]:
         found["sources"] = record["prefetch_sources"]
-    return found | {"order": order_of(order)}
+    return found | {"order": order_of(loads(asked))}
 
 
 def _by_layer(record: Mapping[str, Any], names: Sequence[str] = ("hits", "misses")) -> dict[str, list[int]]:
@@ -263,22 +265,19 @@ def _until_idle(worker: GpuWorker) -> None:
         time.sleep(0.001)
 
 
-# -- both executors ------------------------------------------------------------------------------------------------
+# -- loads ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def loads() -> Iterator[list[str]]:
-    """Every copy that is queued on a virtual link, as cause and key ("d17": demand, "p17": prefetch)."""
-    seen: list[str] = []
-    submit = VirtualLoader.submit
+def asked_of(cache: ExpertCache) -> _core.AskedLog:
+    """What the cache asks of its link from now on."""
+    log = _core.AskedLog()
+    cache.core.log_to(log)
+    return log
 
-    def watched(self: VirtualLoader, jobs: Sequence[Any], priority: int) -> None:
-        seen.extend(f"{job.cause[0]}{job.reservation.key}" for job in jobs)
-        submit(self, list(jobs), priority)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VirtualLoader, "submit", watched)
-        yield seen
+def loads(asked: _core.AskedLog) -> list[str]:
+    """Every copy that was queued, as cause and key ("d17": demand, "p17": prefetch)."""
+    return [f"{what}{segment}" for what, segment, _ in asked.take() if what in "dpm"]
 
 
 def order_of(seen: Sequence[str], chunk: int = 64) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -89,7 +90,10 @@ NB_MODULE(_core, m) {
     nb::class_<Link>(m, "Link").def("close", &Link::close).def_prop_ro("pending", &Link::pending);
     nb::class_<VirtualLink, Link>(m, "VirtualLink")
         .def(nb::init<Clock&, CopySeconds, double>(), nb::keep_alive<1, 2>(), "clock"_a, "copy_s"_a, "late_s"_a)
-        .def("busy_until", &VirtualLink::busy_until)
+        .def("busy_until", [](VirtualLink& link) -> std::optional<double> {
+            const double end_s = link.busy_until();
+            return end_s < 0 ? std::nullopt : std::optional(end_s);
+        }, "When the copy under way ends; None: the link is idle.")
         .def_prop_ro("submitted_bytes", &VirtualLink::submitted_bytes);
     nb::class_<CarryingLink, VirtualLink>(m, "CarryingLink")
         .def(nb::init<Clock&, CopySeconds, double, nb::object>(), nb::keep_alive<1, 2>(), "clock"_a, "copy_s"_a, "late_s"_a,

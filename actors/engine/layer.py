@@ -222,7 +222,7 @@ class MoeLayer:
     @property
     def stats(self) -> LayerStats:
         """This layer's counters since the last reset."""
-        return self.cache.stats.layers[self.index]
+        return self.cache.layer_stats(self.index)
 
     def forward(self, *inputs: Any) -> Any:
         """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; on other backends what `Backend.look` takes.

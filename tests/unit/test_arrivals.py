@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import traces
 
-from tiermoe.actors.engine.cache.virtual_link import VirtualClock
+from tiermoe.actors.core._core import Clock
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted
 from tiermoe.cluster.simulate.arrivals import Arrival, arriving, azure, poisson
@@ -104,7 +104,7 @@ class _Next(PrefetchPolicy):
 
 def test_the_matcher_lags() -> None:
     """Layers of 1 s, a lag of 1.5 s: a command of layer l is there at layer l + 2, and its first key is late."""
-    clock = VirtualClock()
+    clock = Clock()
     policy = MatcherLag(_Next(), clock, 1.5, 4)
     assert list(policy.begin_forward([])) == []
     keys = []
@@ -113,7 +113,7 @@ def test_the_matcher_lags() -> None:
         keys.append([want.key for want in policy.observed(seen)])
         clock.advance(1.0)
     assert keys == [[], [], [], []]  # layer l + 2 itself is no longer ahead when the command comes
-    quick = MatcherLag(_Next(), VirtualClock(), 0.0, 4)
+    quick = MatcherLag(_Next(), Clock(), 0.0, 4)
     quick.begin_forward([])
     seen = LayerSeen(0, [], np.empty((0, 0), np.int64), None, lambda distance: None)
     assert list(quick.observed(seen)) == []  # key 0 is of the present layer

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from cache_rigs import BIASED, EXPERTS, KEYS, LAYERS, SHAPE, GatedDevice, LayerWeights, SlotPool
+from cache_rigs import BIASED, EXPERTS, LAYERS, SHAPE, GatedDevice, LayerWeights, SlotMemory, SlotPool
 from hypothesis import given
 from hypothesis import strategies as st
 from native_rigs import Stack
@@ -23,13 +23,11 @@ from tiermoe.actors.engine.peers.auto import SOURCE, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.auto import Action, Auto, Costs, LayerPlan, Part, Wanted
 from tiermoe.actors.policies.plan import Remote
-from tiermoe.actors.policies.prefetch import PrefetchGovernor
-from tiermoe.actors.policies.residency import Residency, State
-from tiermoe.actors.policies.worth import WorthEviction
+from tiermoe.actors.policies.residency import State
+from tiermoe.actors.policies.worth import WorthEviction, WorthOrder
 from tiermoe.kernels import _cpu, _planner
 
 COSTS = Costs(1.0, 0.1, 0.01, 0.2, 0.3, 4.0, 0.05, 0.5)
-TIMEOUT_S = 30
 CALLS = ["come", "come", "come", "leave", "use", "route", "refuse", "admit", "bind", "prompt"]  # of an order
 
 
@@ -93,21 +91,26 @@ class Pool:
 
 
 class Rig:
-    """A cache of `slots` slots, one share of which is each layer's, and its placer."""
+    """A cache of `slots` slots, one share of which is each layer's, and its placer. most: slots that it may get."""
 
-    def __init__(self, slots: int, shards: Any = None, **more: Any) -> None:
+    def __init__(self, slots: int, shards: Any = None, most: int | None = None, **more: Any) -> None:
+        device = GatedDevice()
+        memory = None if most is None else SlotMemory(device, slots, most)
         generator = torch.Generator().manual_seed(0)
         weights = [
             LayerWeights(tuple(torch.randn(s, generator=generator).bfloat16() for s in BIASED.stacked().values()))
             for _ in range(LAYERS)
         ]
-        pool = SlotPool.allocate(BIASED, slots, torch.float32, torch.device("cpu"))
-        self.residency = Residency(KEYS, slots, BIASED.nbytes(4))
+        pool = SlotPool.allocate(BIASED, slots, torch.float32, torch.device("cpu"), memory)
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
-        self.order, self.planner, self.pool = WorthEviction(LAYERS, EXPERTS), Scripted(), Pool()
+        self.planner, self.pool = Scripted(), Pool()
         self.cache = ExpertCache(
-            pool, weights, GatedDevice(), self.residency, self.order, PrefetchGovernor(0.0), self.stats, Timeline(False)
-        )
+            pool, weights, device, EXPERTS, slots, BIASED.nbytes(4), WorthEviction(LAYERS, EXPERTS), self.stats,
+            Timeline(False), memory=memory,
+        )  # fmt: skip
+        self.residency, order = self.cache.residency, self.cache.eviction
+        assert isinstance(order, WorthOrder)
+        self.order = order
         ndp: Any = self.pool
         self.placer = AutoPlacer(
             self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, lambda *given: self.planner, **more
@@ -128,29 +131,25 @@ class Rig:
         cache, placer = self.cache, self.placer
         picked = np.array(ids, np.int64)
         routing, view = Routing.of(picked, torch.device("cpu")), SimpleNamespace(ids=picked)
-        needed = [layer * EXPERTS + e for e in routing.experts]
-        cache.poll()
-        cache.drop_stale(layer, needed)
-        cache.eviction.routed(needed, routing.counts, routing.tokens)
+        keys = [layer * EXPERTS + e for e in routing.experts]
+        cache.poll(layer)
+        needed = cache.open(layer, keys, routing.counts, routing.tokens)
         plan = placer.plan(layer, needed, routing, view)  # type: ignore[arg-type]
-        cache.begin(layer, plan)
-        cache.issue(plan.first_loads)
+        cache.begin()
+        cache.load()
         placer.layer(layer, view)
-        for i, key in enumerate(plan.run, start=1):
-            cache.await_expert(key, layer)
-            cache.ran([key])
-            cache.issue([load for load in plan.loads if load.after == i])
+        while len(set(cache.next())) > 1:
+            pass
         if answer_s:
             answer = SimpleNamespace(measured_s=answer_s, modelled_s=0.0)
             self.stats.layers[layer].count_answer("ndp", 0.001, 1, 1, answer)  # type: ignore[arg-type]
+        cache.close_pass()
         placer.ran(layer)
         cache.check_integrity()
         return plan
 
     def settle(self) -> None:
-        for job in list(self.cache.loads.under_way.values()):
-            assert job.done.wait(TIMEOUT_S)
-        self.cache.poll()
+        self.cache.land_all()
 
     def resident(self) -> set[int]:
         return {key for key in self.residency.held() if self.residency.state(key) == State.RESIDENT}
@@ -195,7 +194,7 @@ def test_a_background_copy_takes_its_victims_slot_and_is_judged_when_it_comes(ri
     rig.layer(0, [0, 2])
     rig.settle()
     assert rig.resident() == {0, 2, 4, 5, 8, 9}
-    assert rig.stats.prefetch_sources[SOURCE].queued == 1
+    assert rig.cache.live_stats().prefetch_sources[SOURCE].queued == 1
     rig.planner.admits[2] = (False, None)
     rig.layer(1, [0])
     assert rig.told("filled") == [()]
@@ -484,8 +483,10 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
 @pytest.mark.parametrize(("slots", "each"), [(2, 1), (6, 2), (11, 3)])
 def test_another_number_of_slots_is_shared_anew(slots: int, each: int) -> None:
     """Of three layers of four experts."""
-    rig = Rig(12)
-    rig.residency.resize(slots)
+    rig, bound = Rig(1, most=12), list[int]()
+    rig.order.bind = lambda slots, worths: bound.append(slots)  # type: ignore[method-assign]
+    rig.cache.resize(slots)
     rig.placer.resized()
     assert rig.planner.told == [("resize", each)]
-    assert rig.order._share == slots // LAYERS
+    assert bound == [slots]
+    rig.cache.close()

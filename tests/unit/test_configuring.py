@@ -41,7 +41,8 @@ def routed(tokens: int, experts: list[int], counts: list[int]) -> Any:
 
 
 def fake_cache(layers: int) -> Any:
-    return SimpleNamespace(decode_only=False, stats=SimpleNamespace(layers=[LayerStats() for _ in range(layers)]))
+    counted = [LayerStats() for _ in range(layers)]
+    return SimpleNamespace(decode_only=False, counted=counted, counts=counted.__getitem__)
 
 
 class Recording(Recorder):
@@ -60,7 +61,7 @@ def forward(recorder: Recording, cache: Any, clock: Clock, decode: bool, waits_s
         assert recorder.steps == []
         clock.now_s += 1
         recorder.routed(layer, routed(1, [layer, 2], [1, 1]))
-        cache.stats.layers[layer].blocked_io_s += waits_s
+        cache.counted[layer].blocked_io_s += waits_s
         clock.now_s += 3 + waits_s
         recorder.ran(layer)
     [step] = recorder.steps
@@ -100,9 +101,9 @@ class TestRecorder:
     def test_counters_that_begin_anew_meanwhile(self) -> None:
         cache, clock = fake_cache(2), Clock()
         recorder = Recording(cache, clock)
-        cache.stats.layers[0].blocked_io_s = 9.0
+        cache.counted[0].blocked_io_s = 9.0
         recorder.routed(0, routed(1, [0], [1]))
-        cache.stats.layers[0] = LayerStats()
+        cache.counted[0] = LayerStats()
         clock.now_s += 2
         recorder.ran(0)
         recorder.routed(1, routed(1, [0], [1]))

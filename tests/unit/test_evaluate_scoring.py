@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.serving.scoring import score, score_continuations_with, score_with
 from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.policies.residency import State
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.jobs.evaluate import command
@@ -137,7 +138,12 @@ def started(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def closed(worker: GpuWorker) -> bool:
-    return worker.engine.cache.loads.queue._closed
+    cache = worker.engine.cache
+    absent = next(key for key, state in enumerate(cache.states()) if state == State.ABSENT)
+    try:
+        return not cache.prefetch([absent])
+    except RuntimeFailure as error:
+        return "closed" in str(error)
 
 
 def test_lossless_costs_nothing_and_noise_does(model: Path, started: list[GpuWorker]) -> None:

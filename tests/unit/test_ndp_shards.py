@@ -179,7 +179,7 @@ def test_decode_loads_nothing_on_any_gpu(
         assert stats.total().shard_tokens > 0
         assert stats.migrations == 4
         for gpu, (cache, held) in enumerate(zip(_caches(group), _held(group), strict=True)):
-            total = cache.stats.total()
+            total = cache.live_stats().total()
             assert held == {key for key in hot if owner[key] == gpu}
             assert 0 < len(held) <= cache.residency.slots
             assert total.bytes_demanded_decode == 0
@@ -199,8 +199,8 @@ def test_hot_experts_are_preloaded_where_they_belong(
         assert greedy(group.lead, _PROMPTS, _TOKENS) == expected_tokens
         slot = group.lead.engine.slot_bytes
         for cache in _caches(group):
-            assert (cache.stats.total().bytes_loaded, cache.stats.bytes_preloaded) == (0, 4 * slot)
-            assert cache.stats.total().hits > 0
+            assert (cache.live_stats().total().bytes_loaded, cache.live_stats().bytes_preloaded) == (0, 4 * slot)
+            assert cache.live_stats().total().hits > 0
         assert all(int(e) >= 4 for link in links for batch in link.batches for e in batch.experts)
         assert len(links[0].batches) > 0
 
@@ -215,9 +215,9 @@ def test_a_lost_gpu_gets_its_part_back(
         assert tokens == expected_tokens[0]
         assert group.lead.stats().shard_losses == 1
         assert group.lead.health()["shard/1"] == "lost"
-        before = group.lead.engine.cache.stats.total().bytes_demanded_decode
+        before = group.lead.engine.cache.live_stats().total().bytes_demanded_decode
         assert greedy(group.lead, _PROMPTS[1:], _TOKENS) == expected_tokens[1:]  # near data
-        assert group.lead.engine.cache.stats.total().bytes_demanded_decode == before
+        assert group.lead.engine.cache.live_stats().total().bytes_demanded_decode == before
         group.shards[0] = group.start_shard(1)
         try:
             assert peer.wait_until_found(10.0)
@@ -256,7 +256,7 @@ def test_a_prompt_that_never_decodes_leaves_the_hot_set_to_the_others(
             group.lead, _PROMPTS[0], _TOKENS, lambda: shed.append(greedy(group.lead, _PROMPTS[1:], 1))
         )
         assert (tokens, shed) == (expected_tokens[0], [[expected_tokens[1][:1]]])
-        assert [cache.stats.total().bytes_demanded_decode for cache in _caches(group)] == [0, 0]
+        assert [cache.live_stats().total().bytes_demanded_decode for cache in _caches(group)] == [0, 0]
 
 
 def test_places_that_do_not_fit_one_gpu_are_refused(shared_store: ExpertStore, links: list[FakeLink]) -> None:
@@ -295,13 +295,13 @@ def test_a_shard_holds_what_it_is_told(shared_store: ExpertStore) -> None:
         assert set(cache.residency.held()) == held
         shard.handle(_one_row(0, [1, 3, 5, 7]))
         assert set(cache.residency.held()) == {1, 3, 5, 7}
-        assert cache.stats.total().bytes_demanded_decode == 0
+        assert cache.live_stats().total().bytes_demanded_decode == 0
         cache.flush()
-        assert cache.stats.bytes_preloaded == 3 * cache.residency.slot_bytes
-        assert cache.stats.total().bytes_loaded_migration == cache.residency.slot_bytes  # of 11
-        assert cache.stats.total().bytes_loaded_prefetch == 0
+        assert cache.live_stats().bytes_preloaded == 3 * cache.residency.slot_bytes
+        assert cache.live_stats().total().bytes_loaded_migration == cache.residency.slot_bytes  # of 11
+        assert cache.live_stats().total().bytes_loaded_prefetch == 0
         shard.handle(_one_row(0, [1], decode=True))
-        assert cache.stats.total().bytes_demanded_decode == cache.residency.slot_bytes
+        assert cache.live_stats().total().bytes_demanded_decode == cache.residency.slot_bytes
         cache.check_integrity()
     finally:
         shard.close()

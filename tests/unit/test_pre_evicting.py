@@ -100,7 +100,7 @@ class TestVacate:
         assert cache.stats.layers[0].bytes_premature == BYTES  # expert 0; 2 was never here
         forward(cache, 0, 1)
         assert cache.stats.layers[0].bytes_premature == BYTES  # layer 0 has run since 1 was sent away
-        assert cache.stats.total().bytes_written_back == 0
+        assert cache.live_stats().total().bytes_written_back == 0
 
     def test_leaves_what_the_forward_uses(self, make: Make) -> None:
         cache = make(2)
@@ -132,7 +132,7 @@ class TestPreEvicting:
         pre = PreEvicting(PreEviction(2, 1.0, 8), cache, LAYERS, EXPERTS, scores([1.0, 1.0, 1.0, 1.0]))
         pre.layer(0, seen(np.array([[0, 1]])))
         assert cache.residency.free_slots == 0
-        assert cache.stats.total().vacated == 0
+        assert cache.live_stats().total().vacated == 0
 
     def test_the_first_layer_goes_by_its_last_rows_of_the_forward_before(self, make: Make) -> None:
         asked: list[int] = []
@@ -183,21 +183,21 @@ class TestWriteback:
     def test_each_reuse_of_a_slot_is_counted_once(self, native: bool, make: Make) -> None:
         cache = make(2, writeback=True, loader=LinkQueue(LinkSettings(gbps=1.0)) if native else None)
         forward(cache, 0, 0, 1)
-        assert cache.stats.total().bytes_written_back == 0  # nobody was in the slots
+        assert cache.live_stats().total().bytes_written_back == 0  # nobody was in the slots
         forward(cache, 1, 0, 1)
         forward(cache, 1, 0, 1)
         assert cache.stats.layers[1].bytes_written_back == 2 * BYTES
         cache.vacate(2, 0)
-        assert cache.stats.total().bytes_written_back == 2 * BYTES  # freed, not used again yet
+        assert cache.live_stats().total().bytes_written_back == 2 * BYTES  # freed, not used again yet
         forward(cache, 0, 3)
         assert cache.stats.layers[0].bytes_written_back == BYTES
         slot = cache.pool.slot(cache.residency.slot(3))
         assert all((tensor == 1.0).all() for tensor in slot)  # what was copied in last
         if native:
-            total = cache.stats.total()
+            total = cache.live_stats().total()
             assert total.link_s == pytest.approx((total.bytes_loaded + total.bytes_written_back) / 1e9)
             assert total.writeback_link_s == pytest.approx(total.bytes_written_back / 1e9)
-        total = cache.stats.total()
+        total = cache.live_stats().total()
         assert total.writebacks == 3
         assert 0 < total.writeback_link_s < total.total_io_s
         assert 0 <= total.writeback_blocked_s <= total.blocked_io_s

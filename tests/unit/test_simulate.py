@@ -17,13 +17,12 @@ import traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.engine.cache.loader import DEMAND, PREFETCH, Cause, LoadJob
-from tiermoe.actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
+from tiermoe.actors.core import _core
 from tiermoe.actors.policies.cost import Link
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
-from tiermoe.actors.policies.prefetch import LayerwisePrefetch, NextGatePrefetch, PopularityPrefetch, PrefetchGovernor
-from tiermoe.actors.policies.residency import Reservation
+from tiermoe.actors.policies.prefetch import LayerwisePrefetch, NextGatePrefetch, PopularityPrefetch
+from tiermoe.actors.policies.residency import State
 from tiermoe.actors.store.artifacts import encode_predictors
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir
@@ -35,18 +34,41 @@ from tiermoe.cluster.simulate.predictors import load_predictors, predictors_for,
 from tiermoe.cluster.simulate.trace import Iteration, Trace
 from tiermoe.cluster.simulate.trace_writer import TraceWriter
 from tiermoe.cluster.topology.machine import MachineCosts, PolicyCosts
-from tiermoe.errors import BudgetError, ConfigError, TraceError
+from tiermoe.errors import BudgetError, ConfigError, RuntimeFailure, TraceError
 
 PROMPTS = [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]]
-LINK = Link(gbps=1e-6, latency_us=0.0)  # 1000 bytes take a second
 
 
 def machine(gbps: float | None = None) -> Machine:
     return Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps)
 
 
-def job(loader: VirtualLoader, key: int, cause: Cause) -> LoadJob:
-    return LoadJob(Reservation(key, key, 1), (), (), None, 0, cause, done=loader.event(), nbytes=1000)
+class Linked:
+    """Layers of 4 experts, slots for all, on a link that copies one in a second."""
+
+    def __init__(self, layers: int = 3) -> None:
+        self.clock, keys = _core.Clock(), 4 * layers
+        self.link = _core.VirtualLink(self.clock, lambda nbytes: nbytes / 1000, 0.0)
+        layout = _core.Layout(layers, 4, 1, [], [keys], [], [1000] * keys, False)
+        self.core = _core.Core(layout, self.link, _core.PythonOrder(Lru()), _core.Governor())
+        self.seen = _core.Watched()
+        self.core.watch(self.seen)
+
+    def demand(self, layer: int, *experts: int) -> None:
+        """A layer's pass."""
+        keys = [4 * layer + expert for expert in experts]
+        self.core.arrive(layer)
+        self.core.plan(self.core.open(layer, keys, [1] * len(keys), 1, []), [])
+        self.core.begin()
+        self.core.load()
+        while len(set(self.core.next())) > 1:
+            pass
+        self.core.close()
+
+    @property
+    def copies(self) -> list[tuple[int, float, float]]:
+        """Key, start and end of each that has landed since the last time."""
+        return [(key, start_s, end_s) for wait, _, key, _, start_s, end_s, _ in self.seen.take() if not wait]
 
 
 @pytest.fixture
@@ -56,45 +78,41 @@ def trace(tmp_path: Path) -> Trace:
 
 
 def test_demand_overtakes_queued_prefetches_and_not_the_copy_under_way() -> None:
-    clock = VirtualClock()
-    loader = VirtualLoader(clock, LINK)
-    first, second = job(loader, 0, "prefetch"), job(loader, 1, "prefetch")
-    loader.submit([first, second], PREFETCH)
+    linked = Linked()
+    clock, core = linked.clock, linked.core
+    core.prefetch([4, 5], [], 1)
     clock.advance(0.5)
-    wanted = job(loader, 2, "demand")
-    loader.submit([wanted], DEMAND)
-    assert loader.pending == 3
-    loader.wait(wanted)
+    linked.demand(0, 2)
     assert clock.now_s == pytest.approx(2.0)
-    assert [(j.copied.start_s, j.copied.end_s) for j in (first, wanted) if j.copied] == [(0, 1), (1, 2)]
-    assert not loader.arrived([second])
-    loader.wait(second)
+    core.arrive()
+    assert sorted(linked.copies) == [(2, 1.0, 2.0), (4, 0.0, 1.0)]
+    assert core.state(5) == State.LOADING
+    linked.demand(1, 1)
     assert clock.now_s == pytest.approx(3.0)
-    assert loader.pending == 0
-    late = job(loader, 3, "demand")
+    assert linked.link.pending == 0
     clock.advance(5.0)
-    loader.submit([late], DEMAND)
-    loader.wait(late)
+    linked.demand(0, 3)
     assert clock.now_s == pytest.approx(9.0)  # the idle link starts when it is asked
 
 
 def test_queued_copies_can_be_cancelled_and_promoted() -> None:
-    clock = VirtualClock()
-    loader = VirtualLoader(clock, LINK)
-    jobs = [job(loader, key, "prefetch") for key in range(5)]
-    loader.submit(jobs, PREFETCH)
-    assert not loader.cancel(jobs[0])  # started at once
-    assert loader.cancel(jobs[1])
-    assert loader.arrived([jobs[1]])
-    loader.promote(jobs[3])
-    loader.promote(jobs[0])  # under way: nothing to do
-    loader.wait(jobs[3])
-    assert clock.now_s == pytest.approx(2.0)
-    assert jobs[2].started
-    assert not jobs[4].started
-    loader.close()
-    assert loader.arrived([jobs[4]])
-    assert jobs[4].copied is None
+    linked = Linked()
+    clock, core = linked.clock, linked.core
+    core.prefetch([4, 8, 5, 6, 9, 10], [], 1)  # the first is begun at once
+    linked.demand(1, 2)
+    assert clock.now_s == pytest.approx(2.0)  # before 8, which is of a later layer
+    assert core.state(5) == State.ABSENT  # not needed, and not begun
+    assert core.state(4) == State.LOADING  # as 5, and begun
+    core.arrive()
+    assert core.state(4) == State.RESIDENT
+    assert linked.link.busy_until() == pytest.approx(3.0)
+    linked.link.close()
+    assert linked.link.pending == 1  # what is under way arrives
+    clock.advance(1.0)
+    assert linked.link.busy_until() is None
+    assert linked.link.pending == 0
+    with pytest.raises(RuntimeFailure, match="closed"):
+        core.prefetch([11], [], 1)
 
 
 def test_resident_experts_give_the_machine_s_times(trace: Trace) -> None:
@@ -108,7 +126,7 @@ def test_resident_experts_give_the_machine_s_times(trace: Trace) -> None:
     assert served.tpot_s == pytest.approx(one)
     assert served.wall_s == pytest.approx(4 * one)
     assert (served.tokens, served.generated, served.forwards) == (4, 4, 4)
-    assert engine.stats.total().misses == 0
+    assert engine.live_stats().total().misses == 0
 
 
 def test_prefill_rows_cost_what_the_machine_says(trace: Trace) -> None:
@@ -128,7 +146,7 @@ def test_a_miss_blocks_for_its_copy(trace: Trace) -> None:
     engine = SimulatedEngine(trace.header, machine(gbps=1e-3), 1.0, Lru(), check=True)  # 1 ms a copy
     engine.forward([("a", list(trace.requests())[1].iterations[0])])
     # per layer: wait 1 ms, run one for 0.2 ms while the second is copied, wait 0.8 ms, run the second
-    total = engine.stats.total()
+    total = engine.live_stats().total()
     assert total.misses == 6
     assert total.blocked_io_s == pytest.approx(3 * 1.8e-3)
     assert total.io_path_s == pytest.approx(3 * 1.8e-3)
@@ -143,7 +161,7 @@ def test_the_host_spends_time_on_misses_loads_and_waits(trace: Trace) -> None:
     step = list(trace.requests())[1].iterations[0]
     engine.forward([("a", step)])
     # per layer: 0.2 ms of host and a wait of 0.8, 0.2 late, one runs for 0.2, a wait of 0.6, 0.2 late, the other
-    assert engine.stats.total().blocked_io_s == pytest.approx(3 * (0.8e-3 + 0.2e-3 + 0.6e-3 + 0.2e-3))
+    assert engine.live_stats().total().blocked_io_s == pytest.approx(3 * (0.8e-3 + 0.2e-3 + 0.6e-3 + 0.2e-3))
     first_s = 1e-3 + 3 * (1e-4 + 2e-3 + 2e-4 + 2e-4)
     assert engine.clock.now_s == pytest.approx(first_s)
     engine.forward([("a", step)])  # all resident
@@ -173,19 +191,19 @@ def test_whole_layers_on_demand_bring_every_expert(trace: Trace) -> None:
         trace.header, machine(gbps=1.0), 6000, Lru(), LayerwisePrefetch(3, 6, 0, synchronous=True), check=True
     )
     served = serve(engine, trace.requests())
-    total = engine.stats.total()
+    total = engine.live_stats().total()
     assert total.bytes_loaded == served.forwards * 3 * 6 * 1000  # a pool of one layer: nothing survives
     assert total.hits == 0
 
 
-def test_a_governor_rests_a_policy_that_guesses_badly(trace: Trace) -> None:
-    engine = SimulatedEngine(
-        trace.header, machine(gbps=1.0), 4000, Lru(), PopularityPrefetch(3, 6, 2), PrefetchGovernor(1.0, 4, 9)
-    )
+def test_a_governor_rests_a_policy_that_guesses_badly(tmp_path: Path) -> None:
+    traces.write(tmp_path / "t", traces.header(), PROMPTS * 4)
+    trace = Trace(tmp_path / "t")
+    engine = SimulatedEngine(trace.header, machine(gbps=1.0), 4000, Lru(), PopularityPrefetch(3, 6, 2), min_useful=1.0)
     serve(engine, trace.requests())
     always = SimulatedEngine(trace.header, machine(gbps=1.0), 4000, Lru(), PopularityPrefetch(3, 6, 2))
     serve(always, trace.requests())
-    assert 0 < engine.stats.total().bytes_loaded_prefetch < always.stats.total().bytes_loaded_prefetch
+    assert 0 < engine.live_stats().total().bytes_loaded_prefetch < always.live_stats().total().bytes_loaded_prefetch
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 9])
@@ -195,7 +213,7 @@ def test_requests_share_forwards(trace: Trace, at_once: int) -> None:
     served = serve(engine, trace.requests(), at_once, lambda: ended.append(1))
     assert (served.requests, len(ended), served.tokens, served.generated) == (4, 4, 10 + 12, 16)
     assert served.forwards == {1: 16, 2: 8, 9: 4}[at_once]
-    assert engine.stats.layers[0].forwards == served.forwards
+    assert engine.live_stats().layers[0].forwards == served.forwards
 
 
 def test_a_budget_without_room_is_refused(trace: Trace) -> None:
@@ -342,13 +360,12 @@ def test_attention_grows_with_the_context() -> None:
 
 def test_kernels_share_memory_with_the_copy_beside_them() -> None:
     """Two copies of 1 s: 3 s of kernels at half speed do 1 s of work beside them, 2 s after them."""
-    clock = VirtualClock()
-    loader = VirtualLoader(clock, LINK)
-    loader.submit([job(loader, 0, "prefetch"), job(loader, 1, "prefetch")], PREFETCH)
-    Compute(clock, loader, 0.5).run(3.0)
-    assert clock.now_s == pytest.approx(4.0)
-    Compute(clock, loader, 0.5).run(1.0)  # no copy is left
-    assert clock.now_s == pytest.approx(5.0)
+    linked = Linked()
+    linked.core.prefetch([0, 1], [], 1)
+    Compute(linked.clock, linked.link, 0.5).run(3.0)
+    assert linked.clock.now_s == pytest.approx(4.0)
+    Compute(linked.clock, linked.link, 0.5).run(1.0)  # no copy is left
+    assert linked.clock.now_s == pytest.approx(5.0)
 
 
 def test_a_machine_from_bandwidths() -> None:

@@ -22,7 +22,7 @@ from ...policies.eviction import EvictionPolicy
 from ...policies.moepic.split import SplitLayout
 from ...policies.plan import LayerPlan, Load
 from ...policies.residency import ResidencyError, State
-from ..stats import EngineStats, LayerResidency, Timeline
+from ..stats import EngineStats, LayerResidency, LayerStats, Timeline
 from .links import CAUSES, QueueLink
 from .loader import CopyQueue, Loader, LoadJob
 from .native_order import core_order
@@ -47,7 +47,7 @@ class ExpertCache:
         weights: the sources of each MoE layer's experts. experts: of a layer.
         slots, slot_bytes: for whole experts.
         eviction: with a split, one with an order for each slot class (`split_eviction`).
-        stats: counters, one `LayerStats` per MoE layer; those of the core are in it after `live_stats`.
+        stats: counters, one `LayerStats` per MoE layer; the core's come by `live_stats` and `layer_stats`.
         link: makes the copies; None: a thread. clock: seconds, on the scale of the link's times.
         min_useful: share of prefetches below which the governor pauses them (`core::Governor`).
         writeback: copy an evicted expert back to the host before its slot is used again, as systems that swap do; for
@@ -330,11 +330,17 @@ class ExpertCache:
         """What the core has counted of a layer; a copy."""
         return self.core.counts(layer)
 
+    def layer_stats(self, layer: int) -> LayerStats:
+        """A layer's counters so far; the record is live. From any thread, between forwards."""
+        found = self.stats.layers[layer]
+        _take(self.core.counts(layer), found, _LAYER_COUNTS)
+        return found
+
     def live_stats(self) -> EngineStats:
         """The counters so far; the record is live. From any thread, between forwards."""
         stats, core, totals = self.stats, self.core, self.core.totals
-        for layer, into in enumerate(stats.layers):
-            _take(core.counts(layer), into, _LAYER_COUNTS)
+        for layer in range(len(stats.layers)):
+            self.layer_stats(layer)
         for name, number in self._sources.items():
             found = core.source(number)
             if any(getattr(found, field) for field in _SOURCE_COUNTS) or name in stats.prefetch_sources:

@@ -23,7 +23,7 @@ from ....actors.policies.eviction import EvictionPolicy
 from ....actors.policies.fmoe import ExpertMapEviction, ExpertMapPolicy, ExpertMapPrefetch
 from ....actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch
 from ....actors.policies.moepic import Lcp
-from ....actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy, most_probable
+from ....actors.policies.prefetch import PrefetchPolicy, most_probable
 from ....actors.policies.registry import make, options
 from ....actors.policy_settings import PolicySettings
 from ....errors import ConfigError
@@ -371,12 +371,13 @@ class Maps:
         assert isinstance(eviction, ExpertMapEviction)  # the preset's
         policy, store = self._policy(distance, capacity, eviction)
         self._teach(policy)
-        machine, governor = load_machine(header, None, gbps, 10.0), PrefetchGovernor(preset.prefetch.min_useful)
-        engine = SimulatedEngine(header, machine, budget, eviction, policy, governor)
+        machine = load_machine(header, None, gbps, 10.0)
+        engine = SimulatedEngine(header, machine, budget, eviction, policy, preset.prefetch.min_useful)
         served = serve(engine, self.recorded.measure)
-        total = engine.stats.total()
+        stats = engine.live_stats()
+        total = stats.total()
         return {
-            "hit_rate": engine.stats.hit_rate, "tpot_ms": 1e3 * served.tpot_s, "bytes_wasted": total.bytes_wasted,
+            "hit_rate": stats.hit_rate, "tpot_ms": 1e3 * served.tpot_s, "bytes_wasted": total.bytes_wasted,
             "bytes_loaded_prefetch": total.bytes_loaded_prefetch, "maps": len(store),
         }  # fmt: skip
 

@@ -160,11 +160,10 @@ class Capture:
 
     def _watched(self, layer: MoeLayer, forward: Forward) -> Forward:
         def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            stats = layer.stats
-            blocked_s, start_s = stats.blocked_io_s, time.perf_counter()
+            blocked_s, start_s = layer.stats.blocked_io_s, time.perf_counter()
             out = forward(hidden, ids, weights)
             end_s = time.perf_counter()
-            spent_s = end_s - start_s - (stats.blocked_io_s - blocked_s)
+            spent_s = end_s - start_s - (layer.stats.blocked_io_s - blocked_s)
             try:
                 experts = self._record(layer.index, hidden, ids, weights)
             except BaseException as error:
