@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from tiermoe.actors.core._core import Clock, Governor, VirtualLink
+from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.host_view import HostViews, LayerView
 from tiermoe.actors.engine.prefetching import RouterPrefetching
-from tiermoe.actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy
-from tiermoe.actors.policies.residency import Residency
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
+from tiermoe.actors.policies.eviction import Lru
+from tiermoe.actors.policies.prefetch import PrefetchPolicy
 from tiermoe.actors.store.files import StoreView, open_views
+from tiermoe.cluster.simulate.backend import NoDevice, NoPool
 from tiermoe.errors import RemoteFailure, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from tiermoe.proto.peers import ndp_name
@@ -119,11 +123,18 @@ LAYERS, EXPERTS, HIDDEN = 4, 6, 5
 class FakeCache:
     """Notes what is asked of it: (keys, keep, source)."""
 
-    governor: PrefetchGovernor = field(default_factory=lambda: PrefetchGovernor(0.0))
+    governor: Governor = field(default_factory=Governor)
     asked: list[tuple[list[int], set[int], str]] = field(default_factory=list)
     finished: list[tuple[list[int], int]] = field(default_factory=list)
-    residency: Residency = field(default_factory=lambda: Residency(LAYERS * EXPERTS, LAYERS * EXPERTS, 1))
+    held: set[int] = field(default_factory=set)
+    residency: FakeCache = field(init=False)
     cut: None = None
+
+    def __post_init__(self) -> None:
+        self.residency = self
+
+    def absent(self, first: int, stop: int) -> int:
+        return sum(key not in self.held for key in range(first, stop))
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int], source: str) -> int:
         self.asked.append((list(keys), set(keep), source))
@@ -133,13 +144,22 @@ class FakeCache:
         self.finished.append((list(keys), layer))
 
 
-class Resting(PrefetchGovernor):
-    @property
-    def resting(self) -> bool:
-        return True
+def at_rest() -> Governor:
+    found = Governor()
+    found.pause(1 << 30)
+    return found
 
-    def allows(self) -> bool:
-        return False
+
+def virtual_cache(layers: int, experts: int, slots: int) -> ExpertCache:
+    """Of experts of a byte that move nothing, each copy in a second of `clock`."""
+    clock, memory = Clock(), NoPool(slots, 1, slots)
+    stats = EngineStats(layers=[LayerStats() for _ in range(layers)])
+    nowhere: Any = memory
+    device: Any = NoDevice()
+    return ExpertCache(
+        nowhere, [nowhere] * layers, device, experts, slots, 1, Lru(), stats, Timeline(False),
+        VirtualLink(clock, float, 0.0), clock,
+    )  # fmt: skip
 
 
 class FakeShards:

@@ -76,7 +76,9 @@ void Core::reset_counts() {
     std::fill(counts_.begin(), counts_.end(), LayerCounts{});
     std::fill(sources_.begin(), sources_.end(), SourceCounts{});
     std::fill(uses_.begin(), uses_.end(), 0);
+    const std::int64_t preloaded = totals_.bytes_preloaded;  // before the first request: stays
     totals_ = Totals{};
+    totals_.bytes_preloaded = preloaded;
     ++resets_;
     for (std::uint8_t& source : pending_)
         if (source) source = kForgotten;
@@ -388,7 +390,15 @@ Segments Core::make_room(const Segments& absent, const std::vector<std::uint8_t>
     return fit;
 }
 
+void Core::expect(const Segments& given, Segment first, Segment stop) const {
+    for (Segment s : given)
+        if (s < first || s >= stop)
+            throw Broken("expert " + std::to_string(s) + " is not one of " + std::to_string(first) + " to " +
+                         std::to_string(stop - 1));
+}
+
 Segments Core::segments_of(const Segments& keys) const {
+    expect(keys, 0, layout_.split ? layout_.keys() : layout_.segments());
     if (!layout_.split) return keys;
     Segments found;
     for (Key key : keys)
@@ -401,6 +411,7 @@ Segments Core::segments_of(const Segments& keys) const {
 
 void Core::divide(const Layout& layout, const Segments& fill) {
     if (layout.layers != layout_.layers || layout.experts != layout_.experts) throw std::invalid_argument("other experts");
+    expect(fill, 0, layout_.keys());
     settle();
     flush();
     lay_out(layout);
@@ -512,6 +523,7 @@ Segments Core::under_way() const {
 
 const Segments& Core::open(std::int64_t layer, const Segments& keys, const Segments& counts, std::int64_t tokens,
                            const Segments& low) {
+    expect(keys, layer * layout_.experts, (layer + 1) * layout_.experts);
     layer_ = layer;
     needed_ = segments_of(keys);
     if (!low.empty())
@@ -542,6 +554,8 @@ Segments Core::victims(std::int64_t slot_class, std::int64_t count, const std::v
 }
 
 const Plan& Core::plan(const Segments& here, const Segments& keep) {
+    expect(here, 0, layout_.segments());
+    expect(keep, 0, layout_.segments());
     plan_ = Plan{};
     given_ = done_ = 0;
     late_ = false;
@@ -751,6 +765,8 @@ void Core::abandon() noexcept {
 
 std::int64_t Core::prefetch(const Segments& keys, const Segments& keep, std::uint8_t source) {
     const std::int64_t whole = layout_.keys();
+    expect(keys, 0, layout_.segments());
+    expect(keep, 0, layout_.segments());
     Segments wanted;
     for (Segment s : keys)
         if (layout_.split || layout_.parts == 1 || s < whole || state(s - whole) == State::absent) wanted.push_back(s);
@@ -784,6 +800,7 @@ void Core::vacate(std::int64_t slots, std::int64_t layer) {
 }
 
 void Core::leave(const Segments& leaving, std::int64_t layer) {
+    expect(leaving, 0, layout_.keys());
     evict(leaving, layer);
     for (Segment s : leaving) vacant_[s] = 1;
     of(layer).vacated += static_cast<std::int64_t>(leaving.size());

@@ -17,6 +17,14 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", refuse)
 
 
+@pytest.fixture
+def copies_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of Python carries the copies of the CPU's stand-in, by `device.copy`."""
+    from tiermoe.actors.engine.cache import make_link
+
+    monkeypatch.setattr(make_link, "linkable", lambda *args: False)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that reads bytes; tests that change it take a copy."""

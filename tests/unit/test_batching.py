@@ -25,7 +25,6 @@ from tiny_models import VOCAB, save_tiny_checkpoint, tiny_config
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors import gpu_worker
-from tiermoe.actors.engine.cache.link_queue import LinkQueue
 from tiermoe.actors.engine.serving import streams as streams_module
 from tiermoe.actors.engine.serving.batching import Batcher
 from tiermoe.actors.engine.serving.streams import Streams
@@ -639,11 +638,11 @@ def test_requests_that_together_exceed_the_kv_cache_give_way_and_finish(store: A
         assert free_kv(worker) == 1.0
 
 
+@pytest.mark.usefixtures("copies_in_python")  # those of the link's thread cannot fail
 @BOTH
 def test_a_failing_engine_ends_every_stream_and_says_so(
-    store: Any, batching: str, monkeypatch: pytest.MonkeyPatch
+    store: Any, batching: str
 ) -> None:
-    monkeypatch.setattr(LinkQueue, "supports", lambda *args: False)  # whose copies cannot fail
     both = threading.Event()  # are submitted: the first fails within microseconds, and then none is taken
     with serving(store, settings(0.25, kv=kv(batching))) as worker:
 
@@ -683,9 +682,9 @@ def test_an_allocation_that_fails_is_told_before_a_request_ends(error: Exception
     assert told == ([(outer, 1)] if ends else [])
 
 
+@pytest.mark.usefixtures("copies_in_python")
 @BOTH
 def test_a_lead_without_memory_ends_its_process(store: Any, batching: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LinkQueue, "supports", lambda *args: False)
     codes: list[int] = []
     monkeypatch.setattr(gpu_worker, "os", SimpleNamespace(_exit=codes.append))
     with serving(store, settings(0.25, kv=kv(batching))) as worker:

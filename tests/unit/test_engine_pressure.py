@@ -17,11 +17,9 @@ from moe_stack import HIDDEN, Call, agrees, calls_of, engine_for, gate, make_cas
 from torch import nn
 
 from tiermoe.actors.engine.cache.device import CpuDevice
-from tiermoe.actors.engine.cache.link_queue import LinkQueue
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.model import model as operator
 from tiermoe.actors.engine.model.model import MoeBlock
-from tiermoe.actors.policies.plan import Load
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, budget_bytes
@@ -35,12 +33,11 @@ def disturb(engine: ExpertEngine, call: Call) -> None:
         cache.poll()
         if residency.state(key) != State.ABSENT:
             continue
-        evict = victim if residency.state(victim) != State.ABSENT else None
-        if evict is None and not residency.free_slots:
+        if residency.state(victim) == State.RESIDENT:
+            cache.leave([victim], key // engine.experts)
+        elif not residency.free_slots:
             continue
-        cache.issue([Load(key, evict, 0)])
-        cache.await_expert(key, key // engine.experts)
-        cache.ran([key])
+        cache.preload([key])
     cache.prefetch(call.prefetches)
 
 
@@ -161,6 +158,7 @@ def loader_threads() -> int:
     return sum(thread.name == "tiermoe-loader" for thread in threading.enumerate())
 
 
+@pytest.mark.usefixtures("copies_in_python")  # those of the link's thread cannot fail
 def test_an_engine_that_cannot_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise OSError("the mapping is gone")
@@ -168,7 +166,6 @@ def test_an_engine_that_cannot_start_leaves_no_thread(monkeypatch: pytest.Monkey
     case = make_case(0, layers=1, experts=4, top_k=2, native=True, dtype=torch.float32)
     before = loader_threads(), len(operator._layers)
     monkeypatch.setattr(CpuDevice, "copy", fail)
-    monkeypatch.setattr(LinkQueue, "supports", lambda *args: False)  # whose copies cannot fail
     policy = PolicySettings(name="test", lossless=True, preload="all")
     with pytest.raises(RuntimeFailure, match="the mapping is gone"):
         ExpertEngine(

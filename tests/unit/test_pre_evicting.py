@@ -11,24 +11,21 @@ import numpy as np
 import pytest
 import torch
 import traces
-from cache_rigs import run_layer
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from serving import policy
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
-from tiermoe.actors.engine.cache.link_queue import LinkQueue
-from tiermoe.actors.engine.cache.loader import CopyQueue
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.pre_evicting import PreEvicting, last_rows
 from tiermoe.actors.engine.rerouting import reroute_view
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEviction, PreEviction
 from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
-from tiermoe.actors.policies.prefetch import PrefetchGovernor, Span
+from tiermoe.actors.policies.prefetch import Span
 from tiermoe.actors.policies.registry import options
-from tiermoe.actors.policies.residency import Residency
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.format import ExpertShape
@@ -51,7 +48,7 @@ def make() -> Iterator[Make]:
     made: list[ExpertCache] = []
 
     def cache(
-        slots: int, eviction: EvictionPolicy | None = None, writeback: bool = False, loader: CopyQueue | None = None
+        slots: int, eviction: EvictionPolicy | None = None, writeback: bool = False, link: _core.Link | None = None
     ) -> ExpertCache:
         weights = [
             LayerWeights(tuple(torch.full(shape, float(layer + 1)) for shape in SHAPE.stacked().values()))
@@ -59,9 +56,8 @@ def make() -> Iterator[Make]:
         ]
         found = ExpertCache(
             SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu")), weights, CpuDevice(LinkSettings()),
-            Residency(LAYERS * EXPERTS, slots, BYTES), eviction or Lru(), PrefetchGovernor(0.0),
-            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), loader,
-            writeback=writeback,
+            EXPERTS, slots, BYTES, eviction or Lru(), EngineStats(layers=[LayerStats() for _ in range(LAYERS)]),
+            Timeline(False), link, writeback=writeback,
         )  # fmt: skip
         made.append(found)
         return found
@@ -72,8 +68,19 @@ def make() -> Iterator[Make]:
 
 
 def forward(cache: ExpertCache, layer: int, *experts: int) -> None:
-    run_layer(cache, layer, [layer * EXPERTS + e for e in experts], lambda key: cache.await_expert(key, layer))
+    begin(cache, layer, *experts)
+    while len(set(cache.next())) > 1:
+        pass
+    cache.close_pass()
     cache.check_integrity()
+
+
+def begin(cache: ExpertCache, layer: int, *experts: int) -> None:
+    """The first half of a layer's turn, as `MoeLayer` takes it."""
+    cache.poll(layer)
+    cache.plan(cache.open(layer, [layer * EXPERTS + e for e in experts], [1] * len(experts), 1))
+    cache.begin()
+    cache.load()
 
 
 def seen(ids: NDArray[Any]) -> Any:
@@ -93,19 +100,19 @@ class TestVacate:
         cache.vacate(2, 1)
         assert cache.residency.free_slots == 2
         cache.vacate(1, 1)  # two are free already
-        assert cache.stats.layers[1].vacated == 2
+        assert cache.layer_stats(1).vacated == 2
         forward(cache, 1, 2, 3)  # lands in the free slots
         assert set(cache.residency.held()) == {4, 5, 6, 7}
         forward(cache, 0, 0, 2)
-        assert cache.stats.layers[0].bytes_premature == BYTES  # expert 0; 2 was never here
+        assert cache.layer_stats(0).bytes_premature == BYTES  # expert 0; 2 was never here
         forward(cache, 0, 1)
-        assert cache.stats.layers[0].bytes_premature == BYTES  # layer 0 has run since 1 was sent away
+        assert cache.layer_stats(0).bytes_premature == BYTES  # layer 0 has run since 1 was sent away
         assert cache.live_stats().total().bytes_written_back == 0
 
     def test_leaves_what_the_forward_uses(self, make: Make) -> None:
         cache = make(2)
         forward(cache, 0, 0, 1)
-        cache.residency.pin(0)
+        begin(cache, 0, 0)
         cache.vacate(2, 1)
         assert set(cache.residency.held()) == {0}
         cache.abandon()
@@ -181,16 +188,16 @@ def test_widths_go_by_what_is_free_at_this_moment(make: Make) -> None:
 class TestWriteback:
     @pytest.mark.parametrize("native", [False, True])
     def test_each_reuse_of_a_slot_is_counted_once(self, native: bool, make: Make) -> None:
-        cache = make(2, writeback=True, loader=LinkQueue(LinkSettings(gbps=1.0)) if native else None)
+        cache = make(2, writeback=True, link=_core.ThreadLink(1e9, 0.0) if native else None)
         forward(cache, 0, 0, 1)
         assert cache.live_stats().total().bytes_written_back == 0  # nobody was in the slots
         forward(cache, 1, 0, 1)
         forward(cache, 1, 0, 1)
-        assert cache.stats.layers[1].bytes_written_back == 2 * BYTES
+        assert cache.layer_stats(1).bytes_written_back == 2 * BYTES
         cache.vacate(2, 0)
         assert cache.live_stats().total().bytes_written_back == 2 * BYTES  # freed, not used again yet
         forward(cache, 0, 3)
-        assert cache.stats.layers[0].bytes_written_back == BYTES
+        assert cache.layer_stats(0).bytes_written_back == BYTES
         slot = cache.pool.slot(cache.residency.slot(3))
         assert all((tensor == 1.0).all() for tensor in slot)  # what was copied in last
         if native:
@@ -209,8 +216,8 @@ class TestWriteback:
         for writeback in (False, True):
             engine = SimulatedEngine(header, step, 0.3, Lru(), check=True, writeback=writeback)
             engine.cache.preload(range(engine.stats.slots))
-            forward(engine.cache, 2, 0, 1)
-            total = engine.stats.total()
+            forward(engine.cache, 1, 2, 3)
+            total = engine.live_stats().total()
             busy.append(total.link_s)
             assert total.writeback_link_s == pytest.approx(total.link_s / 2 if writeback else 0.0)
         assert busy[1] == pytest.approx(2 * busy[0])
@@ -220,7 +227,8 @@ def replayed(trace: Trace, preset: str, budget: float = 0.4) -> tuple[EngineStat
     chosen, header = load_policy(preset), trace.header
     step = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3)
     engine = engine_of(chosen, header, step, budget, eviction_of(chosen, header), None)
-    return engine.stats, serve(engine, trace.requests()).tpot_s
+    tpot_s = serve(engine, trace.requests()).tpot_s
+    return engine.live_stats(), tpot_s
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
+from tiermoe.actors.core._core import Governor
 from tiermoe.actors.policies.baselines import (
     ActivationMatrixPrefetch,
     MatrixCollection,
@@ -24,7 +25,6 @@ from tiermoe.actors.policies.prefetch import (
     LayerwisePrefetch,
     NextGatePrefetch,
     PopularityPrefetch,
-    PrefetchGovernor,
     Span,
     Wanted,
     WantedKeys,
@@ -101,11 +101,11 @@ def test_native_ranking_refuses_what_are_no_scores(scores: NDArray[Any]) -> None
         _cpu.rank_by_votes(np.zeros((1, 4), np.float32), 0, 0)
 
 
-def governor(min_useful: float = 0.5) -> PrefetchGovernor:
-    return PrefetchGovernor(min_useful, window=4, rest=3)
+def governor(min_useful: float = 0.5) -> Governor:
+    return Governor(min_useful, window=4, rest=3)
 
 
-def answers(tested: PrefetchGovernor, layers: int) -> list[bool]:
+def answers(tested: Governor, layers: int) -> list[bool]:
     return [tested.allows() for _ in range(layers)]
 
 
@@ -164,7 +164,7 @@ def test_what_was_prefetched_before_the_rest_is_not_held_against_the_next_window
     st.integers(1, 5),
 )
 def test_follows_the_transcription(events: list[str], min_useful: float, window: int, rest: int) -> None:
-    tested = PrefetchGovernor(min_useful, window, rest)
+    tested = Governor(min_useful, window, rest)
     outcomes: list[bool] = []
     layers_to_rest, fresh = 0, False
     for event in events:

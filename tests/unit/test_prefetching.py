@@ -18,7 +18,7 @@ from fake_engine import (
     Block,
     FakeCache,
     FakeShards,
-    Resting,
+    at_rest,
     blocks_of,
     hidden_rows,
     make_routers,
@@ -29,6 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from tiermoe.actors.core._core import Governor
 from tiermoe.actors.engine.make_policies import gate_probes
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.serving.streams import SequenceRows
@@ -37,7 +38,6 @@ from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.prefetch import (
     LayerSeen,
     NextGatePrefetch,
-    PrefetchGovernor,
     PrefetchPolicy,
     RandomPrefetch,
     Span,
@@ -199,7 +199,7 @@ def test_sequences_end_between_forwards(routers: list[torch.Tensor]) -> None:
 
 
 def test_while_prefetch_rests_only_those_that_learn_are_asked(routers: list[torch.Tensor]) -> None:
-    cache = FakeCache(Resting(0.5))
+    cache = FakeCache(at_rest())
     learning = Scripted([Wanted(8, 1.0)])
     tested = prefetching(learning, cache, routers)
     tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
@@ -216,7 +216,7 @@ def test_while_prefetch_rests_only_those_that_learn_are_asked(routers: list[torc
 
 
 def test_shards_are_told_of_what_is_theirs_even_while_the_lead_rests(routers: list[torch.Tensor]) -> None:
-    for governor, mine in ((PrefetchGovernor(0.0), [8, 6]), (Resting(0.5), None)):
+    for governor, mine in ((Governor(), [8, 6]), (at_rest(), None)):
         cache, shards = FakeCache(governor), FakeShards()
         tested = prefetching(Scripted([Wanted(k, -float(k)) for k in (9, 8, 7, 6)]), cache, routers, shards)
         tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
@@ -298,7 +298,7 @@ def test_a_mute_router_is_not_foreseen(routers: list[torch.Tensor]) -> None:
 
 
 def test_while_prefetch_rests_scores_are_made_for_who_records_them_only(routers: list[torch.Tensor]) -> None:
-    cache, seen = FakeCache(Resting(0.5)), []
+    cache, seen = FakeCache(at_rest()), []
     tested = prefetching(SpeculativePrefetch(LAYERS, EXPERTS, 2), cache, routers)
     for layer in range(LAYERS):
         tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
@@ -392,10 +392,7 @@ def test_a_stateless_policy_is_not_asked_where_nothing_can_be_fetched(
     absent: int | None, routers: list[torch.Tensor]
 ) -> None:
     """Prefetch that cannot pay costs no router: at layer 0 only the experts of layer 1 matter."""
-    cache = FakeCache()
-    for key in range(LAYERS * EXPERTS):
-        if absent is None or key != absent * EXPERTS:
-            cache.residency.reserve(key)
+    cache = FakeCache(held={key for key in range(LAYERS * EXPERTS) if absent is None or key != absent * EXPERTS})
     tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, routers)
     assert tested.idle(0) == (absent != 1)
     tested.layer(0, view_of(hidden_rows(3), torch.zeros(3, 2, dtype=torch.int64)))

@@ -17,19 +17,19 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
+from fake_engine import virtual_cache
 from fake_gpu import FakeGpu
 from quick import quick
 from serving import Group, add_random_profile, greedy, policy, prepared, reference_greedy, serving_group, settings
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine.cache.link_queue import LinkQueue
+from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.engine.peers.shards import PeerCaches, ShardResidency, owners
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.adapmoe import Rerouted, RerouteView
 from tiermoe.actors.policies.context_ndp import PlacementOptions
-from tiermoe.actors.policies.residency import Residency
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.shard_worker import ShardWorker
@@ -240,12 +240,12 @@ def test_a_shard_computes_on_its_own_gpu(olmoe: Tiny, monkeypatch: pytest.Monkey
         assert {9, 11} <= set(shard.engine.cache.residency.held())
 
 
+@pytest.mark.usefixtures("copies_in_python")  # Python does not see the link's thread
 def test_a_shard_without_a_way_for_rows_leaves_no_thread(olmoe: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device) -> NoReturn:
         raise RuntimeError("no pinned memory")
 
     monkeypatch.setattr(shard_module, "activations_of", fail)
-    monkeypatch.setattr(LinkQueue, "supports", lambda *args: False)  # whose thread Python does not see
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="no pinned memory"):
         ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, LocalDirectory())
@@ -291,7 +291,7 @@ def test_sums_follow_the_norm_after_each_expert(olmoe: Tiny) -> None:
         )  # fmt: skip
         worker.engine._layers[0].post = torch.nn.LayerNorm(32)
         found = torch.tensor(worker.engine.run(batch).partial)
-        gate_up, down = worker.engine.cache._map._weights[0].tensors
+        gate_up, down = worker.engine.cache.where._weights[0].tensors
         expected = torch.zeros(3, 32)
         for expert, row, weight in ((1, 0, 0.5), (1, 2, 0.25), (3, 1, 1.0), (3, 2, 2.0)):
             pre = gate_up[expert].float() @ hidden[row]  # [I, 2]
@@ -335,26 +335,30 @@ def test_a_shard_of_another_group_is_not_taken(olmoe: Tiny, monkeypatch: pytest.
 L, E, G = 2, 6, 3
 
 
-def residency(*keys: int, slots: int = 4) -> Residency:
-    out = Residency(L * E, slots, 1)
-    for key in keys:
-        out.publish(out.reserve(key))
-    return out
+def holding(*keys: int) -> ExpertCache:
+    found = virtual_cache(L, E, slots=4)
+    found.preload(keys)
+    return found
+
+
+def told(*keys: int, resting: bool = False) -> Any:
+    """What a shard tells that holds these."""
+    return ShardResidency.encode(holding(*keys).residency, resting)
 
 
 @pytest.mark.parametrize("resting", [False, True])
 def test_what_is_told_is_understood(resting: bool) -> None:
-    cache = residency(1, 7, 11)
-    packed = ShardResidency.encode(cache, resting)
+    cache = holding(1, 7, 11)
+    packed = ShardResidency.encode(cache.residency, resting)
     assert packed.nbytes == 2
     held = ShardResidency.decode(packed, L * E)
     assert held is not None
     assert np.flatnonzero(held.here).tolist() == [1, 7, 11]
     assert (held.vacant, held.resting) == (True, resting)
-    cache.reserve(2)  # on its way
-    cache.evict(7)
-    cache.reserve(3)
-    held = ShardResidency.decode(ShardResidency.encode(cache, resting), L * E)
+    cache.prefetch([2])  # on its way
+    cache.leave([7], 1)
+    cache.prefetch([3])
+    held = ShardResidency.decode(ShardResidency.encode(cache.residency, resting), L * E)
     assert held is not None
     assert np.flatnonzero(held.here).tolist() == [1, 2, 3, 11]
     assert not held.vacant
@@ -391,17 +395,17 @@ def _seen(caches: PeerCaches, layer: int, *own: int) -> tuple[list[int], list[in
 def test_the_view_joins_what_each_shard_holds_of_its_own(shards: Any) -> None:
     caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
     assert _seen(caches, 0, 0) == ([0], [0, 1, 2] * 2, [False, True, True])  # nothing told yet
-    one.resident = ShardResidency.encode(residency(1, 7, 10), False)  # 7 and 10 are experts 1 and 4 of layer 1
-    two.resident = ShardResidency.encode(residency(2, 8, 11, 5), False)
+    one.resident = told(1, 7, 10)  # 7 and 10 are experts 1 and 4 of layer 1
+    two.resident = told(2, 8, 11, 5)
     assert _seen(caches, 0, 0, 4) == ([0, 1, 2, 5], [0, 1, 2] * 2, [False, True, False])  # 4 is not run on the lead
     assert _seen(caches, 1) == ([1, 2, 4, 5], [0, 1, 2] * 2, [False, True, False])
-    two.resident = ShardResidency.encode(residency(2), False)
+    two.resident = told(2)
     assert _seen(caches, 1) == ([1, 4], [0, 1, 2] * 2, [False, True, False])  # it was full once
 
 
 def test_prefetches_since_the_last_answer_are_on_their_way(shards: Any) -> None:
     caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
-    one.resident, two.resident = ShardResidency.encode(residency(1), False), ShardResidency.encode(residency(2), True)
+    one.resident, two.resident = told(1), told(2, resting=True)
     one.asked, two.asked = {4, 10}, {5, 11}  # experts 4 and 5 of both layers; shard 2 rests
     assert _seen(caches, 0)[0] == [1, 2, 4]
     assert _seen(caches, 1)[0] == [4]
@@ -409,14 +413,14 @@ def test_prefetches_since_the_last_answer_are_on_their_way(shards: Any) -> None:
 
 def test_experts_of_a_lost_shard_are_where_the_lead_has_them(shards: Any) -> None:
     caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
-    one.resident = ShardResidency.encode(residency(1, 4, 7, 10), False)
-    two.resident = ShardResidency.encode(residency(2, 5, 8, 11), False)
+    one.resident = told(1, 4, 7, 10)
+    two.resident = told(2, 5, 8, 11)
     assert _seen(caches, 0, 0)[2] == [False, False, False]
     one.available = False
     assert _seen(caches, 0, 0, 4) == ([0, 2, 4, 5], [0, 0, 2] * 2, [False, False, False])
     one.available, one.connections, one.resident, one.asked = True, 2, None, set()  # restarted: empty, it seems
     assert _seen(caches, 0, 0, 4) == ([0, 2, 5], [0, 1, 2] * 2, [False, True, False])
-    one.resident = ShardResidency.encode(residency(1), False)
+    one.resident = told(1)
     assert _seen(caches, 0, 0)[2] == [False, True, False]
 
 

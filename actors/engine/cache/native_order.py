@@ -167,7 +167,7 @@ class NativeWorth(NativeOrder, WorthOrder):
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         # Shares make who goes depend on who may, so the order needs the whole mask. `Residency.evictable` looks one up.
         mask = getattr(evictable, "__self__", None)
-        if not isinstance(mask, bytearray):
+        if not isinstance(mask, bytes | bytearray):
             mask = bytearray(map(bool, map(evictable, range(self._layers * self._experts))))
         return _cpu.worth_victims(self.handle, count, mask)
 
