@@ -242,12 +242,13 @@ def runs_on(preset: str, script: str) -> bool:
     return settings.prefetch.kind != "blend" and not (one and SCRIPTS[script].gpus > 1)
 
 
-def _engine(preset: str, trace: Trace, script: Script) -> SimulatedEngine:
+def engine_of(preset: str, trace: Trace, script: Script, check: bool = True, **machine: Any) -> SimulatedEngine:
     settings, header, artifacts = load_policy(preset), trace.header, _artifacts(trace.header)
     budget = 1.0 if settings.preload == "all" else BUDGET
-    machine = Machine(
+    scripted = Machine(
         name="scripted", forward_s=TICK, dense_s=script.dense * TICK, dense_row_s=0.0, expert_s=script.expert * TICK,
         expert_row_s=0.0, ndp=_NEAR if settings.uses_ndp else None, link_gbps=1.0, gpus=script.gpus, peer_us=0.0,
+        **machine,
     )  # fmt: skip
     eviction = eviction_of(settings, header)
     context = context_of(header, predictors=_predictors(header, settings.prefetch), eviction=eviction)
@@ -261,8 +262,8 @@ def _engine(preset: str, trace: Trace, script: Script) -> SimulatedEngine:
         rerouting = make_rerouting(settings, header.layers, header.experts, True, artifacts, header.slot_bytes)
     counts = np.arange(header.layers * header.experts, dtype=np.int64).reshape(header.layers, -1) * 7 % 31
     engine = SimulatedEngine(
-        header, machine, budget, eviction, prefetch,
-        settings.prefetch.min_useful, check=True,
+        header, scripted, budget, eviction, prefetch,
+        settings.prefetch.min_useful, check=check,
         cut=None if settings.split.kind == "off" else first_cut(header, settings, budget),
         pre_evict=make("pre_evict", settings.pre_evict, context), rerouting=rerouting, low_bit=settings.low_bit,
         writeback=settings.evict_writeback, adaptive=settings if settings.split.kind == "adaptive" else None,
@@ -287,7 +288,7 @@ def decide(trace: Path, preset: str, script: str, batch: int) -> tuple[Log, dict
     """A preset's decisions on the trace, and its counters; zero is left out."""
     found, log = Trace(trace), Log()
     with _scripted(SCRIPTS[script], log, found.header):
-        engine = _engine(preset, found, SCRIPTS[script])
+        engine = engine_of(preset, found, SCRIPTS[script])
         serve(engine, found.requests(), batch)
     record = engine.live_stats().as_dict()
     return log, {name: record[name] for name in COUNTERS if record[name]}

@@ -197,6 +197,12 @@ class Core {
     std::vector<std::uint8_t>& evictable() { return evictable_; }
     std::vector<std::int32_t>& slots() { return slot_; }
     std::vector<std::int32_t>& pins() { return pins_; }
+    // Whether all of these are loading or resident.
+    bool there(Segment first, Segment stop) const {
+        for (Segment s = first; s < stop; ++s)
+            if (!states_[s]) return false;
+        return true;
+    }
     State state(Segment s) const { return static_cast<State>(states_[s]); }
     std::int64_t layer_of(Segment s) const { return s % layout_.keys() / layout_.experts; }
     std::int64_t class_of(Segment s) const { return layout_.class_of.empty() ? 0 : layout_.class_of[s]; }

@@ -14,6 +14,7 @@
 #include "python.hpp"
 #include "thread_link.hpp"
 #include "virtual_link.hpp"
+#include "virtual_run.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -23,6 +24,10 @@ namespace {
 
 template <typename T>
 using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+using Ids = nb::ndarray<const std::int64_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;         // [L, T, K]
+using Next = nb::ndarray<const std::int64_t, nb::ndim<4>, nb::c_contig, nb::device::cpu>;        // [T, L, D, P]
+using NextScores = nb::ndarray<const double, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 
 template <typename T, typename V>
 Array<T> view(V& values, nb::handle owner) {
@@ -232,6 +237,33 @@ NB_MODULE(_core, m) {
             found.append(nb::make_tuple(s.wait, s.layer, s.segment, static_cast<int>(s.cause), s.start_s, s.end_s, s.link_s));
         return found;
     });
+    nb::class_<ByScores>(m, "ByScores")
+        .def("__init__", [](ByScores* made, bool by_votes, std::int64_t distance, std::int64_t top, bool always,
+                            bool synchronous, std::uint8_t source) {
+            new (made) ByScores{by_votes, distance, top, always, synchronous, source};
+        }, "by_votes"_a, "distance"_a, "top"_a, "always"_a, "synchronous"_a, "source"_a);
+    nb::class_<VirtualRun>(m, "VirtualRun")
+        .def("__init__", [](VirtualRun* made, Core& core, VirtualLink& link, Clock& clock, double expert_s,
+                            double expert_row_s, double share, double load_byte_s, double miss_s, std::int64_t neurons) {
+            new (made) VirtualRun(core, link, clock, {expert_s, expert_row_s, share, load_byte_s, miss_s, neurons});
+        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), "core"_a, "link"_a, "clock"_a,
+           "expert_s"_a, "expert_row_s"_a, "share"_a, "load_byte_s"_a, "miss_s"_a, "neurons"_a)
+        .def("forward", [](VirtualRun& run, Ids ids, double dense_s, const Segments& keep, std::optional<Next> next_ids,
+                           std::optional<NextScores> next_scores, const ByScores* scores, decltype(Calls::routed) routed,
+                           decltype(Calls::ahead) ahead, decltype(Calls::scored) scored, decltype(Calls::ran) ran) {
+            Recorded recorded{ids.data(), static_cast<std::int64_t>(ids.shape(1)), static_cast<std::int64_t>(ids.shape(2)),
+                              dense_s, nullptr, nullptr, 0, 0};
+            if (scores) {
+                if (!next_ids || !next_scores) throw std::invalid_argument("a prefetch by scores needs them");
+                recorded.next_ids = next_ids->data();
+                recorded.next_scores = next_scores->data();
+                recorded.distances = static_cast<std::int64_t>(next_ids->shape(2));
+                recorded.picks = static_cast<std::int64_t>(next_ids->shape(3));
+            }
+            const Calls calls{std::move(routed), std::move(ahead), std::move(scored), std::move(ran)};
+            run.forward(recorded, keep, scores, calls);
+        }, "ids"_a, "dense_s"_a, "keep"_a, "next_ids"_a.none(), "next_scores"_a.none(), "scores"_a.none(), "routed"_a.none(),
+           "ahead"_a.none(), "scored"_a.none(), "ran"_a.none());
     nb::class_<AskedLog>(m, "AskedLog").def(nb::init<>()).def("take", [](AskedLog& log) {
         nb::list found;
         for (const auto& a : log.asked) found.append(nb::make_tuple(std::string(1, a.what), a.segment, a.slot));

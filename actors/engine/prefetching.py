@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels import _cpu
+from ..core import _core
 from ..policies.moepic import SpeculativePrefetch
 from ..policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Ranking, Span, Wanted, runs
 from ..policies.prefetch_trials import DecodeForward, PrefetchTrials
@@ -138,6 +139,19 @@ class Prefetching:
         if self._loads_bottoms:
             return False
         return not any(starmap(self._cache.residency.absent, reach))
+
+    def by_scores(self) -> _core.ByScores | None:
+        """What native code needs to prefetch by recorded scores of later routers; None: the policy does otherwise.
+
+        At the last layer a policy that wraps is asked itself.
+        """
+        policy = self.policy
+        votes = type(policy) is NextGatePrefetch
+        if not (votes or type(policy) is SpeculativePrefetch) or self._shards is not None:
+            return None
+        always = self.on_predicted is not None or self._loads_bottoms
+        number = self._cache.number_of(policy.name)
+        return _core.ByScores(votes, policy.distance, policy.top, always, policy.synchronous, number)
 
     def reaches(self, index: int) -> bool:
         """Whether the policy prefetches for any layer at this one."""

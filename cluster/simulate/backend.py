@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...actors.core import _core
 from ...actors.core._core import Clock, VirtualLink
+from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.dispatch import ExpertRunner, Spans
 from ...actors.engine.host_view import Asked, Routing
-from ...actors.engine.layer import MoeLayer
-from ...actors.engine.prefetching import NATIVE
+from ...actors.engine.layer import Hooks, MoeLayer, Placer
+from ...actors.engine.prefetching import NATIVE, Prefetching
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, Span
 from .machine import Machine
@@ -119,7 +121,14 @@ class RecordedForward:
         self.ids = ids.transpose(1, 0, 2).astype(np.int64, "C")
         self.weights = weights.transpose(1, 0, 2).astype(np.float32, "C")
         self.alone: list[list[int]] = self.ids[:, 0].tolist() if self.tokens == 1 else []
+        self.top_k = ids.shape[2]
         self._ahead: dict[int, tuple[int, NDArray[np.float64]]] = {}  # by distance: a layer, scores [n, T, E] from it
+
+    def next_scores(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Experts that later routers pick on each layer's input, and their scores [T, L, D, K], as of `scattered`."""
+        ids, probabilities = self._next
+        scores = probabilities - 1e-10 * np.arange(ids.shape[-1])
+        return ids.astype(np.int64, "C"), np.ascontiguousarray(scores, np.float64)
 
     def lookahead(self, layer: int, distance: int) -> NDArray[np.float64] | None:
         """`Iteration.lookahead` [T, E]; past the last layer of each sequence's last row [S, E]."""
@@ -201,10 +210,10 @@ class RecordedBackend:
 
     def begin_forward(self, rows: int, context: int) -> None:
         """context: tokens whose keys and values each layer reads."""
-        self.context, self._dense_s = context, self._machine.dense(rows, context)
+        self.context, self.dense_s = context, self._machine.dense(rows, context)
 
     def look(self, layer: int, weighed: bool, forward: Any) -> Any:
-        self._compute.run(self._dense_s)
+        self._compute.run(self.dense_s)
         return RecordedLayer(layer, forward)
 
     def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> list[SimulatedTask]:
@@ -224,6 +233,61 @@ class RecordedBackend:
         self._runner.run(step.index, plan, spans, _NOWHERE, _NOWHERE, routing.top_k, step.kernel, _NOWHERE)
         if tasks:
             join(tasks, self._clock, self.host, step.cache.stats.layers[step.index])
+
+
+class RecordedRun:
+    """Runs the layers of recorded forwards in one call (`core::VirtualRun`): all experts here, no routing changed.
+
+    Prefetch by the next routers' recorded scores is part of it; other hooks are called at their place in each layer.
+    """
+
+    def __init__(
+        self, cache: ExpertCache, clock: Clock, machine: Machine, neurons: int, hooks: Hooks, placer: Placer
+    ) -> None:
+        self._placer, self._hooks, self._last = placer, hooks, len(cache.stats.layers) - 1
+        self._prefetch = hooks.ahead[0] if len(hooks.ahead) == 1 and isinstance(hooks.ahead[0], Prefetching) else None
+        self._run = _core.VirtualRun(
+            cache.core, cast(VirtualLink, cache.link), clock, machine.expert_s, machine.expert_row_s,
+            machine.kernel_share, machine.load_s / cache.residency.slot_bytes, machine.miss_s, neurons,
+        )  # fmt: skip
+
+    def forward(self, forward: RecordedForward, dense_s: float) -> None:
+        """All layers; the clock goes on. dense_s: of the dense part of each."""
+        hooks, prefetch = self._hooks, self._prefetch
+        scores = None if prefetch is None else prefetch.by_scores()
+        views: list[RecordedLayer | None] = [None]  # of the present layer, once a hook has read it
+
+        def view(layer: int) -> RecordedLayer:
+            if (found := views[0]) is None or found.index != layer:
+                found = views[0] = RecordedLayer(layer, forward)
+            return found
+
+        def routed(layer: int, experts: list[int], counts: list[int]) -> None:
+            for watcher in hooks.watch:
+                watcher.routed(layer, Routing(forward.tokens, forward.top_k, experts, counts, (), _NOWHERE, _NOWHERE))
+
+        def ahead(layer: int) -> None:
+            for hook in hooks.ahead:
+                hook.layer(layer, view(layer))
+
+        def scored(layer: int) -> None:
+            if prefetch is not None and prefetch.on_predicted is not None and layer < self._last:
+                found = forward.lookahead(layer, 1)
+                if found is not None:
+                    prefetch.on_predicted(layer + 1, found)
+
+        def ran(layer: int) -> None:
+            for watcher in hooks.watch:
+                watcher.ran(layer)
+
+        calls_ahead = hooks.ahead and (scores is None or (prefetch is not None and prefetch.policy.wraps))
+        tells = prefetch is not None and prefetch.on_predicted is not None
+        next_ids, next_scores = (None, None) if scores is None else forward.next_scores()
+        self._run.forward(
+            forward.ids, dense_s, list(self._placer.keep), next_ids, next_scores, scores,
+            routed if hooks.watch else None, ahead if calls_ahead else None, scored if tells else None,
+            ran if hooks.watch else None,
+        )  # fmt: skip
 
 
 class ShardBackend(RecordedBackend):

@@ -48,6 +48,7 @@ from .backend import (
     Parts,
     RecordedBackend,
     RecordedForward,
+    RecordedRun,
     ShardBackend,
     TimedKernel,
     TimedReplicas,
@@ -192,6 +193,13 @@ class SimulatedEngine:
             for i in range(header.layers)
         ]
         self._placer.preload()
+        self._run = None if check else self._make_run(hooks, rerouting is not None or low_bit is not None, neurons)
+
+    def _make_run(self, hooks: Hooks, reroutes: bool, neurons: int) -> RecordedRun | None:
+        """What runs all layers of a forward; None: they run one by one, as the engine's (`MoeLayer.forward`)."""
+        if reroutes or not self._placer.local:
+            return None
+        return RecordedRun(self.cache, self.clock, self.machine, neurons, hooks, self._placer)
 
     def _shard(
         self, owned: int, eviction: EvictionPolicy, min_useful: float, check: bool
@@ -334,6 +342,9 @@ class SimulatedEngine:
             self._context[name] = self._context.get(name, 0) + len(part.tokens)
         forward = RecordedForward(parts)
         self._backend.begin_forward(forward.tokens, sum(self._context[name] for name, _ in parts))
+        if self._run is not None and not any(layer.observers for layer in self.layers):
+            self._run.forward(forward, self._backend.dense_s)
+            return
         for layer in self.layers:
             layer.forward(forward)
 

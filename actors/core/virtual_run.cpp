@@ -1,0 +1,134 @@
+#include "virtual_run.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "../../kernels/cpu/rank.hpp"
+
+namespace tiermoe::core {
+
+void VirtualRun::forward(const Recorded& recorded, const Segments& keep, const ByScores* scores, const Calls& calls) {
+    rows_.assign(static_cast<std::size_t>(core_.layout().experts), 0);
+    for (std::int64_t i = 0; i < core_.layout().layers; ++i) {
+        try {
+            layer(i, recorded, keep, scores, calls);
+        } catch (...) {
+            core_.abandon();
+            throw;
+        }
+    }
+}
+
+// Kernels that take so long without a copy beside them.
+void VirtualRun::compute(double seconds) {
+    if (costs_.share < 1)
+        while (seconds > 0) {
+            const double end_s = link_.busy_until();
+            if (end_s < 0) break;
+            const double whole_s = seconds / costs_.share, left_s = end_s - clock_.now_s;
+            const double beside_s = std::min(whole_s, left_s);
+            clock_.now_s = beside_s < whole_s ? end_s : clock_.now_s + beside_s;
+            seconds -= beside_s * costs_.share;
+        }
+    if (seconds > 0) clock_.now_s += seconds;
+}
+
+// The experts that the layer needs, as `Routing.experts`: as picked for one token, else rising; and the rows of each.
+void VirtualRun::sort(std::int64_t layer, const Recorded& recorded) {
+    const std::int64_t experts = core_.layout().experts, pairs = recorded.tokens * recorded.top_k;
+    const std::int64_t* ids = recorded.ids + layer * pairs;
+    used_.clear();
+    for (std::int64_t i = 0; i < pairs; ++i) {
+        if (ids[i] < 0 || ids[i] >= experts) throw std::invalid_argument("there is no such expert: " + std::to_string(ids[i]));
+        if (!rows_[ids[i]]++) used_.push_back(ids[i]);
+    }
+    if (recorded.tokens > 1) std::sort(used_.begin(), used_.end());
+    keys_.clear();
+    counts_.clear();
+    for (std::int64_t e : used_) {
+        keys_.push_back(layer * experts + e);
+        counts_.push_back(rows_[e]);
+    }
+}
+
+double VirtualRun::kernels(std::int64_t first, std::int64_t stop) const {
+    const Layout& layout = core_.layout();
+    const auto experts = [this](std::int64_t count, std::int64_t rows) {
+        return static_cast<double>(count) * costs_.expert_s + static_cast<double>(rows - count) * costs_.expert_row_s;
+    };
+    const auto rows = [&](std::int64_t i) { return rows_[core_.present().run[i] % layout.experts]; };
+    if (!layout.split || layout.units[core_.present().run[first]] == costs_.neurons) {
+        std::int64_t pairs = 0;
+        for (std::int64_t i = first; i < stop; ++i) pairs += rows(i);
+        return experts(stop - first, pairs);
+    }
+    double seconds = 0.0;
+    for (std::int64_t i = first; i < stop; ++i)
+        seconds += experts(1, rows(i)) *
+                   (static_cast<double>(layout.units[core_.present().run[i]]) / static_cast<double>(costs_.neurons));
+    return seconds;
+}
+
+// False: the scores are not recorded.
+bool VirtualRun::prefetch(std::int64_t layer, const Recorded& recorded, const ByScores& scores) {
+    const std::int64_t layers = core_.layout().layers, experts = core_.layout().experts;
+    const std::int64_t stop = std::min(layer + 1 + scores.distance, layers);
+    const bool allowed = core_.governor().allows();
+    if (!scores.always) {
+        if (!allowed || layer + 1 >= stop) return false;
+        if (!scores.synchronous && core_.there((layer + 1) * experts, stop * experts)) return false;
+    }
+    Segments wanted, nearer;
+    const bool several = stop - layer > 2;
+    for (std::int64_t later = layer + 1; later < stop && later - layer <= recorded.distances; ++later) {
+        const std::int64_t distance = later - layer - 1;
+        const auto read = [&](std::int64_t t, std::vector<double>& row) {
+            std::fill(row.begin(), row.end(), -std::numeric_limits<double>::infinity());
+            const std::int64_t at = ((t * layers + layer) * recorded.distances + distance) * recorded.picks;
+            for (std::int64_t k = 0; k < recorded.picks; ++k) row[recorded.next_ids[at + k]] = recorded.next_scores[at + k];
+        };
+        Ranked found = rank_experts(recorded.tokens, experts, scores.top, scores.by_votes, read);
+        if (!scores.by_votes) found = positive(std::move(found));
+        Segments run;
+        for (int e : found.experts) run.push_back(later * experts + e);
+        if (run.empty() || !allowed) continue;
+        core_.prefetch(run, nearer, scores.source);
+        wanted.insert(wanted.end(), run.begin(), run.end());
+        if (several) nearer.insert(nearer.end(), run.begin(), run.end());
+    }
+    if (scores.synchronous && allowed) core_.finish_prefetch(wanted, layer);
+    return true;
+}
+
+void VirtualRun::layer(std::int64_t layer, const Recorded& recorded, const Segments& keep, const ByScores* scores,
+                       const Calls& calls) {
+    compute(recorded.dense_s);
+    core_.arrive(layer);
+    sort(layer, recorded);
+    const Segments& needed = core_.open(layer, keys_, counts_, recorded.tokens, {});
+    if (calls.routed) calls.routed(layer, used_, counts_);
+    const Plan& plan = core_.plan(needed, keep);
+    const bool misses = plan.resident < static_cast<std::int64_t>(plan.run.size());
+    core_.begin();
+    core_.load();
+    if (scores && (layer + 1 < core_.layout().layers || !calls.ahead)) {
+        if (prefetch(layer, recorded, *scores) && calls.scored) calls.scored(layer);
+    } else if (calls.ahead) {
+        calls.ahead(layer);
+    }
+    double host_s = static_cast<double>(link_.submitted_bytes() - submitted_) * costs_.load_byte_s;  // of prefetches, too
+    if (misses) host_s += costs_.miss_s;
+    submitted_ = link_.submitted_bytes();
+    if (host_s != 0) clock_.now_s += host_s;
+    while (true) {
+        const auto [first, stop] = core_.next();
+        if (first == stop) break;
+        compute(kernels(first, stop));
+    }
+    core_.close();
+    for (std::int64_t e : used_) rows_[e] = 0;
+    if (calls.ran) calls.ran(layer);
+}
+
+}  // namespace tiermoe::core
