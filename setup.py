@@ -105,6 +105,7 @@ setup(
                 "actors/core/nanobind.cpp",
                 "actors/core/thread_link.cpp",
                 "actors/core/virtual_link.cpp",
+                "actors/core/virtual_run.cpp",
                 # the orders of eviction, rules, and the copying thread; its own copies, compiled as the core is
                 "kernels/cpu/importance.cpp",
                 "kernels/cpu/link.cpp",
@@ -121,6 +122,7 @@ setup(
                 "actors/core/python.hpp",
                 "actors/core/thread_link.hpp",
                 "actors/core/virtual_link.hpp",
+                "actors/core/virtual_run.hpp",
                 "kernels/cpu/cores.hpp",
                 "kernels/cpu/counts.hpp",
                 "kernels/cpu/expert_ffn.hpp",
