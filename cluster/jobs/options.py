@@ -25,9 +25,9 @@ from ...actors.policies.sharding import owned_experts
 from ...actors.settings import EngineSettings, budget_bytes, check_published
 from ...actors.store.format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError, size
+from ..checkpoints.hub import located
+from ..checkpoints.quantization import published_as
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config, on_this_machine
-from ..hub import located
-from ..quantization import published_as
 from ..ray_auth import adopt_mode
 from ..yaml_file import option_name
 from .prepare.needs import check_artifacts, make_missing

@@ -19,9 +19,9 @@ from rich.console import Console
 
 from ...actors.requests import SamplingParams
 from ...errors import RequestError, reason
+from ..checkpoints.hub import locate
 from ..config import RunConfig
 from ..host import cpu, now, shown, versions
-from ..hub import locate
 from ..llm import LLM, Completion, TextStream
 from ..prompt import encode_prompt, load_tokenizer, sampling_params
 from ..report.files import check_writable, write_timeline

@@ -17,8 +17,8 @@ from ...proto.tls import TlsFiles
 from ..api.keys import read_keys
 from ..api.request_log import check_file
 from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
+from ..checkpoints.hub import locate
 from ..config import RunConfig
-from ..hub import locate
 from ..report.steps import Steps
 from ..yaml_file import explain, merged, read_yaml
 from .ending import BoundedEnd

@@ -15,7 +15,7 @@ from hub_server import HubServer, Served, hub_server
 from huggingface_hub import constants
 
 from tiermoe.actors.store.format import read_manifest
-from tiermoe.cluster import hub
+from tiermoe.cluster.checkpoints import hub
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import load_run_config
 from tiermoe.cluster.jobs.bench.serving import run_config

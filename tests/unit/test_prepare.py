@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import layer_name, read_manifest
+from tiermoe.cluster.checkpoints.plan import ExpertsModule
 from tiermoe.cluster.jobs.prepare import convert, default_store_dir, ensure_prepared, is_store, prepare
 from tiermoe.cluster.jobs.prepare.command import prepare_command
-from tiermoe.cluster.jobs.prepare.plan import ExpertsModule
 from tiermoe.errors import CheckpointError, ConfigError, StoreError, UnsupportedModelError
 
 torch.set_num_threads(1)
@@ -113,7 +113,7 @@ def test_sharded_bfloat16_checkpoint(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_blocks_smaller_than_a_tensor(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermoe.cluster.jobs.prepare.plan.BLOCK_BYTES", 300)
+    monkeypatch.setattr("tiermoe.cluster.checkpoints.plan.BLOCK_BYTES", 300)
     assert_same_as_transformers(qwen, prepare(qwen, tmp_path / "store", progress=False))
 
 

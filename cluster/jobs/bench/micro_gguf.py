@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from ....actors.requests import Generation, GenerationRequest, SamplingParams, TokenLogprob
 from ....errors import ConfigError, RuntimeFailure
-from ...gguf_header import read_gguf_header
+from ...checkpoints.gguf_header import read_gguf_header
 from .llama import INSTALL, LlamaCpp, missing, quantize_gguf, write_gguf
 from .metrics import Bar, Report
 from .micro import Gguf

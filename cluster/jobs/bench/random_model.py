@@ -106,7 +106,7 @@ def save_published(form: Form, shape: MoeShape, folder: Path, distinct: int | No
         save_gguf_blocks(config, dense, experts, folder / "model.gguf", kind)
         return folder
     quantize, quantization = _quantizer(form)
-    from ..prepare.plan import raw_bytes, type_code
+    from ...checkpoints.plan import raw_bytes, type_code
     from ..prepare.writer import write_tensors
 
     quantized: dict[int, Tensors] = {}  # experts that come again

@@ -12,9 +12,9 @@ import typer
 from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError
+from ...checkpoints.hub import locate
+from ...checkpoints.quantization import published_as
 from ...host import shown
-from ...hub import locate
-from ...quantization import published_as
 from ...simulate.trace import HEADER_NAME
 from ..profile.command import ProfileRequest, profile_request
 from .calibration import read_texts, shipped_calibration

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....actors.store.format import part_bytes
-from ....actors.store.published import LayerMap, runs_of
-from ....errors import CheckpointError, FormError, UnsupportedModelError
-from ....kernels.forms import DTYPES, ExpertForm, MatrixForm
-from ...checkpoint_files import OTHER_CONFIG, compare_hash
-from ...gguf_header import EXPERT_REMEDY
+from ...actors.store.format import part_bytes
+from ...actors.store.published import LayerMap, runs_of
+from ...errors import CheckpointError, FormError, UnsupportedModelError
+from ...kernels.forms import DTYPES, ExpertForm, MatrixForm
 from .checkpoint import Entry, TensorEntry, read_bytes
+from .gguf_header import EXPERT_REMEDY
+from .matrices import QuantizedEntry, Raw, plain_form
 from .plan import ExpertsModule, Group, Plan
-from .published import QuantizedEntry, Raw, plain_form
+from .weight_files import OTHER_CONFIG, compare_hash
 
 _REMEDY = "pass another release of the model, such as its bfloat16 one"
 

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....actors.store.format import TensorSpec, first_problem
-from ....errors import CheckpointError, FormError, UnsupportedModelError
-from ....kernels.forms import DTYPES, MatrixForm, ceil_div
-from ....kernels.repack import needs_order, repack_awq, repack_compressed_tensors, repack_gptq
-from ...checkpoint_files import CONFIG, OTHER_CONFIG, compare_hash
-from ...quantization import FP8_SCALES, Layout, Quantization, Scheme
+from ...actors.store.format import TensorSpec, first_problem
+from ...errors import CheckpointError, FormError, UnsupportedModelError
+from ...kernels.forms import DTYPES, MatrixForm, ceil_div
+from ...kernels.repack import needs_order, repack_awq, repack_compressed_tensors, repack_gptq
 from .checkpoint import TensorEntry, read_bytes
+from .quantization import FP8_SCALES, Layout, Quantization, Scheme
+from .weight_files import CONFIG, OTHER_CONFIG, compare_hash
 
 Raw = dict[str, NDArray[Any]]
 Repack = Callable[[MatrixForm, Raw], Raw]

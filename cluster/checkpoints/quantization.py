@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ..actors.store.format import first_problem
-from ..errors import CheckpointError, FormError, UnsupportedModelError
-from ..kernels.forms import FLOATS, ExpertForm, MatrixForm
-from .checkpoint_files import CONFIG, optional_json, read_json_object
+from ...actors.store.format import first_problem
+from ...errors import CheckpointError, FormError, UnsupportedModelError
+from ...kernels.forms import FLOATS, ExpertForm, MatrixForm
+from .weight_files import CONFIG, optional_json, read_json_object
 
 # what tools write beside a config.json without `quantization_config`, and the method that they mean by default
 BESIDE: Mapping[str, str] = {
@@ -49,7 +49,7 @@ class Scheme:
     """How one quantized matrix is published.
 
     Attributes:
-        layout: names and types of its tensors, see `published.SUFFIXES`.
+        layout: names and types of its tensors, see `matrices.SUFFIXES`.
         bits: of an integer code; 0 for floats.
         group: inputs that share a scale; 0: the whole row, or what the kind prescribes.
         zeros: whether it has zero points.

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ....actors.store.format import ITEM_BYTES, MANIFEST_NAME, STAMP_NAME, SourceFile, TensorSpec
-from ....actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
-from ....errors import CheckpointError
-from ...checkpoint_files import (
+from ...actors.store.format import ITEM_BYTES, JOURNAL_NAME, MANIFEST_NAME, STAMP_NAME, SourceFile, TensorSpec
+from ...actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
+from ...errors import CheckpointError
+from ..host import shown
+from .hub import name_of
+from .quantization import Quantization, quantization_of
+from .weight_files import (
     CONFIG,
     INDEX,
     MAX_JSON_BYTES,
@@ -22,14 +25,10 @@ from ...checkpoint_files import (
     read_weights_header,
     weight_files,
 )
-from ...host import shown
-from ...hub import name_of
-from ...quantization import Quantization, quantization_of
-from .writer import JOURNAL_NAME
 
 if TYPE_CHECKING:
-    from ...gguf_header import Header
-    from .published import QuantizedEntry
+    from .gguf_header import Header
+    from .matrices import QuantizedEntry
 
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
@@ -57,7 +56,7 @@ class TensorEntry:
         return math.prod(self.spec.shape[1:]) * ITEM_BYTES[self.spec.dtype]
 
 
-Entry: TypeAlias = "TensorEntry | QuantizedEntry"  # a tensor, plain or (`published`) dequantized when it is read
+Entry: TypeAlias = "TensorEntry | QuantizedEntry"  # quantized ones are dequantized when they are read
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,8 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
 
 
 def _open_gguf(path: Path, config: dict[str, Any]) -> Checkpoint:
-    from ...gguf_header import gguf_files  # the package is only needed for such files
     from .gguf_files import open_weights
+    from .gguf_header import gguf_files  # the package is only needed for such files
 
     found = open_weights([shown(file) for file in gguf_files(path)])
     source = (_small_file(path, CONFIG), *found.source)

@@ -24,8 +24,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ....errors import CheckpointError, UnsupportedModelError
-from ...gguf_header import REWRITE, Header
+from ...errors import CheckpointError, UnsupportedModelError
+from .gguf_header import REWRITE, Header
 
 TOKENS = "tokenizer.ggml.tokens"
 _BESIDE = "put the model's own tokenizer.json beside it"

@@ -1,7 +1,7 @@
 """GGUF files: their header, their tensors as entries of a checkpoint, and a folder with what is beside a checkpoint.
 
     open_weights    header(s) of one file, or of all parts of a split one -> entries by GGUF's names
-    folder_for      a folder in the cache with links to the files, and config.json and the tokenizer: those beside the
+    gguf_folder     a folder in the cache with links to the files, and config.json and the tokenizer: those beside the
                     file, else those of its metadata
 """
 
@@ -17,20 +17,18 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-from ....actors.store.format import SourceFile, TensorSpec
-from ....actors.store.published import head_digest
-from ....errors import CheckpointError, StoreError, UnsupportedModelError
-from ....kernels.forms import BLOCKS, MatrixForm
-from ...checkpoint_files import CONFIG
-from ...gguf_header import SPLIT, Header, Tensor, parts_of, read_experts, read_gguf
+from ...actors.store.format import ITEM_BYTES, SourceFile, TensorSpec
+from ...actors.store.published import head_digest
+from ...errors import CheckpointError, StoreError, UnsupportedModelError
+from ...kernels.forms import BLOCKS, FLOATS, MatrixForm
+from ...proto.private import user_cache
+from ..host import GGUF_CACHE
 from .checkpoint import Entry, TensorEntry
 from .gguf_config import config_of
+from .gguf_header import FORM_OF, SPLIT, Header, Tensor, gguf_files, parts_of, read_experts, read_gguf
 from .gguf_tokenizer import TOKENS, save_settings, save_tokenizer
-from .published import QuantizedEntry, Raw
-
-_FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
-_KINDS = {8: "q8_0", 2: "q4_0", 12: "q4_k", 13: "q5_k", 14: "q6_k", 39: "mxfp4_gguf"}
-_Q5_0 = 6
+from .matrices import QuantizedEntry, Raw
+from .weight_files import CONFIG
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,10 @@ def open_weights(files: list[Path]) -> Gguf:
 
 def _entry(name: str, tensor: Tensor) -> Entry:
     shape, kind, offset, path = tensor
-    if kind in _FLOATS:
-        code, size = _FLOATS[kind]
-        return TensorEntry(path, _spec(name, code, shape, offset, math.prod(shape) * size))
+    form = FORM_OF.get(GGMLQuantizationType(kind))
+    if form in FLOATS:
+        code = FLOATS[form]
+        return TensorEntry(path, _spec(name, code, shape, offset, math.prod(shape) * ITEM_BYTES[code]))
     if len(shape) not in (2, 3):
         raise UnsupportedModelError(
             f"{path.name}: tensor {name!r} of {len(shape)} dimensions is of type {GGMLQuantizationType(kind).name}",
@@ -80,10 +79,9 @@ def _entry(name: str, tensor: Tensor) -> Entry:
     bytes_shape = (*shape[:-1], inputs // block * size)
     raw = {"weight": TensorEntry(path, _spec(name, "U8", bytes_shape, offset, math.prod(bytes_shape)))}
     spec = _spec(name, "F32", shape, 0, 0)
-    if kind in _KINDS:
-        return QuantizedEntry(spec, MatrixForm(_KINDS[kind], outputs, inputs), raw, stack)
-    if kind == _Q5_0:  # the values of a block are those of a block of Q8_0
-        return QuantizedEntry(spec, MatrixForm("q8_0", outputs, inputs), raw, stack, repack=_q5_0_as_q8_0)
+    if form is not None:
+        repack = _q5_0_as_q8_0 if kind == GGMLQuantizationType.Q5_0 else None
+        return QuantizedEntry(spec, MatrixForm(form, outputs, inputs), raw, stack, repack=repack)
     return QuantizedEntry(spec, MatrixForm("float32", outputs, inputs), raw, stack, repack=_Dequantized(kind))
 
 
@@ -120,35 +118,31 @@ class _Dequantized:
         return {"weight": np.ascontiguousarray(values, np.float32)}
 
 
-def type_of(entry: QuantizedEntry) -> str:
-    """GGML's name of an entry's type, where there is no form of it."""
-    kind = entry.repack.kind if isinstance(entry.repack, _Dequantized) else None
-    return entry.form.kind if kind is None else GGMLQuantizationType(kind).name
-
-
 # --- what a checkpoint's folder has beside its weights --------------------------------------------------------------
 
 _FORMAT = 3  # of the folders in the cache: what is made of metadata
 
 
-def folder_for(path: Path, cache: Path) -> Path:
-    """A folder that stands for the checkpoint of a GGUF file: links to it, with config.json and the tokenizer.
+def gguf_folder(path: Path) -> Path:
+    """A folder in the user's cache that stands for a GGUF checkpoint: links to the files, config.json, the tokenizer.
 
     Args:
-        path: the file, or any part of a split one.
-        cache: where such folders are made.
+        path: the file, any part of a split one, or the folder that has it.
 
     Raises:
         CheckpointError: a file is malformed, or a part is missing.
-        UnsupportedModelError: the model is dense, or its metadata is no whole configuration and none is beside it.
+        UnsupportedModelError: the model is dense, a key or the tokenizer is not supported, or the metadata lacks a part
+            of the configuration and no config.json is beside the file.
     """
+    if path.is_dir():
+        path = gguf_files(path)[0]
     files = [file.absolute() for file in parts_of(path)]
     header = read_experts(files)
     own = [file for file in sorted(path.parent.iterdir()) if _is_beside(file)]
     stamp = json.dumps([_FORMAT, *([str(file), (s := file.stat()).st_size, s.st_mtime_ns] for file in [*files, *own])])
     name = SPLIT.fullmatch(path.name)
     stem = path.stem if name is None else name["stem"]
-    folder = cache / f"{stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}" / stem
+    folder = user_cache() / GGUF_CACHE / f"{stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}" / stem
     if (folder / CONFIG).is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -34,14 +34,14 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ....actors.engine.model.model import quiet_logger
-from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
-from ....errors import CheckpointError, UnsupportedModelError
-from ...checkpoint_files import INDEX, OTHER_CONFIG
-from ...host import shown
-from ...quantization import KEYS
+from ...actors.engine.model.model import quiet_logger
+from ...actors.store.format import DTYPE_CODES, ExpertShape, first_problem
+from ...errors import CheckpointError, UnsupportedModelError
+from ..host import shown
 from .checkpoint import Checkpoint, Entry, TensorEntry, read_bytes
-from .published import OF_ACTIVATIONS, PublishedMatrix, QuantizedEntry, join
+from .matrices import OF_ACTIVATIONS, PublishedMatrix, QuantizedEntry, join
+from .quantization import KEYS
+from .weight_files import INDEX, OTHER_CONFIG
 
 BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
 _ROWS = 128  # of quantized matrices: those of a block of FP8

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..actors.store.format import TensorSpec, first_problem, read_header
-from ..errors import CheckpointError
-from .host import shown
+from ...actors.store.format import TensorSpec, first_problem, read_header
+from ...errors import CheckpointError
+from ..host import shown
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _WEIGHTS_KEY, _INDEX_SUFFIX = "transformers_weights", ".safetensors.index.json"

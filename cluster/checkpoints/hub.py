@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from ..errors import CheckpointError
-from .checkpoint_files import CONFIG, INDEX, SINGLE, read_weights_header, weight_files
-from .config import RunConfig, default_model_dir
-from .report.tables import byte_progress, size
+from ...errors import CheckpointError
+from ..config import RunConfig, default_model_dir
+from ..report.tables import byte_progress, size
+from .weight_files import CONFIG, INDEX, SINGLE, read_weights_header, weight_files
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -91,13 +91,13 @@ def locate(model: str | None, need: Need = "text") -> Path:
         return default_model_dir()
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        from .jobs.prepare.job import gguf_folder
+        from .gguf_files import gguf_folder
 
         return gguf_folder(path)
     if path.is_dir():
         found = _snapshot_of(path)
         if any(found.glob("*.gguf")) and not any((found / name).is_file() for name in (SINGLE, INDEX)):
-            from .jobs.prepare.job import gguf_folder
+            from .gguf_files import gguf_folder
 
             return gguf_folder(found)
         return found
@@ -107,7 +107,7 @@ def locate(model: str | None, need: Need = "text") -> Path:
         return path  # `check_model_dir` says what is wrong with it
     repository = Repository(match["repo"], match["revision"] or "main", match["gguf"])
     if repository.gguf is not None:
-        from .jobs.prepare.job import gguf_folder
+        from .gguf_files import gguf_folder
 
         return gguf_folder(_gguf_of(repository))
     cached = _cached(_cache() / _folder(repository.name), repository.revision)

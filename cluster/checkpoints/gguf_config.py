@@ -20,8 +20,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 
-from ....errors import CheckpointError, UnsupportedModelError
-from ...gguf_header import REWRITE, Header, Tensor, tensor_bytes
+from ...errors import CheckpointError, UnsupportedModelError
+from .gguf_header import REWRITE, Header, Tensor, tensor_bytes
 
 _OTHER_FILE = "use another GGUF file of the model, or its safetensors form"
 _Of = str | Callable[[Any], Any]  # a name of transformers' configurations, or what makes the value of one
