@@ -151,9 +151,9 @@ def examine(model_dir: Path) -> tuple[dict[str, Any], ConfigError | None]:
 def doctor_command(
     model: Model = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Measure the host's time of a step too, and keep all for predictions.")
+        bool, typer.Option("--save", help="Also measure the host time of a step, and keep all figures for predictions.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write what --save keeps into this file, too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the figures of --save to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine and say what would fit."""

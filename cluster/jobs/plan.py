@@ -132,7 +132,7 @@ def plan(
 def plan_command(
     options: dict[str, Any],
     config: Config = None,
-    nodes: Annotated[Path | None, typer.Option(help="YAML file of nodes, as ray.nodes() names them.")] = None,
+    nodes: Annotated[Path | None, typer.Option(help="YAML file of nodes, with the keys of ray.nodes().")] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask the Ray at ray.address for its nodes.")] = False,
     as_json: AsJson = False,
 ) -> None:
