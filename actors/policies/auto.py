@@ -66,6 +66,8 @@ class Part(IntEnum):
     """Both: while it copied for a part of the time."""
     MESSAGE = 5
     """message_s: a message from the plan to its answer, without the worker's kernels."""
+    DENSE = 6
+    """dense_s: a layer's dense part, from the end of the layer before to its plan."""
 
 
 class Without(IntFlag):
@@ -213,6 +215,7 @@ class Auto:
             layers, experts, top_k, slots, workers, astuple(costs), states, int(without)
         )  # fmt: skip
         self._actions, self._workers = np.zeros(experts, np.uint8), np.zeros(experts, np.uint8)
+        self._views = [(self._actions[:n], self._workers[:n]) for n in range(experts + 1)]  # by needed experts
 
     def plan(
         self, layer: int, needed: Ids, rows: Ids, now_s: float, link_free_s: float, flight_keys: Ids = _NO_KEYS,
@@ -231,21 +234,11 @@ class Auto:
         Raises:
             ValueError: there is no such layer or expert, or arrays differ in length.
         """
-        n = len(needed)
-        actions, workers = self._actions[:n], self._workers[:n]
+        actions, workers = self._views[min(len(needed), self.experts)]
         end_s, near_s, link_s, loads, near, waits, wanted = self._native.plan(
-            self._planner,
-            layer,
-            needed,
-            rows,
-            now_s,
-            link_free_s,
-            flight_keys,
-            arrival_s,
-            actions,
-            workers,
+            self._planner, layer, needed, rows, now_s, link_free_s, flight_keys, arrival_s, actions, workers,
             prompt_tokens,
-        )
+        )  # fmt: skip
         named = [Wanted(key, None if victim < 0 else victim, worth, fetch) for key, victim, worth, fetch in wanted]
         return LayerPlan(actions, workers, named, end_s, near_s, link_s, loads, near, waits)
 

@@ -16,7 +16,7 @@ namespace tiermoe {
 enum class Action : std::uint8_t { run_here = 0, wait = 1, load = 2, near_data = 3 };
 
 // What was measured apart, by `saw`; `near` corrects near_s, `near_busy` near_busy_s, `near_mixed` both.
-enum class Part : std::uint8_t { copy = 0, gpu = 1, near = 2, near_busy = 3, near_mixed = 4, message = 5 };
+enum class Part : std::uint8_t { copy = 0, gpu = 1, near = 2, near_busy = 3, near_mixed = 4, message = 5, dense = 6 };
 
 // What a layer in decode waits for: experts that are here, the link, near-data workers.
 enum class Source : std::uint8_t { here = 0, link = 1, near = 2 };
@@ -71,7 +71,7 @@ class Planner {
           saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), pooled_(keys(), 0),
           need_(static_cast<std::size_t>(experts), 0), chance_(static_cast<std::size_t>(experts), 0.0),
           share_(static_cast<std::size_t>(experts), 0.0), misses_(static_cast<std::size_t>(experts)),
-          hits_(misses_.size()), flights_(misses_.size()), touched_(misses_.size()),
+          hits_(misses_.size()), flights_(misses_.size()), sorted_(misses_.size()), ranked_(misses_.size()), touched_(misses_.size()),
           span_(static_cast<std::size_t>(experts) + 1), order_(misses_.size()) {
         const double rest = 1 / (1 - kDiscount);
         const double start[kFeatures] = {0.0, 0.0, 0.0, rest, 0.0}, fixed[kFeatures] = {0.0, 1.5, 1.0, 7.0, 0.0};
@@ -155,11 +155,7 @@ class Planner {
             }
         }
         const double saved = saved_[at(layer)];
-        const auto worth = [&](const Need& m) { return m.value * saved + m.work * costs_.near_s; };
-        std::sort(misses_.begin(), misses_.begin() + missing, [&](const Need& a, const Need& b) {
-            const double x = worth(a), y = worth(b);
-            return x != y ? x > y : a.at < b.at;
-        });
+        sort_misses(missing, saved);
         std::sort(flights_.begin(), flights_.begin() + flying, [](const Need& a, const Need& b) {
             return a.arrives_s != b.arrives_s ? a.arrives_s < b.arrives_s : a.at < b.at;
         });
@@ -306,10 +302,8 @@ class Planner {
         for (int i = 0; i < n; ++i) need_[needed[i]] = 1;
         for (int e = 0; e < experts_; ++e) share_[e] = share ? static_cast<double>(share[e]) : need_[e];
         if (named_layer_ == layer) {
-            for (std::size_t i = 0; i < named_.size(); ++i) {
-                double& p = precision_[static_cast<int>(i % static_cast<std::size_t>(named_ranks_))];
-                p += 0.002 * (need_[named_[i]] - p);
-            }
+            for (std::size_t i = 0; i < named_.size(); i += at(named_ranks_))
+                for (int r = 0; r < named_ranks_; ++r) precision_[r] += 0.002 * (need_[named_[i + at(r)]] - precision_[r]);
             named_layer_ = -1;
         }
         const bool learn = since_ > 0 && !off(Without::learning) && !off(Without::values);
@@ -393,6 +387,7 @@ class Planner {
         if (part == Part::near) costs_.near_busy_s = std::max(costs_.near_busy_s, costs_.near_s);
         if (part == Part::near_busy) costs_.near_s = std::min(costs_.near_s, costs_.near_busy_s);
         if (part == Part::gpu) costs_.gpu_s *= x, costs_.gpu_row_s *= x;
+        if (part == Part::dense) costs_.dense_s *= x;
     }
 
     // The last planned layer took so long, from its plan to its end. What its parts do not explain is its source's.
@@ -431,6 +426,7 @@ class Planner {
   private:
     static constexpr double kPrior = 20.0, kPrompt = 16.0;  // weight of the first weights, and of popularity, in tokens
     struct Need { int at; std::int32_t expert; double gpu_s, work, value, arrives_s; };
+    struct Ranked { double worth_s; int at; };
 
     std::size_t keys() const { return static_cast<std::size_t>(layers_) * static_cast<std::size_t>(experts_); }
     static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
@@ -483,6 +479,15 @@ class Planner {
     double value_after_prompt(std::size_t k, double count, double tokens) const {
         const double use = use_after_prompt(k, count, tokens, 1, 1);
         return off(Without::values) ? use : dot(use, use, use, popular_[k]);
+    }
+    // Misses by what loading them is worth, then as they are needed. Ranks move, not the misses: a third of the time.
+    void sort_misses(int missing, double saved) {
+        for (int i = 0; i < missing; ++i) ranked_[i] = {misses_[i].value * saved + misses_[i].work * costs_.near_s, i};
+        std::sort(ranked_.begin(), ranked_.begin() + missing, [](const Ranked& a, const Ranked& b) {
+            return a.worth_s != b.worth_s ? a.worth_s > b.worth_s : a.at < b.at;
+        });
+        for (int i = 0; i < missing; ++i) sorted_[i] = misses_[ranked_[i].at];
+        misses_.swap(sorted_);
     }
     // In share_: the V, least first, of what the loads of a prompt displace, one after the other; free slots are 0.
     void displaced_by_prompt(int layer, int n, const std::int32_t* needed, const std::int32_t* rows, double tokens) {
@@ -584,20 +589,21 @@ class Planner {
     void prefetch(int layer, double demand, double next) {
         const std::size_t base = static_cast<std::size_t>(layer) * experts_;
         int touched = 0;
-        for (std::size_t i = 0; i < named_.size(); ++i) {
-            const std::int32_t e = named_[i];
-            if (chance_[e] == 0.0) touched_[touched++] = e;
-            chance_[e] = 1 - (1 - chance_[e]) * (1 - precision_[static_cast<int>(i % static_cast<std::size_t>(named_ranks_))]);
-        }
-        const double least = least_value(layer, false);
+        for (std::size_t i = 0; i < named_.size(); i += at(named_ranks_))
+            for (int r = 0; r < named_ranks_; ++r) {
+                const std::int32_t e = named_[i + at(r)];
+                if (chance_[e] == 0.0) touched_[touched++] = e;
+                chance_[e] = 1 - (1 - chance_[e]) * (1 - precision_[r]);
+            }
+        const double least = least_value(layer, false), saved = saved_[at(layer)];
         const double late = std::max(0.0, demand + costs_.copy_s - next);
         const double timely = std::max(0.0, 1 - late / costs_.copy_s);
         for (int i = 0; i < touched; ++i) {
             const std::int32_t e = touched_[i];
             if (states_[base + e] == 0) {
                 const double later = off(Without::background) ? 0.0 : std::max(0.0, value_if_used(base + e) - least);
-                const double x = saved_[at(layer)] * chance_[e] * (timely + later);
-                if (x > 0) pool({static_cast<std::int32_t>(base) + e, -1, x, true});
+                const double x = saved * chance_[e] * (timely + later);
+                if (x > 0 && (pool_count_ < kPool || x > pool_[kPool - 1].worth_s)) pool({static_cast<std::int32_t>(base) + e, -1, x, true});
             }
             chance_[e] = 0.0;
         }
@@ -697,7 +703,8 @@ class Planner {
     std::vector<double> saved_;                                    // [L]: S
     std::vector<std::uint8_t> pooled_;                             // [L * E]
     std::vector<double> need_, chance_, share_;                    // [E]
-    std::vector<Need> misses_, hits_, flights_;
+    std::vector<Need> misses_, hits_, flights_, sorted_;
+    std::vector<Ranked> ranked_;
     std::vector<std::int32_t> touched_;
     std::vector<double> span_;
     std::vector<std::int32_t> order_;
@@ -719,7 +726,7 @@ class Planner {
     double modelled_s_ = 0.0;             // of the last plan, from its parts alone
     double tries_s_ = 0.0;                // what tries may still cost
     int unused_[2] = {}, trying_ = 0, tried_ = 0;  // by link, near data; layers that a try still has, and of what
-    int counts_[6] = {};                  // by Part: how often it was seen
+    int counts_[7] = {};                  // by Part: how often it was seen
 };
 
 }  // namespace tiermoe

@@ -261,7 +261,7 @@ PyObject* saw(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const long long part = PyLong_AsLongLong(args[1]);
     const double expected_s = PyFloat_AsDouble(args[2]), seen_s = PyFloat_AsDouble(args[3]);
     if (PyErr_Occurred()) return nullptr;
-    if (part < 0 || part > 5) return refuse("there is no such part of the costs", part), nullptr;
+    if (part < 0 || part > 6) return refuse("there is no such part of the costs", part), nullptr;
     planner->saw(static_cast<Part>(part), expected_s, seen_s);
     Py_RETURN_NONE;
 }

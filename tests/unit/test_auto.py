@@ -230,6 +230,8 @@ def test_costs_follow_what_was_seen_each_by_its_own_factor() -> None:
     assert planner.costs.gpu_s == pytest.approx(COSTS.gpu_s * 2**0.6)
     planner.saw(Part.MESSAGE, 1.0, 7.0)
     assert planner.costs.message_s == 0.0  # there is nothing to correct
+    planner.saw(Part.DENSE, 1.0, 4.0)
+    assert planner.costs.dense_s == pytest.approx(COSTS.dense_s * 2)
     fixed = auto(without=Without.CORRECTION)
     fixed.saw(Part.COPY, 1.0, 2.0)
     assert fixed.costs == COSTS

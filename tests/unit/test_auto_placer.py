@@ -109,10 +109,13 @@ class Rig:
             pool, weights, GatedDevice(), self.residency, self.order, PrefetchGovernor(0.0), self.stats, Timeline(False)
         )
         ndp: Any = self.pool
-        self.placer = AutoPlacer(
-            self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, lambda *given: self.planner, **more
-        )
+        self.made = 0  # planners
+        self.placer = AutoPlacer(self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, self._make, **more)
         self.placer.preload()
+
+    def _make(self, *given: Any) -> Any:
+        self.made += 1
+        return self.planner
 
     def begin(self, *rows: tuple[str, int, bool]) -> None:
         """The sequences of the next forward: name, rows, whether it decodes."""
@@ -281,6 +284,21 @@ def test_costs_are_corrected_by_what_was_measured_apart(rig: Rig) -> None:
     rig.begin(("a", 1, True))
     assert rig.stats.planner is not None
     assert rig.stats.planner.error == 0.25
+
+
+def test_a_layers_dense_part_is_learned_by_the_planner_that_heard_the_prompt(rig: Rig) -> None:
+    """After 32 layers there was a new planner, which knew nothing of the first request."""
+    rig.begin(("a", 4, False))
+    rig.layer(0, [0], [1], [2], [0])
+    for _ in range(40):
+        rig.begin(("a", 1, True))
+        for layer in range(LAYERS):
+            rig.layer(layer, [0])
+    assert rig.made == 1
+    dense = [(expected, seen) for part, expected, seen in rig.told("saw") if part is Part.DENSE]
+    assert len(dense) == 40 * (LAYERS - 1)  # not what lies between two forwards
+    assert all(expected == COSTS.dense_s and 0.0 <= seen < 1.0 for expected, seen in dense)
+    rig.cache.close()
 
 
 def test_experts_of_other_gpus_run_there() -> None:

@@ -11,10 +11,9 @@ residency, and carries its answer out. It is a hook of the layer, too: `Watcher`
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -45,7 +44,6 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from .shards import Shards
 
 SOURCE = "background"  # of its copies, in the counters
-_GAPS = 32  # layers of a decode between which the dense part is timed
 _STAGED = 3  # as the planner sees an expert that is here, in no slot that counts
 # members of an enumeration take longer to look up than a layer has time for
 _LOADING, _RESIDENT, _NEAR_DATA = int(State.LOADING), int(State.RESIDENT), int(Action.NEAR_DATA)
@@ -179,7 +177,7 @@ class AutoPlacer(PeerPlacer):
         self._jobs: dict[int, LoadJob] = {}  # of these copies
         self._filling: set[int] = set()  # background copies under way
         self._link_free_s = 0.0
-        self._ended_s, self._gaps = 0.0, list[float]()  # the last layer's end; seconds between layers of a decode
+        self._ended_s = 0.0  # the last layer's end, if all rows of its forward decode
         # the order, which notes what local forwards use; None: there are none
         self._notes = order if isinstance(order, NativeWorth) and shards is None else None
         self.faster = Faster()
@@ -217,9 +215,6 @@ class AutoPlacer(PeerPlacer):
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         assert self.planner is not None
-        if len(self._gaps) >= _GAPS:  # once: a layer's dense part shows when layers run
-            self._plan_by(replace(self.planner.costs, dense_s=statistics.median(self._gaps)))
-            self._gaps, self._ended_s = [], math.inf
         planner = self.planner
         self._choose_way(planner, sequences)
         for name in take_ended(self._over, sequences):
@@ -255,7 +250,7 @@ class AutoPlacer(PeerPlacer):
             self.local = self.faster.choose(sequences[-1].stop) == 1
             if self.local and notes is not None:
                 notes.note()
-                self._ended_s = 0.0 if self._ended_s < math.inf else math.inf
+                self._ended_s = 0.0
 
     def end_sequence(self, name: str) -> None:
         self._over.append(name)  # from any thread: a forward may be counting it
@@ -277,7 +272,7 @@ class AutoPlacer(PeerPlacer):
         planner, base, now_s = self.planner, layer * self._experts, self._clock()
         assert planner is not None
         if layer and self._prompt is None and 0.0 < self._ended_s < now_s:
-            self._gaps.append(now_s - self._ended_s)
+            planner.saw(Part.DENSE, planner.costs.dense_s, now_s - self._ended_s)
         announced = bool(self._rows) and self._rows[-1].stop == routing.tokens
         keep = self._begin_prompt(layer, view) if announced and self._prompt is not None else frozenset[int]()
         remote, mine, counts = self._of_this_gpu(needed, routing.counts)
@@ -356,8 +351,7 @@ class AutoPlacer(PeerPlacer):
         now_s = self._clock()
         if found.predicted and found.learns:
             self._correct(planner, found, now_s - found.began_s)
-        if self._ended_s < math.inf:
-            self._ended_s = now_s
+        self._ended_s = now_s
         if found.learns:
             planner.used(layer, found.needed)
             self._look()
