@@ -13,13 +13,17 @@ import pytest
 from typer.testing import CliRunner
 
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.cluster.jobs.bench import command, llama, micro_forms, micro_gguf, micro_prepare, random_model
+from tiermoe.benchmarks import forms as forms_bench
+from tiermoe.benchmarks import gguf_files, llama, random_model
+from tiermoe.benchmarks import prepare as prepare_bench
+from tiermoe.benchmarks.cases import Forms, Gguf
+from tiermoe.benchmarks.forms import forms
+from tiermoe.benchmarks.gguf_files import _summary, _Token
+from tiermoe.benchmarks.prepare import Preparation, bars_of, large
+from tiermoe.benchmarks.random_model import NamedModel, save_published
+from tiermoe.cluster.jobs.bench import command
 from tiermoe.cluster.jobs.bench.metrics import Measures
-from tiermoe.cluster.jobs.bench.micro import Forms, Gguf
-from tiermoe.cluster.jobs.bench.micro_forms import forms
-from tiermoe.cluster.jobs.bench.micro_gguf import _summary, _Token
-from tiermoe.cluster.jobs.bench.micro_prepare import Preparation, bars_of, large
-from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape, NamedModel, save_published
+from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.cluster.simulate.shapes import ModelShape
@@ -122,11 +126,11 @@ def test_anonymous_memory_is_that_of_a_process_and_its_children() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"1\n"
-        pids = list(micro_prepare._family(process.pid))
+        pids = list(prepare_bench._family(process.pid))
         assert len(pids) == 2
-        assert micro_prepare._anonymous_bytes(pids[0]) < 50 << 20 < micro_prepare._anonymous_bytes(pids[1]) < 100 << 20
+        assert prepare_bench._anonymous_bytes(pids[0]) < 50 << 20 < prepare_bench._anonymous_bytes(pids[1]) < 100 << 20
         process.communicate()
-    assert micro_prepare._anonymous_bytes(pids[0]) == 0
+    assert prepare_bench._anonymous_bytes(pids[0]) == 0
 
 
 def test_a_preparation_that_fails_says_why(tmp_path: Path) -> None:
@@ -141,9 +145,9 @@ def test_bytes_are_compared_within_each_budget(monkeypatch: pytest.MonkeyPatch) 
         assert seed == 7
         return original(submit, prompts, 6, seed)  # type: ignore[arg-type]
 
-    original = micro_forms.serve
-    monkeypatch.setattr(micro_forms, "serve", served)
-    monkeypatch.setattr(micro_forms, "MAX_TOKENS", 6)
+    original = forms_bench.serve
+    monkeypatch.setattr(forms_bench, "serve", served)
+    monkeypatch.setattr(forms_bench, "MAX_TOKENS", 6)
     options = Forms(form=("fp8",), budget=("0.5",), repeats=1, prompts=1, layers=2, experts=16, hidden=128,
                     intermediate=128)  # fmt: skip
     report = forms(options, None)
@@ -174,10 +178,10 @@ def test_tokens_that_differ_from_llama_cpp_s() -> None:
 
 
 def test_without_llama_cpp_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_gguf, "missing", lambda: ["llama_cpp"])
-    monkeypatch.setattr(micro_gguf, "start_worker", lambda *a: pytest.fail("started"))
+    monkeypatch.setattr(gguf_files, "missing", lambda: ["llama_cpp"])
+    monkeypatch.setattr(gguf_files, "start_worker", lambda *a: pytest.fail("started"))
     with pytest.raises(ConfigError, match="without llama_cpp"):
-        micro_gguf.gguf(Gguf(), None)
+        gguf_files.gguf(Gguf(), None)
 
 
 @pytest.mark.skipif("llama_cpp" in llama.missing(), reason=llama.INSTALL)
@@ -194,7 +198,7 @@ def test_an_unknown_form_is_refused_by_the_command() -> None:
 @pytest.mark.skipif(bool(llama.missing()), reason=llama.INSTALL)
 def test_llama_cpp_s_tokens_on_its_own_files() -> None:
     """F16: all of them. Quantized: nearly all, since llama.cpp rounds activations to eight bits."""
-    report = micro_gguf.gguf(Gguf(prompts=4), None)
+    report = gguf_files.gguf(Gguf(prompts=4), None)
     assert {row["type"]: row["experts"] for row in report.rows} == {
         "F16": "F16", "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_K_M": "Q4_K, Q5_0, Q8_0", "Q6_K": "Q6_K, Q8_0",
     }  # fmt: skip

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tiermoe.cluster.jobs.bench.micro import ScaleStudy
-from tiermoe.cluster.jobs.bench.micro_scale_study import scale_study
+from tiermoe.benchmarks.cases import ScaleStudy
+from tiermoe.benchmarks.scale_study import scale_study
 from tiermoe.errors import ConfigError
 
 

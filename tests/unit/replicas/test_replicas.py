@@ -129,13 +129,13 @@ def test_fallbacks_are_reported(checkpoint: Path, tmp_path: Path, capsys: pytest
 def test_the_benchmark_measures_on_held_out_inputs(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tiermoe.cluster.jobs.bench.micro import Quantize, measure
+    from tiermoe.benchmarks.cases import Quantize, measure
 
     monkeypatch.setenv("HOME", str(tmp_path))  # where the store goes
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     with pytest.raises(CheckpointError, match="ships no heldout text"):
         measure(Quantize(model=str(model)))
-    monkeypatch.setattr("tiermoe.cluster.jobs.bench.micro_quantize.SPEED_SHAPE", (96, 64))
+    monkeypatch.setattr("tiermoe.benchmarks.quantize.SPEED_SHAPE", (96, 64))
     for name, text in (("calibration", TEXT * 4), ("heldout", TEXT[1000:1800])):
         (model / name).mkdir()
         (model / name / "text.txt").write_text(text)
