@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
 from pydantic import Field
@@ -15,7 +14,7 @@ from tiermoe.cluster.jobs.bench.cases import Config, Model, Options, Repeats
 from tiermoe.cluster.jobs.bench.random_model import Form
 
 if TYPE_CHECKING:
-    from tiermoe.cluster.jobs.bench.experiment import Plot
+    pass
 
 
 class Against(StrEnum):
@@ -126,16 +125,6 @@ class Scale(Options):
     config: Config = None
 
 
-class Quantize(Options):
-    """Error of quantized experts on held-out inputs, and speed: data-free, GPTQ, round-to-nearest, torchao and HQQ."""
-
-    measure = "quantize.quantize"
-    model: Model = None
-    repeats: Repeats = 5
-    heldout_tokens: int = Field(16384, ge=64, description="Tokens of held-out text, at most.")
-    calibration_tokens: int = Field(16384, ge=64, description="Tokens of calibration text, at most.")
-
-
 class Predict(Options):
     """Predicted against measured tokens per second: presets x budgets x the model and a random one of another shape."""
 
@@ -186,36 +175,6 @@ class Validation(Options):
     quick: bool = Field(False, description="Three presets at the first budget and link.")
 
 
-class ScaleStudy(Options):
-    """A large model on 1 to 64 GPUs and 1 to 16 near-data devices, simulated: throughput, and what saturates."""
-
-    measure = "scale_study.scale_study"
-    shape: str = Field("deepseek-v3", description="A shape of configs/shapes.")
-    family: str = Field("sticky", description="Family of the synthetic routing: flat or sticky.")
-    machine: str = Field("h100-cluster", description="Table of configs/machines, or a file: of one GPU and its peers.")
-    policy: tuple[str, ...] = Field(
-        ("on-demand", "next-gate"), description="Preset on GPUs alone, the first in all parts; repeat it."
-    )
-    ndp_policy: str = Field("context-ndp-3bit", description="Preset on near-data devices.")
-    gpu_bytes: int = Field(60_000_000_000, ge=1, description="Bytes for experts on each GPU.")
-    gpus: tuple[Annotated[int, Ge(1)], ...] = Field((1, 2, 4, 8, 16, 32, 64), description="GPUs; repeat it.")
-    ndp: tuple[Annotated[int, Ge(1)], ...] = Field((1, 2, 4, 8, 16), description="Near-data devices; repeat it.")
-    message_us: tuple[Annotated[float, Ge(0)], ...] = Field(
-        (6.4, 81.0, 1.0), description="Of the lead's host for each message, the first in all parts; repeat it."
-    )
-    batch: tuple[Annotated[int, Ge(1)], ...] = Field(
-        (32, 1, 8), description="Requests together, the most in all other parts; repeat it."
-    )
-    prompt_tokens: int = Field(16, ge=1, description="Tokens that are prefilled.")
-    decode_tokens: int = Field(5, ge=2, description="Tokens that are decoded; the first does not count.")
-
-    @classmethod
-    def plots(cls, settings: Mapping[str, Any]) -> Mapping[str, Plot]:
-        from .scale_study import figure_of
-
-        return {"scale-study.png": figure_of(settings["policy"][0])}
-
-
 class Auto(Options):
     """The planner of `auto` against the field's fixed rules, simulated: shapes x routing x budgets x links x hosts."""
 
@@ -229,35 +188,6 @@ class Auto(Options):
     quick: bool = Field(False, description="Cells of one shape at batch 1, on few layers and tokens.")
 
 
-class Forms(Options):
-    """Bytes moved and decode speed of one random model in published forms, at the same bytes of budget."""
-
-    measure = "forms.forms"
-    repeats: Repeats = 7
-    form: tuple[Form, ...] = Field(
-        (Form.BF16, Form.FP8, Form.INT4, Form.MXFP4), description="Form of the experts, against bf16; repeat it."
-    )
-    budget: tuple[str, ...] = Field(
-        ("0.125", "0.25"), description="Device memory for experts: a share of those in bf16, or bytes; repeat it."
-    )
-    link_gbps: float = Field(2.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
-    policy: str = Field("on-demand", description="Of all forms.")
-    prompts: int = Field(2, ge=1, description="Prompts of a round, one after the other.")
-    layers: int = Field(4, ge=1, description="Layers of the model.")
-    experts: int = Field(64, ge=8, description="Experts of a layer, of which a token takes 8.")
-    hidden: int = Field(1024, ge=128, multiple_of=128, description="Hidden size.")
-    intermediate: int = Field(384, ge=128, multiple_of=128, description="Neurons of an expert.")
-
-
-class Traces(Options):
-    """Routing of the default model on held-out text and of the synthetic families, beside published figures."""
-
-    measure = "traces.traces"
-    documents: int = Field(24, ge=3, description="Held-out passages, decoded as they stand.")
-    tokens: int = Field(256, ge=16, description="Tokens of a passage, half of them prefilled.")
-    seed: int = Field(0, ge=0, description="Of the families.")
-
-
 class Prepare(Options):
     """Memory, disk and seconds of preparing checkpoints in published forms; SIGKILL midway, and going on."""
 
@@ -265,18 +195,6 @@ class Prepare(Options):
     form: tuple[Form, ...] = Field(tuple(Form), description="Form of the experts; repeat it.")
     gigabytes: float = Field(4.0, ge=0.001, description="Bytes of each checkpoint at least, 1e9.")
     folder: Path | None = Field(None, description="Where checkpoints are written and removed; default: the system's.")
-
-
-class Gguf(Options):
-    """The model as GGUF files of several types: our tokens against llama.cpp's from the same file."""
-
-    measure = "gguf_files.gguf"
-    model: Model = None
-    kind: tuple[str, ...] = Field(
-        ("F16", "Q8_0", "Q4_0", "Q4_K_M", "Q6_K"), description="Type that llama.cpp quantizes to; repeat it."
-    )
-    prompts: int = Field(8, ge=1, description="Held-out prompts.")
-    budget: str = Field("0.25", description="Device memory for experts.")
 
 
 class Exact(Options):
@@ -331,9 +249,8 @@ class Substitute(Options):
 
 
 CASES: dict[str, type[Options]] = {
-    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns,
-    "scale": Scale, "quantize": Quantize, "predict": Predict, "simulate": Simulate, "validation": Validation,
-    "scale-study": ScaleStudy, "auto": Auto,
-    "forms": Forms, "traces": Traces, "prepare": Prepare, "gguf": Gguf, "exact": Exact,
-    "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
+    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "scale": Scale,
+    "predict": Predict, "simulate": Simulate, "validation": Validation, "auto": Auto, "prepare": Prepare,
+    "exact": Exact, "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher,
+    "substitute": Substitute,
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from tiermoe.cluster.jobs.bench.cases import command
 from tiermoe.cluster.jobs.bench.command import PageOut, experiment_command
-from tiermoe.cluster.jobs.bench.experiment import Plot, experiment_files, parts, read_experiment
+from tiermoe.cluster.jobs.bench.experiment import experiment_files, parts, read_experiment
 from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, check_folder, finish
 from tiermoe.cluster.report.tables import show
 from tiermoe.errors import ConfigError
@@ -60,11 +59,8 @@ def redraw(
 
     for file in results:
         record = read_json(file)
-        name, settings = str(record.get("name")), record.get("settings", {})
-        if name in experiment_files():
-            plots: Mapping[str, Plot] = read_experiment(name).plots
-        else:
-            plots = CASES[name].plots(settings) if name in CASES else {}
+        name = str(record.get("name"))
+        plots = read_experiment(name).plots if name in experiment_files() else {}
         if not plots or "rows" not in record:
             raise ConfigError(f"'{file}' has no figures", "give the result of a benchmark whose page has some")
         for image, figure in plots.items():

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiermoe.cluster.jobs.bench.metrics import Measures
-from tiermoe.errors import ConfigError, RuntimeFailure, UnsupportedModelError
+from tiermoe.errors import RuntimeFailure, UnsupportedModelError
 
 if TYPE_CHECKING:
     import gguf
@@ -108,28 +108,6 @@ def save_gguf_blocks(
             writer.write_tensor_data(np.stack([known[key][name] for key, _ in chosen]))
         known = {key: known[key] for key, _ in chosen}
     writer.close()
-
-
-def quantize_gguf(file: Path, kind: str, out: Path) -> Path:
-    """llama.cpp's own quantization of a GGUF file. kind: such as Q4_K_M or F16, of `LLAMA_FTYPE_MOSTLY_...`.
-
-    Raises:
-        ConfigError: there is no such type. RuntimeFailure: llama.cpp refuses.
-    """
-    import llama_cpp as lib
-
-    prefix = "LLAMA_FTYPE_MOSTLY_"
-    kinds = [name.removeprefix(prefix) for name in dir(lib) if name.startswith(prefix)]
-    if kind not in kinds:
-        raise ConfigError(f"llama.cpp quantizes to no type {kind!r}", f"give one of {', '.join(kinds)}")
-    log = _silence(lib)
-    options = lib.llama_model_quantize_default_params()
-    options.ftype, options.nthread = getattr(lib, prefix + kind), 1
-    failed = lib.llama_model_quantize(str(file).encode(), str(out).encode(), ctypes.byref(options))
-    del log
-    if failed:
-        raise RuntimeFailure(f"llama.cpp does not quantize '{file}' to {kind}", "report it with its version")
-    return out
 
 
 def _silence(lib: Any) -> Any:

@@ -15,7 +15,6 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from tiermoe.benchmarks.cases import CASES, Options
 from tiermoe.benchmarks.command import redraw
 from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Plot, experiment_files, load_experiment
@@ -147,8 +146,7 @@ def _figures() -> list[tuple[str, Plot, dict[str, Any]]]:
             continue
         record = json.loads(file.read_text())
         name = str(record["name"])
-        case = CASES.get(name, Options)
-        plots = load_experiment(name).plots if name in WITH_DATA else case.plots(record["settings"])
+        plots = load_experiment(name).plots if name in WITH_DATA else {}
         found += [(image, figure, record) for image, figure in plots.items()]
     return found
 

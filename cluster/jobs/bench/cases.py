@@ -6,7 +6,7 @@ package that has the class. The class's fields are the options of `tiermoe bench
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
     from rich.progress import Progress
 
-    from .experiment import Plot
     from .metrics import Report
 
 Model = Annotated[str | None, Field(description="Checkpoint folder; default: the model of the project.")]
@@ -37,11 +36,6 @@ class Options(BaseModel):
     def settings(self, **fixed: Any) -> dict[str, Any]:
         """The settings of the report: the options, overridden by the case's fixed values."""
         return self.model_dump(mode="json", exclude={"model"}) | fixed
-
-    @classmethod
-    def plots(cls, settings: Mapping[str, Any]) -> Mapping[str, Plot]:
-        """The figures of a result by the settings in it; by file beside its page."""
-        return {}
 
 
 class Serve(Options):
@@ -73,7 +67,6 @@ def command(name: str, case: type[Options]) -> Callable[..., None]:
     from ..options import as_command  # typer: a GPU machine has none
     from .finish import Check, Json, Out, check_folder, finish, say_overridden
     from .metrics import fill_report_page
-    from .plot import plot
 
     def run(out: Path | None, as_json: bool, check: bool, **given: Any) -> None:
         options = case(**given)
@@ -87,8 +80,6 @@ def command(name: str, case: type[Options]) -> Callable[..., None]:
         def written(report: Report) -> None:
             if page is not None:
                 fill_report_page(page, report)
-                for image, figure in case.plots(report.settings).items():
-                    plot(page.with_name(image), figure, report.as_dict())
 
         finish(lambda progress: measure(options, progress), as_json, check, file, written)
 
