@@ -179,7 +179,8 @@ class Auto:
         phi[l, e]: averages of use: of 3 tokens, of 14 (decay 0.7, 0.93), of the request with its prompt, of all time.
         w: 5 weights, V = w . (1, phi): later uses, discounted by gamma = 0.9 a token. Learned by least-squares temporal
             differences: w = A^-1 b, A += x (x - gamma x')^T, b += x used; every fourth expert, solved every 4 tokens.
-        S[l]: seconds that one more resident of the layer would have saved; average over 20 tokens.
+        S[l]: seconds that one more resident of the layer would have saved; average of its layers with misses, of weight
+            1 / (1 + n) at the n-th, at least 0.05.
         rho: share of the wanted background copies that got done.
         q: precision of each rank of the next router's prediction.
         owner: seconds of other GPUs' answers, over a message, g and, where they lack the expert, t; a factor.

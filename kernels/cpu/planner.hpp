@@ -75,7 +75,7 @@ class Planner {
         : layers_(layers), experts_(experts), slots_(slots), workers_(workers), without_(without), costs_(costs),
           states_(states), fast_(keys(), double(top_k) / experts), slow_(fast_), request_(fast_), popular_(fast_),
           value_(keys(), double(top_k) / experts / (1 - kDiscount)), last_(keys(), -1000),
-          saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), pooled_(keys(), 0), foreign_(keys(), 0),
+          saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), missed_(saved_.size(), 0), pooled_(keys(), 0), foreign_(keys(), 0),
           need_(static_cast<std::size_t>(experts), 0), chance_(static_cast<std::size_t>(experts), 0.0),
           share_(static_cast<std::size_t>(experts), 0.0), misses_(static_cast<std::size_t>(experts)),
           hits_(misses_.size()), flights_(misses_.size()), sorted_(misses_.size()), away_(misses_.size()), ranked_(misses_.size()),
@@ -297,7 +297,8 @@ class Planner {
         if (missing) {
             const double end = std::max({gpu, span > 0 ? near_end(start, span, demand) : now_s, others});
             const double less = std::max(others, one_less(missing, flying, waits, moved, now_s, link0, start, here_s));
-            saved_[at(layer)] += 0.05 * (std::max(0.0, end - less) - saved_[at(layer)]);
+            const double step = std::max(0.05, 1.0 / (1 + ++missed_[at(layer)]));
+            saved_[at(layer)] += step * (std::max(0.0, end - less) - saved_[at(layer)]);
         }
         // shares of the time, not of the layers: a copy meets long layers more often
         const double took = expected_s_ + costs_.dense_s;
@@ -782,6 +783,7 @@ class Planner {
     std::vector<double> fast_, slow_, request_, popular_, value_;  // [L * E]: phi, and V
     std::vector<std::int64_t> last_;                               // [L * E]: step of the last use
     std::vector<double> saved_;                                    // [L]: S
+    std::vector<int> missed_;                                      // [L]: decode layers with misses
     std::vector<std::uint8_t> pooled_, foreign_;                   // [L * E]; foreign: of another GPU when last needed
     std::vector<double> need_, chance_, share_;                    // [E]
     std::vector<Need> misses_, hits_, flights_, sorted_, away_;

@@ -144,6 +144,16 @@ def test_prefetches_follow_the_next_routers_prediction() -> None:
     assert none.plan(0, np.array([0], np.int32), np.ones(1, np.int32), 0.0, 0.0).wanted == []
 
 
+def test_what_a_resident_saves_is_learned_from_the_first_layers() -> None:
+    """Near data costs 4 by the probe, but ends with the GPU. Before, a probe's cost weighed 0.63 after nine layers."""
+    planner = auto()
+    planner.states[0, :4] = RESIDENT
+    first_s = planner.worth_s(7)
+    for _ in range(9):
+        assert planned(planner, [0, 1, 2, 3, 5]) == [HERE] * 4 + [NEAR]
+    assert planner.worth_s(7) == pytest.approx(first_s / 10)
+
+
 def _owners(planner: Auto, gpus: list[int], lacking: Sequence[int] = ()) -> tuple[list[Action], float]:
     """The actions of experts of these GPUs, which hold all but some, and the seconds until the last has answered."""
     ids, ones = np.arange(len(gpus), dtype=np.int32), np.ones(len(gpus), np.int32)
