@@ -23,7 +23,9 @@ ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
 
 Transport = Literal["auto", "shm", "grpc"]
 
-_TRANSPORT = "shm: shared memory of one node; grpc: a stream between nodes; auto: shm where both see the same memory"
+_TRANSPORT = (
+    "shm: shared memory within a node; grpc: a stream between nodes; auto: shm where both ends see the same memory"
+)
 _LEAST_PAGES, _MOST_PAGES = 2, 1 << 20  # of a KV cache
 
 
@@ -33,18 +35,20 @@ class LinkSettings(Settings):
     panel = "Emulation"
 
     gbps: float | None = Field(
-        default=None, gt=0, description="emulated link, 1e9 bytes/s, on the CPU stand-in only; none: unthrottled"
+        default=None,
+        gt=0,
+        description="emulated host-to-device link in 1e9 bytes/s, CPU stand-in only; null in a file: unthrottled",
     )
-    latency_us: float = Field(default=0.0, ge=0, description="microseconds before each copy on the emulated link")
+    latency_us: float = Field(default=0.0, ge=0, description="microseconds added before each copy on the emulated link")
     layer_us: float | None = Field(
         default=None, gt=0,
-        description="microseconds of a layer, by which alone the link's clock advances; none: wall-clock time",
+        description="advance the link's clock by this a layer, so that runs repeat exactly; default: wall-clock time",
     )  # fmt: skip
 
     @model_validator(mode="after")
     def _consistent(self) -> LinkSettings:
         if self.layer_us is not None and self.gbps is None:
-            raise ValueError("layer_us is of a throttled link: give gbps, too")
+            raise ValueError("layer_us needs a throttled link: give gbps, too")
         return self
 
 
@@ -52,20 +56,23 @@ class CopySettings(Settings):
     """Copies of experts to a GPU (ignored on the CPU stand-in)."""
 
     pinned_gib: float | None = Field(
-        default=None, ge=0, description="GiB of host memory that each GPU's process may pin; none: all experts"
+        default=None, ge=0, description="GiB of host memory that each GPU's process may pin; default: all experts"
     )
     pin: Literal["mapped", "copy"] = Field(
         default="mapped",
-        description="pin the experts' pages where the store's files are mapped, or copy them at start to pinned huge "
-        "pages of each GPU's process, which needs their memory again",
+        description="mapped: pin the pages of the store's mapped files; copy: copy the experts to pinned huge pages at "
+        "start, which takes their memory once more for each GPU's process",
     )
     unpinned: Literal["stage", "copy"] = Field(
         default="stage",
-        description="experts that the driver cannot pin where they lie: through a small pinned buffer, or copied whole "
-        "to pinned memory of the process, which is then needed twice",
+        description="experts that the driver cannot pin in place; stage: copy through a small pinned buffer; copy: "
+        "keep a pinned copy in the process, which takes their memory twice",
     )
     ahead_mib: int = Field(
-        default=64, ge=1, le=1 << 20, description="MiB of prefetches given to the GPU at a time; demand waits for these"
+        default=64,
+        ge=1,
+        le=1 << 20,
+        description="MiB of prefetches submitted to the GPU at once; a demand load waits for them",
     )
 
 
@@ -78,26 +85,30 @@ class NdpSettings(Settings):
     panel = "Cluster"
 
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="threads of an NDP worker; none: 1, and beside a GPU what is left",
-        json_schema_extra=in_unit("threads"),
+        default=None, ge=1, le=1024, json_schema_extra=in_unit("threads"),
+        description="threads of each NDP worker; default: 1; on a GPU host, the remaining cores",
     )  # fmt: skip
     cores: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = Field(
-        default=(), description="cores to bind these threads to, of each worker in turn; none: any",
+        default=(), description="cores that the NDP workers' threads are bound to, worker by worker; default: unbound",
         json_schema_extra=in_unit("core numbers"),
     )
     group_size: Literal[32, 64, 128] = Field(
-        default=64, description="inputs that share a scale in its replicas", json_schema_extra=in_unit("inputs")
+        default=64,
+        description="inputs that share one scale in a quantized replica",
+        json_schema_extra=in_unit("inputs"),
     )
     hardware: str | dict[str, Any] = Field(
-        default="paper-ndp", description="modelled NDP device: a name in configs/hardware, or a YAML file",
+        default="paper-ndp", description="NDP device to model: a name in configs/hardware, or a YAML file",
         json_schema_extra=in_panel("Emulation"),
     )
     pace: bool = Field(
-        default=False, description="answer no sooner than the modelled NDP device would",
+        default=False, description="delay each answer to the time that the modelled NDP device would take",
         json_schema_extra=in_panel("Emulation"),
     )  # fmt: skip
     transport: Transport = Field(default="auto", description=_TRANSPORT)
-    deadline_s: float = Field(default=5.0, gt=0, description="time for one answer; then the lead computes it")
+    deadline_s: float = Field(
+        default=5.0, gt=0, description="time limit of one answer; after it the lead computes the experts"
+    )
 
     @property
     def worker_threads(self) -> int:
@@ -133,21 +144,23 @@ class NdpSettings(Settings):
 class ShardSettings(Settings):
     """The GPUs that share a model's experts, and the channels from the lead to the others."""
 
-    count: int = Field(default=1, ge=1, le=64, description="GPUs that hold experts; the lead is shard 0")
-    ownership: Ownership = Field(default="layer-expert", description="rule by which experts belong to shards")
+    count: int = Field(default=1, ge=1, le=64, description="GPUs that hold experts; the lead's GPU is shard 0")
+    ownership: Ownership = Field(default="layer-expert", description="rule that assigns experts to shards")
     transport: Transport = Field(default="auto", description=_TRANSPORT)
-    deadline_s: float = Field(default=30.0, gt=0, description="seconds for one answer, then the lead computes it")
+    deadline_s: float = Field(
+        default=30.0, gt=0, description="time limit of one answer; after it the lead computes the experts"
+    )
 
 
 class StoreSettings(Settings):
     """Reading experts whose files are on other nodes."""
 
     transport: Literal["auto", "ray", "grpc"] = Field(
-        default="auto", description="how experts of another node come; grpc: the channel between nodes; ray: Ray's "
-        "object store; auto: grpc"
+        default="auto", description="how experts of another node are read; grpc: over the channel between nodes; "
+        "ray: through Ray's object store; auto: grpc"
     )
     deadline_s: float = Field(
-        default=10.0, gt=0, description="time for an expert, other stores that have it included; then the request fails"
+        default=10.0, gt=0, description="time limit of one expert, other stores included; after it the request fails"
     )
 
 
@@ -155,18 +168,20 @@ class MatcherOptions(Settings):
     """The matcher of expert maps (fMoE) and the channel to it."""
 
     capacity: int = Field(
-        default=1000, ge=1, le=1 << 20, description="most expert maps to store", json_schema_extra=in_unit("maps")
+        default=1000, ge=1, le=1 << 20, description="expert maps to keep at most", json_schema_extra=in_unit("maps")
     )
     width: int = Field(
-        default=512, ge=1, le=1 << 16, description="of a stored embedding; wider ones are sketched",
+        default=512, ge=1, le=1 << 16, description="width of a stored embedding; wider embeddings are sketched",
         json_schema_extra=in_unit("numbers"),
     )  # fmt: skip
-    learn: bool = Field(default=True, description="store the maps of the iterations that are served")
-    warm: str | None = Field(default=None, description="file of initial maps, if no snapshot exists")
-    keep: str | None = Field(default=None, description="file that stores maps beyond the runtime; none: not stored")
-    snapshot_s: float = Field(default=30.0, gt=0, description="time between snapshots of the maps, if they changed")
+    learn: bool = Field(default=True, description="add the expert maps of served iterations")
+    warm: str | None = Field(default=None, description="file of initial maps, read if there is no snapshot")
+    keep: str | None = Field(
+        default=None, description="snapshot file, kept after the runtime ends; default: no snapshots"
+    )
+    snapshot_s: float = Field(default=30.0, gt=0, description="time between snapshots, while the maps change")
     transport: Transport = Field(default="auto", description=_TRANSPORT)
-    deadline_s: float = Field(default=1.0, gt=0, description="time after which an answer of the matcher is of no use")
+    deadline_s: float = Field(default=1.0, gt=0, description="age at which an answer of the matcher is discarded")
 
 
 class MatcherSettings(MatcherOptions):
@@ -176,8 +191,8 @@ class MatcherSettings(MatcherOptions):
     """
 
     distance: int = Field(default=3, ge=0, le=64, description="prefetch distance in layers")
-    semantic: bool = Field(default=True, description="forecast the first layers by the prompt's embedding")
-    dynamic: bool = Field(default=True, description="prefetch more experts where the match is less similar")
+    semantic: bool = Field(default=True, description="predict the first layers from the prompt's embedding")
+    dynamic: bool = Field(default=True, description="prefetch more experts when the match is less similar")
 
 
 class KvSettings(Settings):
@@ -189,34 +204,34 @@ class KvSettings(Settings):
     panel = "Memory"
 
     tokens: int = Field(
-        default=8192, ge=8, description="tokens that the KV cache holds, of all requests together, rounded up to "
-        "pages", json_schema_extra=in_unit("tokens"),
-    )  # fmt: skip
-    max_model_len: int | None = Field(
-        default=None, ge=2, description="tokens of a request, prompt and text; none: the model's, within the KV cache",
+        default=8192, ge=8, description="tokens in the KV cache, over all requests, rounded up to whole pages",
         json_schema_extra=in_unit("tokens"),
     )  # fmt: skip
+    max_model_len: int | None = Field(
+        default=None, ge=2, json_schema_extra=in_unit("tokens"),
+        description="most tokens of a request, prompt and output; default: the model's limit, within kv.tokens",
+    )  # fmt: skip
     max_num_seqs: int = Field(
-        default=64, ge=1, description="requests of one forward pass at most", json_schema_extra=in_unit("requests")
+        default=64, ge=1, description="most requests in one forward pass", json_schema_extra=in_unit("requests")
     )
     page_size: int = Field(
-        default=32, ge=4, le=1 << 16, description="tokens of a page, the unit in which requests get memory",
+        default=32, ge=4, le=1 << 16, description="tokens of a page, the unit of KV cache allocation",
         json_schema_extra=in_unit("tokens"),
     )  # fmt: skip
     max_batch_tokens: int = Field(
-        default=512, ge=1, description="tokens of one forward pass at most", json_schema_extra=in_unit("tokens")
+        default=512, ge=1, description="most tokens in one forward pass", json_schema_extra=in_unit("tokens")
     )
     prefill_chunk: int | None = Field(
-        default=None, ge=1, description="prompt tokens of a forward pass that also decodes; none: max_batch_tokens",
+        default=None, ge=1, description="most prompt tokens in a pass that also decodes; default: kv.max_batch_tokens",
         json_schema_extra=in_unit("tokens"),
     )  # fmt: skip
-    prefix_cache: bool = Field(default=True, description="share the KV cache of equal beginnings of prompts")
+    prefix_cache: bool = Field(default=True, description="share KV cache pages between requests with a common prefix")
     elastic: bool = Field(
-        default=True, description="with budget auto, experts have the KV cache's memory until requests need it"
+        default=True, description="with budget auto, expert slots use the KV cache's memory until requests need it"
     )
     batching: Literal["auto", "continuous", "serial"] = Field(
-        default="auto", description="continuous: requests share forward passes and the paged cache; serial: one "
-        "request after another; auto: continuous where the model's attention allows it",
+        default="auto", description="continuous: requests share forward passes and the paged KV cache; serial: "
+        "one request at a time; auto: continuous where the model's attention allows it",
     )  # fmt: skip
 
     @model_validator(mode="before")
@@ -271,10 +286,10 @@ class EngineOptions(Settings):
     panel = "Model"
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="where the worker runs: auto, cpu or cuda"
+        default="auto", description="device of the worker: auto, cpu or cuda; auto: cuda where there is a GPU"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="type of the computation: auto, float32, bfloat16 or float16"
+        default="auto", description="data type of the computation: auto, float32, bfloat16 or float16"
     )
     link: LinkSettings = LinkSettings()
     copies: CopySettings = CopySettings()
@@ -283,18 +298,19 @@ class EngineOptions(Settings):
     matcher: MatcherOptions = MatcherOptions()
     attention: Attention = Field(
         default="auto",
-        description="auto: sdpa where the model has it; flash: flash-attn; triton: our kernel (both on a GPU, and "
-        "without a copy of the KV cache in every step)",
+        description="attention kernel; auto: sdpa where the model has it; flash: flash-attn; triton: tiermoe's own "
+        "(flash and triton need a GPU, and do not copy the KV cache in every step)",
     )
     expert_kernel: ExpertKernelName = Field(
-        default="auto", description="what runs experts; auto: on a GPU the fastest by measurement at start"
+        default="auto", description="kernel that computes experts on a GPU; auto: the fastest, measured at start"
     )
     compile: CompileMode = Field(
         default="auto",
-        description="the dense part; native: as one native program (on a CPU), auto: so where that is measured to be "
-        "right and faster, else off, default: torch.compile, graphs: as CUDA graphs too (needs a GPU)",
+        description="how the dense part runs; off: transformers' modules; native: one native program (CPU); default: "
+        "torch.compile; graphs: torch.compile and CUDA graphs (GPU); auto: native where a measurement at start shows "
+        "equal results and more speed, else off",
     )
-    integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
+    integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward pass")
 
 
 class EngineSettings(EngineOptions):
@@ -302,8 +318,8 @@ class EngineSettings(EngineOptions):
 
     policy: PolicySettings
     budget: float | int | AutoBudget = Field(
-        description="of each GPU; float in (0, 1]: share of all routed-expert slot bytes; int: bytes; AutoBudget: what "
-        "is left of the device's memory"
+        description="expert memory of each GPU; float in (0, 1]: share of all experts' bytes; int: bytes; AutoBudget: "
+        "what is left of the device's memory"
     )
     threads: int = Field(default=1, ge=1, description="torch intra-op threads of the worker")
     shards: ShardSettings = ShardSettings()

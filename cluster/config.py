@@ -55,15 +55,15 @@ class StoreLayout(StoreSettings):
     """Where the full-precision experts lie in host memory, and how another node's store is read."""
 
     layout: Literal["replicated", "sliced"] = Field(
-        default="replicated", description="replicated: every store holds all layers; sliced: each layer is in `copies` "
-        "stores"
+        default="replicated", description="replicated: every store holds all layers; sliced: `copies` stores hold "
+        "each layer"
     )  # fmt: skip
     nodes: Literal["workers", "marked"] = Field(
-        default="workers", description="workers: a store on each node that has a GPU worker; marked: on each node with "
-        "the resource `store`, and the others read over the network"
+        default="workers", description="workers: a store on each node with a GPU worker; marked: a store on each node "
+        "with the Ray resource `store`, which other nodes read over the network"
     )  # fmt: skip
     copies: int = Field(
-        default=1, ge=1, le=64, description="stores that hold a layer, where the layout is sliced",
+        default=1, ge=1, le=64, description="stores that hold each layer, with layout sliced",
         json_schema_extra=in_unit("stores"),
     )  # fmt: skip
 
@@ -74,35 +74,39 @@ class ClusterConfig(Settings):
     panel = "Cluster"
 
     replicas: int = Field(
-        default=1, ge=1, le=16, description="whole runtimes behind one server, each with the budget; requests of one "
-        "that dies or hangs go on at another", json_schema_extra=in_unit("runtimes"),
+        default=1, ge=1, le=16, description="whole runtimes behind one server, each with its own budget; if one dies "
+        "or hangs, its requests resume at another", json_schema_extra=in_unit("runtimes"),
     )  # fmt: skip
     shards: int = Field(
-        default=1, ge=1, le=64, description="GPUs, or CPU stand-ins, that share the experts; the lead's is the first",
+        default=1, ge=1, le=64, description="GPUs (or CPU stand-ins) that share the experts, the lead's included",
         json_schema_extra=in_unit("GPUs"),
     )  # fmt: skip
     ownership: Ownership = Field(
-        default="layer-expert", description="which GPU owns an expert; layer-expert: (layer x experts + expert) modulo "
+        default="layer-expert", description="GPU that owns an expert; layer-expert: (layer x experts + expert) modulo "
         "GPUs; expert: expert modulo GPUs"
     )  # fmt: skip
-    strategy: Literal["pack", "spread"] = Field(default="pack", description="shards on few nodes, or on many")
-    lead: str | None = Field(default=None, description="id or address of the lead's node; none: the roomiest")
+    strategy: Literal["pack", "spread"] = Field(
+        default="pack", description="pack: shards on few nodes; spread: on many"
+    )
+    lead: str | None = Field(
+        default=None, description="id or address of the lead's node; default: the node with most room"
+    )
     gpu_memory: Annotated[ByteSize, Field(ge=1)] | None = Field(
-        default=None, description="memory of one GPU, such as 80GB, which Ray does not know; none: not checked",
+        default=None, description="memory of one GPU, such as 80GB, which Ray does not report; default: not checked",
         json_schema_extra=in_unit("bytes"),
     )  # fmt: skip
     host_memory: Annotated[ByteSize, Field(ge=1)] | None = Field(
         default=None, description="host memory that the actors of this machine may take, such as 32GB; "
-        "none: what is free", json_schema_extra=in_panel("Memory", "bytes"),
+        "default: the free memory", json_schema_extra=in_panel("Memory", "bytes"),
     )  # fmt: skip
     store: StoreLayout = StoreLayout()
     channel_tls: str | None = Field(
-        default=None, description="folder with ca.pem, cert.pem (of the name tiermoe) and key.pem, at this path on "
-        "each node: mutual TLS between tiermoe's processes; none: a token, no encryption",
+        default=None, description="folder with ca.pem, cert.pem (for the name tiermoe) and key.pem, at this path on "
+        "each node: mutual TLS between tiermoe's processes; default: a token without encryption",
     )  # fmt: skip
     ndp_workers: Literal["per-node"] | Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1, description="NDP workers, for policies that use them; per-node: one on each node with the "
-        "resource `ndp`", json_schema_extra=in_unit("workers"),
+        "Ray resource `ndp`", json_schema_extra=in_unit("workers"),
     )  # fmt: skip
 
     @property
@@ -113,20 +117,28 @@ class ClusterConfig(Settings):
 
 
 class HardwareConfig(Settings):
-    """What the prediction of tokens per second assumes; none: the figure for the kind of device, see `estimate`.
+    """What the prediction of tokens per second assumes, see `topology.estimate`. Gigabytes are 1e9 bytes.
 
-    Gigabytes are 1e9 bytes. Nothing here is measured or changes what runs.
+    Nothing here is measured, and nothing here changes what runs.
     """
 
     memory_gbps: float | None = Field(
-        default=None, gt=0, description="speed of a GPU's memory, or the CPU stand-in's; none: of the device"
+        default=None,
+        gt=0,
+        description="memory bandwidth of a GPU or of the CPU stand-in; default: by the kind of device",
     )
-    link_gbps: float | None = Field(default=None, gt=0, description="host to GPU; none: of the device, or link.gbps")
-    link_latency_us: float | None = Field(default=None, ge=0, description="latency of a copy; none: of the device")
-    network_gbps: float = Field(default=3.0, gt=0, description="speed between nodes, one direction; 25 Gbit/s Ethernet")
+    link_gbps: float | None = Field(
+        default=None, gt=0, description="bandwidth from host to GPU; default: by the kind of device, or link.gbps"
+    )
+    link_latency_us: float | None = Field(
+        default=None, ge=0, description="latency of a copy; default: by the kind of device"
+    )
+    network_gbps: float = Field(
+        default=3.0, gt=0, description="bandwidth between nodes, one direction; the default is 25 Gbit/s Ethernet"
+    )
     network_latency_us: float = Field(default=50.0, ge=0, description="latency of a message between nodes")
     prefetch_useful: float = Field(
-        default=0.5, ge=0, le=1, description="of the missing experts that prefetch brings in time",
+        default=0.5, ge=0, le=1, description="share of the missing experts that prefetch loads in time",
         json_schema_extra=in_unit("share"),
     )
 
@@ -134,17 +146,21 @@ class HardwareConfig(Settings):
 class RaySettings(Settings):
     """Which Ray the run uses and how long it may take to start."""
 
-    address: str | None = Field(default=None, description="HOST:PORT of a running cluster; none: start a local one")
+    address: str | None = Field(
+        default=None, description="HOST:PORT of a running Ray cluster; default: start a local one"
+    )
     num_cpus: int | None = Field(
-        default=None, ge=2, description="CPUs of the local Ray; none: what the actors take",
+        default=None, ge=2, description="CPUs of the local Ray; default: what the actors need",
         json_schema_extra=in_unit("CPUs"),
     )  # fmt: skip
     dashboard: bool = Field(
-        default=False, description="whether the local Ray runs its dashboard, autoscaler and log monitor"
+        default=False, description="run the local Ray's dashboard, autoscaler and log monitor"
     )
-    startup_deadline_s: float = Field(default=300.0, gt=0, description="time until every actor must be ready")
+    startup_deadline_s: float = Field(default=300.0, gt=0, description="time limit for all actors to become ready")
     object_store_bytes: int = Field(
-        default=100_000_000, ge=80_000_000, description="Ray's own shared memory, taken at its start; not for weights"
+        default=100_000_000,
+        ge=80_000_000,
+        description="Ray's own shared memory, allocated at its start; weights are not in it",
     )
 
 
@@ -153,30 +169,33 @@ class RunConfig(EngineOptions):
 
     model: str | None = Field(
         default=None,
-        description="folder, GGUF file, or org/name[@revision][:FILE.gguf] of a hub; none: the model of the project",
+        description="folder, GGUF file, or org/name[@revision][:FILE.gguf] of a hub; default: the built-in tiny model",
     )
-    store: str | None = Field(default=None, description="folder of the expert store; none: in the cache folder")
+    store: str | None = Field(default=None, description="folder of the expert store; default: one in cache_dir")
     cache_dir: str | None = Field(
-        default=None, description="folder of prepared stores; none: tiermoe/stores in $XDG_CACHE_HOME, or in ~/.cache"
+        default=None,
+        description="folder of prepared stores; default: tiermoe/stores in $XDG_CACHE_HOME, or in ~/.cache",
     )
-    policy: str = Field(default="next-gate", description="name in configs/policies, or a YAML file")
+    policy: str = Field(default="next-gate", description="policy preset: a name in configs/policies, or a YAML file")
     quality: str = Field(
-        default=LOSSLESS, description="what auto may give for speed: lossless, or kl=NATS, the mean KL divergence from "
-        "lossless that each token of a request may cost, such as kl=0.01"
+        default=LOSSLESS, description="quality that policy auto may trade for speed: lossless, or kl=NATS, the mean KL "
+        "divergence from lossless a token, such as kl=0.01"
     )
     budget: str | StrictFloat | StrictInt | None = Field(
-        default=None, description="memory of each GPU for experts: 25%, 512MiB, or auto: what is left; none: auto on a "
-        "GPU of this machine, else 25%", json_schema_extra=in_panel("Memory", "share or bytes"),
+        default=None,
+        description="expert memory of each GPU: a share such as 25%, a size such as 512MiB, or auto: what "
+        "is left; default: auto on a GPU of this machine, else 25%",
+        json_schema_extra=in_panel("Memory", "share or bytes"),
     )
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="threads of the worker; none: cores - 1, on a GPU at most 4",
-        json_schema_extra=in_unit("threads"),
+        default=None, ge=1, le=1024, json_schema_extra=in_unit("threads"),
+        description="CPU threads of the worker; default: cores - 1; on a GPU host, at most 4",
     )  # fmt: skip
     link: LinkSettings = DEFAULT_LINK
     ray: RaySettings = RaySettings()
     cluster: ClusterConfig = ClusterConfig()
     hardware: HardwareConfig = HardwareConfig()
-    request_deadline_s: float = Field(default=3600.0, gt=0, description="time that one request may take")
+    request_deadline_s: float = Field(default=3600.0, gt=0, description="time limit of one request")
 
     @property
     def chosen_budget(self) -> str | float | int:

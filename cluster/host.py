@@ -29,7 +29,7 @@ _FEATURES = (
 def shown(path: Path) -> Path:
     """The path of a checkpoint, or of a file in it, for people: the user's own, where one of the cache stands for it.
 
-    A GGUF file has such a folder, with links to its parts (`jobs.prepare.gguf_files`).
+    A GGUF file has such a folder, with links to its parts (`checkpoints.gguf_files`).
     """
     folder = path if path.is_dir() else path.parent
     if (user_cache() / GGUF_CACHE).resolve() not in folder.resolve().parents:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from ..actors.requests import SamplingParams
 from ..actors.settings import KvSettings
 from ..errors import CheckpointError, RequestError
-from .checkpoint_files import OTHER_CONFIG, read_json_object, refuse_unreadable
+from .checkpoints.weight_files import OTHER_CONFIG, read_json_object, refuse_unreadable
 from .host import shown
 
 _MAX_TOKENS = 1_000_000

@@ -13,7 +13,7 @@ import torch
 from gguf import GGUFValueType
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tiermoe.cluster.jobs.prepare.checkpoint import open_checkpoint
+from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
 from tiermoe.cluster.jobs.prepare.convert import plan_store
 
 Data = tuple[np.ndarray, gguf.GGMLQuantizationType]

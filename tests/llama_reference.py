@@ -16,7 +16,7 @@ import numpy as np
 from gguf_vocabularies import TEXTS, vocabularies
 from ggufs import PROMPT, cases
 
-from tiermoe.cluster.jobs.bench import llama
+from tiermoe.benchmarks import llama
 
 _log: Any = None  # llama.cpp holds it as long as it runs
 GOLDEN = Path(__file__).with_name("golden") / "gguf.json"

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_checkpoint
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tiermoe.cluster.jobs.bench.quantizers import (
+from tiermoe.benchmarks.quantizers import (
     AWQ_CONFIG,
     FP8_CONFIG,
     MODELOPT_CONFIG,

@@ -42,11 +42,12 @@ from .make_policies import (
 )
 from .model.kernels import expert_seconds
 from .model.model import MoeBlock, attach, detach
-from .peers.auto import make_auto, probe_costs
+from .peers.auto import make_auto
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
 from .peers.remote import NdpPool, RemoteExperts
-from .peers.shards import PeerCaches, Shards, owners
+from .peers.shards import Shards, owners
+from .peers.start_costs import probe_costs
 from .pre_evicting import PreEvicting, last_rows
 from .prefetching import RouterPrefetching
 from .rerouting import LowBits, Rerouter, tell_link_speed
@@ -267,7 +268,7 @@ class ExpertEngine:
             return None
         peers = None
         if rule.needs_view and self.shards is not None:
-            peers = PeerCaches(self.shards, len(blocks), self.experts)
+            peers = self.shards.caches
         return Rerouter(rule, self.cache, blocks, self.top_k, peers)
 
     def _make_views(self, blocks: Sequence[MoeBlock], rerouter: Rerouter | None) -> HostViews:

@@ -49,6 +49,8 @@ class Action(IntEnum):
     """A demand copy, then the GPU."""
     NEAR_DATA = 3
     """A near-data worker computes it. A copy under way goes on: judge it by `Auto.admit` when it arrives."""
+    OWNER = 4
+    """It belongs to another GPU, which runs it: there, or after a copy there."""
 
 
 class Part(IntEnum):
@@ -66,6 +68,10 @@ class Part(IntEnum):
     """Both: while it copied for a part of the time."""
     MESSAGE = 5
     """message_s: a message from the plan to its answer, without the worker's kernels."""
+    DENSE = 6
+    """dense_s: a layer's dense part, from the end of the layer before to its plan."""
+    OWNER = 7
+    """From the plan to the last answer of other GPUs: `LayerPlan.owner_s`."""
 
 
 class Without(IntFlag):
@@ -137,6 +143,7 @@ class LayerPlan(NamedTuple):
         end_s: when the layer is expected to end, in the caller's time.
         near_s: expected seconds of the near-data work, without the message. link_s: when the last demand copy ends.
         loads, near_data, waits: how many experts.
+        owner_s: expected seconds until the last other GPU has answered; 0: none is asked.
     """
 
     actions: NDArray[np.uint8]
@@ -148,6 +155,14 @@ class LayerPlan(NamedTuple):
     loads: int
     near_data: int
     waits: int
+    owner_s: float = 0.0
+
+
+class Owners(NamedTuple):
+    """Whose needed experts are, uint8 [n] each. gpus: 0 is this GPU. held: whether another GPU holds its expert."""
+
+    gpus: NDArray[np.uint8]
+    held: NDArray[np.uint8]
 
 
 class Auto:
@@ -164,22 +179,27 @@ class Auto:
         phi[l, e]: averages of use: of 3 tokens, of 14 (decay 0.7, 0.93), of the request with its prompt, of all time.
         w: 5 weights, V = w . (1, phi): later uses, discounted by gamma = 0.9 a token. Learned by least-squares temporal
             differences: w = A^-1 b, A += x (x - gamma x')^T, b += x used; every fourth expert, solved every 4 tokens.
-        S[l]: seconds that one more resident of the layer would have saved; average over 20 tokens.
+        S[l]: seconds that one more resident of the layer would have saved; average of its layers with misses, of weight
+            1 / (1 + n) at the n-th, at least 0.05.
         rho: share of the wanted background copies that got done.
         q: precision of each rank of the next router's prediction.
+        owner: seconds of other GPUs' answers, over a message, g and, where they lack the expert, t; a factor.
 
     Flow of a layer, `plan`:
         1. Misses in order of S V' + c work, V' the value after this use; v: the least V of the layer's residents.
         2. For each number of copies under way that are waited for, and each number n of misses loaded (the first n):
            end = max(GPU, near-data) - (1 - rho) S sum max(0, V' - v); the least end wins. Near-data work slows by
            c_busy / c while the link copies. Work goes to the least loaded worker. A step is O(1), with W workers O(W).
-        3. Background: misses computed near data are worth S (V' - v); predictions for layer l + 1
+        3. Experts of other GPUs run on their owners. From the one that ends last one after the other goes near data,
+           while it ends there before that GPU would: first what spares most there for its work. So many go as give the
+           least end, plus S max(0, V' - v) for each that its owner would have loaded.
+        4. Background: misses computed near data are worth S (V' - v); predictions for layer l + 1
            S' q (timely + max(0, V' - v')). The best 24 stay in a pool until their layer comes. A copy may begin if its
            worth is at least its price: what it delays this layer's near-data work, plus for the part beyond the next
            layer's begin n c / (c + t) + P(near data ends last) (1 - c / c_busy), n the loads of a layer, at most 1.
-        4. Residents go near data one by one while that ends the layer sooner.
-        5. Tries: link or near data, unused for 64 layers with misses, is taken for 16 where the first loses at most
-           what tries may cost: 1% of the time, less what earlier ones lost.
+        5. Residents go near data one by one while that ends the layer sooner.
+        6. Tries: link or near data, unused for 64 layers with misses, is taken for 16 where the first loses at most
+           what tries may cost: 1% of the time, less what earlier ones lost. Owners alike, where all went near data.
     After a layer, `used`: averages, S, q, V. What was loaded takes a slot if its V exceeds the least: `admit`.
     After a prompt, `prompt_end`: residents are the experts of greatest V, the prompt's counts blended with popularity.
 
@@ -213,10 +233,11 @@ class Auto:
             layers, experts, top_k, slots, workers, astuple(costs), states, int(without)
         )  # fmt: skip
         self._actions, self._workers = np.zeros(experts, np.uint8), np.zeros(experts, np.uint8)
+        self._views = [(self._actions[:n], self._workers[:n]) for n in range(experts + 1)]  # by needed experts
 
     def plan(
         self, layer: int, needed: Ids, rows: Ids, now_s: float, link_free_s: float, flight_keys: Ids = _NO_KEYS,
-        arrival_s: NDArray[np.float64] = _NO_TIMES, prompt_tokens: int = 0,
+        arrival_s: NDArray[np.float64] = _NO_TIMES, prompt_tokens: int = 0, owners: Owners | None = None,
     ) -> LayerPlan:  # fmt: skip
         """Decide a layer whose routing is known.
 
@@ -227,27 +248,19 @@ class Auto:
                 here is taken to arrive at `link_free_s`.
             prompt_tokens: 0 in decode. In a prompt, its tokens: a load is worth what `prompt_end` would keep it for;
                 nothing is learned or copied behind it.
+            owners: the GPUs that the experts belong to; None: all are of this one.
 
         Raises:
             ValueError: there is no such layer or expert, or arrays differ in length.
         """
-        n = len(needed)
-        actions, workers = self._actions[:n], self._workers[:n]
-        end_s, near_s, link_s, loads, near, waits, wanted = self._native.plan(
-            self._planner,
-            layer,
-            needed,
-            rows,
-            now_s,
-            link_free_s,
-            flight_keys,
-            arrival_s,
-            actions,
-            workers,
-            prompt_tokens,
-        )
+        gpus, held = (None, None) if owners is None else owners
+        actions, workers = self._views[min(len(needed), self.experts)]
+        end_s, near_s, link_s, owner_s, loads, near, waits, wanted = self._native.plan(
+            self._planner, layer, needed, rows, now_s, link_free_s, flight_keys, arrival_s, actions, workers,
+            prompt_tokens, gpus, held,
+        )  # fmt: skip
         named = [Wanted(key, None if victim < 0 else victim, worth, fetch) for key, victim, worth, fetch in wanted]
-        return LayerPlan(actions, workers, named, end_s, near_s, link_s, loads, near, waits)
+        return LayerPlan(actions, workers, named, end_s, near_s, link_s, loads, near, waits, owner_s)
 
     def predict(self, layer: int, ids: Ids) -> None:
         """Name the experts that a layer is predicted to need, before the plan of the layer before it.

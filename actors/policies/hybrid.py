@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from .auto import Action, Costs, LayerPlan, Part, PlannedOptions, Wanted
+from .auto import Action, Costs, LayerPlan, Owners, Part, PlannedOptions, Wanted
 from .registry import PolicyContext, register
 from .routing import softmax
 
@@ -78,9 +78,16 @@ class HybridRule(ABC):
 
     def plan(
         self, layer: int, needed: Any, rows: Any, now_s: float, link_free_s: float, flight_keys: Any = (),
-        arrival_s: Any = (), prompt_tokens: int = 0,
+        arrival_s: Any = (), prompt_tokens: int = 0, owners: Owners | None = None,
     ) -> LayerPlan:  # fmt: skip
-        """As `Auto.plan`."""
+        """As `Auto.plan`. No rule knows several GPUs: what another one owns runs there."""
+        if owners is not None:
+            mine, codes = owners.gpus == 0, np.full(len(needed), Action.OWNER, np.uint8)
+            found = self.plan(
+                layer, needed[mine], rows[mine], now_s, link_free_s, flight_keys, arrival_s, prompt_tokens
+            )
+            codes[mine] = found.actions
+            return found._replace(actions=codes, workers=np.zeros(len(codes), np.uint8))
         experts, counts = needed.tolist(), rows.tolist()
         states = self.states[layer, needed].tolist()
         here, prompt = [state > 0 for state in states], prompt_tokens > 0

@@ -245,6 +245,7 @@ def _tensor_spec(name: str, entry: Any, data_start: int) -> TensorSpec:
 FORMAT_VERSION: Literal[1] = 1
 MANIFEST_NAME = "manifest.json"
 STAMP_NAME = "verified.json"
+JOURNAL_NAME = "journal.json"  # of an unfinished store
 DENSE_NAME = "dense.safetensors"
 
 REBUILD = "rebuild it with `tiermoe prepare MODEL OUT --force`"

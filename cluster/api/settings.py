@@ -31,38 +31,53 @@ class LimitSettings(Settings):
     """What one client may ask for, and how much may wait."""
 
     waiting: int = Field(
-        default=256, ge=0, description="choices that wait for the runtime; more get 429",
+        default=256, ge=0, description="choices that may wait for the runtime; more are refused with 429",
         json_schema_extra=in_unit("choices"),
     )  # fmt: skip
     choices: int = Field(
-        default=128, ge=1, description="choices of one request: prompts times n", json_schema_extra=in_unit("choices")
+        default=128,
+        ge=1,
+        description="most choices of one request: prompts times n",
+        json_schema_extra=in_unit("choices"),
     )
-    body_bytes: int = Field(default=4 * 2**20, ge=1024, description="bytes of a request's body; more get 413")
-    held_bytes: int = Field(default=2**28, ge=1024, description="bytes of all requests' bodies; more get 429")
-    body_s: float = Field(default=60.0, gt=0, description="seconds that a body may take to come; then 408")
-    request_s: float = Field(default=3600.0, gt=0, description="seconds that one choice may take")
-    stalled_s: float = Field(default=120.0, gt=0, description="/ready fails when running requests get no token so long")
+    body_bytes: int = Field(
+        default=4 * 2**20, ge=1024, description="most bytes of a request's body; more are refused with 413"
+    )
+    held_bytes: int = Field(
+        default=2**28, ge=1024, description="most bytes of all request bodies together; more are refused with 429"
+    )
+    body_s: float = Field(default=60.0, gt=0, description="time limit for a body to arrive; after it 408")
+    request_s: float = Field(default=3600.0, gt=0, description="time limit of one choice")
+    stalled_s: float = Field(
+        default=120.0, gt=0, description="/ready fails when running requests have received no token for this long"
+    )
 
 
 class ApiSettings(Settings):
     """One server."""
 
-    deployment: str | None = Field(default=None, description="id of a running deployment; none: the only one")
-    model_name: str | None = Field(default=None, description="what clients call the model; none: its folder's name")
-    tokenizer: str | None = Field(default=None, description="folder with tokenizer.json; none: the expert store")
-    chat_template: str | None = Field(default=None, description="Jinja file; none: the model's own")
-    tool_format: ToolFormatName | None = Field(
-        default=None, description="how the model writes tool calls; none: as its chat template shows"
+    deployment: str | None = Field(default=None, description="id of a running deployment; default: the only one")
+    model_name: str | None = Field(
+        default=None, description="name of the model for clients; default: its folder's name"
     )
-    api_key_file: str | None = Field(default=None, description="file of bearer keys, one a line; none: all may ask")
-    request_log: RequestLogFormat = Field(default="text", description="a line a request: text, json or off")
-    request_log_file: str | None = Field(default=None, description="file of the request log; none: standard error")
+    tokenizer: str | None = Field(default=None, description="folder with tokenizer.json; default: the expert store")
+    chat_template: str | None = Field(
+        default=None, description="Jinja file of the chat template; default: the model's own"
+    )
+    tool_format: ToolFormatName | None = Field(
+        default=None, description="format of the model's tool calls; default: recognized from its chat template"
+    )
+    api_key_file: str | None = Field(
+        default=None, description="file of bearer keys, one a line; default: no authentication"
+    )
+    request_log: RequestLogFormat = Field(default="text", description="log a line for each request: text, json or off")
+    request_log_file: str | None = Field(default=None, description="file of the request log; default: standard error")
     otlp_endpoint: str | None = Field(
         default=None, description="URL of an OpenTelemetry receiver for spans, such as http://127.0.0.1:4318"
     )
     replicas: int = Field(
         default_factory=default_replicas, ge=1,
-        description=f"server processes, with common limits and /metrics on a machine; 2 with {2 * _CORES_EACH} cores, "
-        "else 1", json_schema_extra=in_unit("processes"),
+        description=f"server processes, which share limits and /metrics; default: 2 with {2 * _CORES_EACH} or more "
+        "cores, else 1", json_schema_extra=in_unit("processes"),
     )  # fmt: skip
     limits: LimitSettings = LimitSettings()

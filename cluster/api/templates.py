@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, ConfigError, RuntimeFailure, reason
-from ..checkpoint_files import read_json_object
+from ..checkpoints.weight_files import read_json_object
 from .refusals import ApiError, from_failure, refused
 from .rendering import LENGTH_BYTES, RESULT_CHARACTERS, pack, unpack
 

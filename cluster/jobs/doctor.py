@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 
 from ...errors import CheckpointError, ConfigError, reason
+from ..checkpoints.hub import headers, locate
 from ..config import check_model_dir, default_model_dir
 from ..host import cpu, shown, versions
-from ..hub import headers, locate
 from ..report.files import check_writable
 from ..report.tables import facts, progress_on, results, show, size
 from ..topology.inputs import ROUTED
@@ -102,7 +102,7 @@ def routed_expert_elements(model_dir: Path) -> int:
         CheckpointError: no safetensors or GGUF file, or one whose header cannot be read.
     """
     if any(model_dir.glob("*.gguf")):
-        from ..gguf_header import gguf_files, read_experts, typed_tensors
+        from ..checkpoints.gguf_header import gguf_files, read_experts, typed_tensors
 
         tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = typed_tensors(read_experts(gguf_files(model_dir)))
     else:
@@ -151,9 +151,9 @@ def examine(model_dir: Path) -> tuple[dict[str, Any], ConfigError | None]:
 def doctor_command(
     model: Model = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Measure the host's time of a step too, and keep all for predictions.")
+        bool, typer.Option("--save", help="Also measure the host time of a step, and keep all figures for predictions.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write what --save keeps into this file, too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the figures of --save to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine and say what would fit."""

@@ -6,6 +6,7 @@ An option's name, type, default and help are those of a field of `RunConfig`: no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import math
 import types
@@ -25,9 +26,9 @@ from ...actors.policies.sharding import owned_experts
 from ...actors.settings import EngineSettings, budget_bytes, check_published
 from ...actors.store.format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError, size
+from ..checkpoints.hub import located
+from ..checkpoints.quantization import published_as
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config, on_this_machine
-from ..hub import located
-from ..quantization import published_as
 from ..ray_auth import adopt_mode
 from ..yaml_file import option_name
 from .prepare.needs import check_artifacts, make_missing
@@ -60,15 +61,15 @@ def _panel(model: type[BaseModel], field: FieldInfo) -> str:
     return str(found or getattr(model, "panel", "Options"))
 
 
-Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters.")]
-Attach = Annotated[str | None, typer.Option(help="HOST:PORT of a runtime that `tiermoe up` started: use it.")]
-DeploymentId = Annotated[str | None, typer.Option(help="Id of the runtime there, if it has several.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; all else on stderr.")]
+Config = Annotated[str | None, typer.Option(help="Configuration: a YAML file, or a name in configs/clusters.")]
+Attach = Annotated[str | None, typer.Option(help="Use the runtime at HOST:PORT, which `tiermoe up` started.")]
+DeploymentId = Annotated[str | None, typer.Option(help="Id of the runtime at --attach, if there are several.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
 Model = Annotated[str | None, option_of(RunConfig, "model")]
 Policy = Annotated[str, option_of(RunConfig, "policy")]
 Quality = Annotated[str, option_of(RunConfig, "quality")]
 Budget = Annotated[str | None, option_of(RunConfig, "budget")]
-Threads = Annotated[int, option_of(RunConfig, "threads")]
+Threads = Annotated[int, typer.Option(help="CPU threads of the worker.", rich_help_panel=RunConfig.panel)]
 
 
 def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -116,6 +117,12 @@ def as_command(
         ]
     )
     return run
+
+
+def fields_as_options(options: type[Any]) -> dict[str, tuple[Any, Any]]:
+    """The fields of a dataclass, annotated as typer reads them, as `as_command` takes options."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(options)}
 
 
 def checked_config(file: str | None, options: Mapping[str, Any]) -> RunConfig:
@@ -257,6 +264,7 @@ def _option(key: str) -> tuple[Any, Any]:
     members = typing.get_args(field.annotation) if isinstance(field.annotation, types.UnionType) else ()
     kinds = [kind for kind in members or (field.annotation,) if kind is not types.NoneType]
     kind: Any = kinds[0] if kinds[0] in (int, float, bool) and len(kinds) == 1 else str
-    shown = f" ({value:g})" if isinstance(value, float) else f" ({value})" if value not in (None, False) else ""
-    option = typer.Option(help=_help(field.description or "") + shown, rich_help_panel=_panel(model, field))
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    default = "" if value in (None, False) else f"; default: {shown}"
+    option = typer.Option(help=_help(f"{field.description}{default}"), rich_help_panel=_panel(model, field))
     return Annotated[kind | None, option], None

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import CheckpointError, ConfigError
+from ..checkpoints.checkpoint import refuse_unsupported
+from ..checkpoints.hub import located
 from ..config import DEFAULT_BUDGET, RunConfig, default_model_dir, engine_settings, load_run_config, on_this_machine
 from ..host import shown, usable_cores
-from ..hub import located
 from ..report.runtime import topology_tables
 from ..report.tables import results, show
 from ..topology.budget import with_terms
@@ -31,7 +32,6 @@ from ..topology.inputs import (
 from ..topology.spec import ModelFacts, NodeInfo
 from .options import AsJson, Config, with_options
 from .prediction import with_routing
-from .prepare.checkpoint import refuse_unsupported
 from .prepare.needs import note
 
 
@@ -132,7 +132,7 @@ def plan(
 def plan_command(
     options: dict[str, Any],
     config: Config = None,
-    nodes: Annotated[Path | None, typer.Option(help="YAML file of nodes, as ray.nodes() names them.")] = None,
+    nodes: Annotated[Path | None, typer.Option(help="YAML file of nodes, with the keys of ray.nodes().")] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask the Ray at ray.address for its nodes.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -57,27 +57,43 @@ _SHOWN: Mapping[str, tuple[str, Callable[[Any], str]]] = {  # of a record: its n
 
 
 def replay_command(
-    trace: Annotated[Path, typer.Argument(help="Trace folder, as `tiermoe record` makes it.", metavar="TRACE")],
+    trace: Annotated[Path, typer.Argument(help="Trace folder that `tiermoe record` wrote.", metavar="TRACE")],
     policy: Policy = "on-demand",
-    policies: Annotated[str | None, typer.Option(help="Several, separated by commas, as a table.")] = None,
-    prefetch: Annotated[str | None, typer.Option(help=f"In place of the policy's: {_PREFETCH}.")] = None,
-    distance: Annotated[int | None, typer.Option(help="Layers ahead; in place of the policy's.")] = None,
-    synchronous: Annotated[bool, typer.Option("--synchronous", help="The forward waits for prefetches.")] = False,
-    eviction: Annotated[str | None, typer.Option(help=f"In place of the policy's: {_EVICTION}, {_OPTIMUM}.")] = None,
-    predictors: Annotated[Path | None, typer.Option(help="Of stride; none: trained on the --learn share.")] = None,
-    budget: Annotated[str, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB.")] = "0.25",
-    link_gbps: Annotated[float | None, typer.Option(help="1e9 bytes/s; none: the machine's, or 16.")] = None,
-    link_latency_us: Annotated[float | None, typer.Option(help="Of each copy; none: the machine's, or 10.")] = None,
-    machine: Annotated[
-        str | None, typer.Option(help="Name in configs/machines, YAML file, or this; none: as recorded.")
+    policies: Annotated[str | None, typer.Option(help="Several policies, separated by commas, as a table.")] = None,
+    prefetch: Annotated[str | None, typer.Option(help=f"Prefetch in place of the policy's: {_PREFETCH}.")] = None,
+    distance: Annotated[int | None, typer.Option(help="Prefetch distance in layers, in place of the policy's.")] = None,
+    synchronous: Annotated[
+        bool, typer.Option("--synchronous", help="Let the forward pass wait for prefetches.")
+    ] = False,
+    eviction: Annotated[
+        str | None, typer.Option(help=f"Eviction in place of the policy's: {_EVICTION}, {_OPTIMUM}.")
     ] = None,
-    at_once: Annotated[int, typer.Option(help="Requests in each forward.")] = 1,
-    rate: Annotated[float | None, typer.Option(help="Requests a second, as a Poisson process; none: no queue.")] = None,
+    predictors: Annotated[
+        Path | None, typer.Option(help="Predictors of prefetch stride; default: trained on --learn.")
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Expert memory: 0.25, 25%, 512MiB.")] = "0.25",
+    link_gbps: Annotated[
+        float | None, typer.Option(help="Link in 1e9 bytes/s; default: the machine's, else 16.")
+    ] = None,
+    link_latency_us: Annotated[
+        float | None, typer.Option(help="Latency of a copy; default: the machine's, else 10.")
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Name in configs/machines, YAML file, or this; default: costs of the trace.")
+    ] = None,
+    at_once: Annotated[int, typer.Option(help="Requests in each forward pass.")] = 1,
+    rate: Annotated[
+        float | None, typer.Option(help="Arrivals a second, Poisson; default: a request arrives when there is room.")
+    ] = None,
     arrivals: Annotated[
         Path | None, typer.Option(help="CSV file of TIMESTAMP,ContextTokens,GeneratedTokens, in place of --rate.")
     ] = None,
-    learn: Annotated[float | None, typer.Option(help="Share of the requests run first, uncounted. (0)")] = None,
-    as_recall: Annotated[bool, typer.Option("--recall", help="Only: how well sources predict, by distance.")] = False,
+    learn: Annotated[
+        float | None, typer.Option(help="Share of the requests that run first, uncounted; default: 0.")
+    ] = None,
+    as_recall: Annotated[
+        bool, typer.Option("--recall", help="Print only the recall of each predictor, by distance.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the engine's cache and policies on recorded routing, without a model: hits, bytes, waits, TTFT and TPOT."""

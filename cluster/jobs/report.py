@@ -18,9 +18,10 @@ _NAME = "report.html"
 
 def report_command(
     results: Annotated[
-        list[Path], typer.Argument(help="JSON files of run, bench, bench serve, eval, replay.", metavar="RESULT.json")
+        list[Path],
+        typer.Argument(help="JSON files that run, bench, bench serve, eval or replay wrote.", metavar="RESULT.json"),
     ],
-    out: Annotated[Path, typer.Option(help=f"Folder of {_NAME}; it is made.")],
+    out: Annotated[Path, typer.Option(help=f"Folder to write {_NAME} to.")],
 ) -> None:
     """Write one HTML page that compares results: speed against memory, hits, waits, quality, residency, latency."""
     page = report_page(read_results(results))

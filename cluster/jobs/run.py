@@ -19,9 +19,9 @@ from rich.console import Console
 
 from ...actors.requests import SamplingParams
 from ...errors import RequestError, reason
+from ..checkpoints.hub import locate
 from ..config import RunConfig
 from ..host import cpu, now, shown, versions
-from ..hub import locate
 from ..llm import LLM, Completion, TextStream
 from ..prompt import encode_prompt, load_tokenizer, sampling_params
 from ..report.files import check_writable, write_timeline
@@ -49,23 +49,28 @@ _ATTACHED_DEADLINE_S = 3600.0
 @with_options(*RUNTIME)
 def run_command(
     options: dict[str, Any],
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     config: Config = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", rich_help_panel="Sampling")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel="Sampling")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel="Sampling")] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0: greedy.", rich_help_panel="Sampling")
+    ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens with this total.", rich_help_panel="Sampling")
+        float,
+        typer.Option(help="Sample from the likeliest tokens with this total probability.", rich_help_panel="Sampling"),
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(help="Sample from this many tokens; 0: all.", rich_help_panel="Sampling")
+        int, typer.Option(help="Sample from this many likeliest tokens; 0: all.", rich_help_panel="Sampling")
     ] = 0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel="Sampling")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of sampling; default: random.", rich_help_panel="Sampling")
+    ] = None,
     attach: Attach = None,
     deployment: DeploymentId = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a timeline to this file, for ui.perfetto.dev.")] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print the effective plan before, and all counters after.")
+        bool, typer.Option("--verbose", "-v", help="Print the effective plan before the run and all counters after it.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

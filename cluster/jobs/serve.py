@@ -17,8 +17,8 @@ from ...proto.tls import TlsFiles
 from ..api.keys import read_keys
 from ..api.request_log import check_file
 from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
+from ..checkpoints.hub import locate
 from ..config import RunConfig
-from ..hub import locate
 from ..report.steps import Steps
 from ..yaml_file import explain, merged, read_yaml
 from .ending import BoundedEnd
@@ -48,7 +48,7 @@ def serve_command(
     options: dict[str, Any],
     config: Config = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0: a free one.", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = 8000,
     api_key_file: Annotated[Path | None, option_of(ApiSettings, "api_key_file")] = None,
     model_name: Annotated[str | None, option_of(ApiSettings, "model_name")] = None,
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
@@ -57,14 +57,15 @@ def serve_command(
     request_log: Annotated[str | None, option_of(ApiSettings, "request_log", show_default="text")] = None,
     request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
     otlp_endpoint: Annotated[str | None, option_of(ApiSettings, "otlp_endpoint")] = None,
-    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate of the server: HTTPS.")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM key of it, mode 0600.")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate of the server, for HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM key of the certificate, mode 0600.")] = None,
     ssl_ca_certs: Annotated[
-        Path | None, typer.Option(help="PEM certificates of a CA: clients need a certificate of it.")
+        Path | None, typer.Option(help="PEM certificates of a CA; clients must present a certificate that it signed.")
     ] = None,
     edge_replicas: Annotated[int | None, option_of(ApiSettings, "replicas", min=1)] = None,
     server_config: Annotated[
-        Path | None, typer.Option(help="YAML file of the server's keys (docs/configuration.md), below these options.")
+        Path | None,
+        typer.Option(help="YAML file of the server's keys (docs/configuration.md); options here override it."),
     ] = None,
     attach: Attach = None,
     deployment: DeploymentId = None,

@@ -21,8 +21,10 @@ from .options import AsJson, attached
 if TYPE_CHECKING:
     from ..attach import Attachment
 
-Address = Annotated[str | None, typer.Option(help="HOST:PORT of a Ray; default: of `tiermoe up` on this machine.")]
-Deployment = Annotated[str | None, typer.Option(help="Id of one deployment.")]
+Address = Annotated[
+    str | None, typer.Option(help="HOST:PORT of a Ray cluster; default: that of `tiermoe up` on this machine.")
+]
+Deployment = Annotated[str | None, typer.Option(help="Id of one deployment; default: all.")]
 
 _END_S = 60.0  # actors, Ray's servers and their files
 _POLL_S = 0.1

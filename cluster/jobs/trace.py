@@ -18,7 +18,7 @@ from ..simulate.trace import MAX_DISTANCE, Trace, TraceHeader
 from .options import AsJson
 
 trace_app = typer.Typer(
-    help="Statistics of routing traces; traces from elsewhere, and synthetic ones.", no_args_is_help=True,
+    help="Statistics of routing traces; import traces of other programs; make synthetic ones.", no_args_is_help=True,
     add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
@@ -30,8 +30,11 @@ def _top() -> None: ...
 @trace_app.command("stats")
 def stats_command(
     trace: Annotated[Path, typer.Argument(help="Trace folder.", metavar="TRACE")],
-    slots: Annotated[str | None, typer.Option(help="Cache slots of each layer: 16,32. (25, 50, 75%)")] = None,
-    seed: Annotated[int, typer.Option(help="Of random replacement.")] = 0,
+    slots: Annotated[
+        str | None,
+        typer.Option(help="Cache slots of each layer, such as 16,32; default: 25, 50 and 75% of the experts."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of random replacement.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """How skewed, sticky and predictable a model's routing is, and the hit rates of caches of single layers."""
@@ -47,14 +50,14 @@ def stats_command(
 
 @trace_app.command("make")
 def make_command(
-    out: Annotated[Path, typer.Argument(help="Trace folder to make.", metavar="OUT")],
-    family: Annotated[str, typer.Option(help=f"How routing varies: {', '.join(FAMILIES)}.")],
-    shape: Annotated[str, typer.Option(help="A name in configs/shapes/published.yaml.")],
+    out: Annotated[Path, typer.Argument(help="Trace folder to write.", metavar="OUT")],
+    family: Annotated[str, typer.Option(help=f"Family of the routing: {', '.join(FAMILIES)}.")],
+    shape: Annotated[str, typer.Option(help="Model shape: a name in configs/shapes/published.yaml.")],
     requests: Annotated[int, typer.Option(min=1, help="Requests to draw.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request decodes.")] = 64,
-    distances: Annotated[int, typer.Option(min=0, max=MAX_DISTANCE, help="Layers ahead with predictions.")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Of the routing.")] = 0,
+    distances: Annotated[int, typer.Option(min=0, max=MAX_DISTANCE, help="Layers ahead to draw predictions for.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the routing.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Draw a synthetic trace of a published model's shape, in a family that is calibrated on published statistics."""
@@ -80,11 +83,17 @@ def make_command(
 
 @trace_app.command("import")
 def import_command(
-    file: Annotated[Path, typer.Argument(help="What another program recorded.", metavar="FILE")],
-    out: Annotated[Path, typer.Argument(help="Trace folder to make.", metavar="OUT")],
-    kind: Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}. (by the contents)")] = None,
-    shape: Annotated[str | None, typer.Option(help="Experts and their bytes, from configs/shapes.")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="Experts of a layer. (the greatest id and one)")] = None,
+    file: Annotated[Path, typer.Argument(help="Trace that another program recorded.", metavar="FILE")],
+    out: Annotated[Path, typer.Argument(help="Trace folder to write.", metavar="OUT")],
+    kind: Annotated[
+        str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}; default: by the contents.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Model shape of configs/shapes, which gives experts and their bytes.")
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Experts of a layer; default: the greatest id plus one.")
+    ] = None,
     expert_bytes: Annotated[int, typer.Option(min=1, help="Bytes of an expert, without --shape.")] = 16 << 20,
     as_json: AsJson = False,
 ) -> None:

@@ -27,6 +27,7 @@ from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions
 from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, expert_cost, load_s
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
+from ...actors.policies.residency import State
 from ...actors.policies.sharding import shard_of, spread_by_bytes
 from ...actors.policy_settings import PolicySettings
 from ...actors.store.replicas import ReplicaTables
@@ -143,6 +144,12 @@ class SimulatedShards:
 
     def peer_of(self, key: int) -> tuple[str, SimulatedShard] | None:
         return self._owner[key]
+
+    def holds(self, keys: Sequence[int]) -> list[bool]:
+        return [
+            owner is not None and owner[1].cache.residency.state(key) != State.ABSENT
+            for key, owner in [(key, self._owner[key]) for key in keys]
+        ]
 
     def run(self, name: str, layer: int, keys: list[int], part: Routing) -> SimulatedTask:
         """Send a shard its part of a layer."""

@@ -23,12 +23,12 @@ from ...actors.settings import EngineSettings
 from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ...kernels.forms import ExpertForm
-from ..checkpoint_files import OTHER_CONFIG
+from ..checkpoints.hub import headers, name_of, tensors_of
+from ..checkpoints.quantization import FP8_SCALES, expected_experts, plain_experts, quantization_of, with_one_scale
+from ..checkpoints.weight_files import OTHER_CONFIG
 from ..config import RunConfig
 from ..host import shown, usable_cores
-from ..hub import headers, name_of, tensors_of
 from ..prompt import EXPERT_COUNTS, load_model_config
-from ..quantization import FP8_SCALES, expected_experts, plain_experts, quantization_of, with_one_scale
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
 from .spec import NODE_ID_LABEL, ModelFacts, NodeInfo
@@ -103,7 +103,12 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
             OTHER_CONFIG,
         )
     if gguf := any(model_dir.glob("*.gguf")):
-        from ..gguf_header import expert_forms, gguf_files, read_experts, typed_tensors  # the package takes 0.2 s
+        from ..checkpoints.gguf_header import (  # the package takes 0.2 s
+            expert_forms,
+            gguf_files,
+            read_experts,
+            typed_tensors,
+        )
 
         tensors = typed_tensors(read_experts(gguf_files(model_dir)))
     else:

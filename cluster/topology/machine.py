@@ -36,39 +36,45 @@ _FOLDER = "machines"
 class PolicyCosts(Settings):
     """What a preset costs the host, in microseconds, at one row a step."""
 
-    step_us: float = Field(ge=0, description="of the batching loop: scheduling, sampling, delivery")
-    layer_us: float = Field(ge=0, description="of an MoE layer outside kernels and waits, without misses")
-    miss_us: float = Field(ge=0, description="more in a layer that misses an expert")
-    load_us: float = Field(ge=0, description="more for each expert that is loaded")
+    step_us: float = Field(ge=0, description="the batching loop of a step: scheduling, sampling, delivery")
+    layer_us: float = Field(ge=0, description="an MoE layer outside kernels and waits, without misses")
+    miss_us: float = Field(ge=0, description="added in a layer that misses an expert")
+    load_us: float = Field(ge=0, description="added for each expert that is loaded")
 
 
 class MachineCosts(Settings):
-    """One machine's; microseconds, and 1e9 bytes a second."""
+    """Costs of one machine; `_us` in microseconds, `_gbps` in 1e9 bytes a second."""
 
     version: Literal[2] = 2
     machine: str = Field(min_length=1, description="processor or GPU, and cores")
     executor: Literal["real", "emulated", "simulated"] = "emulated"
-    tiermoe: str = Field(min_length=1, description="version that was measured")
+    tiermoe: str = Field(min_length=1, description="version of tiermoe that was measured")
     threads: int = Field(default=1, ge=1)
-    copy_us: float = Field(ge=0, description="of an expert's copy to the device, whatever its size")
-    copy_gbps: float = Field(gt=0, description="at which experts are copied to the device")
-    wait_us: float = Field(ge=0, description="from a copy's end until a waiting layer goes on")
-    dense_layer_us: float = Field(ge=0, description="of calls outside the experts, for each layer")
-    dense_gbps: float = Field(gt=0, description="at which dense weights are read")
-    expert_us: float = Field(ge=0, description="of an expert's kernel, whatever its size")
-    expert_gbps: float = Field(gt=0, description="at which kernels read experts")
-    policies: Mapping[str, PolicyCosts] = Field(min_length=1, description="by preset")
-    tflops: float | None = Field(default=None, gt=0, description="1e12 a second, for many rows; none: not known")
+    copy_us: float = Field(ge=0, description="fixed part of an expert's copy to the device")
+    copy_gbps: float = Field(gt=0, description="bandwidth of copies to the device")
+    wait_us: float = Field(ge=0, description="from the end of a copy until a waiting layer resumes")
+    dense_layer_us: float = Field(ge=0, description="fixed part of a layer outside its experts")
+    dense_gbps: float = Field(gt=0, description="bandwidth at which dense weights are read")
+    expert_us: float = Field(ge=0, description="fixed part of an expert's kernel")
+    expert_gbps: float = Field(gt=0, description="bandwidth at which kernels read experts")
+    policies: Mapping[str, PolicyCosts] = Field(min_length=1, description="costs of each preset")
+    tflops: float | None = Field(
+        default=None, gt=0, description="compute rate for many rows, 1e12 a second; default: not known"
+    )
     host_gbps: float | None = Field(
-        default=None, gt=0, description="of host memory where kernels share it with copies; none: they do not"
+        default=None,
+        gt=0,
+        description="bandwidth of host memory, if kernels share it with copies; default: they do not",
     )
     gpus: int = Field(default=1, ge=1)
-    peer_gbps: float | None = Field(default=None, gt=0, description="between two GPUs; none: at no cost")
-    peer_us: float = Field(default=0.0, ge=0, description="of a message between two GPUs, one direction")
-    message_us: float = Field(default=0.0, ge=0, description="of the lead's host for each message to or from a peer")
-    matcher_us: float = Field(default=0.0, ge=0, description="from a published layer to the matcher's command")
-    ndp: str | None = Field(default=None, description="near-data device: a name in configs/hardware")
-    ndp_workers: int = Field(default=1, ge=1, description="near-data devices, where there is one")
+    peer_gbps: float | None = Field(default=None, gt=0, description="bandwidth between two GPUs; default: at no cost")
+    peer_us: float = Field(default=0.0, ge=0, description="latency of a message between two GPUs, one direction")
+    message_us: float = Field(default=0.0, ge=0, description="host time of the lead for each message to or from a peer")
+    matcher_us: float = Field(
+        default=0.0, ge=0, description="from a published layer until the matcher's command arrives"
+    )
+    ndp: str | None = Field(default=None, description="NDP device: a name in configs/hardware")
+    ndp_workers: int = Field(default=1, ge=1, description="number of NDP devices, if there is one")
 
     def of_policy(self, name: str) -> tuple[PolicyCosts, str | None]:
         """A preset's costs, or those of the measured preset that costs most; and a note where they are another's."""

@@ -13,10 +13,10 @@
 
 namespace tiermoe {
 
-enum class Action : std::uint8_t { run_here = 0, wait = 1, load = 2, near_data = 3 };
+enum class Action : std::uint8_t { run_here = 0, wait = 1, load = 2, near_data = 3, owner = 4 };
 
 // What was measured apart, by `saw`; `near` corrects near_s, `near_busy` near_busy_s, `near_mixed` both.
-enum class Part : std::uint8_t { copy = 0, gpu = 1, near = 2, near_busy = 3, near_mixed = 4, message = 5 };
+enum class Part : std::uint8_t { copy = 0, gpu = 1, near = 2, near_busy = 3, near_mixed = 4, message = 5, dense = 6, owner = 7 };
 
 // What a layer in decode waits for: experts that are here, the link, near-data workers.
 enum class Source : std::uint8_t { here = 0, link = 1, near = 2 };
@@ -43,16 +43,23 @@ struct Wanted {  // a background copy
     bool prefetch;        // for the next layer; else a miss of this or an earlier layer that was computed near data
 };
 
+// The GPUs that needed experts belong to: [n] each.
+struct Owners {
+    const std::uint8_t* gpus;  // 0: this one
+    const std::uint8_t* held;  // whether it has a slot there; of other GPUs
+};
+
 struct Planned {
     double end_s = 0.0;    // when the layer ends, in the caller's time
     double near_s = 0.0;   // of the near-data workers' work, without the message
     double link_s = 0.0;   // when the last demand copy ends
+    double owner_s = 0.0;  // until the last other GPU has answered; 0: none is asked
     int loads = 0, near_count = 0, waits = 0;
 };
 
 class Planner {
   public:
-    static constexpr int kPool = 24, kRanks = 64, kFeatures = 5, kMaxWorkers = 64;
+    static constexpr int kPool = 24, kRanks = 64, kFeatures = 5, kMaxWorkers = 64, kMaxOwners = 256;
     static constexpr double kDiscount = 0.9;       // gamma: worth of a use one token later
     static constexpr double kKept = 1.0;           // share of a request for which a load of its prompt counts
     static constexpr double kFast = 0.7, kSlow = 0.93;
@@ -68,10 +75,11 @@ class Planner {
         : layers_(layers), experts_(experts), slots_(slots), workers_(workers), without_(without), costs_(costs),
           states_(states), fast_(keys(), double(top_k) / experts), slow_(fast_), request_(fast_), popular_(fast_),
           value_(keys(), double(top_k) / experts / (1 - kDiscount)), last_(keys(), -1000),
-          saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), pooled_(keys(), 0),
+          saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), missed_(saved_.size(), 0), pooled_(keys(), 0), foreign_(keys(), 0),
           need_(static_cast<std::size_t>(experts), 0), chance_(static_cast<std::size_t>(experts), 0.0),
           share_(static_cast<std::size_t>(experts), 0.0), misses_(static_cast<std::size_t>(experts)),
-          hits_(misses_.size()), flights_(misses_.size()), touched_(misses_.size()),
+          hits_(misses_.size()), flights_(misses_.size()), sorted_(misses_.size()), away_(misses_.size()), ranked_(misses_.size()),
+          touched_(misses_.size()),
           span_(static_cast<std::size_t>(experts) + 1), order_(misses_.size()) {
         const double rest = 1 / (1 - kDiscount);
         const double start[kFeatures] = {0.0, 0.0, 0.0, rest, 0.0}, fixed[kFeatures] = {0.0, 1.5, 1.0, 7.0, 0.0};
@@ -121,23 +129,31 @@ class Planner {
     // background copies that may begin, in order, after the demand copies and before the next layer's plan.
     // flight_keys, arrival_s: copies under way. link_free_s: when the link can begin a demand copy. prompt_tokens: 0 in
     // decode; else the layer runs a prompt of so many tokens, from which nothing is learned and behind which nothing is
-    // copied: a load is worth what `prompt_end` would keep it for.
+    // copied: a load is worth what `prompt_end` would keep it for. owners: null: all are of this GPU.
     Planned plan(int layer, int n, const std::int32_t* needed, const std::int32_t* rows, double now_s,
                  double link_free_s, int flights, const std::int32_t* flight_keys, const double* arrival_s,
-                 std::uint8_t* action, std::uint8_t* worker, double prompt_tokens = 0.0) {
+                 std::uint8_t* action, std::uint8_t* worker, double prompt_tokens = 0.0, const Owners* owners = nullptr) {
         const bool decode = !(prompt_tokens > 0);
         const std::size_t base = static_cast<std::size_t>(layer) * experts_;
         forget_pool(layer);
         released_ = 0;
-        int hits = 0, flying = 0, missing = 0;
+        int hits = 0, flying = 0, missing = 0, away = 0;
         double here_s = 0.0;  // of all hits on the GPU
         for (int i = 0; i < n; ++i) {
             const std::int32_t e = needed[i];
-            need_[e] = 1;
             worker[i] = 0;
             const std::uint8_t state = states_[base + e];
             const double gpu = costs_.gpu_s + (rows[i] - 1) * costs_.gpu_row_s;
             const double work = std::max(1.0, rows[i] / costs_.free_rows);
+            foreign_[base + e] = owners && owners->gpus[i];
+            if (owners && owners->gpus[i]) {
+                action[i] = code(Action::owner);
+                const double seconds = owner_ * (gpu + (owners->held[i] ? 0.0 : costs_.copy_s));
+                away_[away++] = {i, owners->gpus[i], seconds, work, 0.0, 0.0};
+                if (!owners->held[i]) away_[away - 1].value = decode ? value_if_used(base + e) : value_after_prompt(base + e, rows[i], prompt_tokens);
+                continue;
+            }
+            need_[e] = 1;
             if (state >= kResident) {
                 action[i] = code(Action::run_here);
                 hits_[hits++] = {i, e, gpu, work, 0.0, 0.0};
@@ -155,11 +171,7 @@ class Planner {
             }
         }
         const double saved = saved_[at(layer)];
-        const auto worth = [&](const Need& m) { return m.value * saved + m.work * costs_.near_s; };
-        std::sort(misses_.begin(), misses_.begin() + missing, [&](const Need& a, const Need& b) {
-            const double x = worth(a), y = worth(b);
-            return x != y ? x > y : a.at < b.at;
-        });
+        sort_misses(missing, saved);
         std::sort(flights_.begin(), flights_.begin() + flying, [](const Need& a, const Need& b) {
             return a.arrives_s != b.arrives_s ? a.arrives_s < b.arrives_s : a.at < b.at;
         });
@@ -213,9 +225,11 @@ class Planner {
         for (int i = waits; i < flying; ++i) span = std::max(span, give(flights_[i], action, worker)), ++out.near_count;
         for (int i = missing - 1; i >= loads; --i) span = std::max(span, give(misses_[i], action, worker)), ++out.near_count;
         const double demand = link;
+        if (away) run_away(away, now_s, start, demand, gpu, saved, least, kept, decode, span, action, worker, out);
         double near = span > 0 ? near_end(start, span, demand) : now_s;
-        const double plain = std::max(gpu, near);  // without background copies
-        const bool near_last = span > 0 && near >= gpu;
+        const double others = now_s + out.owner_s;
+        const double plain = std::max({gpu, near, others});  // without background copies
+        const bool near_last = span > 0 && near >= std::max(gpu, others);
         Source by = source(span > 0, loads + waits);
 
         for (int i = loads; decode && i < missing; ++i) {
@@ -233,7 +247,7 @@ class Planner {
         while (decode && began < pool_count_ && t < next) {
             const double over = std::max(0.0, t + costs_.copy_s - next);
             double end = was, price = 0.0;
-            if (span > 0) end = std::max(gpu, near_end(start, span, demand, demand, t + costs_.copy_s));
+            if (span > 0) end = std::max({gpu, near_end(start, span, demand, demand, t + costs_.copy_s), others});
             if (!off(Without::price))
                 price = end - was + over * (loads_ * costs_.near_s / (costs_.near_s + costs_.copy_s) + last_near_ * slow);
             if (pool_[began].worth_s < price) break;
@@ -256,7 +270,7 @@ class Planner {
                 const int to = least_loaded();
                 const double more = std::max(span, load_[to] + hits_[h].work);
                 const double on_gpu = std::max(now_s + left - hits_[h].gpu_s + after, tail);
-                const double end = std::max(on_gpu, near_end(start, more, demand, demand, t));
+                const double end = std::max({on_gpu, near_end(start, more, demand, demand, t), others});
                 if (end + more_s >= was) break;
                 give(hits_[h], action, worker);
                 left -= hits_[h].gpu_s;
@@ -269,8 +283,8 @@ class Planner {
 
         near = span > 0 ? near_end(start, span, demand, demand, t) : now_s;
         by = source(span > 0, loads + waits);
-        planned_ = by, modelled_s_ = std::max(gpu, near) - now_s;
-        out.end_s = std::max(now_s, std::max(gpu, near) + offset(by));
+        planned_ = by, modelled_s_ = std::max({gpu, near, others}) - now_s;
+        out.end_s = std::max(now_s, std::max({gpu, near, others}) + offset(by));
         out.near_s = span > 0 ? near - start : 0.0;
         out.link_s = demand;
         expected_s_ = out.end_s - now_s;
@@ -281,9 +295,10 @@ class Planner {
         }
         // S: what one more resident would have saved here
         if (missing) {
-            const double end = std::max(gpu, span > 0 ? near_end(start, span, demand) : now_s);
-            const double less = one_less(missing, flying, waits, moved, now_s, link0, start, here_s);
-            saved_[at(layer)] += 0.05 * (std::max(0.0, end - less) - saved_[at(layer)]);
+            const double end = std::max({gpu, span > 0 ? near_end(start, span, demand) : now_s, others});
+            const double less = std::max(others, one_less(missing, flying, waits, moved, now_s, link0, start, here_s));
+            const double step = std::max(0.05, 1.0 / (1 + ++missed_[at(layer)]));
+            saved_[at(layer)] += step * (std::max(0.0, end - less) - saved_[at(layer)]);
         }
         // shares of the time, not of the layers: a copy meets long layers more often
         const double took = expected_s_ + costs_.dense_s;
@@ -306,10 +321,8 @@ class Planner {
         for (int i = 0; i < n; ++i) need_[needed[i]] = 1;
         for (int e = 0; e < experts_; ++e) share_[e] = share ? static_cast<double>(share[e]) : need_[e];
         if (named_layer_ == layer) {
-            for (std::size_t i = 0; i < named_.size(); ++i) {
-                double& p = precision_[static_cast<int>(i % static_cast<std::size_t>(named_ranks_))];
-                p += 0.002 * (need_[named_[i]] - p);
-            }
+            for (std::size_t i = 0; i < named_.size(); i += at(named_ranks_))
+                for (int r = 0; r < named_ranks_; ++r) precision_[r] += 0.002 * (need_[named_[i + at(r)]] - precision_[r]);
             named_layer_ = -1;
         }
         const bool learn = since_ > 0 && !off(Without::learning) && !off(Without::values);
@@ -392,7 +405,9 @@ class Planner {
         if (part == Part::near_busy || part == Part::near_mixed) costs_.near_busy_s *= x;
         if (part == Part::near) costs_.near_busy_s = std::max(costs_.near_busy_s, costs_.near_s);
         if (part == Part::near_busy) costs_.near_s = std::min(costs_.near_s, costs_.near_busy_s);
+        if (part == Part::owner) owner_ *= x;
         if (part == Part::gpu) costs_.gpu_s *= x, costs_.gpu_row_s *= x;
+        if (part == Part::dense) costs_.dense_s *= x;
     }
 
     // The last planned layer took so long, from its plan to its end. What its parts do not explain is its source's.
@@ -431,6 +446,7 @@ class Planner {
   private:
     static constexpr double kPrior = 20.0, kPrompt = 16.0;  // weight of the first weights, and of popularity, in tokens
     struct Need { int at; std::int32_t expert; double gpu_s, work, value, arrives_s; };
+    struct Ranked { double worth_s; int at; };
 
     std::size_t keys() const { return static_cast<std::size_t>(layers_) * static_cast<std::size_t>(experts_); }
     static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
@@ -483,6 +499,15 @@ class Planner {
     double value_after_prompt(std::size_t k, double count, double tokens) const {
         const double use = use_after_prompt(k, count, tokens, 1, 1);
         return off(Without::values) ? use : dot(use, use, use, popular_[k]);
+    }
+    // Misses by what loading them is worth, then as they are needed. Ranks move, not the misses: a third of the time.
+    void sort_misses(int missing, double saved) {
+        for (int i = 0; i < missing; ++i) ranked_[i] = {misses_[i].value * saved + misses_[i].work * costs_.near_s, i};
+        std::sort(ranked_.begin(), ranked_.begin() + missing, [](const Ranked& a, const Ranked& b) {
+            return a.worth_s != b.worth_s ? a.worth_s > b.worth_s : a.at < b.at;
+        });
+        for (int i = 0; i < missing; ++i) sorted_[i] = misses_[ranked_[i].at];
+        misses_.swap(sorted_);
     }
     // In share_: the V, least first, of what the loads of a prompt displace, one after the other; free slots are 0.
     void displaced_by_prompt(int layer, int n, const std::int32_t* needed, const std::int32_t* rows, double tokens) {
@@ -541,6 +566,68 @@ class Planner {
         worker[m.at] = static_cast<std::uint8_t>(to);
         return load_[to] += m.work;
     }
+    // The experts of other GPUs: each on its owner, or near data. From the GPU that ends last one after the other goes near
+    // data, those that it has to load first, then those of least work, while it ends there before its GPU would. So many
+    // go as end the layer soonest, plus what those are worth later that their owners would have loaded. Sets `owner_s`;
+    // span: of near data.
+    void run_away(int away, double now_s, double start, double demand, double gpu, double saved, double least, double kept,
+                  bool decode, double& span, std::uint8_t* action, std::uint8_t* worker, Planned& out) {
+        std::sort(away_.begin(), away_.begin() + away, [](const Need& a, const Need& b) {  // expert: its owner
+            const double x = a.gpu_s / a.work, y = b.gpu_s / b.work;  // what it spares there for its work
+            return a.expert != b.expert ? a.expert < b.expert : x != y ? x > y : a.at < b.at;
+        });
+        double before[kMaxWorkers];
+        std::copy(load_, load_ + std::max(1, workers_), before);
+        const double had = span;
+        int best = 0;
+        double least_end = std::numeric_limits<double>::infinity(), end_without = 0.0;
+        // moves at most `most` of them; notes the best number
+        const auto move = [&](int most) {
+            std::copy(before, before + std::max(1, workers_), load_);
+            span = had;
+            int owners = 0, moved = 0;
+            for (int i = 0; i < away; ++i) {
+                if (!i || away_[i].expert != away_[i - 1].expert) owner_next_[owners] = i, owner_load_[owners++] = 0.0;
+                owner_load_[owners - 1] += away_[i].gpu_s;
+                owner_stop_[owners - 1] = i + 1;
+                away_[i].arrives_s = 0.0;  // 1 + its near-data worker
+            }
+            for (double forgone = 0.0;; ++moved) {
+                const int g = static_cast<int>(std::max_element(owner_load_, owner_load_ + owners) - owner_load_);
+                out.owner_s = owner_load_[g] > 0 ? owner_ * costs_.message_s + owner_load_[g] : 0.0;
+                const double others = now_s + out.owner_s;
+                const double end = std::max({gpu, others, span > 0 ? near_end(start, span, demand) : now_s}) + forgone +
+                                   (span > 0 && !(had > 0) ? std::max(0.0, charge(Source::near) - charge(Source::here)) : 0.0);
+                if (!moved) end_without = end;
+                if (end < least_end) least_end = end, best = moved;
+                if (!workers_ || moved == most || !(others > gpu)) break;
+                Need& m = away_[owner_next_[g]];
+                const int to = least_loaded();
+                if (near_end(start, load_[to] + m.work, demand) >= others) break;
+                span = std::max(span, load_[to] += m.work);
+                m.arrives_s = 1 + to;
+                if (!off(Without::future)) forgone += kept * saved * std::max(0.0, m.value - least);
+                owner_load_[g] = ++owner_next_[g] == owner_stop_[g] ? 0.0 : owner_load_[g] - m.gpu_s;
+            }
+            return moved;
+        };
+        int moved = move(away);
+        if (decode && best == away && !off(Without::correction)) {  // nothing would measure the owners
+            const double took = std::max(0.0, least_end - now_s), loss = end_without - least_end;
+            owner_tries_s_ = std::min(owner_tries_s_ + kTries * took, kUnused * took);
+            if (++owner_unused_ >= kUnused && !owner_trying_ && loss <= owner_tries_s_) owner_trying_ = kBurst;
+            if (owner_trying_) --owner_trying_, owner_tries_s_ -= loss, best = 0;
+        } else if (decode) {
+            owner_unused_ = 0;
+        }
+        if (moved != best) move(best);
+        for (int i = 0; i < away; ++i) {
+            if (away_[i].arrives_s == 0) continue;
+            action[away_[i].at] = code(Action::near_data);
+            worker[away_[i].at] = static_cast<std::uint8_t>(away_[i].arrives_s - 1);
+        }
+        out.near_count += best;
+    }
     // The best end of this layer if the last of the misses had been resident.
     double one_less(int missing, int flying, int waits, int moved, double now_s, double link0, double start, double here_s) {
         const int count = missing - 1;
@@ -584,20 +671,21 @@ class Planner {
     void prefetch(int layer, double demand, double next) {
         const std::size_t base = static_cast<std::size_t>(layer) * experts_;
         int touched = 0;
-        for (std::size_t i = 0; i < named_.size(); ++i) {
-            const std::int32_t e = named_[i];
-            if (chance_[e] == 0.0) touched_[touched++] = e;
-            chance_[e] = 1 - (1 - chance_[e]) * (1 - precision_[static_cast<int>(i % static_cast<std::size_t>(named_ranks_))]);
-        }
-        const double least = least_value(layer, false);
+        for (std::size_t i = 0; i < named_.size(); i += at(named_ranks_))
+            for (int r = 0; r < named_ranks_; ++r) {
+                const std::int32_t e = named_[i + at(r)];
+                if (chance_[e] == 0.0) touched_[touched++] = e;
+                chance_[e] = 1 - (1 - chance_[e]) * (1 - precision_[r]);
+            }
+        const double least = least_value(layer, false), saved = saved_[at(layer)];
         const double late = std::max(0.0, demand + costs_.copy_s - next);
         const double timely = std::max(0.0, 1 - late / costs_.copy_s);
         for (int i = 0; i < touched; ++i) {
             const std::int32_t e = touched_[i];
-            if (states_[base + e] == 0) {
+            if (states_[base + e] == 0 && !foreign_[base + e]) {
                 const double later = off(Without::background) ? 0.0 : std::max(0.0, value_if_used(base + e) - least);
-                const double x = saved_[at(layer)] * chance_[e] * (timely + later);
-                if (x > 0) pool({static_cast<std::int32_t>(base) + e, -1, x, true});
+                const double x = saved * chance_[e] * (timely + later);
+                if (x > 0 && (pool_count_ < kPool || x > pool_[kPool - 1].worth_s)) pool({static_cast<std::int32_t>(base) + e, -1, x, true});
             }
             chance_[e] = 0.0;
         }
@@ -695,9 +783,11 @@ class Planner {
     std::vector<double> fast_, slow_, request_, popular_, value_;  // [L * E]: phi, and V
     std::vector<std::int64_t> last_;                               // [L * E]: step of the last use
     std::vector<double> saved_;                                    // [L]: S
-    std::vector<std::uint8_t> pooled_;                             // [L * E]
+    std::vector<int> missed_;                                      // [L]: decode layers with misses
+    std::vector<std::uint8_t> pooled_, foreign_;                   // [L * E]; foreign: of another GPU when last needed
     std::vector<double> need_, chance_, share_;                    // [E]
-    std::vector<Need> misses_, hits_, flights_;
+    std::vector<Need> misses_, hits_, flights_, sorted_, away_;
+    std::vector<Ranked> ranked_;
     std::vector<std::int32_t> touched_;
     std::vector<double> span_;
     std::vector<std::int32_t> order_;
@@ -719,7 +809,11 @@ class Planner {
     double modelled_s_ = 0.0;             // of the last plan, from its parts alone
     double tries_s_ = 0.0;                // what tries may still cost
     int unused_[2] = {}, trying_ = 0, tried_ = 0;  // by link, near data; layers that a try still has, and of what
-    int counts_[6] = {};                  // by Part: how often it was seen
+    double owner_ = 1.0;                  // seconds of a message to other GPUs and of their experts, over those expected
+    double owner_tries_s_ = 0.0;          // what tries of owners may still cost
+    double owner_load_[kMaxOwners] = {};  // of the other GPUs that this layer asks
+    int owner_next_[kMaxOwners] = {}, owner_stop_[kMaxOwners] = {}, owner_unused_ = 0, owner_trying_ = 0;
+    int counts_[8] = {};                  // by Part: how often it was seen
 };
 
 }  // namespace tiermoe

@@ -104,31 +104,36 @@ PyObject* planner(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // plan(planner, layer, needed: int32 [n], rows: int32 [n], now_s, link_free_s, flight_keys: int32 [F],
-//              arrival_s: float64 [F], action: uint8 [n], worker: uint8 [n], prompt_tokens)
-//   -> (end_s, near_s, link_s, loads, near, waits, wanted: list of (key, victim, worth_s, prefetch))
+//              arrival_s: float64 [F], action: uint8 [n], worker: uint8 [n], prompt_tokens, gpus, held: uint8 [n] or None)
+//   -> (end_s, near_s, link_s, owner_s, loads, near, waits, wanted: list of (key, victim, worth_s, prefetch))
 PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 11)) return nullptr;
+    if (!expect(count, 13)) return nullptr;
     Planner* planner = planner_of(args[0]);
     if (!planner) return nullptr;
     const long long layer = PyLong_AsLongLong(args[1]);
     const double now_s = PyFloat_AsDouble(args[4]), link_free_s = PyFloat_AsDouble(args[5]);
     const double prompt_tokens = PyFloat_AsDouble(args[10]);
-    Rows needed, rows, keys, arrivals, action, worker;
+    Rows needed, rows, keys, arrivals, action, worker, gpus, held;
+    const bool owned = args[11] != Py_None;
     int n = 0;
     if (PyErr_Occurred() || !is_layer(*planner, layer) || !take_experts(*planner, args[2], needed, n) ||
         !rows.take(args[3], 4) || !keys.take(args[6], 4) || !arrivals.take(args[7], 8) ||
-        !action.take(args[8], 1, true) || !worker.take(args[9], 1, true))
+        !action.take(args[8], 1, true) || !worker.take(args[9], 1, true) ||
+        (owned && (!gpus.take(args[11], 1) || !held.take(args[12], 1))))
         return nullptr;
     const std::int64_t flights = keys.bytes() / 4;
     if (!is_count(flights)) return nullptr;
     if (n > planner->experts()) return refuse("more experts are needed than a layer has", n), nullptr;
     if (!has(rows, {4, n}, "rows are int32 [n], not bytes:") || !has(arrivals, {8, flights}, "arrivals are float64 [F], not bytes:") ||
-        !has(action, {n}, "actions are uint8 [n], not bytes:") || !has(worker, {n}, "workers are uint8 [n], not bytes:"))
+        !has(action, {n}, "actions are uint8 [n], not bytes:") || !has(worker, {n}, "workers are uint8 [n], not bytes:") ||
+        (owned && (!has(gpus, {n}, "GPUs are uint8 [n], not bytes:") || !has(held, {n}, "what they hold is uint8 [n], not bytes:"))))
         return nullptr;
+    const Owners owners{owned ? gpus.data<std::uint8_t>() : nullptr, owned ? held.data<std::uint8_t>() : nullptr};
     const Planned found = planner->plan(static_cast<int>(layer), n, needed.data<std::int32_t>(),
                                         rows.data<std::int32_t>(), now_s, link_free_s, static_cast<int>(flights),
                                         keys.data<std::int32_t>(), arrivals.data<double>(),
-                                        action.data<std::uint8_t>(), worker.data<std::uint8_t>(), prompt_tokens);
+                                        action.data<std::uint8_t>(), worker.data<std::uint8_t>(), prompt_tokens,
+                                        owned ? &owners : nullptr);
     PyObject* wanted = PyList_New(planner->wanted_count());
     for (int i = 0; wanted && i < planner->wanted_count(); ++i) {
         const Wanted& one = planner->wanted(i);
@@ -137,8 +142,8 @@ PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (wanted) PyList_SET_ITEM(wanted, i, item);
     }
     if (!wanted) return nullptr;
-    return Py_BuildValue("dddiiiN", found.end_s, found.near_s, found.link_s, found.loads, found.near_count, found.waits,
-                         wanted);
+    return Py_BuildValue("ddddiiiN", found.end_s, found.near_s, found.link_s, found.owner_s, found.loads, found.near_count,
+                         found.waits, wanted);
 }
 
 // predict(planner, layer, ids: int32 [rows, ranks], ranks)
@@ -261,7 +266,7 @@ PyObject* saw(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const long long part = PyLong_AsLongLong(args[1]);
     const double expected_s = PyFloat_AsDouble(args[2]), seen_s = PyFloat_AsDouble(args[3]);
     if (PyErr_Occurred()) return nullptr;
-    if (part < 0 || part > 5) return refuse("there is no such part of the costs", part), nullptr;
+    if (part < 0 || part > 7) return refuse("there is no such part of the costs", part), nullptr;
     planner->saw(static_cast<Part>(part), expected_s, seen_s);
     Py_RETURN_NONE;
 }

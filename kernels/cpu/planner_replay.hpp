@@ -1,5 +1,5 @@
 // Decode and prompts of recorded or synthetic routing on a stated machine: discrete events, with the planner itself or a
-// rival's rule. For `tiermoe bench auto`; the rules are documented in cluster/jobs/bench/micro_auto.py.
+// rival's rule. For `tiermoe bench auto`; the rules are documented in benchmarks/auto_cells.py.
 //
 // One virtual clock. A layer begins when its routing is known (T0) and ends when the GPU and the near-data worker have;
 // the next T0 is that end and the dense time. The link copies one expert at a time, is never interrupted, and takes

@@ -28,7 +28,7 @@ _WAIT_S = 300.0
 _TWO_GPUS = """\
 import sys
 from tiermoe.cluster.cli import main
-from tiermoe.cluster.jobs.bench import micro_serving as scale
+from tiermoe.benchmarks import serving as scale
 
 scale.VARIANTS = tuple(v for v in scale.VARIANTS if v.gpus == 1 or v == scale.Variant(2, "per-GPU"))
 sys.argv = ["tiermoe", "bench", "scale", "--batch", "1", "--prompts", "1000000", "--json", sys.argv[1]]

@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 from tiermoe.actors.policies.buddymoe.buddies import BuddyOptions
 from tiermoe.actors.store.artifacts import read_profile
 from tiermoe.actors.store.format import read_manifest
-from tiermoe.cluster.config import configs_dir, default_model_dir
-from tiermoe.cluster.jobs.bench import cells, command, engine_metrics, micro_channels, run, serving
+from tiermoe.benchmarks import channels, engine_metrics
+from tiermoe.benchmarks.gpu.decode import Cell, cells_by_worth
+from tiermoe.benchmarks.gpu.job import PARTS
+from tiermoe.benchmarks.gpu.job import main as gpu_main
+from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.jobs.bench import cells, command, run, serving
 from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
-from tiermoe.cluster.jobs.bench.experiment import Experiment
-from tiermoe.cluster.jobs.bench.gpu.decode import Cell, cells_by_worth
-from tiermoe.cluster.jobs.bench.gpu.job import PARTS
-from tiermoe.cluster.jobs.bench.gpu.job import main as gpu_main
+from tiermoe.cluster.jobs.bench.experiment import Experiment, experiment_files
 from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.run import run_experiment
 from tiermoe.cluster.jobs.bench.serving import own_store, run_config
@@ -61,7 +62,7 @@ def bench(*words: object) -> subprocess.CompletedProcess[str]:
 
 def tiny(name: str, **changes: Any) -> Experiment:
     """A shipped experiment with other values, nested as in its file; sections by name keep what is not changed."""
-    values = read_yaml(configs_dir() / "experiments" / f"{name}.yaml")
+    values = read_yaml(experiment_files()[name])
     sections = {s["name"]: s for s in values["sections"]}
     wanted = changes.pop("sections", {})
     values["sections"] = [section | wanted.get(name, {}) for name, section in sections.items()]
@@ -350,7 +351,7 @@ def test_a_model_without_heldout_text_is_refused_at_once(tmp_path: Path) -> None
 
 
 def test_the_matcher_s_benchmark_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = micro_channels.model_shapes()
+    shapes = channels.model_shapes()
     assert {name: (shape.layers, shape.experts, top_k) for name, (shape, top_k) in shapes.items()} == {
         "mixtral-8x7b": (32, 8, 2),
         "qwen1.5-moe": (24, 60, 4),
@@ -358,10 +359,10 @@ def test_the_matcher_s_benchmark_prints_one_json_object(monkeypatch: pytest.Monk
         "default": (16, 32, 4),
     }
     model = "mixtral-8x7b"
-    monkeypatch.setattr(micro_channels, "model_shapes", lambda: {model: shapes[model]})
-    monkeypatch.setattr(micro_channels, "CAPACITIES", (1000, 2000))
-    monkeypatch.setattr(micro_channels, "LARGEST", 2000)
-    monkeypatch.setattr(micro_channels, "ITERATIONS", 1)
+    monkeypatch.setattr(channels, "model_shapes", lambda: {model: shapes[model]})
+    monkeypatch.setattr(channels, "CAPACITIES", (1000, 2000))
+    monkeypatch.setattr(channels, "LARGEST", 2000)
+    monkeypatch.setattr(channels, "ITERATIONS", 1)
     done = CliRunner().invoke(command.bench_app, ["matcher", "--repeats", "1", "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)

@@ -115,7 +115,7 @@ def test_the_wheel_holds_the_packages_data(wheel: Path) -> None:
     ]
     assert len(wanted) > 300
     assert [name for name in wanted if f"tiermoe/{name}" not in names] == []
-    assert not [name for name in names if "tests/" in name or name.endswith((".cpp", ".hpp"))]
+    assert not [name for name in names if "tests/" in name or "benchmarks/" in name or name.endswith((".cpp", ".hpp"))]
 
 
 def test_the_default_model_runs(run: Run) -> None:
@@ -129,6 +129,9 @@ def test_the_default_model_runs(run: Run) -> None:
 def test_presets_and_what_else_ships(run: Run) -> None:
     assert "shard-1" in run("tiermoe", "plan", "--shards", "2", "--policy", "context-ndp-full", "--ndp-workers", "2")
     assert json.loads(run("tiermoe", "doctor", "--json"))["versions"]["tiermoe"]
+    benchmarks = run("tiermoe", "bench", "--help")
+    assert "compare" in benchmarks
+    assert "overhead" not in benchmarks  # of a clone
     loads = """
 from tiermoe.cluster.config import configs_dir, load_policy, load_run_config
 import tiermoe.cluster.api.server

@@ -51,13 +51,24 @@ int runs(std::mt19937& rng, std::uint32_t without) {
             if (l + 1 < layers) planner->predict(l + 1, 2, top_k, named.data());
             const int n = static_cast<int>(needed.size());
             std::vector<std::uint8_t> action(needed.size()), worker(needed.size());
+            std::vector<std::uint8_t> gpus(needed.size()), held_there(needed.size());
+            const bool owned = below(2) == 0;
+            for (auto& one : gpus) one = static_cast<std::uint8_t>(owned ? below(4) : 0);
+            for (auto& one : held_there) one = static_cast<std::uint8_t>(below(2));
+            const tiermoe::Owners owners{gpus.data(), held_there.data()};
             const auto found = planner->plan(l, n, needed.data(), rows.data(), 1.0, 1.0 + cost(), static_cast<int>(flights.size()),
-                                             flights.data(), arrivals.data(), action.data(), worker.data(), below(4) ? 0.0 : 64.0);
+                                             flights.data(), arrivals.data(), action.data(), worker.data(), below(4) ? 0.0 : 64.0,
+                                             owned ? &owners : nullptr);
             check(std::isfinite(found.end_s) && found.end_s >= 1.0, "a layer ends before it begins, or never");
             for (std::size_t i = 0; i < needed.size(); ++i) {
                 const std::uint8_t state = states[static_cast<std::size_t>(l * experts + needed[i])];
                 const auto a = static_cast<Action>(action[i]);
                 check(a == Action::near_data ? worker[i] < workers : worker[i] == 0, "there is no such worker");
+                check(a != Action::owner || gpus[i] > 0, "an expert has no other owner");
+                if (gpus[i] > 0) {
+                    check(a == Action::owner || a == Action::near_data, "an expert of another GPU runs here");
+                    continue;
+                }
                 check(a != Action::run_here || state >= 2, "an expert runs that is not here");
                 check(a != Action::wait || state == 1, "a copy is waited for that is not under way");
                 check(a != Action::load || state == 0, "an expert is loaded that is here");
@@ -76,7 +87,7 @@ int runs(std::mt19937& rng, std::uint32_t without) {
             }
             for (std::size_t key = 0; key < states.size(); ++key)
                 check(std::isfinite(planner->values()[key]), "an expert has no worth");
-            for (int part = 0; part < 6; ++part) planner->saw(static_cast<Part>(part), cost(), cost());
+            for (int part = 0; part < 8; ++part) planner->saw(static_cast<Part>(part), cost(), cost());
             planner->took(cost());
             ++planned;
         }

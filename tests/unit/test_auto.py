@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tiermoe.actors.policies.auto import Action, Auto, Costs, Faster, Part, Without, kept_keys, router_shares
+from tiermoe.actors.policies.auto import Action, Auto, Costs, Faster, Owners, Part, Without, kept_keys, router_shares
 from tiermoe.kernels import _planner
 
-HERE, WAIT, LOAD, NEAR = Action
+HERE, WAIT, LOAD, NEAR, OWNER = Action
 COSTS = Costs(10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)  # a copy takes 10, near data 4, the GPU 1
 _SECONDS = (10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)
 _NO_INTS, _NO_LONGS = np.zeros(0, np.int32), np.zeros(0, np.int64)
@@ -143,6 +144,94 @@ def test_prefetches_follow_the_next_routers_prediction() -> None:
     assert none.plan(0, np.array([0], np.int32), np.ones(1, np.int32), 0.0, 0.0).wanted == []
 
 
+def test_what_a_resident_saves_is_learned_from_the_first_layers() -> None:
+    """Near data costs 4 by the probe, but ends with the GPU. Before, a probe's cost weighed 0.63 after nine layers."""
+    planner = auto()
+    planner.states[0, :4] = RESIDENT
+    first_s = planner.worth_s(7)
+    for _ in range(9):
+        assert planned(planner, [0, 1, 2, 3, 5]) == [HERE] * 4 + [NEAR]
+    assert planner.worth_s(7) == pytest.approx(first_s / 10)
+
+
+def _owners(planner: Auto, gpus: list[int], lacking: Sequence[int] = ()) -> tuple[list[Action], float]:
+    """The actions of experts of these GPUs, which hold all but some, and the seconds until the last has answered."""
+    ids, ones = np.arange(len(gpus), dtype=np.int32), np.ones(len(gpus), np.int32)
+    held = np.array([e not in lacking for e in range(len(gpus))], np.uint8)
+    found = planner.plan(0, ids, ones, 0.0, 0.0, owners=Owners(np.array(gpus, np.uint8), held))
+    assert found.near_data == found.actions.tolist().count(NEAR)
+    return [Action(action) for action in found.actions], found.owner_s
+
+
+def _slow_owners(planner: Auto) -> Auto:
+    for _ in range(3):
+        planner.saw(Part.OWNER, 1.0, 10.0)  # by 10^(1/2 + 1/3 + 1/4) = 12.1 in all
+    return planner
+
+
+def test_an_expert_of_another_gpu_runs_where_it_ends_sooner() -> None:
+    """It takes 1 s there and 4 near data; then 12.1, so 3 of 4 go near data (12 s) and one stays."""
+    assert _owners(auto(), [1, 1, 1, 1]) == ([OWNER] * 4, 4.0)
+    actions, owner_s = _owners(_slow_owners(auto()), [1, 1, 1, 1])
+    assert (actions.count(NEAR), actions.count(OWNER)) == (3, 1)
+    assert owner_s == pytest.approx(10 ** (13 / 12))
+    assert _owners(_slow_owners(auto(workers=0)), [1, 1])[0] == [OWNER] * 2  # there is nowhere else
+    shared, _ = _owners(_slow_owners(auto(workers=2)), [1, 2, 2, 3])
+    assert shared.count(OWNER) == 0  # two workers do them in 8 s
+
+
+def test_what_another_gpu_lacks_goes_near_data_before_what_it_holds() -> None:
+    """A copy takes 10 s there, too: with it the answer takes 13 s, without 2 and near data 4."""
+    now = Without.FUTURE
+    assert _owners(auto(without=now), [1, 1, 1], lacking=[1]) == ([OWNER, NEAR, OWNER], 2.0)
+    assert _owners(auto(without=now), [1, 1, 0], lacking=[1])[0][1] is NEAR
+    dear = replace(COSTS, near_s=20.0, near_busy_s=20.0)
+    assert _owners(auto(dear, without=now), [1, 1, 1], lacking=[1]) == ([OWNER] * 3, 13.0)
+
+
+def test_what_its_owner_would_load_is_worth_something_later() -> None:
+    """Expert 1 is needed by every token. Near data ends the layer 4 s sooner, and it would be missing again."""
+    costs = replace(COSTS, copy_s=6.0)
+    for often, action in ((0, NEAR), (200, OWNER)):
+        planner = auto(costs)
+        planner.states[0, 4:] = RESIDENT  # this GPU is full, and the other one is taken to be
+        for _ in range(often):
+            planner.used(0, np.array([1], np.int32))
+            planner.used(1, np.array([0], np.int32))
+        assert _owners(planner, [1, 1], lacking=[1])[0] == [OWNER, action]
+
+
+def test_an_owner_keeps_what_would_not_end_the_layer_sooner() -> None:
+    planner = auto(replace(COSTS, gpu_s=20.0), without=Without.RESIDENTS)
+    planner.saw(Part.OWNER, 10.0, 1.0)  # 6.3 s an expert, near data 4
+    planner.states[0, 1:4] = RESIDENT
+    assert _owners(planner, [1])[0] == [NEAR]
+    assert _owners(planner, [1, 0, 0, 0])[0] == [OWNER, HERE, HERE, HERE]  # this GPU ends last
+    # of three GPUs that end together at 12.1 s the worker could free two: the layer would end no sooner
+    tied = _slow_owners(auto(replace(COSTS, near_s=6.0, near_busy_s=6.0)))
+    assert _owners(tied, [1, 2, 3])[0] == [OWNER] * 3
+
+
+def test_nothing_of_another_gpu_is_copied_ahead() -> None:
+    planner, ids, ones = auto(replace(COSTS, dense_s=45.0)), np.arange(8, dtype=np.int32), np.ones(8, np.int32)
+    gpus = np.array([1] * 6 + [0, 0], np.uint8)
+    planner.plan(1, ids, ones, 0.0, 0.0, owners=Owners(gpus, gpus))
+    planner.predict(1, np.array([[3, 6]], np.int32))
+    planner.states[0, 0] = RESIDENT
+    found = planner.plan(0, ids[:1], ones[:1], 0.0, 0.0)
+    assert [one.key for one in found.wanted if one.prefetch] == [14]
+
+
+def test_owners_are_tried_again_where_all_their_experts_go_near_data() -> None:
+    """What is not used is not measured: a GPU that was slow for a while would be left out for good."""
+    planner = _slow_owners(auto())
+    found = [_owners(planner, [1])[0][0] for _ in range(2000)]
+    assert found[:60] == [NEAR] * 60
+    tries = found.count(OWNER)
+    assert tries > 0
+    assert tries * 8.2 <= 0.01 * 2000 * 4.0 + 16 * 8.2  # the first one's later end, and one burst
+
+
 def test_a_prompt_loads_what_it_will_keep_and_learns_nothing() -> None:
     """60 uses of expert 5 in 64 tokens: its load ends the layer later and pays in the request; one of 7 does not."""
     costs = replace(COSTS, copy_s=30.0)
@@ -230,6 +319,8 @@ def test_costs_follow_what_was_seen_each_by_its_own_factor() -> None:
     assert planner.costs.gpu_s == pytest.approx(COSTS.gpu_s * 2**0.6)
     planner.saw(Part.MESSAGE, 1.0, 7.0)
     assert planner.costs.message_s == 0.0  # there is nothing to correct
+    planner.saw(Part.DENSE, 1.0, 4.0)
+    assert planner.costs.dense_s == pytest.approx(COSTS.dense_s * 2)
     fixed = auto(without=Without.CORRECTION)
     fixed.saw(Part.COPY, 1.0, 2.0)
     assert fixed.costs == COSTS

@@ -42,16 +42,21 @@ class Scripted:
         self.worths = np.zeros((LAYERS, EXPERTS))
         self.admits: dict[int, tuple[bool, int | None]] = {}
         self.told: list[Any] = []
+        self.held: list[int] | None = None  # what other GPUs were said to hold
 
     def plan(self, layer: int, needed: Any, rows: Any, now_s: float, *rest: Any) -> Any:
-        _, keys, _, prompt_tokens = rest
+        _, keys, _, prompt_tokens, owners = rest
         assert prompt_tokens in (0, 4)
+        gpus = [0] * len(needed) if owners is None else owners.gpus.tolist()
+        self.held = None if owners is None else owners.held.tolist()
         self.told.append(("plan", layer, needed.tolist(), rows.tolist(), keys.tolist()))
-        actions = [self.actions.get(e, Action.LOAD) for e in needed.tolist()]
+        usual = [Action.OWNER if gpu else Action.LOAD for gpu in gpus]
+        actions = [self.actions.get(e, other) for e, other in zip(needed.tolist(), usual, strict=True)]
         near = actions.count(Action.NEAR_DATA)
         wanted, self.wanted = self.wanted, []
         codes, workers = np.array(actions, np.uint8), np.zeros(len(needed), np.uint8)
-        return LayerPlan(codes, workers, wanted, now_s + 1, 0.2 * near, 0, 0, near, 0)
+        owner_s = 0.5 * actions.count(Action.OWNER)
+        return LayerPlan(codes, workers, wanted, now_s + 1, 0.2 * near, 0, 0, near, 0, owner_s)
 
     def used(self, layer: int, needed: Any) -> None:
         self.told.append(("used", layer, needed.tolist()))
@@ -112,10 +117,13 @@ class Rig:
         assert isinstance(order, WorthOrder)
         self.order = order
         ndp: Any = self.pool
-        self.placer = AutoPlacer(
-            self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, lambda *given: self.planner, **more
-        )
+        self.made = 0  # planners
+        self.placer = AutoPlacer(self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, self._make, **more)
         self.placer.preload()
+
+    def _make(self, *given: Any) -> Any:
+        self.made += 1
+        return self.planner
 
     def begin(self, *rows: tuple[str, int, bool]) -> None:
         """The sequences of the next forward: name, rows, whether it decodes."""
@@ -282,17 +290,47 @@ def test_costs_are_corrected_by_what_was_measured_apart(rig: Rig) -> None:
     assert rig.stats.planner.error == 0.25
 
 
-def test_experts_of_other_gpus_run_there() -> None:
+def test_a_layers_dense_part_is_learned_by_the_planner_that_heard_the_prompt(rig: Rig) -> None:
+    """After 32 layers there was a new planner, which knew nothing of the first request."""
+    rig.begin(("a", 4, False))
+    rig.layer(0, [0], [1], [2], [0])
+    for _ in range(40):
+        rig.begin(("a", 1, True))
+        for layer in range(LAYERS):
+            rig.layer(layer, [0])
+    assert rig.made == 1
+    dense = [(expected, seen) for part, expected, seen in rig.told("saw") if part is Part.DENSE]
+    assert len(dense) == 40 * (LAYERS - 1)  # not what lies between two forwards
+    assert all(expected == COSTS.dense_s and 0.0 <= seen < 1.0 for expected, seen in dense)
+    rig.cache.close()
+
+
+def test_experts_of_other_gpus_run_there_or_near_data() -> None:
+    """Before, they always ran on their owner, and the planner did not see them."""
+    lost = set[int]()
     shards: Any = SimpleNamespace(
-        peer_of=lambda key: ("shard/1", None) if key % 2 else None, owner_of=lambda key: key % 2,
-        place=lambda keys, keep_others: lambda: True,
+        peer_of=lambda key: ("shard/1", None) if key % 2 and 1 not in lost else None, owner_of=lambda key: key % 2,
+        place=lambda keys, keep_others: lambda: True, holds=lambda keys: [key == 1 for key in keys],
     )  # fmt: skip
     rig = Rig(6, shards)
     rig.begin(("a", 1, True))
-    rig.planner.actions = {2: Action.NEAR_DATA}
-    plan = rig.layer(0, [0, 1, 2])
-    assert (plan.run, plan.remote) == ((0,), (Remote(1, 0, "shard/1"), Remote(2, 0, "ndp/0")))
-    assert rig.told("plan") == [(0, [0, 2], [1, 1], [])]
+    rig.planner.actions = {2: Action.NEAR_DATA, 3: Action.NEAR_DATA}
+    plan = rig.layer(0, [0, 1, 2, 3])
+    assert plan.run == (0,)
+    assert plan.remote == (Remote(1, 0, "shard/1"), Remote(2, 0, "ndp/0"), Remote(3, 0, "ndp/1"))
+    assert rig.told("plan") == [(0, [0, 1, 2, 3], [1, 1, 1, 1], [])]
+    assert rig.planner.held == [0, 1, 0, 0]
+    assert rig.told("used") == [(0, [0, 1, 2, 3])]  # the worth of another GPU's experts is learned, too
+    owners = [seen for part, expected, seen in rig.told("saw") if part is Part.OWNER and expected == 0.5]
+    assert len(owners) == 1
+    assert 0.0 <= owners[0] < 0.5  # it answered sooner than was expected
+    rig.pool.available = False
+    plan = rig.layer(1, [0, 1, 2, 3])
+    assert plan.remote == (Remote(5, 0, "shard/1"), Remote(7, 0, "shard/1"))
+    lost.add(1)
+    rig.pool.available, rig.planner.actions = True, {}
+    plan = rig.layer(2, [0, 1, 2, 3])
+    assert (plan.run, plan.remote, rig.planner.held) == ((8, 9, 10, 11), (), None)  # a lost GPU's are loaded here
     rig.cache.close()
 
 

@@ -8,9 +8,12 @@ import math
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from tiermoe.cluster.jobs.bench import command, metrics, micro, micro_serving
+from tiermoe.benchmarks import cases, serving
+from tiermoe.benchmarks.command import app
+from tiermoe.cluster.jobs.bench import command, metrics
 from tiermoe.cluster.jobs.bench.finish import JsonCommand
 from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 from tiermoe.cluster.jobs.bench.serving import overridden, run_config
@@ -59,14 +62,14 @@ def test_only_check_turns_a_missed_bar_into_an_exit_code(
     arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missed = Report("prefetch", "emulated", [], [Bar("b", 2.0, "<=", 1.0)])
-    monkeypatch.setattr(micro_serving, "prefetch", lambda *_: missed)
+    monkeypatch.setattr(serving, "prefetch", lambda *_: missed)
     done = CliRunner().invoke(command.bench_app, ["prefetch", *arguments])
     assert done.exit_code == code
     assert json.loads(done.stdout)["bars"][0]["ok"] is False
 
 
 def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(micro_serving, "prefetch", lambda *_: Report("prefetch", "emulated"))
+    monkeypatch.setattr(serving, "prefetch", lambda *_: Report("prefetch", "emulated"))
     out = tmp_path / "out.json"
     done = CliRunner().invoke(command.bench_app, ["prefetch", "--json", "--out", str(out)])
     assert done.exit_code == 0
@@ -76,7 +79,7 @@ def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.parametrize("spelling", [["--json", "FILE"], ["--json=FILE"], ["--out", "FILE"]])
 def test_json_with_a_file_is_out(spelling: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(micro_serving, "prefetch", lambda *_: Report("prefetch", "emulated"))
+    monkeypatch.setattr(serving, "prefetch", lambda *_: Report("prefetch", "emulated"))
     out = tmp_path / "out.json"
     arguments = [word.replace("FILE", str(out)) for word in spelling]
     done = CliRunner().invoke(command.bench_app, ["prefetch", *arguments])
@@ -86,7 +89,7 @@ def test_json_with_a_file_is_out(spelling: list[str], monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("words", [["--json", "extra"], ["--json", "a.json", "b.json"], ["--jsn", "a.json"]])
 def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_serving, "prefetch", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr(serving, "prefetch", lambda *a: pytest.fail("measured"))
     assert CliRunner().invoke(command.bench_app, ["prefetch", *words]).exit_code == 2
 
 
@@ -98,7 +101,8 @@ SERVING = {
 
 def test_every_benchmark_takes_the_common_options() -> None:
     """Guards `bench matcher --json FILE.json`, which its help offers and which was an error."""
-    commands = {info.name or info.callback.__name__: info for info in command.bench_app.registered_commands}
+    infos = [*command.bench_app.registered_commands, *app.registered_commands]
+    commands = {info.name or info.callback.__name__: info for info in infos}
     del commands["gpu"]  # writes its JSON into the folder of its page, and always judges
     del commands["redraw"]  # measures nothing
     for name, info in commands.items():
@@ -122,7 +126,7 @@ def test_json_has_no_nan() -> None:
 
 
 def test_out_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(micro_serving, "prefetch", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(serving, "prefetch", lambda *_: pytest.fail("measured"))
     done = CliRunner().invoke(command.bench_app, ["prefetch", "--out", str(tmp_path / "none" / "out.json")])
     assert isinstance(done.exception, ConfigError)
 
@@ -131,20 +135,20 @@ def test_keys_that_a_benchmark_sets_itself_are_named(tmp_path: Path) -> None:
     """Guards against shards that were started, and said not to be, by a file for a cluster."""
     file = tmp_path / "job.yaml"
     file.write_text("policy: on-demand\nthreads: 2\nkv:\n  page_size: 32\ncluster:\n  shards: 4\n")
-    assert overridden(str(file), micro.Prefetch.own_keys) == ["cluster", "policy", "threads"]
+    assert overridden(str(file), cases.Prefetch.own_keys) == ["cluster", "policy", "threads"]
     config = run_config(None, str(file), policy="next-gate")
     assert (config.policy, config.threads, config.kv.page_size, config.cluster.shards) == ("next-gate", 1, 32, 1)
 
 
 def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     """They are written in several files; the help begins with the system as a whole."""
-    names = [info.name or info.callback.__name__ for info in command.bench_app.registered_commands if info.callback]
+    group = typer.main.get_command(command.bench_app)
+    names = group.list_commands(typer.Context(group))
     assert names == [
-        "overhead", "host", "prefetch", "ttft", "turns", "serve", "scale", "default", "compare", "ndp", "fmoe",
+        "serve", "compare", "overhead", "host", "prefetch", "ttft", "turns", "scale", "default", "ndp", "fmoe",
         "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality", "papers", "redraw", "gpu",
-        "quantize", "predict", "simulate", "validation", "scale-study", "auto", "forms", "traces", "prepare", "gguf",
-        "exact",
-        "channel", "transfer", "kernel", "matcher", "substitute",
+        "predict", "simulate", "validation", "auto", "prepare", "exact", "channel", "transfer",
+        "kernel", "matcher", "substitute",
     ]  # fmt: skip
     for name in names:
         done = CliRunner().invoke(command.bench_app, [name, "--help"])

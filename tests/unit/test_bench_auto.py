@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiermoe.cluster.jobs.bench import auto_cells
-from tiermoe.cluster.jobs.bench.auto_cells import (
+from tiermoe.benchmarks import auto_cells
+from tiermoe.benchmarks.auto import auto
+from tiermoe.benchmarks.auto_cells import (
     PUBLISHED,
     RECALL,
     RECORDED,
@@ -26,8 +27,7 @@ from tiermoe.cluster.jobs.bench.auto_cells import (
     replayed,
     together,
 )
-from tiermoe.cluster.jobs.bench.micro import Auto
-from tiermoe.cluster.jobs.bench.micro_auto import auto
+from tiermoe.benchmarks.cases import Auto
 from tiermoe.cluster.simulate.synthetic import FAMILIES
 from tiermoe.errors import ConfigError
 

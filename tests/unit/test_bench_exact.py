@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tiermoe.cluster.jobs.bench.micro import Exact
-from tiermoe.cluster.jobs.bench.micro_exact import differences, exact
+from tiermoe.benchmarks.cases import Exact
+from tiermoe.benchmarks.exact import differences, exact
 
 
 def test_differences_of_log_probabilities() -> None:

@@ -1,4 +1,4 @@
-"""Random checkpoints in published forms, and what `bench forms`, `bench prepare` and `bench gguf` make of figures."""
+"""Random checkpoints in published forms, and what `bench prepare` makes of figures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.cluster.jobs.bench import command, llama, micro_forms, micro_gguf, micro_prepare, random_model
-from tiermoe.cluster.jobs.bench.metrics import Measures
-from tiermoe.cluster.jobs.bench.micro import Forms, Gguf
-from tiermoe.cluster.jobs.bench.micro_forms import forms
-from tiermoe.cluster.jobs.bench.micro_gguf import _summary, _Token
-from tiermoe.cluster.jobs.bench.micro_prepare import Preparation, bars_of, large
-from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape, NamedModel, save_published
+from tiermoe.benchmarks import prepare as prepare_bench
+from tiermoe.benchmarks import random_model
+from tiermoe.benchmarks.prepare import Preparation, bars_of, large
+from tiermoe.benchmarks.random_model import NamedModel, save_published
+from tiermoe.cluster.jobs.bench import command
+from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.cluster.simulate.shapes import ModelShape
@@ -122,11 +121,11 @@ def test_anonymous_memory_is_that_of_a_process_and_its_children() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"1\n"
-        pids = list(micro_prepare._family(process.pid))
+        pids = list(prepare_bench._family(process.pid))
         assert len(pids) == 2
-        assert micro_prepare._anonymous_bytes(pids[0]) < 50 << 20 < micro_prepare._anonymous_bytes(pids[1]) < 100 << 20
+        assert prepare_bench._anonymous_bytes(pids[0]) < 50 << 20 < prepare_bench._anonymous_bytes(pids[1]) < 100 << 20
         process.communicate()
-    assert micro_prepare._anonymous_bytes(pids[0]) == 0
+    assert prepare_bench._anonymous_bytes(pids[0]) == 0
 
 
 def test_a_preparation_that_fails_says_why(tmp_path: Path) -> None:
@@ -134,68 +133,6 @@ def test_a_preparation_that_fails_says_why(tmp_path: Path) -> None:
         Preparation(tmp_path / "nowhere", tmp_path / "out").run()
 
 
-def test_bytes_are_compared_within_each_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a model of two layers: what a form moves is in proportion to its bytes and misses."""
-
-    def served(submit: object, prompts: object, tokens: int, seed: int) -> tuple[Measures, list[list[int]]]:
-        assert seed == 7
-        return original(submit, prompts, 6, seed)  # type: ignore[arg-type]
-
-    original = micro_forms.serve
-    monkeypatch.setattr(micro_forms, "serve", served)
-    monkeypatch.setattr(micro_forms, "MAX_TOKENS", 6)
-    options = Forms(form=("fp8",), budget=("0.5",), repeats=1, prompts=1, layers=2, experts=16, hidden=128,
-                    intermediate=128)  # fmt: skip
-    report = forms(options, None)
-    bf16, fp8 = report.rows
-    assert (bf16["form"], fp8["form"], report.executor) == ("bf16", "fp8", "emulated")
-    assert bf16["expert_bytes"] == 3 * 128 * 128 * 2
-    assert fp8["bytes_ratio"] == pytest.approx(0.5, rel=1e-3)
-    assert (bf16["experts_held"], fp8["experts_held"]) == (16, 31)
-    for row in (bf16, fp8):
-        moved = row["moved_per_token"] * (4 + 6 - 1)
-        assert moved > 0
-        assert moved % row["expert_bytes"] == pytest.approx(0, abs=1)
-    assert fp8["moved_ratio"] == pytest.approx(fp8["moved_per_token"] / bf16["moved_per_token"])
-    assert len(report.bars) == 3
-
-
-def test_tokens_that_differ_from_llama_cpp_s() -> None:
-    def token(ours: int, theirs: int, of_theirs: float) -> _Token:
-        return _Token(ours, theirs, -0.5, of_theirs, -0.6)
-
-    same, other = token(3, 3, -0.5), token(3, 4, -0.7)
-    found = _summary([[same, same, other, same], [same] * 4])
-    assert (found["tokens"], found["same"], found["in_a_row"]) == (8, 7 / 8, 3)
-    assert found["worst_nats"] == pytest.approx(0.2)
-    assert found["logprob_diff"] == pytest.approx(0.1)
-    assert _summary([[same]])["worst_nats"] == 0
-    assert _summary([[token(3, 9, float("-inf"))]])["worst_nats"] == float("inf")
-
-
-def test_without_llama_cpp_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_gguf, "missing", lambda: ["llama_cpp"])
-    monkeypatch.setattr(micro_gguf, "start_worker", lambda *a: pytest.fail("started"))
-    with pytest.raises(ConfigError, match="without llama_cpp"):
-        micro_gguf.gguf(Gguf(), None)
-
-
-@pytest.mark.skipif("llama_cpp" in llama.missing(), reason=llama.INSTALL)
-def test_a_type_that_llama_cpp_does_not_know(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no type 'Q9'"):
-        llama.quantize_gguf(tmp_path / "a.gguf", "Q9", tmp_path / "b.gguf")
-
-
 def test_an_unknown_form_is_refused_by_the_command() -> None:
     assert CliRunner().invoke(command.bench_app, ["prepare", "--form", "exl2"]).exit_code == 2
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(llama.missing()), reason=llama.INSTALL)
-def test_llama_cpp_s_tokens_on_its_own_files() -> None:
-    """F16: all of them. Quantized: nearly all, since llama.cpp rounds activations to eight bits."""
-    report = micro_gguf.gguf(Gguf(prompts=4), None)
-    assert {row["type"]: row["experts"] for row in report.rows} == {
-        "F16": "F16", "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_K_M": "Q4_K, Q5_0, Q8_0", "Q6_K": "Q6_K, Q8_0",
-    }  # fmt: skip
-    assert [bar.name for bar in report.bars if not bar.ok] == []

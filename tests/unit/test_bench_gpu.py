@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tiermoe.actors.engine.model.kernels import KernelPlan, KernelTime
+from tiermoe.benchmarks.gpu import build, checks, job, models, page
+from tiermoe.benchmarks.gpu.decode import ALL, BATCH, Cell, cells_by_worth, record_kernels
+from tiermoe.benchmarks.gpu.job import Part, Record
+from tiermoe.benchmarks.gpu.models import REAL, TOY, HostExperts
+from tiermoe.benchmarks.gpu.routing import Locality, Replay, draw
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.jobs.bench.gpu import build, checks, job, models, page
-from tiermoe.cluster.jobs.bench.gpu.decode import ALL, BATCH, Cell, cells_by_worth, record_kernels
-from tiermoe.cluster.jobs.bench.gpu.job import Part, Record
-from tiermoe.cluster.jobs.bench.gpu.models import REAL, TOY, HostExperts
-from tiermoe.cluster.jobs.bench.gpu.routing import Locality, Replay, draw
 from tiermoe.errors import ConfigError
 
 _ROOT = job.ROOT
@@ -129,7 +129,7 @@ def test_failures_are_checks_and_not_goals_and_on_the_stand_in_not_speed(tmp_pat
 
 def test_the_page_without_data_claims_nothing() -> None:
     assert "nothing on this page has run on a GPU yet" in TEXT
-    assert "cluster/jobs/bench/gpu/run.sh" in TEXT
+    assert "benchmarks/gpu/run.sh" in TEXT
     blocks = re.findall(r"<!-- table: (.*) -->", TEXT)
     assert blocks[:3] == ["run", "parts", "limits"]
     assert set(blocks[3:]) == {part.name for part in job.PARTS}
@@ -251,8 +251,8 @@ def test_no_part_imports_ray_or_typer() -> None:
     """A GPU machine has neither. Guards against modules of the package that import them for all of their users."""
     program = (
         "import sys; sys.modules |= dict.fromkeys(('ray', 'typer', 'click', 'fastapi', 'matplotlib'));"
-        "from tiermoe.cluster.jobs.bench.gpu import job; print(*job.runs());"
-        "from tiermoe.cluster.jobs.bench.micro_kernels import kernel_threads"
+        "from tiermoe.benchmarks.gpu import job; print(*job.runs());"
+        "from tiermoe.benchmarks.kernels import kernel_threads"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

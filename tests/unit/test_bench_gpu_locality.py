@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tiermoe.cluster.jobs.bench.gpu.routing import (
+from tiermoe.benchmarks.gpu.routing import (
     Locality,
     draw,
     fit,

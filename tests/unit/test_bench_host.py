@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.engine.model.profile import PARTS, STEP_PARTS, HostPass, HostStep
 from tiermoe.actors.policies.auto import Faster
-from tiermoe.cluster.jobs.bench import command, micro_host
+from tiermoe.benchmarks import host as host_bench
+from tiermoe.benchmarks.cases import Host
+from tiermoe.benchmarks.host import _columns, by_part, host
+from tiermoe.cluster.jobs.bench import command
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report
-from tiermoe.cluster.jobs.bench.micro import Host
-from tiermoe.cluster.jobs.bench.micro_host import _columns, by_part, host
 
 
 def _step(dense_us: float, *layers: tuple[float, float, float]) -> HostStep:
@@ -94,9 +95,9 @@ def test_bars_judge_the_presets_that_have_one(monkeypatch: pytest.MonkeyPatch) -
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(micro_host, "start_worker", lambda config: Worker())
-    monkeypatch.setattr(micro_host, "ensure_artifacts", lambda *_: None)
-    monkeypatch.setattr(micro_host, "_measure", lambda *_: ({("layer", "host"): 20.0, ("layer", "kernels"): 0.0}, {}))
+    monkeypatch.setattr(host_bench, "start_worker", lambda config: Worker())
+    monkeypatch.setattr(host_bench, "ensure_artifacts", lambda *_: None)
+    monkeypatch.setattr(host_bench, "_measure", lambda *_: ({("layer", "host"): 20.0, ("layer", "kernels"): 0.0}, {}))
     report = host(Host(preset=("all-resident", "on-demand", "cache-only"), batch=(1,), ray=False), None)
     assert [(bar.limit, bar.ok) for bar in report.bars] == [(10.0, False), (20.0, True)]
     assert [row["part"] for row in report.rows] == ["host"]  # what no preset has is left out
@@ -104,7 +105,7 @@ def test_bars_judge_the_presets_that_have_one(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_folder_gets_the_data_and_the_tables_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report("host", "emulated", [{"part": "plan", "on-demand": 1.25}], [Bar("b", 2.0, "<=", 1.0)])
-    monkeypatch.setattr(micro_host, "host", lambda *_: report)
+    monkeypatch.setattr(host_bench, "host", lambda *_: report)
     block = "<!-- table: {} -->\nformer\n<!-- end -->\n"
     (tmp_path / "host.md").write_text("# Host\n" + block.format("rows") + block.format("bars"))
     assert CliRunner().invoke(command.bench_app, ["host", "--out", str(tmp_path)]).exit_code == 0

@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.engine.cache.sources import host_weights
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.cluster.jobs.bench import command, micro_kernels, micro_serving
+from tiermoe.benchmarks import kernels, serving
+from tiermoe.benchmarks.cases import CASES, Scale, Ttft
+from tiermoe.benchmarks.kernels import THREADS_BITS, kernel_threads
+from tiermoe.benchmarks.serving import VARIANTS, Variant, rounds, scale, scale_bars, scale_row, ttft
+from tiermoe.cluster.jobs.bench import command
 from tiermoe.cluster.jobs.bench.metrics import Report, Spread
-from tiermoe.cluster.jobs.bench.micro import CASES, Scale, Ttft
-from tiermoe.cluster.jobs.bench.micro_kernels import THREADS_BITS, kernel_threads
-from tiermoe.cluster.jobs.bench.micro_serving import VARIANTS, Variant, rounds, scale, scale_bars, scale_row, ttft
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RuntimeFailure
 from tiermoe.kernels.pack import PackedShape
 
@@ -39,7 +40,7 @@ def test_the_fields_of_a_case_are_its_options(
     words: list[str], given: dict[str, object] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(micro_serving, "scale", lambda options, _: asked.append(options) or Report("scale", "real"))
+    monkeypatch.setattr(serving, "scale", lambda options, _: asked.append(options) or Report("scale", "real"))
     done = CliRunner().invoke(command.bench_app, ["scale", *words])
     assert done.exit_code == (2 if given is None else 0)
     assert asked == ([] if given is None else [Scale(**given)])  # type: ignore[arg-type]
@@ -98,14 +99,14 @@ def test_bytes_are_added_up_over_rounds_and_times_compared_within_them() -> None
 def test_what_is_of_no_use_is_refused_before_a_model_is_loaded(
     given: dict[str, str], error: type[Exception], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(micro_serving, "start_worker", lambda config: pytest.fail("loaded"))
+    monkeypatch.setattr(serving, "start_worker", lambda config: pytest.fail("loaded"))
     with pytest.raises(error, match=what):
         scale(Scale(repeats=1, **given), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 def test_one_and_two_gpus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_serving, "VARIANTS", (VARIANTS[0], _TWO))
+    monkeypatch.setattr(serving, "VARIANTS", (VARIANTS[0], _TWO))
     report = scale(Scale(repeats=1, budget="0.25", batch=(1, 2), prompts=2), None)
     assert [(row["batch"], row["gpus"]) for row in report.rows] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     one, two = report.rows[:2]
@@ -144,9 +145,9 @@ _SHAPE = (64, 48)
 
 def test_each_width_is_set_against_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[int, int]] = []
-    whole = micro_kernels._cpu.read_bytes
+    whole = kernels._cpu.read_bytes
     monkeypatch.setattr(
-        micro_kernels._cpu, "read_bytes", lambda address, size: read.append((address, size)) or whole(address, size)
+        kernels._cpu, "read_bytes", lambda address, size: read.append((address, size)) or whole(address, size)
     )
     report = kernel_threads(2, 2, 32, shapes=[_SHAPE], cold_bytes=1 << 20)
     values = {(row["case"], row["measure"]): row for row in report.rows}
@@ -189,7 +190,7 @@ def test_kernel_refuses_a_comparison_on_many_threads() -> None:
 
 
 def test_a_store_of_finite_experts_and_a_bit_that_differs(tmp_path: Path) -> None:
-    from tiermoe.cluster.jobs.bench.micro_transfer import Model, check_bytes, write_store  # Ray
+    from tiermoe.benchmarks.transfer import Model, check_bytes, write_store  # Ray
 
     store = ExpertStore(write_store(Model("m", 8, 5, 4, 2), tmp_path / "store"))
     weights = host_weights(store.layers)[0]

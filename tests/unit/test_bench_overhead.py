@@ -14,11 +14,12 @@ from serving import reference_greedy
 from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
-from tiermoe.cluster.jobs.bench import llama, micro_overhead
-from tiermoe.cluster.jobs.bench.llama import LlamaCpp, missing, write_gguf
+from tiermoe.benchmarks import llama
+from tiermoe.benchmarks import overhead as overhead_bench
+from tiermoe.benchmarks.cases import Against, Overhead
+from tiermoe.benchmarks.llama import LlamaCpp, missing, write_gguf
+from tiermoe.benchmarks.overhead import LLAMA, NEXT_GATE, OURS, overhead
 from tiermoe.cluster.jobs.bench.metrics import Measures, Report, Spread
-from tiermoe.cluster.jobs.bench.micro import Against, Overhead
-from tiermoe.cluster.jobs.bench.micro_overhead import LLAMA, NEXT_GATE, OURS, overhead
 from tiermoe.errors import UnsupportedModelError
 
 
@@ -86,7 +87,7 @@ def test_bars_are_paired_and_missed_without_llama_cpp(
             cases.append((LLAMA, [1.0, 1.0, 10.0]))  # ratios 2, 4, 6
         return _found(*cases)
 
-    monkeypatch.setattr(micro_overhead, "_pairs", pairs)
+    monkeypatch.setattr(overhead_bench, "_pairs", pairs)
     report = overhead(Overhead(against=(Against.LLAMA_CPP,)), None)
     bars = {bar.name.split(" at 0.25")[0]: bar for bar in report.bars}
     names = (
@@ -111,9 +112,9 @@ def test_without_llama_cpp_one_line_says_how_to_install_it(
     def serve(submit: Any, prompts: Any, tokens: int) -> tuple[Measures, list[list[int]]]:
         return {"ttft_s": 1.0, "tpot_s": 0.5}, [[1] * tokens]
 
-    monkeypatch.setattr(micro_overhead, "missing", lambda: ["llama_cpp"])
-    monkeypatch.setattr(micro_overhead, "start_worker", lambda config: Worker())
-    monkeypatch.setattr(micro_overhead, "serve", serve)
+    monkeypatch.setattr(overhead_bench, "missing", lambda: ["llama_cpp"])
+    monkeypatch.setattr(overhead_bench, "start_worker", lambda config: Worker())
+    monkeypatch.setattr(overhead_bench, "serve", serve)
     report = overhead(Overhead(against=(Against.LLAMA_CPP,), pairs=1), None)
     assert llama.INSTALL in capsys.readouterr().err
     assert {row["case"] for row in report.rows} == {OURS, NEXT_GATE, "tiermoe on-demand"}

@@ -380,9 +380,9 @@ def test_options_are_made_of_the_fields() -> None:
     }  # fmt: skip
     assert seen == [found, {"host": "h"}]
     parameters = {p.name: p for p in typer.main.get_command(app).params}
-    assert parameters["shards"].help == f"{_about(ClusterConfig, 'shards')}. (1)"
+    assert parameters["shards"].help == f"{_about(ClusterConfig, 'shards')}; default: 1."
     assert parameters["threads"].help == f"{_about(RunConfig, 'threads')}."
-    assert parameters["link_gbps"].help == f"{_about(LinkSettings, 'gbps')}. (16)"
+    assert parameters["link_gbps"].help == f"{_about(LinkSettings, 'gbps')}; default: 16."
     assert all(parameter.default is None for name, parameter in parameters.items() if name != "host")
 
 
@@ -454,6 +454,7 @@ def test_every_key_has_a_meaning_and_every_number_a_unit() -> None:
     assert {"kv.tokens", "cluster.store.copies", "link.layer_us"} <= set(found)
     assert not [name for name, key in found.items() if not key.meaning or not key.kind]
     assert not [name for name, key in found.items() if "number" in key.kind and not key.unit]
+    assert not [name for name, key in found.items() if "none: " in key.meaning]  # "default: ", the word of the helps
     assert (found["kv.tokens"].option, found["kv.tokens"].default) == ("`--kv-tokens`", "8192")
     assert found["link.gbps"].default == "16"  # of a run, not of the section's class
 

@@ -15,18 +15,17 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 from PIL import Image
 
+from tiermoe.benchmarks.command import redraw
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.jobs.bench.command import redraw
-from tiermoe.cluster.jobs.bench.experiment import Experiment, Plot, experiment_names, load_experiment
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Plot, experiment_files, load_experiment
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread
-from tiermoe.cluster.jobs.bench.micro import CASES, Options
 from tiermoe.cluster.jobs.bench.plot import caption, draw, plot
 from tiermoe.cluster.jobs.bench.table import page_of, select, show, small, table_of, write_folder
 from tiermoe.cluster.report.files import new_canvas
 from tiermoe.errors import ConfigError
 
 _DOCS = configs_dir().parent / "docs" / "results"
-WITH_DATA = [name for name in experiment_names() if (_DOCS / f"{name}.json").exists()]
+WITH_DATA = [name for name in experiment_files() if (_DOCS / f"{name}.json").exists()]
 
 
 def _row(policy: str, budget: str, tpot_s: list[float], **more: Any) -> dict[str, Any]:
@@ -147,8 +146,7 @@ def _figures() -> list[tuple[str, Plot, dict[str, Any]]]:
             continue
         record = json.loads(file.read_text())
         name = str(record["name"])
-        case = CASES.get(name, Options)
-        plots = load_experiment(name).plots if name in WITH_DATA else case.plots(record["settings"])
+        plots = load_experiment(name).plots if name in WITH_DATA else {}
         found += [(image, figure, record) for image, figure in plots.items()]
     return found
 

@@ -22,12 +22,12 @@ from serving import greedy, serving, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
+from tiermoe.cluster.checkpoints.gguf_header import read_gguf, read_gguf_header
+from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.cluster.config import check_model_dir
-from tiermoe.cluster.gguf_header import read_gguf, read_gguf_header
-from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.doctor import routed_expert_elements
 from tiermoe.cluster.jobs.prepare import prepare
-from tiermoe.cluster.jobs.prepare.checkpoint import open_checkpoint
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import CheckpointError, StoreError, UnsupportedModelError
 from tiermoe.proto.private import user_cache

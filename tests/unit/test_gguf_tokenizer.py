@@ -20,9 +20,9 @@ from ggufs import vocabulary
 from tokenizers import Tokenizer
 
 from tiermoe.cluster.api.templates import load_chat_template
-from tiermoe.cluster.gguf_header import read_gguf
-from tiermoe.cluster.hub import locate
-from tiermoe.cluster.jobs.prepare.gguf_tokenizer import save_tokenizer
+from tiermoe.cluster.checkpoints.gguf_header import read_gguf
+from tiermoe.cluster.checkpoints.gguf_tokenizer import save_tokenizer
+from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.errors import CheckpointError, UnsupportedModelError
 
 GOLDEN = json.loads(llama_reference.GOLDEN.read_text())

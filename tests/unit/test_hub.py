@@ -15,7 +15,7 @@ from hub_server import HubServer, Served, hub_server
 from huggingface_hub import constants
 
 from tiermoe.actors.store.format import read_manifest
-from tiermoe.cluster import hub
+from tiermoe.cluster.checkpoints import hub
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import load_run_config
 from tiermoe.cluster.jobs.bench.serving import run_config
@@ -295,7 +295,8 @@ def test_every_command_takes_a_name(server: HubServer, checkpoint: Path) -> None
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape, save_published
+    from tiermoe.benchmarks.random_model import save_published
+    from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 
     folder = tmp_path_factory.mktemp("gguf") / "model"
     file = save_published(Form.GGUF, MoeShape(2, 4, 2, 256, 128, vocabulary=64), folder) / "model.gguf"

@@ -14,10 +14,8 @@ import pytest
 import traces
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, SourceStats
-from tiermoe.cluster.config import configs_dir, default_model_dir
-from tiermoe.cluster.jobs.bench import serving, trace_metrics
-from tiermoe.cluster.jobs.bench.cells import Journal, counters
-from tiermoe.cluster.jobs.bench.engine_metrics import (
+from tiermoe.benchmarks import trace_metrics
+from tiermoe.benchmarks.engine_metrics import (
     Comparison,
     activation_similarity,
     common,
@@ -29,9 +27,21 @@ from tiermoe.cluster.jobs.bench.engine_metrics import (
     moepic_memory,
     quality_of,
 )
+from tiermoe.benchmarks.trace_metrics import (
+    Maps,
+    activeevict_bars,
+    median_ratio,
+    moepic_table1,
+    simulate_section,
+    transfers,
+    transfers_of_row,
+)
+from tiermoe.cluster.config import configs_dir, default_model_dir
+from tiermoe.cluster.jobs.bench import run, serving
+from tiermoe.cluster.jobs.bench.cells import Journal, counters
 from tiermoe.cluster.jobs.bench.experiment import load_experiment
 from tiermoe.cluster.jobs.bench.metrics import Spread, median_of, orders, paired, rounded
-from tiermoe.cluster.jobs.bench.run import Study
+from tiermoe.cluster.jobs.bench.run import Study, take_earlier
 from tiermoe.cluster.jobs.bench.serving import (
     Calibration,
     Recorded,
@@ -40,16 +50,6 @@ from tiermoe.cluster.jobs.bench.serving import (
     record_split,
     run_config,
     split_prompts,
-)
-from tiermoe.cluster.jobs.bench.trace_metrics import (
-    Maps,
-    activeevict_bars,
-    median_ratio,
-    moepic_table1,
-    simulate_section,
-    take_earlier,
-    transfers,
-    transfers_of_row,
 )
 from tiermoe.cluster.jobs.evaluate.quality import SUMS, EvaluationOptions, Quality
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
@@ -378,7 +378,7 @@ def test_the_simulated_rows_of_an_earlier_run_are_taken(monkeypatch: pytest.Monk
         found.settings = {"model": "m", "workload": work.model_dump(mode="json"), "grid": grid.model_dump(mode="json")}
         return found
 
-    monkeypatch.setattr(trace_metrics, "cpu", lambda: {"model": "this one"})
+    monkeypatch.setattr(run, "cpu", lambda: {"model": "this one"})
     sections = ["table", "capacity", "alpha"]
     now = study(repeats=3)
     take_earlier(now, _earlier(study()), sections)
@@ -406,7 +406,7 @@ def test_the_simulated_rows_of_an_earlier_run_are_taken(monkeypatch: pytest.Monk
 
 def test_the_rows_of_docs_can_be_added_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = configs_dir().parent / "docs" / "results" / "activeevict.json"
-    monkeypatch.setattr(trace_metrics, "cpu", lambda: json.loads(file.read_text())["hardware"])
+    monkeypatch.setattr(run, "cpu", lambda: json.loads(file.read_text())["hardware"])
     study = _study("activeevict", tmp_path, parts="emulated")
     work, grid = study.experiment.workload, study.experiment.grid
     study.settings = {

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tiermoe.benchmarks.papers import changed, compared, load_paper, paper_names, run_papers
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.jobs.bench.paper_settings import Comparison
-from tiermoe.cluster.jobs.bench.papers import changed, compared, load_paper, paper_names, run_papers
+from tiermoe.cluster.jobs.bench.synthetic_settings import Comparison
 from tiermoe.errors import ConfigError
 
 _FAST = "buddymoe"  # the others take eight to eleven seconds each

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import read_manifest
+from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import engine_settings, load_run_config
-from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.prepare import ensure_prepared
 from tiermoe.cluster.report.tables import size
 from tiermoe.cluster.topology.estimate import make_plan

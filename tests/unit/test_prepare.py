@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import tiny_models
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_checkpoint
@@ -25,9 +27,9 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import layer_name, read_manifest
+from tiermoe.cluster.checkpoints.plan import ExpertsModule
 from tiermoe.cluster.jobs.prepare import convert, default_store_dir, ensure_prepared, is_store, prepare
 from tiermoe.cluster.jobs.prepare.command import prepare_command
-from tiermoe.cluster.jobs.prepare.plan import ExpertsModule
 from tiermoe.errors import CheckpointError, ConfigError, StoreError, UnsupportedModelError
 
 torch.set_num_threads(1)
@@ -113,7 +115,7 @@ def test_sharded_bfloat16_checkpoint(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_blocks_smaller_than_a_tensor(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermoe.cluster.jobs.prepare.plan.BLOCK_BYTES", 300)
+    monkeypatch.setattr("tiermoe.cluster.checkpoints.plan.BLOCK_BYTES", 300)
     assert_same_as_transformers(qwen, prepare(qwen, tmp_path / "store", progress=False))
 
 
@@ -329,6 +331,12 @@ def test_the_command_prints_the_store(qwen: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert Path(result.stdout.strip()) == default_store_dir(qwen, tmp_path)
     ExpertStore(default_store_dir(qwen, tmp_path))
+
+
+def test_the_help_names_a_model_of_a_hub_whole() -> None:
+    """`[@revision]` was taken for markup and left out."""
+    model = inspect.signature(prepare_command).parameters["checkpoint"].annotation.__metadata__[0]
+    assert Text.from_markup(model.help).plain.endswith("org/name[@revision][:FILE.gguf].")
 
 
 # -- checkpoints that cannot be served: the message says which tensor or setting is to blame --------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import describe_replicas
-from tiermoe.cluster.jobs.bench.micro_prepare import measure_form
+from tiermoe.benchmarks.prepare import measure_form
 from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas

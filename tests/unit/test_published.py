@@ -22,11 +22,11 @@ from tiermoe.actors.policies.context_ndp import PlacementOptions
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import NdpSettings, check_published
 from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.checkpoints.hub import locate
+from tiermoe.cluster.checkpoints.quantization import published_as
 from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy
-from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.prompt import load_tokenizer
-from tiermoe.cluster.quantization import published_as
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import ConfigError
 from tiermoe.proto.peers import LocalDirectory, PeerLink

@@ -20,9 +20,9 @@ from tiny_models import save_tiny_checkpoint
 from words import check_words
 
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.cluster.gguf_header import read_gguf_header
+from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
+from tiermoe.cluster.checkpoints.gguf_header import read_gguf_header
 from tiermoe.cluster.jobs.prepare import convert, prepare
-from tiermoe.cluster.jobs.prepare.checkpoint import open_checkpoint
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import StoreError, TierMoeError, UnsupportedModelError
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.cluster.jobs.bench.quantizers import Quantize, Tensors, awq, compressed, gptq, modelopt_nvfp4
+from tiermoe.benchmarks.quantizers import Quantize, Tensors, awq, compressed, gptq, modelopt_nvfp4
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import CheckpointError, FormError, StoreError, TierMoeError, UnsupportedModelError

@@ -26,9 +26,9 @@ from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import describe_replicas, read_tables
+from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import load_hardware, load_policy
-from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.prepare import ensure_replicas, prepare
 from tiermoe.errors import ConfigError, TierMoeError
 from tiermoe.kernels.fit import fit_layer

@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.cluster.quantization import Scheme, _Args, quantization_of
+from tiermoe.cluster.checkpoints.quantization import Scheme, _Args, quantization_of
 from tiermoe.errors import CheckpointError, UnsupportedModelError
 
 EXPERT = "model.layers.3.mlp.experts.7.up_proj"

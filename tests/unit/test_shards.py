@@ -403,6 +403,16 @@ def test_the_view_joins_what_each_shard_holds_of_its_own(shards: Any) -> None:
     assert _seen(caches, 1) == ([1, 4], [0, 1, 2] * 2, [False, True, False])  # it was full once
 
 
+def test_what_each_owner_holds_is_known_by_expert(shards: Any) -> None:
+    caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
+    keys = [0, 1, 4, 7, 2, 5, 11]
+    assert caches.hold(keys) == [False] * 7  # nothing told yet
+    one.resident = ShardResidency.encode(residency(1, 7), False)
+    two.resident = ShardResidency.encode(residency(2), True)
+    one.asked, two.asked = {4}, {5}  # shard 2 rests
+    assert caches.hold(keys) == [False, True, True, True, True, False, False]
+
+
 def test_prefetches_since_the_last_answer_are_on_their_way(shards: Any) -> None:
     caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
     one.resident, two.resident = told(1), told(2, resting=True)

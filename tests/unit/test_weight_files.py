@@ -15,8 +15,8 @@ from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.store.format import read_manifest
-from tiermoe.cluster.checkpoint_files import INDEX, SINGLE
-from tiermoe.cluster.hub import headers
+from tiermoe.cluster.checkpoints.hub import headers
+from tiermoe.cluster.checkpoints.weight_files import INDEX, SINGLE
 from tiermoe.cluster.jobs.prepare import default_store_dir, prepare
 from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint

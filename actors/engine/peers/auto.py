@@ -11,18 +11,16 @@ residency, and carries its answer out. It is a hook of the layer, too: `Watcher`
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....kernels import _planner
-from ...policies.auto import Action, Auto, Costs, Faster, Part
+from ...policies.auto import Action, Auto, Costs, Faster, Owners, Part
 from ...policies.auto import LayerPlan as Choice
 from ...policies.context_ndp import PlacementOptions
 from ...policies.hybrid import HybridRule, HybriMoe
@@ -40,21 +38,16 @@ from .placement import PeerPlacer
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ..cache.cache import ExpertCache
-    from ..cache.device import Activations
     from ..serving.streams import SequenceRows
-    from .remote import NdpPool, RemoteExperts
+    from .remote import NdpPool
     from .shards import Shards
 
 SOURCE = "background"  # of its copies, in the counters
-_REPEATS, _EXPERTS, _ROWS = 5, 4, 16  # of the probe: messages of each kind, experts and rows of the longer ones
-_PROBED = 16  # experts of the first layer that the probe uses
-_GAPS = 32  # layers of a decode between which the dense part is timed
-_MOST_BUSY = 5.0  # a link takes at most 0.8 of the host's memory bandwidth
+_WAITED = 0.1  # share of an answer's time from which a wait for it says that the layer ended with it
 _STAGED = 3  # as the planner sees an expert that is here, in no slot that counts
 # members of an enumeration take longer to look up than a layer has time for
 _LOADING, _RESIDENT, _NEAR_DATA = int(State.LOADING), int(State.RESIDENT), int(Action.NEAR_DATA)
 _NO_KEYS, _NO_TIMES = np.zeros(0, np.int32), np.zeros(0)
-_BUSY = 1.25  # near-data seconds while the link copies against idle ones, where they cannot be measured
 
 
 class Planner(Protocol):
@@ -71,7 +64,7 @@ class Planner(Protocol):
 
     def plan(
         self, layer: int, needed: Any, rows: Any, now_s: float, link_free_s: float, flight_keys: Any, arrival_s: Any,
-        prompt_tokens: int,
+        prompt_tokens: int, owners: Owners | None,
     ) -> Choice: ...
 
     def used(self, layer: int, needed: Any) -> None: ...
@@ -115,24 +108,28 @@ MakePlanner = Callable[[Costs, int, int, NDArray[np.uint8]], Planner]
 class _Pass:
     """A layer between its plan and its end.
 
-    began_s: its plan. near_s: expected seconds of the near-data kernels. predicted: it has a plan of the planner.
-    near: experts that are computed near data. learns: all its rows are of announced decodes. before: answers, seconds
-    of their kernels and of waits for them and for copies, counted before.
+    needed: all its experts; those of other GPUs run there or near data. began_s: its plan. near_s: expected seconds of
+    the near-data kernels. owner_s: of other GPUs' answers. predicted: it has a plan of the planner. here: experts that
+    run on this GPU. near: experts that are computed near data. learns: all its rows are of announced decodes. before:
+    answers of NDP workers, seconds of their kernels and of waits for them, for copies and for other GPUs, counted
+    before.
     """
 
     layer: int
     needed: NDArray[np.int32]
     began_s: float
     near_s: float
+    owner_s: float
     predicted: bool
+    here: int
     near: int
     loaded: list[int]
     learns: bool
-    before: tuple[int, float, float, float]
+    before: tuple[int, float, float, float, float]
 
 
 class AutoPlacer(PeerPlacer):
-    """Carries out a planner's choice for the experts of this GPU; those of other GPUs run on their owners.
+    """Carries out a planner's choice: an expert of this GPU runs here or near data, another GPU's there or near data.
 
     Without a living NDP worker every miss is loaded. A prompt counts its experts; while it runs, a layer that needs
     more than its share of the slots takes turns within that share, and the experts that the prompt uses most leave
@@ -184,7 +181,7 @@ class AutoPlacer(PeerPlacer):
         self._took_s = cache.core.took_s  # of the last copy of each expert, as far as known
         self._filling: set[int] = set()  # background copies under way
         self._link_free_s = 0.0
-        self._ended_s, self._gaps = 0.0, list[float]()  # the last layer's end; seconds between layers of a decode
+        self._ended_s = 0.0  # the last layer's end, if all rows of its forward decode
         # the order, which notes what local forwards use; None: there are none
         self._notes = order if isinstance(order, NativeWorth) and shards is None else None
         self.faster = Faster()
@@ -221,9 +218,6 @@ class AutoPlacer(PeerPlacer):
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         assert self.planner is not None
-        if len(self._gaps) >= _GAPS:  # once: a layer's dense part shows when layers run
-            self._plan_by(replace(self.planner.costs, dense_s=statistics.median(self._gaps)))
-            self._gaps, self._ended_s = [], math.inf
         planner = self.planner
         self._choose_way(planner, sequences)
         for name in take_ended(self._over, sequences):
@@ -259,7 +253,7 @@ class AutoPlacer(PeerPlacer):
             self.local = self.faster.choose(sequences[-1].stop) == 1
             if self.local and notes is not None:
                 notes.note()
-                self._ended_s = 0.0 if self._ended_s < math.inf else math.inf
+                self._ended_s = 0.0
 
     def end_sequence(self, name: str) -> None:
         self._over.append(name)  # from any thread: a forward may be counting it
@@ -278,48 +272,53 @@ class AutoPlacer(PeerPlacer):
         return () if reader is None else range(layer, min(layer + reader.ahead + 1, len(self._states)))
 
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
-        planner, base, now_s = self.planner, layer * self._experts, self._clock()
+        planner, base, pool, now_s = self.planner, layer * self._experts, self._pool, self._clock()
         assert planner is not None
         if layer and self._prompt is None and 0.0 < self._ended_s < now_s:
-            self._gaps.append(now_s - self._ended_s)
+            planner.saw(Part.DENSE, planner.costs.dense_s, now_s - self._ended_s)
         announced = bool(self._rows) and self._rows[-1].stop == routing.tokens
         keep = self._begin_prompt(layer, view) if announced and self._prompt is not None else frozenset[int]()
-        remote, mine, counts = self._of_this_gpu(needed, routing.counts)
         self._wanted, self._pass = (), None
         self._look()
         if self._reader is not None and self._score is not None:
             self._show_scores(layer, view, self._reader, self._score)
-        experts = np.array(mine, np.int32) - np.int32(base)
-        near_s, predicted, sent = 0.0, False, 0
-        pool = self._pool
+        experts, gpus = np.array(needed, np.int32) - np.int32(base), self._gpus_of(needed)
+        near_s, owner_s, predicted, near = 0.0, 0.0, False, list[Remote]()
         if pool is None or pool.available:
-            rows, tokens = np.array(counts, np.int32), 0 if self._prompt is None else routing.tokens
-            choice = planner.plan(layer, experts, rows, now_s, *self._queue(now_s), tokens)
+            rows, tokens = np.array(routing.counts, np.int32), 0 if self._prompt is None else routing.tokens
+            queue, owners = self._queue(now_s), self._owners_of(needed, gpus)
+            choice = planner.plan(layer, experts, rows, now_s, *queue, tokens, owners)
             if choice.near_data and pool is not None:
                 actions = choice.actions.tolist()
-                near = [key for key, action in zip(mine, actions, strict=True) if action == _NEAR_DATA]
-                workers = pool.choose(near)
+                away = [key for key, action in zip(needed, actions, strict=True) if action == _NEAR_DATA]
+                workers = pool.choose(away)
                 if workers is not None:
-                    remote += [Remote(key, 0, worker) for key, worker in zip(near, workers, strict=True)]
-                    sent = len(workers)
-            near_s, predicted = choice.near_s, True
+                    near = [Remote(key, 0, worker) for key, worker in zip(away, workers, strict=True)]
+                    for key in away:
+                        gpus.pop(key, None)
+            near_s, owner_s, predicted = choice.near_s, choice.owner_s, True
             self._wanted = choice.wanted
-        plan = self._split(needed, remote, keep)
+        plan = self._split(needed, [*[Remote(key, 0, gpu) for key, gpu in gpus.items()], *near], keep)
         learns = announced and self._prompt is None and not self.local  # of a local forward the order notes it
-        loaded = [*plan.run[plan.resident :]]
-        self._pass = _Pass(layer, experts, now_s, near_s, predicted, sent, loaded, learns, self._counted(layer))
+        loaded, before = [*plan.run[plan.resident :]], self._counted(layer)
+        self._pass = _Pass(
+            layer, experts, now_s, near_s, owner_s, predicted, len(plan.run), len(near), loaded, learns, before
+        )
         return plan
 
-    def _of_this_gpu(
-        self, needed: Sequence[int], counts: Sequence[int]
-    ) -> tuple[list[Remote], Sequence[int], Sequence[int]]:
-        """What runs on other GPUs, and the keys and rows of the rest."""
+    def _gpus_of(self, needed: Sequence[int]) -> dict[int, str]:
+        """The other GPUs that run experts, by key: their owners, which are not lost."""
         if self._shards is None:
-            return [], needed, counts
-        found = [(key, count, self._gpu_of(key)) for key, count in zip(needed, counts, strict=True)]
-        mine = [(key, count) for key, count, gpu in found if gpu is None]
-        remote = [Remote(key, 0, gpu) for key, _, gpu in found if gpu is not None]
-        return remote, [key for key, _ in mine], [count for _, count in mine]
+            return {}
+        found = [(key, self._gpu_of(key)) for key in needed]
+        return {key: gpu for key, gpu in found if gpu is not None}
+
+    def _owners_of(self, needed: Sequence[int], gpus: Mapping[int, str]) -> Owners | None:
+        """As the planner sees these GPUs."""
+        if self._shards is None or not gpus:
+            return None
+        owners = [self._shards.owner_of(key) if key in gpus else 0 for key in needed]
+        return Owners(np.array(owners, np.uint8), np.array(self._shards.holds(needed), np.uint8))
 
     def routed(self, layer: int, routing: Routing) -> None:
         """As a `Watcher`."""
@@ -358,8 +357,7 @@ class AutoPlacer(PeerPlacer):
         now_s = self._clock()
         if found.predicted and found.learns:
             self._correct(planner, found, now_s - found.began_s)
-        if self._ended_s < math.inf:
-            self._ended_s = now_s
+        self._ended_s = now_s
         if found.learns:
             planner.used(layer, found.needed)
             self._look()
@@ -370,25 +368,32 @@ class AutoPlacer(PeerPlacer):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _counted(self, layer: int) -> tuple[int, float, float, float]:
-        """Answers of NDP workers, seconds of their kernels, and of waits for them and for copies, so far."""
+    def _counted(self, layer: int) -> tuple[int, float, float, float, float]:
+        """Answers of NDP workers, seconds of their kernels, and of waits for them, for copies and for other GPUs."""
         stats = self._cache.stats.layers[layer]
-        return stats.ndp_calls, stats.ndp_measured_s, stats.ndp_wait_s, self._cache.counts(layer).blocked_io_s
+        blocked_s = self._cache.counts(layer).blocked_io_s
+        return stats.ndp_calls, stats.ndp_measured_s, stats.ndp_wait_s, blocked_s, stats.shard_wait_s
 
     def _correct(self, planner: Planner, found: _Pass, seen_s: float) -> None:
         """Correct the costs by a layer of a decode that took so long."""
         planner.took(seen_s)
         counted = self._counted(found.layer)
-        calls, kernels_s, near_wait_s, copy_wait_s = (a - b for a, b in zip(counted, found.before, strict=True))
+        calls, kernels_s, near_wait_s, copy_wait_s, owner_wait_s = (
+            a - b for a, b in zip(counted, found.before, strict=True)
+        )
+        owners_s = seen_s - near_wait_s  # NDP workers are waited for behind other GPUs
+        if found.owner_s > 0.0 and (owner_wait_s > _WAITED * found.owner_s or owners_s < found.owner_s):
+            planner.saw(Part.OWNER, found.owner_s, owners_s)
         if found.near and calls > 0 and kernels_s >= 0.0:
             kernel_s = kernels_s / calls
             part = Part.NEAR_MIXED if found.loaded or self._arrivals else Part.NEAR
             planner.saw(part, found.near_s, kernel_s)
             message_s = seen_s - kernel_s
-            if near_wait_s > 0.0 or message_s < planner.costs.message_s:  # the layer ended with the answer, or later
+            last = near_wait_s > (_WAITED * message_s if found.owner_s else 0.0)
+            if last or message_s < planner.costs.message_s:  # the layer ended with the answer, or later
                 planner.saw(Part.MESSAGE, planner.costs.message_s, message_s)
-        elif not found.near and len(found.needed):
-            here_s = (seen_s - copy_wait_s) / len(found.needed)
+        elif not found.near and found.here:
+            here_s = (seen_s - copy_wait_s) / found.here
             if here_s < planner.costs.gpu_s:
                 planner.saw(Part.GPU, planner.costs.gpu_s, here_s)
 
@@ -499,95 +504,3 @@ def make_auto(
 
     reader = rule if isinstance(rule, HybriMoe) else None
     return AutoPlacer(cache, experts, shards, pool, order, probe, make, score, reader)
-
-
-def probe_costs(
-    cache: ExpertCache, pool: NdpPool | None, gpu_s: tuple[float, float], activations: Activations | None, top_k: int
-) -> Costs:
-    """Measure the start costs on an empty cache, in well under a second for experts of a few MB.
-
-    Copies: of `_EXPERTS` experts or as many as there are slots. Near data: round trips of one expert, of several, of
-    one with `_ROWS` rows, and of several while the link copies, which takes memory bandwidth and cores.
-
-    Args:
-        gpu_s: of an expert's first row on this device, and of each further one.
-        activations: carry rows to peers; None: there are none.
-    """
-    count = max(1, min(_EXPERTS, cache.residency.slots))
-    copy_s = min(_copying(cache, count, lambda: None) / count for _ in range(_REPEATS))
-    first_s, further_s = max(gpu_s[0], 1e-9), max(gpu_s[1], 1e-9)
-    peer = None if pool is None or activations is None else next(iter(pool.members), None)
-    dense_s = top_k * first_s  # until layers have run
-    near = None if peer is None or activations is None else _near_seconds(cache, peer, activations, copy_s)
-    if near is None:
-        return Costs(copy_s, first_s, further_s, first_s, first_s * _BUSY, 1.0, 1e-4, dense_s)
-    near_s, busy_s, free_rows, message_s = near
-    return Costs(copy_s, first_s, further_s, near_s, busy_s, free_rows, message_s, dense_s)
-
-
-def _copying(cache: ExpertCache, count: int, meanwhile: Callable[[], Any]) -> float:
-    """Seconds until `count` experts have been copied, after `meanwhile` began with them; the cache is empty then."""
-    start_s = time.perf_counter()
-    cache.prefetch(range(count), source="probe")
-    meanwhile()
-    cache.land_all()
-    taken_s = time.perf_counter() - start_s
-    cache.flush()
-    return taken_s
-
-
-def _near_seconds(
-    cache: ExpertCache, peer: RemoteExperts, activations: Activations, copy_s: float
-) -> tuple[float, float, float, float] | None:
-    """Seconds of an expert near data with an idle link and with a busy one, free rows, and seconds of a message; None:
-    the worker did not answer. The least of several trials, since other work on the machine only adds.
-    """
-    experts = len(cache.uses) // len(cache.stats.layers)
-    several, used = max(2, min(_EXPERTS, experts)), min(_PROBED, experts)
-    turn = iter(range(1 << 30))
-
-    def trip(count: int, rows: int) -> tuple[float, float]:
-        ids = (np.arange(count) + next(turn) * several) % used  # other weights than the last message's
-        return _round_trip(peer, activations, cache, np.tile(np.sort(ids), (rows, 1)))
-
-    def least(count: int, rows: int) -> tuple[float, float]:
-        total_s, kernel_s = zip(*[trip(count, rows) for _ in range(_REPEATS)], strict=True)
-        return min(total_s), min(kernel_s)
-
-    try:
-        for _ in range(-(-used // several) + 1):
-            trip(several, 1)  # pages in
-        (one_s, one_kernel_s), (_, several_s), (_, rows_s) = least(1, 1), least(several, 1), least(1, _ROWS)
-        busy_s = list[float]()
-        copies = max(1, min(cache.residency.slots, int(one_s / max(copy_s, 1e-9)) + several))
-        for _ in range(_REPEATS):
-            _copying(cache, copies, lambda: busy_s.append(trip(several, 1)[1]))
-    except _NoAnswer:
-        return None
-    near_s = max(several_s / several, 1e-7)
-    slower_s = min(max(min(busy_s) / several, near_s), _MOST_BUSY * near_s)
-    free_rows = min(float(_ROWS), max(1.0, _ROWS * near_s / max(rows_s, 1e-9)))
-    return near_s, slower_s, free_rows, max(one_s - one_kernel_s, 1e-7)
-
-
-class _NoAnswer(Exception):
-    pass
-
-
-def _round_trip(
-    peer: RemoteExperts, activations: Activations, cache: ExpertCache, ids: NDArray[np.int64]
-) -> tuple[float, float]:
-    """Seconds of one message with rows of zeros for experts of the first layer and its answer, and of its kernels."""
-    import torch
-
-    device = cache.pool.device
-    hidden = torch.zeros((len(ids), cache.pool.hidden), dtype=cache.pool.dtype, device=device)
-    routing = Routing.of(ids, device)
-    start_s = time.perf_counter()
-    outgoing = activations.begin(hidden)
-    wanted = [(i, 0) for i in range(len(routing.experts))]
-    call = peer.send(0, routing, wanted, outgoing, np.ones(ids.shape, np.float32), True)
-    answer = None if call is None else call.result()
-    if answer is None:
-        raise _NoAnswer
-    return time.perf_counter() - start_s, answer.measured_s

@@ -125,6 +125,7 @@ class Shards:
         by_index = [None, *self.peers.items()]
         self._owners = owners(layers, experts, settings)
         self._owner = [by_index[i] for i in self._owners]
+        self.caches = PeerCaches(self, layers, experts)
         self._placed: dict[str, list[int]] = {}  # hot experts of each shard
         self._placed_on: dict[str, int | None] = {}  # connection on which each shard was sent its hot experts
         self._iteration, self._layer = 0, -1
@@ -168,6 +169,10 @@ class Shards:
         """The shard that computes an expert; None: the lead, as the owner or because the owner is lost."""
         owner = self._owner[key]
         return owner if owner is not None and owner[1].available else None
+
+    def holds(self, keys: Sequence[int]) -> list[bool]:
+        """Whether each expert has a slot on the other shard that owns it, as far as is known here."""
+        return self.caches.hold(keys)
 
     def prefetch(self, layer: int, keys: Sequence[int]) -> None:
         """Post prefetches to the owners, most wanted first, while `layer` runs; never waits."""
@@ -291,6 +296,17 @@ class PeerCaches:
         owner = np.array([shards.owner_of(key) for key in range(layers * experts)], np.int64)
         self._owner, self._experts = owner, experts
         self._caches = [PeerCache(peer, len(owner)) for peer in shards.peers.values()]
+
+    def hold(self, keys: Sequence[int]) -> list[bool]:
+        """Whether the other shard that owns each expert holds it or was asked for it; False: the lead owns it."""
+        caches, found = [(cache, cache.look()) for cache in self._caches], list[bool]()
+        for key in keys:
+            owner = int(self._owner[key])
+            cache, known = caches[owner - 1]
+            held = known is not None and bool(known.here[key])
+            coming = key in cache.peer.asked and (known is None or not known.resting)
+            found.append(owner > 0 and (held or coming))
+        return found
 
     def join(self, layer: int, own: RerouteView) -> RerouteView:
         """The lead's own view of a layer, completed with the other shards' residency."""

@@ -1,15 +1,16 @@
 """The `tiermoe bench` commands: tables; with `--json` one object on stdout; with `--check` an exit code.
 
-`--out FILE`, or `--json FILE.json`, writes the object into a file. `micro` has the micro-benchmarks. Any experiment
-file is a command whose options are the fields that it lists: `tiermoe bench NAME` is `tiermoe bench
-configs/experiments/NAME.yaml`.
+`--out FILE`, or `--json FILE.json`, writes the object into a file. Any experiment file is a command whose options are
+the fields that it lists: `tiermoe bench compare` is `tiermoe bench configs/experiments/compare.yaml`. The package has
+what a user measures on his machine; in a clone, `benchmarks/` adds the rest.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,16 +23,14 @@ from ....errors import ConfigError
 from ...report.files import check_writable
 from ...report.tables import show
 from ..options import as_command
-from . import micro
+from .cases import Serve, command
+from .clone import in_a_ray_job, load
 from .experiment import (
     Experiment,
     Option,
-    Plot,
-    experiment_names,
     field_at,
     load_experiment,
     options_of,
-    parts,
     read_experiment,
 )
 from .finish import Check, Config, Json, JsonCommand, Model, check_folder, finish, say_overridden
@@ -40,10 +39,7 @@ from .metrics import Report
 if TYPE_CHECKING:
     from .cells import Cell, Cells, Measured
 
-EXPERIMENTS = (
-    "default", "compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality",
-)  # fmt: skip
-_PageOut = Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")]
+PageOut = Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")]
 _Html = Annotated[Path | None, typer.Option(help="FILE.html: the page of `tiermoe report`.")]
 _Address = Annotated[
     str | None,
@@ -52,14 +48,31 @@ _Address = Annotated[
 
 
 class _Group(TyperGroup):
-    """Benchmarks by name, and experiments by the path of their file."""
+    """Benchmarks by name, those of a clone too, and experiments by the path of their file."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *(() if (more := _of_clone()) is None else more.list_commands(ctx))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Raises ConfigError: without a clone there is no such benchmark."""
         if cmd_name.endswith((".yaml", ".yml")):
             app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             app.command(cls=JsonCommand)(experiment_command(cmd_name))
             return typer.main.get_command(app)
-        return super().get_command(ctx, cmd_name)
+        if (own := super().get_command(ctx, cmd_name)) is not None:
+            return own
+        if (more := _of_clone()) is not None:
+            return more.get_command(ctx, cmd_name)
+        known = ", ".join(super().list_commands(ctx))
+        remedy = f"give {known}, or a YAML file; others run from a clone of the repository: see its benchmarks/"
+        raise ConfigError(f"the installed package has no benchmark '{cmd_name}'", remedy)
+
+
+@cache
+def _of_clone() -> Any:
+    """The commands of `benchmarks/`, as a click group; None: this is no clone."""
+    module = load("command")
+    return None if module is None else typer.main.get_command(module.app)
 
 
 bench_app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -74,7 +87,7 @@ def experiment_command(source: str) -> Callable[..., None]:
     """The function of an experiment's command for typer: its own options, then those of every experiment.
 
     Args:
-        source: name in configs/experiments, or path of a YAML file.
+        source: name of an experiment, or path of its YAML file.
     """
     raw = read_experiment(source)
     options = options_of(raw)
@@ -88,7 +101,7 @@ def experiment_command(source: str) -> Callable[..., None]:
         _run(experiment, model, config, out, html, as_json, check, address)
 
     common: dict[str, Any] = {"model": (Model, None), "config": (Config, None)} if raw.needs_model else {}
-    common |= {"out": (_PageOut, None), "html": (_Html, None), "as_json": (Json, False), "check": (Check, False),
+    common |= {"out": (PageOut, None), "html": (_Html, None), "as_json": (Json, False), "check": (Check, False),
                "address": (_Address, None)}  # fmt: skip
     own = {name.replace("-", "_"): _option(name, option, raw) for name, option in options.items()}
     return as_command(run, Path(source).stem, raw.summary, own | common)
@@ -162,7 +175,7 @@ def _run(
 def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
     """The nodes of the named Ray cluster, or of this Ray job; None: this process."""
     from .cells import measure_cell
-    from .nodes import in_a_ray_job, joined, over_nodes
+    from .nodes import joined, over_nodes
 
     address = address or ("auto" if in_a_ray_job() else None)
     if address is None:
@@ -181,69 +194,5 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
         yield run
 
 
-_FIRST = ("overhead", "host", "prefetch", "ttft", "turns", "serve", "scale")  # in the help
-for _name in _FIRST:
-    bench_app.command(cls=JsonCommand)(micro.command(_name))
-for _name in EXPERIMENTS:
-    bench_app.command(cls=JsonCommand)(experiment_command(_name))
-
-
-@bench_app.command(cls=JsonCommand)
-def papers(
-    only: Annotated[str, typer.Option(help="Papers, separated by commas; none: all of configs/papers.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="A small slice of each, to try it.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
-    out: _PageOut = None,
-    as_json: Json = False,
-    check: Check = False,
-) -> None:
-    """The papers' tables on synthetic routing and stated machines: published figure, ours, and their ratio."""
-    from .papers import paper_names, run_papers
-
-    file, folder = (out, None) if out is None or out.suffix == ".json" else (None, out)
-    if folder is not None:
-        check_folder(folder)
-    names = list(parts(only)) if only else paper_names()
-    finish(lambda progress: run_papers(names, quick, folder, jobs, progress), as_json, check, file)
-
-
-@bench_app.command()
-def redraw(
-    results: Annotated[list[Path], typer.Argument(help="Files that --out wrote.", metavar="RESULT.json...")],
-) -> None:
-    """Draw the figures of results again, beside them, without measuring anything."""
-    from ...report.results import read_json
-    from .plot import plot
-
-    for file in results:
-        record = read_json(file)
-        name, settings = str(record.get("name")), record.get("settings", {})
-        if name in experiment_names():
-            plots: Mapping[str, Plot] = read_experiment(name).plots
-        else:
-            plots = micro.CASES[name].plots(settings) if name in micro.CASES else {}
-        if not plots or "rows" not in record:
-            raise ConfigError(f"'{file}' has no figures", "give the result of a benchmark whose page has some")
-        for image, figure in plots.items():
-            plot(file.with_name(image), figure, record)
-            show(Console(), str(file.with_name(image)))
-
-
-@bench_app.command()
-def gpu(
-    out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.md.")] = Path("docs/results"),
-    parts: Annotated[str, typer.Option(help="Only these, separated by commas; see docs/gpu.md.")] = "",
-    seconds: Annotated[float, typer.Option(help="For all parts together.")] = 445.0,
-    device: Annotated[str, typer.Option(help="cuda; cpu: the stand-in, to try the script.")] = "cuda",
-    sizes: Annotated[str, typer.Option(help="real; toy: seconds of work.")] = "real",
-) -> None:
-    """Every check and measurement that needs a GPU, in under eight minutes; exits with 1 when a check fails."""
-    from .gpu.job import main
-
-    given = ["--out", str(out), "--parts", parts, "--seconds", str(seconds), "--device", device, "--sizes", sizes]
-    raise typer.Exit(main(given))
-
-
-for _name in micro.CASES:
-    if _name not in _FIRST:
-        bench_app.command(cls=JsonCommand)(micro.command(_name))
+bench_app.command(cls=JsonCommand)(command("serve", Serve))
+bench_app.command(cls=JsonCommand)(experiment_command("compare"))

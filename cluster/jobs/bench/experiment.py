@@ -1,7 +1,7 @@
 """The YAML model of an experiment: variants, workload, grid, metrics, tables, plots and bars.
 
-`configs/experiments` has one file for each paper. `tiermoe bench NAME` reads one of those; `tiermoe bench FILE.yaml`
-reads a user's own. Command-line options override single fields (`options` lists them).
+`tiermoe bench NAME` reads a file of `configs/experiments`, or of `benchmarks/experiments` in a clone; `tiermoe bench
+FILE.yaml` reads a user's own. Command-line options override single fields (`options` lists them).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ....errors import ConfigError
 from ...config import AUTO, LOSSLESS, chosen_policy, configs_dir, kl_budget, load_policy, parse_budget
 from ...yaml_file import explain, merged, read_yaml
 from ..evaluate.quality import EvaluationOptions
-from .paper_settings import Comparison, Count, Simulation
-from .random_model import LAYERS, NAMES, Form, NamedModel
+from .clone import benchmarks_dir, load
+from .random_model import LAYERS, MODELS, Form, NamedModel
+from .synthetic_settings import Comparison, Count, Simulation
 
 
 class Variant(Settings):
@@ -151,7 +152,7 @@ class RandomModel(Settings):
 
     @property
     def model(self) -> NamedModel | None:
-        return None if self.name is None else NamedModel(self.name, self.form or Form.Q4_0, self.layers or LAYERS)
+        return None if self.name is None else MODELS[self.name](self.form or Form.Q4_0, self.layers or LAYERS)
 
 
 class Section(Settings):
@@ -346,18 +347,19 @@ class Experiment(Settings):
         return tuple(s for s in self.sections if not self.parts or {s.name, s.executor} & set(self.parts))
 
     def of_model(self, model: str | None) -> Experiment:
-        """The experiment of this `--model`: a name of `NAMES` is a random model, whose tokens are sampled.
+        """The experiment of this `--model`: a name of `MODELS` is a random model, whose tokens are sampled.
 
         Raises:
             ConfigError: a form or layers are given, and the name is not a random model's.
         """
-        if model in NAMES:
+        load("study")
+        if model in MODELS:
             seed = self.workload.seed or 0  # greedy tokens of random weights repeat themselves
             work = self.workload.model_copy(update={"seed": seed})
             return self.model_copy(update={"random": self.random.model_copy(update={"name": model}), "workload": work})
         for option in ("form", "layers"):
             if getattr(self.random, option) is not None:
-                remedy = f"leave it out, or give --model {' or '.join(NAMES)}"
+                remedy = f"leave it out, or give --model {' or '.join(MODELS)}"
                 raise ConfigError(f"--{option} is of random models", remedy)
         return self
 
@@ -393,9 +395,12 @@ class FieldAt:
     description: str
 
 
-def experiment_names() -> list[str]:
-    """The experiments that ship with the package, sorted."""
-    return sorted(path.stem for path in (configs_dir() / "experiments").glob("*.yaml"))
+def experiment_files() -> dict[str, Path]:
+    """The experiments of the package, and of `benchmarks/` where it is there, by name."""
+    folders = [configs_dir() / "experiments"]
+    if (own := benchmarks_dir()) is not None:
+        folders.append(own / "experiments")
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def read_experiment(name_or_path: str) -> Experiment:
@@ -406,15 +411,16 @@ def read_experiment(name_or_path: str) -> Experiment:
     """
     path = Path(name_or_path).expanduser()
     if path.suffix not in (".yaml", ".yml"):
-        path = configs_dir() / "experiments" / f"{name_or_path}.yaml"
-        if not path.is_file():
-            known = ", ".join(experiment_names())
-            raise ConfigError(f"no experiment '{name_or_path}'", f"choose one of {known}, or give a YAML file")
+        known = experiment_files()
+        if name_or_path not in known:
+            remedy = f"choose one of {', '.join(sorted(known))}, or give a YAML file"
+            raise ConfigError(f"no experiment '{name_or_path}'", remedy)
+        path = known[name_or_path]
     return _built(read_yaml(path), str(path), {})
 
 
 def load_experiment(name_or_path: str, given: Mapping[str, Any] | None = None) -> Experiment:
-    """An experiment by its name in configs/experiments or its file's path, with options on top, checked.
+    """An experiment by its name or its file's path, with options on top, checked.
 
     Args:
         given: values of command-line options by name; None: not given. Text becomes a list where the field is one.

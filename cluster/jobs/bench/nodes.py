@@ -7,7 +7,6 @@ part. `ray_session.py`, `placement.py` and `attach.py` also place work on nodes.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -18,11 +17,6 @@ from ...ray_session import join, leave, refuse_second, without_ray_notices
 T = TypeVar("T")
 _LOSSES = 5  # of one cell, before the experiment fails
 _NOBODY_S = 60.0  # without any node, before the experiment fails
-
-
-def in_a_ray_job() -> bool:
-    """Whether `ray job submit` started this process."""
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 @contextlib.contextmanager

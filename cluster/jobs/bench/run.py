@@ -30,16 +30,19 @@ from ...config import (
 from ...host import cpu, versions
 from ...report.results import percentiles
 from ...simulate.machine import Machine, load_machine, without_ndp
+from ..prepare.measures import add_predictors_of_trace
 from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
+from .clone import CLONE, load
 from .experiment import Experiment, Section
-from .metrics import METRICS, Bar, Report, Row, Spread, cells_of, median_of, orders, paired, rounded
+from .metrics import METRICS, SECTIONS, Bar, Report, Row, Spread, cells_of, median_of, orders, paired, rounded
 from .random_model import NamedModel
 from .serving import (
     Calibration,
     Recorded,
     Split,
     calibrate,
+    own_store,
     prompts_of_file,
     record_split,
     run_config,
@@ -128,7 +131,7 @@ def run_experiment(
     """Run an experiment, or resume it.
 
     Args:
-        model, file: checkpoint and configuration, except for the experiment's own keys. A name of `NAMES` is a random
+        model, file: checkpoint and configuration, except for the experiment's own keys. A name of `MODELS` is a random
             model: it is made, gets prompts of the default model's text, and its tokens are sampled.
         out: the result's file, which places the journal; None: no journal.
         cells: where engine cells run; None: in this process, in turn. start, score: see `measure_cell`.
@@ -141,8 +144,7 @@ def run_experiment(
         ConfigError, BudgetError, CheckpointError, RequestError: refused before anything is measured.
         RuntimeFailure: see `measure_cell`.
     """
-    from . import engine_metrics, papers, trace_metrics  # noqa: F401 (they register the metric functions)
-
+    load("study")  # its metric functions and simulated sections
     experiment, load_average = experiment.of_model(model), os.getloadavg()[0]
     base = text = run_config(model if experiment.random.model is None else None, file)
     if experiment.random.model is not None:
@@ -153,10 +155,14 @@ def run_experiment(
         base = base.model_copy(update={"link": link})
     for metric in experiment.metrics:
         if metric.metric not in METRICS:
-            raise ConfigError(f"no metric '{metric.metric}'", f"choose one of {', '.join(METRICS)}")
-        known = {p.name for p in signature(METRICS[metric.metric]).parameters.values() if p.kind is p.KEYWORD_ONLY}
-        if unknown := set(metric.options) - known:
+            known = f"choose one of {', '.join(METRICS)}" if METRICS else CLONE
+            raise ConfigError(f"no metric '{metric.metric}'", known)
+        named = {p.name for p in signature(METRICS[metric.metric]).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        if unknown := set(metric.options) - named:
             raise ConfigError(f"metric '{metric.metric}' has no option {', '.join(sorted(unknown))}", "leave it out")
+    for section in experiment.running:
+        if section.executor == "simulated" and _routing(section) not in SECTIONS:
+            raise ConfigError(f"section {section.name} is simulated", CLONE)
     with tempfile.TemporaryDirectory(prefix=f"tiermoe-{experiment.name}-") as scratch:
         journal = Journal(None, {})
         passages = _passages(experiment, text) if experiment.needs_model else {}
@@ -165,20 +171,18 @@ def run_experiment(
         study.journal = journal = Journal(out, _fingerprint(study))
         study.settings = _settings(study) | {"load_average": load_average}
         if experiment.parts and (absent := [s for s in experiment.sections if s not in experiment.running]):
-            trace_metrics.take_earlier(study, earlier, [section.name for section in absent])
+            take_earlier(study, earlier, [section.name for section in absent])
         links = _links(study)
-        files = trace_metrics.predictor_files(study) if experiment.needs_model else {}
+        files = _predictor_files(study) if experiment.needs_model else {}
         for section in experiment.running:
-            if section.simulation is not None:
-                study.rows += journal.step(f"section {section.name}", partial(papers.section_rows, study, section))
-            elif section.executor == "simulated":
-                simulate = partial(trace_metrics.simulate_section, study, section, links)
+            if section.executor == "simulated":
+                simulate = partial(SECTIONS[_routing(section)], study, section, links)
                 study.rows += journal.step(f"section {section.name}", simulate)
             else:
                 study.cells += _cells(study, section, links, files)
         _run_cells(study, cells or partial(_in_turn, study, start, score))
         _judge(study)
-        figures: dict[str, Any] = papers.figures(study)
+        figures: dict[str, Any] = {}
         if study.ran:
             figures["orders"] = orders(study.rows)
         if study.calibration is not None:
@@ -315,6 +319,68 @@ def _links(study: Study) -> list[tuple[float | None, float | None]]:
     return [
         (gbps, None if gbps is None else grid.ratios[i] if exact else found.ratio(gbps)) for i, gbps in enumerate(given)
     ]
+
+
+def _routing(section: Section) -> str:
+    """What a simulated section replays, as `SECTIONS` names it."""
+    return "recorded" if section.simulation is None else "synthetic"
+
+
+def _predictor_files(study: Study) -> dict[str, bytes]:
+    """By file name, the stride predictors that variants read, trained on the prompts to learn from."""
+    presets = [v.policy() for section in study.experiment.running for v in section.variants]
+    distances = {preset.prefetch.distance for preset in presets if preset.prefetch.kind == "stride"}
+    if not distances or study.experiment.workload.prompts_file is not None:
+        return {}
+
+    def train() -> dict[str, str]:
+        store, files, context = own_store(study.base, study.scratch), dict[str, str](), study.contexts[0]
+        learned = len(study.recorded(context).learn)
+        for distance in sorted(distances):
+            path = add_predictors_of_trace(store, study.trace_path(context), distance, learned)
+            files[path.name] = path.read_bytes().hex()
+        return files
+
+    return {name: bytes.fromhex(content) for name, content in study.journal.step("predictors", train).items()}
+
+
+def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> None:
+    """Take the rows of these sections, and the machine of their recorded trace, from an earlier result.
+
+    Sections on synthetic routing state all that they depend on; of others the run must have had the same.
+
+    Raises:
+        ConfigError: there is no such result, it cannot be read, or it is of another model, machine or size.
+    """
+    name = study.experiment.name
+    remedy = "leave --parts out, or give what that run had"
+    if not any(s.executor == "simulated" for s in study.experiment.sections if s.name in sections):
+        return  # the running sections are independent of them
+    if file is None:
+        given = ",".join(study.experiment.parts)
+        raise ConfigError(f"--parts {given} needs rows from an earlier run", "give its --out")
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        rows = [row for row in record["rows"] if row["section"] in sections]
+        then = record["settings"] | {"hardware": record["hardware"]["model"]}
+        if record["name"] != name or {row["section"] for row in rows} != set(sections):
+            raise ValueError(f"it lacks rows of {', '.join(sections)}")
+        if all(s.simulation is not None for s in study.experiment.sections if s.name in sections):
+            study.rows += rows
+            return
+        before = {key: then[key] for key in ("machine", "shape", "model", "workload", "grid", "hardware")}
+        Machine(**before["machine"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"'{file}' holds no result of `tiermoe bench {name}`: {error}", remedy) from error
+    now = rounded(study.settings) | {"hardware": cpu()["model"]}
+    changed = [key for key in ("model", "hardware") if before[key] != now[key]]
+    for part in ("workload", "grid"):
+        changed += [k for k, v in now[part].items() if before[part].get(k) != v and k not in ("repeats", "prompts")]
+    if changed:
+        raise ConfigError(f"'{file}' is of a run with another {', '.join(changed)}", remedy)
+    study.rows += rows
+    origin = then.get("earlier", {"versions": record["versions"]})  # where that run itself took the rows
+    study.settings |= {"machine": before["machine"], "shape": before["shape"], "earlier": origin}
 
 
 def _cells(

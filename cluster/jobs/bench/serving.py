@@ -23,6 +23,7 @@ from ....actors.policy_settings import PolicySettings
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.settings import EngineSettings, LinkSettings
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
+from ...checkpoints.hub import located
 from ...config import (
     DEFAULT_BUDGET,
     LOSSLESS,
@@ -32,7 +33,6 @@ from ...config import (
     load_run_config,
     on_this_machine,
 )
-from ...hub import located
 from ...prompt import check_length, load_model_config, load_tokenizer
 from ...simulate.machine import Machine
 from ...simulate.trace import Request, Trace, TraceHeader

@@ -46,20 +46,21 @@ def eval_command(
     quality: QualityOption = LOSSLESS,
     text: Annotated[
         Path | None,
-        typer.Option(help="Your own text: a UTF-8 file, or .jsonl with a text a line. (the model's held-out)"),
+        typer.Option(help="Your own text: a UTF-8 file, or .jsonl with a text a line; default: held-out text."),
     ] = None,
-    documents: Annotated[int | None, typer.Option(help="Documents to use at most. (all)")] = None,
+    documents: Annotated[int | None, typer.Option(help="Most documents to use; default: all.")] = None,
     windows: Annotated[
-        int | None, typer.Option(help="Windows of each document at most. (1; of --text 64 in all)")
+        int | None, typer.Option(help="Most windows of each document; default: 1; with --text, 64 in all.")
     ] = None,
-    items: Annotated[int | None, typer.Option(help="Multiple choices of each document at most. (1)")] = None,
-    prefix: Annotated[int, typer.Option(help="Tokens of a window that are prefill.")] = _DEFAULT.prefix,
-    continuation: Annotated[int, typer.Option(help="Tokens after them, scored.")] = _DEFAULT.continuation,
+    items: Annotated[int | None, typer.Option(help="Most multiple-choice items of each document; default: 1.")] = None,
+    prefix: Annotated[int, typer.Option(help="Tokens that are prefilled in each window.")] = _DEFAULT.prefix,
+    continuation: Annotated[int, typer.Option(help="Tokens that are scored after them.")] = _DEFAULT.continuation,
     rows: Annotated[
-        int | None, typer.Option(help="Scored tokens of one forward at most; 1: as one request is served. (all)")
+        int | None,
+        typer.Option(help="Most scored tokens in one forward pass; 1: as one request is served; default: all."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = _DEFAULT.seed,
-    resamples: Annotated[int, typer.Option(help="Of the bootstrap.")] = _DEFAULT.resamples,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = _DEFAULT.seed,
+    resamples: Annotated[int, typer.Option(help="Resamples of the bootstrap.")] = _DEFAULT.resamples,
     threads: Threads = 1,
     as_json: AsJson = False,
 ) -> None:

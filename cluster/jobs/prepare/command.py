@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError
+from ...checkpoints.hub import locate
+from ...checkpoints.quantization import published_as
 from ...host import shown
-from ...hub import locate
-from ...quantization import published_as
 from ...simulate.trace import HEADER_NAME
-from ..profile.command import ProfileRequest, profile_request
+from ..options import as_command, fields_as_options
+from ..profile.command import OUTPUT_TOKENS, ProfileRequest, profile_request
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
 from .replicas import CALIBRATION_TOKENS, ReplicaOptions, add_replicas, parse_bits
@@ -24,137 +27,127 @@ from .replicas import CALIBRATION_TOKENS, ReplicaOptions, add_replicas, parse_bi
 _STRIDE = 3  # default layers ahead of predictors
 
 
-def prepare_command(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            help="Folder of a safetensors checkpoint, GGUF file, or org/name[@revision][:FILE.gguf].", metavar="MODEL"
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Argument(help="Store folder to make; by default one in the cache.", metavar="[OUT]")
-    ] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where stores go when OUT is not given.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Make the store anew even if it is there.")] = False,
-    bits: Annotated[
-        str | None, typer.Option(help="Add quantized replicas of these widths, such as 1,2,3,4: seconds a gigabyte.")
-    ] = None,
-    calibrated: Annotated[
-        bool, typer.Option("--calibrated", help="Fit replicas to a text by GPTQ: less error, minutes a gigabyte.")
-    ] = False,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="The text, and --calibrated: .txt, .jsonl or a folder; without it the model's own."),
-    ] = None,
-    calibration_tokens: Annotated[
-        int | None, typer.Option(help=f"Tokens of the text, at most. ({CALIBRATION_TOKENS})")
-    ] = None,
-    group_size: Annotated[int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128. (64)")] = None,
-    act_order: Annotated[bool, typer.Option("--act-order", help="GPTQ takes the strongest inputs first.")] = False,
-    neuron_order: Annotated[
-        Path | None,
-        typer.Option(
-            help="Put the neurons of each expert that contribute most on this text first, for split experts.",
-            metavar="TEXT",
-        ),
-    ] = None,
-    predictors: Annotated[
-        Path | None,
-        typer.Option(help="Add predictors of later layers, trained on this text or trace.", metavar="TEXT|TRACE"),
-    ] = None,
-    stride: Annotated[int | None, typer.Option(help="Layers ahead that they predict. (3)")] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Add a profile of the experts, for buddies, from .txt, .jsonl or a folder.", metavar="TEXT"),
-    ] = None,
-    profile_trace: Annotated[
-        Path | None, typer.Option(help="Add a profile from a recorded trace: co-activation only.", metavar="TRACE")
-    ] = None,
-    profile_outputs: Annotated[
-        int | None, typer.Option(help="Tokens on which all experts are run, to compare outputs. (8192)")
-    ] = None,
-    profile_warmup: Annotated[
-        int | None, typer.Option(help="First tokens of each window or request to count less. (0)")
-    ] = None,
-    profile_warmup_weight: Annotated[float | None, typer.Option(help="How much they count, 0 to 1. (0)")] = None,
-    profile_figures: Annotated[
-        Path | None, typer.Option(help="Folder for heat maps of the profile, and its figures as JSON.")
-    ] = None,
-    gates: Annotated[
-        Path | None, typer.Option(help="Add gates for pre-gated prefetch, trained on this text.", metavar="TEXT")
-    ] = None,
-    sensitivity: Annotated[
-        Path | None,
-        typer.Option(help="Add each layer's sensitivity, for adaptive gating, measured on this text.", metavar="TEXT"),
-    ] = None,
-    losses: Annotated[
-        Path | None,
-        typer.Option(help="Add what lossy actions cost, for --quality kl=NATS, measured on this text.", metavar="TEXT"),
-    ] = None,
-) -> None:
-    """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
-    if out is not None and cache_dir is not None:
-        raise ConfigError("OUT and --cache-dir are both given", "leave one out: OUT names the store folder itself")
-    if stride is not None and predictors is None:
-        raise ConfigError("--stride is given without --predictors", "add --predictors TEXT, or leave it out")
-    profiling = profile_request(
-        profile, profile_trace, profile_figures, profile_outputs, profile_warmup, profile_warmup_weight
-    )
-    calibrated = calibrated or calibration is not None
-    options = replica_options(bits, group_size, act_order, calibrated, calibration_tokens)
-    model = locate(checkpoint)
-    text = calibration_text(model, calibration) if calibrated else None
-    added = _Additions(model, neuron_order, options, text, predictors, stride, gates, sensitivity, losses, profiling)
-    store = added.base(out, cache_dir, force)
-    for add in added.steps():
-        add(store)
-    typer.echo(store)
+Opt = typer.Option
 
 
 @dataclass(frozen=True)
-class _Additions:
-    """What the command line adds to a store of `model`. text: for GPTQ; stride: of the predictors."""
+class Additions:
+    """What is added to a store; each field is an option of the command."""
 
-    model: Path
-    neuron_order: Path | None
-    replicas: ReplicaOptions | None
-    text: Path | None
-    predictors: Path | None
-    stride: int | None
-    gates: Path | None
-    sensitivity: Path | None
-    losses: Path | None
-    profiling: ProfileRequest | None
+    bits: Annotated[
+        str | None, Opt(help="Add quantized replicas of these widths in bits, such as 1,2,3,4: seconds a gigabyte.")
+    ] = None
+    calibrated: Annotated[
+        bool, Opt("--calibrated", help="Fit the replicas to a text by GPTQ: less error, minutes a gigabyte.")
+    ] = False
+    calibration: Annotated[
+        Path | None,
+        Opt(help="Text for --calibrated, which it implies: .txt, .jsonl or a folder; default: the model's own."),
+    ] = None
+    calibration_tokens: Annotated[
+        int | None, Opt(help=f"Most tokens of that text; default: {CALIBRATION_TOKENS}.")
+    ] = None
+    group_size: Annotated[int | None, Opt(help="Inputs that share one scale: 32, 64 or 128; default: 64.")] = None
+    act_order: Annotated[
+        bool, Opt("--act-order", help="Let GPTQ quantize the inputs with the largest activations first.")
+    ] = False
+    neuron_order: Annotated[
+        Path | None,
+        Opt(help="Sort each expert's neurons by their contribution on this text, for split experts.", metavar="TEXT"),
+    ] = None
+    predictors: Annotated[
+        Path | None,
+        Opt(help="Add predictors of later layers' experts, trained on this text or trace.", metavar="TEXT|TRACE"),
+    ] = None
+    stride: Annotated[int | None, Opt(help=f"Layers ahead that they predict; default: {_STRIDE}.")] = None
+    profile: Annotated[
+        Path | None,
+        Opt(help="Add a profile of the experts, for buddies, from .txt, .jsonl or a folder.", metavar="TEXT"),
+    ] = None
+    profile_trace: Annotated[
+        Path | None, Opt(help="Add a profile from a recorded trace: co-activation only.", metavar="TRACE")
+    ] = None
+    profile_outputs: Annotated[
+        int | None, Opt(help=f"Tokens on which all experts run, to compare outputs; default: {OUTPUT_TOKENS}.")
+    ] = None
+    profile_warmup: Annotated[
+        int | None, Opt(help="First tokens of each window or request, which count less; default: 0.")
+    ] = None
+    profile_warmup_weight: Annotated[float | None, Opt(help="Weight of these tokens, 0 to 1; default: 0.")] = None
+    profile_figures: Annotated[
+        Path | None, Opt(help="Folder for heat maps of the profile, and its figures as JSON.")
+    ] = None
+    gates: Annotated[
+        Path | None, Opt(help="Add gates for pre-gated prefetch, trained on this text.", metavar="TEXT")
+    ] = None
+    sensitivity: Annotated[
+        Path | None,
+        Opt(help="Add the sensitivity of each layer, for adaptive gating, measured on this text.", metavar="TEXT"),
+    ] = None
+    losses: Annotated[
+        Path | None,
+        Opt(help="Add the KL cost of lossy actions, for --quality kl=NATS, measured on this text.", metavar="TEXT"),
+    ] = None
 
-    def base(self, out: Path | None, cache_dir: Path | None, force: bool) -> Path:
-        """The store that they are added to, made where the model is a checkpoint.
+    def steps(self, model: Path) -> list[Callable[[Path], object]]:
+        """One call with the store for each addition, in order; what needs no weight is checked now.
 
         Raises:
-            ConfigError: they are not for this store, or it is there already; before minutes are spent where possible.
+            ConfigError: options that do not go together, or a text that is of no use.
         """
-        texts = [text for text in (self.neuron_order, self.gates, self.sensitivity, self.losses) if text is not None]
-        if self.predictors is not None and not (self.predictors / HEADER_NAME).is_file():
-            texts.append(self.predictors)
-        for text in texts:
-            read_texts(text)
-        if published_as(self.model) is not None and (texts or self.text is not None):
-            raise published_refused(f"checkpoint {shown(self.model)}")
-        if not is_store(self.model):
-            store = prepare(self.model, default_store_dir(self.model, cache_dir) if out is None else out, force=force)
-        elif any(self.steps()) and out is None and cache_dir is None and not force:
-            store = self.model
-        else:
-            adding = "--bits, --neuron-order, --predictors, --gates, --sensitivity, --losses, --profile"
-            remedy = f"give its checkpoint, or only what is for a store: {adding}"
-            raise ConfigError(f"{self.model} is a store already", remedy)
-        if texts and read_manifest(store).published is not None:
-            raise published_refused(f"store {store}")
-        return store
+        if self.stride is not None and self.predictors is None:
+            raise ConfigError("--stride is given without --predictors", "add --predictors TEXT, or leave it out")
+        profiling = profile_request(
+            self.profile, self.profile_trace, self.profile_figures, self.profile_outputs, self.profile_warmup,
+            self.profile_warmup_weight,
+        )  # fmt: skip
+        options = self._replicas()
+        text = calibration_text(model, self.calibration) if self._is_calibrated else None
+        for given in self._texts():
+            read_texts(given)
+        if published_as(model) is not None and (self._texts() or text is not None):
+            raise published_refused(f"checkpoint {shown(model)}")
+        return list(self._calls(model, options, text, profiling))
 
-    def steps(self) -> Iterator[Callable[[Path], object]]:
-        """One call with the store for each addition."""
-        model, order, options, text = self.model, self.neuron_order, self.replicas, self.text
-        if order is not None:  # before replicas, which are fitted to the order
+    def refuse_for(self, store: Path) -> None:
+        """Raise ConfigError where a text cannot be measured on this store."""
+        if self._texts() and read_manifest(store).published is not None:
+            raise published_refused(f"store {store}")
+
+    @property
+    def _is_calibrated(self) -> bool:
+        return self.calibrated or self.calibration is not None
+
+    def _texts(self) -> list[Path]:
+        """Texts on which experts in full precision are measured."""
+        found = [text for text in (self.neuron_order, self.gates, self.sensitivity, self.losses) if text is not None]
+        if self.predictors is not None and not (self.predictors / HEADER_NAME).is_file():
+            found.append(self.predictors)
+        return found
+
+    def _replicas(self) -> ReplicaOptions | None:
+        """Raises ConfigError: unknown width or group, or options without the one that they belong to."""
+        of_gptq = {"--act-order": self.act_order, "--calibration-tokens": self.calibration_tokens is not None}
+        given = {
+            "--group-size": self.group_size is not None, "--calibrated (or --calibration)": self._is_calibrated,
+            **of_gptq,
+        }  # fmt: skip
+        for name, is_given in given.items():
+            if is_given and self.bits is None:
+                raise ConfigError(f"{name} is given without --bits", "add --bits 1,2,3,4, or leave it out")
+            if is_given and name in of_gptq and not self._is_calibrated:
+                raise ConfigError(f"{name} is given without --calibrated", "add --calibrated, or leave it out")
+        if self.bits is None:
+            return None
+        return ReplicaOptions(
+            parse_bits(self.bits), 64 if self.group_size is None else self.group_size, self.act_order,
+            CALIBRATION_TOKENS if self.calibration_tokens is None else self.calibration_tokens,
+        )  # fmt: skip
+
+    def _calls(
+        self, model: Path, options: ReplicaOptions | None, text: Path | None, profiling: ProfileRequest | None
+    ) -> Iterator[Callable[[Path], object]]:
+        if (order := self.neuron_order) is not None:  # before replicas, which are fitted to the order
             from .neuron_order import order_neurons  # torch takes seconds: imported after the options are checked
 
             yield lambda store: order_neurons(store, model, order)
@@ -175,25 +168,8 @@ class _Additions:
             from .losses import add_losses
 
             yield lambda store: add_losses(store, model, losses)
-        if (profiling := self.profiling) is not None:
+        if profiling is not None:
             yield lambda store: profiling.run(store, model)
-
-
-def replica_options(
-    bits: str | None, group_size: int | None, act_order: bool, calibrated: bool, tokens: int | None
-) -> ReplicaOptions | None:
-    """The replicas of the command line. Raises ConfigError: unknown width or group, or options without their base."""
-    of_gptq = {"--act-order": act_order, "--calibration-tokens": tokens is not None}
-    given = {"--group-size": group_size is not None, "--calibrated (or --calibration)": calibrated, **of_gptq}
-    for name, is_given in given.items():
-        if is_given and bits is None:
-            raise ConfigError(f"{name} is given without --bits", "add --bits 1,2,3,4, or leave it out")
-        if is_given and name in of_gptq and not calibrated:
-            raise ConfigError(f"{name} is given without --calibrated", "add --calibrated, or leave it out")
-    if bits is None:
-        return None
-    group = 64 if group_size is None else group_size
-    return ReplicaOptions(parse_bits(bits), group, act_order, CALIBRATION_TOKENS if tokens is None else tokens)
 
 
 def calibration_text(model: Path, given: Path | None) -> Path:
@@ -203,3 +179,45 @@ def calibration_text(model: Path, given: Path | None) -> Path:
         raise ConfigError(f"{shown(model)} ships no calibration text", "give some with --calibration FILE")
     read_texts(text)  # refused before anything is computed
     return text
+
+
+def _prepare(
+    checkpoint: str, out: Path | None = None, cache_dir: Path | None = None, force: bool = False, **options: Any
+) -> None:
+    """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
+    if out is not None and cache_dir is not None:
+        raise ConfigError("OUT and --cache-dir are both given", "leave one out: OUT names the store folder itself")
+    additions, model = Additions(**options), locate(checkpoint)
+    steps = additions.steps(model)
+    if not is_store(model):
+        store = prepare(model, default_store_dir(model, cache_dir) if out is None else out, force=force)
+    elif steps and out is None and cache_dir is None and not force:
+        store = model
+    else:
+        adding = "--bits, --neuron-order, --predictors, --gates, --sensitivity, --losses, --profile"
+        remedy = f"give its checkpoint, or only what is for a store: {adding}"
+        raise ConfigError(f"{model} is a store already", remedy)
+    additions.refuse_for(store)
+    for add in steps:
+        add(store)
+    typer.echo(store)
+
+
+prepare_command = as_command(
+    _prepare, "prepare_command", _prepare.__doc__,
+    {
+        "checkpoint": (
+            Annotated[str, typer.Argument(
+                help=escape("Folder of a safetensors checkpoint, GGUF file, or org/name[@revision][:FILE.gguf]."),
+                metavar="MODEL",
+            )],
+            inspect.Parameter.empty,
+        ),
+        "out": (
+            Annotated[Path | None, typer.Argument(help="Store folder; default: one in the cache.", metavar="[OUT]")],
+            None,
+        ),
+        "cache_dir": (Annotated[Path | None, Opt(help="Folder of stores, where OUT is not given.")], None),
+        "force": (Annotated[bool, Opt("--force", help="Make the store again, even if a current one is there.")], False),
+    } | fields_as_options(Additions),
+)  # fmt: skip

@@ -29,12 +29,10 @@ from ....actors.store.format import (
 )
 from ....actors.store.published import map_name
 from ....errors import CheckpointError
-from ...checkpoint_files import CONFIG, OTHER_CONFIG, compare_hash
-from ...host import shown
-from ...quantization import quantization_dict, without_quantization
-from .checkpoint import Checkpoint, read_source
-from .expert_forms import LayerExperts, in_order, is_published, layer_experts
-from .plan import (
+from ...checkpoints.checkpoint import Checkpoint, read_source
+from ...checkpoints.experts import LayerExperts, in_order, is_published, layer_experts
+from ...checkpoints.matrices import QuantizedEntry
+from ...checkpoints.plan import (
     ExpertsModule,
     Group,
     Plan,
@@ -47,7 +45,9 @@ from .plan import (
     raw_bytes,
     type_code,
 )
-from .published import QuantizedEntry
+from ...checkpoints.quantization import quantization_dict, without_quantization
+from ...checkpoints.weight_files import CONFIG, OTHER_CONFIG, compare_hash
+from ...host import shown
 from .writer import Journal, write_file, write_tensors
 
 _AHEAD_BYTES = 64 << 20  # a larger tensor is streamed
@@ -106,7 +106,7 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
     if checkpoint.gguf is None:
         plan = plan_conversion(model, checkpoint)
     else:
-        from .gguf_plan import plan_gguf
+        from ...checkpoints.gguf_plan import plan_gguf
 
         plan = plan_gguf(model, checkpoint, experts)
     expert_params = {path for module in experts for path in module.params.values()}

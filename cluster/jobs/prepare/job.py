@@ -10,10 +10,9 @@ from rich.console import Console
 from ....actors.store.format import DENSE_NAME, MANIFEST_NAME, SourceFile, layer_name, read_manifest
 from ....errors import StoreError
 from ....proto.private import user_cache
-from ...host import GGUF_CACHE
-from ...hub import complete
+from ...checkpoints.checkpoint import Checkpoint, open_checkpoint, refuse_unsupported
+from ...checkpoints.hub import complete
 from ...report.tables import byte_progress, size
-from .checkpoint import Checkpoint, open_checkpoint, refuse_unsupported
 from .writer import beside, discard, disk_errors, locked, require_space, sync_folder
 
 PARTIAL = ".partial"
@@ -73,19 +72,6 @@ def ensure_prepared(
 def is_store(path: Path) -> bool:
     """Whether a folder is an expert store, not a checkpoint; bytes are not verified."""
     return (path / MANIFEST_NAME).is_file() and (path / DENSE_NAME).is_file()
-
-
-def gguf_folder(path: Path) -> Path:
-    """The folder that stands for the checkpoint of a GGUF file, or of the one in a folder; in the user's cache folder.
-
-    Raises:
-        CheckpointError: the file is malformed. UnsupportedModelError: the model is dense, or a key or the tokenizer of
-            the file is not supported, or its metadata is no whole configuration and none is beside it.
-    """
-    from ...gguf_header import gguf_files
-    from .gguf_files import folder_for
-
-    return folder_for(gguf_files(path)[0] if path.is_dir() else path, user_cache() / GGUF_CACHE)
 
 
 def _opened(model_dir: Path, progress: bool = True) -> Checkpoint:

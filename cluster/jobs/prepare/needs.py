@@ -25,11 +25,11 @@ from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
 from ....errors import CheckpointError, StoreError, TierMoeError
 from ....proto.private import user_cache
+from ...checkpoints.checkpoint import open_checkpoint
+from ...checkpoints.quantization import published_as
 from ...config import RunConfig, default_model_dir
 from ...host import shown, usable_cores
-from ...quantization import published_as
 from .calibration import MAX_TOKENS, shipped_calibration
-from .checkpoint import open_checkpoint
 from .job import is_current, is_store, store_dir
 
 if TYPE_CHECKING:

@@ -46,9 +46,9 @@ from ....errors import StoreError
 from ....kernels.fit import expected_losses, fit_layer
 from ....kernels.pack import PackedShape
 from ....kernels.packed_ffn import Threads
+from ...checkpoints.experts import in_order
 from ...host import usable_cores
 from ...report.tables import byte_progress
-from .expert_forms import in_order
 from .job import REPLICA_WORK
 from .replicas import ReplicaOptions
 from .writer import Journal, beside, disk_errors, publish, require_space, write_file, write_tensors

@@ -22,11 +22,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
 from ....actors.store.files import hash_files
-from ....actors.store.format import FORMAT_VERSION, ChecksummedManifest, FileRecord, SourceFile, build_header
+from ....actors.store.format import (
+    FORMAT_VERSION,
+    JOURNAL_NAME,
+    ChecksummedManifest,
+    FileRecord,
+    SourceFile,
+    build_header,
+)
 from ....errors import StoreError
 from ...report.tables import size
 
-JOURNAL_NAME = "journal.json"
 SPARE_BYTES = 256 << 20  # left free on the disk
 _TEMPORARY = ".part"
 

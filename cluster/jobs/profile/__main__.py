@@ -20,13 +20,13 @@ from ..options import AsJson, Model
 
 def main(
     model: Model = None,
-    store: Annotated[Path | None, typer.Option(help="Its store, with a profile made from text.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Store of the model, with a profile made from text.")] = None,
     rates: Annotated[str, typer.Option(help="Shares of each layer's experts that are resident.")] = "0.75,0.5,0.375",
-    draws: Annotated[int, typer.Option(help="Draws of the experts that are resident.")] = 3,
-    documents: Annotated[int, typer.Option(help="Held-out documents to use at most.")] = 40,
-    prefix: Annotated[int, typer.Option(help="Tokens before those that are scored.")] = 32,
+    draws: Annotated[int, typer.Option(help="Random draws of the resident experts.")] = 3,
+    documents: Annotated[int, typer.Option(help="Most held-out documents to use.")] = 40,
+    prefix: Annotated[int, typer.Option(help="Tokens of each document before the scored ones.")] = 32,
     continuation: Annotated[int, typer.Option(help="Tokens of each document that are scored.")] = 128,
-    rule: Annotated[list[str] | None, typer.Option(help="Only this rule; may be given several times. (all)")] = None,
+    rule: Annotated[list[str] | None, typer.Option(help="Only this rule; repeat it for several; default: all.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Held-out loss with a part of the experts that are resident, by the rule that chooses their substitutes."""

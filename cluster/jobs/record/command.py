@@ -66,20 +66,26 @@ def _prompt_of(line: str, where: str) -> str | tuple[int, ...]:
 
 
 def record_command(
-    prompts: Annotated[Path, typer.Argument(help="Text, one prompt a line, or JSON lines.", metavar="PROMPTS")],
-    out: Annotated[Path, typer.Argument(help="Trace folder to make.", metavar="OUT")],
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each prompt to decode at most.")] = 64,
+    prompts: Annotated[
+        Path, typer.Argument(help="File of prompts: text, one a line, or JSON lines.", metavar="PROMPTS")
+    ],
+    out: Annotated[Path, typer.Argument(help="Trace folder to write.", metavar="OUT")],
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to decode after each prompt.")] = 64,
     model: Model = None,
-    limit: Annotated[int | None, typer.Option(help="Prompts to take at most. (all)")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens to prefill. (half the text; sampled: all)")] = None,
-    distances: Annotated[int, typer.Option(help="Layers ahead with next-gate predictions.")] = 4,
-    budget: Annotated[str, typer.Option(help="Device memory for experts while recording.")] = "1.0",
-    sample: Annotated[
-        float | None, typer.Option(help="Decode sampled tokens at this temperature, not the text; 0.8 or more.")
+    limit: Annotated[int | None, typer.Option(help="Most prompts to use; default: all.")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to prefill; default: half the text; with --sample, all.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of --sample.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="With --sample: past stop tokens.")] = False,
-    allow_loops: Annotated[bool, typer.Option("--allow-loops", help="Accept tokens that repeat themselves.")] = False,
+    distances: Annotated[int, typer.Option(help="Layers ahead to record next-gate predictions for.")] = 4,
+    budget: Annotated[str, typer.Option(help="Expert memory while recording.")] = "1.0",
+    sample: Annotated[
+        float | None, typer.Option(help="Decode tokens sampled at this temperature, 0.8 or more, instead of the text.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="With --sample: continue after stop tokens.")
+    ] = False,
+    allow_loops: Annotated[bool, typer.Option("--allow-loops", help="Accept prompts whose output loops.")] = False,
     threads: Threads = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -168,8 +174,8 @@ def refuse_loops(repeated: float | None, where: str, remedy: str) -> None:
 
 
 def merge_command(
-    out: Annotated[Path, typer.Argument(help="Trace folder to make.", metavar="OUT")],
-    traces: Annotated[list[Path], typer.Argument(help="Traces of one model.", metavar="TRACE...")],
+    out: Annotated[Path, typer.Argument(help="Trace folder to write.", metavar="OUT")],
+    traces: Annotated[list[Path], typer.Argument(help="Traces of one model to merge.", metavar="TRACE...")],
     as_json: AsJson = False,
 ) -> None:
     """Put traces of one model behind each other, in a new trace."""

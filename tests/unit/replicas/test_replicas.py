@@ -23,7 +23,7 @@ from tiermoe.cluster.jobs.prepare import ensure_replicas, is_store, prepare
 from tiermoe.cluster.jobs.prepare.calibration import WINDOW_TOKENS, read_windows
 from tiermoe.cluster.jobs.prepare.quantize import Matrices, unpacked
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
-from tiermoe.errors import CheckpointError, StoreError
+from tiermoe.errors import StoreError
 from tiermoe.proto.peers import LocalDirectory, PeerLink, StoreLink
 
 
@@ -124,31 +124,6 @@ def test_fallbacks_are_reported(checkpoint: Path, tmp_path: Path, capsys: pytest
     assert np.array_equal(tables.losses[few], tables.rtn_losses[few])
     said = " ".join(capsys.readouterr().err.split())
     assert f"{few.sum()} of 16 experts got fewer than 32 calibration rows" in said
-
-
-def test_the_benchmark_measures_on_held_out_inputs(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tiermoe.cluster.jobs.bench.micro import Quantize, measure
-
-    monkeypatch.setenv("HOME", str(tmp_path))  # where the store goes
-    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
-    with pytest.raises(CheckpointError, match="ships no heldout text"):
-        measure(Quantize(model=str(model)))
-    monkeypatch.setattr("tiermoe.cluster.jobs.bench.micro_quantize.SPEED_SHAPE", (96, 64))
-    for name, text in (("calibration", TEXT * 4), ("heldout", TEXT[1000:1800])):
-        (model / name).mkdir()
-        (model / name / "text.txt").write_text(text)
-    report = measure(Quantize(model=str(model), repeats=1))
-    by = {(row["case"], row["bits"]): row for row in report.rows}
-    assert report.settings["heldout_tokens"] == 800 // 256 * 256
-    for bits in (1, 2, 3, 4, 8):
-        assert by["gptq", bits]["experts"] == 16
-        fitted, nearest = by["gptq", bits]["relative_mean"], by["data-free", bits]["relative_mean"]
-        assert fitted < nearest <= 1.001 * by["rtn-minmax", bits]["relative_mean"]
-    assert {bar.name.split(",")[0] for bar in report.bars} >= {
-        "experts with GPTQ below data-free", "experts whose error falls with every width"
-    }  # fmt: skip
 
 
 def test_replicas_without_a_text(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

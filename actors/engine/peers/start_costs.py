@@ -1,0 +1,118 @@
+"""The start costs of a planned placement, measured on the empty cache in a fraction of a second.
+
+The planner corrects them by what it sees (`policies.auto.Auto.saw`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...policies.auto import Costs
+from ..host_view import Routing
+
+if TYPE_CHECKING:  # torch
+    from ..cache.cache import ExpertCache
+    from ..cache.device import Activations
+    from .remote import NdpPool, RemoteExperts
+
+_REPEATS, _EXPERTS, _ROWS = 5, 4, 16  # messages of each kind; experts and rows of the longer ones
+_PROBED = 16  # experts of the first layer that are used
+_MOST_BUSY = 5.0  # a link takes at most 0.8 of the host's memory bandwidth
+_BUSY = 1.25  # near-data seconds while the link copies against idle ones, where they cannot be measured
+
+
+def probe_costs(
+    cache: ExpertCache, pool: NdpPool | None, gpu_s: tuple[float, float], activations: Activations | None, top_k: int
+) -> Costs:
+    """Measure the start costs on an empty cache, in well under a second for experts of a few MB.
+
+    Copies: of `_EXPERTS` experts or as many as there are slots. Near data: round trips of one expert, of several, of
+    one with `_ROWS` rows, and of several while the link copies, which takes memory bandwidth and cores.
+
+    Args:
+        gpu_s: of an expert's first row on this device, and of each further one.
+        activations: carry rows to peers; None: there are none.
+    """
+    count = max(1, min(_EXPERTS, cache.residency.slots))
+    copy_s = min(_copying(cache, count, lambda: None) / count for _ in range(_REPEATS))
+    first_s, further_s = max(gpu_s[0], 1e-9), max(gpu_s[1], 1e-9)
+    peer = None if pool is None or activations is None else next(iter(pool.members), None)
+    dense_s = top_k * first_s  # until layers have run
+    near = None if peer is None or activations is None else _near_seconds(cache, peer, activations, copy_s)
+    if near is None:
+        return Costs(copy_s, first_s, further_s, first_s, first_s * _BUSY, 1.0, 1e-4, dense_s)
+    near_s, busy_s, free_rows, message_s = near
+    return Costs(copy_s, first_s, further_s, near_s, busy_s, free_rows, message_s, dense_s)
+
+
+def _copying(cache: ExpertCache, count: int, meanwhile: Callable[[], Any]) -> float:
+    """Seconds until `count` experts have been copied, after `meanwhile` began with them; the cache is empty then."""
+    start_s = time.perf_counter()
+    cache.prefetch(range(count), source="probe")
+    meanwhile()
+    cache.land_all()
+    taken_s = time.perf_counter() - start_s
+    cache.flush()
+    return taken_s
+
+
+def _near_seconds(
+    cache: ExpertCache, peer: RemoteExperts, activations: Activations, copy_s: float
+) -> tuple[float, float, float, float] | None:
+    """Seconds of an expert near data with an idle link and with a busy one, free rows, and seconds of a message; None:
+    the worker did not answer. The least of several trials, since other work on the machine only adds.
+    """
+    experts = len(cache.uses) // len(cache.stats.layers)
+    several, used = max(2, min(_EXPERTS, experts)), min(_PROBED, experts)
+    turn = iter(range(1 << 30))
+
+    def trip(count: int, rows: int) -> tuple[float, float]:
+        ids = (np.arange(count) + next(turn) * several) % used  # other weights than the last message's
+        return _round_trip(peer, activations, cache, np.tile(np.sort(ids), (rows, 1)))
+
+    def least(count: int, rows: int) -> tuple[float, float]:
+        total_s, kernel_s = zip(*[trip(count, rows) for _ in range(_REPEATS)], strict=True)
+        return min(total_s), min(kernel_s)
+
+    try:
+        for _ in range(-(-used // several) + 1):
+            trip(several, 1)  # pages in
+        (one_s, one_kernel_s), (_, several_s), (_, rows_s) = least(1, 1), least(several, 1), least(1, _ROWS)
+        busy_s = list[float]()
+        copies = max(1, min(cache.residency.slots, int(one_s / max(copy_s, 1e-9)) + several))
+        for _ in range(_REPEATS):
+            _copying(cache, copies, lambda: busy_s.append(trip(several, 1)[1]))
+    except _NoAnswer:
+        return None
+    near_s = max(several_s / several, 1e-7)
+    slower_s = min(max(min(busy_s) / several, near_s), _MOST_BUSY * near_s)
+    free_rows = min(float(_ROWS), max(1.0, _ROWS * near_s / max(rows_s, 1e-9)))
+    return near_s, slower_s, free_rows, max(one_s - one_kernel_s, 1e-7)
+
+
+class _NoAnswer(Exception):
+    pass
+
+
+def _round_trip(
+    peer: RemoteExperts, activations: Activations, cache: ExpertCache, ids: NDArray[np.int64]
+) -> tuple[float, float]:
+    """Seconds of one message with rows of zeros for experts of the first layer and its answer, and of its kernels."""
+    import torch
+
+    device = cache.pool.device
+    hidden = torch.zeros((len(ids), cache.pool.hidden), dtype=cache.pool.dtype, device=device)
+    routing = Routing.of(ids, device)
+    start_s = time.perf_counter()
+    outgoing = activations.begin(hidden)
+    wanted = [(i, 0) for i in range(len(routing.experts))]
+    call = peer.send(0, routing, wanted, outgoing, np.ones(ids.shape, np.float32), True)
+    answer = None if call is None else call.result()
+    if answer is None:
+        raise _NoAnswer
+    return time.perf_counter() - start_s, answer.measured_s

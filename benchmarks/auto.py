@@ -1,0 +1,320 @@
+"""`bench auto`: the planner of `auto` against the fixed rules of the field, simulated cell by cell (`auto_cells`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, markdown
+from tiermoe.cluster.simulate.synthetic import FAMILIES
+from tiermoe.errors import ConfigError
+
+from .auto_cells import (
+    BATCHES,
+    BUDGETS,
+    DECODE,
+    HOSTS_GBPS,
+    LINKS_GBPS,
+    PROMPT,
+    PUBLISHED,
+    RECORDED,
+    SHAPES,
+    STARTED,
+    VARIANTS,
+    Cell,
+    chosen,
+    grid,
+    group,
+    planner_us,
+    recorded_cells,
+)
+from .cases import Auto as Options
+
+# of the mean over seeds of auto's time of a token / that of the best rule of the cell
+MEAN = {1: 0.95, 4: 0.95, 8: 0.97}
+WORST, WORST_SEED, ON_DEMAND, STARTED_MEAN, STARTED_WORST = 1.03, 1.05, 0.95, 0.98, 1.05
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's, by the number of seeds
+
+
+def auto(options: Options, progress: Progress | None) -> Report:
+    """Replay the chosen cells with every rule, at `seeds` seeds from 1 on; seed 0 chose the planner's constants.
+
+    The report's rows are means over the seeds, one a cell. Bars: see the constants of this module.
+
+    Raises:
+        ConfigError: the journal is of other settings or cannot be read.
+    """
+    decode = 32 if options.quick else DECODE
+    layers, seeds = (4, range(1, 3)) if options.quick else (options.layers, range(1, options.seeds + 1))
+    cells = chosen(options.share)
+    if options.quick:
+        cells = [cell for cell in cells if cell.shape == "qwen3-30b-a3b" and cell.batch == 1]
+    held: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        held.setdefault((cell.shape, cell.family), []).append(cell)
+    rng = np.random.default_rng(34)
+    tried = [cells[i] for i in sorted(rng.permutation(len(cells))[: 2 if options.quick else options.variant_cells])]
+    settings = options.settings(cells=len(cells), of=len(grid()), decode=decode, prompt=PROMPT)
+    settings = {k: v for k, v in settings.items() if k not in ("jobs", "journal")}
+    journal = _Journal(options.journal, settings)
+    own_us = journal.steps.get("own_us") or {
+        f"{shape} {batch}": round(planner_us(shape, batch), 2) for shape in SHAPES for batch in BATCHES
+    }
+    if "own_us" not in journal.steps:
+        journal.add("own_us", own_us)
+    work = []
+    for seed in seeds:
+        for (shape, family), own in held.items():
+            extra = [c for c in tried if (c.shape, c.family) == (shape, family)] if seed == seeds[0] else []
+            name = f"{shape} {family} {seed}"
+            if name not in journal.steps:
+                work.append((name, (own, seed, layers, decode, own_us, extra, seed == seeds[0])))
+    real = recorded_cells(options.share)
+    if RECORDED not in journal.steps:
+        work.append((RECORDED, (real, 0, layers, decode, own_us, [], True)))
+    task = None if progress is None else progress.add_task("simulating", total=len(work))
+    for name, lines in _run(work, options.jobs):
+        journal.add(name, lines)
+        if progress is not None and task is not None:
+            progress.advance(task)
+    every = [line for name, lines in journal.steps.items() if name != "own_us" for line in lines]
+    return report_of([*cells, *real], every, own_us, settings)
+
+
+def _run(work: Sequence[tuple[str, tuple[Any, ...]]], jobs: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    if jobs == 1 or len(work) < 2:
+        yield from ((name, group(*given)) for name, given in work)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        found = {pool.submit(group, *given): name for name, given in work}
+        for future in as_completed(found):
+            yield found[future], future.result()
+
+
+class _Journal:
+    """Finished steps by name, in a file of one JSON object a line, the settings first; no file: nothing is kept."""
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        self.path, self.steps = path, dict[str, Any]()
+        if path is None:
+            return
+        if path.exists():
+            try:
+                head, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+                self.steps = {line["step"]: line["result"] for line in lines}
+                then = head["settings"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"'{path}' is no journal of bench auto: {error}", "delete it to begin again"
+                ) from error
+            if then != json.loads(json.dumps(settings)):
+                raise ConfigError(f"'{path}' is of other settings", "give those again, or another --journal")
+        else:
+            self._append({"settings": settings})
+
+    def add(self, name: str, result: Any) -> None:
+        self.steps[name] = result
+        self._append({"step": name, "result": result})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def report_of(
+    cells: Sequence[Cell], lines: Sequence[dict[str, Any]], own_us: dict[str, float], settings: dict[str, Any]
+) -> Report:
+    """Rows, bars and tables from all lines."""
+    by_cell: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if "token_s" in line:
+            by_cell.setdefault(line["cell"], []).append(line)
+    rows = [_row(cell, by_cell[cell.name]) for cell in cells if cell.name in by_cell]
+    tried = [line for line in lines if "variants" in line]
+    report = Report("auto", "simulated", rows=rows, settings=settings)
+    report.figures = {"planner_us": own_us, "variants": tried}
+    for batch in BATCHES:
+        some = [row for row in rows if row["batch"] == batch]
+        if not some:
+            continue
+        say = f"batch {batch}: auto / "
+        report.bars += [
+            Bar(f"{say}best rule of the cell, geometric mean", _mean(some, "ratio"), "<=", MEAN[batch]),
+            Bar(f"{say}best rule of the cell, worst cell", max(r["ratio"] for r in some), "<=", WORST),
+            Bar(f"{say}best rule of the cell, worst seed", max(max(r["seeds"]) for r in some), "<=", WORST_SEED),
+            Bar(f"{say}on-demand, worst cell", max(r["on_demand"] for r in some), "<=", ON_DEMAND),
+            Bar(f"{say}best of all, started from the prompt too, mean", _mean(some, "started"), "<=", STARTED_MEAN),
+            Bar(f"{say}best of all, started too, worst cell", max(r["started"] for r in some), "<=", STARTED_WORST),
+            Bar(f"{say}best rule, a request with its prompt, worst cell", max(r["request"] for r in some), "<=", WORST),
+        ]
+    report.printed = [*_by_batch(rows), *_by_rule(rows), *_misses(rows), *_variants(tried), *_own_time(own_us)][1:]
+    return report
+
+
+def _row(cell: Cell, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the seeds. ratio: auto over the best single rule; started: over the best of both columns; but_context:
+    over the best without context+cpu, whose prompts load every expert; request: over the least request of the rules;
+    prompt_of_best, request_of_best: the best rule's prompt over auto's, auto's request over that rule's."""
+
+    def mean(measure: str) -> dict[str, float]:
+        return {rule: fmean(line[measure][rule] for line in lines) for rule in lines[0][measure]}
+
+    def over_best(line: dict[str, Any]) -> float:
+        times = line["token_s"]
+        return float(times["auto"] / min(times[rule] for rule in PUBLISHED))
+
+    token, request, prompt = mean("token_s"), mean("request_s"), mean("prompt_s")
+    best = min(PUBLISHED, key=token.__getitem__)
+    best_all = min((*PUBLISHED, *STARTED), key=token.__getitem__)
+    row: dict[str, Any] = {
+        "shape": cell.shape, "family": cell.family, "budget": cell.budget, "link_gbps": cell.link_gbps,
+        "host_gbps": cell.host_gbps, "batch": cell.batch, "auto_ms": round(1e3 * token["auto"], 3), "best": best,
+        "ratio": token["auto"] / token[best], "seeds": [over_best(line) for line in lines],
+        "best_started": best_all, "started": token["auto"] / token[best_all],
+        "on_demand": token["auto"] / token["on-demand"],
+        "request": request["auto"] / min(request[rule] for rule in PUBLISHED),
+        "prompt": prompt["auto"] / min(prompt[rule] for rule in PUBLISHED) if prompt["auto"] else None,
+        "but_context": token["auto"] / min(token[rule] for rule in PUBLISHED if rule != "context+cpu"),
+        "prompt_of_best": prompt[best] / prompt["auto"] if prompt["auto"] else None,
+        "request_of_best": request["auto"] / request[best],
+        "over_best": {rule: round(token[rule] / token[best], 4) for rule in token},
+        **{name: round(fmean(line["auto"][name] for line in lines), 4) for name in lines[0]["auto"]},
+    }  # fmt: skip
+    bounds = [line["bound_s"] / line["token_s"]["auto"] for line in lines if "bound_s" in line]
+    if bounds:
+        row["bound"] = fmean(bounds)
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} | {
+        "seeds": [round(x, 4) for x in row["seeds"]]
+    }
+
+
+def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:
+    return _geometric([row[key] for row in rows])
+
+
+def _geometric(values: Sequence[float]) -> float:
+    return math.exp(fmean(math.log(value) for value in values)) if values else math.nan
+
+
+def _interval(rows: Sequence[dict[str, Any]]) -> str:
+    """Of the geometric mean over cells: the mean over seeds and its 95% interval. Recorded routing has one seed."""
+    count = max(len(row["seeds"]) for row in rows)
+    seeds = list(zip(*(row["seeds"] for row in rows if len(row["seeds"]) == count), strict=True))
+    means = [_geometric(one) for one in seeds]
+    if len(means) < 2:
+        return f"{means[0]:.3f}"
+    half = T95.get(len(means), 1.96) * stdev(means) / math.sqrt(len(means))
+    return f"{fmean(means):.3f} ± {half:.3f}"
+
+
+def _table(title: str, head: Sequence[str], body: Sequence[Sequence[object]]) -> list[str]:
+    return ["", f"### {title}", "", *markdown(tuple(head), [tuple(map(str, line)) for line in body])]
+
+
+def _by_batch(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    head = (
+        "", "cells", "mean", "by seed", "worst", "worst seed", "started: mean", "worst", "but context+cpu: mean",
+        "worst", "/ on-demand", "request", "worst", "bound / auto",
+    )  # fmt: skip
+
+    def line(name: str, some: Sequence[dict[str, Any]]) -> tuple[object, ...]:
+        def worst(key: str) -> str:
+            return f"{max(row[key] for row in some):.3f}"
+
+        bounds = [row for row in some if "bound" in row]
+        return (
+            name, len(some), f"{_mean(some, 'ratio'):.3f}", _interval(some), worst("ratio"),
+            f"{max(max(row['seeds']) for row in some):.3f}", f"{_mean(some, 'started'):.3f}", worst("started"),
+            f"{_mean(some, 'but_context'):.3f}", worst("but_context"), f"{_mean(some, 'on_demand'):.3f}",
+            f"{_mean(some, 'request'):.3f}", worst("request"), f"{_mean(bounds, 'bound'):.3f}",
+        )  # fmt: skip
+
+    parts: dict[str, Sequence[object]] = {
+        "family": [*FAMILIES, RECORDED], "shape": list(SHAPES), "budget": BUDGETS, "link_gbps": LINKS_GBPS,
+        "host_gbps": HOSTS_GBPS,
+    }  # fmt: skip
+    for batch in BATCHES:
+        some = [row for row in rows if row["batch"] == batch]
+        if not some:
+            continue
+        body = [line("all", some)]
+        for key, values in parts.items():
+            for value in values:
+                if part := [row for row in some if row[key] == value]:
+                    body.append(line(f"{key.removesuffix('_gbps')} {value}", part))
+        yield from _table(f"Batch {batch}: auto / the best rule of each cell", head, body)
+
+
+def _by_rule(rows: Sequence[dict[str, Any]]) -> list[str]:
+    body = []
+    for rule in (*PUBLISHED, *STARTED):
+        over = [(row["batch"], row["over_best"][rule], row["over_best"]["auto"]) for row in rows]
+        means = [[x for batch, x, _ in over if batch == one] for one in BATCHES]
+        column = "best" if rule in PUBLISHED else "best_started"
+        body.append((
+            rule, *(f"{_geometric(some):.2f}" for some in means), f"{max(x for _, x, _ in over):.2f}",
+            sum(row[column] == rule for row in rows), f"{_geometric([mine / x for _, x, mine in over]):.3f}",
+        ))  # fmt: skip
+    head = ("rule", *(f"batch {batch}" for batch in BATCHES), "worst", "cells where best", "auto / it")
+    return _table("Each rule: its time / the best published rule of the cell", head, body)
+
+
+def _misses(rows: Sequence[dict[str, Any]]) -> list[str]:
+    head = (
+        "shape, family, budget, link, host, batch", "ratio", "worst seed", "best", "started", "best started",
+        "its prompt / auto's", "auto's request / its", "request", "/ on-demand",
+    )  # fmt: skip
+    body = [
+        (
+            " ".join(str(row[key]) for key in ("shape", "family", "budget", "link_gbps", "host_gbps", "batch")),
+            f"{row['ratio']:.3f}", f"{max(row['seeds']):.3f}", row["best"], f"{row['started']:.3f}",
+            row["best_started"], f"{row['prompt_of_best'] or math.nan:.1f}", f"{row['request_of_best']:.3f}",
+            f"{row['request']:.3f}",
+            f"{row['on_demand']:.3f}",
+        )
+        for row in rows
+        if row["ratio"] > WORST or max(row["seeds"]) > WORST_SEED or row["started"] > STARTED_WORST
+        or row["request"] > WORST or row["on_demand"] > ON_DEMAND
+    ]  # fmt: skip
+    return _table("Cells that miss a bar", head, body)
+
+
+def _variants(tried: Sequence[dict[str, Any]]) -> list[str]:
+    batches = [batch for batch in BATCHES if any(_batch_of(one) == batch for one in tried)]
+    if not batches:
+        return []
+    some = {batch: [one["variants"] for one in tried if _batch_of(one) == batch] for batch in batches}
+
+    def spread(values: Sequence[float]) -> str:
+        return f"{_geometric(values):.3f} ({max(values):.3f})"
+
+    return _table(
+        "Wrong costs, a worse router, and parts left out: auto / the best rule of the cell, mean (worst)",
+        ("", *(f"batch {batch}, {len(some[batch])} cells" for batch in batches)),
+        [(name, *(spread([one[name] for one in some[batch]]) for batch in batches)) for name in VARIANTS],
+    )
+
+
+def _batch_of(line: dict[str, Any]) -> int:
+    return int(str(line["cell"]).rsplit(" ", 1)[1])
+
+
+def _own_time(own_us: dict[str, float]) -> list[str]:
+    return _table(
+        "The planner's own time, microseconds a layer, with Python's calls; charged to every layer of auto",
+        ("shape", *(f"batch {batch}" for batch in BATCHES)),
+        [(shape, *(f"{own_us[f'{shape} {batch}']:.1f}" for batch in BATCHES)) for shape in SHAPES],
+    )

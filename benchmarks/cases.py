@@ -1,0 +1,256 @@
+"""The cases of `tiermoe bench NAME` that need a clone: their options, by name."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge
+from pydantic import Field
+
+from tiermoe.actors.policies.sharding import Ownership
+from tiermoe.cluster.jobs.bench.cases import Config, Model, Options, Repeats
+from tiermoe.cluster.jobs.bench.random_model import Form
+
+if TYPE_CHECKING:
+    pass
+
+
+class Against(StrEnum):
+    """What `overhead` compares with."""
+
+    TRANSFORMERS = "transformers"
+    LLAMA_CPP = "llama.cpp"
+    LAYERS = "qwen3-30b-layers"
+
+
+class Overhead(Options):
+    """Decode time against transformers' continuous batching and llama.cpp, and what prefetch adds to it."""
+
+    measure = "overhead.overhead"
+    own_keys = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 7
+    against: tuple[Against, ...] = Field(
+        tuple(Against),
+        description="What to compare with; repeat it. The last: llama.cpp on random layers of Qwen3-30B-A3B's shape.",
+    )
+    pairs: int = Field(8, ge=1, description="Counted rounds against llama.cpp.")
+    budget: str = Field("0.25", description="Device memory for experts, of the policies that load them.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link of these, 1e9 bytes per second.")
+    layers: int = Field(2, ge=1, description="Layers of Qwen3-30B-A3B's shape: 5 GB of disk and of memory each.")
+    config: Config = None
+
+
+class Host(Options):
+    """What a decoded token's time consists of: the host's microseconds by part of a layer, a step and a request."""
+
+    measure = "host.host"
+    own_keys = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 5
+    preset: tuple[str, ...] = Field(
+        ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict", "buddymoe"),
+        description="Policy; repeat it.",
+    )
+    batch: tuple[Annotated[int, Ge(1)], ...] = Field((1, 8), description="Prompts in flight together; repeat it.")
+    budget: str = Field("0.25", description="Device memory for experts, of presets that load them.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    ray: bool = Field(True, description="Also what a request through Ray costs.")
+    config: Config = None
+
+
+class Prefetch(Options):
+    """Blocked I/O with and without next-gate prefetch."""
+
+    measure = "serving.prefetch"
+    own_keys = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 5
+    budget: str = Field("0.25", description="Device memory for experts.")
+    link_gbps: float = Field(2.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    config: Config = None
+
+
+class Ttft(Options):
+    """Time to the first token of long prompts, at a part of the experts and with all resident."""
+
+    measure = "serving.ttft"
+    own_keys = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 7
+    policy: tuple[str, ...] = Field(
+        ("next-gate", "on-demand"), description="Policies beside all-resident; the bar judges the first; repeat it."
+    )
+    prompt_tokens: int = Field(512, ge=1, description="Tokens of each prompt.")
+    budget: str = Field("0.25", description="Device memory for experts.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    config: Config = None
+
+
+class Turns(Options):
+    """A conversation's second turn with the prefix cache, and the gap that a long prompt makes in running streams."""
+
+    measure = "turns.turns"
+    own_keys = ("policy", "budget", "link", "kv")
+    model: Model = None
+    repeats: Repeats = 5
+    policy: str = Field("next-gate", description="Of all cases.")
+    turn_tokens: int = Field(1500, ge=1, description="Tokens of the first turn's prompt.")
+    prompt_tokens: int = Field(2000, ge=1, description="Tokens of the prompt that comes while four streams run.")
+    chunk: tuple[Annotated[int, Ge(1)], ...] = Field(
+        (256, 512, 128, 64), description="kv.prefill_chunk; the bar judges the first; repeat it."
+    )
+    budget: str = Field("0.25", description="Device memory for experts.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    config: Config = None
+
+
+class Scale(Options):
+    """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
+
+    measure = "serving.scale"
+    own_keys = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 4
+    policy: str = Field("on-demand", description="Of all GPUs.")
+    budget: str = Field("0.125", description="Device memory for experts of one GPU, a share of all.")
+    link_gbps: float = Field(2.0, ge=0.001, description="Emulated link of each GPU, 1e9 bytes/s.")
+    batch: tuple[Annotated[int, Ge(1)], ...] = Field(
+        (1, 4, 8, 16), description="Prompts in flight together; repeat it."
+    )
+    prompts: int = Field(20, ge=1, description="Held-out prompts for each batch size, at least.")
+    ownership: Ownership = Field("layer-expert", description="Rule by which experts belong to GPUs.")
+    config: Config = None
+
+
+class Predict(Options):
+    """Predicted against measured tokens per second: presets x budgets x the model and a random one of another shape."""
+
+    measure = "predict.predict"
+    model: Model = None
+    repeats: Repeats = 5
+    preset: tuple[str, ...] = Field(
+        ("on-demand", "next-gate", "mixtral-offloading", "moe-infinity", "hobbit", "fmoe"),
+        description="Preset, compared at each budget; repeat it.",
+    )
+    budget: tuple[str, ...] = Field(("0.25", "0.5", "0.75"), description="Device memory for experts; repeat it.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    max_tokens: int = Field(48, ge=2, description="Tokens generated after each prompt.")
+
+
+class Simulate(Options):
+    """Layer steps a second of the simulator on one core, by preset."""
+
+    measure = "simulate.simulate"
+    repeats: Repeats = 5
+    preset: tuple[str, ...] = Field(
+        ("on-demand", "cache-only", "next-gate", "mixtral-offloading", "moe-infinity", "moepic", "fmoe"),
+        description="Preset; repeat it.",
+    )
+    budget: float = Field(0.5, gt=0, le=1, description="Share of the experts.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Simulated link, 1e9 bytes per second.")
+    trace: Path | None = Field(None, description="Trace folder; default: that of the model of the project.")
+
+
+class Validation(Options):
+    """The simulator against this machine: TPOT and hit rate of presets x budgets x links on the same prompts."""
+
+    measure = "simulate.validation"
+    model: Model = None
+    repeats: Repeats = 5
+    preset: tuple[str, ...] = Field(
+        (
+            "on-demand", "next-gate", "moepic", "cache-only", "mixtral-offloading", "moe-infinity",
+            "activeevict-lossless", "deepspeed-inference",
+        ),
+        description="Preset; repeat it.",
+    )  # fmt: skip
+    budget: tuple[str, ...] = Field(("0.25", "0.5", "0.75"), description="Device memory for experts; repeat it.")
+    link_gbps: tuple[Annotated[float, Ge(0.001)], ...] = Field(
+        (2.0, 16.0), description="Emulated link, 1e9 bytes per second; repeat it."
+    )
+    max_tokens: int = Field(48, ge=2, description="Tokens generated after each prompt.")
+    quick: bool = Field(False, description="Three presets at the first budget and link.")
+
+
+class Auto(Options):
+    """The planner of `auto` against the field's fixed rules, simulated: shapes x routing x budgets x links x hosts."""
+
+    measure = "auto.auto"
+    share: float = Field(1.0, gt=0, le=1, description="Share of the cells, drawn at random beforehand.")
+    seeds: int = Field(5, ge=1, description="Seeds of the routing, from 1 on.")
+    layers: int = Field(0, ge=0, description="Layers of each shape; default: 0, all of them.")
+    variant_cells: int = Field(36, ge=0, description="Cells of the ablation and of wrong costs.")
+    jobs: int = Field(2, ge=1, description="Processes.")
+    journal: Path | None = Field(None, description="File of finished parts: the same command resumes; default: none.")
+    quick: bool = Field(False, description="Cells of one shape at batch 1, on few layers and tokens.")
+
+
+class Prepare(Options):
+    """Memory, disk and seconds of preparing checkpoints in published forms; SIGKILL midway, and going on."""
+
+    measure = "prepare.prepare"
+    form: tuple[Form, ...] = Field(tuple(Form), description="Form of the experts; repeat it.")
+    gigabytes: float = Field(4.0, ge=0.001, description="Bytes of each checkpoint at least, 1e9.")
+    folder: Path | None = Field(None, description="Where checkpoints are written and removed; default: the system's.")
+
+
+class Exact(Options):
+    """Log-probabilities of held-out text with experts near data, against all resident: rounding of two kernels."""
+
+    measure = "exact.exact"
+    model: Model = None
+    policy: tuple[str, ...] = Field(("monde", "context-ndp-full"), description="Preset with NDP workers; repeat it.")
+    passages: int = Field(8, ge=1, description="Of held-out text.")
+    tokens: int = Field(64, ge=1, description="Scored of each, after 32 of its prompt.")
+
+
+class Channel(Options):
+    """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
+
+    measure = "channels.channel"
+    repeats: Repeats = 7
+
+
+class Transfer(Options):
+    """Experts from another node's store: our channel and Ray object refs, against a copy in memory."""
+
+    measure = "transfer.transfer"
+    repeats: Repeats = 7
+
+
+class Kernel(Options):
+    """Packed experts on one core against memory bandwidth, torch and ggml; or on many against bandwidth."""
+
+    measure = "kernels.kernel"
+    repeats: Repeats = 7
+    group: int = Field(64, description="Quantization group: 32, 64 or 128.")
+    instruction_set: str | None = Field(None, description="Of our kernels; default: the best here.")
+    ggml: Path | None = Field(None, description="libggml-cpu*.so; default: that of an installed wheel.")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="1 to 4 bits on so many cores against their bandwidth alone."
+    )
+
+
+class Matcher(Options):
+    """Expert maps: time of a search and an update, memory, and what publishing costs the lead."""
+
+    measure = "channels.matcher"
+    repeats: Repeats = 5
+
+
+class Substitute(Options):
+    """Buddy substitution: microseconds to decide one layer."""
+
+    measure = "kernels.substitute"
+    repeats: Repeats = 9
+
+
+CASES: dict[str, type[Options]] = {
+    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "scale": Scale,
+    "predict": Predict, "simulate": Simulate, "validation": Validation, "auto": Auto, "prepare": Prepare,
+    "exact": Exact, "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher,
+    "substitute": Substitute,
+}  # fmt: skip

@@ -1,0 +1,88 @@
+"""The commands that a clone adds to `tiermoe bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tiermoe.cluster.jobs.bench.cases import command
+from tiermoe.cluster.jobs.bench.command import PageOut, experiment_command
+from tiermoe.cluster.jobs.bench.experiment import experiment_files, parts, read_experiment
+from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, check_folder, finish
+from tiermoe.cluster.report.tables import show
+from tiermoe.errors import ConfigError
+
+from .cases import CASES
+
+EXPERIMENTS = (
+    "default", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality",
+)  # fmt: skip
+_FIRST = ("overhead", "host", "prefetch", "ttft", "turns", "scale")  # in the help
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+for _name in _FIRST:
+    app.command(cls=JsonCommand)(command(_name, CASES[_name]))
+for _name in EXPERIMENTS:
+    app.command(cls=JsonCommand)(experiment_command(_name))
+
+
+@app.command(cls=JsonCommand)
+def papers(
+    only: Annotated[str, typer.Option(help="Papers, separated by commas; none: all of benchmarks/papers.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="A small slice of each, to try it.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    out: PageOut = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """The papers' tables on synthetic routing and stated machines: published figure, ours, and their ratio."""
+    from .papers import paper_names, run_papers
+
+    file, folder = (out, None) if out is None or out.suffix == ".json" else (None, out)
+    if folder is not None:
+        check_folder(folder)
+    names = list(parts(only)) if only else paper_names()
+    finish(lambda progress: run_papers(names, quick, folder, jobs, progress), as_json, check, file)
+
+
+@app.command()
+def redraw(
+    results: Annotated[list[Path], typer.Argument(help="Files that --out wrote.", metavar="RESULT.json...")],
+) -> None:
+    """Draw the figures of results again, beside them, without measuring anything."""
+    from tiermoe.cluster.jobs.bench.plot import plot
+    from tiermoe.cluster.report.results import read_json
+
+    for file in results:
+        record = read_json(file)
+        name = str(record.get("name"))
+        plots = read_experiment(name).plots if name in experiment_files() else {}
+        if not plots or "rows" not in record:
+            raise ConfigError(f"'{file}' has no figures", "give the result of a benchmark whose page has some")
+        for image, figure in plots.items():
+            plot(file.with_name(image), figure, record)
+            show(Console(), str(file.with_name(image)))
+
+
+@app.command()
+def gpu(
+    out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.md.")] = Path("docs/results"),
+    parts: Annotated[str, typer.Option(help="Only these, separated by commas; see docs/gpu.md.")] = "",
+    seconds: Annotated[float, typer.Option(help="For all parts together.")] = 445.0,
+    device: Annotated[str, typer.Option(help="cuda; cpu: the stand-in, to try the script.")] = "cuda",
+    sizes: Annotated[str, typer.Option(help="real; toy: seconds of work.")] = "real",
+) -> None:
+    """Every check and measurement that needs a GPU, in under eight minutes; exits with 1 when a check fails."""
+    from .gpu.job import main
+
+    given = ["--out", str(out), "--parts", parts, "--seconds", str(seconds), "--device", device, "--sizes", sizes]
+    raise typer.Exit(main(given))
+
+
+for _name in CASES:
+    if _name not in _FIRST:
+        app.command(cls=JsonCommand)(command(_name, CASES[_name]))

@@ -1,0 +1,516 @@
+"""Figures of one paper on the engine, or on rows of engine sections: MoEpic, BuddyMoE, near-data execution."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from tiermoe.actors.policies.quality import QualityBudget
+from tiermoe.actors.store.artifacts import read_profile
+from tiermoe.actors.store.format import read_manifest
+from tiermoe.cluster.config import RunConfig, engine_settings, load_hardware
+from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, cells_of, median_of, metric, ratio
+from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
+from tiermoe.cluster.jobs.bench.run import Study
+from tiermoe.cluster.jobs.bench.serving import Prompt, prepared_store, serve, start_worker
+from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions, Quality
+from tiermoe.errors import ConfigError, RuntimeFailure
+
+# -- MoEpic: memory for a TPOT (Figure 8) ------------------------------------------------------------------------------
+
+Point = tuple[float, float]  # bytes of the budget, TPOT in milliseconds
+_TARGETS = 5  # TPOTs
+
+
+@metric("moepic-memory")
+def moepic_memory(study: Study, *, section: str) -> dict[str, Any]:
+    """The least expert memory that reaches each of five TPOTs, by policy, at the first link."""
+    rows = [row for row in study.rows if row["section"] == section]
+    rows = [row for row in rows if row["link_gbps"] == rows[0]["link_gbps"]]
+    points: dict[str, list[Point]] = {}
+    for row in rows:
+        points.setdefault(row["policy"], []).append((median_of(row, "expert_budget_bytes"), float(row["tpot_ms"])))
+    points = {policy: sorted(found) for policy, found in points.items()}
+    # targets: evenly from the lowest TPOT of all to the middle policy's at the smallest budget, rounded up
+    low = min(tpot for found in points.values() for _, tpot in found)
+    smallest = sorted(found[0][1] for found in points.values())
+    high = max(smallest[len(smallest) // 2], low)
+    steps = [low + (high - low) * (i + 1) / _TARGETS for i in range(_TARGETS)]
+    targets = sorted({float(f"{step + 0.05:.1f}") for step in steps})
+    return {"footprints": [
+        {"policy": policy, "target_ms": target} | least_budget(measured, target)
+        for policy, measured in points.items() for target in targets
+    ]}  # fmt: skip
+
+
+def least_budget(points: Sequence[Point], target_ms: float) -> dict[str, Any]:
+    """The least budget that reaches a TPOT, linear between measured budgets.
+
+    TPOT never rises with the budget: more memory can always do what less memory did.
+
+    Returns:
+        bytes, None where no measured budget reaches it; at_most, whether a budget below the measured ones may do.
+    """
+    reached: list[Point] = []
+    best = float("inf")
+    for nbytes, tpot in points:
+        best = min(best, tpot)
+        reached.append((nbytes, best))
+    if reached[0][1] <= target_ms:
+        return {"bytes": reached[0][0], "at_most": True}
+    for (small, above), (large, below) in pairwise(reached):
+        if below <= target_ms:
+            return {"bytes": small + (large - small) * (above - target_ms) / (above - below), "at_most": False}
+    return {"bytes": None, "at_most": False}
+
+
+# -- MoEpic: where a decode step's time goes ---------------------------------------------------------------------------
+
+Spans = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Means over decode steps, in milliseconds.
+
+    wait_ms: the compute waited for a copy. link_ms: the link carried one. idle_wait_ms: the compute waited while the
+    link carried neither demand nor prefetch. experts_ms: layers' experts without those waits.
+    """
+
+    steps: int
+    token_ms: float
+    wait_ms: float
+    link_ms: float
+    idle_wait_ms: float
+    experts_ms: float
+
+
+@metric("moepic-timelines")
+def moepic_timelines(study: Study) -> dict[str, Any]:
+    """For each missed bar the timelines of both variants, on the prompts of the first repetition."""
+
+    def measure() -> list[dict[str, Any]]:
+        missed = [judged for judged in study.judged if not judged.bar.ok]
+        stepped, found = study.stepped("timelines", 2 * len(missed)), []
+        for judged in missed:
+            cell, traced = judged.cell, dict[str, Any]()
+            for name in (judged.of, judged.over):
+                policy = next(policy for policy in cell.policies if policy.name == name)
+                prompts = [cell.prompts[i] for i in cell.round(0)]
+                config = cell.config(policy, study.scratch)
+                traced[name] = asdict(trace_decode(config, cell.warm_up, prompts, cell.max_tokens))
+                stepped()
+            found.append({"budget": cell.budget, "link_gbps": cell.gbps, "best": judged.over,
+                          "own": traced[judged.of], "other": traced[judged.over]})  # fmt: skip
+        return found
+
+    return {"timelines": study.journal.step("moepic-timelines", measure)}
+
+
+def trace_decode(config: RunConfig, warm: Sequence[Prompt], prompts: Sequence[Prompt], max_tokens: int) -> Decode:
+    """Serve `warm`, then `prompts`, one at a time, with a timeline of each.
+
+    Raises:
+        RuntimeFailure: a request failed.
+    """
+    from tiermoe.cluster.local import LocalWorker
+
+    settings = engine_settings(config, trace=True)
+    with closing(LocalWorker(settings, prepared_store(config, settings))) as worker:
+        worker.start()
+        for prompt in warm:
+            serve(worker.submit, [prompt], max_tokens)
+        found = []
+        for prompt in prompts:
+            worker.reset_stats()
+            serve(worker.submit, [prompt], max_tokens)
+            found.append(decode_of(worker.trace_events(), len(worker.engine.layers)))
+    names = ("token_ms", "wait_ms", "link_ms", "idle_wait_ms", "experts_ms")
+    return Decode(sum(d.steps for d in found), *(mean(getattr(d, name) for d in found) for name in names))
+
+
+def decode_of(events: Iterable[dict[str, Any]], layers: int) -> Decode:
+    """Decode steps of one request's timeline: from the end of the prefill's last layer to the last step's.
+
+    Args:
+        events: of `Timeline.events`; the prompt was one forward. layers: MoE layers of the model.
+
+    Raises:
+        RuntimeFailure: the timeline has no decode step.
+    """
+    spans: dict[str, Spans] = {}
+    last: list[float] = []
+    rows = {1: "compute", 2: "wait", 3: "link", 4: "link"}
+    for event in events:
+        kind = rows.get(event["tid"]) if event["ph"] == "X" else None
+        if kind is not None:
+            begin = event["ts"] / 1e3
+            spans.setdefault(kind, []).append((begin, begin + event["dur"] / 1e3))
+            if kind == "compute" and event["name"] == f"L{layers - 1} experts":
+                last.append(begin + event["dur"] / 1e3)
+    if len(last) < 2:
+        raise RuntimeFailure("a timeline has no decode step", "generate at least two tokens")
+    last.sort()
+    begin, end = last[0], last[-1]
+    compute, wait, link = (joined(spans.get(kind, ()), begin, end) for kind in ("compute", "wait", "link"))
+    steps = len(last) - 1
+    waited = _length(wait)
+    return Decode(
+        steps, (end - begin) / steps, waited / steps, _length(link) / steps,
+        (waited - _length(common(wait, link))) / steps, (_length(compute) - _length(common(compute, wait))) / steps,
+    )  # fmt: skip
+
+
+def joined(spans: Iterable[tuple[float, float]], begin: float, end: float) -> Spans:
+    """The same time without overlaps, in order, within [begin, end]."""
+    out: Spans = []
+    for start, stop in sorted((max(a, begin), min(b, end)) for a, b in spans):
+        if stop <= start:
+            continue
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        else:
+            out.append((start, stop))
+    return out
+
+
+def common(a: Spans, b: Spans) -> Spans:
+    """Time in both, of two results of `joined`."""
+    both = ((max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b)
+    return sorted((start, stop) for start, stop in both if start < stop)
+
+
+def _length(spans: Spans) -> float:
+    return sum(stop - start for start, stop in spans)
+
+
+# -- BuddyMoE: comparisons with paired intervals, redundancy -----------------------------------------------------------
+
+QUALITY = {  # by key of `evaluate.quality.MEASURES`: name, and whether less is better
+    "perplexity_ratio": ("perplexity over lossless", True), "top1_agreement": ("top-1 agreement", False),
+    "kl_nats": ("KL", True), "choice_accuracy": ("choice accuracy", False), "loaded_per_token": ("bytes", True),
+}  # fmt: skip
+Wanted = Literal["better", "no worse"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method less another in one measure, at one cache rate.
+
+    low, high: 95% interval of the paired difference over documents. wanted: the bar's demand; None: no bar.
+    """
+
+    rate: str
+    own: str
+    other: str
+    measure: str
+    value: float
+    low: float
+    high: float
+    wanted: Wanted | None
+
+    @property
+    def verdict(self) -> Literal["better", "tie", "worse"]:
+        """Of `own`; a tie where the interval holds 0."""
+        if self.low <= 0 <= self.high:
+            return "tie"
+        return "better" if (self.high < 0) == QUALITY[self.measure][1] else "worse"
+
+    @property
+    def bar(self) -> Bar:
+        """Better: the worse end of the interval must be better than 0. No worse: the better end must not be worse."""
+        worst, best = (self.high, self.low) if QUALITY[self.measure][1] else (-self.low, -self.high)
+        text = f"cache rate {self.rate}: {QUALITY[self.measure][0]}, {self.own} less {self.other}"
+        if self.wanted == "better":
+            return Bar(f"{text}, worse end of 95%", worst, "<", 0.0)
+        return Bar(f"{text}, better end of 95%", best, "<=", 0.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        ok = None if self.wanted is None else self.bar.ok
+        return asdict(self) | {"name": QUALITY[self.measure][0], "verdict": self.verdict, "ok": ok}
+
+
+@metric("buddymoe-comparisons")
+def buddymoe_comparisons(
+    study: Study, *, section: str, wanted: Sequence[Mapping[str, Any]], against: Sequence[str]
+) -> dict[str, Any]:
+    """Compare every method with those of `against`, with paired intervals over documents.
+
+    Args:
+        wanted: comparisons that are bars: own, other, measures, and `is` (`better` or `no worse`).
+    """
+    found = list(comparisons(study.rows, section, wanted, against, study.experiment.workload.quality.options))
+    study.bars += [comparison.bar for comparison in found if comparison.wanted is not None]
+    return {"comparisons": [comparison.as_dict() for comparison in found]}
+
+
+def comparisons(
+    rows: Sequence[Row], section: str, wanted: Sequence[Mapping[str, Any]], against: Sequence[str],
+    options: EvaluationOptions,
+) -> Iterator[Comparison]:  # fmt: skip
+    """The wanted comparisons, then those of every other method with `against`."""
+    asked: dict[tuple[str, str, str], Wanted] = {
+        (pair["own"], pair["other"], measure): pair["is"] for pair in wanted for measure in pair["measures"]
+    }
+    for (_, rate, _), of in cells_of(rows, section).items():
+        qualities = {name: quality_of(row["quality"], row, options) for name, row in of.items()}
+        others = [(own, other, measure) for other in against for own in of for measure in QUALITY if own != other]
+        for own, other, measure in dict.fromkeys([*asked, *others]):
+            if own in of and other in of:
+                is_wanted = asked.get((own, other, measure))
+                estimate = qualities[own].minus(qualities[other], measure)
+                yield Comparison(rate, own, other, measure, estimate.value, estimate.low, estimate.high, is_wanted)
+
+
+def quality_of(found: Mapping[str, Any], row: Row, options: EvaluationOptions) -> Quality:
+    """The `Quality` of a `cells.score_worker` result, for paired differences."""
+    sums = {name: np.asarray(values, np.float64) for name, values in found["sums"].items()}
+    return Quality(row["policy"], row["lossless"], found["executor"], sums, options)
+
+
+@metric("buddymoe-redundancy")
+def buddymoe_redundancy(study: Study) -> dict[str, Any]:
+    """How redundant the experts are, from the profile.
+
+    best_cosine: by layer, cosine of an expert's outputs and those of the most similar expert, mean over experts; empty
+    without output similarity. better_than_none: share of the experts whose output another expert's is nearer to than
+    zero is. taken: by ranking, how often a token already uses its expert's best buddy. peers: number of experts that
+    hold 95% of an expert's co-activations, mean.
+
+    Raises:
+        StoreError: there is no profile, or it is damaged.
+    """
+    from tiermoe.cluster.jobs.profile.command import alikeness, size_distributions, taken
+
+    store = prepared_store(study.base, engine_settings(study.base))
+    profile = read_profile(store, read_manifest(store))
+    alike = alikeness(profile)
+    sizes = [row["uncapped_mean"] for row in size_distributions(profile)
+             if (row["by"], row["alpha"]) == ("coactivation", 0.95)]  # fmt: skip
+    return {"profile": {
+        "best_cosine": [row["best_cosine"] for row in alike],
+        "better_than_none": mean(row["better_than_none"] for row in alike) if alike else None,
+        "taken": {row["by"]: row["taken"] for row in taken(profile)}, "peers": mean(sizes), "experts": profile.experts,
+    }}  # fmt: skip
+
+
+# -- near-data execution: quality, similarity of prefill and decode, overlap -------------------------------------------
+
+
+@metric("kl-within-budget")
+def kl_within_budget(study: Study, *, section: str) -> dict[str, Any]:
+    """Bars for each variant with a budget: the KL that was measured on held-out text is at most that, and above 0."""
+    budgets = {
+        (cell.key[0], policy.name): policy.settings.routing.kl
+        for cell, _ in study.ran for policy in cell.policies
+        if isinstance(policy.settings.routing, QualityBudget.Options)
+    }  # fmt: skip
+    for row in study.rows:
+        kl = budgets.get((row["section"], row["policy"]))
+        if row["section"] == section and kl is not None:
+            of = f"{row['policy']}, budget {row['budget']}"
+            study.bars.append(Bar(f"KL (nats) of {of}", row["kl_nats"], "<=", kl))
+            study.bars.append(Bar(f"share of misses avoided by {of}", row["avoided"], ">=", 0.01))
+    return {}
+
+
+@metric("ndp-quality")
+def ndp_quality(study: Study, *, section: str, pairs: Sequence[Sequence[str]], placement: str) -> dict[str, Any]:
+    """Bars on pairs of variants (prefix-split, uniform) of equal average width, and on bytes of decode steps.
+
+    Two bars for each pair: it is not significantly worse (KL), and the text suffices to exclude a noticeable loss.
+    Variants of `placement` must demand nothing while they decode.
+    """
+    options = study.experiment.workload.quality.options
+    found = {
+        outcome.policy: quality_of(outcome.quality, asdict(outcome), options)
+        for cell, measured in study.ran if cell.section == section
+        for outcome in measured.outcomes if outcome.quality is not None
+    }  # fmt: skip
+    for own, other in pairs:
+        what = f"{own} less {other}"
+        lower = found[own].minus(found[other], "kl_nats").low
+        study.bars.append(Bar(f"KL (nats), lower end of the paired interval, {what}", lower, "<=", 0.0))
+        worse = found[own].minus(found[other], "perplexity").high / found[other]["perplexity"].value
+        study.bars.append(Bar(f"perplexity, upper end of the paired interval, relative, {what}", worse, "<=", 0.005))
+    demanded = sum(row["bytes_demanded_decode"] for row in study.rows if row["policy"].startswith(placement))
+    study.bars.append(Bar(f"bytes demanded by decode under {placement} placement", float(demanded), "<=", 0))
+    return {}
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Cosine similarity of prefill and decode activations.
+
+    Args:
+        per_layer: [L], mean over the sequences.
+        overall: mean of the layers (the paper: 0.89 for Mixtral-8x7B on TruthfulQA).
+        sequences: D.
+    """
+
+    per_layer: tuple[float, ...]
+    overall: float
+    sequences: int
+
+
+def activation_similarity(prefill_counts: ArrayLike, decode_counts: ArrayLike) -> Similarity:
+    """Cosine of the expert activation distributions of both phases, for each sequence and layer.
+
+    The cosine of two count vectors equals that of their distributions. Uniform routing gives 1 as well: the number
+    says that both phases agree, not that routing is skewed.
+
+    Args:
+        prefill_counts, decode_counts: [D, L, E], how often sequence d selected expert e in layer l in that phase.
+
+    Raises:
+        ValueError: the shapes differ, or a count is negative or not finite.
+        ConfigError: a sequence has no activations in one of the phases.
+    """
+    prefill, decode = np.asarray(prefill_counts, np.float64), np.asarray(decode_counts, np.float64)
+    if prefill.ndim != 3 or prefill.shape != decode.shape or 0 in prefill.shape:
+        raise ValueError(f"counts must both be [D, L, E], not {list(prefill.shape)} and {list(decode.shape)}")
+    for name, counts in (("prefill", prefill), ("decode", decode)):
+        if not np.isfinite(counts).all() or (counts < 0).any():
+            raise ValueError(f"{name} counts must be finite and not negative")
+        empty = np.argwhere(counts.sum(axis=2) == 0)
+        if len(empty):
+            sequence, layer = empty[0].tolist()
+            raise ConfigError(
+                f"sequence {sequence} activated no expert of layer {layer} during {name}",
+                "give each sequence a prompt and at least two generated tokens",
+            )
+    dot = (prefill * decode).sum(axis=2)  # [D, L]
+    cosine = dot / (np.linalg.norm(prefill, axis=2) * np.linalg.norm(decode, axis=2))
+    per_layer = cosine.mean(axis=0)
+    return Similarity(tuple(per_layer.tolist()), float(per_layer.mean()), len(prefill))
+
+
+@metric("ndp-similarity")
+def ndp_similarity(study: Study) -> dict[str, Any]:
+    """A document's prefill against its own decode, and against the next document's decode (Figure 4)."""
+
+    def measure() -> dict[str, Any]:
+        from tiermoe.actors.engine.serving.scoring import score_with
+        from tiermoe.cluster.jobs.evaluate.scoring import Evaluation
+
+        options = study.experiment.workload.quality.options
+        windows = Evaluation(study.base.model_dir, options).windows
+        stepped = study.stepped("prefill and decode activations", len(windows))
+        with closing(start_worker(study.base.model_copy(update={"policy": "all-resident", "budget": "1.0"}))) as worker:
+            engine = worker.engine
+            counts = np.zeros((2, len(windows), len(engine.layers), engine.experts), np.int64)  # [phase, D, L, E]
+            number = 0  # of the window that is scored
+
+            def count(layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
+                counts[int(engine.cache.decode_only), number, layer] += np.bincount(
+                    ids.ravel(), minlength=engine.experts
+                )
+
+            for layer in engine.layers:
+                layer.observers.append(count)
+            for number in range(len(windows)):
+                score_with(worker, windows[number].ids, options.prefix)
+                stepped()
+        prefill, decode = counts
+        own, other = (activation_similarity(prefill, d) for d in (decode, np.roll(decode, 1, axis=0)))
+        layers = [{"layer": i, "own": a, "other": b}
+                  for i, (a, b) in enumerate(zip(own.per_layer, other.per_layer, strict=True))]  # fmt: skip
+        return {"own": own.overall, "other": other.overall, "sequences": own.sequences, "layers": layers}
+
+    return {"similarity": study.journal.step("ndp-similarity", measure)}
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """One layer of one decode step, seconds."""
+
+    layer_s: float
+    gpu_s: float
+    ndp_s: float
+
+
+@metric("ndp-overlap")
+def ndp_overlap(
+    study: Study, *, shape: Mapping[str, int], memory_gbps: float, tokens: int, limit: float
+) -> dict[str, Any]:
+    """Whether the device and the NDP worker overlap: layer times against the longer of their two parts.
+
+    The worker is paced to a modelled device whose time is near the device's own, where overlap matters most. The model
+    is random, with real-sized experts; its decode steps are split by layer:
+
+        layer = from sending to the NDP worker until the layer's experts are combined
+        GPU part = layer - time that the compute waited for the worker
+        NDP part = the worker's own time for its answer, pacing included
+    """
+
+    def measure() -> dict[str, Any]:
+        repeats = study.experiment.workload.repeats
+        times = _layer_times(MoeShape(**shape), memory_gbps, tokens, repeats, study)
+        longer = Spread.of([ratio(t.layer_s, max(t.gpu_s, t.ndp_s)) for t in times])
+        summed = Spread.of([ratio(t.layer_s, t.gpu_s + t.ndp_s) for t in times])
+        parts = {name: median(getattr(t, name) for t in times) for name in ("layer_s", "gpu_s", "ndp_s")}
+        short = [{k: v for k, v in asdict(s).items() if k != "values"} for s in (longer, summed)]
+        return {"shape": dict(shape), "modelled_memory_gbps": memory_gbps, "repeats": repeats, "layers": len(times),
+                **parts, "over_longer": short[0], "over_sum": short[1]}  # fmt: skip
+
+    found = study.journal.step("ndp-overlap", measure)
+    over = found["over_longer"]["median"]
+    study.bars.append(Bar("layer time over the longer of GPU and NDP part", over, "<=", limit))
+    return {"overlap": found}
+
+
+def _layer_times(shape: MoeShape, memory_gbps: float, tokens: int, repeats: int, study: Study) -> list[LayerTime]:
+    """One request of so many decode steps for each repetition, after one that warms up."""
+    from tiermoe.cluster.jobs.prepare import prepare
+    from tiermoe.cluster.local import LocalWorker
+
+    stepped, times = study.stepped("overlap", repeats + 1), list[LayerTime]()
+    with tempfile.TemporaryDirectory(prefix="tiermoe-overlap-") as folder:
+        checkpoint = save_random_model(shape, Path(folder) / "model")
+        store = prepare(checkpoint, Path(folder) / "store", progress=False)
+        config = RunConfig(policy="context-ndp-full", budget=0.5, device="cpu", threads=1)
+        profile = replace(load_hardware(config.ndp.hardware), name="overlap", memory_gbps=memory_gbps)
+        settings = engine_settings(config, trace=True)
+        paced = settings.ndp.model_copy(update={"pace": True, "hardware": asdict(profile)})
+        with closing(LocalWorker(settings.model_copy(update={"ndp": paced}), store)) as worker:
+            worker.start()
+            for number in range(repeats + 1):
+                worker.reset_stats()
+                serve(worker.submit, [tuple(range(3, 35))], tokens)
+                if number:
+                    times += layer_times(worker.trace_events())
+                stepped()
+    return times
+
+
+def layer_times(events: Iterable[dict[str, Any]]) -> list[LayerTime]:
+    """The layers of a timeline that used the NDP worker.
+
+    Args:
+        events: `GpuWorker.trace_events`: for each layer, in this order, the spans "L<n> NDP" (from sending, the
+            worker's own time), "L<n> NDP wait" and "L<n> experts".
+    """
+    times: list[LayerTime] = []
+    ndp: dict[str, Any] | None = None
+    wait: dict[str, Any] | None = None
+    for event in events:
+        name = event["name"]
+        if name.endswith(" NDP wait"):
+            wait = event
+        elif name.endswith(" NDP"):
+            ndp = event
+        elif name.endswith(" experts"):
+            if ndp is not None and wait is not None:
+                layer_us = event["ts"] + event["dur"] - ndp["ts"]
+                times.append(LayerTime(layer_us * 1e-6, (layer_us - wait["dur"]) * 1e-6, ndp["dur"] * 1e-6))
+            ndp = wait = None
+    return times

@@ -1,0 +1,556 @@
+"""Parts `qwen`, `qwen3`, `mixtral`, `deepseek`: decode of random-weight models in real shapes, against the references.
+
+    locality of the default model -> trace for this shape -> replayed in every case alike
+    each case: prefill, warm tokens, then [ours, all-resident transformers] x 5 in turn
+
+Part `host`: the host time of one MoE layer in decode, by component, and the chosen kernels. A few layers of a real
+shape suffice. Routing is replayed inside the experts' operator there, so that the dense part can be compiled.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import torch
+
+from tiermoe.actors.engine.cache.device import make_device
+from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.engine.model.compile import CompiledDense
+from tiermoe.actors.engine.model.kernels import KernelPlan
+from tiermoe.actors.engine.model.profile import PARTS, device_calls, host_passes
+from tiermoe.actors.engine.peers.matcher import MatcherLink
+from tiermoe.actors.engine.serving.streams import SequenceRows
+from tiermoe.actors.settings import CompileMode, EngineSettings, LinkSettings
+from tiermoe.actors.store.artifacts import MapShape, PolicyArtifacts
+from tiermoe.cluster.config import load_policy
+from tiermoe.cluster.host import usable_cores
+from tiermoe.cluster.worker_process import Role, WorkerProcess
+from tiermoe.errors import TierMoeError
+
+from .job import NO_TIME, Context, Record
+from .models import REAL, TOY, HostExperts, RandomModel, RealShape, build_random_model, moe_layers
+from .near_data import NearData, random_tables
+from .routing import Locality, Replay, RoutingTrace, Stickiness, draw, fit, lru_hit_rates, profile_of, record_locality
+from .transfers import Peaks, record_peaks, spread_of
+
+PRESETS = (
+    "on-demand", "next-gate", "moepic", "mixtral-offloading", "context-ndp-3bit", "activeevict", "fmoe", "hobbit",
+)  # fmt: skip
+MORE = (
+    "buddymoe", "random-replacement", "drop", "activeevict-lossless", "moe-offloading", "moe-apex", "buddymoe-rho4",
+    "buddymoe-own-weight", "buddymoe-cft75",
+)  # fmt: skip
+BUDGETS = (0.5, 0.1, 0.25, 1.0, 0.75, 0.375)  # the order of importance
+BATCHED, BATCH = ("on-demand", "next-gate", "moepic"), 8
+ALL = "all-resident"  # ours with everything loaded before the first token; at budget 1.0 only
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+GOALS = {0.5: 0.8, 0.1: 0.65}
+OURS = "tiermoe"
+PROMPT, WARM, TOKENS, SLOW_TOKENS, REPEATS = 16, 24, 8, 3, 5
+_SLOW_S = 0.06  # a slower token is measured in shorter pieces
+_FIRST_S = 5.0  # estimate of a case before any has run
+_OFFLOAD_TOKENS = 2
+_OFFLOAD_S = 12.0  # reserved for it at the end
+
+HOST_LAYERS = {"qwen": 6, "mixtral": 2, "qwen3": 6}
+HOST_CASES: tuple[tuple[str, float, CompileMode], ...] = (
+    ("all-resident", 1.0, "off"), ("next-gate", 0.5, "off"), ("on-demand", 0.5, "off"), ("moepic", 0.5, "off"),
+    ("all-resident", 1.0, "graphs"), ("next-gate", 0.5, "graphs"),
+)  # fmt: skip
+HOST_PROMPT, HOST_WARM, HOST_TOKENS, HOST_PROFILED = 8, 16, 40, 4
+_CASE_S, _COMPILED_S = 3.0, 12.0  # a case of `host` with less time left does not start
+LIMIT_US = 150.0  # of the host for an MoE layer, launches included
+LAUNCHES = 5  # the routing to the host, the table of tiles, gate_up, down, combine
+AIMED_AT = ("moepic",)  # its split and its predictions cost more: a goal, not a check
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One preset at one budget, with `batch` sequences."""
+
+    preset: str
+    budget: float
+    batch: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.preset} at {self.budget:g}" + (f", batch {self.batch}" if self.batch > 1 else "")
+
+
+def cells_by_worth(toy: bool, every_preset: bool = True) -> list[Cell]:
+    """The cells of a shape, the most important first: time runs out before they do, and a later call resumes.
+
+    Args:
+        every_preset: of a toy run, which tries each preset on one shape.
+    """
+    if toy:
+        presets = (*PRESETS, *MORE) if every_preset else BATCHED
+        return [*(Cell(preset, 0.5) for preset in presets), Cell(ALL, 1.0), Cell(BATCHED[1], 0.5, BATCH)]
+    half, *rest = BUDGETS
+    order = [Cell(preset, half) for preset in PRESETS]
+    order += [Cell(ALL, 1.0), *(Cell(preset, 0.25) for preset in PRESETS[:4])]
+    order += [Cell(ALL, 1.0, BATCH), *(Cell(preset, half, BATCH) for preset in BATCHED)]
+    order += [Cell(preset, half) for preset in MORE]
+    order += [Cell(preset, budget) for budget in rest for preset in PRESETS]
+    order += [Cell(preset, budget) for budget in rest if budget < 1.0 for preset in MORE]
+    order += [Cell(preset, budget, BATCH) for budget in rest if budget < 1.0 for preset in BATCHED]
+    return list(dict.fromkeys(order))
+
+
+class Session:
+    """Sequences on one model through transformers' own forward and cache: greedy; the host reads each token.
+
+    Without `engine`, the model runs its experts itself. batch: sequences, which the host sees as one forward's rows.
+    """
+
+    def __init__(
+        self, model: Any, replay: Replay, context: Context, name: str, engine: Any = None, batch: int = 1
+    ) -> None:
+        self._model, self._replay, self._context = model, replay, context
+        self._names, self._engine = [f"{name} {i}" for i in range(batch)], engine
+        self._cache: Any = None
+        self._next = [0] * batch
+        self.position = 0
+
+    def prefill(self, prompt: list[int]) -> None:
+        prompts = [[token + i for token in prompt] for i in range(len(self._names))]
+        self._next = self._forward(torch.tensor(prompts, device=self._context.device), decode=False)
+
+    def decode(self, tokens: int) -> float:
+        """Run this many tokens; return seconds per token."""
+        self._context.synchronize()
+        begin_s = time.perf_counter()
+        for _ in range(tokens):
+            tokens_now = [[token] for token in self._next]
+            self._next = self._forward(torch.tensor(tokens_now, device=self._context.device), decode=True)
+        self._context.synchronize()
+        return (time.perf_counter() - begin_s) / tokens
+
+    def end(self) -> None:
+        self._cache = None
+        if self._engine is not None:
+            for name in self._names:
+                self._engine.end_sequence(name)
+
+    @torch.no_grad()
+    def _forward(self, ids: torch.Tensor, decode: bool) -> list[int]:
+        batch, rows = ids.shape
+        self._replay.begin(self.position, rows, batch)
+        if self._engine is not None:
+            spans = [SequenceRows(name, i * rows, (i + 1) * rows, decode) for i, name in enumerate(self._names)]
+            self._engine.begin_forward(spans)
+        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+        self._cache = out.past_key_values
+        self.position += rows
+        return list(map(int, out.logits[:, -1].argmax(dim=-1).tolist()))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The common state of the cases of one shape: experts in host memory, a model around them, the replayed routing."""
+
+    context: Context
+    record: Record
+    shape: RealShape
+    built: RandomModel
+    host: HostExperts
+    replay: Replay
+    trace: RoutingTrace
+
+    @staticmethod
+    def of(
+        context: Context, record: Record, shape: RealShape, host: HostExperts, layers: int, locality: Locality,
+        trace: RoutingTrace,
+    ) -> Bench:  # fmt: skip
+        """Fill `host`, which the caller closes, with `layers` MoE layers, and build a model around them."""
+        for layer in range(layers):
+            host.add(shape.expert, context.dtype, context.device, seed=layer)
+        built = build_random_model(shape, layers, context.dtype, context.device)
+        replay = Replay(trace, locality.recalls, built.router_weights(), context.device, context.dtype)
+        return Bench(context, record, shape, built, host, replay, trace)
+
+    def session(self, name: str, engine: ExpertEngine | None = None, batch: int = 1) -> Session:
+        made = Session(self.built.model, self.replay, self.context, name, engine, batch)
+        made.prefill([(7 * i + 1) % 200 for i in range(PROMPT)])
+        return made
+
+    @contextmanager
+    def engine(self, preset: str, budget: float, near_data: NearData) -> Iterator[ExpertEngine]:
+        """An engine without a store, with the replay's routers, and a matcher and the NDP worker if the preset uses
+        them.
+
+        `near_data` outlives it unless something fails.
+
+        Raises:
+            TierMoeError: the preset does not work with that budget or model.
+        """
+        policy, shape, device = load_policy(preset), self.shape, self.context.device
+        layers, expert = len(self.host.layers), shape.expert
+        settings = EngineSettings(
+            policy=policy, budget=budget, device=device.type, link=LinkSettings(gbps=None), ndp=near_data.settings
+        )
+        routers = zip(self.built.blocks, self.replay.probes(), strict=True)
+        blocks = [replace(block, router=probe) for block, probe in routers]
+        embedding = self.built.model.get_input_embeddings()
+        before = set(embedding._forward_hooks)
+
+        def remove_hooks() -> None:  # those of the engine, which would keep its memory
+            for number in set(embedding._forward_hooks) - before:
+                del embedding._forward_hooks[number]
+
+        with ExitStack() as stack:
+            links, matcher, replicas = [], None, None
+            if policy.uses_ndp:
+                links = [near_data.link()]
+                stack.push(lambda kind, *_: near_data.close() if kind is not None else None)
+            if policy.prefetch.uses_maps:
+                maps = MapShape(shape.name, layers, shape.experts, shape.hidden)
+                process = stack.enter_context(WorkerProcess(Role.matcher(settings.matcher_settings, maps, shape.top_k)))
+                matcher = MatcherLink(process.link, settings.matcher_settings, maps)
+            if policy.low_bit is not None:
+                replicas = self.host.replicas(expert, policy.low_bit.bits, settings.ndp.group_size, device)
+            artifacts = PolicyArtifacts(profile=profile_of(self.trace) if "profile" in policy.needs else None)
+            made = stack.enter_context(closing(make_device(device.type, settings.link)))
+            tables = policy.replica_widths or policy.needs_popularity
+            engine = ExpertEngine(
+                settings, expert, self.host.layers, blocks, shape.top_k, made, self.context.dtype, links,
+                random_tables(layers, shape.experts) if policy.uses_ndp and tables else None, (),
+                matcher, artifacts=artifacts, replicas=replicas,
+            )  # fmt: skip
+            stack.callback(remove_hooks)
+            stack.enter_context(closing(engine))
+            if engine.prefetching is not None:
+                engine.prefetching.watch_embeddings(self.built.model)
+            engine.follow_maps()
+            yield engine
+
+
+def free_memory(context: Context) -> None:
+    gc.collect()
+    if context.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run(context: Context, record: Record, name: str) -> None:
+    shape = (TOY if context.toy else REAL)[name]
+    torch.set_num_threads(1)
+    begin_s = time.monotonic()
+    layers = moe_layers(shape, context)
+    few = {"documents": 2, "tokens": 48} if context.toy else {}
+    tokens = PROMPT + WARM + (REPEATS + 1) * TOKENS
+    locality, sticky, trace = _trace(context, shape, tokens, layers, 7, **few)
+    record.row(
+        "trace", shape=shape.name, **asdict(locality), fitted=asdict(sticky), tokens=tokens,
+        hit_rates_here=lru_hit_rates(trace.ids, shape.experts),
+    )  # fmt: skip
+    peaks = record_peaks(context, record)
+    with closing(HostExperts()) as host:
+        bench = Bench.of(context, record, shape, host, layers, locality, trace)
+        built = bench.built
+        bench.replay.attach(built.modules)
+        record.row(
+            "shape", shape=shape.name, moe_layers=layers, all_moe_layers=shape.layers - shape.dense_layers,
+            experts=shape.experts, top_k=shape.top_k, expert_bytes=shape.expert.nbytes(context.dtype.itemsize),
+            expert_memory_bytes=host.nbytes, dense_bytes=built.dense_bytes, host_memory=sorted(set(host.how)),
+            dtype=str(context.dtype).removeprefix("torch."), setup_s=time.monotonic() - begin_s,
+        )  # fmt: skip
+        with built.own_experts(context.device):
+            fastest = _references(bench)
+            threads = 1 if context.toy else max(1, usable_cores() - 3)
+            with closing(NearData(shape.expert, layers, threads)) as near_data:
+                _cases(bench, near_data, fastest, peaks)
+        free_memory(bench.context)
+        _offload(bench, fastest)
+        bench.replay.close()
+
+
+def _trace(
+    context: Context, shape: RealShape, trace_tokens: int, layers: int, seed: int, **recorded: int
+) -> tuple[Locality, Stickiness, RoutingTrace]:
+    """A trace for this shape, after the default model's routing; that locality, and its fit."""
+    locality, recorded_layers = record_locality(context.device, **recorded)
+    sticky = fit(locality, recorded_layers)
+    trace = draw(locality, sticky.share, sticky.decay, trace_tokens, layers, shape.experts, shape.top_k, seed)
+    return locality, sticky, trace
+
+
+def _references(bench: Bench) -> str:
+    """Time each of transformers' experts implementations with all experts resident; the fastest one's name."""
+    shape, record = bench.shape, bench.record
+    found: dict[str, float] = {}
+    for name in IMPLEMENTATIONS:
+        try:
+            bench.built.use(name)
+            session = Session(bench.built.model, bench.replay, bench.context, name)
+            session.prefill([1] * PROMPT)
+            session.decode(3)
+            values = [session.decode(TOKENS // 2) * 1e3 for _ in range(3)]
+        except Exception as error:  # an implementation that this machine cannot run is no reference
+            record.note(f"transformers' {name} does not run {shape.name} here: {type(error).__name__}: {error}"[:300])
+            continue
+        found[name] = median(values)
+        record.row("reference", shape=shape.name, case=f"transformers {name}", tpot_ms=spread_of(values))
+    if not found:
+        raise RuntimeError("none of transformers' experts implementations runs")
+    return min(found, key=lambda name: found[name])
+
+
+def _cases(bench: Bench, near_data: NearData, reference: str, peaks: Peaks) -> None:
+    """Run the cells that no earlier call has measured, the most important first; note those without time."""
+    context, record = bench.context, bench.record
+    best: dict[float, tuple[float, str]] = {}
+    skipped: list[str] = []
+    measured = {(row["preset"], row["budget"], row["batch"]) for row in record.rows if row["kind"] == "decode"}
+    took_s: list[float] = []
+    reserve_s = 4.0 if context.toy or find_spec("accelerate") is None else _OFFLOAD_S
+    for cell in cells_by_worth(context.toy, every_preset=bench.shape.name == TOY["qwen"].name):
+        case = f"{bench.shape.name}, {cell}"
+        if (cell.preset, cell.budget, cell.batch) in measured:
+            continue
+        # the first case measures and compiles kernels, which no other does
+        if context.left_s < (took_s[-1] if len(took_s) > 1 else _FIRST_S) + reserve_s:
+            skipped.append(str(cell))
+            continue
+        begin_s = time.monotonic()
+        try:
+            speed = _case(bench, cell, near_data, reference, peaks)
+        except (TierMoeError, torch.OutOfMemoryError) as error:
+            record.note(f"{case}: {str(error)[:400]}")
+            continue
+        except Exception as error:  # fails the run; the other cases still run
+            if "CUDA error" in str(error):  # the context is gone, for every later case too
+                raise
+            record.note(f"{case} failed: {''.join(traceback.format_exception(error)[-3:])[-700:]}")
+            record.check(f"{case}: ran", 0, ">=", 1, always=True)
+            continue
+        finally:
+            free_memory(bench.context)
+            took_s.append(time.monotonic() - begin_s)
+        if cell.batch == 1 and load_policy(cell.preset).lossless and speed > best.get(cell.budget, (0.0, ""))[0]:
+            best[cell.budget] = speed, cell.preset
+    if skipped:
+        record.note(f"{bench.shape.name}: {NO_TIME} for {', '.join(skipped)}")
+    for budget, (speed, preset) in best.items():
+        if budget in GOALS:
+            name = f"{bench.shape.name}, {budget:.0%} resident: speed of {preset} over all-resident transformers"
+            record.goal(name, speed, ">=", GOALS[budget])
+
+
+def _case(bench: Bench, cell: Cell, near_data: NearData, reference: str, peaks: Peaks) -> float:
+    """Measure one cell beside the reference; its speed over the reference's."""
+    preset, budget, batch = cell.preset, cell.budget, cell.batch
+    built, shape, policy = bench.built, bench.shape, load_policy(preset)
+    with bench.engine(preset, budget, near_data) as engine:
+        built.use(OURS)
+        ours = bench.session(f"{preset}-{budget}", engine, batch)
+        warm_s = ours.decode(WARM)
+        tokens = TOKENS if warm_s < _SLOW_S else SLOW_TOKENS
+        built.use(reference)
+        theirs = bench.session("reference", batch=batch)
+        theirs.decode(2)
+        engine.reset_stats()
+        times: list[tuple[float, float]] = []
+        for _ in range(REPEATS):
+            built.use(OURS)
+            mine_s = ours.decode(tokens)
+            built.use(reference)
+            theirs.position = ours.position - tokens  # the same tokens of the trace
+            times.append((mine_s, theirs.decode(tokens)))
+        engine.cache.settle_times()
+        row = _counted(bench, engine, REPEATS * tokens, batch, peaks)
+        if policy.uses_ndp:
+            row |= _ndp_times(engine, REPEATS * tokens)
+        ours.end()
+        row["kernels"] = engine.kernels.plan.as_dict()["chosen"]
+    speed = median(theirs_s / mine_s for mine_s, theirs_s in times)
+    bench.record.row(
+        "decode", shape=shape.name, preset=preset, lossless=policy.lossless, budget=budget, batch=batch,
+        speed=speed,
+        tpot_ms=spread_of([mine_s * 1e3 for mine_s, _ in times]), tokens=tokens,
+        reference_ms=spread_of([theirs_s * 1e3 for _, theirs_s in times]), reference=reference, **row,
+    )  # fmt: skip
+    if preset == "on-demand" and batch == 1:
+        asked = row["experts_asked_per_layer"]
+        bench.record.check(
+            f"{shape.name} at {budget:g}: experts that a layer asked for per token over K", asked / shape.top_k, "<=",
+            1.0, always=True,
+        )  # fmt: skip
+    return speed
+
+
+def _counted(bench: Bench, engine: ExpertEngine, tokens: int, batch: int, peaks: Peaks) -> dict[str, Any]:
+    """Counters per decode step, and the implied floor: bytes over the link, weights over the device's memory."""
+    stats = engine.stats()
+    total = stats.total()
+    loaded = total.bytes_loaded / tokens
+    # weights that a decode step reads: dense ones, and the experts of each layer: K for one sequence
+    asked = (total.hits + total.misses) / tokens / len(stats.layers)
+    experts = bench.shape.top_k if batch == 1 else asked
+    expert = bench.shape.expert.nbytes(bench.context.dtype.itemsize)
+    read = bench.built.read_bytes + len(bench.host.layers) * experts * expert
+    link_ms, read_ms = loaded / peaks.h2d / 1e6, read / peaks.hbm / 1e6
+    return {
+        "hit_rate": stats.hit_rate, "mb_per_token": loaded / 1e6, "blocked_ms": total.blocked_io_s / tokens * 1e3,
+        "link_ms": total.link_s / tokens * 1e3, "wasted_mb_per_token": total.bytes_wasted / tokens / 1e6,
+        "floor_link_ms": link_ms, "floor_read_ms": read_ms, "floor_ms": link_ms + read_ms,
+        "experts_asked_per_layer": asked, "writeback_ms": total.writeback_link_s / tokens * 1e3,
+        "writeback_blocked_ms": total.writeback_blocked_s / tokens * 1e3,
+    }  # fmt: skip
+
+
+def _ndp_times(engine: ExpertEngine, tokens: int) -> dict[str, Any]:
+    total, layers = engine.stats().total(), len(engine.stats().layers)
+    calls = max(1, total.ndp_calls)
+    return {
+        "ndp": {
+            "calls_per_token": total.ndp_calls / tokens, "experts_per_layer": total.ndp_experts / tokens / layers,
+            "wait_us_per_call": total.ndp_wait_s / calls * 1e6,
+            "kernel_us_per_call": total.ndp_measured_s / calls * 1e6, "recomputed": total.ndp_recomputed,
+            "transports": {name: peer.transport for name, peer in engine.peers.items()},
+        }
+    }  # fmt: skip
+
+
+def _offload(bench: Bench, reference: str) -> None:
+    """Measure accelerate's offload of the experts, the common way to run a model that does not fit."""
+    context, record = bench.context, bench.record
+    problem = "accelerate is not installed" if find_spec("accelerate") is None else None
+    if problem is None and context.left_s < _OFFLOAD_S / 2:
+        problem = NO_TIME
+    if problem is not None:
+        record.note(f"{bench.shape.name}: accelerate's CPU offload was not measured: {problem}")
+        return
+    bench.built.use(reference)
+    try:
+        with _offloaded(bench):
+            session = bench.session("offload")
+            session.decode(1)
+            values = [session.decode(_OFFLOAD_TOKENS) * 1e3 for _ in range(2)]
+    except Exception as error:  # what this machine cannot run is no reference
+        record.note(f"{bench.shape.name}: accelerate's CPU offload failed: {type(error).__name__}: {error}"[:400])
+        return
+    record.row("offload", shape=bench.shape.name, case="accelerate CPU offload", tpot_ms=spread_of(values))
+
+
+@contextmanager
+def _offloaded(bench: Bench) -> Iterator[None]:
+    """Experts in host memory under accelerate's own hooks; their parameters are on meta before and after.
+
+    The hooks copy whole layers from views of our pinned experts (random numbers fit any layout): faster than the
+    pageable copies of `cpu_offload`, and without further memory.
+    """
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    device = bench.context.device
+    for module, layer in zip(bench.built.modules, bench.host.layers, strict=True):
+        gate_up, down = layer.tensors
+        weights = {
+            "gate_up_proj": gate_up.view(module.gate_up_proj.shape), "down_proj": down.view(module.down_proj.shape),
+        }  # fmt: skip
+        hook = AlignDevicesHook(execution_device=device, offload=True, io_same_device=False, weights_map=weights)
+        add_hook_to_module(module, hook)
+    try:
+        yield
+    finally:
+        for module in bench.built.modules:
+            remove_hook_from_module(module)
+
+
+def host(context: Context, record: Record) -> None:
+    """Mixtral's kernels, Qwen3's small experts, then Qwen's shape in full; the compiled cases may take long."""
+    torch.set_num_threads(1)
+    for name, cases in (("mixtral", HOST_CASES[:1]), ("qwen3", HOST_CASES[:4]), ("qwen", HOST_CASES)):
+        shape = (TOY if context.toy else REAL)[name]
+        if context.left_s < 2 * _CASE_S:
+            record.note(f"{shape.name}: {NO_TIME}")
+            continue
+        _host_shape(context, record, shape, min(HOST_LAYERS[name], shape.layers - shape.dense_layers), cases)
+        free_memory(context)
+
+
+def _host_shape(
+    context: Context, record: Record, shape: RealShape, layers: int, cases: tuple[tuple[str, float, CompileMode], ...]
+) -> None:
+    trace_tokens = HOST_PROMPT + HOST_WARM + HOST_TOKENS + 2 * HOST_PROFILED
+    locality, _, trace = _trace(context, shape, trace_tokens, layers, 11, documents=2, tokens=48)
+    with closing(HostExperts()) as experts:
+        bench = Bench.of(context, record, shape, experts, layers, locality, trace)
+        for number, (preset, budget, mode) in enumerate(cases):
+            case = f"{shape.name}, {preset} at {budget:g}, compile {mode}"
+            if mode == "graphs" and context.device.type != "cuda":
+                record.note("CUDA graphs need a GPU: the compiled cases are left out")
+                continue
+            if context.left_s < (_CASE_S if mode == "off" else _COMPILED_S):
+                record.note(f"{case}: {NO_TIME}")
+                continue
+            try:
+                _host_case(bench, preset, budget, mode, table=number == 0)
+            except (TierMoeError, torch.OutOfMemoryError) as error:
+                record.note(f"{case}: {str(error)[:400]}")
+            except Exception as error:
+                if mode == "off":
+                    raise
+                record.note(f"{shape.name}, {preset}, compile {mode} failed: {type(error).__name__}: {error}"[:500])
+            free_memory(bench.context)
+
+
+def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, table: bool) -> None:
+    context, record, built, replay = bench.context, bench.record, bench.built, bench.replay
+    unused = NearData(bench.shape.expert, len(bench.host.layers), threads=1)  # no case here computes near data
+    with bench.engine(preset, budget, unused) as engine:
+        if table:
+            record_kernels(record, bench.shape.name, engine.kernels.plan)
+            for note in engine.kernels.plan.notes:
+                record.note(f"{bench.shape.name}: {note}")
+        built.use(OURS)
+        with (
+            closing(replay.inside(built.modules, engine.layers)),
+            closing(CompiledDense(built.model, built.modules, mode)) as dense,
+        ):
+            session = Session(built.model, replay, context, preset, engine)
+            session.prefill([1] * HOST_PROMPT)
+            session.decode(HOST_WARM)
+            taken_s = session.decode(HOST_TOKENS // 2)
+            with host_passes(engine) as passes:
+                session.decode(HOST_TOKENS // 2)
+            calls = _device_calls(engine, session, context)
+            session.end()
+            for note in dense.notes:
+                record.note(note)
+    name = f"{bench.shape.name}, {preset} at {budget:.0%}" + ("" if mode == "off" else f", compiled: {mode}")
+    decode = [one for one in passes if one.tokens == 1]
+    host_us = median(one.host_s for one in decode) * 1e6
+    parts = {part: median(one.parts[part] for one in decode) * 1e6 for part in PARTS}
+    record.row(
+        "host", case=name, host_us=host_us, outside_us=median(one.outside_s for one in decode) * 1e6,
+        parts_us={part: us for part, us in parts.items() if us}, calls=calls, tpot_ms=taken_s * 1e3,
+        layers=len(bench.host.layers),
+    )  # fmt: skip
+    judge = record.goal if preset in AIMED_AT else record.check
+    judge(f"host microseconds of an MoE layer, launches included, {name}", host_us, "<=", LIMIT_US)
+    if calls is not None and preset == "all-resident" and mode == "off":
+        record.goal(f"launches of an MoE layer, {name}", calls["experts"]["launches"], "<=", LAUNCHES)
+
+
+def record_kernels(record: Record, shape: str, plan: KernelPlan) -> None:
+    for measured in plan.times:
+        chosen = plan.chosen[measured.row_class] == measured.kernel
+        record.row("kernel", shape=shape, chosen=chosen, **asdict(measured))
+
+
+def _device_calls(engine: ExpertEngine, session: Session, context: Context) -> dict[str, dict[str, float]] | None:
+    """A layer's calls of the device: kernels, graphs, copies, waits; inside the experts and in the dense part."""
+    if context.device.type != "cuda":
+        return None
+    try:
+        found = device_calls(engine, lambda: session.decode(HOST_PROFILED), tokens=1, skip=1)
+    except (ValueError, RuntimeError):  # a profiler without results is no failure of the engine
+        return None
+    return {"experts": asdict(found.experts), "dense": asdict(found.dense)}

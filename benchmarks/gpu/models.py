@@ -1,0 +1,409 @@
+"""The measured models: published shapes, random weights on the device, random experts in host memory.
+
+Hyper-parameters are those of mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen1.5-MoE-A2.7B, deepseek-ai/DeepSeek-V2-Lite and
+Qwen/Qwen3-30B-A3B. The toy shapes have the same architectures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import mmap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermoe.actors.budget import host_free_bytes
+from tiermoe.actors.engine.cache.low_bits import ReplicaWeights
+from tiermoe.actors.engine.cache.slots import LayerWeights
+from tiermoe.actors.engine.model.attention import attention_for
+from tiermoe.actors.engine.model.model import MoeBlock, assign_dense, blocks_at, register_implementation
+from tiermoe.actors.store.format import ExpertShape
+from tiermoe.cluster.host import usable_cores
+from tiermoe.cluster.simulate.shapes import shape_named
+from tiermoe.errors import ConfigError, UnsupportedModelError
+from tiermoe.kernels.pack import PackedShape
+from tiermoe.kernels.packed_slots import packed_shapes
+
+from .job import Context
+from .near_data import DISTINCT_LAYERS
+
+
+@dataclass(frozen=True)
+class RealShape:
+    """One model.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        layers: decoder layers, `dense_layers` of which have no experts.
+        shrinks: whether fewer layers may run where memory is short.
+    """
+
+    name: str
+    model_type: str
+    layers: int
+    dense_layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    options: dict[str, Any]
+    shrinks: bool = False
+
+    @property
+    def expert(self) -> ExpertShape:
+        return ExpertShape(
+            num_experts=self.experts, hidden=self.hidden, intermediate=self.intermediate, gates=2, has_bias=False
+        )
+
+    def config(self, moe_layers: int) -> Any:
+        """transformers' configuration with this number of MoE layers."""
+        from transformers import AutoConfig
+
+        options = self.options | {
+            "hidden_size": self.hidden, "num_hidden_layers": moe_layers + self.dense_layers,
+            "num_experts_per_tok": self.top_k,
+        }  # fmt: skip
+        return AutoConfig.for_model(self.model_type, **options)
+
+
+def _published(key: str, name: str, model_type: str, options: dict[str, Any], shrinks: bool = False) -> RealShape:
+    """A shape of the table of published models, with transformers' options for the rest of it."""
+    shape = shape_named(key)
+    return RealShape(
+        name, model_type, shape.layers, shape.dense_layers, shape.experts, shape.top_k, shape.hidden,
+        shape.intermediate, options, shrinks,
+    )  # fmt: skip
+
+
+MIXTRAL = _published(
+    "mixtral-8x7b", "Mixtral-8x7B", "mixtral",
+    shrinks=True,
+    options={
+        "intermediate_size": 14336, "num_local_experts": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "sliding_window": None,
+    },
+)  # fmt: skip
+QWEN = _published(
+    "qwen1.5-moe-a2.7b", "Qwen1.5-MoE-A2.7B", "qwen2_moe",
+    options={
+        "intermediate_size": 5632, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+        "num_experts": 60, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "norm_topk_prob": False, "decoder_sparse_step": 1,
+        "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+)  # fmt: skip
+DEEPSEEK = _published(
+    "deepseek-v2-lite", "DeepSeek-V2-Lite", "deepseek_v2",
+    options={
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 1,
+        "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False,
+        "vocab_size": 102400, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+        },
+    },
+)  # fmt: skip
+
+QWEN3 = _published(
+    "qwen3-30b-a3b", "Qwen3-30B-A3B", "qwen3_moe",
+    shrinks=True,
+    options={
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6, "norm_topk_prob": True, "decoder_sparse_step": 1, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+)  # fmt: skip
+
+REAL = {"mixtral": MIXTRAL, "qwen": QWEN, "deepseek": DEEPSEEK, "qwen3": QWEN3}
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+    "intermediate_size": 96,
+}  # fmt: skip
+
+
+def _toy(shape: RealShape, layers: int, experts: int, **sizes: int) -> RealShape:
+    return RealShape(
+        f"toy {shape.name}", shape.model_type, layers, shape.dense_layers, experts, 2, 64, 96,
+        shape.options | _SMALL | sizes, shape.shrinks,
+    )  # fmt: skip
+
+
+TOY = {
+    "mixtral": _toy(MIXTRAL, 3, 8, num_local_experts=8),
+    "qwen": _toy(QWEN, 3, 12, num_experts=12, moe_intermediate_size=96, shared_expert_intermediate_size=64),
+    "qwen3": _toy(QWEN3, 3, 12, num_experts=12, moe_intermediate_size=96, head_dim=32),
+    "deepseek": _toy(
+        DEEPSEEK, 4, 12, n_routed_experts=12, moe_intermediate_size=96, kv_lora_rank=32, qk_rope_head_dim=16,
+        qk_nope_head_dim=16, v_head_dim=16,
+    ),
+}  # fmt: skip
+TOY["mixtral"].options["intermediate_size"] = 96
+
+
+def experts_modules(model: Any) -> list[str]:
+    return [name for name, module in model.named_modules() if hasattr(module, "has_gate") and hasattr(module, "act_fn")]
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """One transformers model, run by us or by its own experts implementations.
+
+    Attributes:
+        modules: its experts modules.
+        blocks: the same for an engine.
+        dense_bytes: of all parameters but the routed experts.
+        read_bytes: of those that a decode step reads: all but the embeddings.
+    """
+
+    model: Any
+    modules: list[Any]
+    blocks: list[MoeBlock]
+    dense_bytes: int
+    read_bytes: int
+
+    def use(self, implementation: str) -> None:
+        self.model.set_experts_implementation(implementation)
+
+    def router_weights(self) -> list[torch.Tensor]:
+        """[E, H] of each layer's router."""
+        found = []
+        for module, name in zip(self.modules, experts_modules(self.model), strict=True):
+            parent = self.model.get_submodule(name.rpartition(".")[0])
+            experts = module.gate_up_proj.shape[0]
+            weights = [
+                p for n, p in parent.named_parameters()
+                if p.dim() == 2 and p.shape[0] == experts and not n.startswith("experts.")
+            ]  # fmt: skip
+            if not weights:
+                raise UnsupportedModelError(f"{name} has no router with a weight for each expert", "report the model")
+            found.append(weights[0].detach())
+        return found
+
+    @contextmanager
+    def own_experts(self, device: torch.device, seed: int = 1) -> Iterator[None]:
+        """Random expert parameters on `device`, for the model with all experts resident, without us; on meta after."""
+        generator = torch.Generator(device).manual_seed(seed)
+        self._set_experts(device, lambda value: value.normal_(0, 0.02, generator=generator))
+        try:
+            yield
+        finally:
+            self._set_experts(torch.device("meta"), lambda value: value)
+
+    def _set_experts(self, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for module in self.modules:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                value = fill(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+
+
+def build_random_model(
+    shape: RealShape, moe_layers: int, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> RandomModel:
+    """The model of a shape, with its experts on meta and everything else random on `device`.
+
+    Raises:
+        UnsupportedModelError: transformers' model differs from the shape.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = shape.config(moe_layers)
+    ours = register_implementation()
+    with torch.device("meta"):
+        attention = attention_for(config, "auto", device)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    names = experts_modules(model)
+    if len(names) != moe_layers:
+        raise UnsupportedModelError(
+            f"{shape.name} has {len(names)} MoE layers in this transformers, not {moe_layers}", "report the version"
+        )
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(like: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(like.shape, dtype=like.dtype, device=device)
+        if like.dim() < 2:
+            return made.fill_(1.0)  # norms, and biases of attention
+        return made.normal_(0, 0.02, generator=generator)
+
+    inside = set(names)
+    dense = {
+        name: random(tensor)
+        for name, tensor in model.state_dict().items()
+        if name.rpartition(".")[0] not in inside and tensor.is_floating_point()
+    }
+    left = assign_dense(model, dense, inside, device)
+    if left:
+        raise UnsupportedModelError(f"{shape.name}: {left[0]} could not be filled", "report the transformers version")
+    model.set_experts_implementation(ours)
+    model.eval()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    embedding = model.get_input_embeddings().weight.nbytes
+    blocks = blocks_at(model, names, shape.experts)
+    modules = [model.get_submodule(name) for name in names]
+    return RandomModel(model, modules, blocks, nbytes, nbytes - embedding)
+
+
+_HUGE = 2 << 20  # bytes of a huge page
+_ALIGNED = 64  # bytes, of a tensor of replicas
+_SCALE = 1e-3  # of all replicas, and their offsets
+
+
+@dataclass
+class HostExperts:
+    """Random experts of a model in pinned host memory, layer by layer, without a store.
+
+    Attributes:
+        layers: as an engine takes them.
+        how: the kind of each layer's memory: "registered", "pinned" or "pageable". pin_s: seconds to register it.
+    """
+
+    layers: list[LayerWeights] = field(default_factory=list)
+    how: list[str] = field(default_factory=list)
+    pin_s: list[float] = field(default_factory=list)
+    _replicas: dict[tuple[int, int], ReplicaWeights] = field(default_factory=dict)  # by bits and group
+    _memory: list[tuple[Any, int | None]] = field(default_factory=list)
+
+    def add(self, shape: ExpertShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        """Add a layer: registered with the GPU if there is one, and filled from there.
+
+        Raises:
+            ConfigError: this machine has not enough memory.
+        """
+        elements = shape.num_experts * shape.elements()
+        begin_s = time.perf_counter()
+        flat, how, memory = _allocate(elements, dtype, device)
+        self.pin_s.append(time.perf_counter() - begin_s)
+        _fill(flat, device, seed)
+        size = shape.num_experts * shape.intermediate * shape.gates * shape.hidden
+        gate_up = flat[:size].view(shape.num_experts, *shape.gate_up)
+        down = flat[size:].view(shape.num_experts, *shape.down)
+        self.layers.append(LayerWeights((gate_up, down)))
+        self.how.append(how)
+        self._memory.append(memory)
+
+    def replicas(self, shape: ExpertShape, bits: int, group: int, device: torch.device) -> ReplicaWeights:
+        """Replicas of one width with random codes, in the same kind of memory; those of a few layers serve all in turn.
+
+        Raises:
+            ConfigError: this machine has not enough memory.
+        """
+        found = self._replicas.get((bits, group))
+        if found is None:
+            packed = PackedShape(shape.hidden, shape.intermediate, bits, group)
+            distinct = min(DISTINCT_LAYERS, len(self.layers))
+            made = [self._replica_layer(packed, shape.num_experts, device, seed) for seed in range(distinct)]
+            layers = [made[layer % distinct] for layer in range(len(self.layers))]
+            found = self._replicas[bits, group] = ReplicaWeights(packed, layers)
+        return found
+
+    def _replica_layer(self, packed: PackedShape, experts: int, device: torch.device, seed: int) -> LayerWeights:
+        kinds = [(dtype, (experts, *dims)) for dtype, dims in packed_shapes(packed)]
+        sizes = [math.prod(dims) * dtype.itemsize for dtype, dims in kinds]
+        starts = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        flat, _, memory = _allocate(starts[-1], torch.uint8, device)
+        self._memory.append(memory)
+        _fill(flat, device, seed)
+        tensors = []
+        for (dtype, dims), size, start in zip(kinds, sizes, starts, strict=False):  # the last start is the end
+            tensor = flat[start : start + size].view(dtype).view(dims)
+            tensors.append(tensor if dtype == torch.uint8 else tensor.fill_(_SCALE))
+        return LayerWeights(tuple(tensors))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
+
+    def close(self) -> None:
+        """Free the memory. Nothing may use it any more."""
+        self.layers.clear()
+        self._replicas.clear()
+        for _, address in self._memory:
+            if address is not None:
+                torch.cuda.cudart().cudaHostUnregister(address)
+        self._memory.clear()
+
+
+def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, str, tuple[Any, Any]]:
+    """A flat tensor in host memory; its kind; its memory and registered address."""
+    if device.type != "cuda":
+        return torch.empty(elements, dtype=dtype), "pageable", (None, None)
+    nbytes = elements * dtype.itemsize
+    try:
+        # private: few machines have huge pages for shared memory
+        block = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        what = f"{nbytes} bytes of host memory cannot be allocated: {error}"
+        raise ConfigError(what, "run a smaller shape") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages: registering takes longer
+            block.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to register
+    flat = torch.frombuffer(block, dtype=dtype, count=elements)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(usable_cores())
+    flat.zero_()  # by all cores: registering would touch the pages one by one
+    torch.set_num_threads(threads)
+    if int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), nbytes, 0)) == 0:
+        return flat, "registered", (block, flat.data_ptr())
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)  # clears the last error, which the next launch would raise
+    try:
+        return torch.empty(elements, dtype=dtype, pin_memory=True), "pinned", (None, None)
+    except RuntimeError:
+        return flat, "pageable", (block, None)
+
+
+def _fill(flat: torch.Tensor, device: torch.device, seed: int) -> None:
+    """Random numbers of an expert's scale, or bytes: one block, repeated."""
+    generator = torch.Generator(device).manual_seed(seed)
+    block = torch.empty(min(flat.numel(), 64 << 20), dtype=flat.dtype, device=device)
+    if flat.dtype == torch.uint8:
+        block.random_(0, 256, generator=generator)
+    else:
+        block.normal_(0, 0.02, generator=generator)
+    for start in range(0, flat.numel(), block.numel()):
+        part = flat[start : start + block.numel()]
+        part.copy_(block[: part.numel()])
+
+
+_HOST_SHARE, _GPU_SHARE = 0.75, 0.85
+_SHRUNK_SHARE = 0.65  # of the GPU, for shapes that shrink: batched_mm copies the experts of a prompt
+_MOST_LAYERS = 16  # of a shape that shrinks, for the time of the other parts
+
+
+def moe_layers(shape: RealShape, context: Context) -> int:
+    """The number of MoE layers to run: all, or as many as memory holds of a shape that shrinks.
+
+    Host memory has the experts once; the GPU's twice: the reference's, and ours at budget 1.0.
+
+    Raises:
+        ConfigError: all must fit, and do not.
+    """
+    wanted = shape.layers - shape.dense_layers
+    if context.toy:
+        return wanted
+    layer_bytes = shape.experts * shape.expert.nbytes(context.dtype.itemsize)
+    room = int(_HOST_SHARE * host_free_bytes() / layer_bytes)
+    if context.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(context.device)
+        share = _SHRUNK_SHARE if shape.shrinks else _GPU_SHARE
+        room = min(room, int(share * free / 2 / layer_bytes))
+    if shape.shrinks and room >= 2:
+        return min(wanted, room, _MOST_LAYERS)
+    if room < wanted:
+        raise ConfigError(
+            f"{shape.name} has {wanted} layers of {layer_bytes / 1e9:.2f} GB, there is room for {room}",
+            "leave this part out with --parts, or use a machine with more memory",
+        )
+    return wanted

@@ -1,0 +1,270 @@
+"""`bench host`: what a decoded token's time consists of, by part of a layer, of a step, and of the way to the client.
+
+Runs take turns: as it is, with the layers' kernels and the step's parts timed (what totals come from), and with every
+part of a layer timed; both by wall-clock and by the thread's CPU time, which other work on the machine changes less.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import Progress
+
+from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
+from tiermoe.cluster.api.schema import Display
+from tiermoe.cluster.api.text import ChoiceText
+from tiermoe.cluster.config import RunConfig, engine_settings, load_policy
+from tiermoe.cluster.detokenizer import IncrementalText
+from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved
+from tiermoe.cluster.jobs.bench.serving import (
+    Prompt,
+    ensure_artifacts,
+    heldout_prompts,
+    prepared_store,
+    run_config,
+    serve,
+    start_worker,
+)
+from tiermoe.cluster.prompt import load_tokenizer
+
+from .cases import Host
+
+if TYPE_CHECKING:  # torch
+    from tiermoe.actors.engine.model.profile import HostPass, HostStep
+
+# microseconds of the host in an MoE layer outside kernels and waits for copies, at batch 1
+LIMITS_US = {
+    "all-resident": 10.0, "on-demand": 20.0, "next-gate": 35.0, "fmoe": 70.0, "moepic": 70.0, "activeevict": 70.0,
+    "activeevict-lossless": 70.0, "buddymoe": 70.0, "auto, local": 20.0,
+}  # fmt: skip
+LATENCY_US = 10.0
+PROMPT_TOKENS, MAX_TOKENS = 32, 48
+CALLS, DETOKENIZED = 50, 20  # actor calls, and runs of a detokenizer over the generated tokens, in one repetition
+
+Column = dict[tuple[int, str, str], float]  # (batch, per what, part) -> microseconds of one preset
+
+
+def host(options: Host, progress: Progress | None) -> Report:
+    """Microseconds of the host in a decode step, for each preset and batch.
+
+    A layer's figures are means over the layers of a step, medians over the steps. A token's are means over the steps,
+    since only means add up: `sum` is all parts, `rest` what the measured time between tokens has beyond it.
+
+    A preset that plans misses has a column for planned forwards and one for those that only load, where it has both.
+
+    Bars, at batch 1: `host` of a layer (outside kernels and waits for copies, by wall-clock) at most `LIMITS_US`.
+
+    Raises:
+        ConfigError: an unknown preset. RuntimeFailure: a request failed.
+    """
+    configs = {name: _config(options, name) for name in options.preset}
+    base = next(iter(configs.values()))
+    ensure_artifacts(base, [load_policy(name) for name in configs])
+    prompts = heldout_prompts(base.model_dir, max(options.batch), PROMPT_TOKENS)
+    settings = options.settings(
+        latency_us=LATENCY_US, prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, threads=1, budget=options.budget
+    )
+    report = Report("host", "", settings=settings)
+    columns: dict[str, Column] = {}
+    spreads: list[dict[str, Any]] = []
+    whole = _config(options, "all-resident")
+    service = _service(whole, prompts[0], options.repeats) if options.ray else {}  # first: Ray may fail to start
+    for name, config in configs.items():
+        with closing(start_worker(config)) as worker:
+            report.executor = worker.stats().executor
+            for column in _columns(name, worker):
+                found: Column = {}
+                columns[column] = found
+                for batch in options.batch:
+                    label, some = f"{column}, {batch}", prompts[:batch]
+                    measured, spread = _measure(worker, some, options.repeats, progress, label)
+                    found |= {(batch, *key): value for key, value in measured.items()}
+                    spreads.append({"preset": column, "batch": batch, "matcher": worker.matcher_stats(), **spread})
+    if service:
+        columns.setdefault("all-resident", {}).update(service)
+    for key in dict.fromkeys(key for found in columns.values() for key in found):
+        values = {name: found.get(key, "") for name, found in columns.items()}
+        if any(values.values()):
+            report.rows.append({"batch": key[0], "per": key[1], "part": key[2], **values})
+    report.figures["spread"] = spreads
+    for name, found in columns.items():
+        if name in LIMITS_US and (1, "layer", "host") in found:
+            what = f"microseconds of the host in a layer outside kernels and waits, {name}, batch 1"
+            report.bars.append(Bar(what, found[1, "layer", "host"], "<=", LIMITS_US[name]))
+    return report
+
+
+def _columns(preset: str, worker: Any) -> Iterator[str]:
+    """The columns of a preset; the worker runs decode forwards of the last one's kind."""
+    placer = worker.engine.layers[0].placer
+    faster = getattr(placer, "faster", None)
+    if faster is None or not placer.may_be_local:
+        yield preset
+        return
+    for way, kind in enumerate(("planned", "local")):
+        faster.only = way
+        yield f"{preset}, {kind}"
+
+
+def _config(options: Host, preset: str) -> RunConfig:
+    whole = load_policy(preset).preload == "all"
+    return run_config(
+        options.model, options.config, policy=preset, budget="1.0" if whole else options.budget,
+        link={"gbps": None if whole else options.link_gbps, "latency_us": 0.0 if whole else LATENCY_US},
+    )  # fmt: skip
+
+
+def _measure(
+    worker: Any, prompts: Sequence[Prompt], repeats: int, progress: Progress | None, label: str
+) -> tuple[dict[tuple[str, str], float], dict[str, Any]]:
+    """Microseconds of one preset at one batch by (per what, part), and the spread of those that bars judge."""
+    from tiermoe.actors.engine.model.profile import KERNEL_PARTS, PARTS, host_steps
+
+    kinds: dict[str, tuple[Sequence[str], Callable[[], float]]] = {
+        "totals": (KERNEL_PARTS, time.perf_counter), "parts": (PARTS, time.perf_counter),
+        "CPU totals": (KERNEL_PARTS, time.thread_time), "CPU parts": (PARTS, time.thread_time),
+    }  # fmt: skip
+    steps: dict[str, list[HostStep]] = {kind: [] for kind in kinds}
+
+    def plain() -> Measures:
+        return serve(worker.submit, prompts, MAX_TOKENS)[0]
+
+    def timed(kind: str) -> Measures:
+        parts, now = kinds[kind]
+        with host_steps(worker.engine, worker.model, worker.batcher, parts, now) as collected:
+            measures = plain()
+        steps[kind] += [step for step in collected if step.rows == len(prompts)]
+        return measures
+
+    cases = [Case("plain", plain), *(Case(kind, lambda kind=kind: timed(kind)) for kind in kinds)]  # type: ignore[misc]
+    for kind in kinds:
+        timed(kind)  # warm up; not counted
+        steps[kind].clear()
+    taken = interleaved(cases, repeats, 0, progress, label)
+    return by_part(steps, {kind: fmean(measures["tpot_s"].values) for kind, measures in taken.items()})
+
+
+def by_part(
+    steps: Mapping[str, Sequence[HostStep]], tpot_s: Mapping[str, float]
+) -> tuple[dict[tuple[str, str], float], dict[str, Any]]:
+    """The table of one preset at one batch, and the spread over the steps of `host` and `kernels` of a layer.
+
+    Args:
+        steps: by kind ("totals", "parts", "CPU totals", "CPU parts"). tpot_s: mean time between tokens, by kind and
+            "plain".
+    """
+    found: dict[tuple[str, str], float] = {}
+    brief: dict[str, Any] = {}
+    for clock in ("", "CPU "):
+        words = ", CPU" if clock else ""
+        totals, parts = steps[f"{clock}totals"], steps[f"{clock}parts"]
+        spreads = {"host": _layer_us(totals, _outside_s), "kernels": _layer_us(totals, _kernel_s)}
+        brief |= {f"{part}{words}": asdict(spread) | {"values": None} for part, spread in spreads.items()}
+        found |= {(f"layer{words}", part): spread.median for part, spread in spreads.items()}
+        for part in parts[0].layers[0].parts:
+            found[f"layer, by part{words}", part] = _layer_us(parts, partial(_part_s, part)).median
+        token = {part: fmean(step.parts[part] for step in totals) * 1e6 for part in totals[0].parts}
+        of_layers: dict[str, Callable[[HostPass], float]] = {
+            "kernels": _kernel_s, "waits for copies": partial(_part_s, "copies"), "host": _outside_s,
+        }  # fmt: skip
+        for name, value in of_layers.items():
+            token[f"layers, {name}"] = fmean(sum(map(value, step.layers)) for step in totals) * 1e6
+        token["sum"] = sum(token.values())
+        if not clock:
+            token["measured"] = tpot_s["totals"] * 1e6
+            token["rest"] = token["measured"] - token["sum"]
+            token["measured without timing"] = tpot_s["plain"] * 1e6
+        found |= {(f"token{words}", part): value for part, value in token.items()}
+    return found, brief
+
+
+def _layer_us(steps: Sequence[HostStep], value: Callable[[HostPass], float]) -> Spread:
+    """Microseconds of a layer, the mean over the layers of a step."""
+    return Spread.of([fmean(map(value, step.layers)) * 1e6 for step in steps])
+
+
+def _outside_s(layer: HostPass) -> float:
+    return layer.outside_s
+
+
+def _kernel_s(layer: HostPass) -> float:
+    return layer.kernel_s
+
+
+def _part_s(part: str, layer: HostPass) -> float:
+    return layer.parts[part]
+
+
+def _service(config: RunConfig, prompt: Prompt, repeats: int) -> Column:
+    """What a request costs beyond the worker: calls of its actor, pieces of the stream, text of the tokens."""
+    from tiermoe.cluster.deploy import Deployment  # Ray
+
+    settings = engine_settings(config)
+    store = prepared_store(config, settings)
+    tokenizer = load_tokenizer(config.model_dir)
+    tokens: list[int] = []
+
+    def piece(token: int) -> TokenEvent:
+        return TokenEvent("", (token,))
+
+    with closing(start_worker(config)) as worker, Deployment(config, settings, str(store)) as runtime:
+        numbers = iter(range(1 << 30))
+
+        def direct() -> Measures:
+            measures, found = serve(worker.submit, [prompt], MAX_TOKENS)
+            tokens[:] = found[0]
+            return measures
+
+        def through_ray() -> Measures:
+            sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+            asked_s = time.perf_counter()
+            came_s: list[float] = []
+            ttft_s = 0.0
+            for event in runtime.generate(GenerationRequest(f"host-{next(numbers)}", prompt, sampling)):
+                came_s.append(time.perf_counter())
+                ttft_s = event.ttft_s or ttft_s
+            first_s = came_s[0] - asked_s - ttft_s
+            return {"tpot_s": (came_s[-1] - came_s[0]) / (MAX_TOKENS - 1), "first_s": first_s}
+
+        def calls() -> Measures:
+            return {"call_s": median(_seconds(runtime.health) for _ in range(CALLS))}
+
+        def detokenize() -> Measures:
+            def run_text() -> None:
+                text = IncrementalText(tokenizer)
+                for token in tokens:
+                    text.add((token,))
+
+            def api_text() -> None:
+                text = ChoiceText(tokenizer, Display())
+                for token in tokens:
+                    text.delta(piece(token))
+
+            return {
+                name: median(_seconds(run) for _ in range(DETOKENIZED)) / len(tokens)
+                for name, run in (("run_s", run_text), ("api_s", api_text))
+            }
+
+        cases = [Case("direct", direct), Case("ray", through_ray), Case("calls", calls), Case("text", detokenize)]
+        found = interleaved(cases, repeats, 1)
+    tpots = zip(found["ray"]["tpot_s"].values, found["direct"]["tpot_s"].values, strict=True)
+    seconds = {
+        ("request", "actor call"): found["calls"]["call_s"].median,
+        ("request", "Ray, call to first piece"): found["ray"]["first_s"].median,
+        ("token, client", "Ray, piece of a stream"): median(through - here for through, here in tpots),
+        ("token, client", "detokenize, run"): found["text"]["run_s"].median,
+        ("token, client", "detokenize, API"): found["text"]["api_s"].median,
+    }
+    return {(1, *key): value * 1e6 for key, value in seconds.items()}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    run()
+    return time.perf_counter() - start_s

@@ -1,0 +1,520 @@
+"""Micro-benchmarks of kernels: `kernel` (packed experts, on one core or many) and `substitute` (a layer's decision)."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+from tiermoe.actors.policies.buddymoe import MissRule
+from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions
+from tiermoe.actors.policies.buddymoe.substitution import substitute as sequential_substitute
+from tiermoe.actors.policies.routing import RerouteView
+from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from tiermoe.errors import ConfigError
+from tiermoe.kernels import _cpu
+from tiermoe.kernels.form_ffn import FormLayer
+from tiermoe.kernels.forms import ExpertForm, MatrixForm
+from tiermoe.kernels.pack import BITS, GROUPS, PackedShape
+from tiermoe.kernels.packed_ffn import FullLayer, PackedLayer, Threads, instruction_sets
+
+if TYPE_CHECKING:
+    from .cases import Kernel, Substitute
+
+SHAPES = ((2048, 768), (4096, 14336))  # hidden size, neurons: Qwen3-30B-A3B, Mixtral-8x7B
+ROWS = (1, 8, 64)
+COLD_BYTES = 128 << 20  # of each competitor's experts: several times a last-level cache
+
+# published forms that are measured
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "fp8_block": {}, "mxfp4": {}, "nvfp4": {}, "int 4 bits": {"bits": 4, "group": 128, "zeros": True}, "q4_k": {},
+}  # fmt: skip
+
+# ours, theirs, least ratio of weights per second at one row
+AGAINST = (
+    ("mxfp4", "full float32", 2.0),
+    ("int 4 bits", "full float32", 2.0),
+    ("4 bits", "torch fp32", 4.0),
+    ("4 bits", "ggml Q4_0", 1.2),
+    ("3 bits", "ggml Q3_K", 1.5),
+    ("2 bits", "ggml Q2_K", 2.0),
+    ("1 bit", "ggml Q2_K", 3.0),
+)
+
+THREADS_SHAPES = ((2048, 768), (2048, 1408), (4096, 14336))  # and Qwen1.5-MoE-A2.7B
+THREADS_BITS = (1, 2, 3, 4)
+THREADS_COLD_BYTES = 1 << 30  # several times a server's last-level cache
+EXPERTS = 8  # of one call on many threads, as in a decode step
+_PIECES = 4  # of each thread's share of the read, to balance slow cores
+
+SUBSTITUTE_SHAPES = ((1, 4, 32), (8, 8, 64), (64, 8, 256))  # tokens, top-k, experts
+_BARRED, _LIMIT_US = (8, 8, 64), 30.0
+_RANKS, _RESIDENT, _RHO = 16, 0.5, 3
+_CALLS = {"sequential": 3, "torch, vectorised": 20}  # of one repetition
+_OTHER_CALLS = 500
+
+
+def kernel(options: Kernel, progress: Progress | None) -> Report:
+    """Weights per second of whole experts on one thread; with `threads`: `kernel_threads`.
+
+    Every competitor's experts fill `COLD_BYTES`, and a repetition runs all of them once, so that weights come from
+    memory, as in decode. Time is the thread's. ggml computes its dot products and the quantization of activations
+    alone.
+
+    Bars, for each shape at one row: `AGAINST`, where the competitor is here; the time at 2 bits <= 0.6 of that at 4.
+
+    Raises:
+        ConfigError: the library is no ggml, this processor lacks the instruction set, there is no such group, or ggml
+        is
+            to be compared on many threads.
+    """
+    group, chosen = options.group, options.instruction_set
+    if options.threads is not None:
+        if options.ggml is not None:
+            raise ConfigError("--ggml is compared with on one thread", "leave out --ggml, or --threads")
+        return kernel_threads(options.threads, options.repeats, group, chosen, progress)
+    import torch
+
+    threads = _threads(1, (), chosen, group)
+    torch.set_num_threads(1)
+    library = options.ggml or Ggml.find()
+    other = None if library is None else Ggml(library)
+    settings = options.settings(
+        threads=1, instruction_set=threads.instruction_set, cold_bytes=COLD_BYTES, time="of the thread",
+        ggml=None if library is None else library.name,
+    )  # fmt: skip
+    report = Report("kernel", "real", settings=settings)
+    for hidden, neurons in SHAPES:
+        shape = _Shape(hidden, neurons, threads, group)
+        for rows in ROWS:
+            cases = [shape.read(), *(shape.packed(bits, rows) for bits in BITS)]
+            cases += [shape.form(kind, rows) for kind in PUBLISHED]
+            if rows == 1:
+                cases += [shape.full(name) for name in ("float32", "bfloat16")]
+                cases += [shape.ggml(other, fmt) for fmt in FORMATS] if other is not None else []
+            cases += [shape.torch(name, rows) for name in ("fp32", "bf16")]
+            results = interleaved(cases, options.repeats, 1, progress)
+            report.rows += rows_of(results, hidden=hidden, intermediate=neurons, rows=rows)
+            if rows == 1:
+                report.bars += _kernel_bars(results, f"{hidden} x {neurons}")
+    return report
+
+
+def _threads(threads: int, cores: Sequence[int], instruction_set: str | None, group: int) -> Threads:
+    """A thread pool. Raises ConfigError: no such group of inputs, instruction set or core."""
+    if group not in GROUPS:
+        raise ConfigError(f"there is no group of {group} inputs", f"choose one of {GROUPS}")
+    if instruction_set is not None and instruction_set not in instruction_sets():
+        raise ConfigError(f"this processor has no {instruction_set}", f"choose one of {instruction_sets()}")
+    try:
+        return Threads(threads, cores, instruction_set)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{threads} threads on cores {list(cores)}: {error}", "choose fewer, or others") from error
+
+
+def _width(bits: int) -> str:
+    return "1 bit" if bits == 1 else f"{bits} bits"
+
+
+class _Shape:
+    """The competitors at one shape of an expert, on one thread; values repeat one block."""
+
+    def __init__(self, hidden: int, neurons: int, threads: Threads, group: int) -> None:
+        self._hidden, self._neurons, self._threads, self._group = hidden, neurons, threads, group
+        self._weights = 3 * hidden * neurons
+        self._rng = np.random.default_rng(0)
+        self._bytes = self._rng.integers(0, 256, 1 << 24, dtype=np.uint8)
+        self._values = self._rng.standard_normal(1 << 22, dtype=np.float32) * np.float32(0.02)
+
+    def read(self) -> Case:
+        block = np.resize(self._bytes, COLD_BYTES)
+
+        def run() -> Measures:
+            start = time.thread_time()
+            _cpu.read_bytes(block.ctypes.data, block.nbytes)
+            return {"gbps": block.nbytes / (time.thread_time() - start) / 1e9}
+
+        return Case("read", run)
+
+    def packed(self, bits: int, rows: int) -> Case:
+        shape = PackedShape(self._hidden, self._neurons, bits, self._group)
+        experts = math.ceil(COLD_BYTES / shape.nbytes())
+        scales = self._values.astype(np.float16)
+        arrays: dict[str, NDArray[Any]] = {
+            name: np.resize(self._bytes if code == "U8" else scales, (experts, *size))
+            for name, (code, size) in shape.tensors().items()
+        }
+        layer = PackedLayer(arrays, shape, "silu", self._threads)
+        return self._case(_width(bits), self._runner(layer, rows), shape.nbytes(), rows)
+
+    def form(self, kind: str, rows: int) -> Case:
+        """Experts as published: `kind` is one of `PUBLISHED`."""
+        gate, down = (
+            MatrixForm(kind.split()[0], *size, **PUBLISHED[kind])
+            for size in ((self._neurons, self._hidden), (self._hidden, self._neurons))
+        )
+        form = ExpertForm(down=down, gate=gate, up=gate)
+        experts = math.ceil(COLD_BYTES / form.nbytes())
+        # scales are finite whatever they are: exponents of 100 to 115 of e8m0
+        fills = {"F32": self._values, "F16": self._values.astype(np.float16), "U8": self._bytes}
+        arrays = {
+            name: np.resize(self._bytes % 16 + 100 if name.endswith("scale") and code == "U8" else
+                            fills.get(code, self._bytes), (experts, *size))
+            for name, (code, size) in form.parts().items()
+        }  # fmt: skip
+        parts = [{name: array[expert] for name, array in arrays.items()} for expert in range(experts)]
+        layer = FormLayer(parts, [form] * experts, "silu", self._threads)
+        return self._case(kind, self._runner(layer, rows), form.nbytes(), rows)
+
+    def full(self, dtype: str) -> Case:
+        values = self._values if dtype == "float32" else (self._values.view(np.uint32) >> 16).astype(np.uint16)
+        size = self._weights * values.itemsize
+        experts = math.ceil(COLD_BYTES / size)
+        gate_up = np.resize(values, (experts, self._neurons, 2, self._hidden))
+        down = np.resize(values, (experts, self._neurons, self._hidden))
+        layer = FullLayer(gate_up, down, dtype, "silu", self._threads)
+        return self._case(f"full {dtype}", self._runner(layer, 1), size, 1)
+
+    def torch(self, name: str, rows: int) -> Case:
+        """Two GEMMs and the activation; down as [H, I], which torch prefers at one row."""
+        import torch
+        from torch.nn import functional
+
+        dtype = torch.float32 if name == "fp32" else torch.bfloat16
+        size = self._weights * dtype.itemsize
+        experts = math.ceil(COLD_BYTES / size)
+        flat = torch.from_numpy(np.resize(self._values, experts * self._weights)).to(dtype)
+        whole = flat.view(experts, 3 * self._neurons, self._hidden)
+        x = torch.from_numpy(self._inputs(rows)).to(dtype)
+
+        def run(expert: int) -> None:
+            gate_up, down = whole[expert, : 2 * self._neurons], whole[expert, 2 * self._neurons :]
+            gate, up = functional.linear(x, gate_up).chunk(2, dim=1)
+            functional.linear(functional.silu(gate) * up, down.view(self._hidden, self._neurons))
+
+        return self._case(f"torch {name}", run, size, rows)
+
+    def ggml(self, ggml: Ggml, fmt: Format) -> Case:
+        gate_up = ggml.matrix(fmt, 2 * self._neurons, self._hidden, self._rng)
+        down = ggml.matrix(fmt, self._hidden, self._neurons, self._rng)
+        size = gate_up.nbytes + down.nbytes
+        x, h = self._inputs(1)[0], self._rng.standard_normal(self._neurons, dtype=np.float32)
+        products = [
+            (ggml.product(fmt, gate_up.copy(), x), ggml.product(fmt, down.copy(), h))
+            for _ in range(math.ceil(COLD_BYTES / size))
+        ]
+
+        def run(expert: int) -> None:
+            up, back = products[expert]
+            up()
+            back()
+
+        return self._case(f"ggml {fmt.name}", run, size, 1)
+
+    def _runner(self, layer: PackedLayer | FullLayer | FormLayer, rows: int) -> Callable[[int], None]:
+        x = self._inputs(rows)
+        out, numbers = np.empty_like(x), np.arange(rows, dtype=np.int32)
+        weights = np.ones(rows, dtype=np.float32)
+        return lambda expert: layer.run([(expert, 0, rows)], numbers, weights, x, out)
+
+    def _case(self, name: str, run: Callable[[int], None], size: int, rows: int) -> Case:
+        # several rows are bound by arithmetic, not by memory
+        turns = max(1, math.ceil(COLD_BYTES / size) // rows)
+
+        def measure() -> Measures:
+            start = time.thread_time()
+            for expert in range(turns):
+                run(expert)
+            seconds = (time.thread_time() - start) / turns
+            return {
+                "us_per_expert": seconds * 1e6,
+                "gweights_per_s": self._weights / seconds / 1e9,
+                "gbps": size / seconds / 1e9,
+            }
+
+        return Case(name, measure)
+
+    def _inputs(self, rows: int) -> NDArray[np.float32]:
+        return self._rng.standard_normal((rows, self._hidden), dtype=np.float32)
+
+
+def _kernel_bars(results: Mapping[str, Mapping[str, Spread]], shape: str) -> list[Bar]:
+    speed = {name: m["gweights_per_s"].median for name, m in results.items() if "gweights_per_s" in m}
+    bars = [
+        Bar(f"{shape}: weights per second at {ours} over {theirs}", ratio(speed[ours], speed[theirs]), ">=", limit)
+        for ours, theirs, limit in AGAINST
+        if theirs in speed
+    ]
+    times = ratio(results["2 bits"]["us_per_expert"].median, results["4 bits"]["us_per_expert"].median)
+    return [*bars, Bar(f"{shape}: time at 2 bits over 4 bits", times, "<=", 0.6)]
+
+
+def kernel_threads(
+    threads: int,
+    repeats: int,
+    group: int = 64,
+    instruction_set: str | None = None,
+    progress: Progress | None = None,
+    *,
+    cores: Sequence[int] = (),
+    shapes: Sequence[tuple[int, int]] = THREADS_SHAPES,
+    cold_bytes: int = THREADS_COLD_BYTES,
+) -> Report:
+    """Gigabytes of packed weights per second through the NDP worker's kernel, at one row, by wall-clock.
+
+    All widths share one block of `cold_bytes`, which one thread filled: on several NUMA nodes it is the memory of one.
+
+    Args:
+        threads: that compute, and that read.
+        repeats: counted rounds; in each every case goes through the block once.
+        group: quantization group.
+        instruction_set: of the kernel; by default the best.
+        cores: one for each thread of the kernel; empty: the system chooses.
+        shapes: (hidden size, neurons) of an expert.
+
+    Returns:
+        Rows of the cases "read" and "1 bit" to "4 bits" with the measures `gbps` (packed bytes, scales included),
+        `us_per_expert`, and `of_read`: their rate over that of "read".
+
+    Raises:
+        ConfigError: this processor lacks the instruction set or a core, there is no such group, or the experts of one
+            call do not fit in `cold_bytes`.
+    """
+    pool = _threads(threads, cores, instruction_set, group)
+    settings = {
+        "threads": threads, "cores": list(cores), "group": group, "instruction_set": pool.instruction_set,
+        "repeats": repeats, "cold_bytes": cold_bytes, "experts_per_call": EXPERTS, "rows": 1, "time": "on the wall",
+    }  # fmt: skip
+    report = Report("kernel", "real", settings=settings)
+    rng = np.random.default_rng(0)
+    codes = np.resize(rng.integers(0, 256, 1 << 24, dtype=np.uint8), cold_bytes)
+    values = (rng.standard_normal(1 << 22, dtype=np.float32) * np.float32(0.02)).astype(np.float16)
+    scales = np.resize(values, cold_bytes // 2)
+    with ThreadPoolExecutor(threads) as readers:
+        for hidden, neurons in shapes:
+            cases = [_threads_read(codes, readers, threads)]
+            for bits in THREADS_BITS:
+                cases.append(_threads_packed(codes, scales, PackedShape(hidden, neurons, bits, group), pool))
+            results = interleaved(cases, repeats, 1, progress, f"{hidden} x {neurons}")
+            shape = {"hidden": hidden, "intermediate": neurons}
+            report.rows += rows_of(results, **shape)
+            read = results["read"]["gbps"].median
+            report.rows += [
+                {"case": case, **shape, "measure": "of_read", "median": ratio(measures["gbps"].median, read)}
+                for case, measures in results.items()
+                if case != "read"
+            ]
+    return report
+
+
+def _threads_read(block: NDArray[np.uint8], readers: ThreadPoolExecutor, threads: int) -> Case:
+    bounds = np.linspace(0, block.nbytes, threads * _PIECES + 1, dtype=np.int64).tolist()
+    address = block.ctypes.data
+    pieces = [(address + begin, end - begin) for begin, end in itertools.pairwise(bounds)]
+
+    def run() -> Measures:
+        start_s = time.perf_counter()
+        for _ in readers.map(lambda piece: _cpu.read_bytes(*piece), pieces):
+            pass
+        return {"gbps": block.nbytes / (time.perf_counter() - start_s) / 1e9}
+
+    return Case("read", run)
+
+
+def _threads_packed(codes: NDArray[np.uint8], scales: NDArray[np.float16], shape: PackedShape, pool: Threads) -> Case:
+    size, tensors = shape.nbytes(), shape.tensors()
+    experts = codes.nbytes // size // EXPERTS * EXPERTS
+    if experts == 0:
+        raise ConfigError(
+            f"{EXPERTS} experts of {size} bytes do not fit in {codes.nbytes} bytes", "give more cold bytes"
+        )
+    arrays, taken = {}, {"U8": 0, "F16": 0}
+    for name, (code, dimensions) in tensors.items():
+        block = codes if code == "U8" else scales
+        count = experts * int(np.prod(dimensions))
+        first = taken[code]
+        arrays[name] = block[first : first + count].reshape(experts, *dimensions)
+        taken[code] = first + -(-count // 64) * 64  # kernels need multiples of 64 bytes
+    layer = PackedLayer(arrays, shape, "silu", pool)
+    hidden = np.random.default_rng(1).standard_normal((1, shape.hidden), dtype=np.float32)
+    out, rows = np.empty_like(hidden), np.zeros(EXPERTS, np.int32)
+    weights = np.full(EXPERTS, 1 / EXPERTS, np.float32)
+    calls = [[(first + i, i, i + 1) for i in range(EXPERTS)] for first in range(0, experts, EXPERTS)]
+
+    def run() -> Measures:
+        start_s = time.perf_counter()
+        for groups in calls:
+            layer.run(groups, rows, weights, hidden, out)
+        seconds = time.perf_counter() - start_s
+        return {"us_per_expert": seconds / experts * 1e6, "gbps": experts * size / seconds / 1e9}
+
+    return Case(_width(shape.bits), run)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A weight format of ggml: its number in `ggml_type`, its dot product, and its format of activations."""
+
+    name: str
+    code: int
+    dot: str
+    quantize: str
+    block: int  # values per block of the activations
+    block_bytes: int
+
+
+FORMATS = (
+    Format("Q4_0", 2, "ggml_vec_dot_q4_0_q8_0", "quantize_row_q8_0", 32, 34),
+    Format("Q3_K", 11, "ggml_vec_dot_q3_K_q8_K", "quantize_row_q8_K", 256, 292),
+    Format("Q2_K", 10, "ggml_vec_dot_q2_K_q8_K", "quantize_row_q8_K", 256, 292),
+)
+_GGML_WHEELS = ("llama-cpp-python", "pywhispercpp", "stable-diffusion-cpp-python")
+_SAMPLE_ROWS = 32  # quantized rows, which a matrix repeats
+
+
+class Ggml:
+    """ggml's CPU dot products, from a libggml-cpu*.so with its dependencies in it or beside it.
+
+    Raises:
+        ConfigError: it cannot be loaded, or lacks a function.
+    """
+
+    def __init__(self, library: Path) -> None:
+        try:
+            beside = sorted(library.parent.glob("libggml-base*.so*"))
+            base = ctypes.CDLL(str(beside[0]), mode=ctypes.RTLD_GLOBAL) if beside else None
+            self._cpu = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            self._cpu.ggml_cpu_init()
+            self._row_size = (base or self._cpu).ggml_row_size
+            self._chunk = (base or self._cpu).ggml_quantize_chunk
+            for f in FORMATS:
+                getattr(self._cpu, f.dot)
+                getattr(self._cpu, f.quantize)
+        except (OSError, AttributeError) as error:
+            raise ConfigError(f"{library} is no ggml CPU library: {error}", "give a libggml-cpu*.so") from error
+        self._row_size.restype, self._row_size.argtypes = ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]
+        self._chunk.restype = ctypes.c_size_t
+        self._chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+
+    @staticmethod
+    def find() -> Path | None:
+        for wheel in _GGML_WHEELS:
+            try:
+                files = importlib.metadata.files(wheel) or []
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            for file in files:
+                if file.name.startswith("libggml-cpu") and ".so" in file.name:
+                    return Path(str(file.locate()))
+        return None
+
+    def matrix(self, fmt: Format, rows: int, width: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+        """[rows, bytes of a row], quantized by the library."""
+        sample = rng.standard_normal((_SAMPLE_ROWS, width), dtype=np.float32)
+        row_bytes = self._row_size(fmt.code, width)
+        packed = np.empty((_SAMPLE_ROWS, row_bytes), dtype=np.uint8)
+        self._chunk(fmt.code, sample.ctypes.data, packed.ctypes.data, 0, _SAMPLE_ROWS, width, None)
+        return np.tile(packed, (-(-rows // _SAMPLE_ROWS), 1))[:rows]
+
+    def product(self, fmt: Format, matrix: NDArray[np.uint8], x: NDArray[np.float32]) -> Callable[[], None]:
+        """matrix @ x for one row x, its quantization included.
+
+        The arguments are prepared here: in each call that took 20 microseconds an expert, an eighth of Q2_K's time at
+        the small shape.
+        """
+        width = len(x)
+        y, out = np.empty(width // fmt.block * fmt.block_bytes, dtype=np.uint8), np.empty(len(matrix), dtype=np.float32)
+        quantize = getattr(self._cpu, fmt.quantize)
+        row = ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(width)
+        dot = ctypes.cast(getattr(self._cpu, fmt.dot), ctypes.c_void_p).value
+        assert dot is not None
+        rows = dot, width, len(matrix), matrix.ctypes.data, matrix.strides[0], y.ctypes.data, out.ctypes.data
+        buffers = matrix, x, y, out  # the numbers above are their addresses
+
+        def run(_alive: object = buffers) -> None:
+            quantize(*row)
+            _cpu.dot_rows(*rows)
+
+        return run
+
+
+def substitute(options: Substitute, progress: Progress | None) -> Report:
+    """Microseconds of one layer's decision, on one thread, in the thread's time.
+
+    `rule` is the engine's call for each layer: the gate of the batch, those of the tokens (entropy and margin), and
+    Algorithm 1 in C++. `rule, nothing missing`: the same with all experts resident. `torch` is
+    `kernels.substitute.substitute` on tensors of the CPU, which calls the same C++; `torch, vectorised` runs on other
+    devices; `sequential` is the reference. Triton is not timed: on a CPU it is interpreted.
+
+    Bars: `rule` and `torch` <= 30 us at T = 8, K = 8, E = 64.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    settings = options.settings(threads=1, ranks=_RANKS, resident=_RESIDENT, rho=_RHO, time="of the thread")
+    report = Report("substitute", "real", settings=settings)
+    for tokens, top_k, experts in SUBSTITUTE_SHAPES:
+        results = interleaved(_substitute_cases(tokens, top_k, experts), options.repeats, 2, progress)
+        report.rows += rows_of(results, tokens=tokens, top_k=top_k, experts=experts)
+        if (tokens, top_k, experts) == _BARRED:
+            for name in ("rule", "torch"):
+                value = results[name]["us_per_layer"].median
+                report.bars.append(Bar(f"{name}: us a layer at T = 8, K = 8, E = 64", value, "<=", _LIMIT_US))
+    return report
+
+
+def _substitute_cases(tokens: int, top_k: int, experts: int) -> list[Case]:
+    """A layer's random routing, half of the experts resident; each way to decide on it."""
+    import torch
+
+    from tiermoe.kernels.substitute import BuddyTensors, replaceable_arrays, substitute_arrays, substitute_tensors
+    from tiermoe.kernels.substitute import substitute as substitute_on_device
+
+    rng = np.random.default_rng(0)
+    probabilities = rng.dirichlet(np.full(experts, 0.3), tokens).astype(np.float32)
+    ids = np.argsort(-probabilities, axis=1)[:, :top_k].astype(np.int64)  # [T, K]
+    weights = np.take_along_axis(probabilities, ids, axis=1)  # [T, K]
+    ranks = min(_RANKS, experts - 1)
+    lists = [rng.permutation(np.delete(np.arange(experts), e))[:ranks] for e in range(experts)]
+    similarity = -np.sort(-rng.random((experts, ranks), np.float32))
+    buddies = Buddies(np.array(lists, np.int32), similarity)
+    resident = rng.permutation(experts) < round(_RESIDENT * experts)  # [E]
+
+    options, tau = SubstitutionOptions(rho=_RHO, gamma=0.9), 0.2
+    fast = {"replaceable": replaceable_arrays, "substitute": substitute_arrays}
+    rule = MissRule([buddies], options, taus=[tau], beta=0.9, **fast)  # type: ignore[arg-type]
+    view, whole = RerouteView(resident, 0, top_k), RerouteView(np.ones_like(resident), 0, top_k)
+    missing, reach = ~resident, resident.astype(np.float32)
+    t_ids, t_weights, t_missing, t_reach = (torch.from_numpy(a) for a in (ids, weights, missing, reach))
+    given = t_ids, t_weights, None, t_missing, t_reach, BuddyTensors.of(buddies), options, tau
+    decisions: dict[str, Callable[[], object]] = {
+        "rule": lambda: rule.reroute(0, ids, weights, None, view),
+        "rule, nothing missing": lambda: rule.reroute(0, ids, weights, None, whole),
+        "torch": lambda: substitute_on_device(*given),
+        "torch, vectorised": lambda: substitute_tensors(*given),
+        "sequential": lambda: sequential_substitute(ids, weights, None, missing, reach, buddies, options, tau),
+    }
+
+    def case(name: str, decide: Callable[[], object]) -> Case:
+        calls = _CALLS.get(name, _OTHER_CALLS)
+
+        def run() -> Measures:
+            start = time.thread_time()
+            for _ in range(calls):
+                decide()
+            return {"us_per_layer": (time.thread_time() - start) / calls * 1e6}
+
+        return Case(name, run)
+
+    return [case(*item) for item in decisions.items()]

@@ -1,0 +1,233 @@
+"""llama.cpp as a reference: a GGUF of a Qwen3-MoE checkpoint, and greedy decoding through `llama-cpp-python`."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiermoe.cluster.jobs.bench.metrics import Measures
+from tiermoe.errors import RuntimeFailure, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import gguf
+
+INSTALL = "pip install 'tiermoe[peers]' (compiles llama.cpp: ten minutes and more)"
+_CONTEXT = 512  # tokens
+_F32 = 0  # GGML's number of the type
+
+
+def missing() -> list[str]:
+    """The packages that are not installed, of those that this module needs; `diskcache` is one of llama_cpp's own."""
+    return [name for name in ("llama_cpp", "diskcache", "gguf") if importlib.util.find_spec(name) is None]
+
+
+def write_gguf(model_dir: Path, file: Path) -> Path:
+    """Write a Qwen3-MoE checkpoint as a GGUF of 32-bit floats without a tokenizer; the file.
+
+    Holds one layer's experts in memory at a time.
+
+    Raises:
+        UnsupportedModelError: another architecture.
+    """
+    import gguf
+    from safetensors import safe_open
+
+    config = json.loads((model_dir / "config.json").read_text())
+    if config["model_type"] != "qwen3_moe":
+        what = f"no GGUF is written of {config['model_type']}"
+        raise UnsupportedModelError(what, "use a Qwen3-MoE model, such as the default model")
+    writer = gguf.GGUFWriter(file, "qwen3moe")
+    _add_shape(writer, config)
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(safe_open(path, framework="pt")) for path in sorted(model_dir.glob("*.safetensors"))
+        ]
+        held = {name: opened for opened in files for name in opened.keys()}  # noqa: SIM118 (no mapping)
+        parts = _parts(config, held)
+        for name, sources in parts.items():
+            shape = tuple(held[sources[0]].get_slice(sources[0]).get_shape())
+            shape = shape if len(sources) == 1 else (len(sources), *shape)
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for sources in parts.values():
+            loaded = [held[source].get_tensor(source).float().numpy() for source in sources]
+            writer.write_tensor_data(loaded[0] if len(loaded) == 1 else np.stack(loaded))
+    writer.close()
+    return file
+
+
+def save_gguf_blocks(
+    config: dict[str, Any], dense: Mapping[str, Any], experts: Iterator[tuple[int, Mapping[str, Any]]], file: Path,
+    blocks: str = "Q8_0",
+) -> None:  # fmt: skip
+    """Write a Qwen3-MoE model as one GGUF file: experts in blocks of a type, the rest in 32-bit floats.
+
+    Args:
+        dense: tensors by transformers' name. experts: as `random_model` makes them, for each layer in turn; one that
+            comes again is quantized once. blocks: GGML's name of the type.
+    """
+    import gguf
+
+    kind, stack = gguf.GGMLQuantizationType[blocks], config["num_experts"]
+    places = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    sizes = dict.fromkeys(("gate_proj", "up_proj"), (width, hidden)) | {"down_proj": (hidden, width)}
+    writer = gguf.GGUFWriter(file, "qwen3moe")
+    _add_shape(writer, config)
+    parts = {target: dense[source].float().numpy() for target, (source,) in _parts(config, dense).items()}
+    for name, array in parts.items():
+        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes)
+    for layer in range(config["num_hidden_layers"]):
+        for name, place in places.items():
+            shape = gguf.quant_shape_to_byte_shape((stack, *sizes[name]), kind)
+            byte = np.dtype(np.uint8)
+            writer.add_tensor_info(f"blk.{layer}.{place}.weight", shape, byte, int(np.prod(shape)), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for array in parts.values():
+        writer.write_tensor_data(array)
+    known: dict[int, dict[str, Any]] = {}  # experts that come again
+    for _ in range(config["num_hidden_layers"]):
+        chosen = [next(experts) for _ in range(stack)]
+        for key, matrices in chosen:
+            if key not in known:
+                known[key] = {name: gguf.quantize(m.float().numpy(), kind) for name, m in matrices.items()}
+        for name in places:
+            writer.write_tensor_data(np.stack([known[key][name] for key, _ in chosen]))
+        known = {key: known[key] for key, _ in chosen}
+    writer.close()
+
+
+def _silence(lib: Any) -> Any:
+    """Drop llama.cpp's log, hundreds of lines; keep the result as long as the library is used."""
+    log = lib.llama_log_callback(lambda level, text, data: None)
+    lib.llama_log_set(log, ctypes.c_void_p(0))
+    return log
+
+
+def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rope = config.get("rope_parameters") or config
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    writer.add_file_type(0)  # all 32-bit floats
+
+
+def _parts(config: dict[str, Any], names: Iterable[str]) -> dict[str, list[str]]:
+    """The checkpoint's tensors of each GGUF tensor: one, or those of a layer's experts, which are stacked."""
+    import gguf
+
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config["num_hidden_layers"])
+    parts: dict[str, list[str]] = {}
+
+    def place(name: str) -> tuple[str, int]:  # experts by number, not by name
+        head, found, tail = name.partition(".experts.")
+        number, _, rest = tail.partition(".")
+        return (f"{head}{found}{rest}", int(number)) if number.isdigit() else (name, 0)
+
+    for name in sorted(names, key=place):
+        target = known.get_name(place(name)[0], try_suffixes=(".weight",))
+        if target is None:
+            raise UnsupportedModelError(f"GGUF has no place for the tensor {name}", "use the default model")
+        parts.setdefault(target, []).append(name)
+    return parts
+
+
+class LlamaCpp:
+    """A model under llama.cpp on so many threads. Close it.
+
+    Args:
+        exact: keys and values are kept in 32 bits, not in llama.cpp's default of 16.
+
+    Raises:
+        RuntimeFailure: llama.cpp cannot load the file.
+    """
+
+    def __init__(self, file: Path, threads: int = 1, *, exact: bool = False) -> None:
+        import llama_cpp
+
+        self._lib = lib = llama_cpp
+        self._log = _silence(lib)
+        lib.llama_backend_init()
+        self._model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
+        params = lib.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = _CONTEXT
+        params.n_threads = params.n_threads_batch = threads
+        if exact:
+            params.type_k = params.type_v = _F32
+            params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self._context = lib.llama_init_from_model(self._model, params) if self._model else None
+        if not self._context:
+            raise RuntimeFailure(f"llama.cpp cannot load '{file}'", "report it with the version of llama-cpp-python")
+        self._greedy = lib.llama_sampler_init_greedy()
+
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> tuple[Measures, list[int]]:
+        """Greedy decoding of one request: `ttft_s`, `tpot_s` as of our own workers, and the tokens."""
+        lib, context = self._lib, self._context
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        begin_s = time.perf_counter()
+        tokens = [self._next(prompt)]
+        first_s = time.perf_counter()
+        while len(tokens) < max_tokens:
+            tokens.append(self._next(tokens[-1:]))
+        taken_s = time.perf_counter() - first_s
+        return {"ttft_s": first_s - begin_s, "tpot_s": taken_s / (max_tokens - 1)}, tokens
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """The logits [T, V] after each token of one sequence. Raises RuntimeFailure: it is too long."""
+        lib, context = self._lib, self._context
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        batch = lib.llama_batch_init(len(tokens), 0, 1)
+        try:
+            batch.n_tokens = len(tokens)
+            for at, token in enumerate(tokens):
+                batch.token[at], batch.pos[at], batch.logits[at] = token, at, True
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, 0
+            self._decoded(lib.llama_decode(context, batch))
+            vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+            found = (lib.llama_get_logits_ith(context, at) for at in range(len(tokens)))
+            return np.stack([np.ctypeslib.as_array(row, (vocabulary,)) for row in found])
+        finally:
+            lib.llama_batch_free(batch)
+
+    def _next(self, tokens: Sequence[int]) -> int:
+        lib = self._lib
+        given = (lib.llama_token * len(tokens))(*tokens)
+        self._decoded(lib.llama_decode(self._context, lib.llama_batch_get_one(given, len(tokens))))
+        return int(lib.llama_sampler_sample(self._greedy, self._context, -1))
+
+    def _decoded(self, failed: int) -> None:
+        if failed:
+            raise RuntimeFailure("llama.cpp did not decode", f"give at most {_CONTEXT} tokens")
+
+    def close(self) -> None:
+        """Free the model. Safe to call twice."""
+        if self._context:
+            self._lib.llama_sampler_free(self._greedy)
+            self._lib.llama_free(self._context)
+            self._lib.llama_model_free(self._model)
+            self._context = None

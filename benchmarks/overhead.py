@@ -1,0 +1,215 @@
+"""`bench overhead`: decode time with everything resident against transformers and llama.cpp, and what a policy adds.
+
+All cases of a comparison answer the same prompts, on one thread, and take turns.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from tiermoe.cluster.config import RunConfig
+from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from tiermoe.cluster.jobs.bench.random_model import Form
+from tiermoe.cluster.jobs.bench.serving import (
+    Prompt,
+    Submit,
+    heldout_prompts,
+    run_config,
+    serve,
+    start_reference,
+    start_worker,
+)
+
+from .cases import Against, Overhead
+from .llama import INSTALL, LlamaCpp, missing, write_gguf
+from .random_model import VOCABULARY, qwen3_layers, save_published
+from .serving import SameTokens
+
+OURS = "tiermoe all-resident"
+REFERENCES = ("grouped_mm", "batched_mm", "eager")  # transformers' experts implementations that run on a CPU
+BATCHES = (1, 8)
+PROMPT_TOKENS, MAX_TOKENS = 32, 48  # against transformers
+LLAMA, NEXT_GATE, ON_DEMAND = "llama.cpp", "tiermoe next-gate", "tiermoe on-demand"
+LLAMA_PROMPTS, LLAMA_TOKENS = 4, 24  # prompts, and generated tokens of each, against llama.cpp
+MODEL_BAR, LAYERS_BAR, POLICY_BAR = 2.5, 1.15, 1.15
+LATENCY_US = 10.0
+_NO_LINK = {"gbps": None, "latency_us": 0.0}
+
+Generate = Callable[[Prompt, int], tuple[Measures, list[int]]]
+
+
+def overhead(options: Overhead, progress: Progress | None) -> Report:
+    """Decode time per token, against each of `options.against`.
+
+    transformers: the unmodified model under the same manager, with its fastest experts implementation in this run.
+    llama.cpp: the model as a GGUF of 32-bit floats; batch 1. qwen3-30b-layers: llama.cpp again, on random layers of
+    Qwen3-30B-A3B's shape, of which ours and its read the same bytes.
+
+    Bars: ratio of medians to transformers <= 1.0 at batch 1 and at batch 8. Medians of the rounds' ratios to llama.cpp
+    <= 2.5 on the model and <= 1.15 on the layers; of `next-gate` to all-resident <= 1.15; each preset gives llama.cpp's
+    tokens. Where llama-cpp-python is not installed, its bars are missed.
+
+    Raises:
+        RuntimeFailure: the tokens of ours and transformers differ.
+    """
+    settings = options.settings(prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, threads=1)
+    report = Report("overhead", "", settings=settings)
+    config = run_config(options.model, options.config, policy="all-resident", budget="1.0", link=_NO_LINK)
+    if Against.TRANSFORMERS in options.against:
+        _against_transformers(options, config, report, progress)
+    if Against.LLAMA_CPP in options.against:
+        _against_llama(options, config, report, progress)
+    if Against.LAYERS in options.against:
+        _layers(options, report, progress)
+    return report
+
+
+def _against_transformers(options: Overhead, config: RunConfig, report: Report, progress: Progress | None) -> None:
+    prompts = heldout_prompts(config.model_dir, max(BATCHES), PROMPT_TOKENS)
+
+    def case(name: str, submit: Submit, batch: int, same: SameTokens) -> Case:
+        def run() -> Measures:
+            measures, tokens = serve(submit, prompts[:batch], MAX_TOKENS)
+            same.check(name, 0, tokens)
+            return measures
+
+        return Case(name, run)
+
+    with ExitStack() as stack:  # an open worker keeps the process alive
+        worker = stack.enter_context(closing(start_worker(config)))
+        report.executor = worker.stats().executor
+        submits: dict[str, Submit] = {OURS: worker.submit}
+        for name in REFERENCES:
+            submits[name] = stack.enter_context(closing(start_reference(config, name))).submit
+        for batch in BATCHES:
+            same = SameTokens(OURS)
+            cases = [case(name, submit, batch, same) for name, submit in submits.items()]
+            results = interleaved(cases, options.repeats, 1, progress)
+            report.rows += rows_of(results, batch=batch)
+            medians = {name: measures["tpot_s"].median for name, measures in results.items()}
+            fastest = min(REFERENCES, key=lambda name: medians[name])
+            value = ratio(medians[OURS], medians[fastest])
+            report.bars.append(Bar(f"tpot over transformers {fastest}, batch {batch}", value, "<=", 1.0))
+        for batch in BATCHES:
+            run = partial(serve, worker.submit, prompts[:batch], MAX_TOKENS)
+            rows = rows_of({OURS: host_measures(worker.engine, run, batch)}, batch=batch)
+            report.rows += [row | {"values": ()} for row in rows]  # thousands of passes: the range suffices
+
+
+def host_measures(engine: Any, run: Callable[[], object], tokens: int) -> dict[str, Spread]:
+    """A layer's decode pass of `tokens` tokens on the host: microseconds in all and by part, calls on a GPU by kind.
+
+    `run` sends requests and waits for them; once for the total, once for the parts, whose timing slows it.
+    """
+    from tiermoe.actors.engine.model.profile import KERNEL_PARTS, PARTS, device_calls, host_passes
+
+    with host_passes(engine, KERNEL_PARTS) as whole_passes:
+        run()
+    whole = [p for p in whole_passes if p.tokens == tokens]
+    with host_passes(engine) as passes:
+        run()
+    decode = [p for p in passes if p.tokens == tokens]
+    found = {f"host_{part}_us": Spread.of([p.parts[part] * 1e6 for p in decode]) for part in PARTS}
+    found["host_outside_us"] = Spread.of([p.outside_s * 1e6 for p in decode])
+    measures = {
+        "host_us_per_layer": Spread.of([(p.total_s - p.kernel_s) * 1e6 for p in whole]),
+        "kernel_us_per_layer": Spread.of([p.kernel_s * 1e6 for p in whole]),
+    } | {name: spread for name, spread in found.items() if spread.median > 0}
+    if engine.device.executor == "real":
+        calls = device_calls(engine, run, tokens)
+        for where, counts in (("experts", calls.experts), ("dense", calls.dense)):
+            measures |= {f"{where}_{kind}_per_layer": Spread.of([n]) for kind, n in vars(counts).items()}
+    return measures
+
+
+def _against_llama(options: Overhead, config: RunConfig, report: Report, progress: Progress | None) -> None:
+    """The model on llama.cpp and under three policies; bars on time, and on the tokens of each policy."""
+    prompts = heldout_prompts(config.model_dir, LLAMA_PROMPTS, PROMPT_TOKENS)
+    link = {"gbps": options.link_gbps, "latency_us": LATENCY_US}
+    loading = {name: name.removeprefix("tiermoe ") for name in (NEXT_GATE, ON_DEMAND)}
+    configs = {OURS: config} | {
+        name: run_config(options.model, options.config, policy=policy, budget=options.budget, link=link)
+        for name, policy in loading.items()
+    }
+    generated: dict[str, list[list[int]]] = {}
+    found = _pairs(options, report, config.model_dir, configs, prompts, LLAMA_TOKENS, generated, progress)
+    report.rows += rows_of(found, batch=1)
+    total = LLAMA_PROMPTS * LLAMA_TOKENS
+    for name in configs:
+        pairs = zip(generated.get(LLAMA, []), generated[name], strict=False)
+        same = sum(a == b for theirs, ours in pairs for a, b in zip(theirs, ours, strict=True))
+        report.bars.append(Bar(f"tokens of {total} that are llama.cpp's, {name}", same, ">=", total))
+    report.bars.append(Bar("tpot over llama.cpp, all-resident", _paired(found, OURS, LLAMA), "<=", MODEL_BAR))
+    what = f"tpot over all-resident, next-gate at {options.budget} and {options.link_gbps:g} GB/s"
+    report.bars.append(Bar(what, _paired(found, NEXT_GATE, OURS), "<=", POLICY_BAR))
+
+
+def _layers(options: Overhead, report: Report, progress: Progress | None) -> None:
+    """Random layers of Qwen3-30B-A3B's shape on llama.cpp and all-resident."""
+    with tempfile.TemporaryDirectory(prefix="tiermoe-layers-") as scratch:
+        model_dir = save_published(Form.BF16, qwen3_layers(options.layers), Path(scratch) / "model")
+        rng = np.random.default_rng(0)
+        prompts = [tuple(map(int, rng.integers(3, VOCABULARY, PROMPT_TOKENS))) for _ in range(2)]
+        store = str(Path(scratch) / "store")
+        config = run_config(
+            str(model_dir), options.config, policy="all-resident", budget="1.0", link=_NO_LINK, store=store
+        )
+        found = _pairs(options, report, model_dir, {OURS: config}, prompts, LLAMA_TOKENS, {}, progress)
+    name = f"{options.layers} layers of Qwen3-30B-A3B"
+    report.rows += rows_of({f"{case}, {name}": measures for case, measures in found.items()}, batch=1)
+    report.bars.append(Bar(f"tpot over llama.cpp, {name}", _paired(found, OURS, LLAMA), "<=", LAYERS_BAR))
+
+
+def _pairs(
+    options: Overhead, report: Report, model_dir: Path, configs: Mapping[str, RunConfig], prompts: Sequence[Prompt],
+    max_tokens: int, generated: dict[str, list[list[int]]], progress: Progress | None,
+) -> dict[str, dict[str, Spread]]:  # fmt: skip
+    """Ours and, where it is installed, llama.cpp in turn, one prompt after the other; mean times over the prompts.
+
+    generated: gets the tokens of each case's last round.
+    """
+
+    def case(name: str, generate: Generate) -> Case:
+        def run() -> Measures:
+            taken = [generate(prompt, max_tokens) for prompt in prompts]
+            generated[name] = [tokens for _, tokens in taken]
+            return {key: fmean(measures[key] for measures, _ in taken) for key in ("ttft_s", "tpot_s")}
+
+        return Case(name, run)
+
+    def ours(worker: Any, prompt: Prompt, count: int) -> tuple[Measures, list[int]]:
+        measures, tokens = serve(worker.submit, [prompt], count)
+        return measures, tokens[0]
+
+    with ExitStack() as stack:
+        cases = []
+        if absent := missing():
+            note = f"llama.cpp is not measured without {absent[0]}: {INSTALL}"
+            Console(stderr=True).print(note, markup=False, soft_wrap=True)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiermoe-gguf-")))
+            llama = stack.enter_context(closing(LlamaCpp(write_gguf(model_dir, folder / "model.gguf"))))
+            cases.append(case(LLAMA, llama.generate))
+        for name, config in configs.items():
+            worker = stack.enter_context(closing(start_worker(config)))
+            report.executor = worker.stats().executor
+            cases.append(case(name, partial(ours, worker)))
+        return interleaved(cases, options.pairs, 1, progress, "against llama.cpp")
+
+
+def _paired(found: Mapping[str, Mapping[str, Spread]], case: str, base: str) -> float:
+    """Median of the rounds' ratios of time per token; NaN where `base` was not measured."""
+    if base not in found:
+        return float("nan")
+    pairs = zip(found[case]["tpot_s"].values, found[base]["tpot_s"].values, strict=True)
+    return median(ratio(value, other) for value, other in pairs)

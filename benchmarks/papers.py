@@ -1,0 +1,353 @@
+"""Sections on synthetic routing, comparisons with published figures, and `tiermoe bench papers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from rich.progress import Progress
+
+from tiermoe.actors.policy_settings import PolicySettings
+from tiermoe.actors.settings import budget_bytes
+from tiermoe.cluster.config import parse_budget
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Section, load_experiment, require_each_once
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, metric, section_of
+from tiermoe.cluster.jobs.bench.run import Study, run_experiment
+from tiermoe.cluster.jobs.bench.serving import Recorded, read_split
+from tiermoe.cluster.jobs.bench.synthetic_settings import Comparison, Simulation, Traces
+from tiermoe.cluster.jobs.replay import checked_prefetch, require_replayable
+from tiermoe.cluster.simulate.arrivals import arrivals_of
+from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, first_cut
+from tiermoe.cluster.simulate.hit_rates import result, serve
+from tiermoe.cluster.simulate.machine import Machine, load_machine, without_ndp
+from tiermoe.cluster.simulate.predictors import routing_profile, train_predictors
+from tiermoe.cluster.simulate.shapes import shape_named
+from tiermoe.cluster.simulate.synthetic import CALIBRATIONS, FAMILIES, write_synthetic
+from tiermoe.cluster.yaml_file import explain
+from tiermoe.errors import ConfigError
+
+from .transfers import transfers
+
+_PAPERS = Path(__file__).with_name("papers")
+WITHIN = 0.25  # of the published figure
+_MEASURES = (
+    "hit_rate", "prefill_hit_rate", "decode_hit_rate", "latency_p50_s", "latency_p99_s", "queue_s", "blocked_io_s",
+    "bytes_loaded", "bytes_wasted", "generated_tokens", "virtual_s", "step_s", "substitutions", "dropped", "migrations",
+    "ndp_experts", "ndp_modelled_s",
+)  # fmt: skip
+
+
+def engine_for(preset: PolicySettings, budget: float | int, machine: Machine, recorded: Recorded) -> SimulatedEngine:
+    """An engine of a preset, with predictors and popularity of the requests to learn from.
+
+    Args:
+        budget: of each GPU; share (float) or bytes (int).
+
+    Raises:
+        BudgetError, ConfigError: it does not fit, or the preset needs what the trace or the machine lacks.
+    """
+    header = recorded.header
+    top = header.top_k if preset.prefetch.top is None else min(preset.prefetch.top, header.top_k)
+    preset = preset.model_copy(update={"prefetch": preset.prefetch.model_copy(update={"top": top})})  # a trace's own
+    split = None if preset.split.kind == "off" else first_cut(header, preset, budget)
+    needed = "predictors" in preset.prefetch.needs
+    trained = train_predictors(header, recorded.learn, preset.prefetch.distance) if needed else None
+    eviction = eviction_of(preset, header)
+    policy = checked_prefetch(preset, context_of(header, predictors=trained, eviction=eviction), header)
+    popularity = popular(recorded) if preset.needs_popularity else None
+    profile = routing_profile(header, recorded.learn) if "profile" in preset.needs else None
+    engine = engine_of(
+        preset, header, machine, budget, eviction, policy, split, popularity=popularity, profile=profile
+    )
+    if preset.preload == "all":
+        engine.preload()
+    return engine
+
+
+def popular(recorded: Recorded) -> NDArray[np.int64]:
+    """How often the requests to learn from pick each expert [L, E]."""
+    header = recorded.header
+    counts = np.zeros((header.layers, header.experts), np.int64)
+    for step in (step for request in recorded.learn for step in request.iterations):
+        for layer in range(header.layers):
+            counts[layer] += np.bincount(step.ids[:, layer].ravel(), minlength=header.experts)
+    return counts
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+@section_of("synthetic")
+def section_rows(study: Study, section: Section, links: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """Rows of all variants at each trace, budget and swept value, as plain values; links are the machine's own.
+
+    Raises:
+        ConfigError: a variant needs what the machine or a trace lacks, or a swept name is unknown.
+    """
+    on, rows = section.simulation, list[dict[str, Any]]()
+    assert on is not None  # the caller's condition
+    variants = [(v, p) for v in section.variants for p in _twins(v.policy(), section.twins)]
+    for _, preset in variants:
+        require_replayable(preset)
+    for name in _settings_of(on.sweep):
+        if all(_place(preset.model_dump(mode="json"), name) is None for _, preset in variants):
+            raise ConfigError(f"section {section.name} sweeps '{name}'", "name a setting that a variant has")
+    budgets = section.budgets or study.experiment.grid.budgets
+    points = [dict(zip(on.sweep, values, strict=True)) for values in product(*on.sweep.values())]
+    kinds = list(product(on.traces.families, on.traces.shapes))
+    stepped = study.stepped(f"replaying {section.name}", len(kinds) * len(budgets) * len(points) * len(variants))
+    for family, shape in kinds:
+        recorded = synthetic(study, on.traces, family, shape)
+        for budget, point, (variant, preset) in product(budgets, points, variants):
+            swept = {name.rpartition(".")[2]: value for name, value in point.items()}
+            row = {"section": section.name, "context": f"{shape}, {family}", "family": family, "shape": shape,
+                   "budget": budget, "batch": on.batch, "rate": on.rate} | swept  # fmt: skip
+            if not variant.least_top_k <= recorded.header.top_k <= variant.most_top_k:
+                continue
+            cell = json.dumps(row)  # all but the variant
+            rows.append(row | {
+                "cell": cell, "policy": variant.name, "preset": variant.preset, "lossless": preset.lossless,
+                "writes_back": preset.evict_writeback, "executor": "simulated",
+                **_replayed(on, point, changed(preset, point), budget, recorded, variant.preset),
+            })  # fmt: skip
+            stepped()
+    return rows
+
+
+def _twins(preset: PolicySettings, twins: bool) -> list[PolicySettings]:
+    return [preset, preset.model_copy(update={"evict_writeback": not preset.evict_writeback})] if twins else [preset]
+
+
+def synthetic(study: Study, traces: Traces, family: str, shape_name: str) -> Recorded:
+    """The synthetic trace of a family at a shape; sections that state the same one share it."""
+    key = f"{family} {shape_name} {traces.model_dump(exclude={'families', 'shapes'})}"
+    if key not in study._traces:
+        if family not in FAMILIES:
+            raise ConfigError(f"there is no family '{family}' of routing", f"name one of {', '.join(FAMILIES)}")
+        shape, out = shape_named(shape_name), study.scratch / f"synthetic-{len(study._traces)}"
+        if traces.layers is not None:
+            layers = min(shape.layers, shape.dense_layers + traces.layers)
+            shape = shape.model_copy(update={"layers": layers})
+        count = traces.learn + traces.measure
+        write_synthetic(out, family, shape_name, shape, count, traces.prompt, traces.decode, traces.distances,
+                        traces.seed, traces.recalls)  # fmt: skip
+        study._traces[key] = read_split(out, traces.learn)
+    return study._traces[key]
+
+
+def changed(preset: PolicySettings, point: Mapping[str, Any]) -> PolicySettings:
+    """The preset with the swept values that are its own; settings that this kind of policy lacks are left out."""
+    values = preset.model_dump(mode="json")
+    own = [name for name in _settings_of(point) if _place(values, name) is not None]
+    for name in own:
+        place = _place(values, name)
+        assert place is not None  # as just found
+        place[name.rpartition(".")[2]] = point[name]
+    try:
+        return PolicySettings(**values) if own else preset
+    except ValidationError as error:
+        raise explain(error, PolicySettings, f"sweep of {', '.join(own)}") from error
+
+
+def _settings_of(point: Iterable[str]) -> list[str]:
+    """The swept names that are settings of policies."""
+    return [name for name in point if name not in ("batch", "rate") and not name.startswith("machine.")]
+
+
+def _place(values: dict[str, Any], path: str) -> dict[str, Any] | None:
+    """The part of a policy's values that has this setting; None: no part has."""
+    *parts, last = path.split(".")
+    place: Any = values
+    for part in parts:
+        place = place.get(part) if isinstance(place, dict) else None
+    return place if isinstance(place, dict) and last in place else None
+
+
+def _replayed(
+    on: Simulation, point: Mapping[str, Any], preset: PolicySettings, budget: str, recorded: Recorded, timed_as: str
+) -> dict[str, Any]:
+    header = recorded.header
+    costs = load_machine(header, on.machine, None, None, timed_as)  # a variant's own name is in no table
+    assumed = on.assume | {n.removeprefix("machine."): v for n, v in point.items() if n.startswith("machine.")}
+    if assumed:
+        try:
+            costs = Machine(**costs.model_dump() | assumed)
+        except ValidationError as error:
+            raise explain(error, Machine, "assume") from error
+    if preset.uses_ndp and costs.ndp is None:
+        raise without_ndp(preset.name, on.machine)
+    share = parse_budget(budget)
+    if costs.gpus > 1:  # what the GPUs have together
+        share = budget_bytes(share, header.slot_bytes, header.layers * header.experts) // costs.gpus
+    engine = engine_for(preset, share, costs, recorded)
+    batch, rate = point.get("batch", on.batch), point.get("rate", on.rate)
+    serve(engine, recorded.learn, batch)
+    engine.reset_stats()
+    served = serve(engine, recorded.measure, batch, arrivals=arrivals_of(rate, on.arrivals))
+    found = result(engine, served)
+    return {
+        "tpot_s": served.tpot_s, "ttft_s": served.ttft_s, "tpot_ms": 1e3 * served.tpot_s,
+        "ttft_ms": 1e3 * served.ttft_s, "tokens_per_s": served.generated / served.wall_s,
+        "prefill_tokens_per_s": (served.tokens - served.generated) / served.wall_s,
+        "link_gbps": costs.link_gbps, "slots": engine.slots, "experts": header.layers * header.experts,
+        **asdict(transfers(found, served.generated)), **{name: found.get(name) for name in _MEASURES},
+    }  # fmt: skip
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------------
+
+
+@metric("comparisons")
+def figures(study: Study) -> dict[str, Any]:
+    """The record's `comparisons`, `traces` and `families`; adds a bar for the direction of each headline."""
+    experiment = study.experiment
+    found = [line for comparison in experiment.comparisons for line in compared(comparison, study.rows)]
+    for line in (line for line in found if line["headline"] and line["direction"] is not None):
+        name = f"{line['title']}{', ' if line['of_key'] else ''}{line['of_key']}: direction"
+        study.bars.append(Bar(name, float(line["direction"]), ">=", 1.0))
+    stated = [(s.name, s.simulation) for s in experiment.sections if s.simulation is not None]
+    if not stated:
+        return {}
+    return {
+        "comparisons": found,
+        "traces": [
+            {"section": name, "machine": on.machine, "assume": on.assume} | on.traces.model_dump(mode="json")
+            for name, on in stated
+        ],
+        "families": [
+            {"family": name, "parameters": asdict(FAMILIES[name]), "source": CALIBRATIONS[name].source,
+             "targets": {key: target.value for key, target in CALIBRATIONS[name].targets.items()}}
+            for name in dict.fromkeys(family for _, on in stated for family in on.traces.families)
+        ],
+    }  # fmt: skip
+
+
+def compared(comparison: Comparison, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The lines of a comparison: published, ours, ratio of the two; None where no row fits."""
+    published = comparison.published
+    for key, value in (published if isinstance(published, dict) else {"": published}).items():
+        of, over, where = comparison.of, comparison.over, dict(comparison.where)
+        if isinstance(published, dict):
+            if comparison.by == "of":
+                of = key
+            elif comparison.by == "over":
+                over = key
+            else:
+                where[comparison.by] = key
+        fitting = [row for row in rows if row["section"] == comparison.section and _fits(row, where)]
+        mine = [row for row in fitting if of is None or row["policy"] == of]
+        if over is None:
+            values = [row[comparison.measure] for row in mine]
+        else:
+            base = {row["cell"]: row[comparison.measure] for row in fitting if row["policy"] == over}
+            values = [row[comparison.measure] / b for row in mine if (b := base.get(row["cell"]))]
+        ours = fmean(values) if values else None
+        ratio = None if ours is None or not value or isinstance(value, str) else ours / value
+        above = value == "higher" if isinstance(value, str) else value > 1
+        yield {
+            **where, "title": comparison.title, "source": comparison.source, "section": comparison.section,
+            "measure": comparison.measure, "of": of, "over": over, "of_key": key, "cells": len(values),
+            "published": value, "ours": ours, "ratio": ratio, "headline": comparison.headline,
+            "direction": None if over is None or ours is None else ours > 1 if above else ours < 1,
+            "least": min(values, default=None), "most": max(values, default=None),
+            "within": None if ratio is None else abs(ratio - 1) <= WITHIN,
+        }  # fmt: skip
+
+
+def _fits(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    """A value fits as text too, since keys of `published` are text."""
+    return all(
+        str(row.get(key)) in [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        for key, value in where.items()
+    )
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def paper_names() -> list[str]:
+    """The papers of `benchmarks/papers`, sorted."""
+    return sorted(path.stem for path in (_PAPERS).glob("*.yaml"))
+
+
+def load_paper(name: str, quick: bool = False) -> Experiment:
+    """A paper's experiment; quick: a small slice of it.
+
+    Raises:
+        ConfigError: there is no such paper, or a value is refused.
+    """
+    if name not in paper_names():
+        raise ConfigError(f"there is no paper '{name}'", f"give some of {', '.join(paper_names())}")
+    found = load_experiment(str(_PAPERS / f"{name}.yaml"))
+    return quick_of(found) if quick else found
+
+
+def quick_of(experiment: Experiment) -> Experiment:
+    """The same sections and variants: the first family, shape, budget and swept values, on few layers and tokens."""
+    sections = []
+    for section in experiment.sections:
+        on = section.simulation
+        if on is not None:
+            traces = on.traces.model_copy(update={
+                "families": on.traces.families[:1], "shapes": on.traces.shapes[:1], "learn": min(on.traces.learn, 2),
+                "measure": 1, "prompt": 4, "decode": 4, "layers": 6, "distances": min(on.traces.distances, 4),
+            })  # fmt: skip
+            first = {name: values[:1] for name, values in on.sweep.items()}
+            on = on.model_copy(update={"traces": traces, "sweep": first})
+        budgets = (section.budgets or experiment.grid.budgets)[:1]
+        sections.append(section.model_copy(update={"simulation": on, "budgets": budgets}))
+    return experiment.model_copy(update={"sections": tuple(sections)})
+
+
+def run_paper(name: str, quick: bool, folder: Path | None, progress: Progress | None = None) -> Report:
+    """Run a paper's experiment, or resume it; writes its page and data into a folder, if there is one.
+
+    Raises:
+        ConfigError: it is unknown or refused, or the folder is not writable.
+    """
+    from tiermoe.cluster.jobs.bench.table import write_folder
+
+    experiment = load_paper(name, quick)
+    out = None if folder is None else folder / f"{experiment.name}.json"
+    report, journal = run_experiment(experiment, out=out, progress=progress)
+    if folder is not None:
+        write_folder(experiment, report.as_dict(), folder)
+    journal.discard()
+    return report
+
+
+def run_papers(
+    names: Sequence[str], quick: bool, folder: Path | None, jobs: int, progress: Progress | None = None
+) -> Report:
+    """Run papers in so many processes; the comparisons and bars of all.
+
+    Raises:
+        ConfigError: see `run_paper`; no name is given, or one twice.
+    """
+    require_each_once("only", names)
+    for name in names:
+        load_paper(name)  # all are refused before the first runs
+    if jobs == 1 or len(names) == 1:
+        found = [run_paper(name, quick, folder, progress) for name in names]
+    else:
+        task = None if progress is None else progress.add_task("papers", total=len(names))
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            running = [pool.submit(run_paper, name, quick, folder) for name in names]
+            for done in as_completed(running):
+                done.result()
+                if progress is not None and task is not None:
+                    progress.advance(task)
+        found = [one.result() for one in running]
+    rows = [{"paper": n} | line for n, one in zip(names, found, strict=True) for line in one.figures["comparisons"]]
+    shown = ("paper", "title", "of_key", "published", "ours", "ratio", "direction", "within")
+    return Report("papers", "simulated", rows, [bar for one in found for bar in one.bars], {"quick": quick}, shown)

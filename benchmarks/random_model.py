@@ -1,0 +1,251 @@
+"""Checkpoints of random weights in the shapes of real models, for benchmarks whose figures weights do not change."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiermoe.actors.budget import host_free_bytes
+from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.jobs.bench.random_model import LAYERS, MODELS, Form, MoeShape
+from tiermoe.cluster.simulate.shapes import shape_named
+from tiermoe.errors import ConfigError, size
+from tiermoe.proto.private import user_cache
+
+if TYPE_CHECKING:
+    import torch
+
+    from .quantizers import Quantize, Tensors
+
+VOCABULARY = 4096  # of the default model, whose tokenizer and text random models share
+NAMES = {"qwen3-30b-a3b": 128}  # random models by name: a shape of configs/shapes, and the size of its attention heads
+_DISTINCT = 16  # experts of different weights of a random model by name
+_HOST_SHARE = 0.9  # of free memory: the rest is of the processes themselves
+
+
+# -- in the form in which it would be published ------------------------------------------------------------------------
+
+
+def save_published(form: Form, shape: MoeShape, folder: Path, distinct: int | None = None, seed: int = 0) -> Path:
+    """Write a Qwen3-MoE checkpoint whose experts have a published form, one file a layer; the folder.
+
+    The random weights before quantization depend on shape and seed alone. `gguf` is one file of Q8_0 blocks, `q4_0`
+    one of Q4_0 blocks. Holds one layer's experts in memory at a time; bytes are on disk when this returns.
+
+    Args:
+        distinct: so many experts are quantized and take turns; None: all are different.
+
+    Raises:
+        ConfigError: the package that writes the form is not installed. StoreError: the disk is full.
+    """
+    folder.mkdir(parents=True)
+    config = _qwen3_config(shape)
+    experts = _experts(shape, distinct, seed)
+    if form in (Form.GGUF, Form.Q4_0):
+        from .llama import save_gguf_blocks
+
+        (folder / "config.json").write_text(json.dumps(config))
+        dense = {name: tensor for part in _dense(shape, seed) for name, tensor in part.items()}
+        kind = "Q4_0" if form is Form.Q4_0 else "Q8_0"
+        save_gguf_blocks(config, dense, experts, folder / "model.gguf", kind)
+        return folder
+    quantize, quantization = _quantizer(form)
+    from tiermoe.cluster.checkpoints.plan import raw_bytes, type_code
+    from tiermoe.cluster.jobs.prepare.writer import write_tensors
+
+    quantized: dict[int, Tensors] = {}  # experts that come again
+    index: dict[str, str] = {}
+    for layer, dense in enumerate(_dense(shape, seed)):
+        tensors = dict(dense)
+        for expert in range(shape.experts if layer < shape.layers else 0):
+            key, matrices = next(experts)
+            if key not in quantized:
+                quantized[key] = {
+                    f"{name}{suffix}": part for name, matrix in matrices.items()
+                    for suffix, part in quantize(matrix.float())[0].items()
+                }  # fmt: skip
+            found = quantized[key] if distinct is not None else quantized.pop(key)
+            tensors |= {f"model.layers.{layer}.mlp.experts.{expert}.{name}": part for name, part in found.items()}
+        file = f"model-{layer:05d}-of-{shape.layers + 1:05d}.safetensors"
+        header = {name: (type_code(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        write_tensors(folder / file, header, (raw_bytes(tensor.contiguous()) for tensor in tensors.values()))
+        index |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(config | quantization))
+    return folder
+
+
+# -- by name, kept in the user's cache folder --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """Layers of a published shape with random weights, such as `qwen3-30b-a3b`; 16 experts' weights take turns.
+
+    Attributes:
+        name: of `NAMES`.
+    """
+
+    name: str
+    form: Form = Form.Q4_0
+    layers: int = LAYERS
+
+    @property
+    def shape(self) -> MoeShape:
+        found = shape_named(self.name)
+        return MoeShape(
+            self.layers, found.experts, found.top_k, found.hidden, found.intermediate, VOCABULARY, NAMES[self.name]
+        )
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all experts."""
+        shape = self.shape
+        return round(shape.layers * shape.experts * 3 * shape.hidden * shape.intermediate * self.form.bits / 8)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the checkpoint, and of a store where its bytes are not mapped as they lie."""
+        return self.expert_bytes * (2 if self.form in (Form.BF16, Form.GPTQ) else 1)
+
+    def require_memory(self, workers: int, share: float) -> None:
+        """Refuse what host memory does not hold: the experts once, and each worker's slots, in the dtype of a CPU.
+
+        Args:
+            share: of the experts that each of the workers, which live together, has in its slots.
+
+        Raises:
+            ConfigError: with the numbers.
+        """
+        widened = 2 if self.form is Form.BF16 else 1
+        slots, free = round(workers * share * widened * self.expert_bytes), round(_HOST_SHARE * host_free_bytes())
+        if self.expert_bytes + slots > free:
+            what = f"{self.name} in {self.form} with {self.layers} layers has {size(self.expert_bytes)} of experts, "
+            what += f"and {workers} policies take {size(slots)} of slots; {size(free)} of host memory is free"
+            raise ConfigError(what, "give smaller --budgets, fewer --policies or --layers, or --form q4_0")
+
+    def made(self, cache: Path | None = None) -> Path:
+        """The checkpoint's folder, with the default model's tokenizer; it is written where it is not there.
+
+        Args:
+            cache: of such folders; None: `random` in the user's cache folder.
+
+        Raises:
+            StoreError: the disk has too little space, with the numbers. ConfigError: as `save_published`.
+        """
+        from tiermoe.cluster.jobs.prepare.writer import disk_errors, require_space
+
+        cache = user_cache() / "random" if cache is None else cache
+        folder = cache / f"{self.name}-{self.layers}-layers-{self.form}"
+        if folder.is_dir():
+            return folder
+        with disk_errors(cache):
+            cache.mkdir(parents=True, exist_ok=True)
+        remedy = "free some space, set XDG_CACHE_HOME to a folder on another disk, or give fewer --layers"
+        require_space(cache, self.disk_bytes, f"a random {folder.name}", cache, remedy, resumed=False)
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=cache) as scratch:  # never half a model
+            written = save_published(self.form, self.shape, Path(scratch) / "model", _DISTINCT)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                (written / name).write_bytes((default_model_dir() / name).read_bytes())
+            if not folder.is_dir():  # another process may have made it
+                os.rename(written, folder)
+        return folder
+
+
+MODELS |= {name: partial(NamedModel, name) for name in NAMES}
+
+
+def qwen3_layers(layers: int) -> MoeShape:
+    """Some layers of Qwen3-30B-A3B."""
+    return NamedModel("qwen3-30b-a3b", layers=layers).shape
+
+
+def _quantizer(form: Form) -> tuple[Quantize, dict[str, Any]]:
+    """The function that quantizes a matrix, and what config.json says of it."""
+
+    from .quantizers import FP8_CONFIG, compressed, fp8_block, gptq, gptq_config
+
+    def plain(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        return {".weight": matrix.bfloat16()}, matrix
+
+    def of(found: tuple[Quantize, dict[str, Any]]) -> tuple[Quantize, dict[str, Any]]:
+        return found[0], {"quantization_config": found[1]}
+
+    if form is Form.BF16:
+        return plain, {}
+    if form is Form.FP8:
+        return of((fp8_block, FP8_CONFIG))
+    if form is Form.GPTQ:
+        return of((gptq(4, 128, False, True), gptq_config(4, 128, False, True)))
+    floats = {"num_bits": 4, "type": "float"}
+    if form is Form.MXFP4:
+        return of(compressed("mxfp4-pack-quantized", strategy="group", group_size=32, **floats))
+    if form is Form.NVFP4:
+        return of(compressed("nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **floats))
+    return of(compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64))
+
+
+def _qwen3_config(shape: MoeShape) -> dict[str, Any]:
+    heads = shape.hidden // 64
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16",
+        "hidden_size": shape.hidden, "intermediate_size": 3 * shape.intermediate,
+        "moe_intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers, "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k, "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 8),
+        "head_dim": shape.head, "vocab_size": shape.vocabulary, "max_position_embeddings": 4096,
+        "tie_word_embeddings": False, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+
+
+def _dense(shape: MoeShape, seed: int) -> Iterator[Tensors]:
+    """What is not a routed expert: of each layer, then the rest."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    config = _qwen3_config(shape)
+    queries = config["num_attention_heads"] * shape.head
+    keys = config["num_key_value_heads"] * shape.head
+    hidden = shape.hidden
+    sizes = {
+        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries), "mlp.gate": (shape.experts, hidden),
+        "self_attn.q_norm": (shape.head,), "self_attn.k_norm": (shape.head,),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+
+    def made(size: tuple[int, ...], scale: float) -> torch.Tensor:
+        if len(size) == 1:
+            return torch.ones(size, dtype=torch.bfloat16)
+        return (torch.randn(size, generator=generator) * scale).bfloat16()
+
+    for layer in range(shape.layers):
+        yield {f"model.layers.{layer}.{name}.weight": made(size, 0.02) for name, size in sizes.items()}
+    yield {
+        "model.embed_tokens.weight": made((shape.vocabulary, hidden), 1.0),  # else all tokens take the same experts
+        "model.norm.weight": made((hidden,), 0), "lm_head.weight": made((shape.vocabulary, hidden), 0.02),
+    }  # fmt: skip
+
+
+def _experts(shape: MoeShape, distinct: int | None, seed: int) -> Iterator[tuple[int, Tensors]]:
+    """Matrices of the experts in order, without end, and a number that is the same for the same expert."""
+    import torch
+
+    sizes = dict.fromkeys(("gate_proj", "up_proj"), (shape.intermediate, shape.hidden))
+    sizes["down_proj"] = (shape.hidden, shape.intermediate)
+
+    def expert(number: int) -> Tensors:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number + 1)
+        return {name: (torch.randn(size, generator=generator) * 0.02).bfloat16() for name, size in sizes.items()}
+
+    if distinct is None:
+        yield from ((number, expert(number)) for number in itertools.count())
+    else:
+        yield from itertools.cycle([(number, expert(number)) for number in range(distinct)])

@@ -1,0 +1,318 @@
+"""Micro-benchmarks that serve requests in this process: `prefetch`, `ttft` and `scale`.
+
+All cases of a benchmark answer the same prompts, and must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.progress import Progress
+
+from tiermoe.actors.settings import check_combination
+from tiermoe.cluster.config import RunConfig, engine_settings, parse_budget
+from tiermoe.cluster.host import usable_cores
+from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts, long_prompts, run_config, serve, start_worker
+from tiermoe.errors import BudgetError, RuntimeFailure
+
+from .cases import Prefetch, Scale, Ttft
+
+POLICIES = ("on-demand", "next-gate")  # of `prefetch`
+PREFETCH_PROMPTS = 6
+LATENCY_US = 10.0
+BALANCE, SPEED = 1.1, 1.7  # bars of `scale`
+RESIDENT, DECODED, TTFT_BAR = "all-resident", 8, 1.5  # of `ttft`; tokens generated after each prompt
+
+Prompt = tuple[int, ...]
+Found = Mapping[str, Mapping[str, Spread]]  # by case, by measure
+
+
+class SameTokens:
+    """The tokens of each group of prompts, by the case that ran it first."""
+
+    def __init__(self, first: str) -> None:
+        self._first = first
+        self._tokens: dict[int, list[list[int]]] = {}
+
+    def check(self, case: str, group: int, tokens: list[list[int]]) -> None:
+        if self._tokens.setdefault(group, tokens) != tokens:
+            raise RuntimeFailure(f"{case} gives other tokens than {self._first}", "report this as a bug")
+
+
+def prefetch(options: Prefetch, progress: Progress | None) -> Report:
+    """Blocked I/O seconds of one request at a time, with and without prefetch, on the same prompts.
+
+    Each repetition continues with the cache of the previous one.
+
+    Bar: next-gate's median blocked I/O <= 0.8 of on-demand's.
+
+    Raises:
+        RuntimeFailure: the tokens differ.
+    """
+    prompt_tokens, max_tokens = 48, 48
+    link = {"gbps": options.link_gbps, "latency_us": LATENCY_US}
+    configs = {
+        name: run_config(options.model, options.config, policy=name, budget=options.budget, link=link)
+        for name in POLICIES
+    }
+    prompts = heldout_prompts(configs[POLICIES[0]].model_dir, PREFETCH_PROMPTS, prompt_tokens)
+    settings = options.settings(
+        latency_us=LATENCY_US, prompts=PREFETCH_PROMPTS, threads=1, prompt_tokens=prompt_tokens, max_tokens=max_tokens
+    )
+    same = SameTokens(POLICIES[0])
+
+    def case(name: str, worker: Any) -> Case:
+        def run() -> Measures:
+            worker.reset_stats()
+            times: list[Measures] = []
+            for i, prompt in enumerate(prompts):
+                measures, tokens = serve(worker.submit, [prompt], max_tokens)
+                times.append(measures)
+                same.check(name, i, tokens)
+            stats = worker.stats()
+            total = stats.total()
+            counted = ("prefetched_hits", "late_prefetches", "bytes_loaded", "bytes_wasted")
+            return {
+                "blocked_io_s": total.blocked_io_s, "total_io_s": total.total_io_s, "hit_rate": stats.hit_rate,
+                **{key: float(getattr(total, key)) for key in counted},
+                **{key: sum(t[key] for t in times) / len(times) for key in ("ttft_s", "tpot_s")},
+            }  # fmt: skip
+
+        return Case(name, run)
+
+    with ExitStack() as stack:
+        workers = {p: stack.enter_context(closing(start_worker(config))) for p, config in configs.items()}
+        report = Report("prefetch", workers[POLICIES[0]].stats().executor, settings=settings)
+        results = interleaved([case(*item) for item in workers.items()], options.repeats, 1, progress)
+    report.rows = rows_of(results)
+    blocked = {name: measures["blocked_io_s"].median for name, measures in results.items()}
+    value = ratio(blocked["next-gate"], blocked["on-demand"])
+    report.bars = [Bar("blocked I/O of next-gate over on-demand", value, "<=", 0.8)]
+    return report
+
+
+def ttft(options: Ttft, progress: Progress | None) -> Report:
+    """Time to the first token of long prompts, one at a time; each round takes another held-out text.
+
+    `floor_s` is what the link must carry: the seconds in which it moves the bytes that the prompt and the few tokens
+    after it loaded, with its latency for each copy. `loaded_of_model` is these bytes over those of all experts.
+
+    Bar: the first of `options.policy` over all-resident, the median of the rounds' ratios, <= 1.5.
+
+    Raises:
+        RuntimeFailure: the tokens differ.
+    """
+    link: dict[str, float | None] = {"gbps": options.link_gbps, "latency_us": LATENCY_US}
+    kinds: dict[str, tuple[str, dict[str, float | None]]] = dict.fromkeys(options.policy, (options.budget, link))
+    kinds[RESIDENT] = ("1.0", {"gbps": None, "latency_us": 0.0})
+    configs = {
+        name: run_config(options.model, options.config, policy=name, budget=budget, link=given)
+        for name, (budget, given) in kinds.items()
+    }
+    prompts = long_prompts(configs[RESIDENT].model_dir, options.repeats + 1, options.prompt_tokens)
+    same = SameTokens(RESIDENT)
+
+    def case(name: str, worker: Any) -> Case:
+        engine, turn = worker.engine, iter(range(len(prompts)))
+
+        def run() -> Measures:
+            number = next(turn)
+            worker.reset_stats()
+            measures, tokens = serve(worker.submit, [prompts[number]], DECODED)
+            same.check(name, number, tokens)
+            total = worker.stats().total()
+            model = engine.slot_bytes * engine.experts * len(engine.layers)
+            copies = total.bytes_loaded / engine.slot_bytes
+            floor_s = total.bytes_loaded / (options.link_gbps * 1e9) + copies * LATENCY_US * 1e-6
+            return measures | {
+                "floor_s": floor_s, "blocked_io_s": total.blocked_io_s, "loaded_of_model": total.bytes_loaded / model,
+                "hits": float(total.hits), "bytes_wasted": float(total.bytes_wasted),
+            }  # fmt: skip
+
+        return Case(name, run)
+
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(closing(start_worker(config))) for name, config in configs.items()}
+        report = Report("ttft", workers[RESIDENT].stats().executor, settings=options.settings(latency_us=LATENCY_US))
+        found = interleaved([case(*item) for item in workers.items()], options.repeats, 1, progress)
+    report.rows = rows_of(found)
+    pairs = zip(found[options.policy[0]]["ttft_s"].values, found[RESIDENT]["ttft_s"].values, strict=True)
+    value = statistics.median(ratio(loading, resident) for loading, resident in pairs)
+    what = f"TTFT of {options.prompt_tokens} tokens, {options.policy[0]} at {options.budget} over all-resident"
+    report.bars = [Bar(what, value, "<=", TTFT_BAR)]
+    return report
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A case of `scale`: the GPUs, and the budget that equals one GPU's, of each ("per-GPU") or of all ("total")."""
+
+    gpus: int
+    equal: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.gpus} GPU" if self.gpus == 1 else f"{self.gpus} GPUs, equal {self.equal} budget"
+
+    def config(self, options: Scale) -> RunConfig:
+        """The run. Raises BudgetError: the budget is not a share."""
+        share = _share(options) / (self.gpus if self.equal == "total" else 1)
+        return run_config(
+            options.model, options.config, policy=options.policy, budget=f"{share:.6f}",
+            link={"gbps": options.link_gbps, "latency_us": LATENCY_US},
+            cluster={"shards": self.gpus, "ownership": options.ownership},
+        )  # fmt: skip
+
+
+VARIANTS = (Variant(1, "total"), *(Variant(gpus, equal) for equal in ("total", "per-GPU") for gpus in (2, 4)))
+_SHOWN = (
+    "batch", "case", "tokens_per_s", "hit_rate", "needed_max_min", "bytes_max_min",
+    "io_path_s", "io_path_gain", "link_path_s", "link_path_gain",
+)  # fmt: skip
+
+
+def scale(options: Scale, progress: Progress | None) -> Report:
+    """Decode throughput, load per GPU and time lost to copies, at equal total and at equal per-GPU budget.
+
+    Each GPU is a process with its own slots and its own link. Every round takes other held-out prompts (from the start
+    again when they run out), the same for all cases, and continues with the caches of the previous round. Times are
+    compared within a round; bytes of a GPU are summed over rounds, because a few prompts are unbalanced by chance.
+
+    The time that copies take from a forward is given twice. In each layer the GPUs wait for their copies in parallel:
+    `io_path_s` sums the longest wait of each layer, by wall-clock; `link_path_s` sums the longest time that a link was
+    busy with the layer's copies, by the emulated links' own clock, as if cores were free and nothing overlapped. Copies
+    of an earlier prefetch are in neither or in both; on demand, both cover the same copies.
+
+    CPU stand-ins share the machine's cores: with fewer cores than GPUs, tokens per second say little of scaling. Bytes,
+    hits and the links' own clock do.
+
+    Bars, for every batch size: bytes loaded by the busiest GPU <= 1.1 of those by the idlest, for every number of GPUs;
+    `io_path_s` of one GPU >= 1.7 of that of two at equal per-GPU budget (median of the rounds' ratios).
+
+    Raises:
+        RuntimeFailure: the tokens differ. ConfigError, BudgetError: the policy or the budget is not usable.
+    """
+    prompt_tokens, max_tokens = 48, 24
+    batches = tuple(dict.fromkeys(options.batch))
+    configs = {v: v.config(options) for v in VARIANTS}
+    for config in configs.values():  # refused before anything is loaded
+        check_combination(engine_settings(config))
+    groups: dict[int, list[list[Prompt]]] = {}
+    for batch in batches:  # of the warm-up first, then of each round
+        count = (rounds(options, batch) + 1) * batch
+        prompts = heldout_prompts(configs[VARIANTS[0]].model_dir, count, prompt_tokens, at_least=batch)
+        groups[batch] = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
+    settings = options.settings(
+        budget=_share(options), latency_us=LATENCY_US, rounds={str(b): rounds(options, b) for b in batches},
+        prompt_tokens=prompt_tokens, max_tokens=max_tokens, threads=1, cores=usable_cores(),
+    )  # fmt: skip
+
+    def case(variant: Variant, worker: Any, prompts: Sequence[list[Prompt]], same: SameTokens) -> Case:
+        done = 0
+
+        def run() -> Measures:
+            nonlocal done
+            group, done = done % len(prompts), done + 1
+            worker.reset_stats()
+            before = worker.shard_stats()
+            times, tokens = serve(worker.submit, prompts[group], max_tokens)
+            same.check(variant.name, group, tokens)
+            rate = len(prompts[group]) / times["tpot_s"]
+            return {"tokens_per_s": rate, "ttft_s": times["ttft_s"]} | _shard_measures(worker, before)
+
+        return Case(variant.name, run)
+
+    with ExitStack() as stack:
+        workers = {v: stack.enter_context(closing(start_worker(config))) for v, config in configs.items()}
+        report = Report("scale", workers[VARIANTS[0]].stats().executor, settings=settings, shown=_SHOWN)
+        for batch, rounds_of_batch in groups.items():
+            same = SameTokens(VARIANTS[0].name)
+            cases = [case(*item, rounds_of_batch, same) for item in workers.items()]
+            found = interleaved(cases, rounds(options, batch), 1, progress, f"batch {batch}")
+            report.rows += [scale_row(batch, v, found) for v in VARIANTS]
+            report.bars += scale_bars(batch, found)
+    return report
+
+
+def rounds(options: Scale, batch: int) -> int:
+    """Counted rounds of `scale`, of `batch` prompts each."""
+    return max(options.repeats, math.ceil(options.prompts / batch))
+
+
+def _share(options: Scale) -> float:
+    """The budget. Raises BudgetError: it is not a share."""
+    share = parse_budget(options.budget)
+    if not isinstance(share, float):
+        raise BudgetError(f"budget '{options.budget}' is not a share", "give a share of all experts, such as 0.125")
+    return share
+
+
+def _shard_measures(worker: Any, before: Sequence[dict[str, Any]]) -> Measures:
+    after = worker.shard_stats()
+    if any(part["state"] != "serving" for part in (*before, *after)):
+        raise RuntimeFailure("a shard was lost during the measurement", "run again, and report it if it stays")
+
+    def of_each(name: str) -> list[float]:
+        return [float(b[name] - a[name]) for a, b in zip(before, after, strict=True)]
+
+    loaded, hits, misses = of_each("bytes_loaded"), of_each("hits"), of_each("misses")
+    total = worker.stats().total()
+    return {
+        "io_path_s": total.io_path_s,
+        "link_path_s": total.link_path_s,
+        "link_s_mean": sum(of_each("link_s")) / len(loaded),
+        "blocked_io_s_all": sum(of_each("blocked_io_s")),
+        "shard_wait_s": total.shard_wait_s,
+        "recomputed": float(total.shard_recomputed),
+        "hit_rate": ratio(sum(hits), sum(hits) + sum(misses)),
+        **{f"bytes_loaded_{i}": loaded[i] for i in range(len(loaded))},
+        **{f"needed_{i}": hits[i] + misses[i] for i in range(len(loaded))},
+    }
+
+
+def scale_row(batch: int, variant: Variant, found: Found) -> dict[str, Any]:
+    """Medians over rounds; sums over rounds of values per GPU; all rounds in `spread`.
+
+    `..._max_min`: of the busiest GPU over the idlest. `..._gain`: one GPU's over this case's.
+    """
+    spreads = found[variant.name]
+    loaded, needed = _per_gpu(spreads, "bytes_loaded"), _per_gpu(spreads, "needed")
+    return {
+        "batch": batch, "case": variant.name, "gpus": variant.gpus, "equal": variant.equal,
+        **{name: spread.median for name, spread in spreads.items() if not name[-1].isdigit()},
+        "io_path_gain": _gain(found, variant, "io_path_s"),
+        "link_path_gain": _gain(found, variant, "link_path_s"),
+        "loaded_mb": sum(loaded) / 1e6,
+        "bytes_loaded": loaded,
+        "needed": needed,
+        "bytes_max_min": ratio(max(loaded), min(loaded)),
+        "needed_max_min": ratio(max(needed), min(needed)),
+        "spread": {name: asdict(spread) for name, spread in spreads.items()},
+    }  # fmt: skip
+
+
+def scale_bars(batch: int, found: Found) -> list[Bar]:
+    bars = []
+    for v in VARIANTS[1:]:
+        loaded = _per_gpu(found[v.name], "bytes_loaded")
+        name = f"batch {batch}: bytes loaded, busiest over idlest GPU, {v.name}"
+        bars.append(Bar(name, ratio(max(loaded), min(loaded)), "<=", BALANCE))
+    gain = _gain(found, Variant(2, "per-GPU"), "io_path_s")
+    return [*bars, Bar(f"batch {batch}: time lost to copies, 1 GPU over 2 of the same budget each", gain, ">=", SPEED)]
+
+
+def _per_gpu(spreads: Mapping[str, Spread], measure: str) -> list[float]:
+    return [sum(spread.values) for name, spread in spreads.items() if name.startswith(f"{measure}_")]
+
+
+def _gain(found: Found, variant: Variant, measure: str) -> float:
+    """One GPU's over this case's, the median of the rounds' ratios, or NaN."""
+    pairs = zip(found[VARIANTS[0].name][measure].values, found[variant.name][measure].values, strict=True)
+    ratios = [ratio(one, this) for one, this in pairs]
+    return math.nan if any(map(math.isnan, ratios)) else statistics.median(ratios)

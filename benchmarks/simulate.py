@@ -1,0 +1,224 @@
+"""`bench simulate`: layer steps a second of the simulator; `bench validation`: its results against measured ones.
+
+A validation cell is a preset at a budget on a link. All cells serve the same prompts, and the simulator replays the
+routing of these very prompts with this machine's costs, measured at the begin. One worker is alive at a time.
+`on-demand` begins and ends each group of cells that share a budget and a link; a group in which it drifts is discarded.
+Before, each preset runs once on a stepped link, whose clock stands still while the worker computes: its hits depend on
+decisions and counting alone, and no load of the machine changes them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import combinations, product
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from tiermoe.actors.engine.stats import EngineStats
+from tiermoe.actors.requests import SamplingParams
+from tiermoe.actors.settings import LinkSettings
+from tiermoe.cluster.config import RunConfig, default_model_dir, engine_settings, load_policy
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report
+from tiermoe.cluster.jobs.bench.serving import (
+    Prompt,
+    ensure_artifacts,
+    heldout_prompts,
+    prepared_store,
+    run_config,
+    serve,
+    start_worker,
+)
+from tiermoe.cluster.jobs.machine import measure_machine
+from tiermoe.cluster.jobs.prediction import ROUTING, simulated_machine
+from tiermoe.cluster.jobs.replay import checked_prefetch, replay, require_replayable
+from tiermoe.cluster.simulate.executor import context_of, engine_of, eviction_of, first_cut
+from tiermoe.cluster.simulate.hit_rates import serve as replayed
+from tiermoe.cluster.simulate.machine import Machine, load_machine
+from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.cluster.topology.estimate import make_plan, measured_hardware
+from tiermoe.cluster.topology.estimate import predict as predict_by_formula
+from tiermoe.cluster.topology.inputs import facts_of_store, local_ray, this_machine
+from tiermoe.cluster.topology.machine import MachineCosts
+
+from .cases import Simulate, Validation
+
+LATENCY_US, PROMPT_TOKENS, DISTANCES = 10.0, 32, 4
+CONTROL = "on-demand"
+STEPS = 20_000  # layer steps a second
+TPOT_WITHIN, HITS_WITHIN, DRIFT, DIFFER, MIN_KEPT = 0.15, 0.01, 0.05, 0.05, 0.5
+QUICK = 3  # presets of a quick run
+STEP_US = 150.0  # of the clock for each layer, on a stepped link
+
+
+def simulate(options: Simulate, progress: Progress | None) -> Report:
+    """Layer steps a second of CPU time of one thread, median over the repetitions.
+
+    Bar: 20,000 for presets without prefetch and split.
+    """
+    trace = Trace(default_model_dir() / ROUTING if options.trace is None else options.trace)
+    header, requests = trace.header, list(trace.requests())
+    report = Report("simulate", "simulated", settings=options.settings(machine="recorded"))
+    task = None if progress is None else progress.add_task("replaying", total=len(options.preset) * options.repeats)
+    for name in options.preset:
+        settings, rates = load_policy(name), list[float]()
+        require_replayable(settings)
+        for _ in range(options.repeats):
+            cut = None if settings.split.kind == "off" else first_cut(header, settings, options.budget)
+            eviction = eviction_of(settings, header)
+            prefetch = checked_prefetch(settings, context_of(header, eviction=eviction), header)
+            machine = load_machine(header, None, options.link_gbps, LATENCY_US)
+            engine = engine_of(settings, header, machine, options.budget, eviction, prefetch, cut)
+            begin_s = time.thread_time()
+            served = replayed(engine, requests)
+            rates.append(served.forwards * header.layers / (time.thread_time() - begin_s))
+            if progress is not None and task is not None:
+                progress.advance(task)
+        plain = settings.prefetch.kind == "none" and settings.split.kind == "off"
+        row = {"policy": name, "simple": plain, "steps_per_s": median(rates), "least": min(rates), "most": max(rates)}
+        report.rows.append(row)
+        if plain:
+            report.bars.append(Bar(f"layer steps a second, {name}", median(rates), ">=", STEPS))
+    return report
+
+
+def validation(options: Validation, progress: Progress | None) -> Report:
+    """TPOT and hit rate, simulated and measured.
+
+    Bars, over the groups that are kept: TPOT within 15%, hit rate within one point, and the order of two presets the
+    same where they differ by over 5%; at least half of the cells are kept.
+
+    Raises:
+        ConfigError: an unknown preset, or one that cannot be replayed. RuntimeFailure: a request failed.
+    """
+    presets = options.preset[:QUICK] if options.quick else options.preset
+    most = 1 if options.quick else None
+    budgets, links = options.budget[:most], options.link_gbps[:most]
+    for name in presets:
+        require_replayable(load_policy(name))
+    report = Report("validation", "", settings=options.settings(prompt_tokens=PROMPT_TOKENS, latency_us=LATENCY_US))
+    base = run_config(options.model, None)
+    prompts = heldout_prompts(base.model_dir, options.repeats + 1, PROMPT_TOKENS)
+    ensure_artifacts(base, [load_policy(name) for name in presets])
+    costs = measure_machine(progress, tuple(dict.fromkeys((CONTROL, *presets))))
+    report.figures["costs"] = costs.model_dump(mode="json")
+    with tempfile.TemporaryDirectory(prefix="tiermoe-validation-") as folder:
+        trace = _record(base, prompts, options.max_tokens, Path(folder) / "trace", progress)
+        total = len(budgets) * len(links) * (len(presets) + 2) + len(presets)
+        task = None if progress is None else progress.add_task("serving", total=total)
+        stepped = report.figures["stepped"] = list[dict[str, Any]]()
+        for name in presets:
+            config = _config(base, name, budgets[0], links[-1])
+            stepped.append(_stepped_cell(config, trace, prompts, options.max_tokens))
+            if progress is not None and task is not None:
+                progress.advance(task)
+        for budget, gbps in product(budgets, links):
+            rows = []
+            for name in (CONTROL, *presets, CONTROL):
+                config = _config(base, name, budget, gbps)
+                rows.append(_cell(config, costs, trace, prompts, options.max_tokens, report))
+                if progress is not None and task is not None:
+                    progress.advance(task)
+            drift = abs(rows[-1]["measured_ms"] / rows[0]["measured_ms"] - 1)
+            group = {"budget": budget, "link_gbps": gbps, "drift": drift, "kept": drift <= DRIFT}
+            report.rows += [group | row for row in rows[1:-1]]
+    report.bars += _bars(report.rows)
+    worst = max(abs(row["hits_off"]) for row in stepped)
+    report.bars.append(Bar("largest error of the hit rate on a stepped link", worst, "<=", HITS_WITHIN))
+    return report
+
+
+def _config(base: RunConfig, preset: str, budget: str, gbps: float) -> RunConfig:
+    link = LinkSettings() if budget == "1.0" else LinkSettings(gbps=gbps, latency_us=LATENCY_US)
+    return base.model_copy(update={"policy": preset, "budget": budget, "link": link})
+
+
+def _record(base: RunConfig, prompts: Sequence[Prompt], tokens: int, out: Path, progress: Progress | None) -> Trace:
+    from tiermoe.cluster.jobs.record.job import record  # torch
+
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    record(_config(base, CONTROL, "1.0", 0.0), prompts, out, sampling, DISTANCES, progress)
+    return Trace(out)
+
+
+def _cell(
+    config: RunConfig, costs: MachineCosts, trace: Trace, prompts: Sequence[Prompt], tokens: int, report: Report
+) -> dict[str, Any]:
+    """One cell: the first prompt warms both executors up and does not count."""
+    simulated = _simulated(config, costs, trace)
+    measured_s, stats = _served(config, prompts, tokens)
+    report.executor = stats.executor
+    times = {"measured_ms": measured_s * 1e3, "simulated_ms": simulated["tpot_s"] * 1e3}
+    return _compared(config, stats, simulated) | times | {"ratio": simulated["tpot_s"] / measured_s}
+
+
+def _stepped_cell(config: RunConfig, trace: Trace, prompts: Sequence[Prompt], tokens: int) -> dict[str, Any]:
+    """Hit rates on a stepped link. A layer takes the simulator the same time, before its routing is known."""
+    link = config.link
+    config = config.model_copy(update={"link": link.model_copy(update={"layer_us": STEP_US})})
+    _, stats = _served(config, prompts, tokens)
+    machine = Machine(
+        name="stepped", forward_s=0.0, dense_s=STEP_US * 1e-6, dense_row_s=0.0, expert_s=0.0, expert_row_s=0.0,
+        link_gbps=link.gbps, link_latency_us=link.latency_us,
+    )  # fmt: skip
+    simulated = _replayed(trace, config.policy, machine, stats.slots)
+    return {"budget": config.budget, "link_gbps": link.gbps} | _compared(config, stats, simulated)
+
+
+def _served(config: RunConfig, prompts: Sequence[Prompt], tokens: int) -> tuple[float, EngineStats]:
+    """Mean TPOT and the counters of all prompts but the first."""
+    times = list[float]()
+    with closing(start_worker(config)) as worker:
+        for number, prompt in enumerate(prompts):
+            if number == 1:
+                worker.reset_stats()
+            measures, _ = serve(worker.submit, [prompt], tokens)
+            if number:
+                times.append(measures["tpot_s"])
+        return fmean(times), worker.stats()
+
+
+def _compared(config: RunConfig, stats: EngineStats, simulated: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "policy": config.policy, "hit_rate": stats.hit_rate, "simulated_hit_rate": simulated["hit_rate"],
+        "hits_off": simulated["hit_rate"] - stats.hit_rate,
+    }  # fmt: skip
+
+
+def _simulated(config: RunConfig, costs: MachineCosts, trace: Trace) -> dict[str, Any]:
+    settings, policy = engine_settings(config), load_policy(config.policy)
+    facts = facts_of_store(prepared_store(config, settings), config.model_dir)
+    plan = make_plan(config, settings, facts, this_machine(local_ray(config, settings)), "this machine", here=False)
+    hardware = measured_hardware(plan.prediction.hardware, costs, config.link.gbps)
+    assumed = predict_by_formula(plan.topology, plan.spec, facts, hardware, costs, "measured in this run")
+    host, _ = costs.of_policy(policy.name)
+    machine = simulated_machine(trace.header, plan.spec, facts, costs, assumed, host, grows=True)
+    return _replayed(trace, policy.name, machine, plan.spec.budget_bytes // plan.spec.slot_bytes)
+
+
+def _replayed(trace: Trace, policy: str, machine: Machine, slots: int) -> dict[str, Any]:
+    budget, context = slots * trace.header.slot_bytes, context_of(trace.header)
+    return replay(trace, load_policy(policy), context, machine, budget, first=1, console=Console(quiet=True))
+
+
+def _bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
+    kept = [row for row in rows if row["kept"]]
+    pairs = [
+        (a, b) for a, b in combinations(kept, 2)
+        if (a["budget"], a["link_gbps"]) == (b["budget"], b["link_gbps"])
+        and max(a["measured_ms"], b["measured_ms"]) > (1 + DIFFER) * min(a["measured_ms"], b["measured_ms"])
+    ]  # fmt: skip
+    same = [(a["measured_ms"] < b["measured_ms"]) == (a["simulated_ms"] < b["simulated_ms"]) for a, b in pairs]
+    nan = float("nan")
+    return [
+        Bar("largest error of TPOT", max((abs(r["ratio"] - 1) for r in kept), default=nan), "<=", TPOT_WITHIN),
+        Bar("largest error of the hit rate", max((abs(r["hits_off"]) for r in kept), default=nan), "<=", HITS_WITHIN),
+        Bar("pairs in the same order", fmean(same) if same else 1.0 if kept else nan, ">=", 1.0),
+        Bar("share of cells kept", len(kept) / len(rows) if rows else nan, ">=", MIN_KEPT),
+    ]

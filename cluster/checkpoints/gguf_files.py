@@ -1,0 +1,170 @@
+"""GGUF files: their header, their tensors as entries of a checkpoint, and a folder with what is beside a checkpoint.
+
+    open_weights    header(s) of one file, or of all parts of a split one -> entries by GGUF's names
+    gguf_folder     a folder in the cache with links to the files, and config.json and the tokenizer: those beside the
+                    file, else those of its metadata
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+from ...actors.store.format import ITEM_BYTES, SourceFile, TensorSpec
+from ...actors.store.published import head_digest
+from ...errors import CheckpointError, StoreError, UnsupportedModelError
+from ...kernels.forms import BLOCKS, FLOATS, MatrixForm
+from ...proto.private import user_cache
+from ..host import GGUF_CACHE
+from .checkpoint import Entry, TensorEntry
+from .gguf_config import config_of
+from .gguf_header import FORM_OF, SPLIT, Header, Tensor, gguf_files, parts_of, read_experts, read_gguf
+from .gguf_tokenizer import TOKENS, save_settings, save_tokenizer
+from .matrices import QuantizedEntry, Raw
+from .weight_files import CONFIG
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """The weights of a model in GGUF files. source: the files. tensors: by GGUF's names."""
+
+    header: Header = field(repr=False)
+    tensors: dict[str, Entry] = field(repr=False)
+    source: tuple[SourceFile, ...] = ()
+
+
+def open_weights(files: list[Path]) -> Gguf:
+    """The tensors of a model's files; quantized ones as `QuantizedEntry`.
+
+    Raises:
+        CheckpointError: a file is unreadable or malformed, or the files are not those of one model.
+        UnsupportedModelError: the model is dense, or a tensor's type cannot be dequantized.
+    """
+    header = read_experts(files)
+    tensors: dict[str, Entry] = {name: _entry(name, found) for name, found in header.tensors.items()}
+    source = []
+    for path in files:
+        status = path.stat()
+        try:
+            digest = head_digest(path)
+        except StoreError as error:
+            raise CheckpointError(error.what, "make it a file that this user may read") from error
+        source.append(
+            SourceFile(file=path.name, nbytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest)
+        )
+    return Gguf(header, tensors, tuple(source))
+
+
+def _entry(name: str, tensor: Tensor) -> Entry:
+    shape, kind, offset, path = tensor
+    form = FORM_OF.get(GGMLQuantizationType(kind))
+    if form in FLOATS:
+        code = FLOATS[form]
+        return TensorEntry(path, _spec(name, code, shape, offset, math.prod(shape) * ITEM_BYTES[code]))
+    if len(shape) not in (2, 3):
+        raise UnsupportedModelError(
+            f"{path.name}: tensor {name!r} of {len(shape)} dimensions is of type {GGMLQuantizationType(kind).name}",
+            "use another GGUF file of the model",
+        )
+    outputs, inputs = shape[-2:]
+    stack = shape[0] if len(shape) == 3 else 0
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    bytes_shape = (*shape[:-1], inputs // block * size)
+    raw = {"weight": TensorEntry(path, _spec(name, "U8", bytes_shape, offset, math.prod(bytes_shape)))}
+    spec = _spec(name, "F32", shape, 0, 0)
+    if form is not None:
+        repack = _q5_0_as_q8_0 if kind == GGMLQuantizationType.Q5_0 else None
+        return QuantizedEntry(spec, MatrixForm(form, outputs, inputs), raw, stack, repack=repack)
+    return QuantizedEntry(spec, MatrixForm("float32", outputs, inputs), raw, stack, repack=_Dequantized(kind))
+
+
+def _spec(name: str, code: str, shape: tuple[int, ...], offset: int, nbytes: int) -> TensorSpec:
+    return TensorSpec(name=name, dtype=code, shape=shape, offset=offset, nbytes=nbytes)
+
+
+def _q5_0_as_q8_0(form: MatrixForm, raw: Raw) -> Raw:
+    """Q5_0 is a scale and 32 codes of five bits less 16; Q8_0 a scale and 32 codes of eight bits with sign."""
+    blocks = raw["weight"].reshape(-1, 22)
+    fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
+    low = np.concatenate([blocks[:, 6:] & 15, blocks[:, 6:] >> 4], axis=1)
+    codes = (low | fifth << 4).astype(np.int8) - np.int8(16)
+    out = np.concatenate([blocks[:, :2], codes.view(np.uint8)], axis=1)
+    weights, size, _ = BLOCKS["q8_0"]
+    return {"weight": out.reshape(form.outputs, form.inputs // weights * size)}
+
+
+@dataclass(frozen=True)
+class _Dequantized:
+    """The values of a type for which there is no form: for dense weights only. kind: GGML's number."""
+
+    kind: int
+
+    def __call__(self, form: MatrixForm, raw: Raw) -> Raw:
+        kind = GGMLQuantizationType(self.kind)
+        try:
+            values = dequantize(raw["weight"], kind)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"GGUF tensors of type {kind.name} cannot be dequantized",
+                "use another GGUF file of the model, such as Q4_K_M or Q8_0",
+            ) from error
+        return {"weight": np.ascontiguousarray(values, np.float32)}
+
+
+# --- what a checkpoint's folder has beside its weights --------------------------------------------------------------
+
+_FORMAT = 3  # of the folders in the cache: what is made of metadata
+
+
+def gguf_folder(path: Path) -> Path:
+    """A folder in the user's cache that stands for a GGUF checkpoint: links to the files, config.json, the tokenizer.
+
+    Args:
+        path: the file, any part of a split one, or the folder that has it.
+
+    Raises:
+        CheckpointError: a file is malformed, or a part is missing.
+        UnsupportedModelError: the model is dense, a key or the tokenizer is not supported, or the metadata lacks a part
+            of the configuration and no config.json is beside the file.
+    """
+    if path.is_dir():
+        path = gguf_files(path)[0]
+    files = [file.absolute() for file in parts_of(path)]
+    header = read_experts(files)
+    own = [file for file in sorted(path.parent.iterdir()) if _is_beside(file)]
+    stamp = json.dumps([_FORMAT, *([str(file), (s := file.stat()).st_size, s.st_mtime_ns] for file in [*files, *own])])
+    name = SPLIT.fullmatch(path.name)
+    stem = path.stem if name is None else name["stem"]
+    folder = user_cache() / GGUF_CACHE / f"{stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}" / stem
+    if (folder / CONFIG).is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        link = folder / file.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(file)
+    beside = {file.name: file.read_bytes() for file in own}
+    config = beside.pop(CONFIG, None) or json.dumps(config_of(header), indent=1).encode()
+    if TOKENS in header.metadata:
+        with_texts = read_gguf(files, texts=True)
+        if "tokenizer.json" not in beside:
+            save_tokenizer(with_texts, folder)
+        else:
+            with contextlib.suppress(CheckpointError):  # the vocabulary beside it is the one that counts
+                save_settings(with_texts, folder)
+    for file_name, content in beside.items():
+        (folder / file_name).write_bytes(content)
+    (folder / CONFIG).write_bytes(config)  # last: without it the folder is made again
+    return folder
+
+
+def _is_beside(file: Path) -> bool:
+    """Whether a file beside a GGUF file belongs to its checkpoint."""
+    return file.is_file() and file.suffix in (".json", ".jinja") and not file.name.endswith(".index.json")

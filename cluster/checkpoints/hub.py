@@ -1,0 +1,463 @@
+"""A model by its name: a folder, a folder of a Hugging Face cache, or `org/name[@revision][:FILE.gguf]` of a hub.
+
+    locate     what the name means on this machine; configuration and tokenizer are fetched where they are not here
+    complete   the weights of what `locate` returned, fetched where they are not here
+    headers    dtype and shape of every weight: of files that are here, else by range requests
+
+Files go to the cache that `huggingface_hub` shares with other programs (HF_HOME, HF_HUB_CACHE). What is there is used
+without a look at the network; `hf download org/name` brings it up to date. Finished files stay when a download is
+interrupted, and a lost connection goes on where it was. Nothing of a repository is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+
+from ...errors import CheckpointError
+from ..config import RunConfig, default_model_dir
+from ..report.tables import byte_progress, size
+from .weight_files import CONFIG, INDEX, SINGLE, read_weights_header, weight_files
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+SUFFIX = ".gguf"
+Need = Literal["sizes", "text"]
+Header = dict[str, tuple[str, tuple[int, ...]]]  # type code and shape by tensor
+
+_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w.][\w./-]{0,199}))?"
+    r"(?::(?P<gguf>[\w.][\w./-]{0,199}))?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FOLDER = "models--"
+_SIZES = ("config.json", "*config*.json", INDEX)
+_PATTERNS: dict[Need, tuple[str, ...]] = {
+    "sizes": _SIZES,
+    "text": (*_SIZES, "tokenizer*", "*tokens*.json", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*",
+             "additional_chat_templates/*.jinja"),
+}
+_NEEDED: dict[Need, tuple[str, ...]] = {"sizes": (CONFIG,), "text": (CONFIG, "tokenizer.json")}
+_WORKERS = 4  # files at a time: an interruption loses no more than these
+_STOP_S = 5.0
+_SPARE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model of a hub. revision: branch, tag or commit. gguf: a file, or the type of one, such as Q4_K_M."""
+
+    name: str
+    revision: str = "main"
+    gguf: str | None = None
+
+    @property
+    def command(self) -> str:
+        """What downloads it by hand."""
+        name = self.name if self.gguf is None else f"{self.name} --include '*{self.gguf}*'"
+        return f"hf download {name}" + ("" if self.revision == "main" else f" --revision {self.revision}")
+
+
+def located(config: RunConfig, need: Need = "text") -> RunConfig:
+    """The configuration with its model as a folder of this machine. Raises as `locate`."""
+    if config.model is None:
+        return config
+    return config.model_copy(update={"model": str(locate(config.model, need))})
+
+
+def locate(model: str | None, need: Need = "text") -> Path:
+    """The folder of a model, with configuration and, for `text`, tokenizer; the weights may be missing.
+
+    A GGUF file has its configuration in it, so one of a hub is fetched here, with all of its parts.
+
+    Args:
+        model: folder, GGUF file, cache folder `models--org--name`, or org/name[@revision], for a GGUF file with
+            :FILE.gguf or with its type, such as :Q4_K_M; None: the project's model.
+
+    Raises:
+        CheckpointError: no such model here or at the hub, no access to it, no network, or a full disk.
+    """
+    if model is None:
+        return default_model_dir()
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        from .gguf_files import gguf_folder
+
+        return gguf_folder(path)
+    if path.is_dir():
+        found = _snapshot_of(path)
+        if any(found.glob("*.gguf")) and not any((found / name).is_file() for name in (SINGLE, INDEX)):
+            from .gguf_files import gguf_folder
+
+            return gguf_folder(found)
+        return found
+    match = _NAME.fullmatch(model)
+    of_file = path.suffix in (".gguf", ".safetensors") and (match is None or match["gguf"] is None)
+    if match is None or ".." in model or "--" in match["repo"] or of_file:
+        return path  # `check_model_dir` says what is wrong with it
+    repository = Repository(match["repo"], match["revision"] or "main", match["gguf"])
+    if repository.gguf is not None:
+        from .gguf_files import gguf_folder
+
+        return gguf_folder(_gguf_of(repository))
+    cached = _cached(_cache() / _folder(repository.name), repository.revision)
+    if cached is not None and all((cached / name).is_file() for name in _NEEDED[need]):
+        return cached
+    found = _fetch_small(repository, need)
+    if not (found / CONFIG).is_file():
+        with _hub_errors(repository, _cache()):
+            files = [name for name in _listed(repository) if Path(name).suffix == SUFFIX]
+        if files:
+            raise CheckpointError(
+                f"'{repository.name}' has GGUF files and no {CONFIG}",
+                f"name a file, or its type, such as {repository.name}:{Path(files[0]).name}",
+            )
+    return found
+
+
+def complete(folder: Path, *, progress: bool = True) -> None:
+    """Fetch the weights of a cached snapshot that are not there; any other folder stays as it is.
+
+    Raises:
+        CheckpointError: as `locate`; or the repository has no safetensors files.
+    """
+    repository = _repository_of(folder)
+    missing = _missing(folder) if repository is not None else []
+    if repository is None or not missing:
+        return
+    cache = folder.resolve().parents[2]
+    with _hub_errors(repository, cache):
+        there = _listed(repository)
+        if SINGLE in there and SINGLE not in (files := weight_files(folder)).names and files.index == INDEX:
+            missing = [SINGLE]  # which transformers prefers
+        absent = [name for name in missing if name not in there]
+        if absent:
+            other = sorted(name for name in there if Path(name).suffix in (".bin", ".pt", ".pth", SUFFIX))
+            gguf = next((name for name in other if Path(name).suffix == SUFFIX), None)
+            remedy = "choose a repository with the safetensors form"
+            raise CheckpointError(
+                f"'{repository.name}' has no {absent[0]}" + (f", only {other[0]}" if other else ""),
+                remedy if gguf is None else f"{remedy}, or name the file: {repository.name}:{gguf}",
+            )
+        _fetch(repository, {name: there[name] for name in missing}, (), progress)
+    still = _missing(folder)
+    if still:
+        raise CheckpointError(f"{still[0]} of '{repository.name}' did not arrive", "run the same command again")
+
+
+def headers(folder: Path) -> Header | None:
+    """Type code and shape of each of a checkpoint's tensors; None: its files are neither here nor reachable.
+
+    Files that are not here are asked for their first bytes, a request for each.
+
+    Raises:
+        CheckpointError: a file here is not a safetensors file, or the index is malformed.
+    """
+    files, missing = weight_files(folder), set(_missing(folder))
+    repository = _repository_of(folder)
+    if missing and (repository is None or _offline()):
+        return None
+    found = {name: tensors_of(folder / name) for name in files.names if name not in missing}
+    if missing:
+        assert repository is not None
+        found |= _remote_headers(repository, sorted(missing))
+    held = files.holders((name, found[name]) for name in files.names)
+    return {tensor: found[file][tensor] for tensor, file in held.items()}
+
+
+def tensors_of(file: Path) -> Header:
+    """Type code and shape of every tensor of a safetensors file. Raises CheckpointError: it is not one."""
+    return {spec.name: (spec.dtype, spec.shape) for spec in read_weights_header(file)[1]}
+
+
+def name_of(folder: Path) -> str:
+    """A checkpoint's name for people: the folder's; in a Hugging Face cache the model's."""
+    repository = _repository_of(folder)
+    return repository.name.rpartition("/")[2] if repository is not None else folder.resolve().name or "model"
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _folder(repo: str) -> str:
+    return _FOLDER + repo.replace("/", "--")
+
+
+def _snapshot_of(path: Path) -> Path:
+    """A folder `models--org--name` of a cache as the snapshot of its branch main; any other folder as it is."""
+    if not path.name.startswith(_FOLDER) or not (path / "snapshots").is_dir():
+        return path
+    found = _cached(path, "main")
+    if found is not None:
+        return found
+    there = sorted(entry.name for entry in (path / "snapshots").iterdir() if entry.is_dir())
+    if len(there) == 1:
+        return path / "snapshots" / there[0]
+    raise CheckpointError(
+        f"'{path}' names no snapshot for the branch main, and has {len(there)}",
+        "pass one of its folders snapshots/COMMIT",
+    )
+
+
+def _cached(folder: Path, revision: str) -> Path | None:
+    """The snapshot of a revision in a folder `models--org--name`; None where it is not there."""
+    commit = revision
+    if not _COMMIT.fullmatch(revision):
+        try:
+            commit = (folder / "refs" / revision).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return None
+    found = folder / "snapshots" / commit
+    return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
+
+
+def _repository_of(folder: Path) -> Repository | None:
+    """The repository at the commit of a snapshot's folder; None where it is not one."""
+    path = folder.resolve()
+    above = [parent.name for parent in path.parents[:2]]
+    if not _COMMIT.fullmatch(path.name) or above[:1] != ["snapshots"] or not above[-1].startswith(_FOLDER):
+        return None
+    return Repository(above[-1].removeprefix(_FOLDER).replace("--", "/"), path.name)
+
+
+def _missing(folder: Path) -> list[str]:
+    return [name for name in weight_files(folder).names if not (folder / name).is_file()]
+
+
+# -- GGUF files of a hub -----------------------------------------------------------------------------------------------
+
+
+def _gguf_of(repository: Repository) -> Path:
+    """The first file of the GGUF model that a name says, whole in the cache; fetched where it is not there.
+
+    Raises:
+        CheckpointError: there is no such file, or there are several, or a part is missing; or as `locate`.
+    """
+    cached = _cached(_cache() / _folder(repository.name), repository.revision)
+    if cached is not None:
+        here = [str(path.relative_to(cached)) for path in cached.rglob(f"*{SUFFIX}") if path.is_file()]
+        with contextlib.suppress(CheckpointError):
+            return cached / _chosen(repository, here)[0]
+    with _hub_errors(repository, _cache()):
+        there = _listed(repository)
+        files = _chosen(repository, sorted(there))
+        _refuse_dense(repository, files[0])
+        found = _fetch(repository, {name: there[name] for name in files}, _PATTERNS["text"])
+    return found / files[0]
+
+
+def _refuse_dense(repository: Repository, name: str) -> None:
+    """Raise UnsupportedModelError where the first bytes of a GGUF file show a model without experts."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    from .gguf_header import HEAD_BYTES, dense_architecture, no_experts
+
+    url = hf_hub_url(repository.name, name, revision=repository.revision, endpoint=constants.ENDPOINT)
+    asked = {**build_hf_headers(library_name="tiermoe"), "range": f"bytes=0-{HEAD_BYTES - 1}"}
+    answer = get_session().get(url, headers=asked, follow_redirects=True)
+    hf_raise_for_status(answer)
+    if (architecture := dense_architecture(answer.content[:HEAD_BYTES])) is not None:
+        raise no_experts(f"'{repository.name}:{name}'", architecture)
+
+
+def _chosen(repository: Repository, names: Iterable[str]) -> list[str]:
+    """The files of the model that `repository.gguf` says, all parts in order.
+
+    Raises:
+        CheckpointError: there is none, or there are several, or a part is missing.
+    """
+    from .gguf_header import part_names  # the package `gguf` takes a tenth of the imports' time
+
+    wanted = repository.gguf or ""
+    known = [name for name in names if Path(name).suffix == SUFFIX and not Path(name).name.startswith("mmproj")]
+    of_type = re.compile(rf"(.*[-./])?{re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
+    fitting = [name for name in known if name == wanted] or [name for name in known if of_type.fullmatch(name)]
+    models = dict.fromkeys(tuple(part_names(name)) for name in fitting)
+    if len(models) != 1:
+        what = "several models" if models else "no GGUF file"
+        choice = ", ".join((fitting or known)[:4]) or "none"
+        raise CheckpointError(
+            f"'{repository.name}' has {what} of the name or type {wanted!r}", f"name one of its GGUF files: {choice}"
+        )
+    (files,) = models
+    lacking = [name for name in files if name not in known]
+    if lacking:
+        raise CheckpointError(f"'{repository.name}' lacks {lacking[0]}, a part of the model", "choose another file")
+    return list(files)
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+
+
+def _api() -> HfApi:
+    from huggingface_hub import HfApi, constants
+
+    return HfApi(endpoint=constants.ENDPOINT, library_name="tiermoe")
+
+
+def _listed(repository: Repository) -> dict[str, int]:
+    """Bytes of every file by its path."""
+    tree = _api().list_repo_tree(repository.name, revision=repository.revision, recursive=True)
+    return {entry.path: entry.size for entry in tree if hasattr(entry, "size")}
+
+
+def _fetch(repository: Repository, files: Mapping[str, int], small: tuple[str, ...], progress: bool = True) -> Path:
+    """Fetch files of so many bytes, and what patterns of small ones match, with a bar; the snapshot's folder."""
+    cache, total = _cache(), sum(files.values())
+    _require_space(cache, total, repository)
+    with byte_progress(Console(stderr=True, quiet=not progress)) as bar:
+        task = bar.add_task(f"downloading {repository.name}", total=total)
+        return _snapshot(repository, [*files, *small], cache, lambda count: bar.advance(task, count))
+
+
+def _fetch_small(repository: Repository, need: Need) -> Path:
+    """Fetch what a need takes, without weights; the snapshot's folder."""
+    cache = _cache()
+    with _hub_errors(repository, cache), Console(stderr=True).status(f"asking for {repository.name} ..."):
+        return _snapshot(repository, list(_PATTERNS[need]), cache)
+
+
+def _snapshot(
+    repository: Repository, patterns: list[str], cache: Path, arrived: Callable[[int], None] | None = None
+) -> Path:
+    """`snapshot_download` of the patterns, in a thread: the library would end a Ctrl-C only after its running files."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    stop = threading.Event()
+
+    class Bar(tqdm):
+        """Passes the bytes that are written on, draws nothing, and ends the download where it is asked to."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts = str(kwargs.get("desc", "")).startswith("Reconstructing")
+            super().__init__(*args, **(kwargs | {"disable": True}))
+
+        def update(self, n: float | None = 1) -> None:
+            if stop.is_set():
+                raise InterruptedError("stopped")
+            if self._counts and arrived is not None:
+                arrived(int(n or 0))
+
+    done: list[str | BaseException] = []
+
+    def work() -> None:
+        try:
+            done.append(snapshot_download(
+                repository.name, revision=repository.revision, cache_dir=cache, endpoint=constants.ENDPOINT,
+                allow_patterns=patterns, library_name="tiermoe", max_workers=_WORKERS,
+                ignore_patterns=["*/*"] if not any("/" in pattern for pattern in patterns) else None,
+                tqdm_class=Bar,
+            ))  # fmt: skip
+        except BaseException as error:
+            done.append(error)
+
+    thread = threading.Thread(target=work, name="hub-download", daemon=True)
+    thread.start()
+    try:
+        _wait_for(thread)
+    except BaseException:
+        stop.set()
+        thread.join(_STOP_S)
+        raise
+    if isinstance(done[0], BaseException):
+        raise done[0]
+    return Path(done[0])
+
+
+def _wait_for(thread: threading.Thread) -> None:
+    thread.join()
+
+
+def _remote_headers(repository: Repository, names: list[str]) -> dict[str, Header]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    api = _api()
+    with _hub_errors(repository, _cache()), ThreadPoolExecutor(2 * _WORKERS) as pool:
+        asked = pool.map(
+            lambda name: api.parse_safetensors_file_metadata(repository.name, name, revision=repository.revision), names
+        )
+        return {
+            name: {tensor: (str(info.dtype), tuple(info.shape)) for tensor, info in file.tensors.items()}
+            for name, file in zip(names, asked, strict=True)
+        }
+
+
+def _require_space(cache: Path, needed: int, repository: Repository) -> None:
+    cache.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache).free
+    if needed + _SPARE_BYTES > free:
+        raise CheckpointError(
+            f"the weights of '{repository.name}' take {size(needed)} and {size(_SPARE_BYTES)} to spare, "
+            f"and '{cache}' has {size(free)} free",
+            "free some space, or set HF_HOME to a folder on another disk",
+        )
+
+
+@contextlib.contextmanager
+def _hub_errors(repository: Repository, cache: Path) -> Iterator[None]:
+    """Errors of `huggingface_hub` and of the disk, as CheckpointErrors with their remedy."""
+    from huggingface_hub import constants
+    from huggingface_hub import errors as hub
+
+    name, at = repository.name, f"{constants.ENDPOINT}/{repository.name}"
+    refusals: Mapping[type[BaseException], tuple[str, str]] = {
+        hub.GatedRepoError: (f"'{name}' is gated, and this account has no access",
+                             f"accept its terms at {at}, run `hf auth login`, and run again"),
+        hub.RepositoryNotFoundError: (f"there is no model '{name}' at {constants.ENDPOINT}",
+                                      "check its name, as ORG/NAME; a private one needs `hf auth login`"),
+        hub.RevisionNotFoundError: (f"'{name}' has no revision '{repository.revision}'",
+                                    f"choose a branch, a tag or a commit of {at}, or leave @REVISION out"),
+        hub.EntryNotFoundError: (f"a file of '{name}' is gone", "run again, which asks for the present version"),
+    }  # fmt: skip
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as failure:
+        cause = failure.__cause__
+        error = cause if isinstance(cause, hub.HfHubHTTPError) else failure  # such as a status 500
+        if _offline() or isinstance(error, hub.LocalEntryNotFoundError | hub.OfflineModeIsEnabled):
+            why = "HF_HUB_OFFLINE is set" if _offline() else f"{constants.ENDPOINT} does not answer"
+            raise CheckpointError(
+                f"files of '{name}' are missing in '{cache}', and {why}",
+                f"where there is a network run `{repository.command}`, and copy {_folder(name)} into that folder",
+            ) from error
+        for kind, (what, remedy) in refusals.items():
+            if isinstance(error, kind):
+                raise CheckpointError(what, remedy) from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"'{cache}' is full",
+                "free some space, or set HF_HOME to a folder on another disk: the same command resumes",
+            ) from error
+        if isinstance(error, PermissionError):
+            remedy = "set HF_HOME to a folder that you may write"
+            raise CheckpointError(f"'{cache}' cannot be written", remedy) from error
+        line = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"the download of '{name}' failed ({type(error).__name__}: {line})", "run again: the same command resumes"
+        ) from error

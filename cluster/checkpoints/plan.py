@@ -1,0 +1,528 @@
+"""Plans which checkpoint tensors make which parameters before any weight is read, and reads tensors.
+
+The model and its experts modules are built on the meta device. transformers describes each architecture's checkpoint
+layout by renamings and converters. The plan applies them to the checkpoint's names, groups the tensors of each
+conversion, and runs every conversion once on the meta device. So a missing or mis-shaped tensor, or a surplus expert,
+is found in seconds. Later each group is converted alone, which bounds memory.
+
+Tensors are read into ordinary memory: the touched pages of mapped files count as this process's memory, so its peak
+would grow with the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ...actors.engine.model.model import quiet_logger
+from ...actors.store.format import DTYPE_CODES, ExpertShape, first_problem
+from ...errors import CheckpointError, UnsupportedModelError
+from ..host import shown
+from .checkpoint import Checkpoint, Entry, TensorEntry, read_bytes
+from .matrices import OF_ACTIVATIONS, PublishedMatrix, QuantizedEntry, join
+from .quantization import KEYS
+from .weight_files import INDEX, OTHER_CONFIG
+
+BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
+_ROWS = 128  # of quantized matrices: those of a block of FP8
+
+_TORCH_TYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_TYPE_CODES = {dtype: code for code, dtype in _TORCH_TYPES.items()}
+
+
+def type_code(dtype: torch.dtype) -> str:
+    """The safetensors type code of a torch type. Raises CheckpointError: there is none."""
+    if dtype not in _TYPE_CODES:
+        raise CheckpointError(f"tensors of type {dtype} cannot be stored", "convert the checkpoint to bfloat16")
+    return _TYPE_CODES[dtype]
+
+
+def read_rows(entry: Entry, start: int, stop: int) -> torch.Tensor:
+    """Entries start..stop-1 of a tensor's first dimension, dequantized to float32 where it is quantized.
+
+    Raises:
+        CheckpointError: unreadable, truncated, or not of the form that the configuration says.
+    """
+    if isinstance(entry, QuantizedEntry):
+        return torch.from_numpy(np.ascontiguousarray(entry.dequantized(start, stop)))
+    shape = (stop - start, *entry.spec.shape[1:]) if entry.spec.shape else ()
+    dtype = _TORCH_TYPES[entry.spec.dtype]
+    data = read_bytes(entry, start * entry.row_nbytes, (stop - start) * entry.row_nbytes)
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def read_blocks(entry: Entry) -> Iterator[torch.Tensor]:
+    """A tensor in runs of rows of about `BLOCK_BYTES` at most (or `_ROWS` rows), in order. Raises as `read_rows`."""
+    step = max(1, BLOCK_BYTES // max(1, entry.row_nbytes))
+    if isinstance(entry, QuantizedEntry):
+        step = entry.rows if entry.repack is not None else max(1, step // _ROWS) * _ROWS
+    for start in range(0, entry.rows, step):
+        yield read_rows(entry, start, min(start + step, entry.rows))
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, in place."""
+    if math.prod(tensor.shape) == 0:
+        return memoryview(b"")
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous tensor holds no NaN and no infinity; integers always pass."""
+    if not tensor.is_floating_point():
+        return True
+    # A finite sum proves it many times faster; only a sum that overflows needs the second test.
+    return all(
+        bool(torch.isfinite(chunk.sum())) or bool(torch.isfinite(chunk).all())
+        for chunk in tensor.view(-1).split(BLOCK_BYTES // 2)
+    )
+
+
+_LAYOUT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_NO_EXPERTS = "serve it with transformers or vLLM: tiermoe offloads routed experts"
+
+
+@dataclass(frozen=True)
+class ExpertsModule:
+    """One experts module and its layout.
+
+    Attributes:
+        path: in the model, such as `model.layers.3.mlp.experts`.
+        transposed: weights are [in, out], not [out, in].
+        concatenated: all gate rows, then all up rows; not interleaved.
+        params: parameter path by stored name (`gate_up`, `down`, `gate_up_bias`, `down_bias`).
+    """
+
+    path: str
+    shape: ExpertShape
+    transposed: bool
+    concatenated: bool
+    params: dict[str, str]
+
+    def neuron_major(self, name: str, block: torch.Tensor) -> torch.Tensor:
+        """Some experts' weights [n, ...] of the module's parameter in the store's layout.
+
+        Returns:
+            By stored `name`, contiguous: [n, I, G, H], [n, I, H], [n, I, G] or [n, H].
+        """
+        if name.startswith("gate_up"):
+            if name == "gate_up" and self.transposed:
+                block = block.transpose(1, 2)  # [n, G*I, H]
+            gates, rest = self.shape.gates, block.shape[2:]
+            if self.concatenated:
+                block = block.reshape(block.shape[0], gates, self.shape.intermediate, *rest).transpose(1, 2)
+            else:
+                block = block.reshape(block.shape[0], self.shape.intermediate, gates, *rest)
+        elif name == "down" and not self.transposed:
+            block = block.transpose(1, 2)  # [n, I, H]
+        return block.contiguous()
+
+
+def build_model(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The checkpoint's model on the meta device, in the checkpoint's type.
+
+    Raises:
+        UnsupportedModelError: of an architecture that transformers does not have.
+        CheckpointError: the configuration is malformed.
+    """
+    config, dtype = _load_config(checkpoint)
+    try:
+        with torch.device("meta"), quiet_logger("transformers", logging.ERROR):  # no weight is used
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds
+        raise UnsupportedModelError(
+            f"{shown(checkpoint.path)}: transformers cannot build a causal language model from config.json "
+            f"({first_problem(error)})",
+            "pass a text-generation checkpoint that transformers supports without remote code",
+        ) from error
+
+
+def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
+    """The experts modules in layer order. Raises UnsupportedModelError: none, or of different shapes."""
+    found = [
+        _describe(path, module)
+        for path, module in model.named_modules()
+        if all(hasattr(module, flag) for flag in _LAYOUT_FLAGS) and hasattr(module, "down_proj")
+    ]
+    name = type(model).__name__
+    if not found:
+        raise UnsupportedModelError(f"{name} has no routed experts", _NO_EXPERTS)
+    shapes = Counter(module.shape for module in found)
+    if len(shapes) > 1:
+        raise UnsupportedModelError(
+            f"the experts of {name} have {len(shapes)} different shapes",
+            "serve it without tiermoe: its slots need one shape",
+        )
+    return found
+
+
+def expert_dtype(model: PreTrainedModel, experts: list[ExpertsModule]) -> str:
+    """Name of the experts' type. Raises UnsupportedModelError: not one of bfloat16, float16 and float32."""
+    dtypes = {model.get_parameter(path).dtype for module in experts for path in module.params.values()}
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if len(names) != 1 or names[0] not in DTYPE_CODES:
+        raise UnsupportedModelError(
+            f"the experts are of type {', '.join(names)}", f"convert the checkpoint to one of {', '.join(DTYPE_CODES)}"
+        )
+    return names[0]
+
+
+def _describe(path: str, module: Any) -> ExpertsModule:
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    names = {"gate_up": up, "down": "down_proj"}
+    if module.has_bias:
+        names |= {"gate_up_bias": f"{up}_bias", "down_bias": "down_proj_bias"}
+    try:
+        shape = _expert_shape(module, {name: getattr(module, attribute) for name, attribute in names.items()})
+    except (AttributeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{path} has experts of an unknown layout ({first_problem(error)})",
+            "check that the transformers release is one that tiermoe supports",
+        ) from error
+    return ExpertsModule(
+        path=path,
+        shape=shape,
+        transposed=module.is_transposed,
+        concatenated=module.is_concatenated,
+        params={name: f"{path}.{attribute}" for name, attribute in names.items()},
+    )
+
+
+def _expert_shape(module: Any, params: dict[str, Any]) -> ExpertShape:
+    """The shape of one expert. Raises ValueError: the parameters disagree."""
+    order = -1 if module.is_transposed else 1
+    count, rows, hidden = params["gate_up"].shape[:1] + params["gate_up"].shape[1:][::order]
+    gates: Literal[1, 2] = 2 if module.has_gate else 1
+    shape = ExpertShape(
+        num_experts=count, hidden=hidden, intermediate=rows // gates, gates=gates, has_bias=module.has_bias
+    )
+    expected = {
+        "gate_up": (rows, hidden)[::order],
+        "down": (hidden, rows // gates)[::order],
+        "gate_up_bias": (rows,),
+        "down_bias": (hidden,),
+    }
+    for name, param in params.items():
+        if tuple(param.shape) != (count, *expected[name]) or rows % gates:
+            raise ValueError(f"{name} is {list(param.shape)}")
+    return shape
+
+
+def _load_config(checkpoint: Checkpoint) -> tuple[PretrainedConfig, torch.dtype]:
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+        for part in (config, config.get_text_config()):  # the model of the dequantized weights
+            for key in KEYS:
+                part.__dict__.pop(key, None)
+        depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
+        # more layers than tensors are wrong, and would take long to build
+        if not isinstance(depth, int) or not 1 <= depth <= len(checkpoint.tensors):
+            raise ValueError(f"{depth} layers, but the files have {len(checkpoint.tensors)} tensors")
+        return config, _checkpoint_dtype(config, checkpoint)
+    except Exception as error:  # transformers raises many kinds for a bad configuration
+        raise CheckpointError(
+            f"{shown(checkpoint.path)}: config.json is not usable ({first_problem(error)})",
+            "check that the transformers release knows this architecture, and mend what it names in config.json",
+        ) from error
+
+
+def _checkpoint_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The type that transformers' `dtype="auto"` loads: the configuration's, else the weights'."""
+    dtype = config.dtype if config.dtype is not None else config.get_text_config().dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    if dtype is None:
+        nbytes: Counter[str] = Counter()
+        for entry in checkpoint.tensors.values():
+            if checkpoint.quantization is None or entry.spec.dtype in DTYPE_CODES.values():
+                nbytes[entry.spec.dtype] += entry.spec.nbytes
+        code = next(iter(nbytes.most_common(1)), ("", 0))[0]
+        name = next((name for name, known in DTYPE_CODES.items() if known == code), None)
+        dtype = getattr(torch, name) if name else None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError("it does not tell the type of the weights")
+    return dtype
+
+
+Transform = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The checkpoint tensors of one conversion.
+
+    Attributes:
+        key: the first parameter that it makes.
+        converter: None for a renamed tensor.
+        dtype: that the tensors are cast to first.
+        sources: (source pattern, checkpoint name, tensor) in the converter's order.
+        targets: shape and type of the parameters that it makes, by name.
+        transform: makes the parameter of the tensors of a GGUF file; None: it is the one tensor.
+    """
+
+    key: str
+    converter: WeightConverter | None
+    dtype: torch.dtype
+    sources: list[tuple[str, str, Entry]]
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    transform: Transform | None = None
+
+    def convert(
+        self, model: PreTrainedModel, read: Callable[[Entry], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Make the parameters; tensors are read on use. Raises CheckpointError: unreadable, or not convertible."""
+        if self.converter is None:
+            read_all = [read(entry).to(self.dtype) for _, _, entry in self.sources]
+            return {self.key: read_all[0] if self.transform is None else self.transform(read_all)}
+        converter: WeightTransform = deepcopy(self.converter)
+        for pattern, name, entry in self.sources:
+            converter.add_tensor(self.key, name, pattern, lambda entry=entry: read(entry).to(self.dtype))
+        try:
+            made = converter.convert(self.key, model=model, config=model.config)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a conversion that does not fit the tensors fails in many ways
+            what = f"the tensors of {self.key} do not fit together ({first_problem(error)})"
+            raise CheckpointError(what, OTHER_CONFIG) from error
+        return {name: param[0] if isinstance(param, list) else param for name, param in made.items()}
+
+    def blocks(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        """Parameters in contiguous runs along their first dimension, one after the other. Raises as `convert`.
+
+        A renamed tensor is streamed from its file, and experts with tensors of their own are stacked some at a time.
+        What else is converted is made as a whole first.
+        """
+        if self.converter is None and self.transform is None:
+            for block in read_blocks(self.sources[0][2]):
+                yield block.to(self.dtype)
+            return
+        for part in self._some_experts():
+            yield from part._made(model, names)
+
+    def _some_experts(self) -> Iterator[Group]:
+        """The conversion of some experts after the other where it stacks them; else this one."""
+        operations = [] if self.converter is None else self.converter.operations
+        merge, *rest = operations or [None]
+        by_pattern: dict[str, list[tuple[str, str, Entry]]] = {}
+        for source in self.sources:
+            by_pattern.setdefault(source[0], []).append(source)
+        target, *others = self.targets.values()
+        counts = {len(sources) for sources in by_pattern.values()}
+        within = all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in rest)
+        stacks = isinstance(merge, MergeModulelist) and merge.dim == 0 and within and not others
+        if not stacks or not target.dim() or counts != {len(target)}:
+            yield self
+            return
+        step = max(1, BLOCK_BYTES * len(target) // max(1, target.nbytes))
+        for first in range(0, len(target), step):
+            sources = [source for each in by_pattern.values() for source in each[first : first + step]]
+            yield replace(self, sources=sources)
+
+    def _made(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        made = self.convert(model, lambda entry: read_rows(entry, 0, entry.rows))
+        for name in names:
+            tensor = made.pop(name)
+            rows = max(1, BLOCK_BYTES * len(tensor) // max(1, tensor.nbytes)) if tensor.dim() else 1
+            for block in tensor.split(rows) if tensor.dim() else [tensor]:
+                yield block.contiguous()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All conversions of a checkpoint, in the order of its names; and the group that makes each parameter."""
+
+    groups: list[Group]
+    makers: dict[str, Group]
+
+
+def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
+    """Plan the conversion of a checkpoint into the parameters of a model on the meta device.
+
+    Follows `transformers.core_model_loading.convert_and_load_state_dict_in_model` in naming, casting and order, but
+    never initialises a parameter at random.
+
+    Raises:
+        CheckpointError: tensors are mis-shaped, experts are surplus, or two tensors make one parameter.
+    """
+    slots = dict(model.state_dict())
+    groups, unexpected = _group(model, checkpoint, slots)
+    makers: dict[str, Group] = {}
+    problems: list[str] = []
+    for group in groups:
+        _check_numbering(group)
+        for name, made in group.convert(model, _meta).items():
+            slot = slots.get(name)
+            if slot is None:
+                unexpected.append(name)
+            elif slot.shape != made.shape:
+                problems.append(f"{name} is {list(made.shape)}, not {list(slot.shape)}")
+            elif name in makers:
+                raise CheckpointError(f"two tensors of the checkpoint make parameter {name}", _ONE_OF_EACH)
+            else:
+                makers[name] = group
+                group.targets[name] = made
+    if problems:
+        raise CheckpointError(f"{_some(problems)} in {checkpoint.path}", OTHER_CONFIG)
+    _refuse_unexpected_experts(model, unexpected)
+    return Plan(groups, makers)
+
+
+def _dequantized_tensors(checkpoint: Checkpoint) -> dict[str, TensorEntry | PublishedMatrix]:
+    """The checkpoint's tensors, quantized matrices as one each, which is not checked yet. Raises as `join`."""
+    tensors = cast(dict[str, TensorEntry], checkpoint.tensors)
+    return {**tensors} if checkpoint.quantization is None else {**join(tensors, checkpoint.quantization)}
+
+
+def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> None:
+    """Check that the checkpoint has every parameter and persistent buffer but `satisfied`, which share another's.
+
+    Raises:
+        CheckpointError: some are missing.
+    """
+    optional = _pattern(model._keys_to_ignore_on_load_missing)
+    missing = [
+        name
+        for name in model.state_dict()
+        if name not in plan.makers and name not in satisfied and not (optional and optional.search(name))
+    ]
+    if missing:
+        remedy = "pass a whole checkpoint, with the config.json that belongs to its weights"
+        raise CheckpointError(f"the checkpoint lacks {_some(missing)}", remedy)
+
+
+_ONE_OF_EACH = "pass a release that has one tensor for each parameter"
+
+
+def _group(
+    model: PreTrainedModel, checkpoint: Checkpoint, slots: dict[str, torch.Tensor]
+) -> tuple[list[Group], list[str]]:
+    """The groups of the checkpoint's tensors, and the names that the model does not have.
+
+    What the model does not have is not checked: neither quantized matrices nor what the index says of them.
+    """
+    tensors = _dequantized_tensors(checkpoint)
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    groups: dict[str, Group] = {}
+    unexpected: list[str] = []
+    # one pass in this order: some renamings depend on the names before
+    for name in sorted({**tensors, **checkpoint.absent}, key=dot_natural_key):
+        try:
+            key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, slots)
+        except ValueError as error:  # a renaming expects a number
+            raise CheckpointError(f"tensor {name!r} has an unknown name ({error})", OTHER_CONFIG) from error
+        if key not in slots and name in slots:
+            key, pattern = name, None
+        if key not in slots:
+            unexpected.append(key)
+            continue
+        if name not in tensors:
+            what = f"tensor {name!r} is missing from {checkpoint.absent[name]}, though {INDEX} says so"
+            raise CheckpointError(what, "pass files and an index of one release")
+        found = tensors[name]
+        entry = found.entry(type_code(model.dtype)) if isinstance(found, PublishedMatrix) else found
+        group = groups.get(key)
+        if group is None:
+            converter = deepcopy(by_pattern[pattern]) if pattern is not None else None
+            group = groups[key] = Group(key, converter, target_dtype(model, key, slots[key]), [])
+        elif group.converter is None:
+            other = group.sources[0][1]
+            raise CheckpointError(f"tensors {other!r} and {name!r} both make parameter {key}", _ONE_OF_EACH)
+        if group.dtype.is_floating_point and entry.spec.dtype not in ("BF16", "F16", "F32", "F64"):
+            # a damaged header, or an unmarked quantization
+            raise CheckpointError(
+                f"tensor {name!r} is of type {entry.spec.dtype}, not floating point", "pass the unquantized checkpoint"
+            )
+        group.sources.append((pattern or name, name, entry))
+    return list(groups.values()), unexpected
+
+
+def target_dtype(model: PreTrainedModel, key: str, slot: torch.Tensor) -> torch.dtype:
+    """The type that transformers gives a parameter: some are float32 in every model."""
+    for glob, dtype in model._get_dtype_plan(model.config.dtype).items():
+        if re.search(glob.replace("*", ".*"), key):
+            return dtype
+    return slot.dtype
+
+
+def _check_numbering(group: Group) -> None:
+    """Stacked experts must be numbered 0, 1, 2, ...: a gap would shift the later ones."""
+    by_pattern: dict[str, list[list[str]]] = {}
+    for pattern, name, _ in group.sources:
+        by_pattern.setdefault(pattern, []).append(name.split("."))
+    for names in by_pattern.values():
+        if len(names) < 2:
+            continue
+        columns = [set(column) for column in zip(*names, strict=False)]
+        varying = [column for column in columns if len(column) > 1]
+        numbers = {str(number) for number in range(len(names))}
+        if len({len(name) for name in names}) > 1 or varying != [numbers]:
+            shown = [".".join(name) for name in names]
+            raise CheckpointError(f"the tensors of {group.key} are not numbered 0..n-1: {_some(shown)}", OTHER_CONFIG)
+
+
+def _meta(entry: Entry) -> torch.Tensor:
+    return torch.empty(entry.spec.shape, dtype=_TORCH_TYPES[entry.spec.dtype], device="meta")
+
+
+def _refuse_unexpected_experts(model: PreTrainedModel, unexpected: list[str]) -> None:
+    """Ignore unexpected tensors, as transformers does, but not those of an experts module."""
+    ignored = _pattern(model._keys_to_ignore_on_load_unexpected)
+    paths = tuple(path + "." for path, module in model.named_modules() if hasattr(module, "is_concatenated"))
+    surplus = [
+        name
+        for name in unexpected
+        if not (ignored and ignored.search(name)) and name.startswith(paths) and not OF_ACTIVATIONS.search(name)
+    ]
+    if surplus:
+        what = f"the checkpoint has experts' tensors that the model lacks: {_some(surplus)}"
+        raise CheckpointError(what, OTHER_CONFIG)
+
+
+def _pattern(patterns: Any) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,193 @@
+"""The files of a checkpoint: its JSON, which file holds which tensor, and the headers of its weights; without torch.
+
+Which file holds a tensor is decided as transformers decides it, by the first of these that there is:
+
+    `transformers_weights` of config.json    a safetensors file or an index
+    model.safetensors                        alone, unless an index beside it has it as one of its files
+    model.safetensors.index.json             the files that it names; other safetensors files do not count
+    AutoGPTQ's own name                      by quantize_config.json, such as gptq_model-4bit-128g.safetensors
+
+An index may name files in folders below its own. A tensor that it lists is where it says: copies in other files do not
+matter. A tensor that it does not list is read, too, if one of its files has it: of several copies the last file's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ...actors.store.format import TensorSpec, first_problem, read_header
+from ...errors import CheckpointError
+from ..host import shown
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_WEIGHTS_KEY, _INDEX_SUFFIX = "transformers_weights", ".safetensors.index.json"
+_NAME = re.compile(r"(?:\w[\w.+ -]*/)*\w[\w.+ -]*\.safetensors")
+_POINTER = b"version https://git-lfs.github.com/spec/v1"
+MAX_JSON_BYTES = 256 << 20
+
+
+def replace_file(path: Path) -> str:
+    """The remedy for a file of the wrong length."""
+    return f"download {path.name} again: its length shows that it is damaged"
+
+
+def compare_hash(*paths: Path) -> str:
+    """The remedy for values that are odd, though the files have their lengths."""
+    names = sorted({path.name for path in paths})
+    shown = " or ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
+    return (
+        f"compare the sha256 of {shown} with the publisher's: replace a file where they differ, "
+        "else pass another release of the model"
+    )
+
+
+# the remedy where weights and configuration are whole and do not belong together
+OTHER_CONFIG = "pass the config.json that belongs to these weights, or another release of the model"
+
+
+def refuse_unreadable(path: Path) -> None:
+    """Raise CheckpointError where a file is missing, unreadable, or the pointer that git leaves without git-lfs."""
+    try:
+        with open(path, "rb") as file:
+            pointer = file.read(len(_POINTER)) == _POINTER
+    except FileNotFoundError as error:
+        remedy = "pass the folder of a whole checkpoint: `hf download ORG/NAME` fetches what is not there"
+        raise CheckpointError(f"'{shown(path)}' is missing", remedy) from error
+    except OSError as error:
+        what = f"'{shown(path)}' cannot be read ({error.strerror})"
+        raise CheckpointError(what, "make it a file that this user may read") from error
+    if pointer:
+        remedy = f"run `git lfs pull` in '{shown(path).parent}'"
+        raise CheckpointError(f"'{shown(path)}' is a git-lfs pointer, not the file itself", remedy)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """One of a checkpoint's JSON files.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not a JSON object.
+    """
+    refuse_unreadable(path)
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"'{shown(path)}' is too large for a configuration file", "pass another release")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        what = f"'{shown(path)}' is not valid JSON ({first_problem(error)})"
+        raise CheckpointError(what, f"mend it, or copy {path.name} from where the model is published") from error
+    if not isinstance(found, dict):
+        what = f"'{shown(path)}' is not a JSON object"
+        raise CheckpointError(what, f"mend it, or copy {path.name} from where the model is published")
+    return found
+
+
+def optional_json(path: Path) -> dict[str, Any] | None:
+    """As `read_json_object`; None where there is no such file."""
+    return read_json_object(path) if path.is_file() else None
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The safetensors files of a checkpoint.
+
+    Attributes:
+        names: relative to the folder, sorted; files may be missing.
+        index: the index's name; None: there is none, and one file has all tensors.
+        holder: the file of each tensor that the index lists.
+    """
+
+    names: tuple[str, ...]
+    index: str | None = None
+    holder: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def holders(self, found: Iterable[tuple[str, Iterable[str]]]) -> dict[str, str]:
+        """The file from which each tensor is read. found: the tensors of each file, in the order of `names`.
+
+        A tensor that the index lists and that is not where it says is not among them.
+        """
+        return {tensor: file for file, tensors in found for tensor in tensors if self.holder.get(tensor, file) == file}
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """The safetensors files of a checkpoint's folder; without an index and any file, the one that should be there.
+
+    Raises:
+        CheckpointError: config.json or the index is malformed, or names what is no safetensors file below the folder.
+    """
+    named = (optional_json(folder / CONFIG) or {}).get(_WEIGHTS_KEY)
+    if named is not None:
+        if not isinstance(named, str) or named.endswith(".safetensors"):
+            return WeightFiles((_checked(named, folder / CONFIG),))
+        return _indexed(folder, named)
+    single = WeightFiles((SINGLE,))
+    if not (folder / INDEX).is_file():
+        return single if (folder / SINGLE).is_file() else _of_gptq(folder) or single
+    if not (folder / SINGLE).is_file():
+        return _indexed(folder, INDEX)
+    with contextlib.suppress(CheckpointError):  # an index beside a single file may be anything
+        found = _indexed(folder, INDEX)
+        return found if SINGLE in found.names else single
+    return single
+
+
+def _of_gptq(folder: Path) -> WeightFiles | None:
+    """The file that AutoGPTQ wrote, which transformers does not look for; None: there is none."""
+    config = optional_json(folder / "quantize_config.json") or {}
+    default = f"gptq_model-{config.get('bits')}bit-{config.get('group_size')}g"
+    for base in (config.get("model_file_base_name"), default):
+        name = f"{base}.safetensors"
+        if _NAME.fullmatch(name) and (folder / name).is_file():
+            return WeightFiles((name,))
+        if _NAME.fullmatch(name) and (folder / f"{name}.index.json").is_file():
+            return _indexed(folder, f"{name}.index.json")
+    return None
+
+
+def _indexed(folder: Path, name: str) -> WeightFiles:
+    index = folder / name
+    if not name.endswith(_INDEX_SUFFIX) or not _NAME.fullmatch(name.removesuffix(".index.json")):
+        raise CheckpointError(
+            f"'{folder / CONFIG}' names {name!r} as its weights, which is neither a safetensors file nor an index",
+            "pass a release in the safetensors form",
+        )
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        what = f"'{index}' has no weight_map" if weight_map is None else f"'{index}' names no file"
+        raise CheckpointError(what, f"copy {index.name} from where the model is published")
+    checked: dict[str, str] = {}  # some ten files of a hundred thousand tensors
+    for file in weight_map.values():
+        if not isinstance(file, str) or file not in checked:
+            checked[file] = _checked(file, index)
+    holder = {tensor: checked[file] for tensor, file in weight_map.items()}
+    return WeightFiles(tuple(sorted(set(checked.values()))), name, holder)
+
+
+def _checked(name: object, where: Path) -> str:
+    """A file's name, which must not lead out of the folder. where: the file that has it."""
+    found = str(PurePosixPath(name)) if isinstance(name, str) else ""
+    if not _NAME.fullmatch(found):
+        raise CheckpointError(
+            f"'{where}' names {name!r}, which is no safetensors file beside it or below",
+            "pass a release in the safetensors form",
+        )
+    return found
+
+
+def read_weights_header(path: Path) -> tuple[bytes, tuple[TensorSpec, ...]]:
+    """The raw header of a safetensors file and its tensors in file order, checked against the file's length.
+
+    Raises:
+        CheckpointError: the file is absent, unreadable, truncated, a pointer of git-lfs, or no safetensors file.
+    """
+    refuse_unreadable(path)
+    return read_header(
+        path,
+        lambda what: CheckpointError(what, compare_hash(path)),
+        lambda what: CheckpointError(what, replace_file(path)),
+    )

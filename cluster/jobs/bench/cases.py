@@ -1,0 +1,103 @@
+"""Benchmarks of one part of the system each.
+
+A case is a class of options whose `measure` names a function `module.function(options, progress) -> Report` of the
+package that has the class. The class's fields are the options of `tiermoe bench NAME`, its docstring is the help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
+
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+    from rich.progress import Progress
+
+    from .metrics import Report
+
+Model = Annotated[str | None, Field(description="Checkpoint folder; default: the model of the project.")]
+Repeats = Annotated[int, Field(ge=1, description="Counted repetitions of each case.")]
+Config = Annotated[str | None, Field(description="YAML file, or a name in configs/clusters: what is not fixed here.")]
+
+
+class Options(BaseModel):
+    """Options of one case."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    measure: ClassVar[str]  # module beside that of the class, and its function
+    own_keys: ClassVar[Sequence[str]] = ()  # keys of a configuration that the case sets itself
+
+    def settings(self, **fixed: Any) -> dict[str, Any]:
+        """The settings of the report: the options, overridden by the case's fixed values."""
+        return self.model_dump(mode="json", exclude={"model"}) | fixed
+
+
+class Serve(Options):
+    """`tiermoe serve` against `transformers serve` over HTTP: throughput, TTFT and TPOT by the number of clients."""
+
+    measure = "serve.serve"
+    model: Model = None
+    repeats: Repeats = 5
+    streams: tuple[Annotated[int, Ge(1)], ...] = Field((1, 4, 8, 16), description="Clients at once; repeat it.")
+    budget: tuple[str, ...] = Field(
+        ("0.25", "0.5"), description="Device memory for experts; the bars judge the first and the last; repeat it."
+    )
+    policy: str = Field("next-gate", description="Of `tiermoe serve`.")
+    requests: int = Field(2, ge=1, description="Of each client in a round, one after the other.")
+    max_tokens: int = Field(48, ge=2, description="Tokens of each answer, at most.")
+    threads: int = Field(1, ge=1, description="Compute threads of each server.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link of ours, 1e9 bytes per second.")
+
+
+def measure(options: Options, progress: Progress | None = None) -> Report:
+    module, _, function = options.measure.partition(".")
+    package = type(options).__module__.rpartition(".")[0]
+    report: Report = getattr(import_module(f".{module}", package), function)(options, progress)
+    return report
+
+
+def command(name: str, case: type[Options]) -> Callable[..., None]:
+    """The function of `tiermoe bench NAME` for typer: the fields of the case, then --out, --json and --check."""
+    from ..options import as_command  # typer: a GPU machine has none
+    from .finish import Check, Json, Out, check_folder, finish, say_overridden
+    from .metrics import fill_report_page
+
+    def run(out: Path | None, as_json: bool, check: bool, **given: Any) -> None:
+        options = case(**given)
+        if case.own_keys:
+            say_overridden(given["config"], case.own_keys)
+        file, page = out, None
+        if out is not None and out.suffix != ".json":
+            check_folder(out)
+            file, page = out / f"{name}.json", out / f"{name}.md"
+
+        def written(report: Report) -> None:
+            if page is not None:
+                fill_report_page(page, report)
+
+        finish(lambda progress: measure(options, progress), as_json, check, file, written)
+
+    options = {field: _option(info) for field, info in case.model_fields.items()}
+    common = {"out": (Out, None), "as_json": (Json, False), "check": (Check, False)}
+    return as_command(run, name, case.__doc__, options | common)
+
+
+def _option(field: FieldInfo) -> tuple[Any, Any]:
+    """Type of a field's option, with typer's limits and help, and the default."""
+    import typer
+
+    kind, limits, default = field.annotation, field.metadata, field.default
+    if get_origin(kind) is tuple:  # an option that may be repeated
+        kind, limits = get_args(kind)[0], []
+        if get_origin(kind) is Annotated:
+            kind, *limits = get_args(kind)
+        kind, default = list[kind], list(default)  # type: ignore[valid-type]
+    least: Any = next((limit.ge for limit in limits if isinstance(limit, Ge)), None)
+    most: Any = next((limit.le for limit in limits if isinstance(limit, Le)), None)
+    return Annotated[kind, typer.Option(min=least, max=most, help=field.description)], default

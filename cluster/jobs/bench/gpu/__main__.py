@@ -1,8 +1,0 @@
-"""`python -m tiermoe.cluster.jobs.bench.gpu`: see `run.sh` and docs/gpu.md."""
-
-import sys
-
-from .job import main
-
-if __name__ == "__main__":
-    sys.exit(main())
