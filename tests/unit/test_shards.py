@@ -407,8 +407,8 @@ def test_what_each_owner_holds_is_known_by_expert(shards: Any) -> None:
     caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
     keys = [0, 1, 4, 7, 2, 5, 11]
     assert caches.hold(keys) == [False] * 7  # nothing told yet
-    one.resident = ShardResidency.encode(residency(1, 7), False)
-    two.resident = ShardResidency.encode(residency(2), True)
+    one.resident = told(1, 7)
+    two.resident = told(2, resting=True)
     one.asked, two.asked = {4}, {5}  # shard 2 rests
     assert caches.hold(keys) == [False, True, True, True, True, False, False]
 
