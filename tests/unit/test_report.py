@@ -332,10 +332,11 @@ def test_how_memory_is_shared_is_said_in_words() -> None:
 def test_what_auto_chose_is_said_in_words() -> None:
     planner = {"error": 0.25, "copy_s": 1e-4, "near_s": 5e-5, "near_busy_s": 6e-5, "message_s": 2e-4}
     counters = {"planner": planner, "misses": 50, "late_prefetches": 10, "ndp_experts": 50}
-    counters["prefetch_sources"] = {"background": {"queued": 7, "hits": 3}}
+    counters["prefetch_sources"] = {"background": {"queued": 7, "hits": 3}, "streamed": {"queued": 5, "hits": 4}}
     rows = dict(planner_rows(counters))
     assert rows["misses"] == (
-        "40% loaded, 50% computed near data, 10% waited for; 7 copied in the background, 3 of them used"
+        "40% loaded, 50% computed near data, 10% waited for; 7 copied in the background, 3 of them used; "
+        "5 streamed ahead in prompts, 4 of them used"
     )
     assert rows["planned by"].endswith("off by 25%")
     assert planner_rows({"planner": None}) == []
