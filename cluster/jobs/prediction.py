@@ -17,7 +17,7 @@ from ..simulate.executor import context_of
 from ..simulate.machine import Machine, machine_of
 from ..simulate.trace import Trace, TraceHeader
 from ..topology.estimate import WITHIN, PlanResult, Prediction, layer_bytes, threads_note
-from ..topology.machine import MachineCosts, PolicyCosts, known_costs
+from ..topology.machine_costs import MachineCosts, PolicyCosts, known_costs
 from ..topology.spec import ClusterSpec, ModelFacts
 from .replay import replay, require_replayable
 

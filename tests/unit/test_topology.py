@@ -356,14 +356,15 @@ _HARDWARE = Hardware("test", 1e-3, 1e-3, 0.0, 1e-3, 0.0, 0.5)  # a byte a micros
 
 
 def _predict(nodes: list[NodeInfo], hardware: Hardware = _HARDWARE, **changes: Any) -> Prediction:
-    spec = replace(SPEC, **changes)
-    return predict(plan_topology(spec, FACTS, nodes), spec, FACTS, hardware)
+    """Without KV cache, so that a layer reads 100 bytes besides its experts."""
+    spec, facts = replace(SPEC, **changes), replace(FACTS, kv_elements=0)
+    return predict(plan_topology(spec, facts, nodes), spec, facts, hardware)
 
 
 def test_prediction_with_and_without_prefetch() -> None:
     got = _predict([a_node("a", CPU=3, GPU=1)])  # 4 of 32 experts are resident: an eighth
     assert got.hit_share == 0.125
-    parts = {"dense_s": 100e-6, "hit_s": 48e-6, "shard_s": 0.0, "miss_s": 336e-6, "load_s": 168e-6}
+    parts = {"dense_s": 100e-6, "host_s": 0.0, "hit_s": 48e-6, "shard_s": 0.0, "miss_s": 336e-6, "load_s": 168e-6}
     assert got.parts_s == pytest.approx(parts)
     assert got.layer_s == pytest.approx((100 + 168 + 336) * 1e-6)
     assert got.tokens_per_s == pytest.approx(1 / (4 * 604e-6))
