@@ -341,7 +341,7 @@ def make_plans(
         except ConfigError as error:
             if index == 0:
                 raise
-            what = f"replica {index + 1} of {replicas} finds no room beside those before it: {error.what}"
+            what = f"replica {index + 1} of {replicas} does not fit beside the replicas before it: {error.what}"
             raise type(error)(what, f"{error.remedy}; or lower cluster.replicas") from error
         nodes = [_left_of(node, plans[-1].topology.loads) for node in nodes]
     return plans

@@ -306,7 +306,7 @@ _SNUG, _ROOMY = a_node("a", CPU=3, GPU=1), a_node("a", CPU=9, GPU=1)
         ([a_node("a", CPU=9, GPU=1, ndp=1)], {"ndp": replace(NDP, capacity_bytes=1000)},
          r"NDP worker 0 holds 1.25 KiB .* short of 280 B"),
         ([_SNUG], {"lead": "z"},
-         r"cluster.lead is 'z', which is no living node; give one of a at"),
+         r"cluster.lead is 'z', which is not a living node; give one of a at"),
         ([a_node("a", CPU=2, GPU=1), a_node("b", CPU=9, GPU=9)], {"lead": "a"},
          r"the lead fits on no node: node a \(CPU: needs 3, has 2 free of 2, short of 1\);"),
         ([_SNUG], {"store_layout": "sliced", "store_copies": 2},
