@@ -126,7 +126,7 @@ class LeadClient:
         self._waits: set[asyncio.Timeout] = set()  # of requests
         self._reapers: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._watch = asyncio.get_running_loop().create_task(self._watch())
+        self._watch = asyncio.get_running_loop().create_task(self._watch_lead())
 
     @property
     def state(self) -> LeadState:
@@ -206,7 +206,7 @@ class LeadClient:
         self.serves, self.failure = False, failure
         self.give_up_requests()
 
-    async def _watch(self) -> None:
+    async def _watch_lead(self) -> None:
         while True:
             self._wake.clear()
             await self._look()

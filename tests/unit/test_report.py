@@ -289,7 +289,7 @@ def test_only_living_deployments_count_and_their_dead_actors_show() -> None:
 )
 def test_an_attached_driver_may_not_change_the_runtime(given: dict[str, Any], named: str) -> None:
     refuse_runtime_options({"model": "checkpoint", "config": None})
-    with pytest.raises(RequestError, match=f"{named} is a matter of the runtime"):
+    with pytest.raises(RequestError, match=f"{named} belongs to the runtime"):
         refuse_runtime_options(given)
 
 

@@ -316,7 +316,7 @@ _SNUG, _ROOMY = a_node("a", CPU=3, GPU=1), a_node("a", CPU=9, GPU=1)
         ([a_node("a", CPU=3, GPU=1, alive=False)], {}, r"none of 1 nodes is alive"),
         ([_SNUG, _SNUG], {}, r"two nodes have the id 'a'"),
         ([a_node("a", CPU=99, GPU=64)], {"shards": 9, "ownership": "expert"},
-         r"gives a shard none by the rule 'expert'; lower cluster.shards to 8"),
+         r"a shard would hold none by the rule 'expert'; lower cluster.shards to 8"),
         ([a_node("a", CPU=3, GPU=1, memory=3072 + 1279)], {"low_bit": _LOW_BIT},
          r"needs 4.25 KiB with what is there already \(1.25 KiB of it replicas\).*"
          "short of 1 B.*choose a policy without on_miss low-bit"),
