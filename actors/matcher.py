@@ -84,7 +84,8 @@ class Matcher:
         sharding = sharding if sharding is not None else ShardSettings()
         if shards and len(shards) != sharding.count - 1:
             raise ConfigError(
-                f"there are {sharding.count} shards and ways to {len(shards)}", "give the way to each but the lead"
+                f"there are {sharding.count} shards and connections to {len(shards)}",
+                "give a connection to each shard but the lead",
             )
         self._settings, self._shape = settings, shape
         width = min(shape.hidden, settings.width)

@@ -247,7 +247,7 @@ class KvSettings(Settings):
             if "tokens" in given:
                 raise ValueError("tokens and num_blocks both size the KV cache: leave one out")
             if type(pages) is not int or type(page) is not int:
-                raise ValueError("num_blocks is no whole number of pages: give tokens in its place")
+                raise ValueError("num_blocks is not a whole number of pages: give tokens in its place")
             rest = {name: value for name, value in given.items() if name != "num_blocks"}
             return rest | {"tokens": pages * page}
         if "tokens" not in given and type(longest) is int:

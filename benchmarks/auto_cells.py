@@ -40,7 +40,6 @@ from numpy.typing import NDArray
 
 from tiermoe.actors.policies.auto import Auto, Costs, Without
 from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.prediction import ROUTING
 from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator, blurred, top
 from tiermoe.cluster.simulate.trace import Trace
@@ -210,6 +209,8 @@ def draw(
 
 def recorded(others: int = 2) -> Drawn:
     """The routing of the default model on held-out text, as it ships; the first requests are the others'."""
+    from tiermoe.cluster.jobs.prediction import ROUTING  # typer: a GPU machine has none
+
     trace = Trace(default_model_dir() / ROUTING)
     header, requests = trace.header, list(trace.requests())
     layers, experts, k = header.layers, header.experts, header.top_k

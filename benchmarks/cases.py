@@ -154,6 +154,20 @@ class Simulate(Options):
     trace: Path | None = Field(None, description="Trace folder; default: that of the model of the project.")
 
 
+class Core(Options):
+    """Microseconds of the core in a layer, by preset, and by order of eviction as the model grows."""
+
+    measure = "core.core"
+    repeats: Repeats = 5
+    preset: tuple[str, ...] = Field(
+        ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict"), description="Preset; repeat it."
+    )
+    order: tuple[str, ...] = Field(
+        ("lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "importance", "worth"),
+        description="Order of eviction whose growth is measured; repeat it.",
+    )
+
+
 class Validation(Options):
     """The simulator against this machine: TPOT and hit rate of presets x budgets x links on the same prompts."""
 
@@ -250,7 +264,7 @@ class Substitute(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "scale": Scale,
-    "predict": Predict, "simulate": Simulate, "validation": Validation, "auto": Auto, "prepare": Prepare,
+    "predict": Predict, "simulate": Simulate, "core": Core, "validation": Validation, "auto": Auto, "prepare": Prepare,
     "exact": Exact, "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher,
     "substitute": Substitute,
 }  # fmt: skip

@@ -38,33 +38,48 @@ def write_gguf(model_dir: Path, file: Path) -> Path:
     Raises:
         UnsupportedModelError: another architecture.
     """
-    import gguf
     from safetensors import safe_open
 
     config = json.loads((model_dir / "config.json").read_text())
     if config["model_type"] != "qwen3_moe":
         what = f"no GGUF is written of {config['model_type']}"
         raise UnsupportedModelError(what, "use a Qwen3-MoE model, such as the default model")
-    writer = gguf.GGUFWriter(file, "qwen3moe")
-    _add_shape(writer, config)
     with ExitStack() as stack:
         files = [
             stack.enter_context(safe_open(path, framework="pt")) for path in sorted(model_dir.glob("*.safetensors"))
         ]
         held = {name: opened for opened in files for name in opened.keys()}  # noqa: SIM118 (no mapping)
         parts = _parts(config, held)
-        for name, sources in parts.items():
-            shape = tuple(held[sources[0]].get_slice(sources[0]).get_shape())
-            shape = shape if len(sources) == 1 else (len(sources), *shape)
-            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for sources in parts.values():
-            loaded = [held[source].get_tensor(source).float().numpy() for source in sources]
-            writer.write_tensor_data(loaded[0] if len(loaded) == 1 else np.stack(loaded))
-    writer.close()
+        shapes = {name: held[first].get_slice(first).get_shape() for name, (first, *_) in parts.items()}
+        shapes = {name: (*([len(parts[name])] if len(parts[name]) > 1 else []), *of) for name, of in shapes.items()}
+
+        def arrays() -> Iterator[NDArray[Any]]:
+            for sources in parts.values():
+                loaded = [held[source].get_tensor(source).float().numpy() for source in sources]
+                yield loaded[0] if len(loaded) == 1 else np.stack(loaded)
+
+        _write(file, config, [(name, shape, None) for name, shape in shapes.items()], arrays())
     return file
+
+
+def _write(
+    file: Path, config: dict[str, Any], tensors: Sequence[tuple[str, Sequence[int], Any]],
+    arrays: Iterable[NDArray[Any]],
+) -> None:  # fmt: skip
+    """Write a file: of each tensor name, shape and GGML's type (None: 32-bit floats), then their data in this order."""
+    import gguf
+
+    writer = gguf.GGUFWriter(file, "qwen3moe")
+    _add_shape(writer, config)
+    for name, shape, kind in tensors:
+        dtype = np.dtype(np.float32 if kind is None else np.uint8)
+        writer.add_tensor_info(name, shape, dtype, dtype.itemsize * int(np.prod(shape)), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for array in arrays:
+        writer.write_tensor_data(array)
+    writer.close()
 
 
 def save_gguf_blocks(
@@ -83,31 +98,26 @@ def save_gguf_blocks(
     places = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
     hidden, width = config["hidden_size"], config["moe_intermediate_size"]
     sizes = dict.fromkeys(("gate_proj", "up_proj"), (width, hidden)) | {"down_proj": (hidden, width)}
-    writer = gguf.GGUFWriter(file, "qwen3moe")
-    _add_shape(writer, config)
     parts = {target: dense[source].float().numpy() for target, (source,) in _parts(config, dense).items()}
-    for name, array in parts.items():
-        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes)
+    tensors: list[tuple[str, Sequence[int], Any]] = [(name, array.shape, None) for name, array in parts.items()]
     for layer in range(config["num_hidden_layers"]):
         for name, place in places.items():
             shape = gguf.quant_shape_to_byte_shape((stack, *sizes[name]), kind)
-            byte = np.dtype(np.uint8)
-            writer.add_tensor_info(f"blk.{layer}.{place}.weight", shape, byte, int(np.prod(shape)), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for array in parts.values():
-        writer.write_tensor_data(array)
-    known: dict[int, dict[str, Any]] = {}  # experts that come again
-    for _ in range(config["num_hidden_layers"]):
-        chosen = [next(experts) for _ in range(stack)]
-        for key, matrices in chosen:
-            if key not in known:
-                known[key] = {name: gguf.quantize(m.float().numpy(), kind) for name, m in matrices.items()}
-        for name in places:
-            writer.write_tensor_data(np.stack([known[key][name] for key, _ in chosen]))
-        known = {key: known[key] for key, _ in chosen}
-    writer.close()
+            tensors.append((f"blk.{layer}.{place}.weight", shape, kind))
+
+    def arrays() -> Iterator[NDArray[Any]]:
+        yield from parts.values()
+        known: dict[int, dict[str, Any]] = {}  # experts that come again
+        for _ in range(config["num_hidden_layers"]):
+            chosen = [next(experts) for _ in range(stack)]
+            for key, matrices in chosen:
+                if key not in known:
+                    known[key] = {name: gguf.quantize(m.float().numpy(), kind) for name, m in matrices.items()}
+            for name in places:
+                yield np.stack([known[key][name] for key, _ in chosen])
+            known = {key: known[key] for key, _ in chosen}
+
+    _write(file, config, tensors, arrays())
 
 
 def _silence(lib: Any) -> Any:

@@ -1,7 +1,7 @@
 """`bench predict`: the tokens per second that `plan` and `run` would print, against those that are measured.
 
-For each preset in turn: the machine's costs (`jobs/machine.py`), then its cells, so that inputs and measurements see
-the same machine. The routing is recorded once a model, from other prompts than those that are measured.
+For each preset in turn: the machine's costs (`jobs/measure_machine.py`), then its cells, so that inputs and
+measurements see the same machine. The routing is recorded once a model, from other prompts than the measured ones.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tiermoe.cluster.jobs.bench.serving import (
     serve,
     start_worker,
 )
-from tiermoe.cluster.jobs.machine import measure_machine
+from tiermoe.cluster.jobs.measure_machine import measure_machine
 from tiermoe.cluster.jobs.prediction import predict_by_trace
 from tiermoe.cluster.jobs.replay import require_replayable
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.cluster.topology.estimate import OVERLAP, make_plan, measured_hardware
 from tiermoe.cluster.topology.estimate import predict as predict_by_formula
 from tiermoe.cluster.topology.inputs import facts_of_store, local_ray, this_machine
-from tiermoe.cluster.topology.machine import MachineCosts
+from tiermoe.cluster.topology.machine_costs import MachineCosts
 
 from .cases import Predict
 

@@ -92,36 +92,10 @@ def _scales(weight: torch.Tensor, args: Mapping[str, Any]) -> Tensors:
     return {"weight_scale": (largest / 6 * whole).to(torch.float8_e4m3fn).float(), "weight_global_scale": whole}
 
 
-def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """As gpt-oss lays it out: blocks of 16 bytes."""
-    parts, values = compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)[0](
-        weight
-    )
-    blocks = parts[".weight_packed"].reshape(len(weight), -1, 16)
-    return {"_blocks": blocks, "_scales": parts[".weight_scale"]}, values
+# --- GPTQ ------------------------------------------------------------------------------------------------------
 
 
-def modelopt_nvfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """ModelOpt's names; its global scale multiplies."""
-    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-
-    parts, _ = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)[0](
-        weight
-    )
-    whole = (1 / parts[".weight_global_scale"]).reshape(())
-    scale, packed = parts[".weight_scale"], parts[".weight_packed"]
-    codes = unpack_fp4_from_uint8(packed, *weight.shape, dtype=torch.float32)
-    values = codes * (scale.float() * whole).repeat_interleave(16, dim=1)
-    more = {".weight_scale_2": whole, ".input_scale": torch.tensor(1.0)}
-    return {".weight": packed, ".weight_scale": scale, **more}, values
-
-
-# --- AWQ and GPTQ --------------------------------------------------------------------------------------------------
-
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ's order_map: the output of each nibble
-
-
-def _codes(weight: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def codes_of(weight: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Asymmetric codes [O, I], scales and zero points [O, G]."""
     o, i = weight.shape
     groups = weight.reshape(o, -1, group)
@@ -132,7 +106,7 @@ def _codes(weight: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, t
     return codes.reshape(o, i), scale, zero
 
 
-def _words(codes: np.ndarray, order: list[int], bits: int) -> torch.Tensor:
+def words_of(codes: np.ndarray, order: list[int], bits: int) -> torch.Tensor:
     """Codes [R, C] -> int32 [R, C * bits / 32]; nibble k of a word is its code order[k]."""
     per = 32 // bits
     grouped = codes.astype(np.uint32).reshape(len(codes), -1, per)
@@ -140,16 +114,6 @@ def _words(codes: np.ndarray, order: list[int], bits: int) -> torch.Tensor:
     for k, place in enumerate(order):
         words |= grouped[:, :, place] << np.uint32(bits * k)
     return torch.from_numpy(words.view(np.int32))
-
-
-def awq(weight: torch.Tensor, group: int = 64) -> tuple[Tensors, torch.Tensor]:
-    codes, scale, zero = _codes(weight, group, 4)
-    spread = scale.float().repeat_interleave(group, 1), zero.repeat_interleave(group, 1)
-    parts = {
-        ".qweight": _words(codes.t().numpy(), AWQ_ORDER, 4), ".qzeros": _words(zero.t().numpy(), AWQ_ORDER, 4),
-        ".scales": scale.t().contiguous(),
-    }  # fmt: skip
-    return parts, (codes - spread[1]) * spread[0]
 
 
 def gptq(bits: int, group: int, act_order: bool, symmetric: bool) -> Quantize:
@@ -161,7 +125,7 @@ def gptq(bits: int, group: int, act_order: bool, symmetric: bool) -> Quantize:
         order = torch.randperm(i, generator=generator) if act_order else torch.arange(i)
         g_idx = torch.empty(i, dtype=torch.int32)
         g_idx[order] = (torch.arange(i) // group).int()
-        moved, scale, zero = _codes(weight[:, order], group, bits)
+        moved, scale, zero = codes_of(weight[:, order], group, bits)
         if symmetric:
             half = float(2 ** (bits - 1))
             scale = (weight[:, order].reshape(o, -1, group).abs().amax(dim=2) / (half - 1)).half()
@@ -172,8 +136,8 @@ def gptq(bits: int, group: int, act_order: bool, symmetric: bool) -> Quantize:
         codes[:, order] = moved
         plain = list(range(32 // bits))
         parts = {
-            ".qweight": _words(codes.numpy(), plain, bits).t().contiguous(),
-            ".qzeros": _words((zero - 1).t().numpy() % (1 << bits), plain, bits), ".scales": scale.t().contiguous(),
+            ".qweight": words_of(codes.numpy(), plain, bits).t().contiguous(),
+            ".qzeros": words_of((zero - 1).t().numpy() % (1 << bits), plain, bits), ".scales": scale.t().contiguous(),
             ".g_idx": g_idx,
         }  # fmt: skip
         groups = g_idx.long()
@@ -187,7 +151,3 @@ def gptq_config(bits: int, group: int, act_order: bool, symmetric: bool) -> dict
         "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric,
         "checkpoint_format": "gptq",
     }  # fmt: skip
-
-
-AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
-MODELOPT_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}

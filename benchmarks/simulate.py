@@ -35,7 +35,7 @@ from tiermoe.cluster.jobs.bench.serving import (
     serve,
     start_worker,
 )
-from tiermoe.cluster.jobs.machine import measure_machine
+from tiermoe.cluster.jobs.measure_machine import measure_machine
 from tiermoe.cluster.jobs.prediction import ROUTING, simulated_machine
 from tiermoe.cluster.jobs.replay import checked_prefetch, replay, require_replayable
 from tiermoe.cluster.simulate.executor import context_of, engine_of, eviction_of, first_cut
@@ -45,7 +45,7 @@ from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.cluster.topology.estimate import make_plan, measured_hardware
 from tiermoe.cluster.topology.estimate import predict as predict_by_formula
 from tiermoe.cluster.topology.inputs import facts_of_store, local_ray, this_machine
-from tiermoe.cluster.topology.machine import MachineCosts
+from tiermoe.cluster.topology.machine_costs import MachineCosts
 
 from .cases import Simulate, Validation
 

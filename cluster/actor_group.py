@@ -250,16 +250,16 @@ class ActorGroup:
                 self._step(str(self.lead.ask("health", deadline_s=_STEP_S)["state"]))
 
     def _wait(
-        self, refs: Sequence[Any], left: Callable[[], float], tell: Callable[[], None] = lambda: None
+        self, refs: Sequence[Any], left: Callable[[], float], notify: Callable[[], None] = lambda: None
     ) -> None:
-        """Return when all have come, with a call of `tell` about once a second; the first that fails is raised."""
+        """Return when all have come, with a call of `notify` about once a second; the first that fails is raised."""
         pending = list(refs)
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=min(left(), _STEP_S))
             for ref in done:
                 ray.get(ref)
             if not done:
-                tell()
+                notify()
                 self._placement.refuse_ended()
                 if left() <= 0.001:
                     raise ray.exceptions.GetTimeoutError("actors")

@@ -66,5 +66,5 @@ class Endpoints:
             return ray.get(getattr(handle, method).remote(*args), timeout=_ANSWER_DEADLINE_S)
         except (ray.exceptions.RayError, ValueError) as error:  # ValueError: there is no such actor
             raise RuntimeFailure(
-                f"the endpoint directory does not answer: {type(error).__name__}", "see whether the cluster is up"
+                f"the endpoint directory does not answer: {type(error).__name__}", "check that the cluster is up"
             ) from error

@@ -148,7 +148,7 @@ def start_local(
     if reachable(session_folder()):
         raise RuntimeFailure(
             f"other users of this machine can get to Ray's files in '{session_folder()}'",
-            f"report which Ray this is: it was told to keep them in '{scratch.ray}'",
+            f"report which Ray this is: it was configured to keep them in '{scratch.ray}'",
         )
 
 
@@ -160,7 +160,7 @@ def _check_private(folder: Path) -> None:
             raise PermissionError(0, "others may enter it")
     except OSError as error:
         raise RuntimeFailure(
-            f"'{folder}' does not keep Ray's files from other users: {error.strerror}",
+            f"'{folder}' does not hide Ray's files from other users: {error.strerror}",
             "set TMPDIR to a folder that only this user may write, such as one of mode 0700",
         ) from error
 

@@ -177,7 +177,7 @@ class WorkerProcess:
             last = errors.read().strip().splitlines()
             self.close()
             raise RuntimeFailure(
-                f"the {self._role.label} did not start: {last[-1] if last else 'it said nothing'}",
+                f"the {self._role.label} did not start: {last[-1] if last else 'it wrote no message'}",
                 "see its settings and store",
             )
         self._directory.register(self._role.name, address)

@@ -48,7 +48,7 @@ class _StrictLoader(yaml.SafeLoader):
         for key, _ in node.value:
             name = str(key.value)
             if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key '{name}' is there twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key '{name}' occurs twice", key.start_mark)
             seen.add(name)
         return super().construct_mapping(node, deep)
 
@@ -117,7 +117,7 @@ def explain(
     if finding["type"] == "missing":
         return ConfigError(f"{source}: key '{'.'.join(loc)}' is missing", "add it")
     path = loc[: len(field)]
-    where = option_name(*path) if _given(options or {}, path) else f"{source}: key '{'.'.join(path)}'"
+    where = option_name(*path) if _is_given(options or {}, path) else f"{source}: key '{'.'.join(path)}'"
     message = str(finding["msg"]).removeprefix("Value error, ")
     if finding["type"] == "value_error" and isinstance(finding["input"], Mapping):  # of keys that do not go together
         what, _, remedy = message.partition(": ")
@@ -147,7 +147,7 @@ def _submodel(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     return next((m for m in members if isinstance(m, type) and issubclass(m, BaseModel)), None)
 
 
-def _given(options: Mapping[str, Any], path: list[str]) -> bool:
+def _is_given(options: Mapping[str, Any], path: list[str]) -> bool:
     current: Any = options
     for part in path:
         if not isinstance(current, Mapping) or part not in current:

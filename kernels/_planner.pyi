@@ -36,6 +36,7 @@ def plan(
     prompt_tokens: float,
     gpus: NDArray[np.uint8] | None,
     held: NDArray[np.uint8] | None,
+    room: int,
     /,
 ) -> tuple[float, float, float, float, int, int, int, list[tuple[int, int, float, bool]]]: ...
 def predict(planner: Planner, layer: int, ids: _Ids, ranks: int, /) -> None: ...

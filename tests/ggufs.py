@@ -228,7 +228,7 @@ GRANITE = {
 
 
 def _granite(folder: Path) -> Path:
-    """A model of an architecture whose metadata is no whole configuration: config.json lies beside it."""
+    """A model of an architecture whose the metadata is not a whole configuration: config.json lies beside it."""
     base = model(_folder(folder, "granite") / "base.gguf", "granitemoe")
     file = _folder(folder, "granite multipliers") / "model.gguf"
     config = {

@@ -23,24 +23,62 @@ from tiny_models import save_tiny_checkpoint
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tiermoe.benchmarks.quantizers import (
-    AWQ_CONFIG,
     FP8_CONFIG,
-    MODELOPT_CONFIG,
     Quantize,
     Tensors,
-    awq,
+    codes_of,
     compressed,
     fp8_block,
     gptq,
     gptq_config,
-    modelopt_nvfp4,
-    mxfp4,
+    words_of,
 )
 
 PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31], [8, 120, 33, 60, 60, 2, 71]]
 TOKENS = 10
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
 _KEPT = re.compile(r"(embed_tokens|lm_head|norm|\.gate|gate\.wg|router|shared_expert_gate|conv1d|sinks)\b")
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As gpt-oss lays it out: blocks of 16 bytes."""
+    parts, values = compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)[0](
+        weight
+    )
+    blocks = parts[".weight_packed"].reshape(len(weight), -1, 16)
+    return {"_blocks": blocks, "_scales": parts[".weight_scale"]}, values
+
+
+def modelopt_nvfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """ModelOpt's names; its global scale multiplies."""
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+    parts, _ = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)[0](
+        weight
+    )
+    whole = (1 / parts[".weight_global_scale"]).reshape(())
+    scale, packed = parts[".weight_scale"], parts[".weight_packed"]
+    codes = unpack_fp4_from_uint8(packed, *weight.shape, dtype=torch.float32)
+    values = codes * (scale.float() * whole).repeat_interleave(16, dim=1)
+    more = {".weight_scale_2": whole, ".input_scale": torch.tensor(1.0)}
+    return {".weight": packed, ".weight_scale": scale, **more}, values
+
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ's order_map: the output of each nibble
+
+
+def awq(weight: torch.Tensor, group: int = 64) -> tuple[Tensors, torch.Tensor]:
+    codes, scale, zero = codes_of(weight, group, 4)
+    spread = scale.float().repeat_interleave(group, 1), zero.repeat_interleave(group, 1)
+    parts = {
+        ".qweight": words_of(codes.t().numpy(), AWQ_ORDER, 4), ".qzeros": words_of(zero.t().numpy(), AWQ_ORDER, 4),
+        ".scales": scale.t().contiguous(),
+    }  # fmt: skip
+    return parts, (codes - spread[1]) * spread[0]
+
+
+AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+MODELOPT_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
 
 
 @dataclass(frozen=True)

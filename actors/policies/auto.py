@@ -200,6 +200,12 @@ class Auto:
         5. Residents go near data one by one while that ends the layer sooner.
         6. Tries: link or near data, unused for 64 layers with misses, is taken for 16 where the first loses at most
            what tries may cost: 1% of the time, less what earlier ones lost. Owners alike, where all went near data.
+    A prompt's layer is planned alike, by its own worth of a load and without what follows a decode. Where it uses more
+    than half of the experts, the next layer is streamed ahead: as many of its absent experts, those of greatest V
+    first, as the link can copy before its plan and find room. That layer's end is predicted with and without them, its
+    hits, misses and rows in this layer's proportion; the difference must exceed what near data here loses. The dense
+    part of a prompt grows with its tokens, and is learned from plan to plan. So a layer is streamed, loaded on demand,
+    or computed near data, or a part each, as its costs say.
     After a layer, `used`: averages, S, q, V. What was loaded takes a slot if its V exceeds the least: `admit`.
     After a prompt, `prompt_end`: residents are the experts of greatest V, the prompt's counts blended with popularity.
 
@@ -238,6 +244,7 @@ class Auto:
     def plan(
         self, layer: int, needed: Ids, rows: Ids, now_s: float, link_free_s: float, flight_keys: Ids = _NO_KEYS,
         arrival_s: NDArray[np.float64] = _NO_TIMES, prompt_tokens: int = 0, owners: Owners | None = None,
+        room: int = 0,
     ) -> LayerPlan:  # fmt: skip
         """Decide a layer whose routing is known.
 
@@ -247,8 +254,9 @@ class Auto:
             flight_keys, arrival_s: [F], copies under way and when each ends; one that is LOADING in `states` and absent
                 here is taken to arrive at `link_free_s`.
             prompt_tokens: 0 in decode. In a prompt, its tokens: a load is worth what `prompt_end` would keep it for;
-                nothing is learned or copied behind it.
+                nothing is learned, and nothing is copied behind it but what is streamed ahead.
             owners: the GPUs that the experts belong to; None: all are of this one.
+            room: slots that a prompt's copies for the next layer may take, since they hold nothing of worth.
 
         Raises:
             ValueError: there is no such layer or expert, or arrays differ in length.
@@ -257,7 +265,7 @@ class Auto:
         actions, workers = self._views[min(len(needed), self.experts)]
         end_s, near_s, link_s, owner_s, loads, near, waits, wanted = self._native.plan(
             self._planner, layer, needed, rows, now_s, link_free_s, flight_keys, arrival_s, actions, workers,
-            prompt_tokens, gpus, held,
+            prompt_tokens, gpus, held, room,
         )  # fmt: skip
         named = [Wanted(key, None if victim < 0 else victim, worth, fetch) for key, victim, worth, fetch in wanted]
         return LayerPlan(actions, workers, named, end_s, near_s, link_s, loads, near, waits, owner_s)

@@ -79,6 +79,7 @@ class HybridRule(ABC):
     def plan(
         self, layer: int, needed: Any, rows: Any, now_s: float, link_free_s: float, flight_keys: Any = (),
         arrival_s: Any = (), prompt_tokens: int = 0, owners: Owners | None = None,
+        room: int = 0,
     ) -> LayerPlan:  # fmt: skip
         """As `Auto.plan`. No rule knows several GPUs: what another one owns runs there."""
         if owners is not None:

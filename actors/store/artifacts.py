@@ -370,7 +370,7 @@ def read_profile(store: Path, manifest: Manifest) -> ExpertProfile:
     try:
         arrays = load(data)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise StoreError(f"'{path}' is no safetensors file", PROFILE_REMEDY) from error
+        raise StoreError(f"'{path}' is not a safetensors file", PROFILE_REMEDY) from error
     if (problem := _problem(arrays, found.shapes())) is not None:
         raise StoreError(f"'{path}': {problem}", PROFILE_REMEDY)
     wide = {name: array.astype(np.float64) for name, array in arrays.items()}

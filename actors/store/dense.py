@@ -83,7 +83,7 @@ def fetch_dense(stores: Sequence[StoreLink], folder: Path, settings: StoreSettin
         (folder / MANIFEST_NAME).write_bytes(data)
         for record in (manifest.dense, *manifest.extras):
             source.copy(record, folder)
-        with contextlib.suppress(_NotGiven):  # the stores have no replicas
+        with contextlib.suppress(_Refused):  # the stores have no replicas
             (folder / REPLICAS_NAME).write_bytes(source.read(REPLICAS_NAME))
         if (replicas := read_replicas(folder, manifest)) is not None:
             source.copy(replicas.losses, folder)  # the calibration tables
@@ -91,7 +91,7 @@ def fetch_dense(stores: Sequence[StoreLink], folder: Path, settings: StoreSettin
     return StoreView(str(folder), manifest, (), FileView(str(dense), FileStamp.of(dense.stat()), {}))
 
 
-class _NotGiven(StoreError):
+class _Refused(StoreError):
     """Every store refused to give a file."""
 
 
@@ -112,7 +112,7 @@ class _Files:
         """A file whose size no manifest gives."""
         first = self._piece(name, 0, PIECE_BYTES)
         if first.size > _MOST_MANIFEST_BYTES:
-            raise StoreError(f"{name} of {self.name} has {first.size} bytes", "see whether it is a store")
+            raise StoreError(f"{name} of {self.name} has {first.size} bytes", "check that it is a store")
         data = first.data.tobytes()
         return data + b"".join(self.pieces(name, first.size, len(data)))
 
@@ -162,7 +162,7 @@ class _Files:
                 self.close()
                 if len(problems) == len(self._stores):
                     time.sleep(min(_LOOK_S, left_s))  # until a store comes back
-        kind = _NotGiven if len(refused) == len(self._stores) else StoreError
+        kind = _Refused if len(refused) == len(self._stores) else StoreError
         raise kind(
             f"{name} was not had from a store ({'; '.join(f'{n}: {p}' for n, p in problems.items())})",
             "see whether the nodes with the stores are up",

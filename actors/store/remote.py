@@ -141,7 +141,7 @@ class RefReader:
         try:
             self._handle = ray.get_actor(actor)
         except (ray.exceptions.RayError, ValueError, RuntimeError) as error:
-            raise RuntimeFailure(f"no store actor '{actor}' ({error})", "see whether the cluster is up") from error
+            raise RuntimeFailure(f"no store actor '{actor}' ({error})", "check that the cluster is up") from error
         self._manifest = manifest
 
     def health(self, deadline_s: float) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def connect_store(link: StoreLink, manifest: Manifest, settings: StoreSettings) 
     """
     if settings.transport == "ray":
         if link.actor is None:
-            raise StoreError(f"{link.name} is no Ray actor", "use store.transport: grpc")
+            raise StoreError(f"{link.name} is not a Ray actor", "use store.transport: grpc")
         reader = RefReader(link.actor, manifest)
         _check(link, reader.health(_CONNECT_S), manifest)
         return reader
@@ -221,7 +221,7 @@ def _check(link: StoreLink, details: Mapping[str, Any], manifest: Manifest) -> N
     if details.get("state") != "serving":
         raise StoreError(f"{link.name} is {details.get('state')}: {details.get('problem')}", "repair its files")
     if details.get("store") != manifest_digest(manifest):
-        raise StoreError(f"{link.name} holds another model, or another making of it", "copy one store to all nodes")
+        raise StoreError(f"{link.name} holds another model, or another build of it", "copy one store to all nodes")
     present = set(str(details.get("layers")).split(","))
     missing = [layer for layer in link.layers if str(layer) not in present]
     if missing:

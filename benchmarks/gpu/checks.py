@@ -54,7 +54,7 @@ def run(context: Context, record: Record) -> None:
 def targets(context: Context) -> list[str]:
     """The arguments of pytest: each file that needs a GPU; the kernels' as one."""
     files = sorted(path.relative_to(context.root) for path in (context.root / "tests/cuda").glob("test_*.py"))
-    rest = ["tests/unit/test_bench_gpu_locality.py"] if context.toy else ["tests/kernels"]
+    rest = ["tests/unit/test_bench_gpu_routing.py"] if context.toy else ["tests/kernels"]
     return [str(file) for file in files] + rest
 
 

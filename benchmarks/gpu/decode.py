@@ -1,6 +1,6 @@
 """Parts `qwen`, `qwen3`, `mixtral`, `deepseek`: decode of random-weight models in real shapes, against the references.
 
-    locality of the default model -> trace for this shape -> replayed in every case alike
+    synthetic trace at this shape -> replayed in every case alike
     each case: prefill, warm tokens, then [ours, all-resident transformers] x 5 in turn
 
 Part `host`: the host time of one MoE layer in decode, by component, and the chosen kernels. A few layers of a real
@@ -32,13 +32,15 @@ from tiermoe.actors.settings import CompileMode, EngineSettings, LinkSettings
 from tiermoe.actors.store.artifacts import MapShape, PolicyArtifacts
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.host import usable_cores
+from tiermoe.cluster.simulate.hit_rates import hit_rates, policies
+from tiermoe.cluster.simulate.synthetic import FAMILIES
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.errors import TierMoeError
 
 from .job import NO_TIME, Context, Record
 from .models import REAL, TOY, HostExperts, RandomModel, RealShape, build_random_model, moe_layers
 from .near_data import NearData, random_tables
-from .routing import Locality, Replay, RoutingTrace, Stickiness, draw, fit, lru_hit_rates, profile_of, record_locality
+from .routing import FAMILY, Replay, RoutingTrace, draw, profile_of
 from .transfers import Peaks, record_peaks, spread_of
 
 PRESETS = (
@@ -48,6 +50,7 @@ MORE = (
     "buddymoe", "random-replacement", "drop", "activeevict-lossless", "moe-offloading", "moe-apex", "buddymoe-rho4",
     "buddymoe-own-weight", "buddymoe-cft75",
 )  # fmt: skip
+LRU_SHARES = (0.1, 0.25, 0.5, 0.75)  # of a layer's experts in an LRU cache, whose hit rate the trace's row has
 BUDGETS = (0.5, 0.1, 0.25, 1.0, 0.75, 0.375)  # the order of importance
 BATCHED, BATCH = ("on-demand", "next-gate", "moepic"), 8
 ALL = "all-resident"  # ours with everything loaded before the first token; at budget 1.0 only
@@ -166,14 +169,13 @@ class Bench:
 
     @staticmethod
     def of(
-        context: Context, record: Record, shape: RealShape, host: HostExperts, layers: int, locality: Locality,
-        trace: RoutingTrace,
-    ) -> Bench:  # fmt: skip
+        context: Context, record: Record, shape: RealShape, host: HostExperts, layers: int, trace: RoutingTrace
+    ) -> Bench:
         """Fill `host`, which the caller closes, with `layers` MoE layers, and build a model around them."""
         for layer in range(layers):
             host.add(shape.expert, context.dtype, context.device, seed=layer)
         built = build_random_model(shape, layers, context.dtype, context.device)
-        replay = Replay(trace, locality.recalls, built.router_weights(), context.device, context.dtype)
+        replay = Replay(trace, built.router_weights(), context.device, context.dtype)
         return Bench(context, record, shape, built, host, replay, trace)
 
     def session(self, name: str, engine: ExpertEngine | None = None, batch: int = 1) -> Session:
@@ -243,16 +245,17 @@ def run(context: Context, record: Record, name: str) -> None:
     torch.set_num_threads(1)
     begin_s = time.monotonic()
     layers = moe_layers(shape, context)
-    few = {"documents": 2, "tokens": 48} if context.toy else {}
     tokens = PROMPT + WARM + (REPEATS + 1) * TOKENS
-    locality, sticky, trace = _trace(context, shape, tokens, layers, 7, **few)
+    trace = draw(tokens, layers, shape.experts, shape.top_k, seed=7)
+    sizes = {f"{share:g}": max(shape.top_k, round(share * shape.experts)) for share in LRU_SHARES}
+    lru = hit_rates(trace.ids.transpose(1, 0, 2), tuple(sizes.values()), policies(("lru",)))
     record.row(
-        "trace", shape=shape.name, **asdict(locality), fitted=asdict(sticky), tokens=tokens,
-        hit_rates_here=lru_hit_rates(trace.ids, shape.experts),
+        "trace", shape=shape.name, family=FAMILY, tokens=tokens, recalls=FAMILIES[FAMILY].recalls,
+        hit_rates={share: row.overall for share, row in zip(sizes, lru, strict=True)},
     )  # fmt: skip
     peaks = record_peaks(context, record)
     with closing(HostExperts()) as host:
-        bench = Bench.of(context, record, shape, host, layers, locality, trace)
+        bench = Bench.of(context, record, shape, host, layers, trace)
         built = bench.built
         bench.replay.attach(built.modules)
         record.row(
@@ -269,16 +272,6 @@ def run(context: Context, record: Record, name: str) -> None:
         free_memory(bench.context)
         _offload(bench, fastest)
         bench.replay.close()
-
-
-def _trace(
-    context: Context, shape: RealShape, trace_tokens: int, layers: int, seed: int, **recorded: int
-) -> tuple[Locality, Stickiness, RoutingTrace]:
-    """A trace for this shape, after the default model's routing; that locality, and its fit."""
-    locality, recorded_layers = record_locality(context.device, **recorded)
-    sticky = fit(locality, recorded_layers)
-    trace = draw(locality, sticky.share, sticky.decay, trace_tokens, layers, shape.experts, shape.top_k, seed)
-    return locality, sticky, trace
 
 
 def _references(bench: Bench) -> str:
@@ -479,9 +472,9 @@ def _host_shape(
     context: Context, record: Record, shape: RealShape, layers: int, cases: tuple[tuple[str, float, CompileMode], ...]
 ) -> None:
     trace_tokens = HOST_PROMPT + HOST_WARM + HOST_TOKENS + 2 * HOST_PROFILED
-    locality, _, trace = _trace(context, shape, trace_tokens, layers, 11, documents=2, tokens=48)
+    trace = draw(trace_tokens, layers, shape.experts, shape.top_k, seed=11)
     with closing(HostExperts()) as experts:
-        bench = Bench.of(context, record, shape, experts, layers, locality, trace)
+        bench = Bench.of(context, record, shape, experts, layers, trace)
         for number, (preset, budget, mode) in enumerate(cases):
             case = f"{shape.name}, {preset} at {budget:g}, compile {mode}"
             if mode == "graphs" and context.device.type != "cuda":

@@ -1,8 +1,4 @@
-"""The measured models: published shapes, random weights on the device, random experts in host memory.
-
-Hyper-parameters are those of mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen1.5-MoE-A2.7B, deepseek-ai/DeepSeek-V2-Lite and
-Qwen/Qwen3-30B-A3B. The toy shapes have the same architectures.
-"""
+"""The measured models (models.yaml): random weights on the device, random experts in host memory."""
 
 from __future__ import annotations
 
@@ -14,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from tiermoe.actors.budget import host_free_bytes
@@ -73,84 +71,27 @@ class RealShape:
         return AutoConfig.for_model(self.model_type, **options)
 
 
-def _published(key: str, name: str, model_type: str, options: dict[str, Any], shrinks: bool = False) -> RealShape:
-    """A shape of the table of published models, with transformers' options for the rest of it."""
-    shape = shape_named(key)
-    return RealShape(
-        name, model_type, shape.layers, shape.dense_layers, shape.experts, shape.top_k, shape.hidden,
-        shape.intermediate, options, shrinks,
-    )  # fmt: skip
+def _shapes() -> tuple[dict[str, RealShape], dict[str, RealShape]]:
+    """The models of models.yaml by name, at their real and at their toy sizes."""
+    real, toy = dict[str, RealShape](), dict[str, RealShape]()
+    for key, of in yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")).items():
+        found, small, shrinks = shape_named(of["shape"]), of["toy"], of.get("shrinks", False)
+        real[key] = RealShape(
+            of["name"], of["model_type"], found.layers, found.dense_layers, found.experts, found.top_k, found.hidden,
+            found.intermediate, of["options"], shrinks,
+        )  # fmt: skip
+        toy[key] = RealShape(
+            f"toy {of['name']}", of["model_type"], small["layers"], found.dense_layers, small["experts"], 2, 64, 96,
+            of["options"] | _SMALL | small["options"], shrinks,
+        )  # fmt: skip
+    return real, toy
 
-
-MIXTRAL = _published(
-    "mixtral-8x7b", "Mixtral-8x7B", "mixtral",
-    shrinks=True,
-    options={
-        "intermediate_size": 14336, "num_local_experts": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "sliding_window": None,
-    },
-)  # fmt: skip
-QWEN = _published(
-    "qwen1.5-moe-a2.7b", "Qwen1.5-MoE-A2.7B", "qwen2_moe",
-    options={
-        "intermediate_size": 5632, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
-        "num_experts": 60, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "norm_topk_prob": False, "decoder_sparse_step": 1,
-        "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-)  # fmt: skip
-DEEPSEEK = _published(
-    "deepseek-v2-lite", "DeepSeek-V2-Lite", "deepseek_v2",
-    options={
-        "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
-        "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
-        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 1,
-        "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False,
-        "vocab_size": 102400, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40, "beta_fast": 32, "beta_slow": 1,
-            "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
-        },
-    },
-)  # fmt: skip
-
-QWEN3 = _published(
-    "qwen3-30b-a3b", "Qwen3-30B-A3B", "qwen3_moe",
-    shrinks=True,
-    options={
-        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6, "norm_topk_prob": True, "decoder_sparse_step": 1, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-)  # fmt: skip
-
-REAL = {"mixtral": MIXTRAL, "qwen": QWEN, "deepseek": DEEPSEEK, "qwen3": QWEN3}
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048,
     "intermediate_size": 96,
 }  # fmt: skip
-
-
-def _toy(shape: RealShape, layers: int, experts: int, **sizes: int) -> RealShape:
-    return RealShape(
-        f"toy {shape.name}", shape.model_type, layers, shape.dense_layers, experts, 2, 64, 96,
-        shape.options | _SMALL | sizes, shape.shrinks,
-    )  # fmt: skip
-
-
-TOY = {
-    "mixtral": _toy(MIXTRAL, 3, 8, num_local_experts=8),
-    "qwen": _toy(QWEN, 3, 12, num_experts=12, moe_intermediate_size=96, shared_expert_intermediate_size=64),
-    "qwen3": _toy(QWEN3, 3, 12, num_experts=12, moe_intermediate_size=96, head_dim=32),
-    "deepseek": _toy(
-        DEEPSEEK, 4, 12, n_routed_experts=12, moe_intermediate_size=96, kv_lora_rank=32, qk_rope_head_dim=16,
-        qk_nope_head_dim=16, v_head_dim=16,
-    ),
-}  # fmt: skip
-TOY["mixtral"].options["intermediate_size"] = 96
+REAL, TOY = _shapes()
 
 
 def experts_modules(model: Any) -> list[str]:

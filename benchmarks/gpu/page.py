@@ -23,7 +23,7 @@ _SHOWN = {
         "budget", "batch", "preset", "lossless", "tpot_ms", "reference_ms", "speed", "hit_rate", "mb_per_token",
         "blocked_ms", "writeback_blocked_ms", "floor_link_ms", "floor_read_ms", "kernels", "ndp",
     ),
-    "trace": ("hit_rates", "hit_rates_here", "fitted", "recalls"),
+    "trace": ("family", "hit_rates", "recalls"),
     "reference": ("case", "tpot_ms"),
     "load": ("shape", "expert", "batch", "memory", "gbps", "gbps_minimum", "gbps_maximum", "share",
              "pin_s_per_gib"),

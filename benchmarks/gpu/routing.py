@@ -1,13 +1,7 @@
-"""Routing: the locality of the default model's routing, traces of other shapes with the same locality, their replay.
-
-    recorded routing of a small model -> Locality -> Stickiness (fitted) -> trace for a model of any shape -> replay
+"""Routing of the measured models: drawn by the simulator's generator at their shape, and replayed.
 
 The measured models have random weights, so a trace replaces their routers' choices, for ours and for the references
-alike. It reproduces the shares of use (resampled to the other number of experts, in another order in each layer), the
-reuse (hit rates of LRU caches of several sizes, by which the process is fitted), the router's confidence (mean sorted
-probabilities), and how well a later layer is predicted (recall of its router on an earlier layer's hidden state). It
-does not reproduce which experts of two layers go together, so a policy that follows trajectories, such as fMoE, finds
-nothing there.
+alike. It is of a family of `simulate.synthetic`, which is held to published figures of reuse, popularity and recall.
 
 The routers run, for their time; a hook on the experts modules replaces their choices. A later layer's router that is
 asked ahead of time computes its product, and answers with the trace's logits at the recall of that distance.
@@ -15,7 +9,6 @@ asked ahead of time computes its product, and answers with the trace's logits at
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,57 +18,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiermoe.actors.engine.model.model import ExpertLayer, RouterProbe, attach, blocks_at, detach
+from tiermoe.actors.engine.model.model import ExpertLayer, RouterProbe, attach, detach
 from tiermoe.actors.policies.buddymoe.buddies import Coactivations, ExpertProfile, Outputs, entropy_counts, renormalised
-from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts
-from tiermoe.errors import CheckpointError
+from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator, blurred, top
 
-from .models import experts_modules
+from ..auto_cells import agreement
 
-FRACTIONS = (0.1, 0.25, 0.5, 0.75)  # of a layer's experts that an LRU cache holds
-SHARES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
-DECAYS = (0.0, 0.5, 0.8, 0.9, 0.97)
-_FIT_TOKENS = 192
+FAMILY = "sticky"  # of the decode of Qwen3-30B-A3B, as reported
+DISTANCES = 3  # layers ahead that a router is asked
 _MARGIN = 0.1  # logits between picked and other experts: more than bfloat16 rounds away
 
 Floats = NDArray[np.float32]
-Ids = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Locality:
-    """The locality of a recorded routing.
-
-    Attributes:
-        popularity: [E], shares of a layer's uses, descending, mean over layers.
-        probabilities: [E], a token's router probabilities, descending, mean over tokens and layers.
-        hit_rates: of an LRU cache of `FRACTIONS` of each layer's experts.
-        recalls: share of a layer's experts that its router picks on the hidden state of 1, 2, ... layers before.
-        top_k: experts per token.
-    """
-
-    popularity: tuple[float, ...]
-    probabilities: tuple[float, ...]
-    hit_rates: tuple[float, ...]
-    recalls: tuple[float, ...]
-    top_k: int
-
-
-@dataclass(frozen=True)
-class Stickiness:
-    """How a token's experts depend on earlier ones: p = (1 - share) popularity + share recent use.
-
-    Attributes:
-        decay: weight of a use after one more token; 0: only the previous token counts.
-        error: root mean square difference of the hit rates to the recorded ones.
-        hit_rates: of the fitted process, at the recorded shape.
-    """
-
-    share: float
-    decay: float
-    error: float
-    hit_rates: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -84,170 +37,30 @@ class RoutingTrace:
 
     Attributes:
         ids: int64 [T, L, K], most probable first.
-        logits: float32 [T, L, E], log-probabilities that agree with `ids`.
+        logits: float32 [T, L, E], whose K greatest are `ids`.
+        ahead: the same as routers 1, 2, .. layers before foresee it.
     """
 
-    ids: Ids
+    ids: NDArray[np.int64]
     logits: Floats
+    ahead: tuple[Floats, ...]
 
 
-def lru_hit_rates(ids: Ids, experts: int, fractions: Sequence[float] = FRACTIONS) -> tuple[float, ...]:
-    """Hit rates of one LRU cache per layer with a share of its experts, at least K, on ids [T, L, K].
+def draw(tokens: int, layers: int, experts: int, top_k: int, seed: int) -> RoutingTrace:
+    """One request of `FAMILY` at a shape."""
+    family = FAMILIES[FAMILY]
+    generator, rng = Generator(family, layers, experts, top_k, seed), np.random.default_rng(seed)
+    raw = generator.logits(generator.tokens(tokens))
 
-    The first half of the tokens warms the caches.
-    """
-    tokens, layers, top_k = ids.shape
-    last = np.full((layers, experts), -1.0)
-    last -= np.arange(experts) * 1e-6  # a fixed order of those that were never used
-    slots = [max(top_k, round(share * experts)) for share in fractions]
-    hits, asked = np.zeros(len(slots)), 0
-    rows = np.arange(layers)[:, None]
-    for t in range(tokens):
-        chosen = ids[t]  # [L, K]
-        if 2 * t >= tokens:
-            used = last[rows, chosen]
-            depth = (last[:, None, :] > used[:, :, None]).sum(axis=2)  # experts used since [L, K]
-            known = used >= 0
-            hits += [(known & (depth < size)).sum() for size in slots]
-            asked += chosen.size
-        last[rows, chosen] = t + np.arange(top_k) * 1e-3
-    return tuple((hits / max(1, asked)).tolist())
+    def apart(logits: NDArray[np.float64]) -> Floats:
+        picked = top(logits, top_k)
+        found = family.sharpness * logits
+        np.put_along_axis(found, picked, np.take_along_axis(found, picked, -1) + _MARGIN, -1)
+        return found.astype(np.float32)
 
-
-def popularity_of(ids: Ids, experts: int) -> tuple[float, ...]:
-    """Shares of the uses of ids [T, L, K], descending, mean over layers."""
-    counts = np.stack([np.bincount(ids[:, layer].ravel(), minlength=experts) for layer in range(ids.shape[1])])
-    shares = np.sort(counts / counts.sum(axis=1, keepdims=True), axis=1)[:, ::-1]
-    return tuple(shares.mean(axis=0).tolist())
-
-
-def recall(predicted: Ids, picked: Ids) -> float:
-    """Share of picked [N, K] that is in predicted [N, K]."""
-    return float((predicted[:, :, None] == picked[:, None, :]).any(axis=1).mean())
-
-
-def resampled(curve: Sequence[float], size: int) -> NDArray[np.float64]:
-    """A descending curve of shares for another number of experts: the same Lorenz curve, normalised [size]."""
-    cumulative = np.concatenate([[0.0], np.cumsum(curve)])
-    positions = np.linspace(0.0, 1.0, len(cumulative))
-    shares = np.diff(np.interp(np.linspace(0.0, 1.0, size + 1), positions, cumulative))
-    return np.asarray(shares / shares.sum(), np.float64)
-
-
-def draw(
-    locality: Locality, share: float, decay: float, tokens: int, layers: int, experts: int, top_k: int, seed: int
-) -> RoutingTrace:
-    """A routing of any shape: each token draws K distinct experts of each layer, as `Stickiness` describes.
-
-    Raises:
-        ValueError: a layer has fewer experts than a token uses.
-    """
-    if not 0 < top_k <= experts:
-        raise ValueError(f"a token cannot use {top_k} of {experts} experts")
-    rng = np.random.default_rng(seed)
-    curve = resampled(locality.popularity, experts)
-    popularity = np.stack([rng.permutation(curve) for _ in range(layers)])  # [L, E]
-    profile = np.log(np.maximum(resampled(locality.probabilities, experts), 1e-6))
-    profile[:top_k] += _MARGIN
-    recent = popularity.copy()
-    ids = np.empty((tokens, layers, top_k), np.int64)
-    logits = np.empty((tokens, layers, experts), np.float32)
-    rows = np.arange(layers)[:, None]
-    for t in range(tokens):
-        chance = (1.0 - share) * popularity + share * recent / recent.sum(axis=1, keepdims=True)
-        scores = np.log(np.maximum(chance, 1e-9)) + rng.gumbel(size=chance.shape)  # the top K: K draws without repeat
-        order = np.argsort(-scores, axis=1, kind="stable")
-        ids[t] = order[:, :top_k]
-        logits[t][rows, order] = profile
-        recent *= decay
-        recent[rows, ids[t]] += 1.0
-    return RoutingTrace(ids, logits)
-
-
-def fit(locality: Locality, layers: int, seed: int = 0) -> Stickiness:
-    """The share and decay whose LRU hit rates, at the recorded shape, are nearest to the recorded ones."""
-    experts = len(locality.popularity)
-    best: Stickiness | None = None
-    for share, decay in itertools.product(SHARES, DECAYS):
-        trace = draw(locality, share, decay, _FIT_TOKENS, layers, experts, locality.top_k, seed)
-        rates = lru_hit_rates(trace.ids, experts)
-        error = float(np.sqrt(np.mean(np.square(np.subtract(rates, locality.hit_rates)))))
-        if best is None or error < best.error:
-            best = Stickiness(share, decay, error, rates)
-    assert best is not None
-    return best
-
-
-def predicted_logits(trace: RoutingTrace, recall_share: float, seed: int) -> Floats:
-    """Logits [T, L, E] whose K greatest agree with the trace's choice at this recall.
-
-    Each expert of a token's choice is missed with probability 1 - recall_share, and replaced by the next in order.
-    """
-    tokens, layers, top_k = trace.ids.shape
-    rng = np.random.default_rng(seed)
-    order = np.argsort(-trace.logits, axis=2, kind="stable")  # [T, L, E]
-    profile = np.take_along_axis(trace.logits, order, axis=2)
-    right = rng.random((tokens, layers, top_k)) < recall_share
-    missed = top_k - right.sum(axis=2, keepdims=True)  # [T, L, 1]
-    place = np.broadcast_to(np.arange(order.shape[2]), order.shape)
-    predicted = (place >= top_k) & (place < top_k + missed)
-    predicted[:, :, :top_k] = right
-    new = np.take_along_axis(order, np.argsort(~predicted, axis=2, kind="stable"), axis=2)
-    out = np.empty_like(trace.logits)
-    np.put_along_axis(out, new, profile, axis=2)
-    return out
-
-
-DISTANCES = 3  # layers ahead that a router is asked
-
-
-@torch.no_grad()
-def record_locality(device: torch.device, documents: int = 8, tokens: int = 96) -> tuple[Locality, int]:
-    """The locality of the default model's routing on held-out text, and its MoE layers.
-
-    A later layer's router is asked on the input of this layer's experts, as next-gate prefetch does.
-
-    Raises:
-        CheckpointError: the model ships too little held-out text, or has a router that cannot be asked.
-    """
-    from transformers import AutoModelForCausalLM
-
-    folder = default_model_dir()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    names = experts_modules(model)
-    experts = int(model.get_submodule(names[0]).gate_up_proj.shape[0])
-    routers = [block.router for block in blocks_at(model, names, experts)]
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def see(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden, ids = (*args, *kwargs.values())[:2]
-        seen.append((hidden.reshape(-1, hidden.shape[-1]), ids))
-
-    for name in names:
-        model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True)
-    parts, probabilities = [], []
-    recalls: list[list[float]] = [[] for _ in range(DISTANCES)]
-    for prompt in heldout_prompts(folder, documents, tokens):
-        seen.clear()
-        model(torch.tensor([prompt], device=device), use_cache=False)
-        ids = [picked.cpu().numpy().astype(np.int64) for _, picked in seen]
-        parts.append(np.stack(ids, axis=1))  # [T, L, K]
-        for layer, (hidden, _) in enumerate(seen):
-            for distance in range(min(DISTANCES + 1, len(names) - layer)):
-                router = routers[layer + distance]
-                if router is None:
-                    raise CheckpointError("the model's routers cannot be asked", "use the default model")
-                scores = router(hidden).float()
-                if distance == 0:
-                    probabilities.append(torch.softmax(scores, -1).sort(-1, descending=True)[0].mean(0).cpu())
-                    continue
-                predicted = scores.topk(ids[0].shape[1], dim=-1)[1].cpu().numpy()
-                recalls[distance - 1].append(recall(predicted, ids[layer + distance]))
-    found = np.concatenate(parts)
-    return Locality(
-        popularity_of(found, experts), tuple(torch.stack(probabilities).mean(0).tolist()),
-        lru_hit_rates(found, experts), tuple(float(np.mean(values)) for values in recalls), found.shape[2],
-    ), len(names)  # fmt: skip
+    recalls = family.recalls[:DISTANCES]
+    seen = (blurred(raw, agreement(FAMILY, layers, experts, top_k, recall), rng) for recall in recalls)
+    return RoutingTrace(top(raw, top_k), apart(raw), tuple(apart(logits) for logits in seen))
 
 
 _OWN = 1e-4  # of the router's own logits: a product that is computed and changes no order
@@ -258,7 +71,6 @@ class Replay:
 
     Args:
         trace: at least as many tokens as will run, as many layers as the model has MoE layers.
-        recalls: of distances 1, 2, ...
         weights: [E, H] of each layer's router.
         device, dtype: of the model's hidden states.
     """
@@ -266,7 +78,6 @@ class Replay:
     def __init__(
         self,
         trace: RoutingTrace,
-        recalls: Sequence[float],
         weights: Sequence[torch.Tensor],
         device: torch.device,
         dtype: torch.dtype,
@@ -282,8 +93,7 @@ class Replay:
         self._ids = by_layer(torch.from_numpy(trace.ids), torch.int64)
         self._weights = by_layer(chosen / scale, dtype)
         self._weights_f32 = self._weights.float()
-        tables = [trace.logits, *(predicted_logits(trace, share, seed) for seed, share in enumerate(recalls, start=1))]
-        self._tables = [by_layer(torch.from_numpy(table), dtype) for table in tables]
+        self._tables = [by_layer(torch.from_numpy(table), dtype) for table in (trace.logits, *trace.ahead)]
         self._routers = [weight.to(dtype).t() for weight in weights]  # [H, E]
         self.tokens, self.layers, self.top_k = trace.ids.shape[0], trace.ids.shape[1], top_k
         self._rows = 0
@@ -382,7 +192,8 @@ def profile_of(trace: RoutingTrace, seed: int = 0) -> ExpertProfile:
     counts, entropies = [], []
     for layer in range(layers):
         ids = trace.ids[:, layer]
-        shares = renormalised(np.exp(np.take_along_axis(trace.logits[:, layer], ids, axis=1)))
+        logits = np.take_along_axis(trace.logits[:, layer], ids, axis=1)
+        shares = renormalised(np.exp(logits - logits.max(axis=1, keepdims=True)))
         counts.append(Coactivations(experts))
         counts[-1].add(ids, shares)
         entropies.append(entropy_counts(shares, np.ones(len(ids))))

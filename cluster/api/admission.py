@@ -80,13 +80,13 @@ class Admission:
         self._admitted += len(tokens)  # and told before it is checked: no two replicas take the same last place
         share.admitted += len(tokens)
         try:
-            if not self._tell():
+            if not self._notify():
                 raise ApiError(503, "the disk of the server's counts is full", headers={"Retry-After": "5"})
             self._check(key, share, tokens)
         except ApiError:
             self._admitted -= len(tokens)
             share.admitted -= len(tokens)
-            self._tell()
+            self._notify()
             raise
 
     def _check(self, key: Key, share: _Share, tokens: Sequence[int]) -> None:
@@ -106,7 +106,7 @@ class Admission:
         """One admitted choice is over, whether it ran or not."""
         self._admitted -= 1
         self._shares[key.name].admitted -= 1
-        self._tell()
+        self._notify()
 
     def charge(self, key: Key, generated: int) -> None:
         """Tokens were generated for a key."""
@@ -157,7 +157,7 @@ class Admission:
             self._granted += 1
             free -= 1
             turn.set_result(None)
-        self._tell()
+        self._notify()
 
     def _slots(self) -> int:
         """Choices that this replica may have with the runtime now."""
@@ -168,7 +168,7 @@ class Admission:
     def _others(self) -> list[Admitted]:
         return [] if self._ledger is None else self._ledger.others()
 
-    def _tell(self) -> bool:
+    def _notify(self) -> bool:
         """Say what this replica has admitted; False: the disk is full, and what was said before stays."""
         if self._ledger is not None:
             counts = {name: (share.admitted, share.waiting_tokens) for name, share in self._shares.items()}

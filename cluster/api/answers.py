@@ -47,7 +47,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckedRequest:
     """A checked request: what to generate and how to write it.
 
     prompts: each has equally many choices, one after the other. prompt_tokens: of all prompts.
@@ -60,7 +60,7 @@ class Asked:
     prompts: int = 1
 
 
-async def chat(service: Service, body: ChatBody) -> Asked:
+async def chat(service: Service, body: ChatBody) -> CheckedRequest:
     """Check and tokenize a chat.
 
     Raises:
@@ -85,7 +85,7 @@ async def chat(service: Service, body: ChatBody) -> Asked:
     )
     parsers = tuple(parser() for _ in choices)
     form = ChatForm(service.token_bytes, bool(body.logprobs), parsers, body.parallel_tool_calls is not False)
-    return Asked(choices, len(ids), form, body)
+    return CheckedRequest(choices, len(ids), form, body)
 
 
 async def _grammar(service: Service, body: GenerationBody) -> str | None:
@@ -121,7 +121,7 @@ def _tool_parser(service: Service, body: ChatBody) -> Callable[[], Parser]:
     return partial(found.parser, body.functions)
 
 
-async def completion(service: Service, body: CompletionBody) -> Asked:
+async def completion(service: Service, body: CompletionBody) -> CheckedRequest:
     """Check and tokenize the prompts of a completion.
 
     Raises:
@@ -147,7 +147,7 @@ async def completion(service: Service, body: CompletionBody) -> Asked:
     if body.echo:
         echoes = tuple([await service.echo_of(text, ids) for text, ids in zip(given, prompts, strict=True)])
     form = CompletionForm(service.token_bytes, prompts, echoes, body.choices, body.logprobs is not None)
-    return Asked(tuple(choices), sum(map(len, prompts)), form, body, len(prompts))
+    return CheckedRequest(tuple(choices), sum(map(len, prompts)), form, body, len(prompts))
 
 
 class Answer:
@@ -157,8 +157,8 @@ class Answer:
         model: what clients call it.
     """
 
-    def __init__(self, asked: Asked, run: Run, request_id: str, model: str) -> None:
-        self._asked, self._run, self._form = asked, run, asked.form
+    def __init__(self, checked: CheckedRequest, run: Run, request_id: str, model: str) -> None:
+        self._checked, self._run, self._form = checked, run, checked.form
         self._id, self._created_s, self._model = f"{self._form.id_prefix}-{request_id}", int(time.time()), model
 
     async def whole(self) -> Json:
@@ -174,7 +174,7 @@ class Answer:
         """The answer as it comes. Raises ApiError."""
         tokens, cached = ([0] * self._run.choices for _ in range(2))
         begun: set[int] = set()
-        body = self._asked.body
+        body = self._checked.body
 
         def usage() -> Json:
             if body.running_usage:
@@ -199,8 +199,8 @@ class Answer:
 
     def _usage(self, tokens: Sequence[int], cached: Sequence[int]) -> Json:
         """Of the tokens generated of each choice, and the cached ones of its prompt; a prompt counts once."""
-        prompt, generated = self._asked.prompt_tokens, sum(tokens)
-        each = len(cached) // self._asked.prompts
+        prompt, generated = self._checked.prompt_tokens, sum(tokens)
+        each = len(cached) // self._checked.prompts
         return {
             "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": sum(cached[::each])},

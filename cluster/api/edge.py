@@ -2,7 +2,7 @@
 
 A plain class that `server.py` places as a Ray actor beside `tiermoe serve`. All that it needs to serve again after its
 death are its constructor's arguments: it looks the leads up by their names, and gets the listening socket and standard
-error from the door (`door.py`), which keeps both.
+error from the server socket (`server_socket.py`), which keeps both.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ...proto.tls import TlsFiles
 from ..attach import leads_of
 from ..prompt import load_tokenizer
 from .backend import LeadBackend
-from .door import DRAIN_S, Descriptors, server_options
 from .keys import KeyRing
 from .request_log import RequestLog
 from .routes import make_app
+from .server_socket import DRAIN_S, Descriptors, server_options
 from .service import Service
 from .settings import ApiSettings
 from .shared import share_counters
@@ -37,12 +37,12 @@ _LAST_S = 3  # for what has been told that the server ends
 
 
 class Edge:
-    """One process of the server. It is ready when it is made, and listens as soon as the door hands the socket over.
+    """One process of the server. It is ready once constructed, and listens once `ServerSocket` hands the socket over.
 
     Args:
         settings: of the server; `deployment` is named.
         plan: what the first lead's `plan` returned.
-        door: name of the door.
+        server_socket: name of the `ServerSocket`.
         tls: for HTTPS; None: HTTP.
         shared: folder of what the edges of this server share; None: there is one edge.
 
@@ -51,13 +51,18 @@ class Edge:
     """
 
     def __init__(
-        self, settings: ApiSettings, plan: dict[str, Any], door: str, tls: TlsFiles | None, shared: str | None = None
+        self,
+        settings: ApiSettings,
+        plan: dict[str, Any],
+        server_socket: str,
+        tls: TlsFiles | None,
+        shared: str | None = None,
     ) -> None:
         self._settings, self._plan, self._tls = settings, plan, tls
         self._shared = None if shared is None else Path(shared)
         if self._shared is not None:
             share_counters(self._shared)
-        self._descriptors = Descriptors(door)
+        self._descriptors = Descriptors(server_socket)
         self._state = "starting"
         self._sinks: list[RequestLog | Tracer] = []
         self._backend: LeadBackend | None = None

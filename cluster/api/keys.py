@@ -72,7 +72,7 @@ def _key(words: list[bytes], where: str) -> Key:
         known = _NAME.fullmatch(value) if name == "name" else value.isdecimal() and int(value) > 0
         if name not in ("name", "requests", "tokens") or name in found or not known:
             raise ConfigError(  # the word is not shown: it may be a part of a key
-                f"{where}: word {len(found) + 2} is no option", "use name=WORD, requests=COUNT and tokens=COUNT"
+                f"{where}: word {len(found) + 2} is not an option", "use name=WORD, requests=COUNT and tokens=COUNT"
             )
         found[name] = value
     limits = {name: int(found[name]) for name in ("requests", "tokens") if name in found}

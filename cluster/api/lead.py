@@ -90,7 +90,7 @@ class _Inbox:
         raise self._failure
 
 
-def _task_of_nobody(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+def _detached_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """A task outside the request that starts it: Ray cancels a request's calls with it."""
     return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
 
@@ -126,7 +126,7 @@ class LeadClient:
         self._waits: set[asyncio.Timeout] = set()  # of requests
         self._reapers: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._watch = asyncio.get_running_loop().create_task(self._watch_it())
+        self._watch = asyncio.get_running_loop().create_task(self._watch_lead())
 
     @property
     def state(self) -> LeadState:
@@ -206,7 +206,7 @@ class LeadClient:
         self.serves, self.failure = False, failure
         self.give_up_requests()
 
-    async def _watch_it(self) -> None:
+    async def _watch_lead(self) -> None:
         while True:
             self._wake.clear()
             await self._look()
@@ -243,7 +243,7 @@ class LeadClient:
 
     def _begin(self, request: GenerationRequest) -> Awaitable[str]:
         if self._reader is None or self._reader.done():
-            self._reader = _task_of_nobody(self._read())
+            self._reader = _detached_task(self._read())
         return self._handle.begin.remote(self._client, request)
 
     async def _read(self) -> None:
@@ -286,7 +286,7 @@ class LeadClient:
 
     def _reap(self, request_id: str, begun: Awaitable[str]) -> None:
         """Cancel a request whose consumer has left, from a task of its own: its consumer is being cancelled itself."""
-        task = _task_of_nobody(self._cancel(request_id, begun))
+        task = _detached_task(self._cancel(request_id, begun))
         self._reapers.add(task)
         task.add_done_callback(self._reapers.discard)
 

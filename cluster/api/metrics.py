@@ -186,7 +186,7 @@ class ChoiceTimer(ChoiceTimes):
         super().__init__(prompt_tokens, submitted_s)
         self._metrics = metrics
 
-    def came(self, event: TokenEvent) -> None:
+    def event_arrived(self, event: TokenEvent) -> None:
         """An event has come."""
         now_s, before_s = time.perf_counter(), self.last_s
         self.event(event, now_s)
@@ -197,7 +197,7 @@ class ChoiceTimer(ChoiceTimes):
                 self._metrics.prompt.inc(self.prompt_tokens)
                 self._metrics.queried.inc(self.prompt_tokens)
                 self._metrics.cached.inc(event.cached_tokens)
-            else:  # they came together: each gets its share
+            else:  # they event_arrived together: each gets its share
                 for _ in range(tokens):
                     self._metrics.between.observe((now_s - before_s) / tokens)
 

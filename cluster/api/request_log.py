@@ -112,7 +112,7 @@ def check_file(file: Path) -> None:
     try:
         with open(file, "a", opener=open_own) as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-                raise ConfigError(f"request log '{file}' is no plain file", "name a file")
+                raise ConfigError(f"request log '{file}' is not a regular file", "name a file")
     except OSError as error:
         raise _unwritable(file, error) from error
 

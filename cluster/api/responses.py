@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .answers import Asked, Json
+from .answers import CheckedRequest, Json
 from .messages import Body, ContentPart, Sent, Text
 from .refusals import refused
 from .schema import ChatBody, SamplingBody
@@ -66,8 +66,8 @@ class ResponsesBody(SamplingBody):
 class ResponsesAnswer:
     """As `Answer`, of one choice of a chat, in the form of `/v1/responses`."""
 
-    def __init__(self, asked: Asked, run: Run, request_id: str, model: str) -> None:
-        self._asked, self._run, self._model = asked, run, model
+    def __init__(self, checked: CheckedRequest, run: Run, request_id: str, model: str) -> None:
+        self._checked, self._run, self._model = checked, run, model
         self._id, self._item, self._created_s = f"resp_{request_id}", f"msg_{request_id}", int(time.time())
         self._text, self._tokens, self._cached, self._finish = "", 0, 0, "stop"
 
@@ -102,7 +102,7 @@ class ResponsesAnswer:
 
     async def _deltas(self) -> AsyncIterator[str]:
         async for index, delta in self._run.deltas():
-            choice = self._asked.form.choice(index, delta, first=False, streamed=True)
+            choice = self._checked.form.choice(index, delta, first=False, streamed=True)
             text = choice["delta"].get("content", "")
             self._text, self._tokens = self._text + text, delta.tokens
             self._cached += delta.cached_tokens
@@ -120,7 +120,7 @@ class ResponsesAnswer:
         return {"type": "message", "id": self._item, "status": status, "role": "assistant", "content": [self._part()]}
 
     def _response(self, status: str) -> Json:
-        ended, prompt, body = status != "in_progress", self._asked.prompt_tokens, self._asked.body
+        ended, prompt, body = status != "in_progress", self._checked.prompt_tokens, self._checked.body
         usage = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},

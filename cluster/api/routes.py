@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from ...errors import TierMoeError
 from ..host import versions
-from .answers import Answer, Asked, Json, chat, completion
+from .answers import Answer, CheckedRequest, Json, chat, completion
 from .bodies import body_route
 from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
@@ -89,19 +89,23 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 async def _generate(
-    service: Service, request: Request, asked: Asked, form: Callable[..., Answer | ResponsesAnswer] = Answer
+    service: Service, request: Request, checked: CheckedRequest, form: Callable[..., Answer | ResponsesAnswer] = Answer
 ) -> Response:
     """The whole answer, or a stream of chunks. A client that leaves ends what it asked for."""
     record: RequestRecord = request.state.record
-    name, headers = record.request_id, warning(asked.body.ignored)
-    service.metrics.count_ignored(asked.body.ignored)
+    name, headers = record.request_id, warning(checked.body.ignored)
+    service.metrics.count_ignored(checked.body.ignored)
     record.asked = Generation(
-        asked.form.operation, service.model_name, asked.choices[0].sampling, bool(asked.body.stream), asked.prompts
+        checked.form.operation,
+        service.model_name,
+        checked.choices[0].sampling,
+        bool(checked.body.stream),
+        checked.prompts,
     )
-    run = service.submit(asked.choices, name, request.state.key)
+    run = service.submit(checked.choices, name, request.state.key)
     record.choices = run.times
-    answer = form(asked, run, name, service.model_name)
-    if asked.body.stream:
+    answer = form(checked, run, name, service.model_name)
+    if checked.body.stream:
         return EventStream(_sse(answer.chunks(), record), run.close, headers)
     whole = asyncio.ensure_future(answer.whole())
     gone = asyncio.ensure_future(_until_gone(request))

@@ -1,6 +1,6 @@
 """The HTTP server of `tiermoe serve`: its edges as Ray actors beside this process, what becomes of them, their end.
 
-    Door (`door.py`: the address)  ->  Edge (`edge.py`, one or more)  ->  the leads of a runtime
+    ServerSocket (`server_socket.py`: the address)  ->  Edge (`edge.py`, one or more)  ->  the leads of a runtime
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ray._private import state as gcs  # what `ray list actors` shows, without a
 from ...errors import TierMoeError
 from ..placement import end, make_here
 from ..ray_session import as_failure, server_folder
-from .door import DRAIN_S, Door
 from .edge import Edge
+from .server_socket import DRAIN_S, ServerSocket
 from .settings import ApiSettings
 
 _START_S = 120.0
@@ -35,12 +35,12 @@ class HttpServer:
 
     Args:
         settings: which deployment, which limits; paths are of this machine.
-        door: where to listen. Once this is ready, it is this that answers there.
+        server_socket: where to listen. Once this is ready, it is this that answers there.
         plan: what the `plan` of the deployment's lead returned.
     """
 
-    def __init__(self, settings: ApiSettings, door: Door, plan: dict[str, Any]) -> None:
-        self._settings, self._door, self._plan = settings, door, plan
+    def __init__(self, settings: ApiSettings, server_socket: ServerSocket, plan: dict[str, Any]) -> None:
+        self._settings, self._server_socket, self._plan = settings, server_socket, plan
         self._edges: list[Any] = []
         self._shared: str | None = None  # folder of what several edges share
         self._rest_s = 0.0  # until when, after a refusal
@@ -57,7 +57,7 @@ class HttpServer:
             for _ in range(self._settings.replicas):
                 self._edges.append(self._make())
             ray.get([edge.health.remote() for edge in self._edges], timeout=_START_S)
-            self._door.hand_over()
+            self._server_socket.hand_over()
         except BaseException as error:
             self.close()
             if not isinstance(error, Exception) or (
@@ -76,8 +76,8 @@ class HttpServer:
         """Make an edge anew that refused to start again; Ray itself starts those again that died. Call this every few
         seconds.
 
-        While every edge refuses (of a file of theirs, say), the door answers, and each is tried again: what is wrong
-        may be put right.
+        While every edge refuses to start (because of a file, say), the server socket answers, and each is tried again:
+        the cause may be mended.
 
         Returns:
             Why no edge serves; None: one does.
@@ -88,7 +88,7 @@ class HttpServer:
             self._follow()
         elif len(refused) == len(self._edges):
             self._problem = self._refusal(self._edges[refused[0]].health.remote())
-            self._door.stand_in(_NONE_SERVES)
+            self._server_socket.answer_unavailable(_NONE_SERVES)
         if refused and time.monotonic() >= self._rest_s:
             self._rest_s = time.monotonic() + _REST_S
             for i in refused:
@@ -102,7 +102,7 @@ class HttpServer:
         for problem in map(self._refusal, answered):
             self._problem = problem
             if problem is None:
-                self._door.hand_over()
+                self._server_socket.hand_over()
                 return
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class HttpServer:
         if not edges:
             return
         with contextlib.suppress(OSError):  # then nobody answers who comes
-            self._door.end()
+            self._server_socket.end()
         try:
             ray.wait([edge.end.remote() for edge in edges], num_returns=len(edges), timeout=DRAIN_S + _END_S)
         except Exception:  # Ray is gone, and the edges with it
@@ -126,7 +126,7 @@ class HttpServer:
         """One more edge; its handle."""
         if self._settings.replicas > 1 and self._shared is None:
             self._shared = str(server_folder() / str(os.getpid()))
-        arguments = (self._settings, self._plan, self._door.name, self._door.tls, self._shared)
+        arguments = (self._settings, self._plan, self._server_socket.name, self._server_socket.tls, self._shared)
         for number in itertools.count():
             name = f"{self._settings.deployment}/edge/{number}"
             with contextlib.suppress(ValueError):  # the name is taken: several servers may be before one runtime

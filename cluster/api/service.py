@@ -347,7 +347,7 @@ class Service:
             try:
                 async with aclosing(self.backend.generate(request)) as events:
                     async for event in events:
-                        timer.came(event)
+                        timer.event_arrived(event)
                         self.admission.charge(key, len(event.token_ids))
                         if event.finish in ("cancelled", "error"):
                             raise RuntimeFailure("the request was cancelled in the runtime", "send it again")

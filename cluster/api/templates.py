@@ -146,7 +146,7 @@ def end_helper() -> None:
     _HELPER.close()
 
 
-class _Overrun(ApiError):
+class _TemplateTimeout(ApiError):
     """A template was not done in time."""
 
 
@@ -177,7 +177,7 @@ class _Renderer:
                 found = worker.ask(request, RENDER_S)
             except TimeoutError:
                 self._replace(worker)
-                raise _Overrun(
+                raise _TemplateTimeout(
                     400, f"{self._name} was not rendered within {RENDER_S:g} s; send less, or start the server with "
                     "another --chat-template", "messages",
                 ) from None  # fmt: skip
@@ -241,14 +241,14 @@ class ChatTemplate:
         self._renderer = _Renderer(source, tokens, name)
         self.text_arguments = self._wants_parts = False
         self.problem: str | None = None
-        self._overrun: _Overrun | None = None  # of a probe: no other is tried
+        self._overrun: _TemplateTimeout | None = None  # of a probe: no other is tried
         self._renders = True  # False: not even the shortest chat
         for text in (source,) if isinstance(source, str) else source.values():
             try:
                 self._renderer.ask({"compile": {"source": text}})
             except ValueError as error:
                 self.problem = f"the chat template does not compile: {error}"
-            except _Overrun as overrun:
+            except _TemplateTimeout as overrun:
                 self.problem = overrun.message
         self._wants_parts = self._needs_parts()
         if self._overrun is not None:
@@ -340,7 +340,7 @@ class ChatTemplate:
             raise self._overrun
         try:
             return self.render(messages, add_generation_prompt=messages[-1]["role"] == "user", **given)
-        except _Overrun as overrun:
+        except _TemplateTimeout as overrun:
             self._overrun = overrun
             raise
 

@@ -97,7 +97,9 @@ class MarkedParser:
         out = Parsed()
         while True:
             wanted = self._marks[self._inside]
-            ready, mark, self._text = (self._text, None, "") if wanted is None else cut(self._text, (wanted,))
+            ready, mark, self._text = (
+                (self._text, None, "") if wanted is None else split_at_marker(self._text, (wanted,))
+            )
             if self._inside:
                 self._call += ready
             else:
@@ -355,7 +357,7 @@ class HarmonyParser:
         out = Parsed()
         while True:
             marks = self._ENDS if self._header is None else ("<|message|>",)
-            ready, mark, self._text = cut(self._text, marks)
+            ready, mark, self._text = split_at_marker(self._text, marks)
             if self._header is None:
                 out = out.then(self._take(ready))
                 if mark is not None:
@@ -402,7 +404,7 @@ def _header_like(text: str) -> bool:
     return not begin or any(begin.startswith(mark) or mark.startswith(begin) for mark in marks)
 
 
-def cut(text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
+def split_at_marker(text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
     """(text before the first mark, the mark, text after it), or (text that is no part of a mark, None, the rest)."""
     found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
     if found:
@@ -533,8 +535,8 @@ def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
             seen.append(error.message)
             continue
         for form in TOOL_FORMATS.values() if named is None else (named,):
-            if _gives_back(form, one, 1):
-                return Calling(form, _two(template, form, tools, as_text), written=one)
+            if _round_trips(form, one, 1):
+                return Calling(form, _allows_two_calls(template, form, tools, as_text), written=one)
         seen.append(f"it writes {' '.join(one.split())[:60]!r}" if one.strip() else "it writes none")
     template.text_arguments = False
     if named is not None:
@@ -545,10 +547,12 @@ def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
     ))  # fmt: skip
 
 
-def _two(template: ChatTemplate, form: ToolFormat, tools: Sequence[Mapping[str, Any]], as_text: bool) -> bool:
+def _allows_two_calls(
+    template: ChatTemplate, form: ToolFormat, tools: Sequence[Mapping[str, Any]], as_text: bool
+) -> bool:
     """Whether an answer may have two calls."""
     try:
-        return _gives_back(form, template.call_text(tools, _probes(2), as_text=as_text), 2)
+        return _round_trips(form, template.call_text(tools, _probes(2), as_text=as_text), 2)
     except ApiError:
         return False
 
@@ -561,7 +565,7 @@ def _probes(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def _gives_back(form: ToolFormat, text: str, count: int) -> bool:
+def _round_trips(form: ToolFormat, text: str, count: int) -> bool:
     """Whether a format's parser reads the rendered calls as they were."""
     parser = form.parser(dict.fromkeys(_PROBES, _SCHEMA))
     calls = parser.feed(text).then(parser.finish()).calls

@@ -29,11 +29,11 @@ def traces_url(endpoint: str) -> str:
         endpoint: its URL, such as http://collector:4318; with a path of its own it is taken as it is.
 
     Raises:
-        ConfigError: it is no URL of http or https.
+        ConfigError: it is not an http URL or https.
     """
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"OTLP endpoint '{endpoint}' is no URL of http", "give one such as http://127.0.0.1:4318")
+        raise ConfigError(f"OTLP endpoint '{endpoint}' is not an http URL", "give one such as http://127.0.0.1:4318")
     return endpoint if parts.path.strip("/") else endpoint.rstrip("/") + _PATH
 
 

@@ -36,7 +36,7 @@ class _Architecture:
         neutral: key -> values that llama.cpp computes with as if the key were absent.
         shapes: keys that only give sizes, which the tensors have, too.
         absent: key -> what llama.cpp computes with where the key is absent.
-        model_type: of transformers; "": metadata is no whole configuration.
+        model_type: of transformers; "": the metadata is not a whole configuration.
         constants: what llama.cpp computes with in every file, by the configuration's names.
         tied: a file without an output matrix takes the embedding.
         rope: tensors of the rotary embedding that the file may have.
@@ -157,13 +157,14 @@ def config_of(header: Header) -> dict[str, Any]:
     """A `config.json` of a file's metadata.
 
     Raises:
-        UnsupportedModelError: the architecture's metadata is no whole configuration, or a key is not supported.
+        UnsupportedModelError: the architecture's the metadata is not a whole configuration, or a key is not supported.
         CheckpointError: a key is missing or malformed.
     """
     known = _ARCHITECTURES.get(header.architecture)
     if known is None or not known.model_type:
         raise UnsupportedModelError(
-            f"{header.name} is of the architecture {header.architecture}, for which metadata is no whole configuration",
+            f"{header.name} is of the architecture {header.architecture}, for which "
+            "the metadata is not a whole configuration",
             "put the model's config.json and tokenizer.json beside it",
         )
     config: dict[str, Any] = {"model_type": known.model_type, "dtype": _dtype(header), **known.constants}

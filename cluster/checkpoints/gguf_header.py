@@ -27,7 +27,7 @@ from ...kernels.forms import ExpertForm, MatrixForm
 
 SUFFIX = ".gguf"
 REFETCH = "download the checkpoint again"
-REWRITE = "write the file anew with a current converter of llama.cpp"
+REWRITE = "write the file again with a current converter of llama.cpp"
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -246,7 +246,7 @@ def read_gguf(files: Sequence[Path], *, texts: bool = False) -> Header:
         for key, value in header.metadata.items():
             if number and key.startswith(prefixes) and not _same(value, first.metadata.get(key)):
                 what = f"{path} has another {key!r} than {first.name}, whose metadata is the model's"
-                raise CheckpointError(what, "write the parts anew with llama.cpp's gguf-split")
+                raise CheckpointError(what, "write the parts again with llama.cpp's gguf-split")
         wanted = {"split.no": number, "split.count": len(files)} if len(files) > 1 else {"split.no": 0}
         for key, value in wanted.items():
             if header.metadata.get(key, value) != value:
@@ -313,7 +313,7 @@ def tensor_bytes(name: str, shape: tuple[int, ...], kind: int) -> int:
         raise ValueError(f"tensor {name!r} is of the unknown type {kind}")
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     if shape and shape[-1] % block:
-        raise ValueError(f"the rows of tensor {name!r} are no whole blocks")
+        raise ValueError(f"the rows of tensor {name!r} are not whole blocks")
     return math.prod(shape) // block * size
 
 
@@ -382,7 +382,7 @@ def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tup
     try:
         return [_expert_form(parts) for _, parts in sorted(layers.items())]
     except (FormError, KeyError, IndexError, TypeError) as error:
-        what = f"the experts of the GGUF file are no gate, up and down ({first_problem(error)})"
+        what = f"the experts of the GGUF file are not gate, up and down ({first_problem(error)})"
         raise CheckpointError(what, REWRITE) from error
 
 

@@ -190,7 +190,7 @@ class _Vocabulary:
             found = default
         return found if found is not None and 0 <= found < len(self.tokens) else None
 
-    def _refuse_what_is_not_done(self) -> None:
+    def _refuse_unsupported(self) -> None:
         if self._model not in ("llama", "gpt2"):
             raise self._refused(f"the tokenizer model {self._model!r} is not supported")
         embedding = self._header.tensors.get("token_embd.weight")
@@ -208,13 +208,13 @@ class _Vocabulary:
         absent = {key for key in _FILL_IN if self._token(key) is None}
         controls = _ENDS | {text for key in absent for text in _FILL_IN[key]}
         for token, i in self.ids.items():
-            if token in _SHOWN or (token == "<|end|>" and self._goes_on_after_end()):
+            if token in _SHOWN or (token == "<|end|>" and self._continues_after_end()):
                 found[i] = _USER_DEFINED
             elif token in controls:
                 found[i] = _CONTROL
         return found
 
-    def _goes_on_after_end(self) -> bool:
+    def _continues_after_end(self) -> bool:
         """Whether `<|end|>` ends a message only, as in gpt-oss."""
         calls = "<|call|>" in self.ids or "<|calls|>" in self.ids
         return calls and ("<|return|>" in self.ids or "<|flush|>" in self.ids)
@@ -223,7 +223,7 @@ class _Vocabulary:
 
     def tokenizer(self) -> Tokenizer:
         """Ids as `llama_tokenize` gives them, with special tokens added and parsed. Raises as `save_tokenizer`."""
-        self._refuse_what_is_not_done()
+        self._refuse_unsupported()
         pieces = None if self._model == "llama" else self._pieces()
         made = Tokenizer(self._sentencepiece() if pieces is None else self._byte_level(pieces))
         if pieces is None:
@@ -262,7 +262,7 @@ class _Vocabulary:
             left, _, right = merge[1:].partition(" ")
             pair = (merge[:1] + left, right)
             if any(part not in self.ids for part in (*pair, "".join(pair))):
-                raise self._refused(f"the merge {merge!r} has a part or an end that is no token")
+                raise self._refused(f"the merge {merge!r} has a part or a result that is not a token")
             merges.setdefault(pair)  # the first of two equal ones counts
         return models.BPE(dict(self.ids), list(merges), ignore_merges=pieces.whole)
 
@@ -280,7 +280,7 @@ class _Vocabulary:
                 continue  # text never has such a token, since it is taken out before
             found = [(token[:at], token[at:]) for at in range(1, len(token))]
             if unknown := [part for pair in found for part in pair if len(part) == 1 and part not in self.ids]:
-                raise self._refused(f"the token {token!r} has the character {unknown[0]!r}, which is no token")
+                raise self._refused(f"the token {token!r} has the character {unknown[0]!r}, which is not a token")
             ways[i] = [pair for pair in found if pair[0] in self.ids and pair[1] in self.ids]
         self._refuse_ties(scores, ways)
         # the longer of one score first: a run of spaces then grows from its left, as in llama.cpp
@@ -354,7 +354,7 @@ class _Vocabulary:
             given = self._token(key)
             texts |= {self.ids[t] for t in _FILL_IN[key] if t in self.ids} if given is None else {given}
         found = dict.fromkeys(i for i in (*named, *sorted(texts)) if i is not None)
-        if self._goes_on_after_end():
+        if self._continues_after_end():
             found.pop(self.ids.get("<|end|>", -1), None)
         if "<|tool_response>" in self.ids:  # Gemma: an ordinary token
             found.pop(self.ids.get("</s>", -1), None)

@@ -6,7 +6,7 @@
 
 Files go to the cache that `huggingface_hub` shares with other programs (HF_HOME, HF_HUB_CACHE). What is there is used
 without a look at the network; `hf download org/name` brings it up to date. Finished files stay when a download is
-interrupted, and a lost connection goes on where it was. Nothing of a repository is executed.
+interrupted, and a lost connection resumes where it was. Nothing of a repository is executed.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class PublishedMatrix:
             )
         if self.twice:
             remedy = "pass a release that has it once"
-            raise CheckpointError(f"tensor {self.name!r} is there twice, quantized and not", remedy)
+            raise CheckpointError(f"tensor {self.name!r} occurs twice, quantized and unquantized", remedy)
         return _entry(self.name, self.scheme, dict(self.tensors), dtype)
 
 
@@ -294,7 +294,7 @@ def _check_bytes(entry: QuantizedEntry) -> None:
             raise FormError(f"its {name} is {spec.dtype} {list(spec.shape)}, not {code} {list(shape)}", OTHER_CONFIG)
 
 
-_Made = tuple[MatrixForm, dict[str, TensorEntry], int, Repack | None]
+_FoundForm = tuple[MatrixForm, dict[str, TensorEntry], int, Repack | None]
 
 
 def _matrix(entry: TensorEntry) -> tuple[int, int]:
@@ -303,14 +303,14 @@ def _matrix(entry: TensorEntry) -> tuple[int, int]:
     return entry.spec.shape[0], entry.spec.shape[1]
 
 
-def _fp8(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
+def _fp8(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
     o, i = _matrix(raw[".weight"])
     scale = next(raw[suffix] for suffix in FP8_SCALES if suffix in raw)
     form = _fp8_form(scheme, o, i, scale.spec.dtype, scale.spec.shape)
     return form, {"weight": raw[".weight"], "scale": scale}, 0, None
 
 
-def _fp8_stack(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
+def _fp8_stack(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
     (stack, o, i), scale = raw[""].spec.shape, raw["_scale_inv"]
     if scale.spec.shape[:1] != (stack,):
         raise ValueError("not a scale for each expert")
@@ -331,19 +331,19 @@ def _fp8_form(scheme: Scheme, o: int, i: int, code: str, shape: tuple[int, ...])
         return MatrixForm("fp8_channel", o, i, scale=code)
     if shape == (2, 1) and scheme.layout == "fp8-stack" and o % 2 == 0:  # one for gate, one for up
         return MatrixForm("fp8_block", o, i, group=i, block=o // 2, scale=code)
-    told = "nothing of blocks" if scheme.block is None else f"blocks of {block[0]} x {block[1]}"
+    stated = "nothing of blocks" if scheme.block is None else f"blocks of {block[0]} x {block[1]}"
     raise FormError(
-        f"its scales are {list(shape)} for {o} x {i} weights, and the configuration says {told}", OTHER_CONFIG
+        f"its scales are {list(shape)} for {o} x {i} weights, and the configuration says {stated}", OTHER_CONFIG
     )
 
 
-def _gpt_oss(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
+def _gpt_oss(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
     stack, outputs, groups, octets = raw["_blocks"].spec.shape  # two weights a byte
     form = MatrixForm("mxfp4", outputs, groups * octets * 2, scale=raw["_scales"].spec.dtype)
     return form, {"weight": raw["_blocks"], "scale": raw["_scales"]}, stack, None
 
 
-def _fp4(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
+def _fp4(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
     packed = raw.get(".weight_packed") or raw[".weight"]
     o, half = _matrix(packed)
     parts = {"weight": packed, "scale": raw[".weight_scale"]}
@@ -367,7 +367,7 @@ def _spread(form: MatrixForm, array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(np.broadcast_to(array.reshape(-1), shape) if array.size == 1 else array.reshape(shape))
 
 
-def _packed(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
+def _packed(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
     o, words = _matrix(raw[".weight_packed"])
     scale = raw[".weight_scale"]
     if ".weight_g_idx" in raw:  # whatever the configuration says of act-order
@@ -403,14 +403,14 @@ def _packed_inputs(scheme: Scheme, raw: dict[str, TensorEntry], words: int) -> i
         return most
     if shape.spec.dtype not in ("I64", "I32") or math.prod(shape.spec.shape) != 2:
         raise ValueError("weight_shape is not a shape")
-    told = np.frombuffer(read_bytes(shape, 0, shape.spec.nbytes), np.int64 if shape.spec.dtype == "I64" else np.int32)
-    inputs = int(told[1])
-    if not most - 32 // scheme.bits < inputs <= most or int(told[0]) != raw[".weight_packed"].spec.shape[0]:
-        raise FormError(f"weight_shape is {told.tolist()}, which the packed weights do not have", OTHER_CONFIG)
+    stated = np.frombuffer(read_bytes(shape, 0, shape.spec.nbytes), np.int64 if shape.spec.dtype == "I64" else np.int32)
+    inputs = int(stated[1])
+    if not most - 32 // scheme.bits < inputs <= most or int(stated[0]) != raw[".weight_packed"].spec.shape[0]:
+        raise FormError(f"weight_shape is {stated.tolist()}, which the packed weights do not have", OTHER_CONFIG)
     return inputs
 
 
-def _int8(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
+def _int8(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
     o, i = _matrix(raw[".weight"])
     _refuse_zeros(scheme, raw.get(".weight_zero_point"))
 
@@ -424,7 +424,7 @@ def _int8(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
     return _int_form(scheme, o, i, raw[".weight_scale"]), raw, 0, repack
 
 
-def _awq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
+def _awq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
     i, words = _matrix(raw[".qweight"])
 
     def repack(form: MatrixForm, raw: Raw) -> Raw:
@@ -433,7 +433,7 @@ def _awq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
     return _int_form(scheme, words * 8, i, raw[".scales"]), raw, 0, repack
 
 
-def _gptq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
+def _gptq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
     words, o = _matrix(raw[".qweight"])
     i = words * 32 // scheme.bits
     if not scheme.order and (groups := raw.get(".g_idx")) is not None and groups.spec.dtype == "I32":
@@ -448,7 +448,7 @@ def _gptq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _Made:
     return _int_form(scheme, o, i, raw[".scales"]), raw, 0, repack
 
 
-_MAKERS: Mapping[Layout, Callable[[Scheme, dict[str, TensorEntry]], _Made]] = {
+_MAKERS: Mapping[Layout, Callable[[Scheme, dict[str, TensorEntry]], _FoundForm]] = {
     "fp8": _fp8, "fp8-stack": _fp8_stack, "gpt-oss": _gpt_oss, "mxfp4": _fp4, "nvfp4": _fp4, "modelopt-nvfp4": _fp4,
     "packed": _packed, "int8": _int8, "awq": _awq, "gptq": _gptq,
 }  # fmt: skip

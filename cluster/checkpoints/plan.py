@@ -278,7 +278,7 @@ def _checkpoint_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch
         name = next((name for name, known in DTYPE_CODES.items() if known == code), None)
         dtype = getattr(torch, name) if name else None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError("it does not tell the type of the weights")
+        raise ValueError("it does not give the type of the weights")
     return dtype
 
 
@@ -334,10 +334,10 @@ class Group:
             for block in read_blocks(self.sources[0][2]):
                 yield block.to(self.dtype)
             return
-        for part in self._some_experts():
-            yield from part._made(model, names)
+        for part in self._expert_chunks():
+            yield from part._converted(model, names)
 
-    def _some_experts(self) -> Iterator[Group]:
+    def _expert_chunks(self) -> Iterator[Group]:
         """The conversion of some experts after the other where it stacks them; else this one."""
         operations = [] if self.converter is None else self.converter.operations
         merge, *rest = operations or [None]
@@ -356,7 +356,7 @@ class Group:
             sources = [source for each in by_pattern.values() for source in each[first : first + step]]
             yield replace(self, sources=sources)
 
-    def _made(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
+    def _converted(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
         made = self.convert(model, lambda entry: read_rows(entry, 0, entry.rows))
         for name in names:
             tensor = made.pop(name)
@@ -400,7 +400,7 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
                 makers[name] = group
                 group.targets[name] = made
     if problems:
-        raise CheckpointError(f"{_some(problems)} in {checkpoint.path}", OTHER_CONFIG)
+        raise CheckpointError(f"{_first_few(problems)} in {checkpoint.path}", OTHER_CONFIG)
     _refuse_unexpected_experts(model, unexpected)
     return Plan(groups, makers)
 
@@ -425,7 +425,7 @@ def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> No
     ]
     if missing:
         remedy = "pass a whole checkpoint, with the config.json that belongs to its weights"
-        raise CheckpointError(f"the checkpoint lacks {_some(missing)}", remedy)
+        raise CheckpointError(f"the checkpoint lacks {_first_few(missing)}", remedy)
 
 
 _ONE_OF_EACH = "pass a release that has one tensor for each parameter"
@@ -498,7 +498,9 @@ def _check_numbering(group: Group) -> None:
         numbers = {str(number) for number in range(len(names))}
         if len({len(name) for name in names}) > 1 or varying != [numbers]:
             shown = [".".join(name) for name in names]
-            raise CheckpointError(f"the tensors of {group.key} are not numbered 0..n-1: {_some(shown)}", OTHER_CONFIG)
+            raise CheckpointError(
+                f"the tensors of {group.key} are not numbered 0..n-1: {_first_few(shown)}", OTHER_CONFIG
+            )
 
 
 def _meta(entry: Entry) -> torch.Tensor:
@@ -515,7 +517,7 @@ def _refuse_unexpected_experts(model: PreTrainedModel, unexpected: list[str]) ->
         if not (ignored and ignored.search(name)) and name.startswith(paths) and not OF_ACTIVATIONS.search(name)
     ]
     if surplus:
-        what = f"the checkpoint has experts' tensors that the model lacks: {_some(surplus)}"
+        what = f"the checkpoint has experts' tensors that the model lacks: {_first_few(surplus)}"
         raise CheckpointError(what, OTHER_CONFIG)
 
 
@@ -523,6 +525,6 @@ def _pattern(patterns: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
-def _some(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

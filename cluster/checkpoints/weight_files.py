@@ -118,7 +118,7 @@ def weight_files(folder: Path) -> WeightFiles:
     """The safetensors files of a checkpoint's folder; without an index and any file, the one that should be there.
 
     Raises:
-        CheckpointError: config.json or the index is malformed, or names what is no safetensors file below the folder.
+        CheckpointError: config.json or the index is malformed, or names a file that is not safetensors below it.
     """
     named = (optional_json(folder / CONFIG) or {}).get(_WEIGHTS_KEY)
     if named is not None:
@@ -173,7 +173,7 @@ def _checked(name: object, where: Path) -> str:
     found = str(PurePosixPath(name)) if isinstance(name, str) else ""
     if not _NAME.fullmatch(found):
         raise CheckpointError(
-            f"'{where}' names {name!r}, which is no safetensors file beside it or below",
+            f"'{where}' names {name!r}, which is not a safetensors file beside it or below",
             "pass a release in the safetensors form",
         )
     return found

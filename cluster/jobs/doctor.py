@@ -22,7 +22,7 @@ from ..host import cpu, shown, versions
 from ..report.files import check_writable
 from ..report.tables import facts, progress_on, results, show, size
 from ..topology.inputs import ROUTED
-from ..topology.machine import cache_file, write_costs
+from ..topology.machine_costs import cache_file, write_costs
 from .options import AsJson, Model
 
 _COPY_BYTES = 128 << 20  # larger than the caches
@@ -176,7 +176,7 @@ def doctor_command(
 
 def _saved(console: Console, out: Path | None) -> dict[str, Any]:
     """Measure the costs of a step and write them; as the JSON object has them."""
-    from .machine import measure_machine  # torch
+    from .measure_machine import measure_machine  # torch
 
     with progress_on(console) as progress:
         costs = measure_machine(progress)

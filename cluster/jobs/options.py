@@ -150,7 +150,7 @@ def refuse_runtime_options(options: Mapping[str, Any]) -> None:
         given = [(name, key) for key in value] if isinstance(value, Mapping) else [(name,)]
         if value is not None and name != "model":
             raise RequestError(
-                f"{option_name(*given[0])} is a matter of the runtime, which runs already",
+                f"{option_name(*given[0])} belongs to the runtime, which is already running",
                 "leave it out, or run without --attach",
             )
 

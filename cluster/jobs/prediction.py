@@ -17,7 +17,7 @@ from ..simulate.executor import context_of
 from ..simulate.machine import Machine, machine_of
 from ..simulate.trace import Trace, TraceHeader
 from ..topology.estimate import WITHIN, PlanResult, Prediction, layer_bytes, threads_note
-from ..topology.machine import MachineCosts, PolicyCosts, known_costs
+from ..topology.machine_costs import MachineCosts, PolicyCosts, known_costs
 from ..topology.spec import ClusterSpec, ModelFacts
 from .replay import replay, require_replayable
 
@@ -43,7 +43,7 @@ def with_routing(planned: PlanResult, config: RunConfig, trace: Path | None = No
     try:
         prediction = predict_by_trace(planned.prediction, planned.spec, planned.facts, config, costs, Trace(trace))
     except TierMoeError as error:
-        basis = (*planned.prediction.basis, f"the recorded routing is of no use: {error.what}")
+        basis = (*planned.prediction.basis, f"the recorded routing is unusable: {error.what}")
         return replace(planned, prediction=replace(planned.prediction, basis=basis))
     return replace(planned, prediction=replace(prediction, basis=(f"host time {source}", *prediction.basis[1:])))
 

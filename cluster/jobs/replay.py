@@ -357,7 +357,7 @@ def checked_prefetch(settings: PolicySettings, context: PolicyContext, header: T
     top = prefetch.experts(context)
     if "gates" in prefetch.needs:
         raise ConfigError(
-            "gates of pre-gated prefetch score hidden states, which a trace does not hold",
+            "gates of pre-gated prefetch score hidden states, which a trace does not have",
             "replay next-gate in its place",
         )
     asks_routers = getattr(policy_class("prefetch", prefetch.kind), "needs_lookahead", False)
@@ -386,7 +386,7 @@ def _context(trace: Trace, settings: PolicySettings, file: Path | None, first: i
         else:
             raise ConfigError("stride prefetch needs predictors", "give --predictors FILE, or --learn 0.7")
     elif file is not None:
-        raise ConfigError(f"--predictors are for stride, prefetch is {kind}", "leave them out")
+        raise ConfigError(f"--predictors are for stride, but prefetch is {kind}", "leave them out")
     return context_of(header, predictors=predictors)
 
 

@@ -82,7 +82,7 @@ def run_command(
         text = _prompt_text(prompt, prompt_file)
         record = _run_attached(attach, deployment, text, sampling, options.get("model"), text_out)
     elif deployment is not None:
-        raise RequestError("--deployment names a runtime that runs already", "pass --attach HOST:PORT with it")
+        raise RequestError("--deployment names a runtime that is already running", "pass --attach HOST:PORT with it")
     else:
         chosen = checked_config(config, options)
         text, planned = _prompt_text(prompt, prompt_file), report if verbose else None

@@ -37,7 +37,7 @@ from .up import Check, serve_until_ended
 from .watched import FileWatch, checks_of, ray_room_checks
 
 if TYPE_CHECKING:
-    from ..api.door import Door
+    from ..api.server_socket import ServerSocket
     from ..deploy import Deployment
 
 _WATCH_S = 2.0
@@ -87,13 +87,15 @@ def serve_command(
         refuse_runtime_options(options | {"config": config})
         _check_files(server)
         folder = str(locate(options["model"])) if "model" in options else None
-        _serve_attached(attach, deployment, server.model_copy(update={"tokenizer": folder}), _door(host, port, tls))
+        _serve_attached(
+            attach, deployment, server.model_copy(update={"tokenizer": folder}), _server_socket(host, port, tls)
+        )
     elif deployment is not None:
-        raise ConfigError("--deployment names a runtime that runs already", "pass --attach HOST:PORT with it")
+        raise ConfigError("--deployment names a runtime that is already running", "pass --attach HOST:PORT with it")
     else:
         chosen = checked_config(config, options)
         _check_files(server)
-        _serve_own(chosen, server, _door(host, port, tls))
+        _serve_own(chosen, server, _server_socket(host, port, tls))
 
 
 def _settings(file: Path | None, options: dict[str, Any]) -> ApiSettings:
@@ -138,16 +140,16 @@ def _tls(certificate: Path | None, key: Path | None, ca: Path | None) -> TlsFile
     return files
 
 
-def _door(host: str, port: int, tls: TlsFiles | None) -> Door:
-    from ..api.door import Door
+def _server_socket(host: str, port: int, tls: TlsFiles | None) -> ServerSocket:
+    from ..api.server_socket import ServerSocket
 
-    return Door(host, port, tls)
+    return ServerSocket(host, port, tls)
 
 
-def _serve_own(config: RunConfig, server: ApiSettings, door: Door) -> None:
+def _serve_own(config: RunConfig, server: ApiSettings, server_socket: ServerSocket) -> None:
     """Start a runtime and its server; leave nothing behind."""
     if "request_s" in server.limits.model_fields_set:
-        raise ConfigError("limits.request_s is a matter of the runtime", "set request_deadline_s of its configuration")
+        raise ConfigError("limits.request_s belongs to the runtime", "set request_deadline_s of its configuration")
     limits = server.limits.model_copy(update={"request_s": config.request_deadline_s})
 
     @contextmanager
@@ -155,16 +157,16 @@ def _serve_own(config: RunConfig, server: ApiSettings, door: Door) -> None:
         folder = server.tokenizer or str(deployment.config.model_dir.absolute())
         own = {"deployment": deployment.id, "tokenizer": folder, "limits": limits}
         where = f"deployment {deployment.id} is ready at {deployment.address}"
-        with _http_server(server.model_copy(update=own), door, deployment.plan, where, steps) as check:
+        with _http_server(server.model_copy(update=own), server_socket, deployment.plan, where, steps) as check:
             yield check
 
-    with door:
-        serve_until_ended("serve", config, served, lambda steps: door.open(steps.progress))
+    with server_socket:
+        serve_until_ended("serve", config, served, lambda steps: server_socket.open(steps.progress))
 
 
-def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door: Door) -> None:
+def _serve_attached(address: str, wanted: str | None, server: ApiSettings, server_socket: ServerSocket) -> None:
     """Serve a runtime that stays when this ends. The end of its Ray, or a hang of it, ends this with exit code 1."""
-    with door, BoundedEnd(lambda: False) as ending, attached(address) as attachment:
+    with server_socket, BoundedEnd(lambda: False) as ending, attached(address) as attachment:
         from ..deploy import say
         from ..ray_session import session_folder
         from ..supervision import RayWatch
@@ -176,8 +178,8 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door:
         server = server.model_copy(update={"deployment": deployment, "tokenizer": folder})
         watching = closing(RayWatch(deployment, True, say, ending.lost))
         steps = Steps(Console(stderr=True))
-        door.open(steps.progress)
-        with watching as ray_watch, _http_server(server, door, plan, where, steps) as check:
+        server_socket.open(steps.progress)
+        with watching as ray_watch, _http_server(server, server_socket, plan, where, steps) as check:
             rooms = FileWatch(ray_room_checks(session_folder(), local=False), say)
             ending.serving()
             while True:
@@ -189,25 +191,27 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, door:
 
 
 @contextmanager
-def _http_server(server: ApiSettings, door: Door, plan: dict[str, Any], where: str, steps: Steps) -> Iterator[Check]:
+def _http_server(
+    server: ApiSettings, server_socket: ServerSocket, plan: dict[str, Any], where: str, steps: Steps
+) -> Iterator[Check]:
     """The server, announced once it is ready, with the line `where` about its runtime, which has this plan."""
     from ..api.server import HttpServer
     from ..api.templates import end_helper
     from ..deploy import say
 
-    checks = checks_of(server, door.tls)
+    checks = checks_of(server, server_socket.tls)
     with ExitStack() as stack:
         with steps:
             steps("starting the HTTP server")
-            http = stack.enter_context(HttpServer(server, door, plan))
+            http = stack.enter_context(HttpServer(server, server_socket, plan))
         _say_if_chats_fail(server)
         end_helper()  # the server's processes have their own
         out = Console()
         out.print(where, soft_wrap=True)
-        out.print(f"serving at {door.url}/v1", soft_wrap=True)
+        out.print(f"serving at {server_socket.url}/v1", soft_wrap=True)
         out.print("end it:    Ctrl-C")
-        if server.api_key_file is None and door.host not in ("127.0.0.1", "localhost", "::1"):
-            warning = f"no key is asked for: whoever reaches {door.host} may use the model; see --api-key-file"
+        if server.api_key_file is None and server_socket.host not in ("127.0.0.1", "localhost", "::1"):
+            warning = f"no key is asked for: whoever reaches {server_socket.host} may use the model; see --api-key-file"
             Console(stderr=True).print(warning, soft_wrap=True)
         out.file.flush()
         yield FileWatch(checks | {"the HTTP server": http.look}, say).look

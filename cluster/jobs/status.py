@@ -127,7 +127,7 @@ def _end_here(entry: Entry) -> None:
         if time.monotonic() > end_s:
             raise RuntimeFailure(
                 f"deployment {entry.deployment} (pid {entry.pid}) has not ended within {_END_S:g} s",
-                f"end it with `kill -9 {entry.pid}`, with which its processes and files go",
+                f"end it with `kill -9 {entry.pid}`, which also ends its processes and removes its files",
             )
         time.sleep(_POLL_S)
     print(f"deployment {entry.deployment} has ended")

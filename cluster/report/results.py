@@ -103,15 +103,15 @@ def measurements(record: Mapping[str, Any], file: str) -> list[Measurement]:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """A result file. Raises ConfigError: it cannot be read, or holds no JSON object."""
+    """A result file. Raises ConfigError: it cannot be read, or does not hold a JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"'{path}' cannot be read: {reason(error)}", "give a result's JSON file") from error
     except json.JSONDecodeError as error:
-        raise ConfigError(f"'{path}' is no JSON: {error}", "give what a command wrote with --json or --out") from error
+        raise ConfigError(f"'{path}' is not JSON: {error}", "give what a command wrote with --json or --out") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"'{path}' holds no JSON object", "give what a command wrote with --json or --out")
+        raise ConfigError(f"'{path}' does not hold a JSON object", "give what a command wrote with --json or --out")
     return found
 
 

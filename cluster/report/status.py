@@ -290,6 +290,8 @@ def planner_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
     )  # fmt: skip
     behind = total.get("prefetch_sources", {}).get("background")
     copies = f"; {behind['queued']} copied in the background, {behind['hits']} of them used" if behind else ""
+    streamed = total.get("prefetch_sources", {}).get("streamed")
+    copies += f"; {streamed['queued']} streamed ahead in prompts, {streamed['hits']} of them used" if streamed else ""
     return [
         ("misses", f"{shares}{copies}"),
         ("planned by", f"{planned_by(planner)}; a layer's predicted time is off by {planner['error']:.0%}"),

@@ -1,6 +1,6 @@
 """The machine that the simulator runs on: seconds of compute and of the host, its links and its peers.
 
-    a table of a machine (`topology.machine.MachineCosts`: measured, or from data sheets) + a model's shape -> Machine
+    costs of a machine (`topology.machine_costs`: measured, or from data sheets) + a model's shape -> Machine
 
 A trace may also have recorded what computing took; then the recording is the machine.
 """
@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from ...actors.policies.cost import CostError, Link, NdpProfile
 from ...errors import ConfigError
 from ..config import configs_dir
-from ..topology.machine import THIS, MachineCosts, PolicyCosts, costs_of, machine_file
+from ..topology.machine_costs import THIS, MachineCosts, PolicyCosts, costs_of, machine_file
 from ..yaml_file import explain, read_yaml
 from .trace import Costs, TraceHeader
 
@@ -124,7 +124,7 @@ def load_machine(
     header: TraceHeader, machine: str | Path | None, link_gbps: float | None, link_latency_us: float | None,
     policy: str = "on-demand",
 ) -> Machine:  # fmt: skip
-    """The machine of a name or file (`topology.machine.costs_of`), or the recorded one; with another link if given.
+    """The machine of a name or file (`machine_costs.costs_of`), or the recorded one; with another link if given.
 
     A table names no model, so a layer's dense weights are those of multi-head attention: 4 H^2, and 2 H of keys and
     values a token. A file may also give `Machine`'s own fields for one model.

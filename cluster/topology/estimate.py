@@ -1,44 +1,38 @@
 """Predicted tokens per second of one request's decode, line by line.
 
-With L layers, K experts a token and layer, G GPUs, resident share r, and per layer:
+With L layers, K experts a token, G GPUs, resident share r and the machine's costs (`machine_costs.py`), per layer:
 
-    dense_s = dense bytes / L / memory_gbps                   the lead reads attention, norms, router, head once
-    hit_s   = K r expert bytes / G' / memory_gbps             the busiest GPU's share of the experts that are there
-    miss_s  = K (1 - r) expert bytes / G' / memory_gbps       the others, once they have arrived
-    load_s  = K (1 - r) / G' (latency + stored expert bytes / link)      each GPU over its own link
+    dense_s = dense_layer + (dense bytes / L + KV bytes / L) / dense_gbps
+                                                              the lead reads attention, norms, router, head once
+    host_s  = layer(policy) + m (miss(policy) + wait) + loads load(policy)      m = 1 - r^K: some expert is missing
+    hit_s   = K r / G' (expert + slot bytes / expert_gbps)    the busiest GPU's share of the experts that are there
+    miss_s  = K (1 - r) / G' (the same)                       the others, once they have arrived
+    load_s  = K (1 - r) / G' (latency + stored expert bytes / link)     each GPU over its own link, and no faster than
+                                                              copy + bytes / copy_gbps
     shard_s = 2 network latency + 2 row bytes / network       activations out, sums back, if a shard is on another node
 
-    G' = K / ceil(K / G): balanced shards, but an expert is not divided.
-    r  = slots / experts: what a cache that knows nothing hits; locality makes it better, a working set larger than
-         the cache makes it worse. link: the host link, or the network where that is slower, in proportion to the
-         layers that a worker cannot map.
+    G' = K / ceil(K / G): balanced shards, but an expert is not divided. link: the host link, or the network where that
+    is slower, in proportion to the layers that a worker cannot map.
 
 Without NDP worker, with u = share of the missing experts that prefetch brings in time (0 without prefetch):
 
-    layer_s = max(dense_s, u load_s) + max(hit_s + shard_s, (1 - u) load_s) + miss_s
+    layer_s = max(dense_s + host_s, u load_s) + max(hit_s + shard_s, (1 - u) load_s) + miss_s
 
 since prefetches overlap the next layer's dense part, and demand loads overlap the resident experts, as the engine's
 dispatch does. With NDP workers nothing is loaded during decode, and both sides work at the same time:
 
-    layer_s = dense_s + max(hit_s + shard_s, ndp_s)
+    layer_s = dense_s + host_s + max(hit_s + shard_s, ndp_s)
     ndp_s   = cost.batch_cost of ceil(K (1 - r) / N) experts on the modelled device, and two hops as in shard_s where
               a worker is on another node than the lead
 
-Bandwidths and hits are assumed there, and the planner, Python, launches and the KV cache are left out: the result may
-be too high or too low, by a factor, and is called rough. With the machine's measured costs (`machine.py`), whose terms
-replace those above,
-
-    dense_s = dense_layer + (dense bytes / L + KV bytes / L) / dense_gbps
-    hit_s, miss_s: expert + slot bytes / expert_gbps for each expert
-    host_s  = layer(policy) + m (miss(policy) + wait) + loads load(policy)      m = 1 - r^K: some expert is missing
-    load_s  = no less than copy + slot bytes / copy_gbps for each load          prefetches overlap host_s, as dense_s
     token_s = step(policy) + L layer_s
 
-and r = o + (1 - o) (slots / experts), o the share of experts that the next token uses again: a cache that holds a
-token's experts hits those. Without a recorded routing o is `OVERLAP`; the range goes from o = 0 to twice that.
-`jobs/prediction.py` replays a recorded routing instead, with these costs.
+Where the machine is measured, r = o + (1 - o) (slots / experts), o the share of experts that the next token uses
+again: a cache that holds a token's experts hits those. Without a recorded routing o is `OVERLAP`; the range goes from
+o = 0 to twice that. `jobs/prediction.py` replays a recorded routing instead, with these costs.
 
-Left out: batching (weights that several tokens share).
+Where it is not measured, `assumed_costs` gives bandwidths of the kind of device, no host time and o = 0: the result may
+be too high or too low, by a factor, and is called rough. Left out: batching (weights that several tokens share).
 
 `make_plan`: configuration + sizes of the model + nodes -> topology -> prediction; `tiermoe plan` prints it, and a
 deployment carries it out.
@@ -55,7 +49,7 @@ from ...actors.policies.cost import Work, batch_cost
 from ...actors.settings import EngineSettings
 from ...errors import ConfigError
 from ..config import HardwareConfig, RunConfig
-from .machine import MachineCosts, known_costs
+from .machine_costs import MachineCosts, PolicyCosts, known_costs
 from .planner import plan_topology
 from .spec import ClusterSpec, ModelFacts, NdpSpec, NodeInfo, NodeLoad, Topology, cluster_spec
 
@@ -144,6 +138,16 @@ def measured_hardware(hardware: Hardware, costs: MachineCosts, link_gbps: float 
     return replace(hardware, name=costs.machine, memory_gbps=costs.expert_gbps, link_gbps=link)
 
 
+def assumed_costs(hardware: Hardware, spec: ClusterSpec) -> MachineCosts:
+    """The costs of a machine that is not measured: bandwidths alone."""
+    none = PolicyCosts(step_us=0, layer_us=0, miss_us=0, load_us=0)
+    return MachineCosts(
+        machine=hardware.name, tiermoe="assumed", threads=spec.threads, copy_us=0, copy_gbps=hardware.link_gbps,
+        wait_us=0, dense_layer_us=0, dense_gbps=hardware.memory_gbps, expert_us=0, expert_gbps=hardware.memory_gbps,
+        policies={spec.policy: none},
+    )  # fmt: skip
+
+
 def predict(
     topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware, costs: MachineCosts | None = None,
     source: str = "host time is not measured",
@@ -151,7 +155,7 @@ def predict(
     """Evaluate the equations of this module's docstring.
 
     Args:
-        costs: of the machine, measured; None: bandwidths are assumed, and the result is rough.
+        costs: of the machine, measured; None: `assumed_costs`, and the result is rough.
         source: where the costs come from.
     """
     workers = topology.having("lead", "shard")
@@ -159,17 +163,17 @@ def predict(
     share = min(1.0, slots / (facts.layers * facts.experts))
     if spec.ndp is not None and spec.ndp.hot_per_layer is not None:
         share = min(share, spec.ndp.hot_per_layer / facts.experts)
-    if costs is None:
-        parts, layer_s, loaded = _layer(topology, spec, facts, hardware, share, None)
-        token_s, low, high, basis = layer_s * facts.layers, None, None, (source,)
-    else:
-        policy, note = costs.of_policy(spec.policy)
-        held = slots >= facts.layers * facts.top_k  # a token's experts, all layers
-        overlaps = (OVERLAP, 0.0, 2 * OVERLAP) if held and spec.ndp is None else (0.0,)
-        hits = [overlap + (1 - overlap) * share for overlap in overlaps]
-        found = [_layer(topology, spec, facts, hardware, hit, costs) for hit in hits]
-        times_s = [policy.step_us * 1e-6 + layer[1] * facts.layers for layer in found]
-        (parts, layer_s, loaded), share, token_s = found[0], hits[0], times_s[0]
+    measured = costs is not None
+    costs = costs or assumed_costs(hardware, spec)
+    policy, note = costs.of_policy(spec.policy)
+    held = slots >= facts.layers * facts.top_k  # a token's experts, all layers
+    overlaps = (OVERLAP, 0.0, 2 * OVERLAP) if measured and held and spec.ndp is None else (0.0,)
+    hits = [overlap + (1 - overlap) * share for overlap in overlaps]
+    found = [_layer(topology, spec, facts, hardware, hit, costs) for hit in hits]
+    times_s = [policy.step_us * 1e-6 + layer[1] * facts.layers for layer in found]
+    (parts, layer_s, loaded), share, token_s = found[0], hits[0], times_s[0]
+    low, high, basis = None, None, (source,)
+    if measured:
         low, high = 1 / (max(times_s) * (1 + WITHIN)), 1 / (min(times_s) * (1 - WITHIN))
         routing = f"routing assumed: {OVERLAP:.0%} of a token's experts are those of the token before"
         basis = (f"host time {source}", routing, *(() if note is None else (note,)), *threads_note(costs, spec))
@@ -184,7 +188,7 @@ def predict(
         ndp_hardware=spec.ndp.hardware.name if spec.ndp is not None else None,
         low=low,
         high=high,
-        rough=costs is None or bool(threads_note(costs, spec)),
+        rough=not measured or bool(threads_note(costs, spec)),
         basis=basis,
     )
 
@@ -204,30 +208,24 @@ def layer_bytes(spec: ClusterSpec, facts: ModelFacts) -> float:
 
 def _layer(
     topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware, share: float,
-    costs: MachineCosts | None,
+    costs: MachineCosts,
 ) -> tuple[dict[str, float], float, float]:  # fmt: skip
     """The parts of a layer before overlap, its seconds, and the bytes that a token loads. share: r."""
     workers = topology.having("lead", "shard")
     parallel = facts.top_k / math.ceil(facts.top_k / spec.shards)
-    bandwidth = hardware.memory_gbps * 1e9
-    each_s = spec.slot_bytes / bandwidth if costs is None else costs.expert_s(spec.slot_bytes)
-    experts_s = facts.top_k / parallel * each_s
+    experts_s = facts.top_k / parallel * costs.expert_s(spec.slot_bytes)
     missing = facts.top_k * (1 - share)
     row_bytes = facts.hidden * spec.compute_item_bytes
     hops_s = 2 * (hardware.network_latency_us * 1e-6 + row_bytes / (hardware.network_gbps * 1e9))
-    dense_bytes = spec.dense_bytes / facts.layers
+    policy, _ = costs.of_policy(spec.policy)
+    loads, missed = (missing, 1 - share**facts.top_k) if spec.ndp is None else (0.0, 0.0)
     parts = {
-        "dense_s": dense_bytes / bandwidth if costs is None else costs.dense_s(layer_bytes(spec, facts)),
+        "dense_s": costs.dense_s(layer_bytes(spec, facts)),
+        "host_s": (policy.layer_us + missed * (policy.miss_us + costs.wait_us) + loads * policy.load_us) * 1e-6,
         "hit_s": share * experts_s,
         "shard_s": hops_s if topology.has_remote("shard") else 0.0,
     }
-    ahead_s = parts["dense_s"]
-    if costs is not None:
-        policy, _ = costs.of_policy(spec.policy)
-        loads = 0.0 if spec.ndp is not None else missing
-        missed = 0.0 if spec.ndp is not None else 1 - share**facts.top_k
-        parts["host_s"] = (policy.layer_us + missed * (policy.miss_us + costs.wait_us) + loads * policy.load_us) * 1e-6
-        ahead_s += parts["host_s"]
+    ahead_s = parts["dense_s"] + parts["host_s"]
     here_s = parts["hit_s"] + parts["shard_s"]
     if spec.ndp is not None:
         parts["ndp_s"] = _ndp_s(spec.ndp, facts, missing, len(topology.having("ndp")))
@@ -236,10 +234,9 @@ def _layer(
     mapped = sum(len(worker.layers) for worker in workers) / (len(workers) * facts.layers)
     parts["miss_s"] = (1 - share) * experts_s
     stored = facts.all_bytes / (facts.layers * facts.experts)
-    exact = costs is None or spec.gpu or facts.form is not None
+    exact = spec.gpu or facts.form is not None
     nbytes = stored if exact else spec.slot_bytes  # the stand-in copies what slots hold
-    each_load_s = _load_s(hardware, nbytes, mapped)
-    parts["load_s"] = missing / parallel * (each_load_s if costs is None else max(each_load_s, costs.copy_s(nbytes)))
+    parts["load_s"] = missing / parallel * max(_load_s(hardware, nbytes, mapped), costs.copy_s(nbytes))
     early_s = parts["load_s"] * (hardware.prefetch_useful if spec.prefetch else 0.0)
     layer_s = max(ahead_s, early_s) + max(here_s, parts["load_s"] - early_s) + parts["miss_s"]
     return parts, layer_s, missing * stored * facts.layers
@@ -344,7 +341,7 @@ def make_plans(
         except ConfigError as error:
             if index == 0:
                 raise
-            what = f"replica {index + 1} of {replicas} finds no room beside those before it: {error.what}"
+            what = f"replica {index + 1} of {replicas} does not fit beside the replicas before it: {error.what}"
             raise type(error)(what, f"{error.remedy}; or lower cluster.replicas") from error
         nodes = [_left_of(node, plans[-1].topology.loads) for node in nodes]
     return plans

@@ -150,7 +150,7 @@ def _slots(spec: ClusterSpec, facts: ModelFacts) -> tuple[tuple[int, ...], int]:
     if min(owned) == 0:
         raise ConfigError(
             f"cluster.shards is {spec.shards}, but the model has {facts.experts} experts in {facts.layers} layers, "
-            f"which gives a shard none by the rule '{spec.ownership}'",
+            f"so a shard would hold none by the rule '{spec.ownership}'",
             f"lower cluster.shards to {facts.experts * (facts.layers if spec.ownership == 'layer-expert' else 1)}",
         )
     fitting, low, low_bytes = spec.budget_bytes // spec.slot_bytes, 0, 0
@@ -358,7 +358,7 @@ class _Planner:
         named = [node for node in order if lead in (node.id, node.address)]
         if not named:
             known = _list(f"{node.id} at {node.address}" for node in self._alive)
-            raise ConfigError(f"cluster.lead is '{lead}', which is no living node", f"give one of {known}")
+            raise ConfigError(f"cluster.lead is '{lead}', which is not a living node", f"give one of {known}")
         named.sort(key=lambda node: (node.id != lead, node.id))  # an id is more telling than an address
         return [named[0], *(node for node in order if node.id != named[0].id)]
 

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace tiermoe {
@@ -80,7 +81,8 @@ class Planner {
           share_(static_cast<std::size_t>(experts), 0.0), misses_(static_cast<std::size_t>(experts)),
           hits_(misses_.size()), flights_(misses_.size()), sorted_(misses_.size()), away_(misses_.size()), ranked_(misses_.size()),
           touched_(misses_.size()),
-          span_(static_cast<std::size_t>(experts) + 1), order_(misses_.size()) {
+          span_(static_cast<std::size_t>(experts) + 1), order_(misses_.size()),
+          wanted_(std::max<std::size_t>(kPool, misses_.size())) {
         const double rest = 1 / (1 - kDiscount);
         const double start[kFeatures] = {0.0, 0.0, 0.0, rest, 0.0}, fixed[kFeatures] = {0.0, 1.5, 1.0, 7.0, 0.0};
         for (int i = 0; i < kFeatures; ++i) {
@@ -103,7 +105,7 @@ class Planner {
     const double* values() const { return value_.data(); }  // V [L * E], as the next calls change it
     double saved_s(int layer) const { return saved_[at(layer)]; }
     int wanted_count() const { return released_; }
-    const Wanted& wanted(int i) const { return wanted_[i]; }
+    const Wanted& wanted(int i) const { return wanted_[at(i)]; }
 
     // Slots of a layer from now on; at most its experts.
     void resize(int slots) { slots_ = slots; }
@@ -130,9 +132,11 @@ class Planner {
     // flight_keys, arrival_s: copies under way. link_free_s: when the link can begin a demand copy. prompt_tokens: 0 in
     // decode; else the layer runs a prompt of so many tokens, from which nothing is learned and behind which nothing is
     // copied: a load is worth what `prompt_end` would keep it for. owners: null: all are of this GPU.
+    // room: slots that a prompt's copies for the next layer may take, since they hold nothing of worth.
     Planned plan(int layer, int n, const std::int32_t* needed, const std::int32_t* rows, double now_s,
                  double link_free_s, int flights, const std::int32_t* flight_keys, const double* arrival_s,
-                 std::uint8_t* action, std::uint8_t* worker, double prompt_tokens = 0.0, const Owners* owners = nullptr) {
+                 std::uint8_t* action, std::uint8_t* worker, double prompt_tokens = 0.0, const Owners* owners = nullptr,
+                 int room = 0) {
         const bool decode = !(prompt_tokens > 0);
         const std::size_t base = static_cast<std::size_t>(layer) * experts_;
         forget_pool(layer);
@@ -280,6 +284,11 @@ class Planner {
             here_s = left;
         }
         for (int i = 0; i < began; ++i) released(i, layer);
+        if (!decode) {
+            const double rest_s = between(layer, now_s, prompt_tokens);
+            if (layer + 1 < layers_ && !off(Without::prefetch))
+                t = stream(layer + 1, hits, flying, missing, room, rest_s, gpu, others, start, span, demand);
+        }
 
         near = span > 0 ? near_end(start, span, demand, demand, t) : now_s;
         by = source(span > 0, loads + waits);
@@ -290,6 +299,7 @@ class Planner {
         expected_s_ = out.end_s - now_s;
 
         if (!decode) {
+            prompt_layer_ = layer, prompt_end_s_ = out.end_s;
             for (int i = 0; i < n; ++i) need_[needed[i]] = 0;
             return out;
         }
@@ -690,6 +700,63 @@ class Planner {
             chance_[e] = 0.0;
         }
     }
+    // -- prompts: a layer's experts are streamed ahead while the link would be idle
+
+    // Seconds between a layer's end and the next one's plan in a prompt of so many tokens: dense parts grow with them.
+    double between(int layer, double now_s, double tokens) {
+        if (layer > 0 && prompt_layer_ == layer - 1) {
+            const double each = std::max(0.0, now_s - prompt_end_s_) / tokens;
+            prompt_dense_s_ += (prompt_dense_s_ > 0 ? 0.2 : 1.0) * (each - prompt_dense_s_);
+        }
+        return std::max(costs_.dense_s, prompt_dense_s_ * tokens);
+    }
+    // When a layer of a prompt ends after its plan if it has so many hits and misses, all alike, by the best split.
+    double uniform_s(double hits, double missing, double gpu_s, double work) const {
+        double best = std::numeric_limits<double>::infinity();
+        const double workers = std::max(1, workers_);
+        for (int k = 0; k <= missing + 0.999; ++k) {
+            const double loads = std::min<double>(k, missing), rest = missing - loads;
+            if (rest > 0 && !workers_) continue;
+            if (rest > 0 && off(Without::split) && k) break;
+            const double link = loads * costs_.copy_s;
+            const double gpu = std::max((hits + loads) * gpu_s, loads > 0 ? link + gpu_s : 0.0);
+            const double near = rest > 0 ? near_end(costs_.message_s, std::max(1.0, rest / workers) * work, link) : 0.0;
+            best = std::min(best, std::max(gpu, near));
+        }
+        return best;
+    }
+    // Where a prompt uses most experts, the next layer's are copied while this layer and the dense part run, as many as
+    // come in time and find room, if the next layer ends so much sooner that it pays for what near data here loses.
+    // Returns until when the link copies.
+    double stream(int layer, int hits, int flying, int missing, int room, double rest_s, double gpu, double others,
+                  double start, double span, double demand) {
+        const int uses = hits + flying + missing;
+        const double used = static_cast<double>(uses) / experts_;
+        if (used <= 0.5) return demand;
+        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        int absent = 0;
+        for (int e = 0; e < experts_; ++e)
+            if (states_[base + e] == 0 && !foreign_[base + e]) order_[absent++] = e;
+        double gpu_s = 0.0, work = 0.0;  // of an expert of this layer, on average
+        for (const auto& [list, count] : {std::pair{&hits_, hits}, std::pair{&flights_, flying}, std::pair{&misses_, missing}})
+            for (int i = 0; i < count; ++i) gpu_s += (*list)[at(i)].gpu_s / uses, work += (*list)[at(i)].work / uses;
+        const auto ends = [&](double t) { return std::max({gpu, span > 0 ? near_end(start, span, t) : 0.0, others}); };
+        const double plain = ends(demand), next = plain + rest_s;
+        const int fit = static_cast<int>(std::min(static_cast<double>(absent), std::max(0.0, (next - demand) / costs_.copy_s)));
+        const int copies = std::min(room, fit);
+        if (copies < 1) return demand;
+        const double until = demand + copies * costs_.copy_s;
+        const double here = (experts_ - absent) * used, lacks = absent * used, come = copies * used;
+        const double saves = uniform_s(here, lacks, gpu_s, work) - uniform_s(here + come, lacks - come, gpu_s, work);
+        if (!(saves > ends(until) - plain)) return demand;
+        const double* v = &value_[base];
+        std::partial_sort(order_.begin(), order_.begin() + copies, order_.begin() + absent,
+                          [v](std::int32_t a, std::int32_t b) { return v[a] != v[b] ? v[a] > v[b] : a < b; });
+        for (int i = 0; i < copies; ++i)
+            wanted_[at(released_++)] = {static_cast<std::int32_t>(base) + order_[at(i)], -1, saves / copies, true};
+        return until;
+    }
+
     // The i-th of the pool may begin: name its victim, another one than those before it.
     void released(int i, int current) {
         Wanted one = pool_[i];
@@ -702,13 +769,13 @@ class Planner {
             ++count;
             if (!(value_[base + e] < least) || (layer == current && need_[e])) continue;
             bool taken = false;
-            for (int j = 0; j < released_; ++j) taken |= wanted_[j].victim == static_cast<std::int32_t>(base) + e;
+            for (int j = 0; j < released_; ++j) taken |= wanted_[at(j)].victim == static_cast<std::int32_t>(base) + e;
             if (!taken) least = value_[base + e], one.victim = static_cast<std::int32_t>(base) + e;
         }
         int coming = 0;
-        for (int j = 0; j < released_; ++j) coming += wanted_[j].key / experts_ == layer;
+        for (int j = 0; j < released_; ++j) coming += wanted_[at(j)].key / experts_ == layer;
         if (count + coming < slots_) one.victim = -1;
-        wanted_[released_++] = one;
+        wanted_[at(released_++)] = one;
     }
 
     // -- the learned worth of being resident: least-squares temporal differences over averages of use
@@ -794,7 +861,10 @@ class Planner {
     std::vector<std::int32_t> named_;  // [rows, ranks]: predicted for named_layer_
     int named_layer_ = -1, named_ranks_ = 1;
     double load_[kMaxWorkers] = {};
-    Wanted pool_[kPool], wanted_[kPool];
+    Wanted pool_[kPool];
+    std::vector<Wanted> wanted_;
+    int prompt_layer_ = -1;               // the last one of a prompt that was planned, and its expected end
+    double prompt_end_s_ = 0.0, prompt_dense_s_ = 0.0;  // the dense part of a prompt's token
     int pool_count_ = 0, released_ = 0;
     double first_[kFeatures], weights_[kFeatures], target_[kFeatures], system_[kFeatures][kFeatures];
     double before_[kSamples][kFeatures];

@@ -104,10 +104,11 @@ PyObject* planner(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // plan(planner, layer, needed: int32 [n], rows: int32 [n], now_s, link_free_s, flight_keys: int32 [F],
-//              arrival_s: float64 [F], action: uint8 [n], worker: uint8 [n], prompt_tokens, gpus, held: uint8 [n] or None)
+//              arrival_s: float64 [F], action: uint8 [n], worker: uint8 [n], prompt_tokens, gpus, held: uint8 [n] or None,
+//              room)
 //   -> (end_s, near_s, link_s, owner_s, loads, near, waits, wanted: list of (key, victim, worth_s, prefetch))
 PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 13)) return nullptr;
+    if (!expect(count, 14)) return nullptr;
     Planner* planner = planner_of(args[0]);
     if (!planner) return nullptr;
     const long long layer = PyLong_AsLongLong(args[1]);
@@ -115,6 +116,7 @@ PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const double prompt_tokens = PyFloat_AsDouble(args[10]);
     Rows needed, rows, keys, arrivals, action, worker, gpus, held;
     const bool owned = args[11] != Py_None;
+    const long long room = PyLong_AsLongLong(args[13]);
     int n = 0;
     if (PyErr_Occurred() || !is_layer(*planner, layer) || !take_experts(*planner, args[2], needed, n) ||
         !rows.take(args[3], 4) || !keys.take(args[6], 4) || !arrivals.take(args[7], 8) ||
@@ -122,7 +124,7 @@ PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
         (owned && (!gpus.take(args[11], 1) || !held.take(args[12], 1))))
         return nullptr;
     const std::int64_t flights = keys.bytes() / 4;
-    if (!is_count(flights)) return nullptr;
+    if (!is_count(flights) || !is_count(room)) return nullptr;
     if (n > planner->experts()) return refuse("more experts are needed than a layer has", n), nullptr;
     if (!has(rows, {4, n}, "rows are int32 [n], not bytes:") || !has(arrivals, {8, flights}, "arrivals are float64 [F], not bytes:") ||
         !has(action, {n}, "actions are uint8 [n], not bytes:") || !has(worker, {n}, "workers are uint8 [n], not bytes:") ||
@@ -133,7 +135,7 @@ PyObject* plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
                                         rows.data<std::int32_t>(), now_s, link_free_s, static_cast<int>(flights),
                                         keys.data<std::int32_t>(), arrivals.data<double>(),
                                         action.data<std::uint8_t>(), worker.data<std::uint8_t>(), prompt_tokens,
-                                        owned ? &owners : nullptr);
+                                        owned ? &owners : nullptr, static_cast<int>(room));
     PyObject* wanted = PyList_New(planner->wanted_count());
     for (int i = 0; wanted && i < planner->wanted_count(); ++i) {
         const Wanted& one = planner->wanted(i);

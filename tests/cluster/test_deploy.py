@@ -120,7 +120,7 @@ class TestStartUp:
         [
             ({"shards": 17}, "cluster.shards is 17, but the model has 8 experts in 2 layers"),
             ({"store": {"layout": "sliced", "copies": 2}}, "cluster.store.copies is 2, but only 1 node holds a store"),
-            ({"lead": "elsewhere"}, "cluster.lead is 'elsewhere', which is no living node"),
+            ({"lead": "elsewhere"}, "cluster.lead is 'elsewhere', which is not a living node"),
         ],
     )
     def test_a_plan_that_cannot_be_is_refused_before_ray_starts(self, cluster: dict[str, Any], says: str) -> None:

@@ -58,7 +58,7 @@ int runs(std::mt19937& rng, std::uint32_t without) {
             const tiermoe::Owners owners{gpus.data(), held_there.data()};
             const auto found = planner->plan(l, n, needed.data(), rows.data(), 1.0, 1.0 + cost(), static_cast<int>(flights.size()),
                                              flights.data(), arrivals.data(), action.data(), worker.data(), below(4) ? 0.0 : 64.0,
-                                             owned ? &owners : nullptr);
+                                             owned ? &owners : nullptr, below(2 * experts));
             check(std::isfinite(found.end_s) && found.end_s >= 1.0, "a layer ends before it begins, or never");
             for (std::size_t i = 0; i < needed.size(); ++i) {
                 const std::uint8_t state = states[static_cast<std::size_t>(l * experts + needed[i])];

@@ -58,7 +58,7 @@ def test_options_come_over_the_servers_configuration(tmp_path: Path) -> None:
         (["--api-key-file", "/nowhere/key"], "cannot be read"),
         (["--chat-template", "/nowhere/template"], "cannot be read"),
         (["--deployment", "abcdef"], "--attach"),
-        (["--attach", "127.0.0.1:1", "--budget", "25%"], "is a matter of the runtime"),
+        (["--attach", "127.0.0.1:1", "--budget", "25%"], "belongs to the runtime"),
         (["--policy", "nothing"], "no policy"),
     ],
     ids=str,

@@ -247,6 +247,81 @@ def test_a_prompt_loads_what_it_will_keep_and_learns_nothing() -> None:
     assert [read.worth_s(key) for key in range(8)] == [fresh.worth_s(key) for key in range(8)]
 
 
+def _prompt(planner: Auto, layer: int, now_s: float, needed: int = 8, room: int = 8) -> tuple[list[Action], list[int]]:
+    """A layer of a prompt of 80 tokens: its actions, and the keys that are streamed ahead for the next layer."""
+    ids, rows = np.arange(needed, dtype=np.int32), np.full(needed, 10, np.int32)
+    found = planner.plan(layer, ids, rows, now_s, now_s, prompt_tokens=80, room=room)
+    assert all(one.prefetch and one.victim is None for one in found.wanted)
+    return [Action(action) for action in found.actions], [one.key for one in found.wanted]
+
+
+def test_a_prompts_layer_is_streamed_ahead_loaded_on_demand_or_computed_near_data_as_costs_say() -> None:
+    """Eight misses of a layer of eight: eight copies take 80 s, the worker 320 s at 40 rows, or 8 at 1000 free rows."""
+    slow = replace(COSTS, free_rows=1.0)
+    stream = auto(replace(slow, dense_s=45.0))
+    actions, ahead = _prompt(stream, 0, 0.0)
+    assert actions.count(LOAD) >= 6
+    assert sorted(ahead) == [8, 9, 10, 11]  # the link is idle for 45 s: four copies come in time
+    stream.states[1, [0, 1, 2, 3]] = RESIDENT
+    actions, _ = _prompt(stream, 1, 130.0)
+    assert actions[:4] == [HERE] * 4
+    demand, ahead = _prompt(auto(replace(slow, dense_s=5.0)), 0, 0.0)  # the link is not idle for one copy
+    assert (demand.count(LOAD) >= 6, ahead) == (True, [])
+    fast = replace(COSTS, copy_s=30.0, near_s=0.5, near_busy_s=30.0, dense_s=45.0)  # a copy would stop the worker
+    near, ahead = _prompt(auto(fast, without=Without.FUTURE), 0, 0.0)
+    assert (near, ahead) == ([NEAR] * 8, [])
+
+
+def test_each_choice_for_a_prompts_layer_is_the_cheapest_of_the_three() -> None:
+    """The planner's mix against all loaded and all near data, streamed or not, by arithmetic on random costs."""
+    rng = np.random.default_rng(3)
+    streamed = 0
+    for _ in range(200):
+        copy_s, near_s, dense_s = rng.uniform(1.0, 20.0, 3).tolist()
+        costs = Costs(copy_s, 0.1, 0.01, near_s, near_s, 10.0, 0.5, 4 * dense_s)
+        planner, ids, rows = auto(costs, without=Without.FUTURE), np.arange(8, dtype=np.int32), np.full(8, 10, np.int32)
+        first = planner.plan(0, ids, rows, 0.0, 0.0, prompt_tokens=80, room=8)
+        loaded_s, near_data_s = 8 * copy_s + 0.19, 0.5 + 8 * near_s
+        assert first.end_s <= min(loaded_s, near_data_s) + 1e-9
+        idle_s = first.end_s + costs.dense_s - first.link_s
+        assert len(first.wanted) <= min(8, idle_s / copy_s)  # what comes in time
+        come = len(first.wanted)
+        planner.states[1, [one.key - 8 for one in first.wanted]] = RESIDENT
+        now_s = first.end_s + costs.dense_s
+        second = planner.plan(1, ids, rows, now_s, now_s, prompt_tokens=80)
+        assert second.end_s - now_s <= min((8 - come) * copy_s + 8 * 0.19, 0.5 + (8 - come) * near_s + 8 * 0.19) + 1e-9
+        if come:
+            planner.states[1] = ABSENT
+            assert second.end_s <= planner.plan(1, ids, rows, now_s, now_s, prompt_tokens=80).end_s
+        streamed += come > 0
+    assert 50 < streamed < 200
+
+
+def test_a_prompt_streams_ahead_only_where_it_uses_most_experts_and_there_is_room() -> None:
+    costs = replace(COSTS, free_rows=1.0, dense_s=45.0)
+    assert _prompt(auto(costs), 0, 0.0, needed=4)[1] == []
+    assert _prompt(auto(costs), 0, 0.0, room=0)[1] == []
+    assert len(_prompt(auto(costs), 0, 0.0, room=2)[1]) == 2
+    assert _prompt(auto(costs), 1, 0.0)[1] == []  # the last layer
+    assert _prompt(auto(costs, without=Without.PREFETCH), 0, 0.0)[1] == []
+
+
+def test_a_prompt_streams_nothing_of_another_gpu() -> None:
+    planner = auto(replace(COSTS, free_rows=1.0, dense_s=45.0))
+    ids, ones = np.arange(8, dtype=np.int32), np.ones(8, np.int32)
+    gpus = np.array([1] * 6 + [0, 0], np.uint8)
+    planner.plan(1, ids, ones, 0.0, 0.0, owners=Owners(gpus, gpus))
+    assert sorted(_prompt(planner, 0, 0.0)[1]) == [14, 15]
+
+
+def test_the_dense_part_of_a_prompt_is_learned_from_plan_to_plan() -> None:
+    """80 tokens take 50 s between two layers, ten times what a token of a decode does."""
+    planner = auto(replace(COSTS, free_rows=1.0, dense_s=5.0), layers=3)
+    assert _prompt(planner, 0, 0.0)[1] == []
+    end_s = planner.plan(0, np.arange(8, dtype=np.int32), np.full(8, 10, np.int32), 0.0, 0.0, prompt_tokens=80).end_s
+    assert len(_prompt(planner, 1, end_s + 50.0)[1]) == 5
+
+
 # -- worth -------------------------------------------------------------------------------------------------------------
 
 

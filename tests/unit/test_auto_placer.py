@@ -19,7 +19,7 @@ from tiermoe.actors.engine.cache.native_order import NativeWorth
 from tiermoe.actors.engine.host_view import Routing
 from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.engine.model.native import Joined
-from tiermoe.actors.engine.peers.auto import SOURCE, AutoPlacer
+from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.auto import Action, Auto, Costs, LayerPlan, Part, Wanted
 from tiermoe.actors.policies.plan import Remote
@@ -42,10 +42,11 @@ class Scripted:
         self.worths = np.zeros((LAYERS, EXPERTS))
         self.admits: dict[int, tuple[bool, int | None]] = {}
         self.told: list[Any] = []
+        self.room = 0
         self.held: list[int] | None = None  # what other GPUs were said to hold
 
     def plan(self, layer: int, needed: Any, rows: Any, now_s: float, *rest: Any) -> Any:
-        _, keys, _, prompt_tokens, owners = rest
+        _, keys, _, prompt_tokens, owners, self.room = rest
         assert prompt_tokens in (0, 4)
         gpus = [0] * len(needed) if owners is None else owners.gpus.tolist()
         self.held = None if owners is None else owners.held.tolist()
@@ -236,6 +237,33 @@ def test_after_a_prompt_what_it_used_most_stays(rig: Rig) -> None:
     assert rig.told("used") == [(0, [3])]
 
 
+def test_a_prompt_streams_into_slots_that_hold_nothing_of_worth() -> None:
+    """Before, nothing was copied behind a prompt's layer."""
+    rig = Rig(8)  # a share of two slots a layer, and two more
+    rows = [[0, 3], [1, 3], [2, 3], [2, 3]]
+    rig.begin(("a", 4, False))
+    rig.planner.wanted = [Wanted(EXPERTS + e, None, 0.5, True) for e in range(EXPERTS)]
+    rig.layer(0, *rows)
+    assert rig.planner.room == 4  # of eight slots the layer's own loads take four
+    rig.settle()
+    assert rig.resident() == set(range(8))
+    assert rig.stats.prefetch_sources[STREAM].queued == EXPERTS
+    rig.planner.wanted = [Wanted(2 * EXPERTS + e, None, 0.5, True) for e in range(EXPERTS)]
+    plan = rig.layer(1, *rows)
+    assert (plan.resident, plan.loads) == (4, ())
+    assert rig.planner.room == 2  # of layer 0 what exceeds its share
+    rig.settle()
+    assert rig.resident() == {2, 3, 4, 5, 6, 7, 8, 9}  # what the prompt used most stays
+    rig.layer(2, *rows)
+    assert rig.resident() >= {2, 3, 6, 7}
+    assert rig.stats.prefetch_sources[STREAM].hits == 6
+    assert not rig.order.refused
+    rig.begin(("a", 1, True))
+    rig.layer(0, [3])
+    assert rig.planner.room == 0
+    rig.cache.close()
+
+
 def test_a_planner_that_does_not_keep_prompts_ranks_during_them_too(rig: Rig) -> None:
     rig.planner.keeps_prompt = False
     rig.planner.worths[0] = 3.0, 0.0, 2.0, 0.0
@@ -365,6 +393,33 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     assert len([one for one in planner.told if one[0] == "plan"]) == (40 - local) * LAYERS
     native.cache.close(), python.cache.close()
     assert not rig.placer.may_be_local  # its loads are in Python
+
+
+def test_prompts_that_stream_ahead_give_the_same_outputs() -> None:
+    native, python = Stack(8, "worth"), Stack(8, "worth").in_python()
+    cache, rng = native.cache, np.random.default_rng(5)
+    order: Any = cache.eviction
+    costs = Costs(1e-3, 1e-4, 1e-5, 1e-3, 1e-3, 4.0, 1e-4, 0.1)  # the link is idle most of the time
+
+    def make(start: Costs, workers: int, slots: int, states: Any) -> Auto:
+        return Auto(_planner, LAYERS, EXPERTS, 2, slots, costs, workers, states)
+
+    placer = AutoPlacer(cache, EXPERTS, None, None, order, lambda: costs, make)
+    placer.faster.only = 0
+    placer.preload()
+    backend, kernel = native.layers[0].backend, native.layers[0].kernel
+    layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
+    for name, count in [("a", 6), *[("a", 1)] * 10, ("b", 8), *[("b", 1)] * 10]:
+        rows: Any = [SimpleNamespace(name=name, start=0, stop=count, decode=count == 1)]
+        cache.begin_forward(count == 1)
+        placer.begin_forward(rows)
+        for index, layer in enumerate(layers):
+            picked = np.stack([rng.permutation(EXPERTS)[:2] for _ in range(count)])
+            inputs = torch.randn(count, SHAPE.hidden), torch.from_numpy(picked), torch.rand(count, 2)
+            assert torch.equal(layer.forward(*inputs), python.layers[index].forward(*inputs))
+        cache.check_integrity()
+    assert cache.stats.prefetch_sources[STREAM].hits > 0
+    native.cache.close(), python.cache.close()
 
 
 def test_worth_orders_by_refusal_share_and_rank() -> None:

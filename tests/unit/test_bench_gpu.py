@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from tiermoe.benchmarks.gpu import build, checks, job, models, page
 from tiermoe.benchmarks.gpu.decode import ALL, BATCH, Cell, cells_by_worth, record_kernels
 from tiermoe.benchmarks.gpu.job import Part, Record
 from tiermoe.benchmarks.gpu.models import REAL, TOY, HostExperts
-from tiermoe.benchmarks.gpu.routing import Locality, Replay, draw
+from tiermoe.benchmarks.gpu.routing import Replay, RoutingTrace
 from tiermoe.cluster.config import load_policy
 from tiermoe.errors import ConfigError
 
@@ -272,10 +273,10 @@ def test_real_shapes_are_the_published_ones() -> None:
 
 
 def test_a_replay_answers_for_the_present_and_for_later_layers() -> None:
-    shares = tuple(1 / 8 for _ in range(8))
-    trace = draw(Locality(shares, shares, (0.0,) * 4, (1.0,), 2), 0.5, 0.5, 6, 3, 8, 2, seed=0)
+    logits = np.random.default_rng(0).normal(size=(6, 3, 8)).astype(np.float32)
+    trace = RoutingTrace(np.argsort(-logits, axis=2)[:, :, :2], logits, (logits,))  # foreseen as it comes
     weights = [torch.randn(8, 4) for _ in range(3)]
-    replay = Replay(trace, (1.0,), weights, torch.device("cpu"), torch.float32)
+    replay = Replay(trace, weights, torch.device("cpu"), torch.float32)
     modules = [torch.nn.Module() for _ in range(3)]
     for module in modules:
         module.forward = lambda hidden, ids, weights: (ids, weights)  # type: ignore[method-assign]

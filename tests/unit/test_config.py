@@ -97,7 +97,7 @@ _BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("threads: two", "key 'threads' is 'two'"),
         ("model: &a [*a]", "line 1: an alias contains itself"),
         (_BOMB + "model: *i", "aliases repeat too much"),
-        ("model: a\nmodel: b", "line 2: key 'model' is there twice"),
+        ("model: a\nmodel: b", "line 2: key 'model' occurs twice"),
         ("- 1", "is not a mapping"),
         ("a: [", "line 1"),
         ("!!python/object:os.system {}", "not valid YAML"),
@@ -427,7 +427,7 @@ def test_an_option_wins_over_the_pages_of_a_file(tmp_path: Path) -> None:
         ({"tokens": 10**12}, "kv: tokens 1000000000000 are 31250000000 pages", "give 64 to 33554432"),
         ({"tokens": 64, "max_model_len": 65}, "kv: max_model_len 65 is more than the 64 tokens", "--kv-tokens"),
         ({"tokens": 64, "num_blocks": 2}, "kv: tokens and num_blocks both size the KV cache", "leave one out"),
-        ({"num_blocks": 1.5}, "kv: num_blocks is no whole number of pages", "give tokens"),
+        ({"num_blocks": 1.5}, "kv: num_blocks is not a whole number of pages", "give tokens"),
     ],
 )
 def test_a_kv_cache_that_cannot_be_is_refused_in_words(kv: dict[str, Any], what: str, remedy: str) -> None:

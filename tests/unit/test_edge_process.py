@@ -20,8 +20,8 @@ pytest.importorskip("uvicorn")
 from tiermoe.actors.requests import TokenEvent
 from tiermoe.cluster.api import edge as edges
 from tiermoe.cluster.api import server as servers
-from tiermoe.cluster.api.door import Door
 from tiermoe.cluster.api.edge import Edge
+from tiermoe.cluster.api.server_socket import ServerSocket
 from tiermoe.cluster.api.settings import ApiSettings
 from tiermoe.errors import ConfigError
 
@@ -37,37 +37,37 @@ def settings(tmp_path: Path) -> ApiSettings:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Edge]:
-    def made(settings: ApiSettings, door: Door, lead: FakeLead, **plan: Any) -> Edge:
+    def made(settings: ApiSettings, server_socket: ServerSocket, lead: FakeLead, **plan: Any) -> Edge:
         monkeypatch.setattr(edges, "leads_of", lambda name: {name: SimpleNamespace(handle=lead)})
         known = {"model": "/fake", "store_path": str(tmp_path), "max_requests": 4, "max_prompt_tokens": 64}
-        return Edge(settings, known | plan, door.name, None)
+        return Edge(settings, known | plan, server_socket.name, None)
 
     return made
 
 
 @contextmanager
-def opened() -> Iterator[Door]:
-    with Door("127.0.0.1", 0) as door:
-        door.open(lambda: None)
-        yield door
+def opened() -> Iterator[ServerSocket]:
+    with ServerSocket("127.0.0.1", 0) as server_socket:
+        server_socket.open(lambda: None)
+        yield server_socket
 
 
-def post(door: Door, **more: Any) -> httpx.Response:
-    return httpx.post(f"{door.url}/v1/completions", json=_BODY | more, timeout=20)
+def post(server_socket: ServerSocket, **more: Any) -> httpx.Response:
+    return httpx.post(f"{server_socket.url}/v1/completions", json=_BODY | more, timeout=20)
 
 
 def test_it_serves_and_its_log_is_that_of_the_command(
     settings: ApiSettings, make: Callable[..., Edge], capfdbinary: Any
 ) -> None:
-    with opened() as door:
-        edge = make(settings, door, FakeLead(_WHOLE, later=[_WHOLE]))
+    with opened() as server_socket:
+        edge = make(settings, server_socket, FakeLead(_WHOLE, later=[_WHOLE]))
         assert edge.health() == {"state": "waiting", "requests": 0}
-        assert post(door).status_code == 503
-        door.hand_over()
-        answer = post(door)
+        assert post(server_socket).status_code == 503
+        server_socket.hand_over()
+        answer = post(server_socket)
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "HI")
-        assert httpx.get(f"{door.url}/ready", timeout=20).json()["status"] == "ready"
-        missing = httpx.get(f"{door.url}/nothing", timeout=20)
+        assert httpx.get(f"{server_socket.url}/ready", timeout=20).json()["status"] == "ready"
+        missing = httpx.get(f"{server_socket.url}/nothing", timeout=20)
         assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
         assert edge.health()["state"] == "serving"
         edge.end()
@@ -85,16 +85,20 @@ def test_it_ends_what_is_under_way(
     """In its time, else with an event that says so; others are told meanwhile that the server ends."""
     monkeypatch.setattr(edges, "DRAIN_S", 0.5 if late else 20)
     lead = FakeLead([TokenEvent("r", (72,))])
-    with opened() as door:
-        edge = make(settings, door, lead)
-        door.hand_over()
-        with httpx.stream("POST", f"{door.url}/v1/completions", json=_BODY | {"stream": True}, timeout=20) as answer:
+    with opened() as server_socket:
+        edge = make(settings, server_socket, lead)
+        server_socket.hand_over()
+        with httpx.stream(
+            "POST", f"{server_socket.url}/v1/completions", json=_BODY | {"stream": True}, timeout=20
+        ) as answer:
             lines = answer.iter_lines()
             assert '"H"' in next(lines)
-            door.end()
+            server_socket.end()
             ending = threading.Thread(target=edge.end)
             ending.start()
-            while (told := post(door)).status_code != 503:  # it takes connections for one tenth of a second more
+            while (
+                told := post(server_socket)
+            ).status_code != 503:  # it takes connections for one tenth of a second more
                 pass
             assert told.json()["error"]["message"] == "the server ends"
             if not late:
@@ -110,12 +114,12 @@ def test_it_ends_what_is_under_way(
 def test_what_is_missing_is_refused_before_it_is_ready(
     settings: ApiSettings, make: Callable[..., Edge], tmp_path: Path
 ) -> None:
-    with opened() as door:
+    with opened() as server_socket:
         with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
-            make(settings, door, FakeLead([]), store_path="/nowhere")
+            make(settings, server_socket, FakeLead([]), store_path="/nowhere")
         keys = tmp_path / "keys"
         with pytest.raises(ConfigError, match="key file"):
-            make(settings.model_copy(update={"api_key_file": str(keys)}), door, FakeLead([]))
+            make(settings.model_copy(update={"api_key_file": str(keys)}), server_socket, FakeLead([]))
 
 
 def test_it_ends_with_the_command(
@@ -124,10 +128,10 @@ def test_it_ends_with_the_command(
     """However that ended: killed, it calls nobody."""
     ended = threading.Event()
     monkeypatch.setattr(edges, "os", SimpleNamespace(_exit=lambda code: ended.set()))
-    with opened() as door:
-        edge = make(settings, door, FakeLead(_WHOLE))
-        door.hand_over()
-        assert post(door).status_code == 200
+    with opened() as server_socket:
+        edge = make(settings, server_socket, FakeLead(_WHOLE))
+        server_socket.hand_over()
+        assert post(server_socket).status_code == 200
     assert ended.wait(20)
     assert edge.health()["state"] == "ended"
 
@@ -163,7 +167,7 @@ class _FakeDoor:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def stand_in(self, why: str) -> None:
+    def answer_unavailable(self, why: str) -> None:
         self.said.append(why)
 
     def hand_over(self) -> None:
@@ -175,8 +179,8 @@ def test_edges_that_all_refuse_are_tried_again_and_the_door_answers(
 ) -> None:
     """A key file that was refused when the only edge started again ended `serve`, and what it said was lost."""
     table = {f"id{i}": {"State": "DEAD"} for i in range(4)}
-    door = _FakeDoor()
-    http = servers.HttpServer(settings, door, {})  # type: ignore[arg-type]
+    server_socket = _FakeDoor()
+    http = servers.HttpServer(settings, server_socket, {})  # type: ignore[arg-type]
     http._edges = [_Ref(0), _Ref(1)]
     made = iter(map(_Ref, range(2, 6)))
     refusals: dict[int, Exception | None] = {i: RayTaskError("f", "t", ConfigError(f"{i}", "")) for i in range(4)}
@@ -190,12 +194,12 @@ def test_edges_that_all_refuse_are_tried_again_and_the_door_answers(
     monkeypatch.setattr(servers.ray, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r < 5], []))
     monkeypatch.setattr(http, "_make", lambda: next(made))
     assert str(http.look()).startswith("the HTTP server does not serve, and is tried again: 0")
-    assert door.said == [servers._NONE_SERVES]
+    assert server_socket.said == [servers._NONE_SERVES]
     assert [edge.number for edge in http._edges] == [2, 3]
     assert "again: 3" in str(http.look())  # they refuse, too; it rests
     http._rest_s = 0.0
     assert "again: 3" in str(http.look())
     table |= {"id4": {"State": "ALIVE"}, "id5": {"State": "PENDING_CREATION"}}
     assert http.look() is None
-    assert door.said == [servers._NONE_SERVES, "handed over"]
+    assert server_socket.said == [servers._NONE_SERVES, "handed over"]
     assert [edge.number for edge in http._edges] == [4, 5]

@@ -23,11 +23,11 @@ from tiermoe.cluster.jobs.evaluate.text import (
     as_tokens,
     build_choices,
     choices_text,
-    cut_windows,
     line_starts,
     load_choices,
     load_heldout,
     load_text,
+    split_windows,
     spread,
 )
 from tiermoe.errors import CheckpointError, ConfigError
@@ -86,8 +86,8 @@ def test_items_in_tokens(shipped: HeldOut) -> None:
 
 def test_windows_are_repeatable_and_their_continuations_do_not_overlap(shipped: HeldOut) -> None:
     options = EvaluationOptions(windows=4, prefix=96, continuation=64)
-    windows = cut_windows(shipped, options)
-    assert windows == cut_windows(shipped, options)
+    windows = split_windows(shipped, options)
+    assert windows == split_windows(shipped, options)
     assert {len(w.ids) for w in windows} == {160}
     assert {w.document for w in windows} == set(range(len(shipped.documents)))
     assert max(Counter(w.document for w in windows).values()) == 4
@@ -103,7 +103,9 @@ def test_windows_are_repeatable_and_their_continuations_do_not_overlap(shipped: 
 
 def test_windows_count_the_bytes_of_what_they_score(tmp_path: Path) -> None:
     """One token a byte, and lines of 19 bytes with a two-byte character."""
-    windows = cut_windows(load_heldout(small_model(tmp_path)), EvaluationOptions(prefix=19, continuation=38, windows=9))
+    windows = split_windows(
+        load_heldout(small_model(tmp_path)), EvaluationOptions(prefix=19, continuation=38, windows=9)
+    )
     assert {w.nbytes for w in windows} == {38}
 
 
@@ -115,7 +117,7 @@ def test_the_kinds_take_turns(shipped: HeldOut) -> None:
 def test_special_tokens_before_a_text_stand_in_every_prefix(tmp_path: Path) -> None:
     heldout = load_heldout(small_model(tmp_path, begin=True))
     assert heldout.leading == (1,)
-    windows = cut_windows(heldout, EvaluationOptions(prefix=8, continuation=8, windows=3))
+    windows = split_windows(heldout, EvaluationOptions(prefix=8, continuation=8, windows=3))
     assert all(w.ids[0] == 1 and 1 not in w.ids[1:] and len(w.ids) == 16 for w in windows)
     item = as_tokens(build_choices(heldout), heldout, None, 1)[0]
     assert (item.context[0], len(item.context)) == (1, CONTEXT)
@@ -162,9 +164,9 @@ def test_refusals_of_too_little_text(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="four documents of one kind"):
         build_choices(heldout)
     with pytest.raises(CheckpointError, match="no held-out passage has 5000 tokens"):
-        cut_windows(heldout, EvaluationOptions(prefix=4000, continuation=1000))
+        split_windows(heldout, EvaluationOptions(prefix=4000, continuation=1000))
     with pytest.raises(ConfigError, match="--prefix"):  # only special tokens fit
-        cut_windows(load_heldout(small_model(tmp_path / "begin", begin=True)), EvaluationOptions(prefix=1))
+        split_windows(load_heldout(small_model(tmp_path / "begin", begin=True)), EvaluationOptions(prefix=1))
 
 
 def test_spread() -> None:
@@ -183,7 +185,7 @@ def test_own_text_is_a_document_or_one_a_line(tmp_path: Path) -> None:
     plain.write_text("\ufeff" + "héllo wörld\n" * 40, encoding="utf-8")
     heldout = load_text(model, plain)
     assert (len(heldout.documents), heldout.leading, heldout.own) == (1, (1,), plain)
-    windows = cut_windows(heldout, EvaluationOptions(windows=None, prefix=32, continuation=32))
+    windows = split_windows(heldout, EvaluationOptions(windows=None, prefix=32, continuation=32))
     text = plain.read_text(encoding="utf-8-sig").encode()
     assert len(windows) == (len(text) - 31) // 32  # every token behind the first prefix, one a byte here
     assert all(len(window.ids) == 64 and window.ids[0] == 1 for window in windows)
@@ -191,7 +193,7 @@ def test_own_text_is_a_document_or_one_a_line(tmp_path: Path) -> None:
     assert scored == list(heldout.documents[0][0].ids[31 : 31 + 32 * len(windows)])
     lines = tmp_path / "two.jsonl"
     lines.write_text('{"text": "' + "a b " * 99 + '"}\n\n{"text": "short"}\n{"text": "' + "c d " * 99 + '"}\n')
-    windows = cut_windows(load_text(model, lines), EvaluationOptions(windows=2, prefix=32, continuation=32))
+    windows = split_windows(load_text(model, lines), EvaluationOptions(windows=2, prefix=32, continuation=32))
     assert Counter(window.document for window in windows) == {0: 2, 2: 2}  # the short one has no window
 
 
@@ -201,9 +203,9 @@ def test_own_text_is_a_document_or_one_a_line(tmp_path: Path) -> None:
         ("empty.txt", b"", "has no text"),
         ("blank.txt", b" \n\t\n", "has no text"),
         ("empty.jsonl", b"\n", "has no text"),
-        ("binary", bytes(range(256)), "is no UTF-8 text"),
+        ("binary", bytes(range(256)), "is not UTF-8 text"),
         ("zeros.txt", b"text\0" * 100, "holds NUL characters"),
-        ("latin.txt", "é".encode("latin-1"), "is no UTF-8 text (byte 0)"),
+        ("latin.txt", "é".encode("latin-1"), "is not UTF-8 text (byte 0)"),
         ("lines.jsonl", b'{"text": "a"}\n{"prompt": "b"}\n', "line 2 is not an object with a text"),
         ("surrogate.jsonl", b'{"text": "\\ud800"}\n', "line 1 is not an object with a text"),
         ("list.jsonl", b"[1]\n", "line 1 is not an object with a text"),
@@ -223,7 +225,7 @@ def test_own_text_that_is_too_short_or_missing_is_refused(tmp_path: Path) -> Non
     model, file = small_model(tmp_path / "model", begin=True), tmp_path / "short.txt"
     file.write_text("only a few words")
     with pytest.raises(ConfigError, match="has 17 tokens, and a window takes 256; give longer text, or lower --prefix"):
-        cut_windows(load_text(model, file), EvaluationOptions(windows=None))
+        split_windows(load_text(model, file), EvaluationOptions(windows=None))
     for missing in (tmp_path / "none.txt", tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
             load_text(model, missing)

@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda file: vocabulary(file, "gpt2", ["a", "b"], [1, 1], merges=["a b"]), "'a b'"),
     "no merges": (lambda file: vocabulary(file, "gpt2", ["a"], [1]), "merges"),
     "a letter that is no token": (
-        lambda file: vocabulary(file, "llama", ["a", "ab"], [1, 1], scores=[0.0, 0.0]), "'b', which is no token"),
+        lambda file: vocabulary(file, "llama", ["a", "ab"], [1, 1], scores=[0.0, 0.0]), "'b', which is not a token"),
     "merges of one score": (
         lambda file: vocabulary(file, "llama", ["a", "b", "c", "ab", "bc"], [1] * 5, scores=[0.0] * 5), "one score"),
     "bos without a token": (

@@ -219,7 +219,7 @@ def test_an_index_cannot_lead_out_of_its_folder(server: HubServer, checkpoint: P
     del served.files["model.safetensors"]
     served.files[hub.INDEX] = json.dumps({"weight_map": {"a": file}}).encode()
     folder = hub.locate(NAME)
-    with pytest.raises(CheckpointError, match="no safetensors file beside it"):
+    with pytest.raises(CheckpointError, match="not a safetensors file beside it"):
         hub.complete(folder, progress=False)
 
 

@@ -21,7 +21,7 @@ import yaml
 from pydantic import ByteSize, TypeAdapter
 
 from tiermoe.actors.policies.sharding import owned_experts
-from tiermoe.cluster.api.door import DRAIN_S
+from tiermoe.cluster.api.server_socket import DRAIN_S
 from tiermoe.cluster.config import configs_dir, engine_settings, load_run_config
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.cluster.topology.spec import ModelFacts, NodeInfo, cluster_spec

@@ -50,8 +50,9 @@ def test_a_line_is_a_key_and_its_limits(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [("", "holds no key"), (" \n# only words\n", "holds no key"), ("naïve", "line 1: the key is not printable"),
-     ("a\nhush words", "line 2: word 2 is no option"), ("a requests=0", "no option"), ("a tokens=many", "no option"),
-     ("a name=a/b", "no option"), ("a name=b name=c", "word 3 is no option"), ("a\nb\na", "same key"),
+     ("a\nhush words", "line 2: word 2 is not an option"), ("a requests=0", "not an option"),
+     ("a tokens=many", "not an option"),
+     ("a name=a/b", "not an option"), ("a name=b name=c", "word 3 is not an option"), ("a\nb\na", "same key"),
      ("a name=x\nb name=x", "same name")],
 )  # fmt: skip
 def test_what_is_no_key_file(tmp_path: Path, text: str, words: str) -> None:
@@ -303,7 +304,7 @@ def test_slow_bodies_end_and_bodies_together_are_bounded() -> None:
         return await http.post("/v1/completions", content=never(), headers={"Content-Type": "application/json"})
 
     response = run(LimitSettings(body_s=0.05), slow)
-    assert error(response)[::2] == (408, "the body did not come within 0.05 s; send it again")
+    assert error(response)[::2] == (408, "the body did not arrive within 0.05 s; send it again")
 
     async def held(http: httpx.AsyncClient) -> list[int]:
         begun, over = asyncio.Event(), asyncio.Event()

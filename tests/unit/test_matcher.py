@@ -138,7 +138,7 @@ def test_what_is_not_for_it_is_refused(served: Matcher) -> None:
 def test_top_k_and_ways_are_checked() -> None:
     with pytest.raises(ConfigError, match="top_k"):
         Matcher(SETTINGS, SHAPE, 9, LocalDirectory())
-    with pytest.raises(ConfigError, match="4 shards and ways to 1"):
+    with pytest.raises(ConfigError, match="4 shards and connections to 1"):
         matcher(sharding=ShardSettings(count=4), shards=[PeerLink(LocalDirectory(), name=shard_name(1))])
 
 

@@ -258,7 +258,7 @@ def test_ties_stay_in_order_and_neurons_that_depend_on_their_position_are_refuse
     refuse_mixing([MoeBlock(torch.nn.Identity(), silu_times_up, "silu", None, None)], shape)
     scale = torch.arange(6.0)
     placed = MoeBlock(torch.nn.Identity(), lambda pre: silu_times_up(pre) * scale, None, None, None)
-    with pytest.raises(UnsupportedModelError, match="treat a neuron by its place"):
+    with pytest.raises(UnsupportedModelError, match="depend on a neuron's position"):
         refuse_mixing([placed], shape)
 
 

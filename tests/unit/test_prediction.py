@@ -17,13 +17,13 @@ from topology_cases import FACTS, SPEC, a_node
 from tiermoe.cluster.config import RunConfig
 from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
 from tiermoe.cluster.jobs.bench.serving import run_config
-from tiermoe.cluster.jobs.machine import SMALL, Probe, _lateness, _line, _policy_costs, _typical, probe
+from tiermoe.cluster.jobs.measure_machine import SMALL, Probe, _lateness, _line, _policy_costs, _typical, probe
 from tiermoe.cluster.jobs.prediction import predict_by_trace, with_routing
 from tiermoe.cluster.report.tables import speed
 from tiermoe.cluster.simulate.trace import Trace
-from tiermoe.cluster.topology import machine as machines
+from tiermoe.cluster.topology import machine_costs as machines
 from tiermoe.cluster.topology.estimate import OVERLAP, WITHIN, Hardware, PlanResult, Prediction, predict
-from tiermoe.cluster.topology.machine import MachineCosts, PolicyCosts, known_costs, machine_name, write_costs
+from tiermoe.cluster.topology.machine_costs import MachineCosts, PolicyCosts, known_costs, machine_name, write_costs
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.errors import ConfigError
 
@@ -187,7 +187,7 @@ def test_a_recorded_routing_replaces_the_assumed_one(tmp_path: Path, monkeypatch
         predict_by_trace(assumed, spec, other, config, COSTS, Trace(trace))
     kept = with_routing(replace(planned, facts=other), config).prediction
     assert kept.tokens_per_s == assumed.tokens_per_s
-    assert "of no use" in kept.basis[-1]
+    assert "unusable" in kept.basis[-1]
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_the_benchmark_measures_its_inputs_and_its_cells(
 ) -> None:
     from tiermoe.benchmarks import predict
     from tiermoe.benchmarks.cases import Predict, measure
-    from tiermoe.cluster.jobs import machine
+    from tiermoe.cluster.jobs import measure_machine as machine
 
     monkeypatch.setenv("HOME", str(tmp_path))
     small, large = (replace(shape, experts=8, vocabulary=512) for shape in (machine.SMALL, machine.LARGE))

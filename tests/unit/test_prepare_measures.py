@@ -30,7 +30,7 @@ from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.jobs.prepare import losses
 from tiermoe.cluster.jobs.prepare.calibration import Windows
-from tiermoe.cluster.jobs.prepare.measures import Following, measure, recall, train_gate
+from tiermoe.cluster.jobs.prepare.measures import NextRouter, measure, recall, train_gate
 from tiermoe.errors import StoreError
 
 TOKENS = 12
@@ -112,7 +112,7 @@ def test_a_gate_learns_what_it_is_shown() -> None:
     def router(rows: torch.Tensor) -> torch.Tensor:
         return rows @ routes.T
 
-    following = Following(router, hidden @ turn)
+    following = NextRouter(router, hidden @ turn)
     learned = train_gate(hidden, ids, 8, following)
     held = np.arange(1350, 1500)  # the tenth block of 150 rows
     assert learned.next_gate == pytest.approx(recall(hidden[held] @ routes.numpy().T, ids[held]))

@@ -32,12 +32,12 @@ def test_replicas_share_mapped_pages_and_nothing_else() -> None:
     first, second = _plans(2, memory=2 * own + mapped)
     assert first.topology.actors == second.topology.actors == alone.topology.actors
     assert any("2 replicas" in note for note in first.notes)
-    with pytest.raises(ConfigError, match=r"replica 2 of 2 finds no room.*host memory.*lower cluster.replicas"):
+    with pytest.raises(ConfigError, match=r"replica 2 of 2 does not fit.*host memory.*lower cluster.replicas"):
         _plans(2, memory=2 * own + mapped - 1)
 
 
 def test_replicas_count_the_cpus_of_those_before_them() -> None:
-    with pytest.raises(ConfigError, match=r"replica 2 of 2 finds no room.*CPU"):
+    with pytest.raises(ConfigError, match=r"replica 2 of 2 does not fit.*CPU"):
         _plans(2, CPU=float(local_ray_cpus()))
 
 

@@ -289,7 +289,7 @@ def test_only_living_deployments_count_and_their_dead_actors_show() -> None:
 )
 def test_an_attached_driver_may_not_change_the_runtime(given: dict[str, Any], named: str) -> None:
     refuse_runtime_options({"model": "checkpoint", "config": None})
-    with pytest.raises(RequestError, match=f"{named} is a matter of the runtime"):
+    with pytest.raises(RequestError, match=f"{named} belongs to the runtime"):
         refuse_runtime_options(given)
 
 
@@ -332,10 +332,11 @@ def test_how_memory_is_shared_is_said_in_words() -> None:
 def test_what_auto_chose_is_said_in_words() -> None:
     planner = {"error": 0.25, "copy_s": 1e-4, "near_s": 5e-5, "near_busy_s": 6e-5, "message_s": 2e-4}
     counters = {"planner": planner, "misses": 50, "late_prefetches": 10, "ndp_experts": 50}
-    counters["prefetch_sources"] = {"background": {"queued": 7, "hits": 3}}
+    counters["prefetch_sources"] = {"background": {"queued": 7, "hits": 3}, "streamed": {"queued": 5, "hits": 4}}
     rows = dict(planner_rows(counters))
     assert rows["misses"] == (
-        "40% loaded, 50% computed near data, 10% waited for; 7 copied in the background, 3 of them used"
+        "40% loaded, 50% computed near data, 10% waited for; 7 copied in the background, 3 of them used; "
+        "5 streamed ahead in prompts, 4 of them used"
     )
     assert rows["planned by"].endswith("off by 25%")
     assert planner_rows({"planner": None}) == []

@@ -179,7 +179,7 @@ def test_the_pareto_front_leaves_out_what_is_beaten() -> None:
         (ran() | {"plan": {"experts": 4}}, "'r.json' lacks 'plan.slots'"),
         (ran() | {"hits": "many"}, "'r.json': 'hits'"),
         ({"name": "recall", "rows": []}, "a result of 'recall', which compares no policies"),
-        ([], "holds no JSON object"),
+        ([], "does not hold a JSON object"),
     ],
 )
 def test_a_file_that_lacks_a_key_is_named(tmp_path: Path, record: Any, message: str) -> None:

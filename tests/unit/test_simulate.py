@@ -33,7 +33,7 @@ from tiermoe.cluster.simulate.machine import Machine, load_machine, machine_of
 from tiermoe.cluster.simulate.predictors import load_predictors, predictors_for, recall, split, train_predictors
 from tiermoe.cluster.simulate.trace import Iteration, Trace
 from tiermoe.cluster.simulate.trace_writer import TraceWriter
-from tiermoe.cluster.topology.machine import MachineCosts, PolicyCosts
+from tiermoe.cluster.topology.machine_costs import MachineCosts, PolicyCosts
 from tiermoe.errors import BudgetError, ConfigError, RuntimeFailure, TraceError
 
 PROMPTS = [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]]

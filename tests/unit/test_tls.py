@@ -140,7 +140,7 @@ def test_https_needs_certificate_and_key(options: list[str], capsys: pytest.Capt
 def test_the_server_demands_a_certificate_where_there_is_a_ca(tmp_path: Path) -> None:
     """uvicorn demands none for `ssl_ca_certs` alone."""
     uvicorn = pytest.importorskip("uvicorn")
-    from tiermoe.cluster.api.door import server_options
+    from tiermoe.cluster.api.server_socket import server_options
 
     file, key = certificate(tmp_path, "server")
     for ca, demanded in ((None, ssl.CERT_NONE), (file, ssl.CERT_REQUIRED)):

@@ -306,7 +306,7 @@ _SNUG, _ROOMY = a_node("a", CPU=3, GPU=1), a_node("a", CPU=9, GPU=1)
         ([a_node("a", CPU=9, GPU=1, ndp=1)], {"ndp": replace(NDP, capacity_bytes=1000)},
          r"NDP worker 0 holds 1.25 KiB .* short of 280 B"),
         ([_SNUG], {"lead": "z"},
-         r"cluster.lead is 'z', which is no living node; give one of a at"),
+         r"cluster.lead is 'z', which is not a living node; give one of a at"),
         ([a_node("a", CPU=2, GPU=1), a_node("b", CPU=9, GPU=9)], {"lead": "a"},
          r"the lead fits on no node: node a \(CPU: needs 3, has 2 free of 2, short of 1\);"),
         ([_SNUG], {"store_layout": "sliced", "store_copies": 2},
@@ -316,7 +316,7 @@ _SNUG, _ROOMY = a_node("a", CPU=3, GPU=1), a_node("a", CPU=9, GPU=1)
         ([a_node("a", CPU=3, GPU=1, alive=False)], {}, r"none of 1 nodes is alive"),
         ([_SNUG, _SNUG], {}, r"two nodes have the id 'a'"),
         ([a_node("a", CPU=99, GPU=64)], {"shards": 9, "ownership": "expert"},
-         r"gives a shard none by the rule 'expert'; lower cluster.shards to 8"),
+         r"a shard would hold none by the rule 'expert'; lower cluster.shards to 8"),
         ([a_node("a", CPU=3, GPU=1, memory=3072 + 1279)], {"low_bit": _LOW_BIT},
          r"needs 4.25 KiB with what is there already \(1.25 KiB of it replicas\).*"
          "short of 1 B.*choose a policy without on_miss low-bit"),
@@ -356,14 +356,15 @@ _HARDWARE = Hardware("test", 1e-3, 1e-3, 0.0, 1e-3, 0.0, 0.5)  # a byte a micros
 
 
 def _predict(nodes: list[NodeInfo], hardware: Hardware = _HARDWARE, **changes: Any) -> Prediction:
-    spec = replace(SPEC, **changes)
-    return predict(plan_topology(spec, FACTS, nodes), spec, FACTS, hardware)
+    """Without KV cache, so that a layer reads 100 bytes besides its experts."""
+    spec, facts = replace(SPEC, **changes), replace(FACTS, kv_elements=0)
+    return predict(plan_topology(spec, facts, nodes), spec, facts, hardware)
 
 
 def test_prediction_with_and_without_prefetch() -> None:
     got = _predict([a_node("a", CPU=3, GPU=1)])  # 4 of 32 experts are resident: an eighth
     assert got.hit_share == 0.125
-    parts = {"dense_s": 100e-6, "hit_s": 48e-6, "shard_s": 0.0, "miss_s": 336e-6, "load_s": 168e-6}
+    parts = {"dense_s": 100e-6, "host_s": 0.0, "hit_s": 48e-6, "shard_s": 0.0, "miss_s": 336e-6, "load_s": 168e-6}
     assert got.parts_s == pytest.approx(parts)
     assert got.layer_s == pytest.approx((100 + 168 + 336) * 1e-6)
     assert got.tokens_per_s == pytest.approx(1 / (4 * 604e-6))

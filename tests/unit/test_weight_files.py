@@ -175,7 +175,7 @@ def test_a_tensor_that_the_model_needs_must_be_where_the_index_says(single: Path
 @pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "x.bin", 3, "", ["x"]])
 def test_an_index_names_safetensors_files_below_it(name: object, single: Path, tmp_path: Path) -> None:
     write(tmp_path / "checkpoint", single, {}, {GATE: name})  # type: ignore[dict-item]
-    with pytest.raises(CheckpointError, match="no safetensors file beside it or below; pass a release"):
+    with pytest.raises(CheckpointError, match="not a safetensors file beside it or below; pass a release"):
         prepare(tmp_path / "checkpoint", tmp_path / "store", progress=False)
 
 

@@ -42,7 +42,8 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from .remote import NdpPool
     from .shards import Shards
 
-SOURCE = "background"  # of its copies, in the counters
+# background copies in the counters: misses, and what a prompt needs next
+SOURCE, STREAM = "background", "streamed"
 _WAITED = 0.1  # share of an answer's time from which a wait for it says that the layer ended with it
 _STAGED = 3  # as the planner sees an expert that is here, in no slot that counts
 # members of an enumeration take longer to look up than a layer has time for
@@ -64,7 +65,7 @@ class Planner(Protocol):
 
     def plan(
         self, layer: int, needed: Any, rows: Any, now_s: float, link_free_s: float, flight_keys: Any, arrival_s: Any,
-        prompt_tokens: int, owners: Owners | None,
+        prompt_tokens: int, owners: Owners | None, room: int,
     ) -> Choice: ...
 
     def used(self, layer: int, needed: Any) -> None: ...
@@ -133,7 +134,8 @@ class AutoPlacer(PeerPlacer):
 
     Without a living NDP worker every miss is loaded. A prompt counts its experts; while it runs, a layer that needs
     more than its share of the slots takes turns within that share, and the experts that the prompt uses most leave
-    last, so decoding begins with them. Background copies are prefetches of the source `background`: they come behind
+    last, so decoding begins with them. Its copies for the next layer (`streamed`) take free slots, and those of other
+    layers beyond their shares, only. Background copies are prefetches of the source `background`: they come behind
     demand, are dropped where they have not begun when their layer runs, and take the slot of the victim that the
     planner names.
 
@@ -180,6 +182,7 @@ class AutoPlacer(PeerPlacer):
         self._arrivals: dict[int, float] = {}  # of copies under way, as expected
         self._took_s = cache.core.took_s  # of the last copy of each expert, as far as known
         self._filling: set[int] = set()  # background copies under way
+        self._spared: frozenset[int] | None = None  # in a prompt: residents that its copies ahead do not displace
         self._link_free_s = 0.0
         self._ended_s = 0.0  # the last layer's end, if all rows of its forward decode
         # the order, which notes what local forwards use; None: there are none
@@ -277,9 +280,12 @@ class AutoPlacer(PeerPlacer):
         if layer and self._prompt is None and 0.0 < self._ended_s < now_s:
             planner.saw(Part.DENSE, planner.costs.dense_s, now_s - self._ended_s)
         announced = bool(self._rows) and self._rows[-1].stop == routing.tokens
-        keep = self._begin_prompt(layer, view) if announced and self._prompt is not None else frozenset[int]()
+        prompts = announced and self._prompt is not None
+        keep, self._spared = self._begin_prompt(layer, view) if prompts else frozenset[int](), None
         self._wanted, self._pass = (), None
         self._look()
+        if prompts and self._order is not None:
+            self._spared = keep.union(range(base, min(base + 2 * self._experts, len(self._seen))))
         if self._reader is not None and self._score is not None:
             self._show_scores(layer, view, self._reader, self._score)
         experts, gpus = np.array(needed, np.int32) - np.int32(base), self._gpus_of(needed)
@@ -287,7 +293,7 @@ class AutoPlacer(PeerPlacer):
         if pool is None or pool.available:
             rows, tokens = np.array(routing.counts, np.int32), 0 if self._prompt is None else routing.tokens
             queue, owners = self._queue(now_s), self._owners_of(needed, gpus)
-            choice = planner.plan(layer, experts, rows, now_s, *queue, tokens, owners)
+            choice = planner.plan(layer, experts, rows, now_s, *queue, tokens, owners, self._room(needed, gpus))
             if choice.near_data and pool is not None:
                 actions = choice.actions.tolist()
                 away = [key for key, action in zip(needed, actions, strict=True) if action == _NEAR_DATA]
@@ -343,10 +349,14 @@ class AutoPlacer(PeerPlacer):
             if held[key] == _LOADING and key not in self._arrivals:
                 free_s += copy_s
                 self._arrivals[key] = free_s
-        for wanted in self._wanted:
-            if self._gpu_of(wanted.key) is None and self._fetch(wanted.key, wanted.victim):
-                free_s += copy_s
-                self._arrivals[wanted.key] = free_s
+        mine = [wanted for wanted in self._wanted if self._gpu_of(wanted.key) is None]
+        if self._spared is not None:
+            queued = self._stream([wanted.key for wanted in mine], self._spared)
+        else:
+            queued = [wanted.key for wanted in mine if self._fetch(wanted.key, wanted.victim)]
+        for key in queued:
+            free_s += copy_s
+            self._arrivals[key] = free_s
         self._link_free_s = free_s
 
     def ran(self, layer: int) -> None:
@@ -459,6 +469,27 @@ class AutoPlacer(PeerPlacer):
         keys = np.fromiter(self._arrivals, np.int32, len(self._arrivals))
         times = np.fromiter(self._arrivals.values(), np.float64, len(self._arrivals))
         return max(now_s, self._link_free_s), keys, np.maximum(times, now_s)
+
+    def _room(self, needed: Sequence[int], gpus: Mapping[int, str]) -> int:
+        """Slots that a prompt's copies for the next layer may take, behind this layer's loads."""
+        if self._spared is None:
+            return 0
+        seen = self._states.reshape(-1)
+        free = seen >= _RESIDENT
+        free[list(self._spared)] = False
+        missing = sum(seen[key] == State.ABSENT for key in needed if key not in gpus)
+        return max(0, self._cache.residency.free_slots + int(np.count_nonzero(free)) - missing)
+
+    def _stream(self, keys: Sequence[int], spared: frozenset[int]) -> list[int]:
+        """Queue a prompt's copies for the next layer, most wanted first; returns those that found a slot."""
+        cache, order = self._cache, self._order
+        absent = [key for key in keys if cache.residency.state(key) == State.ABSENT]
+        if not absent or order is None:
+            return []
+        at_work, order.layer = order.layer, absent[0] // self._experts
+        cache.prefetch(absent, spared, STREAM)
+        order.layer = at_work
+        return [key for key in absent if cache.residency.state(key) != State.ABSENT]
 
     def _fetch(self, key: int, victim: int | None) -> bool:
         """Queue a background copy."""

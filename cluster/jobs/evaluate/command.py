@@ -66,7 +66,7 @@ def eval_command(
 ) -> None:
     """Perplexity, agreement with lossless and multiple choice on held-out text or your own, with 95% intervals."""
     if text is not None and items is not None:
-        raise ConfigError("--items are multiple choices, which --text has not", "leave one of them out")
+        raise ConfigError("--items is given with --text, which has no multiple choices", "leave one of them out")
     windows = 1 if text is None and windows is None else windows
     items = 1 if items is None else items
     options = EvaluationOptions(documents, windows, items, prefix, continuation, seed, resamples, rows)

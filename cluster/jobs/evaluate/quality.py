@@ -24,7 +24,7 @@ class EvaluationOptions:
 
     documents: held-out documents, kinds in turn; None: all.
     windows, items: text windows and multiple-choice items of each document, at most; windows None, of one's own text:
-        as many as `cut_windows` says.
+        as many as `split_windows` says.
     prefix, continuation: tokens of a window that are prefilled, and tokens after them that are scored.
     rows: scored tokens of one forward at most. 1: as one request is served, which a policy that depends on the cache's
         content needs. None: as many as fit, which is fastest.

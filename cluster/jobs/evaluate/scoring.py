@@ -24,7 +24,7 @@ from ...config import RunConfig, check_model_dir
 from ...prompt import load_model_config
 from ..bench.serving import run_config, start_worker
 from .quality import SUMS, EvaluationOptions, Quality
-from .text import CONTEXT, TOKENS, ChoiceTokens, Window, as_tokens, cut_windows, load_choices, load_heldout, load_text
+from .text import CONTEXT, TOKENS, ChoiceTokens, Window, as_tokens, load_choices, load_heldout, load_text, split_windows
 
 _TRIES = 3  # to measure without a lost or late NDP worker
 _RECONNECT_S = 30.0
@@ -137,7 +137,7 @@ class Evaluation:
         check_model_dir(model_dir)
         _check_positions(model_dir, options, choices=text is None)
         heldout = load_heldout(model_dir) if text is None else load_text(model_dir, text)
-        self.windows = cut_windows(heldout, options)
+        self.windows = split_windows(heldout, options)
         self.texts = len({window.document for window in self.windows})
         self.items: list[ChoiceTokens] = []
         if text is None:
@@ -223,7 +223,7 @@ class Evaluation:
             reference.distributions.put(i, log_probs)
             reference.nll.append(token_nll(log_probs, targets))
             reference.top1.append(log_probs.argmax(-1))
-        assert reference is not None  # `cut_windows` gives at least one
+        assert reference is not None  # `split_windows` gives at least one
         reference.choices += self._choices(worker, "lossless", None, progress)
         return reference
 

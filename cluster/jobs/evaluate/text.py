@@ -105,9 +105,9 @@ def load_text(model_dir: Path, file: Path) -> HeldOut:
     except OSError as error:
         raise ConfigError(f"text '{file}' cannot be read: {error.strerror}", _OWN_REMEDY) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"'{file}' is no UTF-8 text (byte {error.start})", _OWN_REMEDY) from error
+        raise ConfigError(f"'{file}' is not UTF-8 text (byte {error.start})", _OWN_REMEDY) from error
     if "\0" in content:
-        raise ConfigError(f"'{file}' is no text: it holds NUL characters", _OWN_REMEDY)
+        raise ConfigError(f"'{file}' is not text: it holds NUL characters", _OWN_REMEDY)
     lines = content.split("\n") if file.suffix == ".jsonl" else [json.dumps({"text": content})]
     try:
         passages = [_passage(file, n, line, tokenizer) for n, line in enumerate(lines) if line.strip()]
@@ -158,7 +158,7 @@ class Window:
 
 
 
-def cut_windows(heldout: HeldOut, options: EvaluationOptions) -> list[Window]:
+def split_windows(heldout: HeldOut, options: EvaluationOptions) -> list[Window]:
     """At most `options.windows` of each document, evenly spread; continuations do not overlap.
 
     None, of one's own text: `_OWN_WINDOWS` in all, and one of each text at least.

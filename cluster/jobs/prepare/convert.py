@@ -118,7 +118,7 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
     ]
     for name in expert_params:
         if type_code(plan.makers[name].targets[name].dtype) != DTYPE_CODES[dtype]:
-            raise CheckpointError(f"parameter {name} does not come out as {dtype}", OTHER_CONFIG)
+            raise CheckpointError(f"parameter {name} is not converted to {dtype}", OTHER_CONFIG)
     published = None
     if checkpoint.gguf is not None or is_published(plan, experts):
         published = tuple(layer_experts(plan, module) for module in experts)

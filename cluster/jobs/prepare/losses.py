@@ -101,11 +101,11 @@ def measure(
         what = f"MoE layer {mute[0]} exposes no router logits"
         raise UnsupportedModelError(what, "use --quality lossless, or a model whose routers can be asked")
     layers, count = len(blocks), len(experts[0].tensors[0])
-    changing = [_Changing(i, block, of) for i, (block, of) in enumerate(zip(blocks, experts, strict=True))]
+    changing = [_RerouteWatcher(i, block, of) for i, (block, of) in enumerate(zip(blocks, experts, strict=True))]
     sums = np.zeros((2, len(ACTIONS), layers))  # of KL, of d^2
-    cut = windows.ids
-    step = max(1, _MOST_LOGITS // (cut.shape[1] * model.config.get_text_config().vocab_size))
-    batches = [cut[start : start + step] for start in range(0, len(cut), step)]
+    windows_of_width = windows.ids
+    step = max(1, _MOST_LOGITS // (windows_of_width.shape[1] * model.config.get_text_config().vocab_size))
+    batches = [windows_of_width[start : start + step] for start in range(0, len(windows_of_width), step)]
     references = list[torch.Tensor]()
     with watching(model, blocks, changing), torch.no_grad():
         for number, ids in enumerate(batches):
@@ -114,7 +114,7 @@ def measure(
             advance()
             residents = np.stack([_residents(layers, count, number * step + i) for i in range(len(ids))])
             for layer, action in itertools.product(range(layers), range(len(ACTIONS))):
-                act = changing[layer].act = _Everywhere(ACTIONS[action], residents, blocks[layer].normalised)
+                act = changing[layer].act = _ActEverywhere(ACTIONS[action], residents, blocks[layer].normalised)
                 kl = _kl(reference, _log_probs(model, ids))
                 changing[layer].act = None
                 sums[:, action, layer] += kl.sum(), act.moved
@@ -135,13 +135,13 @@ def runs_of(windows: Windows, layers: int, vocabulary: int) -> int:
 def _spread(windows: Windows) -> Windows:
     """Windows of `_WINDOW` tokens at most, of `LOSS_TOKENS` in all, evenly spread over the text."""
     width = min(_WINDOW, windows.ids.shape[1])
-    cut = windows.ids[:, : windows.ids.shape[1] // width * width].reshape(-1, width)
-    taken = min(len(cut), max(1, LOSS_TOKENS // width))
-    return Windows(cut[(2 * np.arange(taken) + 1) * len(cut) // (2 * taken)])
+    windows_of_width = windows.ids[:, : windows.ids.shape[1] // width * width].reshape(-1, width)
+    taken = min(len(windows_of_width), max(1, LOSS_TOKENS // width))
+    return Windows(windows_of_width[(2 * np.arange(taken) + 1) * len(windows_of_width) // (2 * taken)])
 
 
 def _ratios(
-    model: Any, changing: Sequence[_Changing], batches: Sequence[NDArray[np.int64]], table: LossTable,
+    model: Any, changing: Sequence[_RerouteWatcher], batches: Sequence[NDArray[np.int64]], table: LossTable,
     references: Sequence[torch.Tensor], experts: int, advance: Callable[[], None],
 ) -> list[float]:  # fmt: skip
     """Measured over charged KL of the whole rule, and two standard errors, at each of `LEVEL_NATS`."""
@@ -152,7 +152,7 @@ def _ratios(
     def run(price: float) -> tuple[NDArray[np.float64], NDArray[np.float64], list[float]]:
         charged, measured, offered = list[float](), list[float](), list[float]()
         for ids, reference in zip(batches, references, strict=True):
-            rule = _Served(table, experts, width, prefix, price, normalised)
+            rule = _ActAtPrice(table, experts, width, prefix, price, normalised)
             for one in changing:
                 one.act = rule
             measured += _kl(reference, _log_probs(model, ids)).tolist()
@@ -180,7 +180,7 @@ def _upper(measured: NDArray[np.float64], charged: NDArray[np.float64]) -> float
     return ratio + 2.0 * error
 
 
-class _Changing(Watcher):
+class _RerouteWatcher(Watcher):
     """The experts of a layer, with its routing changed by `act`, if there is one."""
 
     def __init__(self, index: int, block: MoeBlock, weights: LayerWeights) -> None:
@@ -197,7 +197,7 @@ class _Changing(Watcher):
         return super().forward(hidden, ids, weights)
 
 
-class _Everywhere:
+class _ActEverywhere:
     """One action for every missing pair that may be changed. resident: of each window [N, L, E]. moved: sum of d^2."""
 
     def __init__(self, action: str, resident: NDArray[np.bool_], normalised: bool) -> None:
@@ -221,7 +221,7 @@ class _Everywhere:
         return out_ids, out
 
 
-class _Served:
+class _ActAtPrice:
     """The rule of a quality budget at a fixed price in nats a miss, each window as one request is served.
 
     charged: nats by window. offered: nats of every offer.

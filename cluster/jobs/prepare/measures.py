@@ -88,7 +88,7 @@ def add_gates(
         for layer in progress.track(range(layers - 1), description="training gates"):
             hidden, later = open_inputs(work, layer).hidden, open_inputs(work, layer + 1)
             router = blocks[layer + 1].router
-            following = None if router is None else Following(router, later.hidden)
+            following = None if router is None else NextRouter(router, later.hidden)
             trained.append(train_gate(hidden, later.ids, manifest.experts.num_experts, following, layer))
     show(console, _recalls(trained))
     data = encode_gates([t.gate for t in trained], manifest, windows.tokens, windows.record().sha256)
@@ -117,7 +117,7 @@ def _running(
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedGate:
     """A layer's gate, and the recall of it and of next-gate on held-out rows; next_gate: NaN without router logits."""
 
     gate: PreGate
@@ -126,7 +126,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Following:
+class NextRouter:
     """The router of layer l + 1, and its inputs [N, H]."""
 
     router: RouterProbe
@@ -137,9 +137,9 @@ def train_gate(
     hidden: NDArray[np.float32],
     ids: NDArray[np.integer],
     experts: int,
-    following: Following | None = None,
+    following: NextRouter | None = None,
     seed: int = 0,
-) -> Trained:
+) -> TrainedGate:
     """Fit one gate; the same rows and seed give the same weights.
 
     The loss is the cross-entropy of the scores' softmax with the router's probabilities in layer l + 1. Training starts
@@ -188,12 +188,12 @@ def train_gate(
     if following is not None:
         with torch.no_grad():
             asked = recall(following.router(torch.from_numpy(unseen)).float().numpy(), true)
-    return Trained(made, recall(made(unseen), true), asked)
+    return TrainedGate(made, recall(made(unseen), true), asked)
 
 
 @torch.no_grad()
 def _target(
-    ids: NDArray[np.integer], experts: int, following: Following | None, at: NDArray[np.int64]
+    ids: NDArray[np.integer], experts: int, following: NextRouter | None, at: NDArray[np.int64]
 ) -> torch.Tensor:
     """The target distribution over experts of rows `at` [n, E]."""
     if following is not None:
@@ -208,7 +208,7 @@ def recall(scores: NDArray[np.floating], ids: NDArray[np.integer]) -> float:
     return float(np.take_along_axis(predicted, ids.astype(np.int64), axis=1).mean())
 
 
-def _recalls(trained: list[Trained]) -> Grid:
+def _recalls(trained: list[TrainedGate]) -> Grid:
     means = np.array([(one.recall, one.next_gate) for one in trained]).mean(axis=0)
     rows = [(f"{layer}", one.recall, one.next_gate) for layer, one in enumerate(trained, start=1)]
     cells = [(layer, f"{gates:.3f}", f"{asked:.3f}") for layer, gates, asked in [*rows, ("mean", *means)]]

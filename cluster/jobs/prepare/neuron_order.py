@@ -126,13 +126,13 @@ def _refuse(store: Path, manifest: Manifest) -> None:
     if manifest.neuron_order is not None:
         raise ConfigError(
             f"the neurons of {store} are ordered by another text already",
-            "keep them so, or make the store anew: `tiermoe prepare MODEL OUT --force --neuron-order TEXT`",
+            "keep them so, or make the store again: `tiermoe prepare MODEL OUT --force --neuron-order TEXT`",
         )
     own = any(record.file == REPLICAS_NAME for record in manifest.files())  # the checkpoint's file of that name
     if (store / REPLICAS_NAME).exists() and not own:
         raise ConfigError(
             f"{store} has quantized replicas, which are fitted to the order that its neurons have",
-            "make both anew: `tiermoe prepare MODEL OUT --force --neuron-order TEXT --bits WIDTHS`",
+            "make both again: `tiermoe prepare MODEL OUT --force --neuron-order TEXT --bits WIDTHS`",
         )
 
 
@@ -210,5 +210,5 @@ def refuse_mixing(blocks: Sequence[MoeBlock], shape: ExpertShape) -> None:
             straight, flipped = block.gate(pre.flatten(1)), block.gate(pre.flip(1).flatten(1))
             if not torch.allclose(straight.flip(1), flipped, rtol=1e-4, atol=1e-5):
                 raise UnsupportedModelError(
-                    f"the experts of MoE layer {layer} treat a neuron by its place", "leave out --neuron-order"
+                    f"the experts of MoE layer {layer} depend on a neuron's position", "leave out --neuron-order"
                 )

@@ -35,7 +35,7 @@ from ...report.tables import LineProgress
 from ...topology.inputs import facts_of_store
 from .calibration import Windows
 from .capture import LayerInputs, capture, inputs_name, load_model, open_inputs
-from .replica_job import Made, ReplicaJob
+from .replica_job import QuantizedLayer, ReplicaJob
 from .writer import Journal
 
 MIN_ROWS = 32  # an expert with fewer calibration rows is rounded to nearest (docs/checkpoints.md has the figures)
@@ -311,10 +311,10 @@ class Calibrated(ReplicaJob):
 
     def _quantize(
         self, opened: ExpertStore, layer: int, widths: Sequence[int], folder: Path, advance: Callable[[float], None]
-    ) -> dict[int, Made]:
+    ) -> dict[int, QuantizedLayer]:
         arrays = opened.layers[layer]
         gate_up, down = host_weights([arrays])[0].tensors[:2]
-        made: dict[int, Made] = {bits: Made() for bits in widths}
+        made: dict[int, QuantizedLayer] = {bits: QuantizedLayer() for bits in widths}
         activation, inputs = self.activations[layer], open_inputs(folder, layer)
         group, act_order = self.options.group, self.options.act_order
         results = widths_of(gate_up, down, inputs, activation, tuple(widths), group, act_order)

@@ -60,7 +60,7 @@ _PART_BYTES = 128 << 20  # of float32 weights that are fitted in one step, for t
 
 
 @dataclass
-class Made:
+class QuantizedLayer:
     """Experts of one layer at one width, part by part.
 
     Attributes:
@@ -110,7 +110,7 @@ class ReplicaJob(ABC):
     @abstractmethod
     def _quantize(
         self, opened: ExpertStore, layer: int, widths: Sequence[int], folder: Path, advance: Callable[[float], None]
-    ) -> dict[int, Made]:
+    ) -> dict[int, QuantizedLayer]:
         """One layer at some widths. Raises ValueError: a weight or an input is not finite."""
 
     @abstractmethod
@@ -259,9 +259,9 @@ class DataFree(ReplicaJob):
 
     def _quantize(
         self, opened: ExpertStore, layer: int, widths: Sequence[int], folder: Path, advance: Callable[[float], None]
-    ) -> dict[int, Made]:
+    ) -> dict[int, QuantizedLayer]:
         threads, experts = Threads(usable_cores()), opened.manifest.experts
-        made: dict[int, Made] = {bits: Made() for bits in widths}
+        made: dict[int, QuantizedLayer] = {bits: QuantizedLayer() for bits in widths}
         each_nbytes = opened.manifest.layer_nbytes(layer) / experts.num_experts
         count = max(1, _PART_BYTES // (4 * experts.elements()))
         for start in range(0, experts.num_experts, count):

@@ -252,7 +252,7 @@ def _present(
     try:
         view = describe_replicas(store)
     except StoreError as error:
-        console.print(f"the store's replicas are of no use ({error.what}) and are made again")
+        console.print(f"the store's replicas are unusable ({error.what}) and are made again")
         return None
     if view is None:
         return None

@@ -54,7 +54,7 @@ def _prompt_of(line: str, where: str) -> str | tuple[int, ...]:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise RequestError(f"{where} is no JSON: {error}", _REMEDY) from error
+        raise RequestError(f"{where} is not JSON: {error}", _REMEDY) from error
     if isinstance(entry, dict):
         for key in _TEXT_KEYS:
             if isinstance(entry.get(key), str):

@@ -1,4 +1,4 @@
-"""Measures what this machine takes to run a step: the inputs of a prediction (`topology/machine.py`).
+"""Measures what this machine takes to run a step: the inputs of a prediction (`topology/machine_costs.py`).
 
 Two random models, a small and a large one, with everything resident: their dense parts and their experts' kernels give
 two points each of `calls + bytes / bandwidth`. On demand, their copies give two points of the same. Then the small one
@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from ..config import RunConfig, load_policy
 from ..host import versions
-from ..topology.machine import MachineCosts, PolicyCosts, machine_name
+from ..topology.machine_costs import MachineCosts, PolicyCosts, machine_name
 from .bench.random_model import MoeShape, save_random_model
 from .bench.serving import ensure_artifacts, run_config, serve, start_worker
 

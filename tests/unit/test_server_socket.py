@@ -20,8 +20,8 @@ from second_user import as_nobody, needs_root
 
 pytest.importorskip("uvicorn")
 
-from tiermoe.cluster.api import door as doors
-from tiermoe.cluster.api.door import Descriptors, Door
+from tiermoe.cluster.api import server_socket as module
+from tiermoe.cluster.api.server_socket import Descriptors, ServerSocket
 from tiermoe.cluster.report.steps import Steps
 from tiermoe.errors import ConfigError, RuntimeFailure
 
@@ -68,22 +68,22 @@ def edge(name: str) -> Iterator[None]:
 
 
 def test_a_port_is_ours_alone() -> None:
-    with Door("127.0.0.1", 0) as held:
+    with ServerSocket("127.0.0.1", 0) as held:
         with pytest.raises(ConfigError, match="choose another --port"):
-            Door("127.0.0.1", held.port)
+            ServerSocket("127.0.0.1", held.port)
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             with pytest.raises(OSError, match="in use"):
                 other.bind(("127.0.0.1", held.port))
     with pytest.raises(ConfigError, match="give an address of this machine"):
-        Door("192.0.2.1", 0)
-    Door("127.0.0.1", held.port).__exit__(None, None, None)  # at once
+        ServerSocket("192.0.2.1", 0)
+    ServerSocket("127.0.0.1", held.port).__exit__(None, None, None)  # at once
 
 
 def test_the_door_says_how_long_the_start_takes() -> None:
     steps = Steps(None, {"starting Ray": 6.0, "loading": 30.0})
-    with Door("127.0.0.1", 0) as door, httpx.Client(base_url=door.url, timeout=20) as http:
-        door.open(steps.progress)
+    with ServerSocket("127.0.0.1", 0) as server_socket, httpx.Client(base_url=server_socket.url, timeout=20) as http:
+        server_socket.open(steps.progress)
         assert http.get("/ready").json()["reason"] == "the server starts: the runtime is prepared"
         steps("starting Ray")
         ready, health = http.get("/ready"), http.head("/health")
@@ -98,10 +98,10 @@ def test_the_door_says_how_long_the_start_takes() -> None:
 
 
 def test_the_door_answers_a_client_that_first_sends_all_of_its_body() -> None:
-    with Door("127.0.0.1", 0) as door:
-        door.open(lambda: ("starting", 1.0))
+    with ServerSocket("127.0.0.1", 0) as server_socket:
+        server_socket.open(lambda: ("starting", 1.0))
         for path in ("/v1/completions", "/health"):
-            connection = HTTPConnection("127.0.0.1", door.port, timeout=20)
+            connection = HTTPConnection("127.0.0.1", server_socket.port, timeout=20)
             connection.request("POST" if "v1" in path else "GET", path, b"x" * 2**22)
             answer = connection.getresponse()
             assert (answer.status, answer.getheader("connection")) == (200 if path == "/health" else 503, "close")
@@ -111,14 +111,14 @@ def test_the_door_answers_a_client_that_first_sends_all_of_its_body() -> None:
 
 def test_an_edge_that_ends_or_starts_again_is_not_noticed() -> None:
     def status() -> int:
-        return httpx.get(f"{door.url}/", timeout=20).status_code
+        return httpx.get(f"{server_socket.url}/", timeout=20).status_code
 
-    with Door("127.0.0.1", 0) as door:
-        door.open(lambda: None)
-        with edge(door.name):
+    with ServerSocket("127.0.0.1", 0) as server_socket:
+        server_socket.open(lambda: None)
+        with edge(server_socket.name):
             assert status() == 503  # it is there, and gets nothing
-            door.hand_over()
-            with edge(door.name):
+            server_socket.hand_over()
+            with edge(server_socket.name):
                 assert status() == 200
             assert status() == 200
         late: list[int] = []
@@ -126,45 +126,45 @@ def test_an_edge_that_ends_or_starts_again_is_not_noticed() -> None:
         waits.start()  # nobody is there
         time.sleep(0.1)
         assert late == []
-        with edge(door.name):
+        with edge(server_socket.name):
             waits.join(20)
         assert late == [200]
 
 
 def test_it_stands_in_while_no_edge_serves() -> None:
     """And no edge gets the listening socket twice: it would take the second one for the end of the command."""
-    with Door("127.0.0.1", 0) as door:
-        door.open(lambda: None)
-        with edge(door.name):
-            door.hand_over()
-            assert httpx.get(f"{door.url}/", timeout=20).status_code == 200
-        door.stand_in("none serves")
-        with httpx.Client(base_url=door.url, timeout=20) as http:
+    with ServerSocket("127.0.0.1", 0) as server_socket:
+        server_socket.open(lambda: None)
+        with edge(server_socket.name):
+            server_socket.hand_over()
+            assert httpx.get(f"{server_socket.url}/", timeout=20).status_code == 200
+        server_socket.answer_unavailable("none serves")
+        with httpx.Client(base_url=server_socket.url, timeout=20) as http:
             refused, ready = http.post("/v1/completions"), http.get("/ready")
         assert refused.status_code == ready.status_code == 503
         assert refused.json()["error"]["message"] == ready.json()["reason"] == "none serves"
-        serves = Descriptors(door.name)
-        assert httpx.get(f"{door.url}/ready", timeout=20).status_code == 503  # it has nothing yet
+        serves = Descriptors(server_socket.name)
+        assert httpx.get(f"{server_socket.url}/ready", timeout=20).status_code == 503  # it has nothing yet
         for _ in range(2):
-            door.hand_over()
+            server_socket.hand_over()
         listener = serves.listener()
         assert listener is not None
         listener.close()
-        serves._door.settimeout(0.1)
+        serves._server_socket.settimeout(0.1)
         with pytest.raises(TimeoutError):
-            serves._door.recv(1)
+            serves._server_socket.recv(1)
         os.close(serves.standard_error)
         serves.close()
 
 
 def test_at_its_end_it_answers_again() -> None:
-    with Door("127.0.0.1", 0) as door, httpx.Client(base_url=door.url, timeout=20) as http:
-        door.open(lambda: None)
-        with edge(door.name):
-            door.hand_over()
-            assert httpx.get(f"{door.url}/", timeout=20).status_code == 200
-        door.end()
-        with edge(door.name):  # one that starts again gets nothing
+    with ServerSocket("127.0.0.1", 0) as server_socket, httpx.Client(base_url=server_socket.url, timeout=20) as http:
+        server_socket.open(lambda: None)
+        with edge(server_socket.name):
+            server_socket.hand_over()
+            assert httpx.get(f"{server_socket.url}/", timeout=20).status_code == 200
+        server_socket.end()
+        with edge(server_socket.name):  # one that starts again gets nothing
             refused, ready = http.post("/v1/completions", json={}), http.get("/ready")
         assert refused.status_code == ready.status_code == 503
         assert refused.headers["retry-after"] == ready.headers["retry-after"] == "2"
@@ -173,19 +173,22 @@ def test_at_its_end_it_answers_again() -> None:
 
 
 def test_descriptors_are_given_by_and_to_this_user_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = doors._user
-    calls: list[Callable[[Any], int]] = [lambda peer: 1 + os.getuid(), plain]  # as the door, then as the edge, sees it
-    with Door("127.0.0.1", 0) as door:
-        monkeypatch.setattr(doors, "_user", lambda peer: calls.pop(0)(peer) if threading.current_thread() is not
+    plain = module._user
+    calls: list[Callable[[Any], int]] = [
+        lambda peer: 1 + os.getuid(),
+        plain,
+    ]  # as the server socket, then as the edge, sees it
+    with ServerSocket("127.0.0.1", 0) as server_socket:
+        monkeypatch.setattr(module, "_user", lambda peer: calls.pop(0)(peer) if threading.current_thread() is not
                             threading.main_thread() else plain(peer))  # fmt: skip
         with pytest.raises(RuntimeFailure, match="gives no socket"):
-            Descriptors(door.name)
-        monkeypatch.setattr(doors, "_user", lambda peer: 1 + os.getuid() if threading.current_thread() is
+            Descriptors(server_socket.name)
+        monkeypatch.setattr(module, "_user", lambda peer: 1 + os.getuid() if threading.current_thread() is
                             threading.main_thread() else plain(peer))  # fmt: skip
         with pytest.raises(RuntimeFailure, match="another user's"):
-            Descriptors(door.name)
+            Descriptors(server_socket.name)
     with pytest.raises(RuntimeFailure, match="start it again"):
-        Descriptors(door.name)
+        Descriptors(server_socket.name)
 
 
 @needs_root
@@ -193,21 +196,21 @@ def test_a_second_user_gets_no_descriptor() -> None:
     def ask() -> None:
         with socket.socket(socket.AF_UNIX) as asked:
             asked.settimeout(20)
-            asked.connect(door.name)
+            asked.connect(server_socket.name)
             if not socket.recv_fds(asked, 1, 1)[1]:
                 raise PermissionError(errno.EACCES, "nothing")
 
-    with Door("127.0.0.1", 0) as door:
-        door.hand_over()
+    with ServerSocket("127.0.0.1", 0) as server_socket:
+        server_socket.hand_over()
         ask()
         assert as_nobody(ask) == "EACCES"
 
 
 def test_the_end_of_the_door_reaches_whoever_waits() -> None:
-    with Door("127.0.0.1", 0) as door:
-        waits = Descriptors(door.name)
-        door.hand_over()
-        serves = Descriptors(door.name)
+    with ServerSocket("127.0.0.1", 0) as server_socket:
+        waits = Descriptors(server_socket.name)
+        server_socket.hand_over()
+        serves = Descriptors(server_socket.name)
         listener = serves.listener()
         assert listener is not None
     listener.close()
@@ -228,7 +231,7 @@ def test_after_the_first_good_answer_every_request_is_answered_well() -> None:
     def poll(path: str) -> None:
         while not over.is_set():
             begin_s = time.monotonic()
-            connection = HTTPConnection("127.0.0.1", door.port, timeout=20)
+            connection = HTTPConnection("127.0.0.1", server_socket.port, timeout=20)
             try:
                 connection.request(*(("POST", path, b"{}") if "v1" in path else ("GET", path)))
                 status: object = connection.getresponse().status
@@ -237,15 +240,15 @@ def test_after_the_first_good_answer_every_request_is_answered_well() -> None:
             connection.close()
             came.append((begin_s, time.monotonic(), status))
 
-    with Door("127.0.0.1", 0) as door:
-        door.open(lambda: ("starting", 1.0))
+    with ServerSocket("127.0.0.1", 0) as server_socket:
+        server_socket.open(lambda: ("starting", 1.0))
         pollers = [threading.Thread(target=poll, args=[path]) for path in ("/ready", "/ready", "/v1/completions")]
         for poller in pollers:
             poller.start()
-        with edge(door.name), edge(door.name):
+        with edge(server_socket.name), edge(server_socket.name):
             time.sleep(0.3)
             assert {status for *_, status in came} == {503}
-            door.hand_over()
+            server_socket.hand_over()
             time.sleep(0.3)
             over.set()
             for poller in pollers:

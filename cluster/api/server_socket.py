@@ -1,11 +1,11 @@
 """The address of `tiermoe serve`: reserved before anything starts, and answered from then on.
 
-    Door (this process: it starts, so many seconds left)  ->  the edges, once all are there  ->  Door (it ends)
-                                                              Door (while none starts again)
+    ServerSocket ("starting, N seconds left")  ->  the edges, once all are ready  ->  ServerSocket ("the server ends")
+                                                   ServerSocket (while no edge can be restarted)
 
-There is one listening socket, and this process keeps it for as long as it lives. The door answers on it first. Then the
-edges (`edge.py`) get its descriptor, and each takes the next connection when it has time: one that dies, hangs or
-starts again leaves the queue of connections to the others, and nobody is refused or reset meanwhile.
+There is one listening socket, and the process of `tiermoe serve` holds it until it ends. It answers on it first. Then
+the edges (`edge.py`) get its descriptor, and each accepts the next connection when it has time: an edge that dies,
+hangs or restarts leaves the queue of connections to the others, and no client is refused or reset meanwhile.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .refusals import ApiError
 SILENCE_S = 60  # of a connection; see `connections.py`
 DRAIN_S = 20  # for requests under way when the server ends
 BACKLOG = 2048  # connections that wait for a process to take them
-_CLIENTS = 256  # connections of the door at a time
+_CLIENTS = 256  # connections of the server socket at a time
 _END_S = 3.0
-_TAKEN_S = 1.0  # for connections that the door has got and not answered
+_TAKEN_S = 1.0  # for connections that the server socket has got and not answered
 _STEP_S = 0.01
 _GIVE_S = 30.0  # in which an edge gets standard error
 _PATHS = frozenset({"/health", "/ready"})
@@ -63,7 +63,7 @@ def server_options(tls: TlsFiles | None) -> dict[str, Any]:
     return found
 
 
-class Door:
+class ServerSocket:
     """Where the server listens, inside the `with` block.
 
     Args:
@@ -96,9 +96,9 @@ class Door:
         self._lock = threading.Lock()
         self._edges: list[socket.socket] = []
         self._waiting: list[socket.socket] = []  # those of them that have not got the listening socket
-        self._given = False  # whether edges get the listening socket
+        self._handed_over = False  # whether edges get the listening socket
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> ServerSocket:
         self._asked.bind(self.name)
         self._asked.listen()
         threading.Thread(target=self._give, name="tiermoe-descriptors", daemon=True).start()
@@ -132,24 +132,24 @@ class Door:
         """
         self._stop_answering()
         with self._lock:
-            self._given = True
+            self._handed_over = True
             for edge in self._waiting:
                 _send(edge, self._listener)
             self._waiting = []
 
-    def stand_in(self, why: str) -> None:
+    def answer_unavailable(self, why: str) -> None:
         """Answer again, as no edge serves: 503 with the reason. No edge gets the listening socket until `hand_over`.
 
         Args:
             why: for everybody, with or without a key.
         """
         with self._lock:
-            self._given, self._why = False, why
+            self._handed_over, self._why = False, why
         self._answer()
 
     def end(self) -> None:
-        """The server ends: no edge gets the listening socket any more, and the door says so to whoever comes."""
-        self.stand_in("the server ends")
+        """The server ends: no edge gets the listening socket any more, and every client is told so."""
+        self.answer_unavailable("the server ends")
 
     def _answer(self) -> None:
         if self._answering is not None:
@@ -158,7 +158,7 @@ class Door:
             self._application, timeout_graceful_shutdown=1, limit_concurrency=_CLIENTS, **server_options(self.tls)
         )
         server, listener = _Server(config), self._listener.dup()
-        thread = threading.Thread(target=server.run, args=([listener],), name="tiermoe-door", daemon=True)
+        thread = threading.Thread(target=server.run, args=([listener],), name="tiermoe-server-socket", daemon=True)
         self._answering = server, thread
         thread.start()
 
@@ -187,7 +187,7 @@ class Door:
                 self._edges = [one for one in self._edges if one not in gone] + [edge]
                 self._waiting = [one for one in self._waiting if one not in gone]
                 _send(edge, sys.stderr)
-                if self._given:
+                if self._handed_over:
                     _send(edge, self._listener)
                 else:
                     self._waiting.append(edge)
@@ -206,23 +206,23 @@ class Descriptors:
     """What an edge gets of the process of `tiermoe serve`: its standard error, and the socket to listen on.
 
     Args:
-        name: the door's.
+        name: the server socket's.
 
     Raises:
         RuntimeFailure: that process has ended, or is another user's.
     """
 
     def __init__(self, name: str) -> None:
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._door.settimeout(_GIVE_S)
-            self._door.connect(name)
-            if _user(self._door) != os.getuid():
+            self._server_socket.settimeout(_GIVE_S)
+            self._server_socket.connect(name)
+            if _user(self._server_socket) != os.getuid():
                 raise ConnectionError("it is another user's")
             self.standard_error = self._next()
-            self._door.settimeout(None)
+            self._server_socket.settimeout(None)
         except OSError as error:
-            self._door.close()
+            self._server_socket.close()
             raise RuntimeFailure(f"`tiermoe serve` gives no socket to listen on ({error})", "start it again") from error
 
     def listener(self) -> socket.socket | None:
@@ -235,15 +235,15 @@ class Descriptors:
     def close(self) -> None:
         """Wait no more."""
         with contextlib.suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)
+            self._server_socket.shutdown(socket.SHUT_RDWR)
 
     def wait_for_end(self) -> None:
         """Return when the process of `tiermoe serve` has ended."""
         with contextlib.suppress(OSError):
-            self._door.recv(1)
+            self._server_socket.recv(1)
 
     def _next(self) -> int:
-        mark, found, *_ = socket.recv_fds(self._door, 1, 1)
+        mark, found, *_ = socket.recv_fds(self._server_socket, 1, 1)
         if not mark or not found:
             raise ConnectionError("it ends")
         return found[0]

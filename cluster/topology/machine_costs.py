@@ -1,9 +1,9 @@
 """What a machine takes to run a step, measured: the inputs of a prediction, kept for each machine.
 
-`tiermoe doctor --save` measures them on random models (`jobs/machine.py`) and writes them into the user's cache folder;
-`configs/machines/` has tables of other machines: measured ones, and YAML files with figures from data sheets and papers
-for the simulator. This table is the only description of a machine: `plan`, `run` and `replay` read it. With L MoE
-layers and K experts a token, the seconds of one decode step of one request without waits are
+`tiermoe doctor --save` measures them on random models (`jobs/measure_machine.py`) and writes them into the user's cache
+folder; `configs/machines/` has tables of other machines: measured ones, and YAML files with figures from data sheets
+and papers for the simulator. This table is the only description of a machine: `plan`, `run` and `replay` read it. With
+L MoE layers and K experts a token, the seconds of one decode step of one request without waits are
 
     step(policy) + L (dense_layer + dense bytes / L / dense_gbps + layer(policy) + m miss(policy) + n load(policy)
                       + K (expert + slot bytes / expert_gbps))

@@ -1,0 +1,112 @@
+"""`bench core`: microseconds of the core in a layer, by preset and as the model grows.
+
+No kernel and no copy takes time: what is measured decides and accounts (`core::VirtualRun`, with prefetch and hooks).
+The second table is of random routing, so that each layer has as many misses whatever the model's size; a victim and a
+layer's bookkeeping should then cost the same.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import numpy as np
+from rich.progress import Progress
+
+from tiermoe.actors.core import _core
+from tiermoe.actors.engine.cache.native_order import core_order, fast_eviction
+from tiermoe.actors.policies.registry import PolicyContext, options
+from tiermoe.cluster.config import default_model_dir, load_policy
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report
+from tiermoe.cluster.jobs.prediction import ROUTING
+from tiermoe.cluster.jobs.replay import checked_prefetch
+from tiermoe.cluster.simulate.executor import context_of, engine_of, eviction_of, first_cut
+from tiermoe.cluster.simulate.hit_rates import serve
+from tiermoe.cluster.simulate.machine import load_machine
+from tiermoe.cluster.simulate.trace import Trace
+
+from .cases import Core
+
+MOST_US = {"all-resident": 2.0, "on-demand": 4.0, "next-gate": 8.0, "moepic": 15.0, "activeevict": 15.0}
+GROWTH = 1.3
+SHAPES = ((16, 32), (24, 64), (48, 128), (61, 256))  # layers and experts
+TOP, SHARE, FORWARDS = 8, 0.25, 40
+
+
+def core(case: Core, progress: Progress | None) -> Report:
+    """Bars: microseconds of a layer by preset; at the largest shape at most 1.3 times those at the smallest."""
+    report = Report("core", "simulated", settings=case.settings(top_k=TOP, share=SHARE))
+    total = case.repeats * (len(case.preset) + len(case.order) * len(SHAPES))
+    task = None if progress is None else progress.add_task("deciding", total=total)
+
+    def step() -> None:
+        if progress is not None and task is not None:
+            progress.advance(task)
+
+    for name in case.preset:
+        found = []
+        for _ in range(case.repeats):
+            found.append(_replayed(name))
+            step()
+        report.rows.append({"policy": name, "layer_us": median(found), "least": min(found), "most": max(found)})
+        if name in MOST_US:
+            report.bars.append(Bar(f"microseconds of a layer, {name}", median(found), "<=", MOST_US[name]))
+    for kind in case.order:
+        curve = list[float]()
+        for layers, experts in SHAPES:
+            runs = []
+            for _ in range(case.repeats):
+                runs.append(_random(kind, layers, experts))
+                step()
+            layer_us, misses = median(us for us, _ in runs), runs[0][1]
+            curve.append(layer_us)
+            report.rows.append(
+                {"order": kind, "layers": layers, "experts": experts, "layer_us": layer_us, "misses": misses}
+            )
+        report.bars.append(Bar(f"growth of a layer's microseconds, {kind}", curve[-1] / curve[0], "<=", GROWTH))
+    return report
+
+
+def _replayed(preset: str) -> float:
+    """Microseconds of a layer on the recorded routing of the project's model."""
+    trace, settings = Trace(default_model_dir() / ROUTING), load_policy(preset)
+    header, requests = trace.header, list(trace.requests())
+    budget = 1.0 if settings.preload == "all" else SHARE
+    cut = None if settings.split.kind == "off" else first_cut(header, settings, budget)
+    eviction = eviction_of(settings, header)
+    prefetch = checked_prefetch(settings, context_of(header, eviction=eviction), header)
+    engine = engine_of(settings, header, load_machine(header, None, 16.0, 10.0), budget, eviction, prefetch, cut)
+    if settings.preload == "all":
+        engine.preload()
+    begin_s = time.thread_time()
+    served = serve(engine, requests)
+    return (time.thread_time() - begin_s) / (served.forwards * header.layers) * 1e6
+
+
+def _random(kind: str, layers: int, experts: int) -> tuple[float, float]:
+    """Microseconds and misses of a layer under an order of eviction, once the slots are full."""
+    keys, slots = layers * experts, int(layers * experts * SHARE)
+    policy = fast_eviction(options("eviction", kind), PolicyContext(layers, experts, TOP), split=False, low_bit=False)
+    _, order = core_order(policy, layers, experts, False)
+    clock = _core.Clock()
+    link = _core.VirtualLink(clock, lambda nbytes: 0.0, 0.0)
+    layout = _core.Layout(layers, experts, 1, [], [slots], [], [1] * keys, False, slots)
+    decides = _core.Core(layout, link, order, _core.Governor(0.0), False)
+    run = _core.VirtualRun(decides, link, clock, 1e-6, 0.0, 1.0, 0.0, 0.0, 1)
+    rng = np.random.default_rng(0)
+
+    def forward() -> None:
+        ids = np.argsort(rng.random((layers, experts)), axis=1)[:, None, :TOP].astype(np.int64, "C")
+        forwards.append(ids)
+
+    forwards = list[np.ndarray]()
+    for _ in range(FORWARDS + 2 * slots // (layers * TOP)):
+        forward()
+    spent_s, missed = 0.0, 0
+    for number, ids in enumerate(forwards):
+        before, begin_s = decides.summed.misses, time.thread_time()
+        run.forward(ids, 0.0, [], None, None, None, None, None, None, None)
+        if number >= len(forwards) - FORWARDS:
+            spent_s += time.thread_time() - begin_s
+            missed += decides.summed.misses - before
+    return spent_s / (FORWARDS * layers) * 1e6, missed / (FORWARDS * layers)
