@@ -103,11 +103,12 @@ class GpuWorker:
     def _start(self) -> dict[str, Any]:
         import torch
 
-        from .engine.cache.device import make_device, settle_budget
+        from .engine.cache.device import settle_budget
         from .engine.cache.low_bits import open_replica_weights
         from .engine.cache.sources import open_sources
         from .engine.describe import describe
         from .engine.engine import ExpertEngine
+        from .engine.make_device import make_device
         from .engine.model.compile import CompiledDense
         from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
         from .store.artifacts import read_policy_artifacts

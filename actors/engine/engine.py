@@ -24,13 +24,14 @@ from ..store.artifacts import PolicyArtifacts
 from ..store.format import ExpertShape, Published
 from ..store.replicas import ReplicaTables
 from .cache.allocate import make_cache, slot_nbytes
-from .cache.device import Device, activations_of
+from .cache.device import Device
 from .cache.form_slots import kernels_of
 from .cache.low_bits import ReplicaPool, ReplicaWeights, make_packed_kernel
 from .cache.slots import ExpertSource
 from .dispatch import DeviceBackend
-from .host_view import Asker, HostViews, fetch_from, share
+from .host_view import Asker, HostViews, share
 from .layer import Hooks, MoeLayer, Placer, RerouteHook
+from .make_device import activations_of, fetch_from
 from .make_policies import (
     gate_probes,
     make_policy,

@@ -251,13 +251,3 @@ class HostViews:
         tokens = hidden.shape[0]
         asked = dict.fromkeys(one for asker in self._askers for one in asker(layer, tokens))
         return LayerView(self.fetch, hidden, ids, weights, self._weighed or weighed, tuple(asked))
-
-
-def fetch_from(device: torch.device) -> Fetch:
-    """The `Fetch` of a device."""
-    if device.type == "cpu":
-        return share
-    from .cuda.activations import PinnedFetch
-    from .cuda.runtime import runtime_of
-
-    return PinnedFetch(runtime_of(device))

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from tiermoe.actors.engine.cache.device import make_device
 from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.model.compile import CompiledDense
 from tiermoe.actors.engine.model.kernels import KernelPlan
 from tiermoe.actors.engine.model.profile import PARTS, device_calls, host_passes

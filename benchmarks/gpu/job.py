@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from tiermoe.actors.engine.cache.device import cuda_usable
+from tiermoe.actors.engine.make_device import cuda_usable
 from tiermoe.cluster.host import versions
 from tiermoe.cluster.jobs.bench.metrics import Bar, rounded
 from tiermoe.cluster.report.files import write_json

@@ -13,10 +13,10 @@ from contextlib import closing
 
 import torch
 
-from tiermoe.actors.engine.cache.device import make_device
 from tiermoe.actors.engine.cache.slots import SlotPool
 from tiermoe.actors.engine.cuda.resident import DeviceResidency
 from tiermoe.actors.engine.cuda.runtime import runtime_of
+from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.kernels.device import seconds_of
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from tiermoe.actors.engine.cache.allocate import make_cache
-from tiermoe.actors.engine.cache.device import make_device
 from tiermoe.actors.engine.cache.slots import LayerWeights
+from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.settings import CopySettings, EngineSettings, LinkSettings
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.host import cpu, usable_cores

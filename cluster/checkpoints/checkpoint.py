@@ -13,7 +13,7 @@ from ...actors.store.format import ITEM_BYTES, JOURNAL_NAME, MANIFEST_NAME, STAM
 from ...actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
 from ...errors import CheckpointError
 from ..host import shown
-from .hub import name_of
+from .hub_cache import name_of
 from .quantization import Quantization, quantization_of
 from .weight_files import (
     CONFIG,

@@ -17,7 +17,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +25,7 @@ from rich.console import Console
 from ...errors import CheckpointError
 from ..config import RunConfig, default_model_dir
 from ..report.tables import byte_progress, size
+from .hub_cache import Repository, cached_in, folder_of, repository_of, snapshot_of
 from .weight_files import CONFIG, INDEX, SINGLE, read_weights_header, weight_files
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w.][\w./-]{0,199}))?"
     r"(?::(?P<gguf>[\w.][\w./-]{0,199}))?"
 )
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_FOLDER = "models--"
 _SIZES = ("config.json", "*config*.json", INDEX)
 _PATTERNS: dict[Need, tuple[str, ...]] = {
     "sizes": _SIZES,
@@ -51,21 +49,6 @@ _NEEDED: dict[Need, tuple[str, ...]] = {"sizes": (CONFIG,), "text": (CONFIG, "to
 _WORKERS = 4  # files at a time: an interruption loses no more than these
 _STOP_S = 5.0
 _SPARE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A model of a hub. revision: branch, tag or commit. gguf: a file, or the type of one, such as Q4_K_M."""
-
-    name: str
-    revision: str = "main"
-    gguf: str | None = None
-
-    @property
-    def command(self) -> str:
-        """What downloads it by hand."""
-        name = self.name if self.gguf is None else f"{self.name} --include '*{self.gguf}*'"
-        return f"hf download {name}" + ("" if self.revision == "main" else f" --revision {self.revision}")
 
 
 def located(config: RunConfig, need: Need = "text") -> RunConfig:
@@ -91,15 +74,11 @@ def locate(model: str | None, need: Need = "text") -> Path:
         return default_model_dir()
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        from .gguf_files import gguf_folder
-
-        return gguf_folder(path)
+        return _gguf_folder(path)
     if path.is_dir():
-        found = _snapshot_of(path)
+        found = snapshot_of(path)
         if any(found.glob("*.gguf")) and not any((found / name).is_file() for name in (SINGLE, INDEX)):
-            from .gguf_files import gguf_folder
-
-            return gguf_folder(found)
+            return _gguf_folder(found)
         return found
     match = _NAME.fullmatch(model)
     of_file = path.suffix in (".gguf", ".safetensors") and (match is None or match["gguf"] is None)
@@ -107,10 +86,8 @@ def locate(model: str | None, need: Need = "text") -> Path:
         return path  # `check_model_dir` says what is wrong with it
     repository = Repository(match["repo"], match["revision"] or "main", match["gguf"])
     if repository.gguf is not None:
-        from .gguf_files import gguf_folder
-
-        return gguf_folder(_gguf_of(repository))
-    cached = _cached(_cache() / _folder(repository.name), repository.revision)
+        return _gguf_folder(_gguf_of(repository))
+    cached = cached_in(_cache() / folder_of(repository.name), repository.revision)
     if cached is not None and all((cached / name).is_file() for name in _NEEDED[need]):
         return cached
     found = _fetch_small(repository, need)
@@ -131,7 +108,7 @@ def complete(folder: Path, *, progress: bool = True) -> None:
     Raises:
         CheckpointError: as `locate`; or the repository has no safetensors files.
     """
-    repository = _repository_of(folder)
+    repository = repository_of(folder)
     missing = _missing(folder) if repository is not None else []
     if repository is None or not missing:
         return
@@ -164,7 +141,7 @@ def headers(folder: Path) -> Header | None:
         CheckpointError: a file here is not a safetensors file, or the index is malformed.
     """
     files, missing = weight_files(folder), set(_missing(folder))
-    repository = _repository_of(folder)
+    repository = repository_of(folder)
     if missing and (repository is None or _offline()):
         return None
     found = {name: tensors_of(folder / name) for name in files.names if name not in missing}
@@ -178,12 +155,6 @@ def headers(folder: Path) -> Header | None:
 def tensors_of(file: Path) -> Header:
     """Type code and shape of every tensor of a safetensors file. Raises CheckpointError: it is not one."""
     return {spec.name: (spec.dtype, spec.shape) for spec in read_weights_header(file)[1]}
-
-
-def name_of(folder: Path) -> str:
-    """A checkpoint's name for people: the folder's; in a Hugging Face cache the model's."""
-    repository = _repository_of(folder)
-    return repository.name.rpartition("/")[2] if repository is not None else folder.resolve().name or "model"
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
@@ -201,52 +172,17 @@ def _offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def _folder(repo: str) -> str:
-    return _FOLDER + repo.replace("/", "--")
-
-
-def _snapshot_of(path: Path) -> Path:
-    """A folder `models--org--name` of a cache as the snapshot of its branch main; any other folder as it is."""
-    if not path.name.startswith(_FOLDER) or not (path / "snapshots").is_dir():
-        return path
-    found = _cached(path, "main")
-    if found is not None:
-        return found
-    there = sorted(entry.name for entry in (path / "snapshots").iterdir() if entry.is_dir())
-    if len(there) == 1:
-        return path / "snapshots" / there[0]
-    raise CheckpointError(
-        f"'{path}' names no snapshot for the branch main, and has {len(there)}",
-        "pass one of its folders snapshots/COMMIT",
-    )
-
-
-def _cached(folder: Path, revision: str) -> Path | None:
-    """The snapshot of a revision in a folder `models--org--name`; None where it is not there."""
-    commit = revision
-    if not _COMMIT.fullmatch(revision):
-        try:
-            commit = (folder / "refs" / revision).read_text(encoding="ascii").strip()
-        except (OSError, ValueError):
-            return None
-    found = folder / "snapshots" / commit
-    return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
-
-
-def _repository_of(folder: Path) -> Repository | None:
-    """The repository at the commit of a snapshot's folder; None where it is not one."""
-    path = folder.resolve()
-    above = [parent.name for parent in path.parents[:2]]
-    if not _COMMIT.fullmatch(path.name) or above[:1] != ["snapshots"] or not above[-1].startswith(_FOLDER):
-        return None
-    return Repository(above[-1].removeprefix(_FOLDER).replace("--", "/"), path.name)
-
-
 def _missing(folder: Path) -> list[str]:
     return [name for name in weight_files(folder).names if not (folder / name).is_file()]
 
 
 # -- GGUF files of a hub -----------------------------------------------------------------------------------------------
+
+
+def _gguf_folder(path: Path) -> Path:
+    from .gguf_files import gguf_folder  # the package `gguf` takes a tenth of the imports' time
+
+    return gguf_folder(path)
 
 
 def _gguf_of(repository: Repository) -> Path:
@@ -255,7 +191,7 @@ def _gguf_of(repository: Repository) -> Path:
     Raises:
         CheckpointError: there is no such file, or there are several, or a part is missing; or as `locate`.
     """
-    cached = _cached(_cache() / _folder(repository.name), repository.revision)
+    cached = cached_in(_cache() / folder_of(repository.name), repository.revision)
     if cached is not None:
         here = [str(path.relative_to(cached)) for path in cached.rglob(f"*{SUFFIX}") if path.is_file()]
         with contextlib.suppress(CheckpointError):
@@ -444,7 +380,7 @@ def _hub_errors(repository: Repository, cache: Path) -> Iterator[None]:
             why = "HF_HUB_OFFLINE is set" if _offline() else f"{constants.ENDPOINT} does not answer"
             raise CheckpointError(
                 f"files of '{name}' are missing in '{cache}', and {why}",
-                f"where there is a network run `{repository.command}`, and copy {_folder(name)} into that folder",
+                f"where there is a network run `{repository.command}`, and copy {folder_of(name)} into that folder",
             ) from error
         for kind, (what, remedy) in refusals.items():
             if isinstance(error, kind):

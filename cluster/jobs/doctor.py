@@ -64,7 +64,7 @@ def devices() -> list[Device]:
     """
     import torch
 
-    from ...actors.engine.cache.device import cuda_usable
+    from ...actors.engine.make_device import cuda_usable
 
     if not cuda_usable():
         memory = psutil.virtual_memory()

@@ -23,7 +23,8 @@ from ...actors.settings import EngineSettings
 from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ...kernels.forms import ExpertForm
-from ..checkpoints.hub import headers, name_of, tensors_of
+from ..checkpoints.hub import headers, tensors_of
+from ..checkpoints.hub_cache import name_of
 from ..checkpoints.quantization import FP8_SCALES, expected_experts, plain_experts, quantization_of, with_one_scale
 from ..checkpoints.weight_files import OTHER_CONFIG
 from ..config import RunConfig

@@ -15,10 +15,10 @@ from cache_rigs import run_layer
 
 from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.cache.device import make_device
 from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
+from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import CopySettings, EngineSettings, LinkSettings

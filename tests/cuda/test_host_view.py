@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tiermoe.actors.engine.cuda.activations import PinnedFetch
-from tiermoe.actors.engine.host_view import Asked, HostViews, fetch_from, upload
+from tiermoe.actors.engine.host_view import Asked, HostViews, upload
+from tiermoe.actors.engine.make_device import fetch_from
 
 
 def test_one_wait_brings_everything(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

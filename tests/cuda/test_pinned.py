@@ -14,9 +14,10 @@ from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine import engine as engine_module
-from tiermoe.actors.engine.cache.device import PlainActivations, activations_of
+from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
 from tiermoe.actors.engine.cuda.runtime import TorchRuntime
+from tiermoe.actors.engine.make_device import activations_of
 from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.context_ndp import PlacementOptions

@@ -9,7 +9,7 @@ import pytest
 from fake_gpu import FakeGpu
 from serving import Reference, add_random_profile, default_model_greedy, prepared
 
-from tiermoe.actors.engine.cache import device as devices
+from tiermoe.actors.engine import make_device as devices
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.split import Configurator
 from tiermoe.actors.policies.moepic.configure import Times

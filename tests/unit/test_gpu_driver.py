@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import tiermoe
 from tiermoe import LLM
 from tiermoe.actors import gpu_driver
-from tiermoe.actors.engine.cache.device import CpuDevice, make_device
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.gpu_driver import TorchBuild, check_gpu, driver_version, gpu_count, has_gpu, unusable
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.cluster.cli import app

@@ -16,6 +16,7 @@ from huggingface_hub import constants
 
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.checkpoints import hub
+from tiermoe.cluster.checkpoints.hub_cache import Repository
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import load_run_config
 from tiermoe.cluster.jobs.bench.serving import run_config
@@ -341,7 +342,7 @@ def test_a_dense_gguf_file_is_refused_by_its_first_bytes(server: HubServer, tmp_
 
 def test_all_parts_of_a_gguf_file_are_fetched(server: HubServer, gguf: bytes) -> None:
     _ggufs(server, gguf)
-    found = hub._gguf_of(hub.Repository("org/tiny-GGUF", "main", "bf16"))
+    found = hub._gguf_of(Repository("org/tiny-GGUF", "main", "bf16"))
     parts = {f"BF16/tiny-BF16-0000{i}-of-00002.gguf" for i in (1, 2)}
     assert server.fetched() == parts
     assert {path.name for path in found.parent.iterdir()} == {Path(part).name for part in parts}

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from tiermoe.actors.engine.cache import device as cpu_device
-from tiermoe.actors.engine.cache.device import Copied, CpuDevice, make_device
+from tiermoe.actors.engine.cache.device import Copied, CpuDevice
 from tiermoe.actors.engine.cache.link_queue import LinkQueue, copy_queue
 from tiermoe.actors.engine.cache.loader import DEMAND, PREFETCH, Loader, LoadJob
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape

@@ -22,7 +22,7 @@ from serving import greedy, policy, prepared, serving, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.budget import MARGIN_BYTES, MARGIN_SHARE, AutoBudget, Shares, SharingRule
-from tiermoe.actors.engine.cache import device as devices
+from tiermoe.actors.engine import make_device as devices
 from tiermoe.actors.engine.cache.device import CpuDevice, HostArena
 from tiermoe.actors.engine.cache.slots import SlotMemory, SlotPool
 from tiermoe.actors.engine.cuda.arena import CudaArena, Pages

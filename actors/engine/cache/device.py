@@ -26,10 +26,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ....errors import ConfigError
 from ....proto.options import Supply
 from ...budget import AutoBudget, host_free_bytes
-from ...gpu_driver import TorchBuild, absent, has_gpu, unusable
 from ...settings import CopySettings, EngineSettings, LinkSettings
 
 if TYPE_CHECKING:
@@ -311,54 +309,6 @@ class _PlainRows:
         return rows, used
 
 
-def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device:
-    """The device for `auto`, `cpu` or `cuda`.
-
-    Args:
-        gpu: number of the CUDA device to make current; None: the current one.
-
-    Raises:
-        ConfigError: a GPU is here, or asked for, and CUDA cannot use it; there are too few GPUs.
-    """
-    if kind == "cpu" or not cuda_usable(required=kind == "cuda"):
-        return CpuDevice(link)
-    if gpu is not None:
-        if gpu >= torch.cuda.device_count():
-            raise ConfigError(
-                f"shard {gpu} needs GPU {gpu}, this machine shows {torch.cuda.device_count()}",
-                "use fewer shards, or --device cpu (the CPU stands in for GPUs)",
-            )
-        torch.cuda.set_device(gpu)
-    from ..cuda.device import CudaDevice
-    from ..cuda.runtime import runtime_of
-
-    return CudaDevice(runtime_of(torch.device("cuda")))
-
-
-def cuda_usable(*, required: bool = False) -> bool:
-    """Whether the GPU is used; without one the CPU stands in for it, unless it is required.
-
-    Raises:
-        ConfigError: a GPU is here, or required, and CUDA cannot use it.
-    """
-    if torch.cuda.is_available():
-        return True
-    if has_gpu():
-        raise unusable(TorchBuild(str(torch.__version__), torch.version.cuda), _why_no_cuda())
-    if required:
-        raise absent()
-    return False
-
-
-def _why_no_cuda() -> str:
-    """In torch's words, of which the first sentence says it."""
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).partition(". ")[0].partition("\n")[0]
-    return f"torch counts {torch.cuda.device_count()} GPUs"
-
-
 def settle_budget(settings: EngineSettings, device: Device, lead: bool = True) -> EngineSettings:
     """The settings with what `budget: auto` comes to on this device, before anything is loaded there.
 
@@ -374,13 +324,3 @@ def settle_budget(settings: EngineSettings, device: Device, lead: bool = True) -
     if budget.nbytes:  # or it is refused
         settings = settings.model_copy(update={"budget": budget})
     return settings
-
-
-def activations_of(device: torch.device) -> Activations:
-    """The transfers for a compute device."""
-    if device.type == "cpu":
-        return PlainActivations(device)
-    from ..cuda.activations import PinnedActivations
-    from ..cuda.runtime import runtime_of
-
-    return PinnedActivations(runtime_of(device))

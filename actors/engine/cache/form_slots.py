@@ -18,7 +18,6 @@ from ....kernels.form_slots import CpuFormKernel, TorchFormKernel
 from ....kernels.forms import ExpertForm
 from ...settings import EngineSettings, ExpertKernelName
 from ...store.format import Published, part_bytes
-from ...store.published import FormArrays
 from ..model.kernels import KernelPlan, Kernels
 from ..model.model import MoeBlock
 from .device import Tensors
@@ -43,14 +42,6 @@ class FormWeights:
         """The same experts in other memory, given as `tensors` are."""
         parts = len(self.experts[0])
         return FormWeights(tuple(tensors[i : i + parts] for i in range(0, len(tensors), parts)))
-
-
-def form_weights(layer: FormArrays) -> FormWeights:
-    """Mapped experts as tensors on the same memory."""
-    from .sources import host_tensor
-
-    experts = range(len(next(iter(layer.parts.values()))))
-    return FormWeights(tuple(tuple(host_tensor(part, torch.uint8) for part in layer.expert(e)) for e in experts))
 
 
 @dataclass(frozen=True)

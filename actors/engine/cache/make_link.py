@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from ...core import _core
 from ...settings import CopySettings
+from ..cuda.device import CudaDevice
+from ..cuda.stream_queue import StreamQueue
 from .device import CpuDevice, Device
 from .form_slots import FormPool, FormWeights
 from .loader import CopyQueue, Loader
@@ -28,9 +30,6 @@ def make_link(
             return Loader(device)
         rate = 0.0 if device.link.gbps is None else device.link.gbps * 1e9
         return _core.ThreadLink(rate, device.link.latency_us * 1e-6)
-    from ..cuda.device import CudaDevice
-    from ..cuda.stream_queue import StreamQueue
-
     if not isinstance(device, CudaDevice):
         return Loader(device)
     settings = CopySettings() if settings is None else settings

@@ -45,7 +45,7 @@ from ...store.published import FormArrays
 from ...store.remote import PART_BYTES, Answer, StoreReader, connect_store
 from ..model.model import DTYPES
 from .device import Device, PinReport, Tensors
-from .form_slots import FormWeights, form_weights
+from .form_slots import FormWeights
 from .slots import ExpertSource, HostLayer, LayerWeights
 
 _UNDER_WAY = 2  # requests
@@ -62,6 +62,12 @@ def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 def host_layers(arrays: Sequence[LayerArrays | FormArrays]) -> list[LayerWeights | FormWeights]:
     """Mapped experts of either layout as torch tensors, without a copy."""
     return [form_weights(a) if isinstance(a, FormArrays) else host_weights([a])[0] for a in arrays]
+
+
+def form_weights(layer: FormArrays) -> FormWeights:
+    """Mapped experts as tensors on the same memory."""
+    experts = range(len(next(iter(layer.parts.values()))))
+    return FormWeights(tuple(tuple(host_tensor(part, torch.uint8) for part in layer.expert(e)) for e in experts))
 
 
 def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
