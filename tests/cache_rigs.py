@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,15 +14,15 @@ from fake_gpu import FakeGpu
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
+from tiermoe.actors.engine.cache.loader import Loader, LoadJob
+from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart, SlotMemory, SlotPool
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout
-from tiermoe.actors.policies.plan import LoadOnMiss
-from tiermoe.actors.policies.prefetch import PrefetchGovernor
-from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.plan import LayerPlan
+from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
@@ -37,46 +37,87 @@ CARRIED = SHAPE.nbytes(2)  # bytes of an expert in the store
 RATE = 1e3  # bytes per second, so that a copy takes 0.1 s
 
 
-def run_layer(
-    cache: ExpertCache, layer: int, segments: Sequence[int], run: Callable[[int], object], guesses: Sequence[int] = ()
-) -> None:
-    """A layer's turn as `MoeLayer` takes it: load what is missing, give each segment to `run`, which awaits it.
+def begin_layer(
+    cache: ExpertCache, layer: int, keys: Sequence[int], guesses: Sequence[int] = (), low: Collection[int] = (),
+    keep: Collection[int] = (), arrivals: bool = True,
+) -> LayerPlan:  # fmt: skip
+    """A layer's turn as `MoeLayer` takes it, until its experts can run: what is missing is queued, then the guesses.
 
     Args:
-        guesses: prefetches, which come behind demand.
+        keys: experts that run, one row each. low: of these, those that run on replicas.
+        keep: leave last.
+        arrivals: what has arrived lands before.
     """
-    cache.poll()
-    cache.drop_stale(layer, segments)
-    plan = LoadOnMiss().plan(segments, cache.residency, cache.eviction)
-    cache.begin(layer, plan)
-    cache.issue([load for load in plan.loads if not load.after])
+    if arrivals:
+        cache.poll(layer)
+    plan = cache.plan(cache.open(layer, keys, [1] * len(keys), 1, frozenset(low)), frozenset(keep))
+    cache.begin()
+    cache.load()
     cache.prefetch(guesses)
-    for i, segment in enumerate(plan.run, start=1):
-        run(segment)
-        cache.ran([segment])
-        cache.issue([load for load in plan.loads if load.after == i])
+    return plan
+
+
+def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] = lambda segment: None) -> None:
+    """The rest of the turn: `run` is given each segment once it is in its slot."""
+    while True:
+        first, stop = cache.next()
+        if first == stop:
+            break
+        for segment in plan.run[first:stop]:
+            run(segment)
+    cache.close_pass()
+
+
+def run_layer(
+    cache: ExpertCache, layer: int, keys: Sequence[int], run: Callable[[int], object], guesses: Sequence[int] = (),
+    low: Collection[int] = (),
+) -> None:  # fmt: skip
+    """`begin_layer` and `end_layer`. No expert is pinned after an error, as the core says itself."""
+    end_layer(cache, begin_layer(cache, layer, keys, guesses, low), run)
 
 
 class _Caching:
-    """Random bfloat16 weights, the residency of `slots` slots, counters; a subclass makes the cache."""
+    """Random bfloat16 weights, slots, and the cache that a subclass asks for."""
 
     cache: ExpertCache
 
-    def __init__(
-        self, shape: ExpertShape, slots: int, dtype: torch.dtype, seed: int = 0, memory: SlotMemory | None = None
-    ) -> None:
+    def make_cache(
+        self, shape: ExpertShape, slots: int, dtype: torch.dtype, device: CpuDevice | CudaDevice, link: Any,
+        eviction: EvictionPolicy, seed: int = 0, memory: SlotMemory | None = None, timeline: Timeline | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         self.weights = [
             LayerWeights(tuple(torch.randn(s, generator=generator).bfloat16() for s in shape.stacked().values()))
             for _ in range(LAYERS)
         ]
         self.pool = SlotPool.allocate(shape, slots, dtype, torch.device("cpu"), memory)
-        most = None if memory is None else memory.most
-        self.residency = Residency(KEYS, slots, shape.nbytes(dtype.itemsize), most)
-        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
+        self.cache = ExpertCache(
+            self.pool, self.weights, device, shape.num_experts, slots, shape.nbytes(dtype.itemsize), eviction,
+            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), timeline or Timeline(True), link,
+            memory=memory, **options,
+        )  # fmt: skip
+        self.residency = self.cache.residency
+
+    @property
+    def stats(self) -> EngineStats:
+        """As counted by now."""
+        return self.cache.live_stats()
 
     def resident(self) -> set[int]:
         return {key for key in self.residency.held() if self.residency.state(key) == State.RESIDENT}
+
+
+class KnownLoader(Loader):
+    """Has the last copy of each segment."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.jobs: dict[int, LoadJob] = {}
+        super().__init__(device)
+
+    def submit(self, jobs: list[LoadJob], priority: int) -> None:
+        self.jobs |= {job.segment: job for job in jobs}
+        super().submit(jobs, priority)
 
 
 class GatedDevice(CpuDevice):
@@ -108,25 +149,33 @@ class Fixture(_Caching):
     """
 
     def __init__(
-        self, slots: int, device: CpuDevice, most: int | None = None, eviction: EvictionPolicy | None = None
-    ) -> None:
+        self, slots: int, device: CpuDevice, most: int | None = None, eviction: EvictionPolicy | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:  # fmt: skip
         memory = None if most is None else SlotMemory(device, slots, most)
-        super().__init__(BIASED, slots, torch.float32, memory=memory)
-        self.device, self.governor = device, PrefetchGovernor(0.5)
-        self.cache = ExpertCache(
-            self.pool, self.weights, device, self.residency, Lru() if eviction is None else eviction, self.governor,
-            self.stats, Timeline(True), memory=memory,
-        )
+        self.device, self.loader = device, KnownLoader(device)
+        self.make_cache(
+            BIASED, slots, torch.float32, device, self.loader, Lru() if eviction is None else eviction,
+            memory=memory, timeline=timeline, min_useful=0.5,
+        )  # fmt: skip
+
+    def begin(self, layer: int, *experts: int, keep: Collection[int] = (), arrivals: bool = True) -> LayerPlan:
+        """`begin_layer`."""
+        return begin_layer(self.cache, layer, [layer * EXPERTS + e for e in experts], keep=keep, arrivals=arrivals)
+
+    def end(self, plan: LayerPlan) -> None:
+        """`end_layer`; every slot must hold the weights of its expert at its turn."""
+        end_layer(self.cache, plan, self.check_slot)
+        self.cache.check_integrity()
 
     def forward(self, layer: int, *experts: int) -> None:
         """One layer; every slot must hold the weights of its expert at its turn."""
-        needed = [layer * EXPERTS + e for e in experts]
-        run_layer(self.cache, layer, needed, lambda key: self.check_slot(key, self.cache.await_expert(key, layer)))
-        self.cache.check_integrity()
+        self.end(self.begin(layer, *experts))
 
-    def check_slot(self, key: int, slot: int) -> None:
+    def check_slot(self, key: int) -> None:
         layer, expert = divmod(key, EXPERTS)
-        for found, stored in zip(self.pool.slot(slot), self.weights[layer].expert(expert), strict=True):
+        slot = self.pool.slot(self.residency.slot(key))
+        for found, stored in zip(slot, self.weights[layer].expert(expert), strict=True):
             assert torch.equal(found, stored.float())
 
     def prefetch(self, *keys: int) -> int:
@@ -135,10 +184,14 @@ class Fixture(_Caching):
         self.settle()
         return queued
 
+    def await_copy(self, key: int) -> None:
+        """Its copy has ended, and nobody has looked yet."""
+        assert self.loader.jobs[key].done.wait(TIMEOUT_S)  # type: ignore[call-arg]  # an event's
+
     def settle(self) -> None:
         """Let every copy arrive."""
-        for job in list(self.cache.loads.under_way.values()):
-            assert job.done.wait(TIMEOUT_S)
+        for key in self.cache.core.under_way:
+            self.await_copy(key)
         self.cache.poll()
         self.cache.check_integrity()
 
@@ -151,13 +204,12 @@ class Fixture(_Caching):
                 go.release()
                 return super().wait(timeout)
 
-        self.cache.loads.under_way[key].done = Awaited()
+        self.loader.jobs[key].done = Awaited()
 
     @property
     def outcomes(self) -> tuple[int, int]:
         """Prefetches used and wasted, as the governor was told."""
-        used, wasted, _ = self.governor.words
-        return used, wasted
+        return self.cache.governor.outcomes
 
 
 Make = Callable[[int], Fixture]
@@ -182,24 +234,25 @@ def caches() -> Iterator[Make]:
 class Rig(_Caching):
     """A cache of `slots` slots on a fake GPU, and compute that looks at slots when its turn comes.
 
-    most: slots that it may get. shape: of an expert.
+    most: slots that it may get. shape: of an expert. low_bit: with slots for replicas, and an order for both.
     """
 
     def __init__(
         self, slots: int = 3, seed: int = 0, dtype: torch.dtype = torch.bfloat16, ahead: float = 2,
         pinned: Sequence[bool] = (True,) * LAYERS, cut: SplitLayout | None = None, writeback: bool = False,
-        most: int | None = None, shape: ExpertShape = SHAPE,
+        most: int | None = None, shape: ExpertShape = SHAPE, low_bit: LowBitPart | None = None,
+        eviction: EvictionPolicy | None = None,
     ) -> None:  # fmt: skip
         self.gpu = FakeGpu(seed, RATE)
         self.gpu.pages.granularity = mmap.PAGESIZE
         self.device = CudaDevice(self.gpu, staging_bytes=24)
-        memory = None if most is None else SlotMemory(self.device, slots, most)
-        super().__init__(shape, slots, dtype, seed, memory)
         self.queue = StreamQueue(self.device, pinned, int(ahead * CARRIED), casts=dtype != torch.bfloat16)
-        eviction = Lru() if cut is None else split_eviction(Lru, LAYERS, EXPERTS)
-        self.cache = ExpertCache(
-            self.pool, self.weights, self.device, self.residency, eviction, PrefetchGovernor(0.0), self.stats,
-            Timeline(True), self.queue, cut=cut, writeback=writeback, memory=memory,
+        if eviction is None:
+            eviction = Lru() if cut is None else split_eviction(Lru, LAYERS, EXPERTS)
+        self.make_cache(
+            shape, slots, dtype, self.device, self.queue, eviction, seed,
+            None if most is None else SlotMemory(self.device, slots, most), cut=cut, writeback=writeback,
+            low_bit=low_bit,
         )  # fmt: skip
         for tensor in self.pool.tensors:
             tensor[:slots].fill_(float("nan"))
@@ -208,20 +261,18 @@ class Rig(_Caching):
 
     def forward(self, layer: int, experts: Sequence[int], guesses: Sequence[int] = ()) -> None:
         """One layer as `MoeLayer` runs it."""
-        cache = self.cache
-        cache.settle_times()
-        needed = cache.segments([layer * EXPERTS + e for e in experts])
-        run_layer(cache, layer, needed, lambda s: self.run(s, cache.await_expert(s, layer)), guesses)
-        cache.check_integrity()
+        run_layer(self.cache, layer, [layer * EXPERTS + e for e in experts], self.run, guesses)
+        self.cache.check_integrity()
 
-    def run(self, segment: int, slot: int) -> None:
+    def run(self, segment: int) -> None:
         """Enqueue a kernel on a segment's place, which must hold its neurons when the kernel's turn comes."""
-        first, count = self.cache.place(segment, slot)
+        slot = self.residency.slot(segment)
+        first, count = self.cache.where.place(segment, slot)
         key, cut = segment % KEYS, self.cache.cut
         begin = cut.tops[key // EXPERTS] if cut is not None and segment >= KEYS else 0
         stored = self.weights[key // EXPERTS].expert(key % EXPERTS)
-        wanted = [whole[begin : begin + count].to(self.cache.pool.gate_up.dtype) for whole in stored]
-        found = self.cache.pool.neuron_range(first, count)
+        wanted = [whole[begin : begin + count].to(self.pool.gate_up.dtype) for whole in stored]
+        found = self.pool.neuron_range(first, count)
 
         def act() -> None:
             self.looked += 1
@@ -236,7 +287,6 @@ class Rig(_Caching):
         self.gpu.finish()
         assert self.looked == self.ran
         self.cache.poll()
-        self.cache.settle_times()
         self.cache.check_integrity()
         self.cache.close()
         self.device.close()

@@ -87,6 +87,10 @@ class Governor:
     def wasted(self, count: int = 1) -> None: ...
 
     @property
+    def outcomes(self) -> tuple[int, int]:
+        """Prefetches of the window that were used, and that were wasted."""
+
+    @property
     def always(self) -> bool: ...
 
     @property

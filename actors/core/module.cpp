@@ -147,6 +147,8 @@ NB_MODULE(_core, m) {
         .def("pause", &Governor::pause, "layers"_a)
         .def("used", [](Governor& g, std::int64_t count) { g.used += count; }, "count"_a = 1)
         .def("wasted", [](Governor& g, std::int64_t count) { g.wasted += count; }, "count"_a = 1)
+        .def_prop_ro("outcomes", [](const Governor& g) { return std::pair(g.used, g.wasted); },
+                     "Prefetches of the window that were used, and that were wasted.")
         .def_prop_ro("always", [](const Governor& g) { return g.min_useful <= 0; })
         .def_prop_ro("resting", [](const Governor& g) { return g.resting > 0; });
 #define F(name) .def_ro(#name, &LayerCounts::name)

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from cache_rigs import SLOT_BYTES, TIMEOUT_S, Fixture, Make, caches
+from cache_rigs import SLOT_BYTES, TIMEOUT_S, Fixture, GatedDevice, Make, caches
 
 from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.stats import LayerStats, Timeline
-from tiermoe.actors.policies.plan import Load, LoadOnMiss
 from tiermoe.actors.policies.residency import ResidencyError, State
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings
@@ -89,10 +88,10 @@ def test_a_late_prefetch_is_a_miss_that_goes_first(make: Make) -> None:
     fixture.device.held = True
     fixture.cache.prefetch([2, 6, 4])  # 2 occupies the link
     fixture.device.await_start()
-    for key in (2, 6, 4):
-        fixture.device.go.release()
-        fixture.release_when_awaited(key)
-    fixture.forward(1, 0)
+    plan = fixture.begin(1, 0)
+    fixture.device.go.release()
+    fixture.release_when_awaited(4)
+    fixture.end(plan)
     stats = fixture.stats.layers[1]
     assert (stats.hits, stats.misses, stats.late_prefetches, stats.prefetched_hits) == (0, 1, 1, 0)
     assert (stats.bytes_loaded_prefetch, stats.bytes_loaded_demand) == (SLOT_BYTES, 0)
@@ -103,9 +102,9 @@ def test_a_late_prefetch_is_a_miss_that_goes_first(make: Make) -> None:
 def test_waiting_for_a_copy_is_blocked_time(make: Make) -> None:
     fixture = make(4)
     fixture.device.held = True
-    fixture.cache.issue([Load(5, None, 0)])
+    plan = fixture.begin(1, 1)
     fixture.release_when_awaited(5)
-    assert fixture.cache.await_expert(5, 1) == 0
+    fixture.end(plan)
     assert fixture.stats.layers[1].blocked_io_s > 0
     assert fixture.stats.layers[0].blocked_io_s == 0
     assert fixture.stats.layers[1].total_io_s > 0
@@ -138,9 +137,9 @@ def test_a_timeline_shows_forwards_tokens_and_each_peer() -> None:
 
 def test_an_arrived_copy_is_not_waited_for(make: Make) -> None:
     fixture = make(4)
-    fixture.cache.issue([Load(5, None, 0)])
-    assert fixture.cache.loads.under_way[5].done.wait(TIMEOUT_S)
-    fixture.cache.await_expert(5, 1)
+    plan = fixture.begin(1, 1)
+    fixture.await_copy(5)
+    fixture.end(plan)
     assert fixture.stats.layers[1].blocked_io_s == 0
 
 
@@ -159,7 +158,7 @@ def test_drop_stale_cancels_wrong_guesses_for_this_layer_that_have_not_started(m
 def test_drop_stale_leaves_demand_loads(make: Make) -> None:
     fixture = make(4)
     fixture.device.held = True
-    fixture.cache.issue([Load(4, None, 0), Load(5, None, 0)])
+    fixture.begin(1, 0, 1)
     fixture.cache.drop_stale(1, [])
     assert set(fixture.residency.held()) == {4, 5}
 
@@ -169,13 +168,13 @@ def test_evicting_a_queued_prefetch_cancels_it(make: Make) -> None:
     fixture.device.held = True
     fixture.cache.prefetch([4, 5])
     fixture.device.await_start()
-    fixture.cache.issue([Load(0, evict=5, after=0)])
+    plan = fixture.begin(0, 0, keep=[4])
     assert fixture.residency.state(5) == State.ABSENT
     assert fixture.stats.total().bytes_wasted == 0
     assert fixture.outcomes == (0, 1)
     for _ in range(2):
         fixture.device.go.release()
-    fixture.check_slot(0, fixture.cache.await_expert(0, 0))
+    fixture.end(plan)
 
 
 def test_evicting_a_started_prefetch_waits_for_it_and_counts_the_wait(make: Make) -> None:
@@ -185,12 +184,12 @@ def test_evicting_a_started_prefetch_waits_for_it_and_counts_the_wait(make: Make
     fixture.cache.prefetch([4])
     fixture.device.await_start()
     fixture.release_when_awaited(4)
-    fixture.cache.issue([Load(0, evict=4, after=0)])
+    plan = fixture.begin(0, 0)
     assert fixture.stats.layers[0].blocked_io_s > 0
     assert fixture.stats.layers[1].bytes_loaded_prefetch == fixture.stats.layers[1].bytes_wasted == SLOT_BYTES
     assert fixture.outcomes == (0, 1)
     fixture.device.go.release()
-    fixture.check_slot(0, fixture.cache.await_expert(0, 0))  # not overwritten by the late copy
+    fixture.end(plan)  # not overwritten by the late copy
 
 
 def test_prefetch_takes_free_slots_then_the_least_recently_used(make: Make) -> None:
@@ -205,9 +204,10 @@ def test_prefetch_neither_evicts_pinned_nor_wanted_experts(make: Make) -> None:
     fixture = make(3)
     fixture.forward(0, 0, 1)
     fixture.prefetch(4)
-    fixture.residency.pin(0)
+    plan = fixture.begin(0, 0)  # pinned until it has run
     assert fixture.prefetch(4, 5, 6, 7) == 1  # only 1 may go; 4 is wanted
     assert fixture.resident() == {0, 4, 5}
+    fixture.end(plan)
 
 
 def test_prefetch_leaves_copies_in_flight_alone(make: Make) -> None:
@@ -256,9 +256,33 @@ def test_migration_keeps_others_where_there_is_room(make: Make) -> None:
 def test_loads_of_pure_decode_forwards_are_counted(make: Make) -> None:
     fixture = make(4)
     fixture.forward(0, 0)
-    fixture.cache.decode_only = True
+    fixture.cache.begin_forward(decode=True)
     fixture.forward(0, 0, 1)
     assert fixture.stats.layers[0].bytes_demanded_decode == SLOT_BYTES
+    assert (fixture.stats.decode_hits, fixture.stats.decode_misses) == (1, 1)
+    fixture.cache.begin_forward(decode=False)
+    fixture.forward(0, 2)
+    assert fixture.stats.layers[0].bytes_demanded_decode == SLOT_BYTES
+    assert (fixture.stats.decode_hits, fixture.stats.decode_misses) == (1, 1)
+
+
+def test_counters_begin_anew_and_what_is_held_stays(make: Make) -> None:
+    """A prefetch from before counts for nobody."""
+    fixture = make(3)
+    fixture.forward(0, 0)
+    fixture.prefetch(4, 5)
+    fixture.cache.reset_stats()
+    assert fixture.stats.total() == LayerStats()
+    assert fixture.stats.prefetch_sources == {}
+    assert list(fixture.cache.uses) == [0] * 12
+    assert fixture.resident() == {0, 4, 5}
+    fixture.forward(1, 0)
+    assert (fixture.stats.layers[1].hits, fixture.stats.layers[1].misses) == (1, 0)
+    fixture.cache.flush()
+    assert fixture.stats.prefetch_sources == {}
+    assert fixture.cache.uses[4] == 1
+    fixture.prefetch(4)
+    assert fixture.stats.prefetch_sources["command"].queued == 1
 
 
 def test_flush_empties_the_pool(make: Make) -> None:
@@ -289,16 +313,23 @@ def test_prefetch_keeps_what_nearer_layers_want(make: Make) -> None:
     assert fixture.cache.prefetch([1], keep={4, 0}) == 0
 
 
-def test_span_names_are_built_only_for_a_timeline(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    fixture = make(2)
+def test_span_names_are_built_only_for_a_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = Timeline(False)
     monkeypatch.setattr(timeline, "span", lambda *args: pytest.fail("a span although tracing is off"))
-    fixture.cache.counters.timeline = timeline
+    fixture = Fixture(2, GatedDevice(), timeline=timeline)
     fixture.device.held = True
-    fixture.cache.issue([Load(5, None, 0)])
+    plan = fixture.begin(1, 1)
     fixture.release_when_awaited(5)
-    fixture.cache.await_expert(5, 1)
+    fixture.end(plan)
     assert fixture.stats.layers[1].blocked_io_s > 0
+    fixture.cache.close()
+
+
+def test_a_copy_outside_a_forward_is_on_the_timeline(make: Make) -> None:
+    fixture = make(2)
+    fixture.cache.prefetch([4])
+    fixture.cache.flush()
+    assert [event["name"] for event in fixture.cache.timeline.events() if event["ph"] == "X"] == ["L1 E0"]
 
 
 def test_check_integrity_sees_a_disagreement(make: Make) -> None:
@@ -308,7 +339,8 @@ def test_check_integrity_sees_a_disagreement(make: Make) -> None:
     with pytest.raises(ResidencyError, match="eviction policy"):
         fixture.cache.check_integrity()
     fixture.cache.eviction.admitted(0)
-    fixture.residency.reserve(1)
+    fixture.cache.core.states[0] = State.LOADING
+    fixture.cache.core.evictable[0] = 0
     with pytest.raises(ResidencyError, match="under way"):
         fixture.cache.check_integrity()
 
@@ -380,13 +412,10 @@ def test_a_prefetch_that_fails_while_a_forward_waits_for_it_is_loaded_again(make
     fixture = make(2)
     fail_first(fixture, 1)
     fixture.cache.prefetch([4])
-    assert fixture.cache.loads.under_way[4].done.wait(TIMEOUT_S)
-    plan = LoadOnMiss().plan([4], fixture.residency, fixture.cache.eviction)  # not polled: 4 still counts as arriving
+    fixture.await_copy(4)
+    plan = fixture.begin(1, 0, arrivals=False)  # 4 still counts as arriving
     assert plan.arriving == 1
-    fixture.cache.begin(1, plan)
-    fixture.check_slot(4, fixture.cache.await_expert(4, 1))
-    fixture.cache.ran([4])
-    fixture.cache.check_integrity()
+    fixture.end(plan)
     stats = fixture.stats.layers[1]
     assert (stats.failed_prefetches, stats.late_prefetches, stats.bytes_loaded_demand) == (1, 1, SLOT_BYTES)
     assert stats.bytes_loaded_prefetch == 0
@@ -396,10 +425,10 @@ def test_a_demand_load_after_a_failed_prefetch_may_fail_too(make: Make) -> None:
     fixture = make(2)
     fail_first(fixture, 2)
     fixture.cache.prefetch([4])
-    assert fixture.cache.loads.under_way[4].done.wait(TIMEOUT_S)
-    fixture.cache.begin(1, LoadOnMiss().plan([4], fixture.residency, fixture.cache.eviction))
+    fixture.await_copy(4)
+    plan = fixture.begin(1, 0, arrivals=False)
     with pytest.raises(RuntimeFailure, match="MoE layer 1 failed: for now"):
-        fixture.cache.await_expert(4, 1)
+        fixture.end(plan)
     fixture.cache.check_integrity()
     assert not fixture.residency.pinned(4)
     fixture.forward(1, 0)
@@ -409,9 +438,8 @@ def test_evicting_a_prefetch_that_fails_meanwhile(make: Make) -> None:
     fixture = make(1)
     fail_first(fixture, 1)
     fixture.cache.prefetch([4])
-    assert fixture.cache.loads.under_way[4].done.wait(TIMEOUT_S)
-    fixture.cache.issue([Load(0, evict=4, after=0)])
-    fixture.check_slot(0, fixture.cache.await_expert(0, 0))
+    fixture.await_copy(4)
+    fixture.end(fixture.begin(0, 0, arrivals=False))
     assert fixture.stats.layers[1].failed_prefetches == 1
 
 
@@ -421,8 +449,8 @@ def test_what_a_failed_forward_left_behind_does_not_fail_the_next(make: Make) ->
     fail_first(fixture, 2)
     with pytest.raises(RuntimeFailure, match="MoE layer 0 failed"):
         fixture.forward(0, 0, 1)
-    if 1 in fixture.cache.loads.under_way:
-        assert fixture.cache.loads.under_way[1].done.wait(TIMEOUT_S)
+    if 1 in fixture.cache.core.under_way:
+        fixture.await_copy(1)
     fixture.forward(1, 0)
     assert fixture.stats.total().failed_prefetches == 0
 
@@ -437,17 +465,19 @@ def test_a_failing_preload_is_a_typed_error(make: Make) -> None:
 def test_close_ends_a_forward_that_waits(make: Make) -> None:
     fixture = make(2)
     fixture.device.held = True
-    fixture.cache.issue([Load(0, None, 0), Load(1, None, 0)])
+    fixture.cache.prefetch([4])
     fixture.device.await_start()
+    plan = fixture.begin(0, 1)
     closing = threading.Thread(target=fixture.cache.close)
     closing.start()
     with pytest.raises(RuntimeFailure, match="closed"):
-        fixture.cache.await_expert(1, 0)
+        fixture.end(plan)
     fixture.device.go.release()
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
     with pytest.raises(RuntimeFailure, match="closed"):
-        fixture.cache.prefetch([4])
+        fixture.cache.prefetch([5])
+    fixture.cache.close()
 
 
 def test_a_gpu_without_room_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

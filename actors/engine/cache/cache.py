@@ -165,6 +165,7 @@ class ExpertCache:
         """Make every arrived copy resident; a failed one frees its slot. layer: whose pass begins; -1: none does."""
         self.settle_times()
         self.core.arrive(layer)
+        self._draw()
 
     def settle_times(self) -> None:
         """Count the times of GPU copies that have ended by now."""
@@ -224,8 +225,7 @@ class ExpertCache:
     def close_pass(self, peer_blocked_s: float = 0.0, peer_link_s: float = 0.0) -> None:
         """The pass is over: count its waits and its share of the link, of the device with the most."""
         self.core.close(peer_blocked_s, peer_link_s)
-        if self._seen is not None:
-            self._draw(self._seen)
+        self._draw()
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset(), source: str = "command") -> int:
         """Queue loads of absent experts, most wanted first; returns the number queued.
@@ -302,6 +302,7 @@ class ExpertCache:
         """Wait on the host for every copy under way; counted in no layer."""
         self.core.wait_all()
         self.settle_times()
+        self._draw()
 
     def flush(self) -> None:
         """Wait for every copy under way, then empty all slots."""
@@ -373,8 +374,8 @@ class ExpertCache:
         if self.timeline.enabled:
             self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
 
-    def _draw(self, seen: _core.Watched) -> None:
-        for wait, layer, segment, cause, start_s, end_s, link_s in seen.take():
+    def _draw(self) -> None:
+        for wait, layer, segment, cause, start_s, end_s, link_s in () if self._seen is None else self._seen.take():
             if wait:
                 self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
             else:
