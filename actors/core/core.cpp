@@ -31,6 +31,7 @@ Core::Core(const Layout& layout, std::shared_ptr<Link> link, std::shared_ptr<Ord
     : link_(std::move(link)), order_(std::move(order)), writeback_(writeback), governor_(governor) {
     if (layout.layers < 1 || layout.experts < 1 || layout.parts < 1) throw std::invalid_argument("there are no experts");
     lay_out(layout);
+    if (slots_ < 1) throw std::invalid_argument("there are no slots");
     counts_.assign(static_cast<std::size_t>(layout.layers), LayerCounts{});
     sources_.assign(256, SourceCounts{});
     uses_.assign(static_cast<std::size_t>(layout.keys()), 0);
@@ -111,6 +112,10 @@ void Core::device_waited(std::int64_t layer, double waited_s, double writing_s) 
 }
 
 // -- slots ----------------------------------------------------------------------------------------------------------
+
+void Core::expect_layer(std::int64_t layer) const {
+    if (layer < 0 || layer >= layout_.layers) throw Broken("there is no MoE layer " + std::to_string(layer));
+}
 
 std::vector<Core::Flight>::iterator Core::flight(Segment s) {
     return std::find_if(flights_.begin(), flights_.end(), [s](const Flight& f) { return f.segment == s; });
@@ -311,6 +316,7 @@ std::int64_t Core::land_behind(std::int64_t first, std::int64_t stop) {
 
 void Core::arrive(std::int64_t layer) {
     if (layer >= 0) {
+        expect_layer(layer);
         blocked_s_ = of(layer).blocked_io_s;
         link_s_ = of(layer).link_s;
     }
@@ -351,8 +357,10 @@ void Core::evict(const Segments& segments, std::int64_t layer) {
     Segments here;
     for (Segment s : segments)
         if (flight(s) == flights_.end() || displaced(s, layer)) here.push_back(s);
-    for (Segment s : here)
+    for (Segment s : here) {
         if (state(s) != State::resident) throw Broken("a segment that leaves is not resident: " + std::to_string(s));
+        if (pins_[s]) throw Broken("a pinned segment cannot leave: " + std::to_string(s));
+    }
     for (Segment s : here) {
         if (writeback_ && s < layout_.keys()) unwritten_[slot_[s]] = 1;
         drop_slot(s);
@@ -463,7 +471,8 @@ std::vector<Move> Core::resize(std::int64_t slots) {
         const Segment s = held[slot];
         if (s < 0) continue;
         if (pins_[s] || state(s) != State::resident || moves.size() == free.size())
-            throw Broken("expert " + std::to_string(s) + " cannot leave slot " + std::to_string(slot));
+            throw Broken("expert " + std::to_string(s) + " cannot move from slot " + std::to_string(slot) +
+                         ": it is pinned or loading");
         moves.push_back({s, slot, free[moves.size()]});
     }
     for (const Move& move : moves) {
@@ -523,7 +532,9 @@ Segments Core::under_way() const {
 
 const Segments& Core::open(std::int64_t layer, const Segments& keys, const Segments& counts, std::int64_t tokens,
                            const Segments& low) {
+    expect_layer(layer);
     expect(keys, layer * layout_.experts, (layer + 1) * layout_.experts);
+    if (counts.size() != keys.size()) throw Broken("as many counts as experts");
     layer_ = layer;
     needed_ = segments_of(keys);
     if (!low.empty())
@@ -787,6 +798,7 @@ std::int64_t Core::prefetch(const Segments& keys, const Segments& keep, std::uin
 }
 
 void Core::finish_prefetch(const Segments& keys, std::int64_t layer) {
+    expect_layer(layer);
     for (Segment s : segments_of(keys)) {
         const auto f = flight(s);
         if (f == flights_.end()) continue;
@@ -800,9 +812,11 @@ void Core::vacate(std::int64_t slots, std::int64_t layer) {
 }
 
 void Core::leave(const Segments& leaving, std::int64_t layer) {
-    expect(leaving, 0, layout_.keys());
+    expect_layer(layer);
+    expect(leaving, 0, layout_.segments());
     evict(leaving, layer);
-    for (Segment s : leaving) vacant_[s] = 1;
+    for (Segment s : leaving)
+        if (s < layout_.keys()) vacant_[s] = 1;
     of(layer).vacated += static_cast<std::int64_t>(leaving.size());
 }
 

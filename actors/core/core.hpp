@@ -306,6 +306,7 @@ class Core {
     void lay_out(const Layout& layout);
     // Throws Broken unless all of these are from `first` to before `stop`.
     void expect(const Segments& given, Segment first, Segment stop) const;
+    void expect_layer(std::int64_t layer) const;
     bool has(Segment s) const { return layout_.units.empty() || layout_.units[s] > 0; }
     std::int64_t bytes_of(Segment s) const { return layout_.bytes[s]; }
     LayerCounts& of(std::int64_t layer) { return counts_[layer]; }

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 import traces
+from cache_rigs import begin_layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
-from tiermoe.actors.engine.cache.link_queue import copy_queue
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool, ReplicaWeights, make_part
+from tiermoe.actors.engine.cache.make_link import make_link
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import ExpertRunner
 from tiermoe.actors.engine.host_view import HostViews, LayerView, share
@@ -33,10 +34,8 @@ from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.adapmoe import AdaptiveGating, Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.hobbit import MixedPrecision
-from tiermoe.actors.policies.plan import LoadOnMiss
-from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.registry import PolicyContext, options
-from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
@@ -174,11 +173,12 @@ def test_negative_numbers_are_refused(sensitivity: list[float], threshold: float
 class Cache:
     """Four experts a layer and five slots."""
 
-    residency: Residency = field(default_factory=lambda: Residency(8, 5, 10))
+    held: set[int] = field(default_factory=set)
     stats: EngineStats = field(default_factory=EngineStats)
+    residency: ClassVar[Any] = SimpleNamespace(emptied=0)
 
     def standing(self, layer: int) -> tuple[Any, int]:
-        return self.residency.occupied(layer * 4, layer * 4 + 4), 5
+        return np.array([layer * 4 + expert in self.held for expert in range(4)]), 5
 
     def vacant(self, layer: int) -> int:
         return 0
@@ -206,11 +206,7 @@ def _rerouter(rule: Rerouting, cache: Cache, mute: bool = False) -> Rerouter:
 
 
 def test_a_rule_sees_routing_and_cache_and_is_counted() -> None:
-    cache = Cache()
-    for key in (0, 4, 6):  # of layer 0, and two of layer 1: one there, one on its way
-        reservation = cache.residency.reserve(key)
-        if key != 6:
-            cache.residency.publish(reservation)
+    cache = Cache({0, 4, 6})
     rule = Scripted(Rerouted(np.array([[2, 0]]), np.array([[0.7, 0.3]], np.float32), substituted=1))
     hidden, ids, weights = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([[3, 0]]), torch.tensor([[0.6, 0.4]])
     seen = HostViews().look(1, hidden, ids, weights.to(torch.bfloat16))
@@ -308,16 +304,16 @@ class Mixed:
         ]
         shapes = SHAPE.stacked().values()
         self.weights = [LayerWeights(tuple(torch.randn(s, generator=generator) for s in shapes)) for _ in range(LAYERS)]
-        self.residency = Residency(KEYS, 3, FULL)
-        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
         device = CpuDevice(link or LinkSettings())
         part = make_part(ReplicaWeights(PACKED, self.replicas), 2, torch.device("cpu"))
         assert part.slot_bytes == LOW
         pool = SlotPool.allocate(SHAPE, 3, torch.float32, torch.device("cpu"))
         self.cache = ExpertCache(
-            pool, self.weights, device, self.residency, TwoPools(Lru(), KEYS, 1), PrefetchGovernor(0.0), self.stats,
-            Timeline(True), copy_queue(device, pool, self.weights), low_bit=part,
+            pool, self.weights, device, EXPERTS, 3, FULL, TwoPools(Lru(), KEYS, 1),
+            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(True),
+            make_link(device, pool, self.weights, replicas=self.replicas), low_bit=part,
         )  # fmt: skip
+        self.residency = self.cache.residency
         assert isinstance(part.pool, ReplicaPool)
         self.packed = TorchPackedKernel(part.pool.tensors, PACKED, "silu")
         self.kernel = TorchKernel(Operands(pool.gate_up, pool.down, None, None), _gate)
@@ -326,16 +322,12 @@ class Mixed:
     def forward(self, layer: int, full: list[int], low: list[int]) -> torch.Tensor:
         """One row through these experts of a layer, as `MoeLayer` runs it: y, one row for each."""
         cache, base, experts = self.cache, layer * EXPERTS, [*full, *low]
-        needed = cache.segments([base + e for e in experts], {base + e for e in low})
-        cache.poll()
-        cache.drop_stale(layer, needed)
-        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
-        cache.begin(layer, plan)
-        cache.issue([load for load in plan.loads if not load.after])
+        plan = begin_layer(cache, layer, [base + e for e in experts], low=[base + e for e in low])
         hidden = torch.linspace(-1, 1, HIDDEN)[None]
         y = torch.full((len(experts), HIDDEN), float("nan"))
         spans = {base + e: (i, i + 1) for i, e in enumerate(experts)}
         self.runner.run(layer, plan, spans, hidden, torch.arange(len(experts)), len(experts), self.kernel, y)
+        cache.close_pass()
         cache.check_integrity()
         for i, expert in enumerate(experts):
             torch.testing.assert_close(y[i], self.alone(layer, expert, i >= len(full), hidden)[0])
@@ -350,10 +342,12 @@ class Mixed:
         gate_up, down = self.weights[layer].expert(expert)
         return _gate(hidden @ gate_up.reshape(-1, HIDDEN).t()) @ down
 
+    @property
+    def stats(self) -> EngineStats:
+        return self.cache.live_stats()
+
     def settle(self) -> None:
-        for job in list(self.cache.loads.under_way.values()):
-            job.done.wait()
-        self.cache.poll()
+        self.cache.land_all()
         self.cache.check_integrity()
 
 
@@ -378,8 +372,10 @@ def test_an_unimportant_use_of_a_replica_loads_nothing_and_an_important_one_all(
     assert (stats.hits, stats.misses, stats.low_bit_misses) == (0, 2, 1)
     assert (stats.bytes_loaded_demand, stats.bytes_loaded_low_bit) == (FULL + LOW, LOW)
     mixed.forward(0, [0], [1])
+    stats = mixed.stats.layers[0]
     assert (stats.hits, stats.misses, stats.low_bit_hits, stats.bytes_loaded) == (2, 2, 1, FULL + LOW)
     mixed.forward(0, [0, 1], [])  # 1 matters now
+    stats = mixed.stats.layers[0]
     assert (stats.misses, stats.low_bit_misses, stats.bytes_loaded) == (3, 1, 2 * FULL + LOW)
     assert list(mixed.cache.uses[:2]) == [3, 3]
     assert len(mixed.cache.states()) == KEYS
@@ -475,7 +471,8 @@ def test_simulated(prefetch: str, tmp_path: Path) -> None:
         )  # fmt: skip
         engine._check = True
         served = serve(engine, trace.requests())
-        stats, total = engine.stats, engine.stats.total()
+        stats = engine.live_stats()
+        total = stats.total()
         assert 0 < stats.expert_bytes_peak <= stats.expert_budget_bytes
         assert (total.low_bit_pairs > 0) == (stats.low_bit_slots > 0) == (on_miss == "low-bit")
         loaded.append(total.bytes_loaded)

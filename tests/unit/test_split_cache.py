@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import traces
-from cache_rigs import run_layer
+from cache_rigs import KnownLoader, run_layer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_stack import Call, Case, agrees, calls_of, engine_for, make_case
@@ -26,8 +26,8 @@ from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout, SplitOptions
-from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchGovernor
-from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.prefetch import NextGatePrefetch
+from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
@@ -49,31 +49,36 @@ class Split:
         generator = torch.Generator().manual_seed(0)
         shapes = SHAPE.stacked().values()
         self.weights = [LayerWeights(tuple(torch.randn(s, generator=generator) for s in shapes)) for _ in range(LAYERS)]
-        self.residency = Residency(KEYS, 4, SHAPE.nbytes(4))
-        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
+        device = CpuDevice(LinkSettings())
+        self.loader = KnownLoader(device)
         self.cache = ExpertCache(
-            SlotPool.allocate(SHAPE, 4, torch.float32, torch.device("cpu")), self.weights, CpuDevice(LinkSettings()),
-            self.residency, split_eviction(Lru, LAYERS, EXPERTS), PrefetchGovernor(0.0), self.stats, Timeline(False),
-            cut=cut,
+            SlotPool.allocate(SHAPE, 4, torch.float32, torch.device("cpu")), self.weights, device, EXPERTS, 4,
+            SHAPE.nbytes(4), split_eviction(Lru, LAYERS, EXPERTS),
+            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), self.loader, cut=cut,
         )  # fmt: skip
+        self.residency = self.cache.residency
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.cache.live_stats()
 
     def forward(self, layer: int, *experts: int) -> None:
         """One layer as `MoeLayer` runs it; each segment's place must hold its neurons at its turn."""
         cache = self.cache
 
         def check(segment: int) -> None:
-            first, count = cache.place(segment, cache.await_expert(segment, layer))
+            first, count = cache.where.place(segment, self.residency.slot(segment))
             begin = cache.cut.tops[layer] if segment >= KEYS else 0  # type: ignore[union-attr]
             stored = self.weights[layer].expert(segment % EXPERTS)
             for found, whole in zip(cache.pool.neuron_range(first, count), stored, strict=True):
                 assert torch.equal(found, whole[begin : begin + count])
 
-        run_layer(cache, layer, cache.segments([layer * EXPERTS + e for e in experts]), check)
+        run_layer(cache, layer, [layer * EXPERTS + e for e in experts], check)
         cache.check_integrity()
 
     def settle(self) -> None:
-        for job in list(self.cache.loads.under_way.values()):
-            assert job.done.wait(30)
+        for segment in self.cache.core.under_way:
+            assert self.loader.jobs[segment].done.wait(30)  # type: ignore[call-arg]  # an event's
         self.cache.poll()
         self.cache.check_integrity()
 
@@ -94,6 +99,7 @@ def test_a_cached_top_needs_its_bottom_alone(split: Split) -> None:
     assert (stats.hits, stats.misses, stats.top_hits) == (0, 3, 1)
     assert (before, stats.bytes_loaded - before) == (2 * 8 * NEURON_BYTES, 6 * NEURON_BYTES)
     split.forward(0, 0)
+    stats = split.stats.layers[0]
     assert (stats.hits, stats.misses, stats.top_hits) == (1, 3, 1)
     assert list(split.cache.uses[:2]) == [3, 1]
 
@@ -117,8 +123,8 @@ def test_synchronous_prefetch_waits_for_both_segments(split: Split) -> None:
 
 
 def test_a_wrong_guess_that_is_cancelled_gives_both_slots_back(split: Split) -> None:
-    split.cache.loads.queue.cancel = lambda job: True  # type: ignore[method-assign]  # none has started
-    split.cache.loads.queue.submit = lambda jobs, priority: None  # type: ignore[method-assign]
+    split.loader.cancel = lambda job: True  # type: ignore[method-assign]  # none has started
+    split.loader.submit = lambda jobs, priority: None  # type: ignore[method-assign]
     assert split.cache.prefetch([0]) == 2
     split.cache.drop_stale(0, [])
     assert (split.residency.free_of(0), split.residency.free_of(LAYERS)) == (2, 3)
@@ -218,7 +224,7 @@ def test_a_cache_fetches_a_promised_expert_once() -> None:
     made = Split()
     whole = Whole()
     whole.tensors = lambda: made.weights[0].expert(1)  # type: ignore[method-assign]
-    made.cache._map._weights = [type("Remote", (), {"expert": lambda self, index: whole})(), made.weights[1]]
+    made.cache.where._weights = [type("Remote", (), {"expert": lambda self, index: whole})(), made.weights[1]]
     made.forward(0, 1)
     made.cache.close()
     assert made.stats.layers[0].bytes_loaded == 8 * NEURON_BYTES
@@ -241,23 +247,23 @@ def test_the_simulator_runs_a_cut(tmp_path: Path) -> None:
     roomy = SplitLayout(10, (4,) * 3, (6,) * 3, 18)
     engine = simulated(trace, roomy, False, 1e-6)  # 1000 bytes take a second
     engine.forward([("r", iterations[0])])
-    total = engine.stats.total()
+    total = engine.live_stats().total()
     assert total.misses == sum(len(set(iterations[0].ids[:, layer].ravel())) for layer in range(3))
     assert total.link_s == pytest.approx(total.misses * 1.0)
     for part in iterations[1:]:
         engine.forward([("r", part)])
     engine.forward([("r", iterations[0])])  # everything is there
-    before_s, blocked_s = engine.clock.now_s, engine.stats.total().blocked_io_s
+    before_s, blocked_s = engine.clock.now_s, engine.live_stats().total().blocked_io_s
     engine.forward([("r", iterations[1])])
     costs = traces.COSTS
     assert engine.clock.now_s - before_s == pytest.approx(
         costs.forward_s + 3 * costs.dense_s + 3 * 2 * costs.expert_s
     )
-    assert engine.stats.total().blocked_io_s == blocked_s
+    assert engine.live_stats().total().blocked_io_s == blocked_s
     tight = simulated(trace, SplitLayout(10, (4, 0, 10), (2, 0, 1), 2), True, 1e-3)
     for part in iterations:
         tight.forward([("r", part)])
-    assert tight.stats.total().top_hits > 0
+    assert tight.live_stats().total().top_hits > 0
 
 
 def test_bottoms_are_prefetched_where_every_top_is_cached(tmp_path: Path) -> None:
@@ -267,7 +273,7 @@ def test_bottoms_are_prefetched_where_every_top_is_cached(tmp_path: Path) -> Non
     engine = simulated(trace, SplitLayout(10, (4,) * 3, (6,) * 3, 4), True, None)
     for part in next(iter(trace.requests())).iterations:
         engine.forward([("r", part)])
-    assert engine.stats.total().bytes_loaded_prefetch > 0
+    assert engine.live_stats().total().bytes_loaded_prefetch > 0
 
 
 SPLIT = SplitOptions(kind="fixed", theta=0.5)
@@ -289,7 +295,7 @@ def disturb(engine: ExpertEngine, draw: st.DrawFn, call: Call) -> None:
     cache.poll()
     for segment in sorted(residency.held()):
         if chance.random() < 0.25 and residency.state(segment) != State.ABSENT:
-            cache.loads.evict([segment], call.layer)
+            cache.leave([segment], call.layer)
     cache.check_integrity()
     cache.prefetch(call.prefetches)
     cache.check_integrity()

@@ -11,19 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from cache_rigs import CARRIED, EXPERTS, KEYS, LAYERS, NEURONS, RATE, Rig, run_layer
+from cache_rigs import CARRIED, EXPERTS, KEYS, LAYERS, NEURONS, RATE, Rig, begin_layer, end_layer, run_layer
 from fake_gpu import Hazard
 
-from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.cache.loader import DEMAND
+from tiermoe.actors.engine.cache.loader import DEMAND, LoadJob
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
-from tiermoe.actors.engine.stats import LayerStats, Timeline
+from tiermoe.actors.engine.stats import LayerStats
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout
-from tiermoe.actors.policies.plan import Load, LoadOnMiss
-from tiermoe.actors.policies.prefetch import PrefetchGovernor
-from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.pack import PackedShape
@@ -32,7 +29,7 @@ from tiermoe.kernels.pack import PackedShape
 def under_way(rig: Rig, lane: str) -> list[int]:
     """Experts of which something is enqueued and not known to have ended."""
     parts = rig.queue._demand.under_way if lane == "demand" else rig.queue._prefetch.under_way
-    return list(dict.fromkeys(part.copy.job.reservation.key for part in parts))
+    return list(dict.fromkeys(part.copy.job.segment for part in parts))
 
 
 def test_the_host_never_waits_on_a_forwards_way() -> None:
@@ -51,14 +48,12 @@ def test_arrivals_that_are_complete_run_together() -> None:
     """One call of the kernels for those whose copies have ended, not one for each."""
     rig = Rig(4)
     rig.gpu.idle = True
-    plan = LoadOnMiss().plan([0, 1, 2, 3], rig.residency, rig.cache.eviction)
-    rig.cache.begin(0, plan)
-    rig.cache.issue(plan.loads)
-    assert len(rig.cache.await_first(plan.run, 0)) == 1  # none has ended: the compute waits for the first
+    plan = begin_layer(rig.cache, 0, [0, 1, 2, 3])
+    assert rig.cache.next() == (0, 1)  # none has ended: the compute waits for the first
     rig.gpu.finish()
-    assert len(rig.cache.await_first(plan.run[1:], 0)) == 3
+    assert rig.cache.next() == (1, 4)
     assert rig.gpu.synchronized == 0
-    rig.cache.ran(plan.run)
+    end_layer(rig.cache, plan)
     rig.finish()
 
 
@@ -68,7 +63,7 @@ def test_a_layers_misses_are_one_batch() -> None:
     rig.gpu.idle = True
     rig.cache.poll()
     rig.gpu.calls.clear()
-    rig.cache.issue([Load(key, None, 0) for key in range(4)])
+    begin_layer(rig.cache, 0, range(4), arrivals=False)
     assert rig.gpu.calls == {"record": 1 + 1 + 4, "on": 1, "wait_event": 1, "copy": 4 * 2}
     rig.cache.close()
 
@@ -127,12 +122,13 @@ def test_demand_goes_before_what_waits() -> None:
     rig = Rig(8, ahead=1)
     rig.gpu.idle = True
     rig.cache.prefetch([4, 5, 6])
-    rig.cache.issue([Load(0, None, 0)])
-    rig.cache.begin(1, LoadOnMiss().plan([6], rig.residency, rig.cache.eviction))  # needed now: promoted
+    begin_layer(rig.cache, 0, [0])
+    assert under_way(rig, "demand") == [0]
+    assert under_way(rig, "prefetch") == [4]
+    assert [job.segment for job in rig.queue._waiting] == [5, 6]
+    begin_layer(rig.cache, 1, [6])  # needed now: promoted
     assert under_way(rig, "demand") == [0, 6]
     assert under_way(rig, "prefetch") == [4]
-    assert [job.reservation.key for job in rig.queue._waiting] == [5]
-    rig.cache.drop_stale(1, [6])
     assert not rig.queue._waiting
     assert rig.residency.state(5) == State.ABSENT
     assert rig.residency.state(4) == State.LOADING  # enqueued: it arrives
@@ -148,6 +144,7 @@ def test_blocked_time_is_what_the_compute_waited() -> None:
     rig.gpu.finish()
     rig.cache.settle_times()
     stats = rig.stats.layers[1]
+    assert (stats.hits, stats.misses) == (0, 2)
     assert stats.bytes_loaded_demand == 2 * CARRIED
     assert stats.total_io_s == pytest.approx(2 * CARRIED / RATE)
     assert 0 < stats.blocked_io_s <= 2 * CARRIED / RATE * 1.0001
@@ -156,6 +153,7 @@ def test_blocked_time_is_what_the_compute_waited() -> None:
     spans = [event for event in rig.cache.timeline.events() if event["ph"] == "X"]
     assert sorted(event["name"] for event in spans) == ["L1 E0", "L1 E2", "L1 wait", "L1 wait"]
     rig.forward(1, [0, 2])
+    stats = rig.stats.layers[1]
     assert (stats.hits, stats.misses) == (2, 2)
     rig.finish()
 
@@ -192,6 +190,7 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_forward_alone(monkeypatch: pyt
         rig.cache.prefetch([4])
         with pytest.raises(RuntimeFailure, match="MoE layer 0 failed: no such memory"):
             rig.forward(0, [1])
+        assert rig.residency.pins == 0
         rig.cache.abandon()
     rig.cache.poll()
     assert rig.stats.layers[1].failed_prefetches == 1
@@ -208,13 +207,13 @@ def test_after_close_nothing_is_taken() -> None:
     rig = Rig(4, ahead=1)
     rig.gpu.idle = True
     rig.cache.prefetch([4, 5])
-    waiting = rig.cache.loads.under_way[5]
+    (waiting,), enqueued = rig.queue._waiting, rig.queue._prefetch.under_way[0].copy
     rig.cache.close()
     assert waiting.cancelled
     assert waiting.done.is_set()
-    assert rig.cache.loads.under_way[4].done.is_set()  # enqueued: it came to its end
+    assert enqueued.ended  # it came to its end
     with pytest.raises(RuntimeFailure, match="closed"):
-        rig.cache.issue([Load(0, None, 0)])
+        begin_layer(rig.cache, 0, [0], arrivals=False)
     rig.cache.close()
 
 
@@ -223,8 +222,8 @@ def test_the_fake_finds_what_is_in_no_order() -> None:
     rig = Rig(1)
     rig.gpu.idle = True
     rig.forward(0, [0])
-    rig.cache.loads.evict([0], 0)
-    (job,) = rig.cache.loads.new_jobs([rig.residency.reserve(5)], "demand", None)  # no mark of the slot's last use
+    target, source = rig.cache.where.target(5, 0), rig.cache.where.source(5)
+    job = LoadJob(5, 0, target, source, None, 1, "demand", rig.queue.event())  # no mark of the slot's last use
     with pytest.raises(Hazard, match="writes what compute reads"):
         rig.queue.submit([job], DEMAND)
 
@@ -235,7 +234,7 @@ def disturb(rig: Rig, chance: random.Random, cuts: Sequence[SplitLayout] = ()) -
     if what == 0:
         for key in sorted(rig.residency.held()):
             if chance.random() < 0.4 and rig.residency.state(key) != State.ABSENT:
-                cache.loads.evict([key], 0)
+                cache.leave([key], 0)
     elif what == 1:
         cache.prefetch(chance.sample(range(KEYS), 3))
     elif what == 2 and not cuts:
@@ -323,7 +322,6 @@ class MixedRig(Rig):
     """As `Rig`, with two further slots for replicas of half the size, which some experts run on."""
 
     def __init__(self, seed: int, pinned: Sequence[bool]) -> None:
-        super().__init__(3, seed, ahead=(1 / 3, 1)[seed % 2], pinned=pinned)
         generator = torch.Generator().manual_seed(seed)
         kinds = ((torch.uint8, (32,)), (torch.float16, (3,)))  # packed numbers, and scales
         self.replicas = [
@@ -331,26 +329,23 @@ class MixedRig(Rig):
             for _ in range(LAYERS)
         ]
         self.small = ReplicaPool(PackedShape(32, 32, 4, 32), tuple(torch.zeros(2, *dims, dtype=d) for d, dims in kinds))
-        self.residency = Residency(KEYS, 3, CARRIED)
-        self.cache = ExpertCache(
-            self.cache.pool, self.weights, self.device, self.residency, TwoPools(Lru(), KEYS, 1), PrefetchGovernor(0.0),
-            self.stats, Timeline(True), self.queue, low_bit=LowBitPart(self.small, self.replicas, 2, 38),
+        super().__init__(
+            3, seed, ahead=(1 / 3, 1)[seed % 2], pinned=pinned, low_bit=LowBitPart(self.small, self.replicas, 2, 38),
+            eviction=TwoPools(Lru(), KEYS, 1),
         )  # fmt: skip
 
     def mix(self, layer: int, experts: Sequence[int], low: Sequence[int], guesses: Sequence[int]) -> None:
         """One layer of which the experts in `low` run on replicas."""
-        cache, base = self.cache, layer * EXPERTS
-        cache.settle_times()
-        needed = cache.segments([base + e for e in experts], {base + e for e in low})
+        base = layer * EXPERTS
 
         def run(segment: int) -> None:
             if segment < KEYS:
-                self.run(segment, cache.await_expert(segment, layer))
+                self.run(segment)
             else:
-                self.run_replica(segment - KEYS, cache.replica_slot(segment, layer))
+                self.run_replica(segment - KEYS, self.residency.slot(segment) - self.cache.where.whole_slots)
 
-        run_layer(cache, layer, needed, run, guesses)
-        cache.check_integrity()
+        run_layer(self.cache, layer, [base + e for e in experts], run, guesses, [base + e for e in low])
+        self.cache.check_integrity()
 
     def run_replica(self, key: int, slot: int) -> None:
         found, wanted = self.small.slot(slot), self.replicas[key // EXPERTS].expert(key % EXPERTS)
