@@ -3,6 +3,22 @@
 #include <algorithm>
 
 namespace tiermoe::core {
+namespace {
+
+std::int64_t slot_bytes(const Places::Source& source) { return source.widen ? 4 * source.count : source.count; }
+
+}  // namespace
+
+void ThreadLink::place(Places places) {
+    places_ = std::move(places);
+    room_ = 0;
+    for (std::size_t s = 0; s < places_.home_of.size(); ++s) {
+        std::int64_t bytes = 0;
+        for (std::size_t i = 0; i < places_.homes[places_.home_of[s]].size(); ++i)
+            bytes += slot_bytes(places_.sources[s * places_.tensors + i]);
+        room_ = std::max(room_, bytes);
+    }
+}
 
 std::shared_ptr<tiermoe::Copy> ThreadLink::made(const Copy& copy, bool urgent) {
     using Kind = Piece::Kind;
@@ -13,12 +29,10 @@ std::shared_ptr<tiermoe::Copy> ThreadLink::made(const Copy& copy, bool urgent) {
     const std::int64_t at = places_.position[copy.slot];
     std::int64_t up = 0, back = 0;
     if (copy.back) {
-        std::int64_t room = 0;
-        for (std::size_t i = 0; i < home.size(); ++i) room += sources[i].widen ? 4 * sources[i].count : sources[i].count;
-        if (static_cast<std::int64_t>(scratch_.size()) < room) scratch_.resize(static_cast<std::size_t>(room));
+        if (static_cast<std::int64_t>(scratch_.size()) < room_) scratch_.resize(static_cast<std::size_t>(room_));
         char* to = scratch_.data();
         for (std::size_t i = 0; i < home.size(); ++i) {
-            const std::int64_t bytes = sources[i].widen ? 4 * sources[i].count : sources[i].count;
+            const std::int64_t bytes = slot_bytes(sources[i]);
             found->pieces.push_back({to, home[i].base + at * home[i].stride, bytes, Kind::bytes});
             to += bytes;
             back += bytes;

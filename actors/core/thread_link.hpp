@@ -33,7 +33,7 @@ class ThreadLink : public Link {
     ThreadLink(double bytes_per_s, double latency_s) : link_(bytes_per_s, latency_s) {}
 
     // Before the first copy, and whenever none is under way.
-    void place(Places places) { places_ = std::move(places); }
+    void place(Places places);
 
     bool submit(const std::vector<Copy>& copies, bool urgent) override;
     void promote(Ticket ticket) override { link_.promote(copies_.at(ticket)); }
@@ -55,6 +55,7 @@ class ThreadLink : public Link {
     Places places_;
     std::unordered_map<Ticket, std::shared_ptr<tiermoe::Copy>> copies_;
     std::unordered_map<Ticket, double> back_share_;  // of copies with a copy back: its share of the bytes
+    std::int64_t room_ = 0;                          // bytes of the largest segment
     std::vector<char> scratch_;                      // where experts go that are copied back; nobody reads them
 };
 

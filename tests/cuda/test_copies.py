@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_rigs import run_layer
+from cache_rigs import begin_layer, end_layer, run_layer
 
 from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.cache import ExpertCache
@@ -19,7 +19,6 @@ from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.make_device import make_device
-from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import CopySettings, EngineSettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape
@@ -76,15 +75,15 @@ class Looker:
     def __init__(self, cache: ExpertCache, weights: Sequence[LayerWeights], device: torch.device) -> None:
         dtype = cache.pool.gate_up.dtype
         self.cache = cache
+        self.queue = cache._queue.queue if cache._queue is not None else None
         self.wanted = [[t.to(device=device, dtype=dtype) for t in layer.tensors] for layer in weights]
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
 
     def forward(self, layer: int, experts: Sequence[int], guesses: Sequence[int]) -> None:
         cache = self.cache
-        cache.settle_times()
 
         def look(key: int) -> None:
-            slot = cache.pool.slot(cache.await_expert(key, layer))
+            slot = cache.pool.slot(cache.residency.slot(key))
             for found, whole in zip(slot, self.wanted[layer], strict=True):
                 self.wrong += (found != whole[key % EXPERTS]).sum()
 
@@ -125,13 +124,14 @@ def test_kernels_see_the_right_bytes(
         print("a mapped file:", report)
     with looking(device, weights, slots, dtype, ahead_mib=1) as looker:
         cache = looker.cache
-        assert isinstance(cache.loads.queue, StreamQueue)
-        assert place != "pinned" or all(cache.loads.queue._pinned)
+        queue = looker.queue
+        assert isinstance(queue, StreamQueue)
+        assert place != "pinned" or all(queue._pinned)
         looker.drive(0, 60)
         cache.flush()
         cache.check_integrity()
         assert int(looker.wrong) == 0
-        assert cache.stats.total().link_s > 0
+        assert cache.live_stats().total().link_s > 0
 
 
 def test_a_compute_on_another_stream_sees_them_too(device: CudaDevice, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_waiting_is_measured_without_waiting(device: CudaDevice, tmp_path: Path)
         cache.flush()
         torch.cuda.synchronize()
         cache.settle_times()
-        total = cache.stats.total()
+        total = cache.live_stats().total()
         moved = total.bytes_loaded_demand + total.bytes_loaded_prefetch
         assert total.blocked_io_s > 0
         assert total.link_s == pytest.approx(total.total_io_s)
@@ -183,16 +183,11 @@ def test_bandwidth_of_a_layers_misses(
     peak = source.nbytes / min(_seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(5))
     with closing(cache_of(device, [layer], experts, torch.bfloat16, shape)) as cache:
         for _ in range(4):
-            plan = LoadOnMiss().plan(range(experts), cache.residency, cache.eviction)
-            cache.begin(0, plan)
-            cache.issue(plan.loads)
-            for key in plan.run:
-                cache.await_expert(key, 0)
-            cache.ran(plan.run)
+            end_layer(cache, begin_layer(cache, 0, range(experts)))
             cache.flush()
             torch.cuda.synchronize()
         cache.settle_times()
-        stats = cache.stats.total()
+        stats = cache.live_stats().total()
         assert stats.bytes_loaded_demand == 4 * experts * shape.nbytes(2)
         assert stats.link_s > 0
         rate = stats.bytes_loaded_demand / stats.link_s

@@ -10,20 +10,26 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from cache_rigs import EXPERTS, LAYERS, begin_layer, end_layer
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache import device as cpu_device
+from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
-from tiermoe.actors.engine.cache.link_queue import LinkQueue, copy_queue
 from tiermoe.actors.engine.cache.loader import DEMAND, PREFETCH, Loader, LoadJob
+from tiermoe.actors.engine.cache.make_link import make_link
+from tiermoe.actors.engine.cache.places import linkable
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.make_device import make_device
-from tiermoe.actors.policies.residency import Reservation
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
+from tiermoe.actors.policies.eviction import Lru
+from tiermoe.actors.policies.residency import State
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.errors import ConfigError, RuntimeFailure
@@ -78,7 +84,7 @@ def loader(device: HeldDevice) -> Iterator[Loader]:
 
 def job(name: str, prefetch: bool = False) -> LoadJob:
     cause = "prefetch" if prefetch else "demand"
-    return LoadJob(Reservation(0, 0, 1), dst=(), src=name, after=None, layer=0, cause=cause)  # type: ignore
+    return LoadJob(0, 0, dst=(), src=name, after=None, layer=0, cause=cause)  # type: ignore[arg-type]
 
 
 def jobs(names: str, prefetch: bool = False) -> list[LoadJob]:
@@ -216,117 +222,144 @@ def test_after_close(device: HeldDevice) -> None:
     assert loader.pending == 0
 
 
-FLOATS = 5000
-COPY_S = 0.25  # of FLOATS floats on SLOW; long enough that a busy machine asks for the next ones meanwhile
-SLOW = LinkSettings(gbps=4e-9 * FLOATS / COPY_S)
+SMALL = ExpertShape(num_experts=EXPERTS, hidden=8, intermediate=6, gates=2, has_bias=False)
+BYTES = SMALL.nbytes(4)
+COPY_S = 0.15  # on SLOW; long enough that a busy machine asks for the next ones meanwhile
+SLOW = LinkSettings(gbps=1e-9 * BYTES / COPY_S)
+
+
+class Linked:
+    """A cache of float32 slots behind the stand-in's link, and bfloat16 experts."""
+
+    def __init__(self, link: LinkSettings = SLOW, slots: int = LAYERS * EXPERTS, writeback: bool = False) -> None:
+        made = [tuple(torch.randn(s).bfloat16() for s in SMALL.stacked().values()) for _ in range(LAYERS)]
+        self.weights = [LayerWeights(tensors) for tensors in made]
+        self.pool = SlotPool.allocate(SMALL, slots, torch.float32, torch.device("cpu"))
+        for tensor in self.pool.tensors:
+            tensor.zero_()
+        device = CpuDevice(link)
+        found = make_link(device, self.pool, self.weights)
+        assert isinstance(found, _core.ThreadLink)
+        self.cache = ExpertCache(
+            self.pool, self.weights, device, EXPERTS, slots, BYTES, Lru(),
+            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), found, writeback=writeback,
+        )  # fmt: skip
+        self._seen = _core.Watched()
+        self.cache.core.watch(self._seen)
+
+    def copies(self) -> list[tuple[int, float, float, float]]:
+        """Lets all arrive; expert, start, end and seconds of the link of each copy that has, in order of starting."""
+        self.cache.land_all()
+        self.cache.check_integrity()
+        found = [(key, *times) for wait, _, key, _, *times in self._seen.take() if not wait]
+        return sorted(found, key=lambda copy: copy[1])
+
+    def await_idle(self) -> None:
+        """The link has copied all; nobody has looked yet."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while self.cache.loads_in_flight:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+    def order(self) -> list[int]:
+        return [key for key, *_ in self.copies()]
+
+    def holds(self, key: int) -> bool:
+        """Whether its slot has its bytes."""
+        slot = self.pool.slot(self.cache.residency.slot(key))
+        stored = self.weights[key // EXPERTS].expert(key % EXPERTS)
+        return all(torch.equal(have, want.float()) for have, want in zip(slot, stored, strict=True))
 
 
 @pytest.fixture
-def link() -> Iterator[LinkQueue]:
-    link = LinkQueue(SLOW)
-    yield link
-    link.close()
+def linked() -> Iterator[Linked]:
+    made = Linked()
+    yield made
+    made.cache.close()
 
 
-def link_job(link: LinkQueue, value: float = 0.0, dtype: torch.dtype = torch.float32) -> LoadJob:
-    source = torch.full((FLOATS,), value, dtype=dtype)
-    return LoadJob(
-        Reservation(0, 0, 1), (torch.empty(FLOATS),), (source,), None, 0, "demand", done=link.event()
-    )  # fmt: skip
+def test_demand_overtakes_queued_prefetches(linked: Linked) -> None:
+    begin_layer(linked.cache, 0, [3])
+    linked.cache.prefetch([5])
+    begin_layer(linked.cache, 0, [1])
+    assert linked.order() == [3, 1, 5]
 
 
-def started(link_job: LoadJob) -> float:
-    link_job.done.wait()
-    assert link_job.copied is not None
-    return link_job.copied.start_s
+def test_a_promoted_prefetch_goes_before_the_others(linked: Linked) -> None:
+    begin_layer(linked.cache, 0, [3])
+    linked.cache.prefetch([8, 0])
+    begin_layer(linked.cache, 0, [0])
+    assert linked.order() == [3, 0, 8]
 
 
-def in_order(jobs: Sequence[LoadJob]) -> bool:
-    starts = [started(j) for j in jobs]
-    return starts == sorted(starts)
+def test_promoting_what_has_ended_changes_nothing(linked: Linked) -> None:
+    linked.cache.prefetch([4])
+    linked.await_idle()
+    plan = begin_layer(linked.cache, 1, [4], arrivals=False)
+    assert plan.arriving == 1
+    assert linked.cache.loads_in_flight == 0
+    end_layer(linked.cache, plan)
+    assert linked.holds(4)
 
 
-def test_demand_overtakes_queued_prefetches(link: LinkQueue) -> None:
-    running, guess, urgent = link_job(link), link_job(link), link_job(link)
-    link.submit([running], DEMAND)
-    link.submit([guess], PREFETCH)
-    link.submit([urgent], DEMAND)
-    assert in_order([running, urgent, guess])
+def test_copies_follow_each_other_at_the_links_rate(linked: Linked) -> None:
+    begin_layer(linked.cache, 0, [0, 1, 2])
+    copies = linked.copies()
+    for (_, _, end_s, _), (_, start_s, _, _) in pairwise(copies):
+        assert start_s == pytest.approx(end_s)
+    assert [link_s for *_, link_s in copies] == pytest.approx([COPY_S] * 3)
+    assert all(end_s - start_s >= COPY_S - 1e-9 for _, start_s, end_s, _ in copies)
 
 
-def test_a_promoted_prefetch_goes_before_the_others(link: LinkQueue) -> None:
-    running, guess, other = link_job(link), link_job(link), link_job(link)
-    link.submit([running], DEMAND)
-    link.submit([guess, other], PREFETCH)
-    link.promote(other)
-    assert in_order([running, other, guess])
+def test_a_cancelled_copy_writes_nothing(linked: Linked) -> None:
+    linked.cache.prefetch([4])
+    linked.await_idle()
+    begin_layer(linked.cache, 0, [0], arrivals=False)
+    linked.cache.prefetch([8])
+    where = linked.pool.slot(linked.cache.residency.slot(8))
+    linked.cache.drop_stale(2, [])
+    linked.cache.drop_stale(1, [])  # too late: it is there
+    assert [linked.cache.residency.state(key) for key in (4, 8)] == [State.LOADING, State.ABSENT]
+    assert linked.order() == [4, 0]
+    assert linked.holds(4)  # widened, and exactly
+    assert linked.holds(0)
+    assert all(tensor.eq(0.0).all() for tensor in where)
 
 
-def test_promoting_what_has_ended_changes_nothing(link: LinkQueue) -> None:
-    ended = link_job(link)
-    link.submit([ended], PREFETCH)
-    ended.done.wait()
-    link.promote(ended)
-    assert link.pending == 0
-
-
-def test_copies_follow_each_other_at_the_links_rate(link: LinkQueue) -> None:
-    jobs = [link_job(link) for _ in range(3)]
-    link.submit(jobs, DEMAND)
-    starts = [started(j) for j in jobs]
-    for earlier, later in zip(jobs, starts[1:], strict=False):
-        assert earlier.copied is not None
-        assert later == pytest.approx(earlier.copied.end_s)
-    assert [j.copied.link_s for j in jobs if j.copied] == pytest.approx([COPY_S] * 3)
-    assert all(j.copied.end_s - j.copied.start_s >= COPY_S - 1e-9 for j in jobs if j.copied)
-
-
-def test_a_cancelled_copy_writes_nothing(link: LinkQueue) -> None:
-    running, dropped = link_job(link, 1.0), link_job(link, 2.0)
-    dropped.dst[0].zero_()
-    link.submit([running, dropped], DEMAND)
-    assert link.cancel(dropped)
-    assert dropped.done.is_set()
-    assert dropped.copied is None
-    running.done.wait()
-    assert not link.cancel(running)
-    assert running.dst[0].eq(1.0).all()
-    assert dropped.dst[0].eq(0.0).all()
-
-
-def test_bfloat16_is_widened_exactly(link: LinkQueue) -> None:
-    source = torch.randn(FLOATS).to(torch.bfloat16)
-    target = torch.empty(FLOATS)
-    load = LoadJob(Reservation(0, 0, 1), (target,), (source,), None, 0, "demand", done=link.event())
-    link.submit([load], DEMAND)
-    load.done.wait()
-    assert torch.equal(target, source.float())
-
-
-def test_closing_drops_what_is_queued_and_refuses_more() -> None:
-    link = LinkQueue(SLOW)
-    jobs = [link_job(link) for _ in range(20)]
-    link.submit(jobs, PREFETCH)
-    link.close()
-    link.close()
-    assert all(j.done.is_set() for j in jobs)
-    assert jobs[-1].copied is None
-    assert jobs[-1].error is None
-    late = link_job(link)
+def test_closing_drops_what_is_queued_and_refuses_more(linked: Linked) -> None:
+    linked.cache.prefetch(range(8))
+    linked.cache.close()
+    linked.cache.close()
+    assert linked.cache.loads_in_flight == 0
+    with pytest.raises(RuntimeFailure, match="closed during a forward"):
+        linked.cache.land_all()
     with pytest.raises(RuntimeFailure, match="closed"):
-        link.submit([late], DEMAND)
-    assert late.done.is_set()
-    assert late.copied is None
+        begin_layer(linked.cache, 2, [8], arrivals=False)
+    with pytest.raises(RuntimeFailure, match="closed"):
+        linked.cache.prefetch([9])
 
 
 def test_a_latency_is_added_to_each_copy() -> None:
-    link = LinkQueue(LinkSettings(latency_us=3000.0))
-    load = link_job(link)
-    link.submit([load], DEMAND)
-    load.done.wait()
-    link.close()
-    assert load.copied is not None
-    assert load.copied.link_s == pytest.approx(0.003)
+    linked = Linked(LinkSettings(latency_us=3000.0))
+    begin_layer(linked.cache, 0, [0])
+    ((_, _, _, link_s),) = linked.copies()
+    assert link_s == pytest.approx(0.003)
+    linked.cache.close()
+
+
+def test_a_write_back_and_the_load_after_it_are_one_copy_with_one_latency() -> None:
+    """The slot's float32 goes back, the expert's bfloat16 comes: the link's time is shared by these bytes."""
+    linked = Linked(LinkSettings(gbps=BYTES * 1e-6, latency_us=2000.0), slots=1, writeback=True)
+    for layer in range(2):
+        end_layer(linked.cache, begin_layer(linked.cache, layer, [layer * EXPERTS]))
+    first, second = (link_s for *_, link_s in linked.copies())
+    assert (first, second) == pytest.approx((0.003, 0.004))
+    stats = linked.cache.live_stats().layers
+    assert (stats[0].writebacks, stats[1].writebacks) == (0, 1)
+    assert stats[1].bytes_written_back == BYTES
+    assert stats[1].writeback_link_s == pytest.approx(second * 2 / 3)
+    assert 0 < stats[1].writeback_blocked_s < stats[1].blocked_io_s
+    linked.cache.close()
 
 
 def weights(dtype: torch.dtype) -> list[LayerWeights]:
@@ -346,9 +379,9 @@ def weights(dtype: torch.dtype) -> list[LayerWeights]:
 def test_what_it_cannot_convert_is_left_to_torch(stored: torch.dtype, kept: torch.dtype, native: bool) -> None:
     shape = ExpertShape(num_experts=4, intermediate=8, hidden=16, gates=2, has_bias=False)
     pool = SlotPool.allocate(shape, 2, kept, torch.device("cpu"))
-    link = copy_queue(CpuDevice(LinkSettings()), pool, weights(stored))
+    link = make_link(CpuDevice(LinkSettings()), pool, weights(stored))
     link.close()
-    assert isinstance(link, LinkQueue if native else Loader)
+    assert isinstance(link, _core.ThreadLink if native else Loader)
 
 
 def test_promises_are_left_to_the_loader_that_can_wait_for_them() -> None:
@@ -358,7 +391,7 @@ def test_promises_are_left_to_the_loader_that_can_wait_for_them() -> None:
 
     shape = ExpertShape(num_experts=4, intermediate=8, hidden=16, gates=2, has_bias=False)
     pool = SlotPool.allocate(shape, 2, torch.float32, torch.device("cpu"))
-    assert not LinkQueue.supports(pool, [*weights(torch.bfloat16), Remote()])
+    assert not linkable(pool, [*weights(torch.bfloat16), Remote()])
 
 
 class Clock:

@@ -18,7 +18,6 @@ from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.loader import DEMAND, Loader, LoadJob
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cache.sources import RemoteStores, host_weights, open_sources
-from tiermoe.actors.policies.residency import Reservation
 from tiermoe.actors.settings import LinkSettings, StoreSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import DType, ExpertShape, layer_name
@@ -354,7 +353,7 @@ def test_the_loader_takes_promises_and_tensors_in_order(make: Make) -> None:
         wanted = [(0, 1), (2, 0), (1, 2), (0, 0)]
         jobs = [
             LoadJob(
-                Reservation(0, i, 1), dst=pool.slot(i), after=None, layer=layer, cause="demand",
+                0, i, dst=pool.slot(i), after=None, layer=layer, cause="demand",
                 src=mapped.expert(e) if layer == 2 else reader.layer(layer).expert(e),
             )
             for i, (layer, e) in enumerate(wanted)
@@ -367,7 +366,7 @@ def test_the_loader_takes_promises_and_tensors_in_order(make: Make) -> None:
         stores.workers[0].close()
         reader._settings = FAST
         failing = LoadJob(
-            Reservation(0, 4, 1), dst=pool.slot(4), after=None, layer=0, cause="demand", src=reader.layer(0).expert(2)
+            0, 4, dst=pool.slot(4), after=None, layer=0, cause="demand", src=reader.layer(0).expert(2)
         )
         loader.submit([failing], DEMAND)
         assert failing.done.wait(WAIT_S)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.device import CpuDevice
-from tiermoe.actors.engine.cache.link_queue import LinkQueue, copy_queue
 from tiermoe.actors.engine.cache.low_bits import ReplicaWeights
+from tiermoe.actors.engine.cache.make_link import make_link
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cache.sources import Sources
 from tiermoe.actors.engine.cuda import device as cuda_device
@@ -321,13 +322,13 @@ def test_the_queue_follows_the_device_and_what_is_pinned() -> None:
         for one in layers(2)
     ]
     pool = SlotPool.allocate(shape, 2, torch.float32, torch.device("cpu"))
-    link = copy_queue(CpuDevice(LinkSettings()), pool, stores)
-    assert isinstance(link, LinkQueue)
+    link = make_link(CpuDevice(LinkSettings()), pool, stores)
+    assert isinstance(link, _core.ThreadLink)
     link.close()
     gpu, cuda = device()
     gpu.refuse = lambda address, nbytes: len(gpu.registered) == 1
     cuda.pin(stores, CopySettings())
-    queue = copy_queue(cuda, pool, stores, CopySettings(ahead_mib=2))
+    queue = make_link(cuda, pool, stores, CopySettings(ahead_mib=2))
     assert isinstance(queue, StreamQueue)
     assert queue._pinned == (True, False)
     assert queue._ahead_bytes == 2 << 20
