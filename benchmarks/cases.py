@@ -160,7 +160,8 @@ class Core(Options):
     measure = "core.core"
     repeats: Repeats = 5
     preset: tuple[str, ...] = Field(
-        ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict"), description="Preset; repeat it."
+        ("all-resident", "on-demand", "next-gate", "moepic", "fmoe"),
+        description="Preset without rules and peers; repeat it.",
     )
     order: tuple[str, ...] = Field(
         ("lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "importance", "worth"),

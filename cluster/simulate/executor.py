@@ -129,6 +129,9 @@ class SimulatedEngine:
             full experts. None: all loads are full.
         trials: pause prefetch where they say so; None: never.
 
+    Attributes:
+        recorded: runs all layers of a forward in one call; None: they run one by one, as the engine's.
+
     Raises:
         BudgetError: the budget holds no expert, or not one of each kind. ValueError: the split exceeds the budget.
     """
@@ -193,7 +196,7 @@ class SimulatedEngine:
             for i in range(header.layers)
         ]
         self._placer.preload()
-        self._run = None if check else self._make_run(hooks, rerouting is not None or low_bit is not None, neurons)
+        self.recorded = None if check else self._make_run(hooks, rerouting is not None or low_bit is not None, neurons)
 
     def _make_run(self, hooks: Hooks, reroutes: bool, neurons: int) -> RecordedRun | None:
         """What runs all layers of a forward; None: they run one by one, as the engine's (`MoeLayer.forward`)."""
@@ -342,8 +345,8 @@ class SimulatedEngine:
             self._context[name] = self._context.get(name, 0) + len(part.tokens)
         forward = RecordedForward(parts)
         self._backend.begin_forward(forward.tokens, sum(self._context[name] for name, _ in parts))
-        if self._run is not None and not any(layer.observers for layer in self.layers):
-            self._run.forward(forward, self._backend.dense_s)
+        if self.recorded is not None and not any(layer.observers for layer in self.layers):
+            self.recorded.forward(forward, self._backend.dense_s)
             return
         for layer in self.layers:
             layer.forward(forward)

@@ -33,7 +33,7 @@ def replayed(trace: Trace, preset: str, batch: int, one_by_one: bool) -> tuple[S
     costs = {"kernel_share": SHARE, "load_s": 3e-6, "miss_s": 7e-6, "wait_s": 5e-6}
     engine = decision_rig.engine_of(preset, trace, decision_rig.SCRIPTS["slow"], check=False, **costs)
     if one_by_one:
-        engine._run = None
+        engine.recorded = None
     serve(engine, trace.requests(), batch)
     return engine, engine.live_stats().as_dict(), engine.clock.now_s.hex()
 
@@ -42,7 +42,7 @@ def replayed(trace: Trace, preset: str, batch: int, one_by_one: bool) -> tuple[S
 @pytest.mark.parametrize("preset", _presets())
 def test_one_call_is_layer_by_layer(trace: Trace, preset: str, batch: int) -> None:
     fast, counted, clock = replayed(trace, preset, batch, False)
-    assert fast._run is not None
+    assert fast.recorded is not None
     slow, expected, expected_clock = replayed(trace, preset, batch, True)
     assert (counted, clock) == (expected, expected_clock)
     assert fast.cache.residency.states.tolist() == slow.cache.residency.states.tolist()
