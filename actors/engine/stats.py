@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -210,7 +209,7 @@ class EngineStats:
     shard_last_failure: str | None = None
     substitutions: int = 0  # (token, expert) pairs that ran on a substitute
     dropped: int = 0  # pairs that did not run
-    decode_hits: int = 0  # part of all hits and misses: of forwards without rows of a prompt (`PhaseCounter`)
+    decode_hits: int = 0  # part of all hits and misses: of forwards without rows of a prompt
     decode_misses: int = 0
     decode_blocked_io_s: float = 0.0  # of the same forwards
 
@@ -289,38 +288,6 @@ class EngineStats:
 
 def _share(hits: int, misses: int) -> float | None:
     return hits / (hits + misses) if hits + misses else None
-
-
-class PhaseCounter:
-    """Counts hits, misses and waits of decoding: what layers have counted when a forward ends, less what they had.
-
-    `begin` is called on the forward's thread, `settle` from any, between forwards. A reset makes new layers.
-    """
-
-    def __init__(self, stats: EngineStats) -> None:
-        self._stats, self._decode, self._lock = stats, False, threading.Lock()
-        self._first: LayerStats | None = None
-        self._counted = (0, 0, 0.0)
-
-    def begin(self, decode: bool) -> None:
-        """A forward begins. decode: it has no row of a prompt."""
-        self.settle()
-        self._decode = decode
-
-    def settle(self) -> None:
-        """Count the forward before."""
-        stats, layers = self._stats, self._stats.layers
-        with self._lock:
-            now = (
-                sum(layer.hits for layer in layers), sum(layer.misses for layer in layers),
-                sum(layer.blocked_io_s for layer in layers),
-            )  # fmt: skip
-            before = self._counted if layers and layers[0] is self._first else (0, 0, 0.0)
-            if self._decode:
-                stats.decode_hits += now[0] - before[0]
-                stats.decode_misses += now[1] - before[1]
-                stats.decode_blocked_io_s += now[2] - before[2]
-            self._first, self._counted = (layers[0] if layers else None), now
 
 
 TRACKS = {"compute": 1, "wait": 2, "copy": 3, "prefetch": 4, "token": 5, "forward": 6, "matcher": 7}  # and peers
