@@ -55,8 +55,8 @@ class NativeImportance:
         _cpu.importance_saw(self.handle, layer, np.ascontiguousarray(ids, np.int64))
 
     def release(
-        self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating], states: bytearray,
-        evictable: bytearray, free: int, threshold: float, most: int,
+        self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating],
+        states: NDArray[np.uint8], evictable: NDArray[np.uint8], free: int, threshold: float, most: int,
     ) -> list[int]:  # fmt: skip
         ids, logits = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(logits, np.float32)
         return _cpu.importance_release(

@@ -145,9 +145,8 @@ class Prefetching:
 
         At the last layer a policy that wraps is asked itself.
         """
-        policy = self.policy
-        votes = type(policy) is NextGatePrefetch
-        if not (votes or type(policy) is SpeculativePrefetch) or self._shards is not None:
+        policy, votes = self.policy, type(self.policy) is NextGatePrefetch
+        if self._shards is not None or not (type(policy) is NextGatePrefetch or type(policy) is SpeculativePrefetch):
             return None
         always = self.on_predicted is not None or self._loads_bottoms
         number = self._cache.number_of(policy.name)

@@ -103,13 +103,13 @@ class Importance(Protocol):
         ...
 
     def release(
-        self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating], states: bytearray,
-        evictable: bytearray, free: int, threshold: float, most: int,
+        self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating],
+        states: NDArray[np.uint8], evictable: NDArray[np.uint8], free: int, threshold: float, most: int,
     ) -> list[int]:  # fmt: skip
         """`saw` of the layer `seen`, `target` of `layer`, and the evictable residents of least s that free its slots.
 
         Args:
-            states, evictable: as `Residency.arrays` [L*E]. free: slots that are free.
+            states, evictable: as those of `Residency` [L*E]. free: slots that are free.
         """
         ...
 
@@ -143,14 +143,14 @@ class ImportanceState:
         return PreEviction(self._top_k, threshold, most).slots(logits, self.predicted[layer], held)
 
     def release(
-        self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating], states: bytearray,
-        evictable: bytearray, free: int, threshold: float, most: int,
+        self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating],
+        states: NDArray[np.uint8], evictable: NDArray[np.uint8], free: int, threshold: float, most: int,
     ) -> list[int]:  # fmt: skip
         self.saw(seen, ids)
         experts = self.values.shape[1]
-        held = np.frombuffer(states, np.uint8)[layer * experts : (layer + 1) * experts] != 0
+        held = states[layer * experts : (layer + 1) * experts] != 0
         slots = self.target(layer, logits, held, threshold, most)
-        return lowest_evictable(self.lowest, slots - free, evictable.__getitem__)  # type: ignore[arg-type]  # 0 or 1
+        return lowest_evictable(self.lowest, slots - free, evictable.__getitem__)
 
     def lowest(self, count: int) -> list[int]:
         scores = importance(self.values, self.predicted, self.resident, self._alpha)

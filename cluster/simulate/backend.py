@@ -262,9 +262,10 @@ class RecordedRun:
                 found = views[0] = RecordedLayer(layer, forward)
             return found
 
-        def routed(layer: int, experts: list[int], counts: list[int]) -> None:
+        def routed(layer: int, experts: Sequence[int], counts: Sequence[int]) -> None:
+            found = Routing(forward.tokens, forward.top_k, [*experts], [*counts], [], _NOWHERE, _NOWHERE)
             for watcher in hooks.watch:
-                watcher.routed(layer, Routing(forward.tokens, forward.top_k, experts, counts, (), _NOWHERE, _NOWHERE))
+                watcher.routed(layer, found)
 
         def ahead(layer: int) -> None:
             for hook in hooks.ahead:

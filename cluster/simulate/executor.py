@@ -163,8 +163,8 @@ class SimulatedEngine:
         if low_bit is not None:
             packed = replica_bytes(header, low_bit.bits)
             slots, low = mixed_slots(bought, slot_bytes, packed, low_bit.share, keys)
-            nowhere = NoPool(low * packed)
-            replicas = LowBitPart(nowhere, cast(Any, [nowhere] * header.layers), low, packed)
+            nowhere = cast(Any, NoPool(low * packed))
+            replicas = LowBitPart(nowhere, [nowhere] * header.layers, low, packed)
         self.header, self.machine, self.clock = header, machine, _core.Clock()
         self.stats = EngineStats(
             layers=[LayerStats() for _ in range(header.layers)], expert_budget_bytes=bought, slots=slots, experts=keys,

@@ -104,8 +104,8 @@ def test_the_native_state_is_the_reference(
         theirs.predicted[:] = ours.predicted  # so that ties are ties
         for count in (0, 3, 2 * E + 1):
             assert theirs.lowest(count) == ours.lowest(count)
-        states = bytearray(rng.integers(0, 3, layers * E).astype(np.uint8))
-        evictable = bytearray((resident & (rng.random(layers * E) < 0.7)).astype(np.uint8))
+        states = rng.integers(0, 3, layers * E).astype(np.uint8)
+        evictable = (resident & (rng.random(layers * E) < 0.7)).astype(np.uint8)
         step = layer, ids, 1 - layer, np.round(logits), states, evictable, int(rng.integers(0, 3)), tau, most
         mine, native = (state.release(*step) for state in (ours, theirs))
         scores = importance(ours.values, ours.predicted, resident, alpha)  # equal but for the last bits: ties differ
@@ -145,9 +145,9 @@ def test_the_native_state_refuses() -> None:
         state.saw(0, np.zeros((1, K + 1), np.int64))
     with pytest.raises(ValueError, match="no rows, other experts"):
         state.target(0, np.zeros((1, E), np.float32), np.zeros(2 * E, bool), 0.0, 1)
-    one, states = np.zeros((1, K), np.int64), bytearray(2 * E)
+    one, states = np.zeros((1, K), np.int64), np.zeros(2 * E, np.uint8)
     with pytest.raises(ValueError, match="another row"):
-        state.release(0, one, 1, np.zeros((1, E), np.float32), states, bytearray(E), 0, 0.0, 1)
+        state.release(0, one, 1, np.zeros((1, E), np.float32), states, np.zeros(E, np.uint8), 0, 0.0, 1)
     with pytest.raises(ValueError, match=f"no such expert: {E}"):
         NativeBudget().fits(np.array([[0, E]]), np.zeros(E, bool), 1)
     with pytest.raises(ValueError, match="other pairs"):

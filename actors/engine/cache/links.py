@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ....errors import RuntimeFailure, StoreError
-from .loader import DEMAND, PREFETCH, CopyQueue, LoadJob
+from .loader import DEMAND, PREFETCH, Cause, CopyQueue, LoadJob
 
 if TYPE_CHECKING:
     from .device import Device, Tensors
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _UNDER_WAY, _COPIED, _FAILED, _CANCELLED = range(4)  # `core::Ending`
 _DEMAND, _PREFETCH, _MIGRATION, _PRELOAD = range(4)  # `core::Cause`
-CAUSES = ("demand", "prefetch", "migration", "demand")
+CAUSES: tuple[Cause, ...] = ("demand", "prefetch", "migration", "demand")
 
 
 def fail(error: BaseException, layer: int) -> NoReturn:

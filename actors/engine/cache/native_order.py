@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import log
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,9 +216,11 @@ def core_order(
 ) -> tuple[EvictionPolicy, _core.Order]:
     """The order of a policy in its first state, and as the core's. parts: the cache has several slot classes."""
     if isinstance(policy, SplitOrder):
-        return policy, _core.TopsAndBottoms(policy.handle)
+        return policy, _core.TopsAndBottoms(cast(Any, policy.handle))
     native = None if parts else native_order(policy, layers, experts)
-    return (policy, _core.PythonOrder(policy)) if native is None else (native, _core.WholeOrder(native.handle))
+    if native is None:
+        return policy, _core.PythonOrder(policy)
+    return native, _core.WholeOrder(cast(Any, native.handle))
 
 
 def native_order(policy: EvictionPolicy, layers: int, experts: int) -> NativeOrder | None:
