@@ -690,7 +690,14 @@ void Core::count_begin() {
     c.late_prefetches += std::count(late.begin(), late.end(), 1);
 }
 
+void Core::expect_open() const {
+    if (layer_ < 0) throw Broken("no pass is open");
+}
+
 void Core::begin() {
+    expect_open();
+    for (Segment s : plan_.run)
+        if (layer_of(s) != layer_) throw Broken("segment " + std::to_string(s) + " is not of layer " + std::to_string(layer_));
     count_begin();
     for (std::int64_t i = plan_.resident; i < plan_.resident + plan_.arriving; ++i) {
         const auto f = flight(plan_.run[i]);
@@ -701,7 +708,10 @@ void Core::begin() {
     }
 }
 
-void Core::load() { issue(0); }
+void Core::load() {
+    expect_open();
+    issue(0);
+}
 
 void Core::issue(std::int64_t after) {
     Segments loads, leaving;
@@ -730,6 +740,7 @@ void Core::ran(std::int64_t first, std::int64_t stop) {
 }
 
 std::pair<std::int64_t, std::int64_t> Core::next() {
+    expect_open();
     const auto size = static_cast<std::int64_t>(plan_.run.size());
     if (late_ && given_ < done_) {
         ran(given_, done_);
@@ -760,6 +771,7 @@ std::pair<std::int64_t, std::int64_t> Core::next() {
 }
 
 void Core::close(double peer_blocked_s, double peer_link_s) {
+    expect_open();
     LayerCounts& c = of(layer_);
     c.io_path_s += std::max(c.blocked_io_s - blocked_s_, peer_blocked_s);
     c.link_path_s += std::max(c.link_s - link_s_, peer_link_s);

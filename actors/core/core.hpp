@@ -307,6 +307,7 @@ class Core {
     // Throws Broken unless all of these are from `first` to before `stop`.
     void expect(const Segments& given, Segment first, Segment stop) const;
     void expect_layer(std::int64_t layer) const;
+    void expect_open() const;
     bool has(Segment s) const { return layout_.units.empty() || layout_.units[s] > 0; }
     std::int64_t bytes_of(Segment s) const { return layout_.bytes[s]; }
     LayerCounts& of(std::int64_t layer) { return counts_[layer]; }

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tiermoe.actors.core import _core
+from tiermoe.actors.engine.cache.native_order import core_order
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic.split import Segments, SplitLayout, SplitOptions, buffer_for
-from tiermoe.actors.policies.plan import Load, LoadOnMiss, PlanError
-from tiermoe.actors.policies.residency import Residency, ResidencyError
-from tiermoe.actors.policies.slot_classes import TwoPools, split_eviction
+from tiermoe.actors.policies.plan import PlanError
+from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
 from tiermoe.errors import ConfigError
@@ -106,34 +107,48 @@ def test_segments() -> None:
         Segments(SplitLayout(8, (4,), (3,), 1), 2)
 
 
-def divided() -> tuple[Residency, TwoPools]:
-    segments, residency = Segments(CUT, EXPERTS), Residency(KEYS, 4, 8)
-    residency.divide(segments.class_of, segments.slots, segments.slot_neurons)
-    return residency, split_eviction(Lru, 2, EXPERTS)
+def divided(cut: SplitLayout = CUT) -> _core.Core:
+    """A core of these slots, by last use; copies take a second."""
+    segments = Segments(cut, EXPERTS)
+    layout = _core.Layout(
+        2, EXPERTS, 2, segments.class_of, segments.slots, segments.neurons, segments.neurons, split=True
+    )
+    _, order = core_order(split_eviction(Lru, 2, EXPERTS), 2, EXPERTS, parts=True)
+    assert isinstance(order, _core.PythonOrder)
+    order.segments = 2 * KEYS
+    return _core.Core(layout, _core.VirtualLink(_core.Clock(), lambda nbytes: 1.0, 0.0), order, _core.Governor())
 
 
-def hold(residency: Residency, eviction: TwoPools, *segments: int) -> None:
-    for segment in segments:
-        residency.publish(residency.reserve(segment))
-        eviction.admitted(segment)
+def plan(core: _core.Core, *experts: int) -> tuple[Any, ...]:
+    """Of layer 0: what runs, how much of it is there and arrives, and loads of (segment, victim, after)."""
+    needed = core.open(0, list(experts), [1] * len(experts), 1, [])
+    return core.plan(needed, [])
 
 
 def test_slots_are_of_their_class() -> None:
-    residency, eviction = divided()
-    hold(residency, eviction, 6, 0, 1, 3)
-    assert [residency.slot(segment) for segment in (0, 1, 3, 6)] == [0, 1, 2, 3]
-    assert [residency.free_of(i) for i in range(3)] == [0, 0, 1]
-    assert residency.bytes_held == 2 * 2 + 8 + 6
-    with pytest.raises(ResidencyError, match="no free slot"):
-        residency.reserve(2)  # though the buffer has one
-    residency.check_integrity()
-    with pytest.raises(ResidencyError, match="4 of them held"):
-        residency.divide([0] * KEYS, [4], [8])
+    core = divided()
+    core.preload([0, 1, 3])
+    core.leave([7], 0)
+    assert [core.slots[segment] for segment in (0, 1, 3, 6)] == [0, 1, 2, 3]
+    assert [core.free_of(i) for i in range(3)] == [0, 0, 1]
+    assert core.prefetch([2], [0, 1], 1) == 1  # its bottom; no top may go, though the buffer has a slot
+    assert core.state(2) == 0
+    assert core.check() == ""
+    core.divide(_core.Layout(2, EXPERTS, 2, *_sizes(SplitLayout(8, (8, 8), (1, 1), 0))), [0])
+    assert core.under_way == [0]
+    assert [core.free_of(i) for i in range(3)] == [0, 1, 0]
+    assert core.check() == ""
+
+
+def _sizes(cut: SplitLayout) -> tuple[Any, ...]:
+    found = Segments(cut, EXPERTS)
+    return found.class_of, found.slots, found.neurons, found.neurons, True
 
 
 def test_victims_are_of_their_class() -> None:
-    residency, eviction = divided()
-    hold(residency, eviction, 0, 1, 6, 3)
+    eviction = split_eviction(Lru, 2, EXPERTS)
+    for segment in (0, 1, 6, 3):
+        eviction.admitted(segment)
     eviction.used([0, 6, 3])
     assert eviction.of_class(0).victims(9, lambda key: True) == [1, 0]
     assert eviction.of_class(2).victims(9, lambda key: True) == [6]
@@ -149,25 +164,28 @@ def test_ranked_by_layer() -> None:
 
 
 def test_each_class_takes_its_own_turns() -> None:
-    residency, eviction = divided()
-    hold(residency, eviction, 0, 7)
-    plan = LoadOnMiss().plan(Segments(CUT, EXPERTS).of([0, 1, 2]), residency, eviction)
-    assert plan.run == (0, 7, 6, 1, 2, 8)
-    assert plan.loads == (Load(6, None, 0), Load(1, None, 0), Load(2, 0, 1), Load(8, 7, 2))
-    assert (plan.resident, plan.arriving, plan.waves) == (2, 0, 3)
+    core = divided()
+    core.preload([0, 1])
+    core.leave([6, 1], 0)  # of expert 0 the top is there, of expert 1 the bottom
+    run, *counts, loads = plan(core, 0, 1, 2)
+    assert run == [0, 7, 6, 1, 2, 8]
+    assert loads == [(6, -1, 0), (1, -1, 0), (2, 0, 1), (8, 7, 2)]
+    assert counts == [2, 0]
+    core.begin()
+    assert core.counts(0).waves == 3
 
 
 def test_one_slot_of_each_class_serves_a_layer() -> None:
-    segments, residency = Segments(SplitLayout(8, (2, 8), (1, 1), 1), EXPERTS), Residency(KEYS, 2, 8)
-    residency.divide(segments.class_of, segments.slots, segments.slot_neurons)
-    eviction = split_eviction(Lru, 2, EXPERTS)
-    plan = LoadOnMiss().plan(segments.of([2, 0]), residency, eviction)
-    assert plan.run == (2, 8, 0, 6)
-    assert plan.loads == (Load(2, None, 0), Load(8, None, 0), Load(0, 2, 1), Load(6, 8, 2))
-    hold(residency, eviction, 9)
-    residency.pin(9)
+    core = divided(SplitLayout(8, (2, 2), (1, 1), 1))
+    run, *_, loads = plan(core, 2, 0)
+    assert run == [2, 8, 0, 6]
+    assert loads == [(2, -1, 0), (8, -1, 0), (0, 2, 1), (6, 8, 2)]
+    core.preload([4])
+    core.open(1, [4], [1], 1, [])
+    core.plan([10], [])
+    core.begin()  # the one bottom is pinned
     with pytest.raises(PlanError, match="expert 8: the pool has 1"):
-        LoadOnMiss().plan(segments.of([2]), residency, eviction)
+        plan(core, 2)
 
 
 POLICY: dict[str, Any] = {"name": "test", "lossless": True}
