@@ -200,7 +200,7 @@ def test_through_a_gpus_streams(
         plan, cache, waits = worker.plan(), worker.engine.cache, fake_gpu.synchronized
         reference.check(worker, 2, 8)
         stats = worker.stats().total()
-        assert isinstance(cache.loads.queue, StreamQueue)
+        assert isinstance(cache._queue.queue, StreamQueue)
         assert plan["executor"] == "real"
         everything = sum(sum(t.nbytes for t in layer.tensors) for layer in worker._sources.mapped)
         assert plan["pinned_bytes"] + plan["staged_bytes"] == everything
@@ -245,7 +245,7 @@ def press(worker: Any, seed: int, share: float) -> None:
         def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             cache.poll()
             for key in [k for k in residency.held() if rng.random() < share]:
-                cache.loads.evict([key], index)
+                cache.leave([key], index)
             cache.prefetch(rng.sample(range(residency.keys), 4))
             return forward(hidden, ids, weights)
 
