@@ -150,13 +150,15 @@ struct SourceCounts {
     std::int64_t queued, hits, late, wasted, cancelled;
 };
 
-// Pauses prefetch while too little of it is used (`policies.prefetch.PrefetchGovernor`).
+// Pauses prefetch while too little of it is used. A window of `window` outcomes, used prefetches and wasted ones (evicted
+// or cancelled unused), of which a share below `min_useful` was used, pauses it for `rest` layers; then a new window begins.
+// min_useful 0 never pauses.
 struct Governor {
     double min_useful = 0.0;
     std::int64_t window = 128, rest = 512;
     std::int64_t used = 0, wasted = 0, resting = 0;  // prefetches of the window; layers left to rest
 
-    bool allows();
+    bool allows();  // whether a layer may prefetch; asked once a layer, which counts the pause down
     void pause(std::int64_t layers) { resting = resting > layers + 1 ? resting : layers + 1; }
 };
 

@@ -16,7 +16,6 @@ Here: the protocol, the governor, and the policies that belong to no single pape
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -349,64 +348,6 @@ def most_probable(scores: NDArray[np.floating], count: int) -> list[int]:
     """At most `count` experts of positive score [E], highest first, ties by number."""
     order = (-scores).argsort(kind="stable")[:count]
     return [int(e) for e in order if scores[e] > 0]
-
-
-class PrefetchGovernor:
-    """Pauses prefetching while too few prefetched experts are used.
-
-    State: counts of used and of wasted (evicted or cancelled unused) prefetches in the current window. A window of
-    `window` outcomes with a used share below `min_useful` pauses prefetch for `rest` layers; then a new window begins.
-    O(1) per call.
-
-    Args:
-        min_useful: share in [0, 1]; 0 never pauses.
-        window: outcomes per judgement.
-        rest: layers without prefetch after a bad window.
-
-    Attributes:
-        words: used and wasted prefetches of the window, layers left to rest; native code changes them, too.
-    """
-
-    def __init__(self, min_useful: float, window: int = 128, rest: int = 512) -> None:
-        self.min_useful, self.window, self.rest = min_useful, window, rest
-        self.words = array("q", [0, 0, 0])
-
-    def used(self, count: int = 1) -> None:
-        self.words[0] += count
-
-    def wasted(self, count: int = 1) -> None:
-        self.words[1] += count
-
-    @property
-    def always(self) -> bool:
-        """Whether it never pauses."""
-        return self.min_useful <= 0
-
-    @property
-    def resting(self) -> bool:
-        return self.words[2] > 0
-
-    def pause(self, layers: int) -> None:
-        """No prefetch in the next `layers` layers."""
-        self.words[2] = max(self.words[2], layers + 1)
-
-    def allows(self) -> bool:
-        """Whether this layer may prefetch; called once per layer, which also counts the pause down."""
-        words = self.words
-        if words[2]:
-            words[2] -= 1
-            if words[2]:
-                return False
-            words[0] = words[1] = 0  # what was prefetched before the rest is judged already
-            return True
-        outcomes = words[0] + words[1]
-        if outcomes >= self.window:
-            bad = words[0] < self.min_useful * outcomes
-            words[0] = words[1] = 0
-            if bad:
-                words[2] = self.rest
-                return False
-        return True
 
 
 class LayeredPrefetch(PrefetchPolicy):
