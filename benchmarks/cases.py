@@ -128,7 +128,7 @@ class Scale(Options):
 class Predict(Options):
     """Predicted against measured tokens per second: presets x budgets x the model and a random one of another shape."""
 
-    measure = "predict.predict"
+    measure = "validation.predict"
     model: Model = None
     repeats: Repeats = 5
     preset: tuple[str, ...] = Field(
@@ -143,7 +143,7 @@ class Predict(Options):
 class Simulate(Options):
     """Layer steps a second of the simulator on one core, by preset."""
 
-    measure = "simulate.simulate"
+    measure = "validation.simulate"
     repeats: Repeats = 5
     preset: tuple[str, ...] = Field(
         ("on-demand", "cache-only", "next-gate", "mixtral-offloading", "moe-infinity", "moepic", "fmoe"),
@@ -157,7 +157,7 @@ class Simulate(Options):
 class Validation(Options):
     """The simulator against this machine: TPOT and hit rate of presets x budgets x links on the same prompts."""
 
-    measure = "simulate.validation"
+    measure = "validation.validation"
     model: Model = None
     repeats: Repeats = 5
     preset: tuple[str, ...] = Field(
@@ -184,7 +184,9 @@ class Auto(Options):
     layers: int = Field(0, ge=0, description="Layers of each shape; default: 0, all of them.")
     variant_cells: int = Field(36, ge=0, description="Cells of the ablation and of wrong costs.")
     jobs: int = Field(2, ge=1, description="Processes.")
-    journal: Path | None = Field(None, description="File of finished parts: the same command resumes; default: none.")
+    journal: Path | None = Field(
+        None, description="Finished parts are in NAME.partial.json beside it: the same command resumes; default: none."
+    )
     quick: bool = Field(False, description="Cells of one shape at batch 1, on few layers and tokens.")
 
 

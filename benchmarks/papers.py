@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +20,8 @@ from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import budget_bytes
 from tiermoe.cluster.config import parse_budget
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Section, load_experiment, require_each_once
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report, metric, section_of
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, metric, section_of
+from tiermoe.cluster.jobs.bench.nodes import over_processes
 from tiermoe.cluster.jobs.bench.run import Study, run_experiment
 from tiermoe.cluster.jobs.bench.serving import Recorded, read_split
 from tiermoe.cluster.jobs.bench.synthetic_settings import Comparison, Simulation, Traces
@@ -337,17 +337,11 @@ def run_papers(
     require_each_once("only", names)
     for name in names:
         load_paper(name)  # all are refused before the first runs
-    if jobs == 1 or len(names) == 1:
-        found = [run_paper(name, quick, folder, progress) for name in names]
-    else:
-        task = None if progress is None else progress.add_task("papers", total=len(names))
-        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-            running = [pool.submit(run_paper, name, quick, folder) for name in names]
-            for done in as_completed(running):
-                done.result()
-                if progress is not None and task is not None:
-                    progress.advance(task)
-        found = [one.result() for one in running]
+    advance, reports = advancing(progress, "papers", len(names)), dict[int, Report]()
+    for number, report in over_processes(partial(run_paper, quick=quick, folder=folder), names, jobs):
+        reports[number] = report
+        advance()
+    found = [reports[number] for number in range(len(names))]
     rows = [{"paper": n} | line for n, one in zip(names, found, strict=True) for line in one.figures["comparisons"]]
     shown = ("paper", "title", "of_key", "published", "ours", "ratio", "direction", "within")
     return Report("papers", "simulated", rows, [bar for one in found for bar in one.bars], {"quick": quick}, shown)

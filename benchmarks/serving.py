@@ -6,7 +6,6 @@ All cases of a benchmark answer the same prompts, and must give the same tokens.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -17,7 +16,17 @@ from rich.progress import Progress
 from tiermoe.actors.settings import check_combination
 from tiermoe.cluster.config import RunConfig, engine_settings, parse_budget
 from tiermoe.cluster.host import usable_cores
-from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from tiermoe.cluster.jobs.bench.metrics import (
+    Bar,
+    Case,
+    Measures,
+    Report,
+    Spread,
+    interleaved,
+    median_ratio,
+    ratio,
+    rows_of,
+)
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, long_prompts, run_config, serve, start_worker
 from tiermoe.errors import BudgetError, RuntimeFailure
 
@@ -142,8 +151,7 @@ def ttft(options: Ttft, progress: Progress | None) -> Report:
         report = Report("ttft", workers[RESIDENT].stats().executor, settings=options.settings(latency_us=LATENCY_US))
         found = interleaved([case(*item) for item in workers.items()], options.repeats, 1, progress)
     report.rows = rows_of(found)
-    pairs = zip(found[options.policy[0]]["ttft_s"].values, found[RESIDENT]["ttft_s"].values, strict=True)
-    value = statistics.median(ratio(loading, resident) for loading, resident in pairs)
+    value = median_ratio(found[options.policy[0]]["ttft_s"], found[RESIDENT]["ttft_s"])
     what = f"TTFT of {options.prompt_tokens} tokens, {options.policy[0]} at {options.budget} over all-resident"
     report.bars = [Bar(what, value, "<=", TTFT_BAR)]
     return report
@@ -313,6 +321,4 @@ def _per_gpu(spreads: Mapping[str, Spread], measure: str) -> list[float]:
 
 def _gain(found: Found, variant: Variant, measure: str) -> float:
     """One GPU's over this case's, the median of the rounds' ratios, or NaN."""
-    pairs = zip(found[VARIANTS[0].name][measure].values, found[variant.name][measure].values, strict=True)
-    ratios = [ratio(one, this) for one, this in pairs]
-    return math.nan if any(map(math.isnan, ratios)) else statistics.median(ratios)
+    return median_ratio(found[VARIANTS[0].name][measure], found[variant.name][measure])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from rich.progress import Progress
 
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
-from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, interleaved, median_ratio, rows_of
 from tiermoe.cluster.jobs.bench.serving import long_prompts, run_config, serve, start_worker
 from tiermoe.errors import RuntimeFailure
 
@@ -65,9 +64,11 @@ def turns(options: Turns, progress: Progress | None) -> Report:
         found |= interleaved(cases, options.repeats, 1, progress, "gaps")
     report.rows = rows_of(found)
     first = f"chunks of {options.chunk[0]}"
+    second = median_ratio(found[SHARE]["ttft_s"], found[SHARE]["first_ttft_s"])
+    gap = median_ratio(found[first]["gap_ms"], found[WHOLE]["gap_ms"])
     report.bars = [
-        Bar("TTFT of the second turn over the first", _paired(found[SHARE], "ttft_s", "first_ttft_s"), "<", 1 / 3),
-        Bar(f"longest gap, {first} over {WHOLE}", _paired(found[first], "gap_ms", "gap_ms", found[WHOLE]), "<=", 0.5),
+        Bar("TTFT of the second turn over the first", second, "<", 1 / 3),
+        Bar(f"longest gap, {first} over {WHOLE}", gap, "<=", 0.5),
     ]
     return report
 
@@ -133,9 +134,3 @@ class _Reader(threading.Thread):
             raise RuntimeFailure(what, "give a shorter --prompt-tokens")
         pairs = zip(self._came_s, self._came_s[1:], strict=False)
         return max(later - earlier for earlier, later in pairs if later > begin_s and earlier < end_s)
-
-
-def _paired(found: dict[str, Spread], measure: str, base: str, of: dict[str, Spread] | None = None) -> float:
-    """The median of the rounds' ratios of two measures, the second one of another case if it is given."""
-    pairs = zip(found[measure].values, (found if of is None else of)[base].values, strict=True)
-    return statistics.median(ratio(value, against) for value, against in pairs)

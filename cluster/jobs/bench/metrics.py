@@ -110,16 +110,23 @@ def interleaved(
         By case, by measure: median and spread over the counted rounds.
     """
     collected: dict[str, dict[str, list[float]]] = {case.name: {} for case in cases}
-    task = progress.add_task(label, total=(warmup + repeats) * len(cases)) if progress is not None else None
+    advance = advancing(progress, label, (warmup + repeats) * len(cases))
     for round_number in range(warmup + repeats):
         for case in cases:
             measures = case.run()
             if round_number >= warmup:
                 for name, value in measures.items():
                     collected[case.name].setdefault(name, []).append(value)
-            if progress is not None and task is not None:
-                progress.advance(task)
+            advance()
     return {case: {name: Spread.of(v) for name, v in by_name.items()} for case, by_name in collected.items()}
+
+
+def advancing(progress: Progress | None, what: str, total: int) -> Callable[[], None]:
+    """Show a progress bar; call the result after each of so many steps."""
+    if progress is None:
+        return lambda: None
+    task = progress.add_task(what, total=total)
+    return lambda: progress.advance(task)
 
 
 def rows_of(results: Mapping[str, Mapping[str, Spread]], **common: Any) -> list[dict[str, Any]]:
@@ -134,6 +141,12 @@ def rows_of(results: Mapping[str, Mapping[str, Spread]], **common: Any) -> list[
 def ratio(value: float, base: float) -> float:
     """value / base; NaN where the base is zero, so that an empty measurement fails its bar."""
     return value / base if base else math.nan
+
+
+def median_ratio(of: Spread, base: Spread) -> float:
+    """Median of the rounds' ratios; NaN where one of them has a base of zero."""
+    ratios = [ratio(value, other) for value, other in zip(of.values, base.values, strict=True)]
+    return math.nan if any(map(math.isnan, ratios)) else statistics.median(ratios)
 
 
 def markdown(head: Sequence[Any], body: Iterable[Sequence[Any]]) -> list[str]:

@@ -41,7 +41,7 @@ from ...topology.inputs import facts_of_store, local_ray, this_machine
 from ..evaluate.text import load_heldout
 from ..prepare import ensure_prepared, ensure_replicas
 from ..prepare.needs import add_missing, check_artifacts, make_missing
-from .metrics import Measures
+from .metrics import Measures, advancing
 
 Prompt = tuple[int, ...]
 _CALIBRATION_TEXT = "calibration"  # folder of a checkpoint: text that is neither trained nor measured on
@@ -428,15 +428,14 @@ def calibrate(base: RunConfig, prompts: Sequence[Prompt], max_tokens: int, progr
     from ....actors.engine.model.profile import KERNEL_PARTS, host_passes
 
     prompts = _CALIBRATION_RUNS * list(prompts[:_CALIBRATION_RUNS])
-    task = None if progress is None else progress.add_task("computing without waits", total=len(prompts))
+    advance = advancing(progress, "computing without waits", len(prompts))
     config = base.model_copy(update={"policy": "all-resident", "budget": "1.0", "link": LinkSettings()})
     with closing(start_worker(config)) as worker:
         serve(worker.submit, prompts[:1], max_tokens)
         taken = []
         for prompt in prompts:
             taken.append(serve(worker.submit, [prompt], max_tokens)[0]["tpot_s"])
-            if progress is not None and task is not None:
-                progress.advance(task)
+            advance()
         with host_passes(worker.engine, KERNEL_PARTS) as passes:
             serve(worker.submit, prompts[:1], max_tokens)
         engine = worker.engine
