@@ -160,6 +160,19 @@ def fill_tables(page: str, lines_of: Callable[[str], Sequence[str]]) -> str:
     return _BLOCK.sub(lambda m: f"{m[1]}\n" + "\n".join(lines_of(m["name"])) + f"\n\n{m[3]}", page)
 
 
+def fill_page(page: Path, lines_of: Callable[[str], Sequence[str]], blank: str = "") -> None:
+    """Fill the blocks of a page, whose words stay; where there is no page, those of `blank`.
+
+    Raises:
+        ConfigError: it cannot be read or written.
+    """
+    try:
+        before = page.read_text(encoding="utf-8") if page.exists() else blank
+        page.write_text(fill_tables(before, lines_of), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{page}' cannot be written: {reason(error)}", "give another folder") from error
+
+
 def rounded(value: Any) -> Any:
     """Plain values with floats of six digits, which keeps result files small."""
     if isinstance(value, Mapping):
@@ -271,20 +284,13 @@ def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def fill_report_page(page: Path, report: Report) -> None:
-    """Fill the blocks `rows`, `bars` and `printed` of a page, if there is one.
-
-    Raises:
-        ConfigError: the page cannot be written.
-    """
+    """Fill the blocks `rows`, `bars` and `printed` of a page, if there is one; raises as `fill_page`."""
     if not page.exists():
         return
     bars = ((bar.name, f"{bar.value:.3g}", f"{bar.op} {bar.limit:g}", "yes" if bar.ok else "no") for bar in report.bars)
     blocks = {"rows": markdown(*table_of(report)), "bars": markdown(("bar", "value", "limit", "holds"), bars)}
     blocks["printed"] = report.printed
-    try:
-        page.write_text(fill_tables(page.read_text(encoding="utf-8"), lambda name: blocks[name]), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{page}' cannot be written: {reason(error)}", "give another folder") from error
+    fill_page(page, blocks.__getitem__)
 
 
 def print_report(report: Report, console: Console) -> None:
