@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     pass
 
 
+Budget = Annotated[str, Field(description="Device memory for experts.")]
+Gbps = Annotated[float, Field(ge=0.001, description="Emulated link, 1e9 bytes per second.")]
+Batches = Annotated[tuple[Annotated[int, Ge(1)], ...], Field(description="Prompts in flight together; repeat it.")]
+Tokens = Annotated[int, Field(ge=2, description="Tokens generated after each prompt.")]
+
+
 class Against(StrEnum):
     """What `overhead` compares with."""
 
@@ -54,9 +60,9 @@ class Host(Options):
         ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict", "buddymoe"),
         description="Policy; repeat it.",
     )
-    batch: tuple[Annotated[int, Ge(1)], ...] = Field((1, 8), description="Prompts in flight together; repeat it.")
+    batch: Batches = (1, 8)
     budget: str = Field("0.25", description="Device memory for experts, of presets that load them.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    link_gbps: Gbps = 16.0
     ray: bool = Field(True, description="Also what a request through Ray costs.")
     config: Config = None
 
@@ -68,8 +74,8 @@ class Prefetch(Options):
     own_keys = ("policy", "budget", "link")
     model: Model = None
     repeats: Repeats = 5
-    budget: str = Field("0.25", description="Device memory for experts.")
-    link_gbps: float = Field(2.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    budget: Budget = "0.25"
+    link_gbps: Gbps = 2.0
     config: Config = None
 
 
@@ -84,15 +90,15 @@ class Ttft(Options):
         ("next-gate", "on-demand"), description="Policies beside all-resident; the bar judges the first; repeat it."
     )
     prompt_tokens: int = Field(512, ge=1, description="Tokens of each prompt.")
-    budget: str = Field("0.25", description="Device memory for experts.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    budget: Budget = "0.25"
+    link_gbps: Gbps = 16.0
     config: Config = None
 
 
 class Turns(Options):
     """A conversation's second turn with the prefix cache, and the gap that a long prompt makes in running streams."""
 
-    measure = "turns.turns"
+    measure = "serving.turns"
     own_keys = ("policy", "budget", "link", "kv")
     model: Model = None
     repeats: Repeats = 5
@@ -102,8 +108,8 @@ class Turns(Options):
     chunk: tuple[Annotated[int, Ge(1)], ...] = Field(
         (256, 512, 128, 64), description="kv.prefill_chunk; the bar judges the first; repeat it."
     )
-    budget: str = Field("0.25", description="Device memory for experts.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    budget: Budget = "0.25"
+    link_gbps: Gbps = 16.0
     config: Config = None
 
 
@@ -117,9 +123,7 @@ class Scale(Options):
     policy: str = Field("on-demand", description="Of all GPUs.")
     budget: str = Field("0.125", description="Device memory for experts of one GPU, a share of all.")
     link_gbps: float = Field(2.0, ge=0.001, description="Emulated link of each GPU, 1e9 bytes/s.")
-    batch: tuple[Annotated[int, Ge(1)], ...] = Field(
-        (1, 4, 8, 16), description="Prompts in flight together; repeat it."
-    )
+    batch: Batches = (1, 4, 8, 16)
     prompts: int = Field(20, ge=1, description="Held-out prompts for each batch size, at least.")
     ownership: Ownership = Field("layer-expert", description="Rule by which experts belong to GPUs.")
     config: Config = None
@@ -136,8 +140,8 @@ class Predict(Options):
         description="Preset, compared at each budget; repeat it.",
     )
     budget: tuple[str, ...] = Field(("0.25", "0.5", "0.75"), description="Device memory for experts; repeat it.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
-    max_tokens: int = Field(48, ge=2, description="Tokens generated after each prompt.")
+    link_gbps: Gbps = 16.0
+    max_tokens: Tokens = 48
 
 
 class Simulate(Options):
@@ -171,7 +175,7 @@ class Validation(Options):
     link_gbps: tuple[Annotated[float, Ge(0.001)], ...] = Field(
         (2.0, 16.0), description="Emulated link, 1e9 bytes per second; repeat it."
     )
-    max_tokens: int = Field(48, ge=2, description="Tokens generated after each prompt.")
+    max_tokens: Tokens = 48
     quick: bool = Field(False, description="Three presets at the first budget and link.")
 
 
