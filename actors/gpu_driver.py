@@ -37,7 +37,7 @@ def has_gpu(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def hidden(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES names no GPU. CUDA takes the names before the first that is none."""
+    """Whether CUDA_VISIBLE_DEVICES names no GPU. CUDA takes the names before the first invalid one."""
     given = environ.get("CUDA_VISIBLE_DEVICES")
     return given is not None and given.split(",")[0].strip() in ("", "-1", "NoDevFiles")
 
@@ -134,7 +134,7 @@ def absent() -> ConfigError:
 
 
 def driver_version() -> str | None:
-    """Of the kernel's module; where it tells none (WSL), nvidia-smi's; None: neither does."""
+    """The version of the kernel's module, else (WSL) that of nvidia-smi; None: neither reports one."""
     try:
         text = (ROOT / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:

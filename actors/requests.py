@@ -45,7 +45,7 @@ class SamplingParams:
 class GenerationRequest:
     """One prompt as token ids.
 
-    generated: tokens that an earlier lead made of this request before it died. The request goes on behind them: they
+    generated: tokens that an earlier lead made of this request before it died. The request continues after them: they
     count as generated (in `max_tokens`, `min_tokens` and the draws of a seed) and are not sent again.
     read_prefix_cache: False: every token of the prompt runs, whatever the KV cache holds of earlier requests.
     """

@@ -2,7 +2,7 @@
 
     directory -> stores, shards, NDP workers -> matcher -> the lead with its node's store -> all ready -> lead.start
 
-The actor classes are plain classes. Ray makes them anew where they die, and they register again; the lead also has to
+The actor classes are plain classes. Ray restarts them if they die, and they register again; the lead also has to
 be started (`supervision.py`). What Ray passes to a constructor again may not hold references, so workers get links
 (names in the directory), not handles.
 """
@@ -244,7 +244,7 @@ class ActorGroup:
         return handle
 
     def _show_stage(self) -> None:
-        """The part of the lead's start that goes on, as a step."""
+        """Show the current part of the lead's start as a step."""
         with contextlib.suppress(RuntimeFailure):  # busy, or of another class
             if self._worker_class is None:
                 self._step(str(self.lead.ask("health", deadline_s=_STEP_S)["state"]))

@@ -291,7 +291,7 @@ class Attachment:
         Raises:
             RuntimeFailure: some are not dead after 20 s.
         """
-        # first: their state tells the process that started the deployment that this is no accident
+        # first: their state tells the process that started the deployment that the end is intended
         for owner, name in _groups():
             if family(owner) == deployment:
                 with contextlib.suppress(ValueError):  # it is removed already

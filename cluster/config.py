@@ -165,7 +165,7 @@ class RaySettings(Settings):
 
 
 class RunConfig(EngineOptions):
-    """Everything of a run besides the prompt and its sampling."""
+    """Everything of a run except the prompt and its sampling."""
 
     model: str | None = Field(
         default=None,

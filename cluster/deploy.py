@@ -48,8 +48,8 @@ _CALL_DEADLINE_S = 30.0
 
 
 def say(line: str) -> None:
-    """A line for people, on standard error. What says it goes on where the line cannot be written: the disk of the file
-    that it goes to is full, or nobody reads it any more.
+    """A line for people, on standard error. The caller continues if the line cannot be written: the disk of the file
+    is full, or the reader has ended.
     """
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ class Deployment:
         notify: called with a line about what the start waits for, and about nodes that join.
         on_ray: called once there is a Ray and before anything is placed on it.
         step: called with each step of the start.
-        lost: called from a thread with the reason when Ray itself has ended or hangs; None: nobody looks.
+        lost: called from a thread with the reason when Ray itself has ended or hangs; None: no watch.
 
     Attributes:
         id: what the names of its actors begin with.
@@ -183,7 +183,7 @@ class Deployment:
     def watch(self) -> bool:
         """Whether the deployment still runs; False: it was ended in order (`Attachment.end`).
 
-        A lead that died or hangs is started again, while others go on: call this about once a second. A lead that
+        Restarts a lead that died or hangs, while others continue: call this about once a second. A lead that
         fails for good is said, and tried again after a minute, while another one serves.
 
         Raises:
@@ -271,7 +271,7 @@ class Deployment:
                 self._scratch.close()
 
     def abandon(self) -> bool:
-        """End a local Ray by force, without asking it; False: there is none. For the end of a process only."""
+        """Kill a local Ray; False: there is none. Only for the end of a process."""
         if self._scratch is None:
             return False
         self._scratch.close()

@@ -138,7 +138,7 @@ class _Utf8:
 
     def feed(self, piece: Piece) -> Iterable[Piece]:
         data, begun, start = self.bytes_of(piece.text), self.held, 0
-        if begun and data:  # a first byte that does not go on makes what was begun U+FFFD, and begins behind it
+        if begun and data:  # a first byte that does not continue the character makes it U+FFFD, and begins the next
             text, taken = codecs.utf_8_decode(begun + data[:1], "replace", False)
             start = int(taken == len(begun) or len(text) == 2)
         text, taken = codecs.utf_8_decode(begun + data, "replace", False)

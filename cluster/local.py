@@ -25,7 +25,7 @@ class LocalWorker(GpuWorker):
 
     Attributes:
         store: the folder.
-        ndp_processes: those of the NDP workers; none where the policy uses none.
+        ndp_processes: those of the NDP workers; empty if the policy uses none.
         shard_processes: those of the shards 1..G-1.
         matcher_process: that of the matcher; None where the policy uses none.
     """

@@ -319,7 +319,7 @@ def without_ray_notices() -> Iterator[None]:
 def as_failure(
     error: Exception, doing: str, deadline_s: float | None = None, setting: str | None = None
 ) -> TierMoeError:
-    """What the user sees of an exception that came out of Ray.
+    """An exception of Ray, as the user sees it.
 
     Args:
         error: what Ray raised.

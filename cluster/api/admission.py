@@ -74,10 +74,10 @@ class Admission:
             tokens: of each choice's prompt.
 
         Raises:
-            ApiError: 429, they do not fit; 503, the other replicas cannot be told of them. None is admitted.
+            ApiError: 429, they do not fit; 503, the other replicas cannot be notified. None is admitted.
         """
         share = self._shares.setdefault(key.name, _Share())
-        self._admitted += len(tokens)  # and told before it is checked: no two replicas take the same last place
+        self._admitted += len(tokens)  # published before the check: no two replicas take the same last place
         share.admitted += len(tokens)
         try:
             if not self._notify():

@@ -33,7 +33,7 @@ from .shared import share_counters
 from .templates import load_chat_template
 from .tracing import Tracer, make_exporter
 
-_LAST_S = 3  # for what has been told that the server ends
+_LAST_S = 3  # for clients that were told that the server ends
 
 
 class Edge:
@@ -90,7 +90,7 @@ class Edge:
             self._loop.call_soon_threadsafe(self._backend.end, failure)
             self._thread.join(2 * _LAST_S)
         for sink in self._sinks:
-            closing = threading.Thread(target=sink.close, daemon=True)  # nobody may read what it writes
+            closing = threading.Thread(target=sink.close, daemon=True)  # its output may have no reader
             closing.start()
             closing.join(_LAST_S)
 
@@ -103,7 +103,7 @@ class Edge:
             if ready.done():
                 with contextlib.suppress(OSError):  # Ray's log is on a full disk
                     traceback.print_exc()
-                os._exit(1)  # Ray makes this process anew
+                os._exit(1)  # Ray restarts this process
             ready.set_exception(error)
 
     async def _serve(self, ready: Future[None]) -> None:

@@ -86,7 +86,7 @@ def fingerprint(authorization: bytes) -> str | None:
 
 
 def _named(file: Path) -> frozenset[bytes] | None:
-    """The first words of a file's lines, whoever else may read it; None: it is not there, not ours, or unreadable."""
+    """The first words of a file's lines, whatever its mode; None: it is missing, another user's, or unreadable."""
     try:
         with os.fdopen(open_own(file, os.O_RDONLY), "rb") as opened:
             lines = opened.read(MAX_BYTES).splitlines()

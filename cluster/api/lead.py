@@ -52,7 +52,7 @@ class LeadState:
     damaged: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """For `/health`: no more than whoever may reach it may know."""
+        """For `/health`: only what an unauthenticated client may know."""
         age_s = None if self.age_s is None else round(self.age_s, 1)
         return {"state": "serving" if self.serves and self.age_s is not None else "not serving", "age_s": age_s}
 
@@ -135,7 +135,7 @@ class LeadClient:
         return LeadState(self.serves, age_s, self._health, self._load, self._problem, self.damage is not None)
 
     async def generate(self, request: GenerationRequest, deadline_s: float) -> AsyncGenerator[TokenEvent]:
-        """The events of a request while the lead's process lives and answers; those that came together as one.
+        """The events of a request while the lead's process lives and answers; those that arrived together as one.
 
         Args:
             deadline_s: on the event loop's clock.
@@ -252,7 +252,7 @@ class LeadClient:
             try:
                 take = self._handle.take.options(concurrency_group=EVENTS)
                 life, events = await take.remote(self._client, _TAKE_S)
-            except Exception as error:  # which events are lost is not known, and nobody may wait for them
+            except Exception as error:  # it is unknown which events are lost, and no caller may wait for them
                 if not isinstance(error, ray.exceptions.RayActorError):
                     error = NotServing(f"the lead's answer was lost ({error})", "send the request again")
                 for inbox in self._inboxes.values():

@@ -86,6 +86,6 @@ def nearest(name: str, own: Iterable[str]) -> str | None:
 
 
 def warning(ignored: Iterable[str]) -> dict[str, str]:
-    """The response's headers that tell a client what was ignored."""
+    """The response headers that name what was ignored."""
     names = ", ".join(ignored)
     return {"Warning": f'299 tiermoe "ignored parameters: {names}"'} if names else {}

@@ -13,7 +13,7 @@ _TYPES = {400: _INVALID, 401: "authentication_error", 404: "not_found_error", 40
 
 
 class ApiError(Exception):
-    """What a client is told.
+    """An error as a client receives it.
 
     Args:
         status: HTTP status code.

@@ -82,7 +82,7 @@ class _Appender(logging.handlers.WatchedFileHandler):
             self._lost()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk, or a reader that is gone: requests go on without their lines."""
+        """A full disk, or a reader that has ended: requests continue without log lines."""
         self._lost()
 
 
@@ -94,7 +94,7 @@ class _Descriptor(logging.Handler):
         self._descriptor = descriptor
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # nobody reads standard error any more
+        with contextlib.suppress(OSError):  # standard error has no reader any more
             os.write(self._descriptor, f"{record.getMessage()}\n".encode())
 
     def close(self) -> None:

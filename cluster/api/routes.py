@@ -1,4 +1,4 @@
-"""The FastAPI application over a `Service`: its routes, and how errors are told.
+"""The FastAPI application over a `Service`: its routes, and the form of errors.
 
 A completion's way: `Guard` -> parsed by FastAPI -> checked and tokenized (`answers`) -> `Service.submit` -> `Answer`.
 """
@@ -41,7 +41,7 @@ def make_app(service: Service, keys: KeyRing | None, *, sinks: Sequence[Sink] = 
     Args:
         service: what answers.
         keys: the bearer keys for every route but /health; None: none is asked for.
-        sinks: what gets the record of each request at its end, besides the metrics.
+        sinks: receivers of each request's record at its end, in addition to the metrics.
     """
     app = FastAPI(title="tiermoe", version=versions()["tiermoe"])
     app.router.route_class = body_route(service.offload, service.limit_tokens)

@@ -73,7 +73,7 @@ class HttpServer:
         self.close()
 
     def look(self) -> str | None:
-        """Make an edge anew that refused to start again; Ray itself starts those again that died. Call this every few
+        """Restart an edge that refused to restart; Ray itself restarts those that died. Call this every few
         seconds.
 
         While every edge refuses to start (because of a file, say), the server socket answers, and each is tried again:
@@ -110,7 +110,7 @@ class HttpServer:
         edges, self._edges = self._edges, []
         if not edges:
             return
-        with contextlib.suppress(OSError):  # then nobody answers who comes
+        with contextlib.suppress(OSError):  # then no client gets an answer
             self._server_socket.end()
         try:
             ray.wait([edge.end.remote() for edge in edges], num_returns=len(edges), timeout=DRAIN_S + _END_S)

@@ -53,7 +53,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt before what goes on from it.
+    """A prompt, echoed before its continuation.
 
     starts: character at which each of its tokens begins.
     """
@@ -275,7 +275,7 @@ class Service:
         """Token ids of a chat by the template.
 
         Args:
-            body: what the template gets besides.
+            body: further arguments of the template.
             tools: that are shown to the model.
 
         Raises:

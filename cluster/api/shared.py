@@ -159,7 +159,7 @@ def share_counters(folder: Path) -> None:
 
 
 class AllReplicas(Collector):
-    """The metrics of a registry, with the counters of all replicas in place of its own.
+    """The metrics of a registry, with the counters of all replicas instead of its own.
 
     Args:
         own: of this process: names, help, and what is not counted by processes.

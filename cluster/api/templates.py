@@ -44,7 +44,7 @@ class _Helper:
         self._control: socket.socket | None = None
 
     def worker(self) -> _Worker:
-        """A new worker. Raises OSError: there is none."""
+        """A new worker. Raises OSError: it cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
@@ -266,7 +266,7 @@ class ChatTemplate:
             messages: arguments of their calls are objects.
             tools: JSON schemas of functions, in OpenAI's form.
             documents: with title and text.
-            add_generation_prompt: whether it goes on to the assistant's answer.
+            add_generation_prompt: whether it ends with the beginning of the assistant's answer.
             continue_final_message: whether the last message is to be gone on with.
             options: more variables for the template, such as `enable_thinking`.
 

@@ -319,7 +319,7 @@ def _fp8_stack(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
 
 
 def _fp8_form(scheme: Scheme, o: int, i: int, code: str, shape: tuple[int, ...]) -> MatrixForm:
-    """One scale for the matrix, for each row, or for each block; the shape of the scales tells which."""
+    """One scale for the matrix, for each row, or for each block; decided by the shape of the scales."""
     if len(shape) == 4 and shape[1::2] == (1, 1):  # ModelOpt's blocks
         shape = shape[::2]
     block = scheme.block or (128, 128)
@@ -396,7 +396,7 @@ def _refuse_zeros(scheme: Scheme, zeros: TensorEntry | None) -> None:
 
 
 def _packed_inputs(scheme: Scheme, raw: dict[str, TensorEntry], words: int) -> int:
-    """Inputs, which the packed words bound from above: `weight_shape` tells them."""
+    """Inputs, from `weight_shape`; the packed words give an upper bound."""
     shape = raw.get(".weight_shape")
     most = words * 32 // scheme.bits
     if shape is None:

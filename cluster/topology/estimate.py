@@ -260,7 +260,7 @@ def _ndp_s(ndp: NdpSpec, facts: ModelFacts, missing: float, workers: int) -> flo
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan with all that it came from.
+    """A plan and its inputs.
 
     Attributes:
         nodes_from: where the nodes come from, for people.

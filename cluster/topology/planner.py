@@ -201,7 +201,7 @@ class _Planner:
         self._usage = {node.id: NodeUsage(node, facts, spec.gpu) for node in self._alive}
         self._owned = owned_experts(facts.layers, facts.experts, spec.shards, spec.ownership)
         self._every_layer = frozenset(range(facts.layers))
-        self._with_workers: list[str] = []  # nodes, in the order in which the first worker came
+        self._with_workers: list[str] = []  # nodes, in the order of their first workers
         self._notes = [f"node {node.id} is dead and left out" for node in nodes if not node.alive]
         self._ndp_of: tuple[int, ...] = ()
 

@@ -395,7 +395,7 @@ class Topology:
 
     Attributes:
         loads: of the nodes that have an actor, by node id.
-        ndp_of: NDP worker of expert e of layer l, at [l * E + e]; empty where there is none.
+        ndp_of: NDP worker of expert e of layer l, at [l * E + e]; empty if there is none.
         notes: what a user would not expect.
     """
 

@@ -26,7 +26,7 @@ from .quality import EvaluationOptions
 
 _REMEDY = "use the default model, give text with --text, or add heldout/KIND.jsonl with a text field on each line"
 _OWN_REMEDY = "give a UTF-8 text file, or JSON lines (.jsonl) with a text field on each line"
-_OWN_WINDOWS = 64  # of one's own text in all, unless each text is told how many
+_OWN_WINDOWS = 64  # of a user's own text in all, unless a number for each text is given
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def is_store(path: Path) -> bool:
 
 
 def _opened(model_dir: Path, progress: bool = True) -> Checkpoint:
-    """The checkpoint, whose weights are downloaded where they are a hub's and not here, unless they are of no use."""
+    """The checkpoint; missing weights of a hub are downloaded, unless its configuration is refused."""
     refuse_unsupported(model_dir)
     complete(model_dir, progress=progress)
     return open_checkpoint(model_dir)

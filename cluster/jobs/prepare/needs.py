@@ -198,7 +198,7 @@ def _flops(need: str, facts: ModelFacts, text_bytes: int, stride: int) -> float:
 
 
 def command(policy: PolicySettings, config: RunConfig) -> str:
-    """The command line that adds to the store what the policy needs; it works as it stands.
+    """The command line that adds to the store what the policy needs; it can be run as printed.
 
     A text needs experts in full precision. Of published ones the routing is recorded first.
     """
@@ -231,7 +231,7 @@ def _text(model_dir: Path) -> Path:
 
 
 def _missing(policy: PolicySettings, store: Path) -> dict[str, TierMoeError]:
-    """By need of the policy, why the store's file is of no use; empty: nothing is missing."""
+    """By need of the policy, why the store's file is unusable; empty: nothing is missing."""
     found: dict[str, TierMoeError] = {}
     for need in sorted(policy.needs):
         try:
