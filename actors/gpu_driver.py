@@ -107,7 +107,7 @@ def check_gpu(device: str, torch: TorchBuild | None = None) -> None:
 
 
 def unusable(torch: TorchBuild, reason: str = "") -> ConfigError:
-    """The refusal of a GPU that is here: its driver's version, and what it must be. reason: what else is known."""
+    """The refusal of this machine's GPU: its driver's version and the needed one. reason: further details."""
     driver = driver_version()
     here = "this machine has an NVIDIA GPU that CUDA cannot use: "
     shown = f"the driver is {driver}" if driver else "the driver's version is not known"
@@ -128,7 +128,7 @@ def unusable(torch: TorchBuild, reason: str = "") -> ConfigError:
 
 
 def absent() -> ConfigError:
-    """The refusal of `device: cuda` where no GPU is seen."""
+    """The refusal of `device: cuda` without a visible GPU."""
     what = "CUDA_VISIBLE_DEVICES hides every GPU" if hidden() else "this machine has no CUDA device"
     return ConfigError(what, "use --device cpu (the CPU stands in for a GPU), or join a cluster that has one")
 

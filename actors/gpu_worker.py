@@ -181,7 +181,7 @@ class GpuWorker:
         try:
             from .engine.serving.shared_memory import SharedMemory
         except ImportError:
-            self._engine.notes.append("the KV cache has memory of its own: this version of transformers is too old")
+            self._engine.notes.append("the KV cache has its own memory: this version of transformers is too old")
             return None
         return SharedMemory(self._engine.cache, self._engine.resize, self._engine.alone)
 
@@ -222,7 +222,7 @@ class GpuWorker:
         """The worker's `state`, and "connected" or "lost" for each peer by name ("ndp/0", "shard/1").
 
         Before it serves, `state` is the current part of its start, for `since_s` seconds now. Seconds of all parts
-        are in the plan, as `start_s`. A worker whose store's files changed says so as `StoreGuard.state` does, and one
+        are in the plan, as `start_s`. A worker whose store's files changed reports `StoreGuard.state`, and one
         whose other stores refuse a layer is "damaged" as well.
 
         Raises:
@@ -407,7 +407,7 @@ def _warm_up(batcher: Any, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def _end_process(error: BaseException) -> None:
-    """End this process, as the kernel does where the machine has no memory: Ray makes it again, its requests resume.
+    """End this process, as the kernel does when memory runs out: Ray makes it again, its requests resume.
 
     A forward that ran out of memory leaves a loop that generates nothing, and the user who started the runtime would
     end it.

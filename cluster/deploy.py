@@ -177,7 +177,7 @@ class Deployment:
 
     @property
     def topology(self) -> Topology:
-        """The planned actors, as they were placed; workers that joined later are not in it."""
+        """The planned actors, as placed; workers that joined later are not included."""
         return self.planned.topology
 
     def watch(self) -> bool:
@@ -197,7 +197,7 @@ class Deployment:
             except TierMoeError as error:
                 failed[replica] = error
         if failed and any(replica.ended for replica in self._replicas):
-            if not node_lives():  # the GCS removes what was reserved with a node that has left, too
+            if not node_lives():  # the GCS also removes reservations of nodes that have left
                 raise RuntimeFailure("Ray's raylet on this machine ended", "start it again")
             return False
         if len(failed) == len(self._replicas):
@@ -253,7 +253,7 @@ class Deployment:
         return self._lead.ask("trace_events")
 
     def close(self) -> None:
-        """End the actors, and Ray where it was started here. Idempotent; never raises."""
+        """End the actors, and Ray if it was started here. Idempotent; never raises."""
         ray_watch, self._ray_watch = self._ray_watch, None
         replicas, self._replicas = self._replicas, []
         try:
@@ -329,7 +329,7 @@ class Deployment:
         self.plan = started[0]
 
     def _failure(self, error: BaseException) -> TierMoeError | None:
-        """What to raise for an error of the start; None: that error as it is."""
+        """The error to raise for an error of the start; None: that error unchanged."""
         if not isinstance(error, Exception):
             return None
         with contextlib.suppress(Exception):  # where Ray does not say, the error speaks for itself

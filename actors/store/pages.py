@@ -98,7 +98,7 @@ def _release(file: int) -> None:
 
 
 def problem() -> StoreError | None:
-    """What happened to a file that this process maps; None: all are as they were when they were mapped."""
+    """What happened to a file that this process maps; None: all are unchanged since they were mapped."""
     if (found := _cpu.bad_page()) is not None:
         file, offset = found
         return StoreError(
@@ -129,7 +129,7 @@ def _look() -> None:
 
 
 def _differences() -> dict[int, tuple[_Watched, str]]:
-    """By mapping whose file may have been written: what is known of it, and what happened."""
+    """State of a mapping whose file may have been written."""
     found = {}
     for file, watched in list(_watched.items()):
         try:

@@ -169,7 +169,7 @@ class Admission:
         return [] if self._ledger is None else self._ledger.others()
 
     def _notify(self) -> bool:
-        """Say what this replica has admitted; False: the disk is full, and what was said before stays."""
+        """Publish what this replica has admitted; False: the disk is full, and the former value stays."""
         if self._ledger is not None:
             counts = {name: (share.admitted, share.waiting_tokens) for name, share in self._shares.items()}
             try:

@@ -53,7 +53,7 @@ class Backend(Protocol):
 
 
 class LeadBackend:
-    """Lead actors, one or more. Made on a running event loop.
+    """Lead actors, one or more. Constructed on a running event loop.
 
     A request goes to the serving lead with the fewest requests. It outlives that lead's process: its prompt, its seed
     and the tokens received so far are kept here. A serving lead gets them at once (another one or, if there is no
@@ -110,7 +110,7 @@ class LeadBackend:
                 tries += 1
 
     async def ask(self, method: str, role: str | None = None) -> Any:
-        """With several leads: counters are sums, lists one after the other; a lead that is away counts as it was."""
+        """With several leads: counters are sums, lists are joined; a lead that is away counts with its last answer."""
         if method not in _SUMMED or role is not None:
             return await next((lead for lead in self.leads if lead.serves), self.leads[0]).ask(method, role)
         serving = [i for i, lead in enumerate(self.leads) if lead.serves] or list(range(len(self.leads)))

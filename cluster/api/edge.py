@@ -1,4 +1,4 @@
-"""One process of the server: uvicorn with the application of `make_app`, on a thread with an event loop of its own.
+"""One process of the server: uvicorn with the application of `make_app`, on a thread with its own event loop.
 
 A plain class that `server.py` places as a Ray actor beside `tiermoe serve`. All that it needs to serve again after its
 death are its constructor's arguments: it looks the leads up by their names, and gets the listening socket and standard

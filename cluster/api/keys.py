@@ -108,7 +108,7 @@ class KeyRing:
         refused: called with a line each time that the file has changed and is refused.
 
     Attributes:
-        problem: why the file is refused, and what is in force; None: it is not.
+        problem: why the file is refused, and which keys are in force; None: the file is in force.
 
     Raises:
         ConfigError: the file is refused.
@@ -136,7 +136,7 @@ class KeyRing:
         return found
 
     def refresh(self) -> str | None:
-        """Read the file where it has changed; at most once a second. Returns `problem`."""
+        """Read the file if it has changed, at most once a second. Returns `problem`."""
         if self._clock() - self._looked_s < _EVERY_S:
             return self.problem
         self._looked_s = self._clock()

@@ -1,4 +1,4 @@
-"""One lead as the server sees it: its requests, and a watch that asks it once a second how it is.
+"""One lead as the server sees it: its requests, and a watch that asks for its health once a second.
 
 Whatever the lead does, what is known of it is at hand at once: `LeadClient.state` waits for nothing.
 """
@@ -38,9 +38,9 @@ class LeadState:
 
     Attributes:
         serves: whether requests are sent to it.
-        age_s: seconds since it last answered; None: it has not yet.
-        health, load: what it answered then.
-        problem: why it does not serve; None: it does, or has not been asked yet.
+        age_s: seconds since it last answered; None: no answer yet.
+        health, load: its last answers.
+        problem: why it does not serve; None: it serves, or has not been asked yet.
         damaged: whether that is a file that it serves from.
     """
 
@@ -96,7 +96,7 @@ def _detached_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 class LeadClient:
-    """Requests to a lead actor, and what it says of itself. Made on a running event loop.
+    """Requests to a lead actor, and its reported state. Constructed on a running event loop.
 
     Args:
         handle: of the actor.
@@ -285,7 +285,7 @@ class LeadClient:
             raise failure from error
 
     def _reap(self, request_id: str, begun: Awaitable[str]) -> None:
-        """Cancel a request whose consumer has left, from a task of its own: its consumer is being cancelled itself."""
+        """Cancel a request whose consumer has left, in a separate task: its consumer is itself being cancelled."""
         task = _detached_task(self._cancel(request_id, begun))
         self._reapers.add(task)
         task.add_done_callback(self._reapers.discard)

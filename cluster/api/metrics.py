@@ -55,7 +55,7 @@ disable_created_metrics()  # a second series for each metric, which has no use h
 
 
 class Metrics:
-    """Counters and histograms of one server process, and the runtime's counters as they were when last asked.
+    """Counters and histograms of one server process, and the runtime's counters at the last query.
 
     Choices are counted one by one, as the runtime sees them: a request with n = 2 and three prompts is six.
 

@@ -1,4 +1,4 @@
-"""Parameters of other servers: what is ignored, and what is accepted only where it changes nothing.
+"""Parameters of other servers: which are ignored, and which are accepted only if they change nothing.
 
 vLLM, llama.cpp, TGI, Ollama and OpenAI's own service each know parameters that this server does not carry out. Clients
 send them unasked. A parameter that changes no token and no field of the answer is ignored, and the client is told

@@ -34,7 +34,7 @@ class ChoiceTimes:
         started_s: when the server gave it to the runtime; None: it waits in the server.
         queue_s: seconds from `started_s` to its first forward, known at its end.
         first_s, last_s: times of its first and last tokens.
-        finish: stop, length, abort (the client left) or error; None: it has not ended.
+        finish: stop, length, abort (the client left) or error; None: still running.
         ended_s: when it ended.
     """
 

@@ -44,7 +44,7 @@ def refused(message: str, param: str | None, code: str | None = None) -> ApiErro
 
 
 def from_failure(error: TierMoeError) -> ApiError:
-    """What the runtime raised: 400 where the request is at fault, 503 where the runtime is."""
+    """An error of the runtime: 400 if the request caused it, else 503."""
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     return ApiError(503 if isinstance(error, RuntimeFailure) else 500, str(error))

@@ -91,7 +91,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 async def _generate(
     service: Service, request: Request, checked: CheckedRequest, form: Callable[..., Answer | ResponsesAnswer] = Answer
 ) -> Response:
-    """The whole answer, or a stream of chunks. A client that leaves ends what it asked for."""
+    """The whole answer, or a stream of chunks. A client that disconnects cancels its request."""
     record: RequestRecord = request.state.record
     name, headers = record.request_id, warning(checked.body.ignored)
     service.metrics.count_ignored(checked.body.ignored)
@@ -199,7 +199,7 @@ async def _sse(chunks: AsyncIterator[Json], record: RequestRecord) -> AsyncItera
     except ApiError as error:
         record.refuse(error)
         yield _event(error.body)
-    except Exception as error:  # the stream says so, and ends as others do
+    except Exception as error:  # the stream reports it, and ends normally
         _LOG.exception("a stream failed")
         failure = ApiError(500, f"the server failed: {type(error).__name__}; report it")
         record.refuse(failure)

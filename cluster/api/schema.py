@@ -34,7 +34,7 @@ TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast(
 
 
 class RequestBody(Body):
-    """Base of what has parameters: those of other servers go through `parameters.sift`."""
+    """Base of bodies with parameters: those of other servers go through `parameters.sift`."""
 
     _ignored: tuple[str, ...] = PrivateAttr(())
 

@@ -97,7 +97,7 @@ class HttpServer:
         return self._problem
 
     def _follow(self) -> None:
-        """Hand over again to an edge that has started, and take note of why others have not."""
+        """Hand over again to an edge that has started, and record why others have not."""
         answered, _ = ray.wait(self._asked, num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         for problem in map(self._refusal, answered):
             self._problem = problem

@@ -36,7 +36,7 @@ _PROCESSORS = ("chat_template.json", "processor_config.json")  # of multimodal m
 
 
 class _Helper:
-    """The process of `rendering.py`, one for this process: started when it is first needed, and again where it died."""
+    """The process of `rendering.py`, one for this process: started on first use, and again after it died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class _Helper:
         self._end()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", "-m", "tiermoe.cluster.api.rendering"]
-        with theirs:  # a session of its own: Ctrl-C is for the server, which ends it
+        with theirs:  # its own session: Ctrl-C is for the server, which ends it
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
             )
@@ -142,7 +142,7 @@ _HELPER = _Helper()
 
 @atexit.register
 def end_helper() -> None:
-    """End the process that renders, where this one has no more to render; it starts again where it has."""
+    """End the rendering process, if this process has no more to render; the next use starts it again."""
     _HELPER.close()
 
 

@@ -215,7 +215,7 @@ def _list(found: Any) -> list[Any]:
 
 
 def _mistral_calls(text: str) -> Sequence[ToolCall] | None:
-    """A JSON list of calls, or `NAME[CALL_ID]ID[ARGS]{...}` or `NAME{...}`, several behind marks of their own."""
+    """A JSON list of calls, or `NAME[CALL_ID]ID[ARGS]{...}` or `NAME{...}`, several, each after its own mark."""
     listed = _json(text)
     if isinstance(listed, list):
         calls = [call_of(value) for value in listed]
@@ -454,7 +454,7 @@ def _llama_grammar(functions: dict[str, Any], several: bool) -> str:
 
 
 def _harmony_grammar(functions: dict[str, Any], several: bool) -> str:
-    """One call, in the channel of calls; special tokens are grammar symbols of their own."""
+    """One call, in the channel of calls; special tokens are separate grammar symbols."""
     names = [f"call_{i}" for i in range(len(functions))]
     rules = [
         f'{rule}: <|channel|> "commentary to=functions.{name} " <|constrain|> "json" <|message|> args_{i}\n'
@@ -516,7 +516,7 @@ def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
     """How the model of a template calls tools: the format whose parser gives back the calls that it renders.
 
     Args:
-        name: of the format, where it is given; else it is found.
+        name: of the format; None: found from the template.
     """
     named = None if name is None else TOOL_FORMATS[name]
     if template is None:

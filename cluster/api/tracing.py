@@ -26,7 +26,7 @@ def traces_url(endpoint: str) -> str:
     """Where an OTLP receiver takes traces.
 
     Args:
-        endpoint: its URL, such as http://collector:4318; with a path of its own it is taken as it is.
+        endpoint: its URL, such as http://collector:4318; one with a path is used unchanged.
 
     Raises:
         ConfigError: it is not an http URL or https.

@@ -62,7 +62,7 @@ class QuantizedEntry:
     Attributes:
         spec: name, type and shape of the dequantized tensor; without a place in a file.
         form: of one matrix.
-        raw: the tensors in the checkpoint, by part of the form, or by the published name where they are repacked.
+        raw: the tensors in the checkpoint, by part of the form, or by the published name if they are repacked.
         stack: matrices in it; 0: it is one matrix, not a stack.
         transposed: the dequantized tensor has [inputs, outputs].
         repack: from `raw` to the form's parts; None: they have the same bytes.
@@ -116,7 +116,7 @@ class QuantizedEntry:
         return parts
 
     def dequantized(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows start..stop-1 of the dequantized tensor; only those are read where that is possible."""
+        """Rows start..stop-1 of the dequantized tensor; only those are read if possible."""
         if self.stack:
             whole = [self.form.dequantize(self.verified(i)) for i in range(start, stop)]
             return np.stack([matrix.T for matrix in whole] if self.transposed else whole)
@@ -133,7 +133,7 @@ class QuantizedEntry:
 
 
 def _row_slice(entry: QuantizedEntry, start: int, stop: int) -> QuantizedEntry | None:
-    """An entry of some rows alone; None where a part is not divided by rows, or these rows begin within a block."""
+    """An entry of some rows alone; None: a part is not divided by rows, or these rows begin within a block."""
     form, outputs = entry.form, entry.form.outputs
     if (start, stop) == (0, outputs):
         return None
@@ -388,7 +388,7 @@ def _packed(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
 
 
 def _refuse_zeros(scheme: Scheme, zeros: TensorEntry | None) -> None:
-    """Raise FormError where a symmetric matrix has zero points other than 0, which the library would subtract."""
+    """Raise FormError if a symmetric matrix has zero points other than 0, which the library would subtract."""
     if scheme.zeros or zeros is None:
         return
     if any(bytes(read_bytes(zeros, 0, zeros.spec.nbytes))):

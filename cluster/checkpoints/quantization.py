@@ -74,7 +74,7 @@ class Quantization:
     Attributes:
         method: such as "compressed-tensors", for people.
         schemes: with the module names that each is for, as a pattern; the first that matches holds.
-        source: the file that says so.
+        source: the file with the configuration.
     """
 
     method: str
@@ -450,7 +450,7 @@ _FORM_OF: Mapping[Layout, str] = {
 
 
 def expected_experts(quantization: Quantization, layer: int, hidden: int, width: int) -> tuple[ExpertForm, bool] | None:
-    """The form of a layer's experts by the configuration alone, and whether they are mapped where they lie.
+    """The form of a layer's experts by the configuration alone, and whether they are mapped in place.
 
     Scales are taken to have the types that their forms have by default.
 
@@ -477,7 +477,7 @@ def expected_experts(quantization: Quantization, layer: int, hidden: int, width:
 
 
 def with_one_scale(form: ExpertForm) -> ExpertForm:
-    """The form with one scale for each FP8 matrix, where the shapes of the scales are known to be that."""
+    """The form with one scale for each FP8 matrix, if the shapes of the scales are known."""
     fp8 = {name: matrix for name, matrix in form.matrices.items() if matrix.kind.startswith("fp8")}
     changed: dict[str, Any] = {
         name: MatrixForm("fp8_tensor", one.outputs, one.inputs, scale=one.scale) for name, one in fp8.items()

@@ -170,7 +170,7 @@ def deployed(
     config: RunConfig, settings: EngineSettings, notices: Console, step: Callable[[str], None],
     on_ray: Callable[[Deployment], None] | None = None, lost: Callable[[str], None] | None = None,
 ) -> Deployment:
-    """The runtime of a checked configuration, with its store made where it is missing; it starts in a `with` block.
+    """The runtime of a checked configuration, with its store made if missing; it starts in a `with` block.
 
     Args:
         notices: where lines about the start, and about nodes that join, go.
@@ -230,7 +230,7 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
     `auto` comes to is known with the nodes (`topology.budget`).
 
     Raises:
-        BudgetError: it holds no expert, or not all that a GPU owns where the policy keeps all.
+        BudgetError: it holds no expert, or not all experts that a GPU owns, and the policy keeps all.
     """
     if isinstance(settings.budget, AutoBudget):
         return

@@ -174,7 +174,7 @@ def _expected_forms(
 
     Args:
         layers: numbers of the MoE layers.
-        routed: type code and shape of the tensors of routed experts; empty where they are not known.
+        routed: type code and shape of the tensors of routed experts; empty if they are not known.
     """
     quantization = quantization_of(model_dir)
     if quantization is None:

@@ -73,7 +73,7 @@ class NodeUsage:
 
     @property
     def host_total(self) -> int | None:
-        """Bytes for our processes; None where the node does not say."""
+        """Bytes for our processes; None if the node does not say."""
         return int(self.node.resources["memory"]) if "memory" in self.node.resources else None
 
     def left(self, resource: str) -> float:

@@ -1,4 +1,4 @@
-"""The held-out text of a model folder, or one's own, and what is scored: windows, and four-way multiple choice.
+"""The held-out text of a model folder or a user's own, and what is scored: windows, and four-way multiple choice.
 
 A window is a prefix that is prefilled and a continuation that is scored. A multiple-choice item asks which of four
 texts continues a passage: the true continuation, or one of three from passages of the same kind and other documents.

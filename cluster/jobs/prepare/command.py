@@ -110,7 +110,7 @@ class Additions:
         return list(self._calls(model, options, text, profiling))
 
     def refuse_for(self, store: Path) -> None:
-        """Raise ConfigError where a text cannot be measured on this store."""
+        """Raise ConfigError if a text cannot be measured on this store."""
         if self._texts() and read_manifest(store).published is not None:
             raise published_refused(f"store {store}")
 

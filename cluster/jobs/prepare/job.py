@@ -35,7 +35,7 @@ def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
 def prepare(model_dir: Path, out_dir: Path, *, progress: bool = True, force: bool = False) -> Path:
     """Make the store `out_dir` from the checkpoint `model_dir`; the store folder.
 
-    A current store stays as it is, and an interrupted preparation resumes. `out_dir` appears atomically.
+    A current store is unchanged, and an interrupted preparation resumes. `out_dir` appears atomically.
 
     Args:
         progress: show a progress bar on stderr.

@@ -50,7 +50,7 @@ _GATE_TOKENS, _GATE_EPOCHS = 20_000, 6
 
 
 def check_artifacts(policy: PolicySettings, config: RunConfig) -> None:
-    """Refuse a policy whose artifacts are missing, damaged or of another model, where no start makes them.
+    """Refuse a policy whose artifacts are missing, damaged or of another model, if no start can make them.
 
     Args:
         config: with the model as a folder.
@@ -92,7 +92,7 @@ def note(policy: PolicySettings, config: RunConfig) -> str | None:
 
 
 def make_missing(store: Path, policy: PolicySettings, config: RunConfig, *, progress: bool = True) -> None:
-    """Make what a store lacks for a policy, as `tiermoe prepare` does, and say in a line what it took.
+    """Make what a store lacks for a policy, as `tiermoe prepare` does, and report the time in a line.
 
     Args:
         config: with the model as a folder, whose text is used, else the project's.
@@ -252,7 +252,7 @@ def _missing(policy: PolicySettings, store: Path) -> dict[str, TierMoeError]:
 
 
 def _store(config: RunConfig) -> Path | None:
-    """The store of the configured model, where it is there and current."""
+    """The store of the configured model, if it exists and is current."""
     model = config.model_dir
     if is_store(model):
         return model
