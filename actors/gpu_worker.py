@@ -368,7 +368,7 @@ class GpuWorker:
 
     @property
     def model(self) -> Any:
-        """The transformers model, to be run directly while no request is in flight (`engine.scoring`)."""
+        """The transformers model, to be run directly while no request is in flight (`engine.serving.scoring`)."""
         return self._model
 
     @property

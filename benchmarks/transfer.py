@@ -2,7 +2,7 @@
 
 One `StoreWorker`, an actor on the second of two Ray nodes of this machine, serves both ways: its objects travel to the
 first node's object store, and its channel answers over gRPC, as from another host. They are read as a worker's loader
-reads them (`engine.sources`). Every answer is compared with the file, outside the timed part.
+reads them (`engine.cache.sources`). Every answer is compared with the file, outside the timed part.
 """
 
 from __future__ import annotations
