@@ -220,13 +220,6 @@ class Channel(Options):
     repeats: Repeats = 7
 
 
-class Transfer(Options):
-    """Experts from another node's store: our channel and Ray object refs, against a copy in memory."""
-
-    measure = "transfer.transfer"
-    repeats: Repeats = 7
-
-
 class Kernel(Options):
     """Packed experts on one core against memory bandwidth, torch and ggml; or on many against bandwidth."""
 
@@ -257,6 +250,6 @@ class Substitute(Options):
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "scale": Scale,
     "predict": Predict, "simulate": Simulate, "validation": Validation, "auto": Auto, "prepare": Prepare,
-    "exact": Exact, "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher,
+    "exact": Exact, "channel": Channel, "kernel": Kernel, "matcher": Matcher,
     "substitute": Substitute,
 }  # fmt: skip
