@@ -303,7 +303,7 @@ def test_a_line_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPat
     from tiermoe.cluster.jobs import options
 
     config = RunConfig(threads=1)
-    monkeypatch.setattr(options, "_prepared", lambda *given, **more: "store")
+    monkeypatch.setattr(options, "prepared_store", lambda *given, **more: "store")
     monkeypatch.setattr(sys, "stderr", FullDisk())
     say("ndp/0 died")
     deployment = options.deployed(config, engine_settings(config), Console(stderr=True), lambda step: None)

@@ -1,17 +1,18 @@
-"""What a policy needs of a store beyond the weights: made before a start, or refused with the command that makes it.
+"""The store of a run, with all that its policy needs: made before a start, or refused with the command that makes it.
 
+    prepared_store    the store, its replicas and the artifacts of the policy
     check_artifacts   before anything starts: what is missing can be made by a start, else the error with the command
     make_missing      with the store: gates, losses, predictors, profile, sensitivity, each as `tiermoe prepare` does
 
 A start makes what takes under a minute by estimate, and whatever the project's own model lacks. One of several starts
-makes it, under a lock of its own; a file appears whole, under the store's.
+makes it, under its own lock; a file appears whole, under the store's.
 """
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from rich.console import Console
 from ....actors.policies.baselines import TrainingOptions
 from ....actors.policies.quality import ACTIONS
 from ....actors.policy_settings import PolicySettings
+from ....actors.settings import EngineSettings
 from ....actors.store.artifacts import gates_of, losses_of, predictors_of, read_profile, sensitivity_of
 from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
@@ -30,7 +32,8 @@ from ...checkpoints.quantization import published_as
 from ...config import RunConfig, default_model_dir
 from ...host import shown, usable_cores
 from .calibration import MAX_TOKENS, shipped_calibration
-from .job import is_current, is_store, store_dir
+from .job import ensure_prepared, is_current, is_store, store_dir
+from .replicas import ensure_replicas
 
 if TYPE_CHECKING:
     from ...topology.spec import ModelFacts
@@ -47,6 +50,32 @@ _FLOPS_PER_CORE = 1.5e10  # a second; profile and sensitivity of the default mod
 _SENSITIVITY_TOKENS = 1 << 14
 LOSS_TOKENS, LEVELS = 1536, 3  # of the text that losses are measured on; budgets at which the whole rule is tried
 _GATE_TOKENS, _GATE_EPOCHS = 20_000, 6
+
+
+def prepared_store(
+    config: RunConfig,
+    settings: EngineSettings,
+    *,
+    progress: bool = False,
+    check: Callable[[EngineSettings, Path], None] = lambda settings, store: None,
+) -> Path:
+    """The expert store of the configured model, with replicas and artifacts of the policy; what is missing is made.
+
+    Args:
+        check: called with the store before minutes are spent on replicas.
+
+    Raises:
+        TierMoeError: the checkpoint or the store was refused, or as `check`.
+    """
+    out_dir = Path(config.store).expanduser() if config.store is not None else None
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir is not None else None
+    store = ensure_prepared(config.model_dir, out_dir, cache_dir=cache_dir, progress=progress)
+    check(settings, store)
+    widths, known = settings.policy.replica_widths, settings.policy.needs_popularity
+    if widths or known:
+        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=progress)
+    make_missing(store, settings.policy, config, progress=progress)
+    return store
 
 
 def check_artifacts(policy: PolicySettings, config: RunConfig) -> None:
