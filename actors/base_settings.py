@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 def in_panel(name: str, unit: str | None = None) -> dict[str, Any]:
-    """Metadata of a field: the part of the commands' help that its option is in, in place of the model's; its unit."""
+    """Metadata of a field: the part of the commands' help that its option is in, instead of the model's; its unit."""
     return {"panel": name} | ({} if unit is None else {"unit": unit})
 
 

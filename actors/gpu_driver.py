@@ -37,7 +37,7 @@ def has_gpu(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def hidden(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES names no GPU. CUDA takes the names before the first that is none."""
+    """Whether CUDA_VISIBLE_DEVICES names no GPU. CUDA takes the names before the first invalid one."""
     given = environ.get("CUDA_VISIBLE_DEVICES")
     return given is not None and given.split(",")[0].strip() in ("", "-1", "NoDevFiles")
 
@@ -107,7 +107,7 @@ def check_gpu(device: str, torch: TorchBuild | None = None) -> None:
 
 
 def unusable(torch: TorchBuild, reason: str = "") -> ConfigError:
-    """The refusal of a GPU that is here: its driver's version, and what it must be. reason: what else is known."""
+    """The refusal of this machine's GPU: its driver's version and the needed one. reason: further details."""
     driver = driver_version()
     here = "this machine has an NVIDIA GPU that CUDA cannot use: "
     shown = f"the driver is {driver}" if driver else "the driver's version is not known"
@@ -128,13 +128,13 @@ def unusable(torch: TorchBuild, reason: str = "") -> ConfigError:
 
 
 def absent() -> ConfigError:
-    """The refusal of `device: cuda` where no GPU is seen."""
+    """The refusal of `device: cuda` without a visible GPU."""
     what = "CUDA_VISIBLE_DEVICES hides every GPU" if hidden() else "this machine has no CUDA device"
     return ConfigError(what, "use --device cpu (the CPU stands in for a GPU), or join a cluster that has one")
 
 
 def driver_version() -> str | None:
-    """Of the kernel's module; where it tells none (WSL), nvidia-smi's; None: neither does."""
+    """The version of the kernel's module, else (WSL) that of nvidia-smi; None: neither reports one."""
     try:
         text = (ROOT / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:

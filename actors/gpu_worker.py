@@ -182,7 +182,7 @@ class GpuWorker:
         try:
             from .engine.serving.shared_memory import SharedMemory
         except ImportError:
-            self._engine.notes.append("the KV cache has memory of its own: this version of transformers is too old")
+            self._engine.notes.append("the KV cache has its own memory: this version of transformers is too old")
             return None
         return SharedMemory(self._engine.cache, self._engine.resize, self._engine.alone)
 
@@ -207,7 +207,7 @@ class GpuWorker:
 
     @property
     def _serving(self) -> Any:
-        """The batcher, once tokens have come out of it. Raises NotServing: not started, or a file changed."""
+        """The batcher, once it has generated tokens. Raises NotServing: not started, or a file changed."""
         self._started(self._plan)
         if (found := problem()) is not None:
             raise NotServing(found.what, found.remedy)
@@ -222,8 +222,8 @@ class GpuWorker:
     def health(self) -> dict[str, Any]:
         """The worker's `state`, and "connected" or "lost" for each peer by name ("ndp/0", "shard/1").
 
-        Before it serves, `state` is the part of its start that goes on, since `since_s` seconds. Seconds of all parts
-        are in the plan, as `start_s`. A worker whose store's files changed says so as `StoreGuard.state` does, and one
+        Before it serves, `state` is the current part of its start, for `since_s` seconds now. Seconds of all parts
+        are in the plan, as `start_s`. A worker whose store's files changed reports `StoreGuard.state`, and one
         whose other stores refuse a layer is "damaged" as well.
 
         Raises:
@@ -369,7 +369,7 @@ class GpuWorker:
 
     @property
     def model(self) -> Any:
-        """The transformers model, to be run directly while no request is in flight (`engine.scoring`)."""
+        """The transformers model, to be run directly while no request is in flight (`engine.serving.scoring`)."""
         return self._model
 
     @property
@@ -408,9 +408,9 @@ def _warm_up(batcher: Any, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def _end_process(error: BaseException) -> None:
-    """End this process, as the kernel does where the machine has no memory: Ray makes it again, its requests resume.
+    """End this process, as the kernel does when memory runs out: Ray makes it again, its requests resume.
 
-    A forward that failed for want of memory leaves a loop that generates no more, and whoever started the runtime would
+    A forward that ran out of memory leaves a loop that generates nothing, and the user who started the runtime would
     end it.
     """
     with contextlib.suppress(OSError):  # the log is on a full disk

@@ -302,7 +302,7 @@ class Matcher:
             try:
                 self._maps.load(warm)
             except ValueError as error:
-                why = f"the expert maps of another replica are of no use: {error}"
+                why = f"the expert maps of another replica are unusable: {error}"
                 raise StoreError(why, "leave them out") from error
             self._origin = "replica"
 

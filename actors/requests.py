@@ -18,7 +18,7 @@ class SamplingParams:
     temperature 0 is greedy. With a seed, the tokens of a request do not depend on what else is in the batch.
     min_p: least probability of a token relative to the likeliest one's. Penalties, as vLLM's: the repetition penalty is
     for tokens of the prompt and generated ones, the others for generated ones. logit_bias: (token id, added to its
-    logit). stop_token_ids: end the request as the model's own stop tokens do, also where those are ignored.
+    logit). stop_token_ids: end the request as the model's own stop tokens do, even if those are ignored.
     min_tokens: before the first stop token. logprobs: report each token's log-probability, and those of so many
     likeliest tokens at its position; prompt_logprobs: the same for the prompt's tokens but the first.
     """
@@ -45,7 +45,7 @@ class SamplingParams:
 class GenerationRequest:
     """One prompt as token ids.
 
-    generated: tokens that an earlier lead made of this request before it died. The request goes on behind them: they
+    generated: tokens that an earlier lead made of this request before it died. The request continues after them: they
     count as generated (in `max_tokens`, `min_tokens` and the draws of a seed) and are not sent again.
     read_prefix_cache: False: every token of the prompt runs, whatever the KV cache holds of earlier requests.
     """

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
-from pathlib import Path
+from functools import partial
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 from rich.progress import Progress
 
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report, markdown
+from tiermoe.cluster.jobs.bench.cells import Journal
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, markdown
+from tiermoe.cluster.jobs.bench.nodes import over_processes
 from tiermoe.cluster.simulate.synthetic import FAMILIES
-from tiermoe.errors import ConfigError
 
 from .auto_cells import (
     BATCHES,
@@ -65,70 +63,29 @@ def auto(options: Options, progress: Progress | None) -> Report:
     tried = [cells[i] for i in sorted(rng.permutation(len(cells))[: 2 if options.quick else options.variant_cells])]
     settings = options.settings(cells=len(cells), of=len(grid()), decode=decode, prompt=PROMPT)
     settings = {k: v for k, v in settings.items() if k not in ("jobs", "journal")}
-    journal = _Journal(options.journal, settings)
-    own_us = journal.steps.get("own_us") or {
-        f"{shape} {batch}": round(planner_us(shape, batch), 2) for shape in SHAPES for batch in BATCHES
-    }
-    if "own_us" not in journal.steps:
-        journal.add("own_us", own_us)
-    work = []
+    journal = Journal(options.journal, settings)
+    own_us: dict[str, float] = journal.step(
+        "own_us",
+        lambda: {f"{shape} {batch}": round(planner_us(shape, batch), 2) for shape in SHAPES for batch in BATCHES},
+    )
+    work = dict[str, tuple[Any, ...]]()
     for seed in seeds:
         for (shape, family), own in held.items():
             extra = [c for c in tried if (c.shape, c.family) == (shape, family)] if seed == seeds[0] else []
-            name = f"{shape} {family} {seed}"
-            if name not in journal.steps:
-                work.append((name, (own, seed, layers, decode, own_us, extra, seed == seeds[0])))
+            work[f"{shape} {family} {seed}"] = own, seed, layers, decode, own_us, extra, seed == seeds[0]
     real = recorded_cells(options.share)
-    if RECORDED not in journal.steps:
-        work.append((RECORDED, (real, 0, layers, decode, own_us, [], True)))
-    task = None if progress is None else progress.add_task("simulating", total=len(work))
-    for name, lines in _run(work, options.jobs):
-        journal.add(name, lines)
-        if progress is not None and task is not None:
-            progress.advance(task)
-    every = [line for name, lines in journal.steps.items() if name != "own_us" for line in lines]
+    work[RECORDED] = real, 0, layers, decode, own_us, [], True
+    left = [name for name in work if name not in journal.steps]
+    advance = advancing(progress, "simulating", len(left))
+    for number, lines in over_processes(_group, [work[name] for name in left], options.jobs):
+        journal.step(left[number], partial(list, lines))
+        advance()
+    every = [line for name in journal.steps if name != "own_us" for line in journal.steps[name]]
     return report_of([*cells, *real], every, own_us, settings)
 
 
-def _run(work: Sequence[tuple[str, tuple[Any, ...]]], jobs: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    if jobs == 1 or len(work) < 2:
-        yield from ((name, group(*given)) for name, given in work)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = {pool.submit(group, *given): name for name, given in work}
-        for future in as_completed(found):
-            yield found[future], future.result()
-
-
-class _Journal:
-    """Finished steps by name, in a file of one JSON object a line, the settings first; no file: nothing is kept."""
-
-    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        self.path, self.steps = path, dict[str, Any]()
-        if path is None:
-            return
-        if path.exists():
-            try:
-                head, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-                self.steps = {line["step"]: line["result"] for line in lines}
-                then = head["settings"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise ConfigError(
-                    f"'{path}' is no journal of bench auto: {error}", "delete it to begin again"
-                ) from error
-            if then != json.loads(json.dumps(settings)):
-                raise ConfigError(f"'{path}' is of other settings", "give those again, or another --journal")
-        else:
-            self._append({"settings": settings})
-
-    def add(self, name: str, result: Any) -> None:
-        self.steps[name] = result
-        self._append({"step": name, "result": result})
-
-    def _append(self, line: dict[str, Any]) -> None:
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(line) + "\n")
+def _group(given: tuple[Any, ...]) -> list[dict[str, Any]]:
+    return group(*given)
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     pass
 
 
+Budget = Annotated[str, Field(description="Device memory for experts.")]
+Gbps = Annotated[float, Field(ge=0.001, description="Emulated link, 1e9 bytes per second.")]
+Batches = Annotated[tuple[Annotated[int, Ge(1)], ...], Field(description="Prompts in flight together; repeat it.")]
+Tokens = Annotated[int, Field(ge=2, description="Tokens generated after each prompt.")]
+
+
 class Against(StrEnum):
     """What `overhead` compares with."""
 
@@ -54,9 +60,9 @@ class Host(Options):
         ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict", "buddymoe"),
         description="Policy; repeat it.",
     )
-    batch: tuple[Annotated[int, Ge(1)], ...] = Field((1, 8), description="Prompts in flight together; repeat it.")
+    batch: Batches = (1, 8)
     budget: str = Field("0.25", description="Device memory for experts, of presets that load them.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    link_gbps: Gbps = 16.0
     ray: bool = Field(True, description="Also what a request through Ray costs.")
     config: Config = None
 
@@ -68,8 +74,8 @@ class Prefetch(Options):
     own_keys = ("policy", "budget", "link")
     model: Model = None
     repeats: Repeats = 5
-    budget: str = Field("0.25", description="Device memory for experts.")
-    link_gbps: float = Field(2.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    budget: Budget = "0.25"
+    link_gbps: Gbps = 2.0
     config: Config = None
 
 
@@ -84,15 +90,15 @@ class Ttft(Options):
         ("next-gate", "on-demand"), description="Policies beside all-resident; the bar judges the first; repeat it."
     )
     prompt_tokens: int = Field(512, ge=1, description="Tokens of each prompt.")
-    budget: str = Field("0.25", description="Device memory for experts.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    budget: Budget = "0.25"
+    link_gbps: Gbps = 16.0
     config: Config = None
 
 
 class Turns(Options):
     """A conversation's second turn with the prefix cache, and the gap that a long prompt makes in running streams."""
 
-    measure = "turns.turns"
+    measure = "serving.turns"
     own_keys = ("policy", "budget", "link", "kv")
     model: Model = None
     repeats: Repeats = 5
@@ -102,8 +108,8 @@ class Turns(Options):
     chunk: tuple[Annotated[int, Ge(1)], ...] = Field(
         (256, 512, 128, 64), description="kv.prefill_chunk; the bar judges the first; repeat it."
     )
-    budget: str = Field("0.25", description="Device memory for experts.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    budget: Budget = "0.25"
+    link_gbps: Gbps = 16.0
     config: Config = None
 
 
@@ -117,9 +123,7 @@ class Scale(Options):
     policy: str = Field("on-demand", description="Of all GPUs.")
     budget: str = Field("0.125", description="Device memory for experts of one GPU, a share of all.")
     link_gbps: float = Field(2.0, ge=0.001, description="Emulated link of each GPU, 1e9 bytes/s.")
-    batch: tuple[Annotated[int, Ge(1)], ...] = Field(
-        (1, 4, 8, 16), description="Prompts in flight together; repeat it."
-    )
+    batch: Batches = (1, 4, 8, 16)
     prompts: int = Field(20, ge=1, description="Held-out prompts for each batch size, at least.")
     ownership: Ownership = Field("layer-expert", description="Rule by which experts belong to GPUs.")
     config: Config = None
@@ -128,7 +132,7 @@ class Scale(Options):
 class Predict(Options):
     """Predicted against measured tokens per second: presets x budgets x the model and a random one of another shape."""
 
-    measure = "predict.predict"
+    measure = "validation.predict"
     model: Model = None
     repeats: Repeats = 5
     preset: tuple[str, ...] = Field(
@@ -136,14 +140,14 @@ class Predict(Options):
         description="Preset, compared at each budget; repeat it.",
     )
     budget: tuple[str, ...] = Field(("0.25", "0.5", "0.75"), description="Device memory for experts; repeat it.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
-    max_tokens: int = Field(48, ge=2, description="Tokens generated after each prompt.")
+    link_gbps: Gbps = 16.0
+    max_tokens: Tokens = 48
 
 
 class Simulate(Options):
     """Layer steps a second of the simulator on one core, by preset."""
 
-    measure = "simulate.simulate"
+    measure = "validation.simulate"
     repeats: Repeats = 5
     preset: tuple[str, ...] = Field(
         ("on-demand", "cache-only", "next-gate", "mixtral-offloading", "moe-infinity", "moepic", "fmoe"),
@@ -172,7 +176,7 @@ class Core(Options):
 class Validation(Options):
     """The simulator against this machine: TPOT and hit rate of presets x budgets x links on the same prompts."""
 
-    measure = "simulate.validation"
+    measure = "validation.validation"
     model: Model = None
     repeats: Repeats = 5
     preset: tuple[str, ...] = Field(
@@ -186,7 +190,7 @@ class Validation(Options):
     link_gbps: tuple[Annotated[float, Ge(0.001)], ...] = Field(
         (2.0, 16.0), description="Emulated link, 1e9 bytes per second; repeat it."
     )
-    max_tokens: int = Field(48, ge=2, description="Tokens generated after each prompt.")
+    max_tokens: Tokens = 48
     quick: bool = Field(False, description="Three presets at the first budget and link.")
 
 
@@ -199,7 +203,9 @@ class Auto(Options):
     layers: int = Field(0, ge=0, description="Layers of each shape; default: 0, all of them.")
     variant_cells: int = Field(36, ge=0, description="Cells of the ablation and of wrong costs.")
     jobs: int = Field(2, ge=1, description="Processes.")
-    journal: Path | None = Field(None, description="File of finished parts: the same command resumes; default: none.")
+    journal: Path | None = Field(
+        None, description="Finished parts are in NAME.partial.json beside it: the same command resumes; default: none."
+    )
     quick: bool = Field(False, description="Cells of one shape at batch 1, on few layers and tokens.")
 
 
@@ -226,13 +232,6 @@ class Channel(Options):
     """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
 
     measure = "channels.channel"
-    repeats: Repeats = 7
-
-
-class Transfer(Options):
-    """Experts from another node's store: our channel and Ray object refs, against a copy in memory."""
-
-    measure = "transfer.transfer"
     repeats: Repeats = 7
 
 
@@ -266,6 +265,6 @@ class Substitute(Options):
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "scale": Scale,
     "predict": Predict, "simulate": Simulate, "core": Core, "validation": Validation, "auto": Auto, "prepare": Prepare,
-    "exact": Exact, "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher,
+    "exact": Exact, "channel": Channel, "kernel": Kernel, "matcher": Matcher,
     "substitute": Substitute,
 }  # fmt: skip

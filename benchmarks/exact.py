@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
 from tiermoe.cluster.jobs.bench.serving import Prompt, heldout_prompts, run_config, start_worker
 
 from .cases import Exact
@@ -46,13 +46,12 @@ def exact(options: Exact, progress: Progress | None) -> Report:
     settings = options.settings(prompt_tokens=PROMPT_TOKENS, budget=BUDGET, threads=1)
     report = Report("exact", "", settings=settings)
     chosen = (REFERENCE, *options.policy)
-    task = None if progress is None else progress.add_task("scoring", total=len(chosen) * len(MOST))
+    advance = advancing(progress, "scoring", len(chosen) * len(MOST))
     found: dict[tuple[str, str], tuple[torch.Tensor, float]] = {}
     for dtype in ("float32", "bfloat16"):
         for policy in chosen:
             found[policy, dtype] = _scored(options, policy, dtype, passages, report)
-            if progress is not None and task is not None:
-                progress.advance(task)
+            advance()
             if policy == REFERENCE and dtype == "float32":
                 continue
             against = (REFERENCE, "float32" if policy == REFERENCE else dtype)

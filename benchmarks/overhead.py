@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tiermoe.cluster.config import RunConfig
-from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from tiermoe.cluster.jobs.bench.metrics import (
+    Bar,
+    Case,
+    Measures,
+    Report,
+    Spread,
+    interleaved,
+    median_ratio,
+    ratio,
+    rows_of,
+)
 from tiermoe.cluster.jobs.bench.random_model import Form
 from tiermoe.cluster.jobs.bench.serving import (
     Prompt,
@@ -209,7 +219,4 @@ def _pairs(
 
 def _paired(found: Mapping[str, Mapping[str, Spread]], case: str, base: str) -> float:
     """Median of the rounds' ratios of time per token; NaN where `base` was not measured."""
-    if base not in found:
-        return float("nan")
-    pairs = zip(found[case]["tpot_s"].values, found[base]["tpot_s"].values, strict=True)
-    return median(ratio(value, other) for value, other in pairs)
+    return median_ratio(found[case]["tpot_s"], found[base]["tpot_s"]) if base in found else float("nan")

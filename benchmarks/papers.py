@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +20,8 @@ from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import budget_bytes
 from tiermoe.cluster.config import parse_budget
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Section, load_experiment, require_each_once
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report, metric, section_of
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, metric, section_of
+from tiermoe.cluster.jobs.bench.nodes import over_processes
 from tiermoe.cluster.jobs.bench.run import Study, run_experiment
 from tiermoe.cluster.jobs.bench.serving import Recorded, read_split
 from tiermoe.cluster.jobs.bench.synthetic_settings import Comparison, Simulation, Traces
@@ -35,8 +35,6 @@ from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.cluster.simulate.synthetic import CALIBRATIONS, FAMILIES, write_synthetic
 from tiermoe.cluster.yaml_file import explain
 from tiermoe.errors import ConfigError
-
-from .transfers import transfers
 
 _PAPERS = Path(__file__).with_name("papers")
 WITHIN = 0.25  # of the published figure
@@ -82,6 +80,52 @@ def popular(recorded: Recorded) -> NDArray[np.int64]:
         for layer in range(header.layers):
             counts[layer] += np.bincount(step.ids[:, layer].ravel(), minlength=header.experts)
     return counts
+
+
+# -- ActiveEvict's measures of a run's transfers, from the counters of any executor -----------------------------------
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Transfers of a run, prefill included, for each generated token (ActiveEvict, Tables 2 and 3).
+
+    blocking_ms: the compute waited for copies. total_ms: the link was busy, by its own clock. loaded_mb: loaded to the
+    device. written_back_mb: copied back at evictions. redundant: share of the loaded bytes that left unused, or that
+    pre-eviction had removed since the layer's last run. precision: share of the prefetched and demanded experts that
+    were used. recall: share of the needed, absent experts that the preset's own fetches brought: by prefetch if it
+    prefetches, else by demand. hit_rate: share that was present when the routing was known. dropped: (token, expert)
+    pairs that did not run.
+    """
+
+    blocking_ms: float
+    total_ms: float
+    loaded_mb: float
+    written_back_mb: float
+    redundant: float
+    precision: float
+    recall: float
+    hit_rate: float
+    dropped: float
+
+
+def transfers(counters: Mapping[str, Any], tokens: int) -> Transfers:
+    """From `EngineStats.as_dict()` after so many generated tokens."""
+
+    def share(part: float, whole: float, empty: float) -> float:
+        return min(part / whole, 1.0) if whole else empty
+
+    sources = counters["prefetch_sources"].values()
+    used = sum(s["hits"] + s["late"] for s in sources)
+    asked = sum(s["queued"] - s["cancelled"] for s in sources)
+    demanded = counters["misses"] - counters["late_prefetches"]
+    loaded = counters["bytes_loaded"]
+    avoidable = counters["bytes_wasted"] + counters["bytes_premature"]
+    return Transfers(
+        1e3 * counters["blocked_io_s"] / tokens, 1e3 * counters["link_s"] / tokens, loaded / 1e6 / tokens,
+        counters["bytes_written_back"] / 1e6 / tokens, share(avoidable, loaded, 0.0),
+        share(used + demanded, asked + demanded, 1.0), share(used, used + demanded, 1.0) if asked else 1.0,
+        counters["hit_rate"], counters["dropped"] / tokens,
+    )  # fmt: skip
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -337,17 +381,11 @@ def run_papers(
     require_each_once("only", names)
     for name in names:
         load_paper(name)  # all are refused before the first runs
-    if jobs == 1 or len(names) == 1:
-        found = [run_paper(name, quick, folder, progress) for name in names]
-    else:
-        task = None if progress is None else progress.add_task("papers", total=len(names))
-        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-            running = [pool.submit(run_paper, name, quick, folder) for name in names]
-            for done in as_completed(running):
-                done.result()
-                if progress is not None and task is not None:
-                    progress.advance(task)
-        found = [one.result() for one in running]
+    advance, reports = advancing(progress, "papers", len(names)), dict[int, Report]()
+    for number, report in over_processes(partial(run_paper, quick=quick, folder=folder), names, jobs):
+        reports[number] = report
+        advance()
+    found = [reports[number] for number in range(len(names))]
     rows = [{"paper": n} | line for n, one in zip(names, found, strict=True) for line in one.figures["comparisons"]]
     shown = ("paper", "title", "of_key", "published", "ours", "ratio", "direction", "within")
     return Report("papers", "simulated", rows, [bar for one in found for bar in one.bars], {"quick": quick}, shown)

@@ -23,7 +23,7 @@ from typing import Any
 from rich.progress import Progress
 
 from tiermoe.actors.store.files import hash_files
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
 from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.prepare.job import PARTIAL
 from tiermoe.cluster.jobs.prepare.writer import beside, discard, finished_names, require_space
@@ -68,7 +68,7 @@ def prepare(options: Prepare, progress: Progress | None) -> Report:
         needed = round(3.5e9 * options.gigabytes)
         what = f"a checkpoint of {options.gigabytes:g} GB with its two stores"
         require_space(scratch, needed, what, scratch.parent, "name a folder on another disk with --folder")
-        task = None if progress is None else progress.add_task("preparing", total=len(options.form))
+        advance = advancing(progress, "preparing", len(options.form))
         for form in options.form:
             start = measure_form(form, TINY, scratch / f"{form}-tiny", kill=False)
             row = measure_form(form, large(form, options.gigabytes), scratch / form)
@@ -77,8 +77,7 @@ def prepare(options: Prepare, progress: Progress | None) -> Report:
             row["gb_per_s"] = row["checkpoint_gb"] / max(1e-3, row["seconds"] - start["seconds"])
             report.rows.append(row)
             report.bars += bars_of(row)
-            if progress is not None and task is not None:
-                progress.advance(task)
+            advance()
     return report
 
 

@@ -36,8 +36,7 @@ from tiermoe.cluster.simulate.predictors import recall, shown, train_predictors
 from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.cluster.simulate.trace import Iteration
 
-from .papers import engine_for, synthetic
-from .transfers import transfers
+from .papers import engine_for, synthetic, transfers
 
 LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second; ratio of loading over computing
 # Of the expert maps: layers ahead, capacity of the store, share of the experts that fit, gigabytes (1e9) per second.

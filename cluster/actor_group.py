@@ -2,7 +2,7 @@
 
     directory -> stores, shards, NDP workers -> matcher -> the lead with its node's store -> all ready -> lead.start
 
-The actor classes are plain classes. Ray makes them anew where they die, and they register again; the lead also has to
+The actor classes are plain classes. Ray restarts them if they die, and they register again; the lead also has to
 be started (`supervision.py`). What Ray passes to a constructor again may not hold references, so workers get links
 (names in the directory), not handles.
 """
@@ -61,7 +61,7 @@ class ActorGroup:
     Attributes:
         name: as given.
         lead: once started.
-        directory: how to ask for addresses; None where no actor is reached over a channel.
+        directory: how to ask for addresses; None if no actor is reached over a channel.
         actors: all handles but the lead's, by role.
     """
 
@@ -218,7 +218,7 @@ class ActorGroup:
         return lead
 
     def _stores_for(self, worker: PlannedActor) -> list[StoreLink]:
-        """The other nodes' stores, where a worker does not map every layer from its own node's."""
+        """The other nodes' stores, if a worker does not map every layer from its own node's store."""
         if set(worker.layers) >= self._layers:
             return []
         return [
@@ -234,7 +234,7 @@ class ActorGroup:
         """Start a worker that Ray restarts.
 
         Args:
-            threads: of its arithmetic libraries, where that is not what the whole Ray was started with.
+            threads: of its arithmetic libraries, if it differs from that of the whole Ray.
         """
         options: dict[str, Any] = {"max_restarts": RESTART_ALWAYS, "max_concurrency": _CONCURRENCY}
         if threads not in (None, self._settings.threads) and not self._local:  # where Ray starts a process for it
@@ -244,7 +244,7 @@ class ActorGroup:
         return handle
 
     def _show_stage(self) -> None:
-        """The part of the lead's start that goes on, as a step."""
+        """Show the current part of the lead's start as a step."""
         with contextlib.suppress(RuntimeFailure):  # busy, or of another class
             if self._worker_class is None:
                 self._step(str(self.lead.ask("health", deadline_s=_STEP_S)["state"]))
@@ -274,7 +274,7 @@ class NodeWatcher:
           resource `ndp` and no worker yet; the lead then gives it its share of the experts;
         - asks the directory for its entries, and enters those again that a restarted one has forgotten.
 
-    A node that leaves needs nothing here: Ray restarts its worker where the resource is, or once it is somewhere again.
+    A node that leaves needs nothing here: Ray restarts its worker on a node with the resource, once there is one.
     So there are never more workers than nodes for them.
 
     Args:

@@ -183,7 +183,7 @@ def lead_record(deployment: str) -> ActorRecord | None:
 
 
 class Attachment:
-    """This process as one more driver of a running Ray; leaving it leaves all actors as they are.
+    """This process as one more driver of a running Ray; leaving it does not change any actor.
 
     Args:
         address: HOST:PORT of the head node.
@@ -274,7 +274,7 @@ class Attachment:
             raise RuntimeFailure(f"deployment '{deployment}' has ended", "start it again")
 
     def health(self, record: ActorRecord) -> dict[str, Any]:
-        """An actor's own account of its state; `error` is in it where it does not answer."""
+        """An actor's reported state; it has `error` if the actor does not answer."""
         try:
             if record.role == LEAD:
                 return self.ask(record.deployment, "health")
@@ -291,7 +291,7 @@ class Attachment:
         Raises:
             RuntimeFailure: some are not dead after 20 s.
         """
-        # first: their state tells the process that started the deployment that this is no accident
+        # first: their state tells the process that started the deployment that the end is intended
         for owner, name in _groups():
             if family(owner) == deployment:
                 with contextlib.suppress(ValueError):  # it is removed already

@@ -59,7 +59,7 @@ def _forward(parent: typer.Typer, prefix: str, name: str, module: str, attribute
 _forward(app, "tiermoe", "run", ".jobs.run", "run_command", "Generate text for one prompt and report what it took.")
 _forward(app, "tiermoe", "up", ".jobs.up", "up_command", "Start a runtime that runs until Ctrl-C or `down`.")
 _forward(app, "tiermoe", "serve", ".jobs.serve", "serve_command", "Serve a model over HTTP, as OpenAI's API.")
-_forward(app, "tiermoe", "status", ".jobs.status", "status_command", "Say what runs, where, and what it holds.")
+_forward(app, "tiermoe", "status", ".jobs.status", "status_command", "Show what runs, where, and what it holds.")
 _forward(app, "tiermoe", "down", ".jobs.status", "down_command", "End a runtime and all that belongs to it.")
 _forward(app, "tiermoe", "prepare", ".jobs.prepare.command", "prepare_command", "Turn a checkpoint into a store.")
 _forward(app, "tiermoe", "plan", ".jobs.plan", "plan_command", "Say what would run where, and start nothing.")
@@ -83,7 +83,7 @@ def main(args: list[str] | None = None) -> None:
     """
     if sys.stdout is None:  # closed by the caller (`>&-`): what goes there is not wanted
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the life of the process)
-    if args is None:  # a program of its own, not a call from another
+    if args is None:  # a program, not a call from another one
         handle_signals()
     try:
         app(args=args, prog_name="tiermoe")

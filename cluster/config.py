@@ -165,7 +165,7 @@ class RaySettings(Settings):
 
 
 class RunConfig(EngineOptions):
-    """Everything of a run besides the prompt and its sampling."""
+    """Everything of a run except the prompt and its sampling."""
 
     model: str | None = Field(
         default=None,
@@ -324,7 +324,7 @@ def kl_budget(quality: str) -> float | None:
 
 
 def chosen_policy(name_or_path: str, quality: str = LOSSLESS) -> PolicySettings:
-    """A policy with what it may give for speed.
+    """A policy with its quality budget.
 
     Raises:
         ConfigError: as `load_policy` and `kl_budget`, or the policy has another rule for misses than `auto`.

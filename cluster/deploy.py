@@ -48,8 +48,8 @@ _CALL_DEADLINE_S = 30.0
 
 
 def say(line: str) -> None:
-    """A line for people, on standard error. What says it goes on where the line cannot be written: the disk of the file
-    that it goes to is full, or nobody reads it any more.
+    """A line for people, on standard error. The caller continues if the line cannot be written: the disk of the file
+    is full, or the reader has ended.
     """
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ class Deployment:
         notify: called with a line about what the start waits for, and about nodes that join.
         on_ray: called once there is a Ray and before anything is placed on it.
         step: called with each step of the start.
-        lost: called from a thread with the reason when Ray itself has ended or hangs; None: nobody looks.
+        lost: called from a thread with the reason when Ray itself has ended or hangs; None: no watch.
 
     Attributes:
         id: what the names of its actors begin with.
@@ -177,13 +177,13 @@ class Deployment:
 
     @property
     def topology(self) -> Topology:
-        """The planned actors, as they were placed; workers that joined later are not in it."""
+        """The planned actors, as placed; workers that joined later are not included."""
         return self.planned.topology
 
     def watch(self) -> bool:
         """Whether the deployment still runs; False: it was ended in order (`Attachment.end`).
 
-        A lead that died or hangs is started again, while others go on: call this about once a second. A lead that
+        Restarts a lead that died or hangs, while others continue: call this about once a second. A lead that
         fails for good is said, and tried again after a minute, while another one serves.
 
         Raises:
@@ -197,7 +197,7 @@ class Deployment:
             except TierMoeError as error:
                 failed[replica] = error
         if failed and any(replica.ended for replica in self._replicas):
-            if not node_lives():  # the GCS removes what was reserved with a node that has left, too
+            if not node_lives():  # the GCS also removes reservations of nodes that have left
                 raise RuntimeFailure("Ray's raylet on this machine ended", "start it again")
             return False
         if len(failed) == len(self._replicas):
@@ -253,7 +253,7 @@ class Deployment:
         return self._lead.ask("trace_events")
 
     def close(self) -> None:
-        """End the actors, and Ray where it was started here. Idempotent; never raises."""
+        """End the actors, and Ray if it was started here. Idempotent; never raises."""
         ray_watch, self._ray_watch = self._ray_watch, None
         replicas, self._replicas = self._replicas, []
         try:
@@ -271,7 +271,7 @@ class Deployment:
                 self._scratch.close()
 
     def abandon(self) -> bool:
-        """End a local Ray by force, without asking it; False: there is none. For the end of a process only."""
+        """Kill a local Ray; False: there is none. Only for the end of a process."""
         if self._scratch is None:
             return False
         self._scratch.close()
@@ -329,7 +329,7 @@ class Deployment:
         self.plan = started[0]
 
     def _failure(self, error: BaseException) -> TierMoeError | None:
-        """What to raise for an error of the start; None: that error as it is."""
+        """The error to raise for an error of the start; None: that error unchanged."""
         if not isinstance(error, Exception):
             return None
         with contextlib.suppress(Exception):  # where Ray does not say, the error speaks for itself

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class _Step(Protocol):
-    """One step of a decoder. A shallow copy has a state of its own.
+    """One step of a decoder. A shallow copy has its own state.
 
     held: what waits for more; false: nothing.
     """
@@ -82,7 +82,7 @@ class _EachToken:
 
 
 class _ByteRuns:
-    """Runs of tokens such as `<0xF0>`: characters where all of a run is UTF-8, else U+FFFD for each byte."""
+    """Runs of tokens such as `<0xF0>`: characters if all of a run is UTF-8, else U+FFFD for each byte."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
@@ -138,7 +138,7 @@ class _Utf8:
 
     def feed(self, piece: Piece) -> Iterable[Piece]:
         data, begun, start = self.bytes_of(piece.text), self.held, 0
-        if begun and data:  # a first byte that does not go on makes what was begun U+FFFD, and begins behind it
+        if begun and data:  # a first byte that does not continue the character makes it U+FFFD, and begins the next
             text, taken = codecs.utf_8_decode(begun + data[:1], "replace", False)
             start = int(taken == len(begun) or len(text) == 2)
         text, taken = codecs.utf_8_decode(begun + data, "replace", False)
@@ -151,7 +151,7 @@ class _Utf8:
 
 
 class _Ends:
-    """Takes up to `start` letters from the text's begin and up to `stop` from its end, where they are `content`."""
+    """Takes up to `start` letters from the text's begin and up to `stop` from its end, if they are `content`."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
@@ -331,7 +331,7 @@ class TokenBytes:
         return name.encode()
 
     def shown(self, token: int) -> str:
-        """The token as text; `bytes:\\xNN...`, as OpenAI writes it, where it is not whole characters."""
+        """The token as text; `bytes:\\xNN...`, as OpenAI writes it, if it is not whole characters."""
         found = self.of(token)
         try:
             return found.decode()

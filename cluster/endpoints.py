@@ -32,7 +32,7 @@ class Endpoints:
         host: where processes of this cluster listen; None: at their node's own address.
         tls: files of their channels' TLS, at the same path on each node; None: no encryption.
 
-    All methods raise `RuntimeFailure` where the directory does not answer.
+    All methods raise `RuntimeFailure` if the directory does not answer.
     """
 
     def __init__(self, actor: str, host: str | None = None, tls: TlsFiles | None = None) -> None:

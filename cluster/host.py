@@ -27,7 +27,7 @@ _FEATURES = (
 
 
 def shown(path: Path) -> Path:
-    """The path of a checkpoint, or of a file in it, for people: the user's own, where one of the cache stands for it.
+    """The path of a checkpoint or of a file in it, for people: the user's own, if the cache has a folder for it.
 
     A GGUF file has such a folder, with links to its parts (`checkpoints.gguf_files`).
     """
@@ -71,7 +71,7 @@ def cpu() -> dict[str, Any]:
 
 
 def _cpuinfo() -> tuple[str, set[str]]:
-    """Model name and feature flags as Linux tells them; empty elsewhere."""
+    """Model name and feature flags as Linux reports them; empty elsewhere."""
     model, flags = "", set[str]()
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.is_file() else ():

@@ -23,8 +23,7 @@ from .config import RunConfig, load_run_config
 from .detokenizer import IncrementalText
 from .jobs.options import checked_settings, deployed
 from .prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
-from .report.starts import LastStart
-from .report.steps import Steps
+from .report.steps import LastStart, Steps
 
 if TYPE_CHECKING:
     from .deploy import Deployment
@@ -134,7 +133,7 @@ class LLM:
             stack.close()
 
     def abandon(self) -> bool:
-        """End a runtime by force, also one that starts; False: there is none. For the end of a process only."""
+        """End a runtime by force, even while it starts; False: there is none. Only for the end of a process."""
         return self._made is not None and self._made.abandon()
 
     @overload

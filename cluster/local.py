@@ -25,9 +25,9 @@ class LocalWorker(GpuWorker):
 
     Attributes:
         store: the folder.
-        ndp_processes: those of the NDP workers; none where the policy uses none.
+        ndp_processes: those of the NDP workers; empty if the policy uses none.
         shard_processes: those of the shards 1..G-1.
-        matcher_process: that of the matcher; None where the policy uses none.
+        matcher_process: that of the matcher; None if the policy uses none.
     """
 
     def __init__(self, settings: EngineSettings, store: Path, ndp_workers: int = 1) -> None:

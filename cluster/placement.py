@@ -53,7 +53,7 @@ def family(replica: str) -> str:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """(id, role) of an actor's name; None where it is not an actor of a deployment."""
+    """(id, role) of an actor's name; None if it is not an actor of a deployment."""
     match = _NAME.fullmatch(name)
     return (match["id"], match["role"]) if match else None
 
@@ -137,7 +137,7 @@ class Placement:
         return any(placement_group_table(group)["state"] == "REMOVED" for group in self._groups.values())
 
     def refuse_ended(self) -> None:
-        """Raise DeploymentEnded where the groups were removed."""
+        """Raise DeploymentEnded if the groups were removed."""
         if self.ended:
             raise DeploymentEnded("the deployment was ended while it started", "start it again")
 

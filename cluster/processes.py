@@ -27,7 +27,7 @@ class ProcessId:
         pid: its number.
         start: clock ticks from boot to its start (`/proc/PID/stat`); hundredths of a second since 1970 where there is
             no /proc.
-        boot: the kernel's id of the boot, in hexadecimal digits; empty where there is none.
+        boot: the kernel's id of the boot, in hexadecimal digits; empty if there is none.
     """
 
     pid: int
@@ -46,7 +46,7 @@ class ProcessId:
 
     @classmethod
     def parse(cls, text: str) -> ProcessId | None:
-        """Of `str` of one; None: it is none."""
+        """The inverse of `str`; None: not the text of an id."""
         match = _TEXT.fullmatch(text)
         return None if match is None else cls(int(match["pid"]), int(match["start"]), match["boot"])
 

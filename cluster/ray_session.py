@@ -49,7 +49,7 @@ _MORE = "run `tiermoe doctor` to see memory and devices, and run again"
 
 
 def refuse_second() -> None:
-    """Raise RuntimeFailure where this process uses Ray already."""
+    """Raise RuntimeFailure if this process uses Ray already."""
     if ray.is_initialized():
         raise RuntimeFailure("this process uses Ray already", "leave the other deployment first")
 
@@ -153,7 +153,7 @@ def start_local(
 
 
 def _check_private(folder: Path) -> None:
-    """Raise RuntimeFailure where others can get below a folder: Ray makes most of what it has there writable to all."""
+    """Raise RuntimeFailure if others can get below a folder: Ray makes most of what it has there writable to all."""
     try:
         own_folder(folder)
         if folder.stat().st_mode & 0o077:
@@ -210,7 +210,7 @@ def session_folder() -> Path:
 
 def server_folder() -> Path:
     """Where this user's processes on this machine keep files for each other while the Ray of this process runs; no
-    other user can get there. It is made where it is missing.
+    other user can get there. It is made if it is missing.
 
     A local Ray's session is private and goes with that Ray. The session of a cluster may be writable to all.
 
@@ -319,13 +319,13 @@ def without_ray_notices() -> Iterator[None]:
 def as_failure(
     error: Exception, doing: str, deadline_s: float | None = None, setting: str | None = None
 ) -> TierMoeError:
-    """What the user sees of an exception that came out of Ray.
+    """An exception of Ray, as the user sees it.
 
     Args:
         error: what Ray raised.
         doing: what failed, in words that start the message.
         deadline_s: the deadline that applied, in seconds.
-        setting: the configuration key that holds it; None where it is fixed.
+        setting: the configuration key that holds it; None if it is fixed.
 
     Returns:
         The actor's own TierMoeError where it raised one; otherwise a RuntimeFailure.

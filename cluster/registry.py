@@ -105,7 +105,7 @@ class Registry:
         return self.folder / f"{deployment}.json"
 
     def _paths(self) -> list[Path]:
-        """Of all entries; none where the folder is not this user's own, or others may write it."""
+        """All entries; none if the folder is another user's, or others may write it."""
         try:
             return sorted(own_folder(self.folder).glob("*.json")) if self.folder.is_dir() else []
         except OSError:

@@ -31,12 +31,12 @@ _POLL_S = 0.1
 class Scratch:
     """A private directory for one local Ray; `close` removes it together with every process that uses it.
 
-    Ray makes its directory, and most below it, writable to everybody. So it gets one inside of this, which nobody else
-    can enter.
+    Ray makes its directory, and most below it, writable to everybody. So it gets one inside this folder, which no
+    other user can enter.
 
     Attributes:
         path: the private directory.
-        ray: where Ray's own goes.
+        ray: Ray's own directory.
     """
 
     def __init__(self) -> None:

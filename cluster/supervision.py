@@ -42,7 +42,7 @@ _LOG = "see the lead's log in Ray's session folder, or lower --budget"
 class Pauses:
     """Finds out that this process itself did not run: a suspended laptop, SIGSTOP to all, a machine that was frozen.
 
-    Whom it asked has had no time to answer then, either: those seconds are nobody's silence.
+    The processes that it asked had no time to answer either: those seconds do not count.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class LeadKeeper:
         self._files = _Files(label, notify)
 
     def look(self) -> None:
-        """Look once, and do what is to be done. A lead that failed rests for `REST_S`, and is then made anew.
+        """Check once, and act. A lead that failed is restarted after `REST_S`.
 
         Raises:
             RuntimeFailure: the lead has ended for good, has died `DEATHS` times within `WITHIN_S`, or its loop died;
@@ -240,7 +240,7 @@ class _Process:
     actor: psutil.Process | None = None
     answered_s: float = field(default_factory=time.monotonic)
     silent: bool = False
-    refused: int = 0  # times that nobody listened there, in a row
+    refused: int = 0  # consecutive refused connections
 
     def __post_init__(self) -> None:
         self.channel = grpc.insecure_channel(self.address)
@@ -256,7 +256,7 @@ class RayWatch:
     - GCS or raylet has ended, or was silent for `HUNG_S`: `lost` is called with the reason, once.
     - An actor's process was silent for `HUNG_S`: it is killed, and Ray starts another.
     - Any was silent for `SILENT_S`, or an actor has died: a line says so.
-    - This process itself was stopped: a line says so, and nobody is taken for silent meanwhile.
+    - This process itself was stopped: a line says so, and no process counts as silent.
 
     Args:
         deployment: its id; the actors of others are left alone.
@@ -317,7 +317,7 @@ class RayWatch:
     def _allow_for_pause(self) -> None:
         if (stopped_s := self._pauses.look()) == 0.0:
             return
-        self._notify(f"this process was stopped for {stopped_s:.0f} s (a suspended machine?); it goes on")
+        self._notify(f"this process was stopped for {stopped_s:.0f} s (a suspended machine?); it resumes")
         for process in (*self._servers, *self._actors.values()):
             process.answered_s = min(process.answered_s + stopped_s, time.monotonic())
             process.refused = 0

@@ -117,7 +117,7 @@ class WorkerProcess:
         """Of the present process.
 
         Raises:
-            RuntimeFailure: there is none.
+            RuntimeFailure: it is not running.
         """
         if self._process is None:
             raise RuntimeFailure(f"the {self._role.label} is not running", "start it first")

@@ -109,7 +109,7 @@ def require_probabilities(probabilities: torch.Tensor | None, options: Options) 
 def replaceable_arrays(
     ids: NDArray[np.int64], resident: NDArray[np.bool_], beta: float | None, shard_of: NDArray[np.int64] | None = None
 ) -> NDArray[np.bool_]:
-    """The distribution gate in C++; see `policies/substitution_gates.py`.
+    """The distribution gate in C++; see `policies/buddymoe/substitution.py`.
 
     Raises:
         ValueError: an array has another layout, type or shape, or an expert or shard does not exist.
@@ -262,7 +262,7 @@ def _renormalised(values: torch.Tensor, weights: torch.Tensor, changed: torch.Te
 
 
 def permitted(weights: torch.Tensor, tau: float | None, gamma: float | None, temperature: float) -> torch.Tensor:
-    """Whether the entropy and margin gates permit each token [T]; see `policies/substitution_gates.py`."""
+    """Whether the entropy and margin gates permit each token [T]; see `policies/buddymoe/substitution.py`."""
     tokens, top_k = weights.shape
     allowed = torch.ones(tokens, dtype=torch.bool, device=weights.device)
     if tau is None and gamma is None:

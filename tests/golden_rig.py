@@ -325,8 +325,10 @@ def _walk(node: Any, path: str, found: dict[str, str]) -> None:
         if p.name != "help"
     ]
     found[path] = " | ".join(sorted(parameters))
-    for name, child in getattr(node, "commands", {}).items():
-        _walk(child, f"{path} {name}", found)
+    if hasattr(node, "list_commands"):  # those of `bench` that a clone adds, too
+        context = typer.Context(node)
+        for name in node.list_commands(context):
+            _walk(node.get_command(context, name), f"{path} {name}", found)
 
 
 def _forwarded(args: list[str]) -> Any:

@@ -43,7 +43,7 @@ from .make_policies import (
 )
 from .model.kernels import expert_seconds
 from .model.model import MoeBlock, attach, detach
-from .peers.auto import make_auto
+from .peers.auto import AutoPlacer, make_auto
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
 from .peers.remote import NdpPool, RemoteExperts
@@ -236,12 +236,20 @@ class ExpertEngine:
         if configuring is not None:
             yield lambda sequences: configuring.begin_forward()
         if self.prefetching is not None:
-            yield self.prefetching.begin_forward
+            yield self._begin_prefetching
         if rule is not None:
             yield lambda sequences: tell_link_speed(rule, self.cache)
             yield lambda sequences: rule.begin_forward(sequences, self._placer.miss_costs)
         if ahead is not None:
             yield lambda sequences: ahead.begin_forward(last_rows(sequences))
+
+    def _begin_prefetching(self, sequences: Sequence[SequenceRows]) -> None:
+        """Prefetch by the policy, but not in a forward whose layers a planner decides."""
+        assert self.prefetching is not None
+        if isinstance(self._placer, AutoPlacer) and not self._placer.prefetches:
+            self.prefetching.rest()
+        else:
+            self.prefetching.begin_forward(sequences)
 
     def resize(self, slots: int) -> None:
         """Another number of slots, between forwards. Raises as `ExpertCache.resize`."""
@@ -329,6 +337,8 @@ class ExpertEngine:
         self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None,
         artifacts: PolicyArtifacts,
     ) -> RouterPrefetching | None:  # fmt: skip
+        if isinstance(self._placer, AutoPlacer) and not self._placer.may_prefetch:
+            return None
         policy = make_policy(
             settings.policy, blocks, self.experts, self.top_k, self.cache.policy, self.matcher, self.shards,
             predictors,

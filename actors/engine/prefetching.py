@@ -72,7 +72,7 @@ class Prefetching:
         self._trials: PrefetchTrials | None = None
         self._clock: Callable[[], float] = float
         self._before: tuple[int, DecodeForward] | None = None  # resets, and the counters when the last forward began
-        self._paused = False
+        self._paused = self._rests = False
 
     def adapt(self, trials: PrefetchTrials, clock: Callable[[], float]) -> None:
         """Pause prefetch in decode forwards where these say so. clock: seconds."""
@@ -97,10 +97,14 @@ class Prefetching:
 
     def begin(self, spans: Sequence[Span]) -> None:
         """The next forward carries these rows."""
-        self._spans = spans
+        self._spans, self._rests = spans, False
         if self._trials is not None:
             self._try(self._trials, spans[-1].stop)
         self._ask(0, self.policy.begin_forward(spans), not self._cache.governor.resting)
+
+    def rest(self) -> None:
+        """The next forward, in place of `begin`: nothing is prefetched, and the trials do not compare it."""
+        self._spans, self._before, self._rests = (), None, True
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over."""
@@ -108,6 +112,8 @@ class Prefetching:
 
     def layer(self, index: int, view: Any) -> None:
         """A layer's routing is known and its loads are queued: queue loads for later layers."""
+        if self._rests:
+            return
         policy, allowed = self.policy, self._cache.governor.allows()
         if policy.stateless and self.idle(index, allowed):
             return
@@ -128,6 +134,8 @@ class Prefetching:
         split expert the bottom is loaded for each use, whether or not its top is in a slot.
         """
         policy, reach = self.policy, self._reach[index]
+        if self._rests:
+            return True
         if not policy.stateless:
             return False
         if not reach:
@@ -173,7 +181,8 @@ class Prefetching:
         return [*found, (0, (stop - layers) * experts)] if policy.wraps and stop > layers else found
 
     def skip(self, index: int, view: Any) -> None:
-        self._cache.governor.allows()
+        if not self._rests:
+            self._cache.governor.allows()
 
     def probe(self, index: int) -> tuple[LinearRouter, int, int, bool] | None:
         """The router by whose scores alone native code may prefetch at a layer, its layer, experts for each row, and
@@ -263,6 +272,10 @@ class RouterPrefetching(Prefetching):
         self._rows, self._embedded, self._running = rows, None, False
         if not self.policy.needs_embeddings:
             self._begin_rows(None)
+
+    def rest(self) -> None:
+        super().rest()
+        self._rows, self._embedded, self._running = (), None, False
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""

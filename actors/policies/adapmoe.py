@@ -42,7 +42,7 @@ class AdaptiveGating(Rerouting):
     State: none. Cost: O(T K log K).
 
     Args:
-        sensitivity: s_l of each layer, in nats per squared dropped weight (`cluster.jobs.prepare.sensitivity`).
+        sensitivity: s_l of each layer, in nats per squared dropped weight (`cluster.jobs.prepare.measures`).
         threshold: estimated loss increase of a token per layer, in nats; 0 drops nothing.
         renormalise: whether the model normalises the weights of the experts that it picks.
 

@@ -36,6 +36,7 @@ class AutoOptions(PlannedOptions):
     kind: str = "auto"
     ranks: ClassVar[bool] = True
     optional_workers: ClassVar[bool] = True
+    prefetches: ClassVar[frozenset[str]] = frozenset({"none", "next-gate"})
 
 
 class Action(IntEnum):
@@ -354,39 +355,44 @@ class _Values:
 
 
 class Faster:
-    """Which of two ways to run decode forwards is faster, by whole forwards, apart for 1, 2, 3 to 4, 5 to 8, .. rows.
+    """Which of two ways to run forwards is faster, by whole forwards, apart for decodes and prompts and for 1, 2, 3 to
+    4, 5 to 8, .. rows.
 
     State, of each way: mean of the seconds of a forward (weight 1 / n at the n-th, at least 0.1; a forward counts as at
-    most three means), forwards since its last use.
-    Rule: the first 8 forwards go the first way, the next 8 the second, then each the way of the lower mean. The other
-    one is tried for 4 forwards once it was not used for 64, and once 2% of the time so far, less what earlier tries
-    lost, pays for them. The first forward after a change is not counted: its residents are the other way's.
-    O(1) a forward, deterministic.
+    most three means); forwards since the last use of the slower one.
+    Rule: each forward goes the way of the lower mean. A way without a mean has the other's and the expected difference;
+    where both lack one, the expected seconds decide. The slower way is tried for 4 forwards once it was not used for 64
+    (at first: for 8), and once 2% of the time so far, less what earlier tries lost, pays for them. The first forward
+    after a change is not counted: its residents are the other way's. O(1) a forward, deterministic.
 
     Attributes:
-        only: the way of all forwards, for measurements; None: the faster one.
+        only: the way of all forwards, for measurements, and of planners that decide every layer; None: the faster one.
     """
 
     _FIRST, _BURST, _UNUSED, _SHARE = 8, 4, 64, 0.02
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Ways] = {}
+        self._ways: dict[tuple[bool, int], _Ways] = {}
         self._last = 0
         self.only: int | None = None
 
-    def choose(self, rows: int) -> int:
-        """0 or 1: the way of the next forward, of so many rows."""
+    def choose(self, rows: int, expected_s: tuple[float, float], prompt: bool = False) -> int:
+        """0 or 1: the way of the next forward.
+
+        Args:
+            rows: of the forward. prompt: some are a prompt's. expected_s: of a forward, by way; what both have in
+                common may be left out.
+        """
         if self.only is not None:
             return self.only
-        ways = self._rows.setdefault((rows - 1).bit_length(), _Ways())
-        unseen = [way for way in (0, 1) if ways.count[way] < self._FIRST]
-        if unseen:
-            return unseen[0]
-        best = int(ways.mean_s[1] < ways.mean_s[0])
-        other, loss = 1 - best, abs(ways.mean_s[1] - ways.mean_s[0])
-        ways.tries_s += self._SHARE * ways.mean_s[best]
+        ways = self._of(rows, prompt)
+        seconds = ways.seconds(expected_s)
+        best = int(seconds[1] < seconds[0])
+        other, loss = 1 - best, abs(seconds[1] - seconds[0])
+        ways.tries_s += self._SHARE * seconds[best]
         ways.unused += 1
-        if ways.trying == 0 and ways.unused >= self._UNUSED and self._BURST * loss <= ways.tries_s:
+        rested = ways.unused > (self._UNUSED if ways.count[other] else self._FIRST)
+        if ways.trying == 0 and rested and self._BURST * loss <= ways.tries_s:
             ways.trying = self._BURST
         if ways.trying == 0:
             return best
@@ -395,10 +401,10 @@ class Faster:
         ways.tries_s -= loss
         return other
 
-    def took(self, rows: int, way: int, seconds: float) -> None:
+    def took(self, rows: int, way: int, seconds: float, prompt: bool = False) -> None:
         """Tell the seconds of a forward."""
         changed, self._last = way != self._last, way
-        ways = self._rows.setdefault((rows - 1).bit_length(), _Ways())
+        ways = self._of(rows, prompt)
         count = ways.count[way]
         if changed and count:
             return
@@ -406,6 +412,9 @@ class Faster:
         mean_s = ways.mean_s[way]
         seen_s = min(seconds, 3.0 * mean_s) if count >= 4 else seconds
         ways.mean_s[way] += max(0.1, 1.0 / (1 + count)) * (seen_s - mean_s)
+
+    def _of(self, rows: int, prompt: bool) -> _Ways:
+        return self._ways.setdefault((prompt, (rows - 1).bit_length()), _Ways())
 
 
 @dataclass(slots=True)
@@ -417,6 +426,36 @@ class _Ways:
     unused: int = 0
     trying: int = 0
     tries_s: float = 0.0
+
+    def seconds(self, expected_s: tuple[float, float]) -> tuple[float, float]:
+        """Of a forward, by way."""
+        (first_s, second_s), more_s = self.mean_s, expected_s[1] - expected_s[0]
+        if not any(self.count):
+            return expected_s
+        if not self.count[1]:
+            return first_s, max(0.0, first_s + more_s)
+        return first_s if self.count[0] else max(0.0, second_s - more_s), second_s
+
+
+def forward_seconds(
+    costs: Costs, layers: int, experts: int, top_k: int, slots: int, workers: int, rows: int
+) -> tuple[float, float]:
+    """Seconds that misses take in a forward, planned and with all of them loaded, before one has run.
+
+    By flat routing on full slots. Link and near data end together, and near data begins a message later; a planned
+    layer is put at one message more, since its page in Python takes about as long as that of a message.
+
+    Args:
+        slots: of a layer. workers: near-data workers, at least 1. rows: of the forward.
+    """
+    needed = experts * (1.0 - (1.0 - top_k / experts) ** rows)
+    missing = needed * (1.0 - slots / experts)
+    loaded_s = missing * costs.copy_s
+    near_s = max(1.0, rows * top_k / needed / costs.free_rows) * costs.near_busy_s / workers
+    split_s = (missing * near_s + costs.message_s) * costs.copy_s / (costs.copy_s + near_s)
+    if not missing:
+        split_s = 0.0
+    return layers * (min(loaded_s, split_s) + costs.message_s), layers * loaded_s
 
 
 def router_shares(logits: NDArray[np.floating], top_k: int, softness: float = 0.33) -> NDArray[np.float32]:

@@ -33,12 +33,14 @@ class PlacementOptions(PolicyOptions):
         planned: a planner decides each miss. ranks: it says what residents are worth, for eviction `worth`.
         scored: its planner reads the routers' scores.
         optional_workers: it loads every miss where there are no NDP workers.
+        prefetches: kinds of prefetch beside it, for forwards that it does not plan.
     """
 
     planned: ClassVar[bool] = False
     ranks: ClassVar[bool] = False
     scored: ClassVar[bool] = False
     optional_workers: ClassVar[bool] = False
+    prefetches: ClassVar[frozenset[str]] = frozenset({"none"})
 
     kind: str = "cache"
     alpha: float = Field(default=0.5, ge=0, le=1, description="weight of activation counts against routing scores")
@@ -56,7 +58,7 @@ class PlacementOptions(PolicyOptions):
     )
 
     def check(self, policy: PolicySettings) -> None:
-        if self.kind != "cache" and (policy.prefetch.kind != "none" or policy.preload != "none"):
+        if self.kind != "cache" and (policy.prefetch.kind not in self.prefetches or policy.preload != "none"):
             raise ValueError(f"placement {self.kind} decides what is loaded: leave prefetch and preload out")
         if self.kind != "context" and (self.prompts != "gpu" or self.renew is not None):
             raise ValueError(f"prompts and renew are of placement context, not of {self.kind}")

@@ -83,7 +83,7 @@ class Artifact:
         """The float32 arrays `LAYER.NAME` of one layer by name, checked against their shapes. Raises as `read`."""
         for name, shape in shapes.items():
             if not _fits(arrays.get(f"{layer}.{name}"), np.float32, shape):
-                raise self.refused(f"'{path}': {name} of layer {layer} is not what it should be")
+                raise self.refused(f"'{path}': {name} of layer {layer} has wrong values or a wrong shape")
         return {name: arrays[f"{layer}.{name}"] for name in shapes}
 
     def refused(self, why: str) -> TierMoeError:

@@ -431,7 +431,7 @@ def _named(path: Path) -> Path:
 
 
 def _unchanged(path: Path, source: SourceFile) -> FileStamp:
-    """The stamp of a checkpoint's file that is still as it was prepared. Raises StoreError: it is not."""
+    """The stamp of a checkpoint's file that is unchanged since preparation. Raises StoreError: it changed."""
     try:
         status = path.stat()
     except OSError as error:

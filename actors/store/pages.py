@@ -3,7 +3,7 @@
 - A truncated file or a failing disk: reading such a page would end the process by SIGBUS. `map_file` lets the read see
   zeros instead and remembers the file (`kernels/cpu/pages_module.cpp`).
 - A file that was written, replaced or removed: its stamp is compared with the one it was mapped with, `LOOK_S` seconds
-  after the last look, by whoever asks first: a token that is sent, a result of a worker, a health check.
+  after the last check, by the first caller: a token that is sent, a result of a worker, a health check.
 
 Whoever sends results away calls `check_pages` before it does. What was found stays until the mapping is gone, since
 slots and keys may hold what was read meanwhile; a `StoreGuard` says it, and when a new process can serve again.
@@ -98,7 +98,7 @@ def _release(file: int) -> None:
 
 
 def problem() -> StoreError | None:
-    """What happened to a file that this process maps; None: all are as they were when they were mapped."""
+    """What happened to a file that this process maps; None: all are unchanged since they were mapped."""
     if (found := _cpu.bad_page()) is not None:
         file, offset = found
         return StoreError(
@@ -123,13 +123,13 @@ def _look() -> None:
     with _looking:
         found = _differences()
         if found:
-            gc.collect()  # a mapping that nobody can read any more is no reason
+            gc.collect()  # a mapping without readers is no reason
         _changed.update({file: what for file, (watched, what) in found.items() if _watched.get(file) is watched})
         _looked_s = time.monotonic()
 
 
 def _differences() -> dict[int, tuple[_Watched, str]]:
-    """By mapping whose file may have been written: what is known of it, and what happened."""
+    """State of a mapping whose file may have been written."""
     found = {}
     for file, watched in list(_watched.items()):
         try:

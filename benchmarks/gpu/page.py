@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiermoe.cluster.jobs.bench.metrics import fill_tables, markdown
+from tiermoe.cluster.jobs.bench.metrics import fill_page, markdown
 
 PAGE = "docs/results/gpu.md"
 _VERDICT = {True: "holds", False: "**missed**"}
@@ -32,16 +32,11 @@ _SHOWN = {
 
 def write(out: Path, root: Path, document: Mapping[str, Any] | None) -> None:
     """Fill the folder's page; without one, a copy of the repository's."""
-    page = out / "gpu.md"
-    text = (page if page.exists() else root / PAGE).read_text(encoding="utf-8")
-    page.write_text(render(text, document), encoding="utf-8")
+    fill_page(out / "gpu.md", lambda name: block(name, document), (root / PAGE).read_text(encoding="utf-8"))
 
 
-def render(text: str, document: Mapping[str, Any] | None) -> str:
-    return fill_tables(text, lambda name: _block(name, document))
-
-
-def _block(name: str, document: Mapping[str, Any] | None) -> list[str]:
+def block(name: str, document: Mapping[str, Any] | None) -> list[str]:
+    """The lines of a table; without data they claim nothing."""
     if document is None or not document.get("parts"):
         return ["Not run yet."]
     parts = document["parts"]

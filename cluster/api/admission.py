@@ -74,10 +74,10 @@ class Admission:
             tokens: of each choice's prompt.
 
         Raises:
-            ApiError: 429, they do not fit; 503, the other replicas cannot be told of them. None is admitted.
+            ApiError: 429, they do not fit; 503, the other replicas cannot be notified. None is admitted.
         """
         share = self._shares.setdefault(key.name, _Share())
-        self._admitted += len(tokens)  # and told before it is checked: no two replicas take the same last place
+        self._admitted += len(tokens)  # published before the check: no two replicas take the same last place
         share.admitted += len(tokens)
         try:
             if not self._notify():
@@ -169,7 +169,7 @@ class Admission:
         return [] if self._ledger is None else self._ledger.others()
 
     def _notify(self) -> bool:
-        """Say what this replica has admitted; False: the disk is full, and what was said before stays."""
+        """Publish what this replica has admitted; False: the disk is full, and the former value stays."""
         if self._ledger is not None:
             counts = {name: (share.admitted, share.waiting_tokens) for name, share in self._shares.items()}
             try:

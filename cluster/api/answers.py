@@ -261,7 +261,7 @@ class ChatForm:
 
 @dataclass(frozen=True)
 class CompletionForm:
-    """Text that goes on from a prompt.
+    """Text that continues a prompt.
 
     Attributes:
         echoes: what each prompt's choices begin with; None: none was asked for.

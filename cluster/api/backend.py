@@ -24,7 +24,7 @@ class Backend(Protocol):
 
     Attributes:
         plan: the runtime's effective plan.
-        last_event_s: when the last event of any request came, or the first request after a rest; monotonic clock.
+        last_event_s: time of the last event of any request, or of the first request after idleness; monotonic clock.
     """
 
     plan: dict[str, Any]
@@ -53,12 +53,12 @@ class Backend(Protocol):
 
 
 class LeadBackend:
-    """Lead actors, one or more. Made on a running event loop.
+    """Lead actors, one or more. Constructed on a running event loop.
 
-    A request goes to the lead that serves and has the fewest. It outlives that lead's process: its prompt, its seed and
-    the tokens that came are kept here. A lead that serves gets them at once, be it another or, where there is none, the
-    same once it is back; it goes on behind the last token (`GenerationRequest.generated`). The requests of a lead that
-    hangs move as well, but only to another.
+    A request goes to the serving lead with the fewest requests. It outlives that lead's process: its prompt, its seed
+    and the tokens received so far are kept here. A serving lead gets them at once (another one or, if there is no
+    other, the same one when it is back) and continues after the last token (`GenerationRequest.generated`). The
+    requests of a lead that hangs move as well, but only to another lead.
 
     Args:
         handles: of the actors, by the id of the replica that each belongs to.
@@ -75,7 +75,7 @@ class LeadBackend:
         self.leads = [LeadClient(handle, self._changed, name) for name, handle in handles.items()]
 
     async def first_look(self) -> None:
-        """Return once each lead has said how it is, or has not in its time: `/ready` says no more that nobody knows."""
+        """Return once each lead has reported its state or missed its deadline: `/ready` no longer says "unknown"."""
         while any(lead.state.age_s is None and lead.state.problem is None for lead in self.leads):
             await self._change.wait()
 
@@ -110,7 +110,7 @@ class LeadBackend:
                 tries += 1
 
     async def ask(self, method: str, role: str | None = None) -> Any:
-        """With several leads: counters are sums, lists one after the other; a lead that is away counts as it was."""
+        """With several leads: counters are sums, lists are joined; a lead that is away counts with its last answer."""
         if method not in _SUMMED or role is not None:
             return await next((lead for lead in self.leads if lead.serves), self.leads[0]).ask(method, role)
         serving = [i for i, lead in enumerate(self.leads) if lead.serves] or list(range(len(self.leads)))

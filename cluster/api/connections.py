@@ -129,7 +129,7 @@ class TimedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def _close_early_answer(self, cycle: RequestResponseCycle) -> None:
-        """Let an answer that begins before the end of its request say so, and be followed by `_drain`."""
+        """Mark an answer that begins before the end of its request; `_drain` follows it."""
         plain = cycle.send
 
         async def send(message: Any) -> None:
@@ -204,9 +204,9 @@ class TimedConnection(HttpToolsProtocol):
         self._drain()
 
     def _drain(self) -> None:
-        """Close once the client has done so, or a bound is met; what it sends until then is dropped.
+        """Close once the client has closed or a bound is reached; what it sends until then is dropped.
 
-        A connection that is closed while bytes come is reset, and the client may lose the answer that it has not read.
+        A connection closed while bytes arrive is reset, and the client may lose the answer that it has not read.
         """
         self._stop()
         self._waiting.clear()

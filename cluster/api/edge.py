@@ -1,4 +1,4 @@
-"""One process of the server: uvicorn with the application of `make_app`, on a thread with an event loop of its own.
+"""One process of the server: uvicorn with the application of `make_app`, on a thread with its own event loop.
 
 A plain class that `server.py` places as a Ray actor beside `tiermoe serve`. All that it needs to serve again after its
 death are its constructor's arguments: it looks the leads up by their names, and gets the listening socket and standard
@@ -33,7 +33,7 @@ from .shared import share_counters
 from .templates import load_chat_template
 from .tracing import Tracer, make_exporter
 
-_LAST_S = 3  # for what has been told that the server ends
+_LAST_S = 3  # for clients that were told that the server ends
 
 
 class Edge:
@@ -90,7 +90,7 @@ class Edge:
             self._loop.call_soon_threadsafe(self._backend.end, failure)
             self._thread.join(2 * _LAST_S)
         for sink in self._sinks:
-            closing = threading.Thread(target=sink.close, daemon=True)  # nobody may read what it writes
+            closing = threading.Thread(target=sink.close, daemon=True)  # its output may have no reader
             closing.start()
             closing.join(_LAST_S)
 
@@ -103,7 +103,7 @@ class Edge:
             if ready.done():
                 with contextlib.suppress(OSError):  # Ray's log is on a full disk
                     traceback.print_exc()
-                os._exit(1)  # Ray makes this process anew
+                os._exit(1)  # Ray restarts this process
             ready.set_exception(error)
 
     async def _serve(self, ready: Future[None]) -> None:

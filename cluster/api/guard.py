@@ -33,7 +33,7 @@ class Guard:
     """ASGI middleware. It leaves the `RequestRecord` as `record` and the `Key` as `key` in the request's state.
 
     Args:
-        app: what comes after.
+        app: the guarded application.
         keys: the bearer keys; None: none is asked for.
         limits: on bodies.
         sinks: what gets the record of each request at its end; they must not block.
@@ -118,7 +118,7 @@ class Guard:
 
 
 class _Body:
-    """The body of one request as it comes: counted also where no length was announced, and within its time."""
+    """The body of one request as it arrives: counted even without an announced length, and within its deadline."""
 
     def __init__(self, receive: Receive, limits: LimitSettings, hold: Callable[[int], None]) -> None:
         self._receive, self._limits, self._hold = receive, limits, hold

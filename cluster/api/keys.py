@@ -86,7 +86,7 @@ def fingerprint(authorization: bytes) -> str | None:
 
 
 def _named(file: Path) -> frozenset[bytes] | None:
-    """The first words of a file's lines, whoever else may read it; None: it is not there, not ours, or unreadable."""
+    """The first words of a file's lines, whatever its mode; None: it is missing, another user's, or unreadable."""
     try:
         with os.fdopen(open_own(file, os.O_RDONLY), "rb") as opened:
             lines = opened.read(MAX_BYTES).splitlines()
@@ -108,7 +108,7 @@ class KeyRing:
         refused: called with a line each time that the file has changed and is refused.
 
     Attributes:
-        problem: why the file is refused, and what is in force; None: it is not.
+        problem: why the file is refused, and which keys are in force; None: the file is in force.
 
     Raises:
         ConfigError: the file is refused.
@@ -136,7 +136,7 @@ class KeyRing:
         return found
 
     def refresh(self) -> str | None:
-        """Read the file where it has changed; at most once a second. Returns `problem`."""
+        """Read the file if it has changed, at most once a second. Returns `problem`."""
         if self._clock() - self._looked_s < _EVERY_S:
             return self.problem
         self._looked_s = self._clock()

@@ -1,4 +1,4 @@
-"""One lead as the server sees it: its requests, and a watch that asks it once a second how it is.
+"""One lead as the server sees it: its requests, and a watch that asks for its health once a second.
 
 Whatever the lead does, what is known of it is at hand at once: `LeadClient.state` waits for nothing.
 """
@@ -38,9 +38,9 @@ class LeadState:
 
     Attributes:
         serves: whether requests are sent to it.
-        age_s: seconds since it last answered; None: it has not yet.
-        health, load: what it answered then.
-        problem: why it does not serve; None: it does, or has not been asked yet.
+        age_s: seconds since it last answered; None: no answer yet.
+        health, load: its last answers.
+        problem: why it does not serve; None: it serves, or has not been asked yet.
         damaged: whether that is a file that it serves from.
     """
 
@@ -52,7 +52,7 @@ class LeadState:
     damaged: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """For `/health`: no more than whoever may reach it may know."""
+        """For `/health`: only what an unauthenticated client may know."""
         age_s = None if self.age_s is None else round(self.age_s, 1)
         return {"state": "serving" if self.serves and self.age_s is not None else "not serving", "age_s": age_s}
 
@@ -96,7 +96,7 @@ def _detached_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 class LeadClient:
-    """Requests to a lead actor, and what it says of itself. Made on a running event loop.
+    """Requests to a lead actor, and its reported state. Constructed on a running event loop.
 
     Args:
         handle: of the actor.
@@ -135,7 +135,7 @@ class LeadClient:
         return LeadState(self.serves, age_s, self._health, self._load, self._problem, self.damage is not None)
 
     async def generate(self, request: GenerationRequest, deadline_s: float) -> AsyncGenerator[TokenEvent]:
-        """The events of a request while the lead's process lives and answers; those that came together as one.
+        """The events of a request while the lead's process lives and answers; those that arrived together as one.
 
         Args:
             deadline_s: on the event loop's clock.
@@ -252,7 +252,7 @@ class LeadClient:
             try:
                 take = self._handle.take.options(concurrency_group=EVENTS)
                 life, events = await take.remote(self._client, _TAKE_S)
-            except Exception as error:  # which events are lost is not known, and nobody may wait for them
+            except Exception as error:  # it is unknown which events are lost, and no caller may wait for them
                 if not isinstance(error, ray.exceptions.RayActorError):
                     error = NotServing(f"the lead's answer was lost ({error})", "send the request again")
                 for inbox in self._inboxes.values():
@@ -285,7 +285,7 @@ class LeadClient:
             raise failure from error
 
     def _reap(self, request_id: str, begun: Awaitable[str]) -> None:
-        """Cancel a request whose consumer has left, from a task of its own: its consumer is being cancelled itself."""
+        """Cancel a request whose consumer has left, in a separate task: its consumer is itself being cancelled."""
         task = _detached_task(self._cancel(request_id, begun))
         self._reapers.add(task)
         task.add_done_callback(self._reapers.discard)

@@ -90,7 +90,7 @@ class Call(Sent):
 
 
 class Message(Sent):
-    """One message of a chat; a template decides which roles it knows. An assistant's comes back as it was answered."""
+    """One message of a chat; a template decides which roles it knows. Fields of an answer are accepted."""
 
     role: Text
     content: str | list[ContentPart] | None = None

@@ -29,7 +29,7 @@ _TOTAL_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 3
 _EXPERTS = {
     "expert_hits": ("Experts that a forward needed and found resident.", "hits"),
     "expert_misses": ("Experts that a forward needed and did not find resident.", "misses"),
-    "expert_bytes_wasted": ("Bytes that a prefetch loaded and nobody used.", "bytes_wasted"),
+    "expert_bytes_wasted": ("Bytes that a prefetch loaded and no layer used.", "bytes_wasted"),
     "blocked_io_seconds": ("Seconds that the compute waited for copies.", "blocked_io_s"),
     "ndp_tokens": ("(token, expert) pairs that NDP workers computed.", "ndp_tokens"),
     "substitutions": ("Experts that another one stood in for.", "substitutions"),
@@ -55,7 +55,7 @@ disable_created_metrics()  # a second series for each metric, which has no use h
 
 
 class Metrics:
-    """Counters and histograms of one server process, and the runtime's counters as they were when last asked.
+    """Counters and histograms of one server process, and the runtime's counters at the last query.
 
     Choices are counted one by one, as the runtime sees them: a request with n = 2 and three prompts is six.
 

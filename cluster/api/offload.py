@@ -40,7 +40,7 @@ class Offload:
 
         Args:
             size: bytes that the work is about.
-            waits: it waits for another process, for seconds where a template does not end.
+            waits: it waits for another process, for seconds if a template does not end.
 
         Raises:
             ApiError: 429, too many long texts wait.

@@ -1,4 +1,4 @@
-"""Parameters of other servers: what is ignored, and what is accepted only where it changes nothing.
+"""Parameters of other servers: which are ignored, and which are accepted only if they change nothing.
 
 vLLM, llama.cpp, TGI, Ollama and OpenAI's own service each know parameters that this server does not carry out. Clients
 send them unasked. A parameter that changes no token and no field of the answer is ignored, and the client is told
@@ -86,6 +86,6 @@ def nearest(name: str, own: Iterable[str]) -> str | None:
 
 
 def warning(ignored: Iterable[str]) -> dict[str, str]:
-    """The response's headers that tell a client what was ignored."""
+    """The response headers that name what was ignored."""
     names = ", ".join(ignored)
     return {"Warning": f'299 tiermoe "ignored parameters: {names}"'} if names else {}

@@ -33,8 +33,8 @@ class ChoiceTimes:
         submitted_s: when its request was checked and tokenized.
         started_s: when the server gave it to the runtime; None: it waits in the server.
         queue_s: seconds from `started_s` to its first forward, known at its end.
-        first_s, last_s: when its first and last tokens came.
-        finish: stop, length, abort (the client left) or error; None: it has not ended.
+        first_s, last_s: times of its first and last tokens.
+        finish: stop, length, abort (the client left) or error; None: still running.
         ended_s: when it ended.
     """
 
@@ -50,7 +50,7 @@ class ChoiceTimes:
     ended_s: float | None = None
 
     def event(self, event: TokenEvent, now_s: float) -> None:
-        """Tokens came, or the runtime's account at the end."""
+        """Tokens arrived, or the runtime's counters at the end."""
         self.queue_s = event.queue_s or self.queue_s
         if event.token_ids:
             self.first_s = now_s if self.first_s is None else self.first_s
@@ -99,7 +99,7 @@ class RequestRecord:
         begun_s, ended_s: of `time.perf_counter`. begun_ns: of the wall clock.
         status: of the answer; `CLIENT_GONE` without one.
         reason: a word for why it was refused or failed, from a fixed set; None: it was not.
-        message: what the client was told.
+        message: of the error that the client received.
         asked, choices: of a request that generates.
     """
 
@@ -118,7 +118,7 @@ class RequestRecord:
     choices: list[ChoiceTimes] = field(default_factory=list)
 
     def refuse(self, error: ApiError) -> None:
-        """The client is told of an error, as its answer or at the end of its stream."""
+        """The client receives an error, as its answer or at the end of its stream."""
         self.reason = error.code or _REASONS.get(error.status, "server_error" if error.status >= 500 else "refused")
         self.message = error.message
 
@@ -135,7 +135,7 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Of the choice whose first token came first."""
+        """Of the choice with the earliest first token."""
         return min((one.ttft_s for one in self.choices if one.ttft_s is not None), default=None)
 
     @property

@@ -13,7 +13,7 @@ _TYPES = {400: _INVALID, 401: "authentication_error", 404: "not_found_error", 40
 
 
 class ApiError(Exception):
-    """What a client is told.
+    """An error as a client receives it.
 
     Args:
         status: HTTP status code.
@@ -44,7 +44,7 @@ def refused(message: str, param: str | None, code: str | None = None) -> ApiErro
 
 
 def from_failure(error: TierMoeError) -> ApiError:
-    """What the runtime raised: 400 where the request is at fault, 503 where the runtime is."""
+    """An error of the runtime: 400 if the request caused it, else 503."""
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     return ApiError(503 if isinstance(error, RuntimeFailure) else 500, str(error))

@@ -55,7 +55,7 @@ class Worker:
         }  # fmt: skip
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """`{"found": result}`, or `{"failed": why}`: the template is a program, and this one came with a checkpoint."""
+        """`{"found": result}`, or `{"failed": why}`: a template is a program of the checkpoint and is not trusted."""
         try:
             ((name, given),) = request.items()
             return {"found": self._carry_out[name](**given)}

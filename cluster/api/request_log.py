@@ -1,4 +1,4 @@
-"""The request log: one line a request, as text or as JSON, written by a thread of its own.
+"""The request log: one line a request, as text or as JSON, written by its own thread.
 
 Requests wait for no disk: up to `_QUEUED` lines wait for the thread, more are dropped and counted. A file that is
 renamed or removed (logrotate) is made again. Several server processes may write to one file, or to one standard error:
@@ -33,7 +33,7 @@ class RequestLog:
 
     Args:
         form: of the lines.
-        file: to be appended to, made with mode 0600 where it is missing; or an open descriptor, which this closes.
+        file: to be appended to, created with mode 0600; or an open descriptor, which this closes.
         dropped: called for each line that found no room, or could not be written.
     """
 
@@ -82,7 +82,7 @@ class _Appender(logging.handlers.WatchedFileHandler):
             self._lost()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk, or a reader that is gone: requests go on without their lines."""
+        """A full disk, or a reader that has ended: requests continue without log lines."""
         self._lost()
 
 
@@ -94,7 +94,7 @@ class _Descriptor(logging.Handler):
         self._descriptor = descriptor
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # nobody reads standard error any more
+        with contextlib.suppress(OSError):  # standard error has no reader any more
             os.write(self._descriptor, f"{record.getMessage()}\n".encode())
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ def _as_text(found: dict[str, Any]) -> str:
 
 
 def _word(value: Any) -> str:
-    """In quotes where it has a space, a quote, or a character that could be taken for another line."""
+    """In quotes if it has a space, a quote, or a character that could look like another line."""
     text = str(value)
     plain = text.isascii() and text.isprintable() and not set(text) & set(' "\\')
     return text if plain else json.dumps(text)

@@ -1,4 +1,4 @@
-"""The FastAPI application over a `Service`: its routes, and how errors are told.
+"""The FastAPI application over a `Service`: its routes, and the form of errors.
 
 A completion's way: `Guard` -> parsed by FastAPI -> checked and tokenized (`answers`) -> `Service.submit` -> `Answer`.
 """
@@ -41,7 +41,7 @@ def make_app(service: Service, keys: KeyRing | None, *, sinks: Sequence[Sink] = 
     Args:
         service: what answers.
         keys: the bearer keys for every route but /health; None: none is asked for.
-        sinks: what gets the record of each request at its end, besides the metrics.
+        sinks: receivers of each request's record at its end, in addition to the metrics.
     """
     app = FastAPI(title="tiermoe", version=versions()["tiermoe"])
     app.router.route_class = body_route(service.offload, service.limit_tokens)
@@ -91,7 +91,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 async def _generate(
     service: Service, request: Request, checked: CheckedRequest, form: Callable[..., Answer | ResponsesAnswer] = Answer
 ) -> Response:
-    """The whole answer, or a stream of chunks. A client that leaves ends what it asked for."""
+    """The whole answer, or a stream of chunks. A client that disconnects cancels its request."""
     record: RequestRecord = request.state.record
     name, headers = record.request_id, warning(checked.body.ignored)
     service.metrics.count_ignored(checked.body.ignored)
@@ -199,7 +199,7 @@ async def _sse(chunks: AsyncIterator[Json], record: RequestRecord) -> AsyncItera
     except ApiError as error:
         record.refuse(error)
         yield _event(error.body)
-    except Exception as error:  # the stream says so, and ends as others do
+    except Exception as error:  # the stream reports it, and ends normally
         _LOG.exception("a stream failed")
         failure = ApiError(500, f"the server failed: {type(error).__name__}; report it")
         record.refuse(failure)

@@ -34,7 +34,7 @@ TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast(
 
 
 class RequestBody(Body):
-    """Base of what has parameters: those of other servers go through `parameters.sift`."""
+    """Base of bodies with parameters: those of other servers go through `parameters.sift`."""
 
     _ignored: tuple[str, ...] = PrivateAttr(())
 
@@ -71,7 +71,7 @@ def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     if chat:  # pydantic names the forms, too
         last = [] if (places[-1], finding["type"]) == ("str", "string_type") else places[-1:]
         places = [part for part in places[:-1] if not part.startswith("list[")] + last
-    # a union's members are named after the field: they are of no use to a client
+    # a union's members are named after the field: they mean nothing to a client
     field = places[0] if places else None
     if finding["type"] == "extra_forbidden":
         name = ".".join(places)
@@ -337,7 +337,7 @@ _TEMPLATE_NAMES = (
 
 
 class TemplateBody(RequestBody):
-    """What a chat template gets besides the messages and tools."""
+    """What a chat template gets in addition to messages and tools."""
 
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True

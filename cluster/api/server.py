@@ -73,7 +73,7 @@ class HttpServer:
         self.close()
 
     def look(self) -> str | None:
-        """Make an edge anew that refused to start again; Ray itself starts those again that died. Call this every few
+        """Restart an edge that refused to restart; Ray itself restarts those that died. Call this every few
         seconds.
 
         While every edge refuses to start (because of a file, say), the server socket answers, and each is tried again:
@@ -97,7 +97,7 @@ class HttpServer:
         return self._problem
 
     def _follow(self) -> None:
-        """Hand over again to an edge that has started, and take note of why others have not."""
+        """Hand over again to an edge that has started, and record why others have not."""
         answered, _ = ray.wait(self._asked, num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         for problem in map(self._refusal, answered):
             self._problem = problem
@@ -110,7 +110,7 @@ class HttpServer:
         edges, self._edges = self._edges, []
         if not edges:
             return
-        with contextlib.suppress(OSError):  # then nobody answers who comes
+        with contextlib.suppress(OSError):  # then no client gets an answer
             self._server_socket.end()
         try:
             ray.wait([edge.end.remote() for edge in edges], num_returns=len(edges), timeout=DRAIN_S + _END_S)

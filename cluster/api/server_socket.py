@@ -44,7 +44,7 @@ _STEP_S = 0.01
 _GIVE_S = 30.0  # in which an edge gets standard error
 _PATHS = frozenset({"/health", "/ready"})
 _MARK = b"\0"  # a descriptor needs a byte to travel with
-Progress = Callable[[], tuple[str, float | None] | None]  # the step of the start that goes on, seconds left
+Progress = Callable[[], tuple[str, float | None] | None]  # the current step of the start, seconds left
 
 
 def server_options(tls: TlsFiles | None) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class ServerSocket:
         self._answer()
 
     def hand_over(self) -> None:
-        """Answer what came, and leave all other connections to the edges, those of now and those that start later.
+        """Answer the open connections, and leave all others to the edges, current and later ones.
 
         Idempotent, bounded.
         """
@@ -262,7 +262,7 @@ class _Server(uvicorn.Server):
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens: nobody else gets the address from now on. Raises ConfigError."""
+    """A listening socket, which reserves the address. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         made = socket.socket(family, socket.SOCK_STREAM)

@@ -53,7 +53,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt before what goes on from it.
+    """A prompt, echoed before its continuation.
 
     starts: character at which each of its tokens begins.
     """
@@ -106,7 +106,7 @@ class Run:
             self._tasks.append(task)
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """(choice, what is new of it), in the order in which it comes, until all choices have ended.
+        """(choice, its new part), in the order of arrival, until all choices have ended.
 
         Raises:
             ApiError: a choice failed.
@@ -199,7 +199,7 @@ class Service:
         """Refuse what the model or the KV cache cannot hold.
 
         Args:
-            prompt: parameter that is named where the prompt alone is too long.
+            prompt: parameter to name if the prompt alone is too long.
 
         Raises:
             ApiError: 400.
@@ -218,8 +218,8 @@ class Service:
         """Token ids of text, or the given ids checked.
 
         Args:
-            special: whether the tokenizer adds what it adds to a text (a beginning-of-text token).
-            parameter: that is named where the text is too long.
+            special: whether the tokenizer adds its special tokens (a beginning-of-text token).
+            parameter: to name if the text is too long.
 
         Raises:
             ApiError: 400, the prompt has no token, more than the limit, or one that the model does not have.
@@ -256,7 +256,7 @@ class Service:
         return await self.offload.run(len(given), lambda: self.tokenizer.decode(given, skip_special_tokens=False))
 
     async def echo_of(self, prompt: str | Sequence[int], ids: Sequence[int]) -> Echo:
-        """A prompt as its answer echoes it: text as it was given, token ids with the names of special tokens."""
+        """A prompt as its answer echoes it: given text unchanged, token ids with the names of special tokens."""
         text = prompt if isinstance(prompt, str) else await self.text_of(ids)
         return await self.offload.run(len(ids), lambda: Echo(text, self._starts(ids, text)))
 
@@ -275,7 +275,7 @@ class Service:
         """Token ids of a chat by the template.
 
         Args:
-            body: what the template gets besides.
+            body: further arguments of the template.
             tools: that are shown to the model.
 
         Raises:

@@ -59,7 +59,7 @@ class Ledger:
     """The counts of the replicas that live.
 
     Args:
-        folder: which they have in common; made where it is missing.
+        folder: that they share; created if missing.
 
     Raises:
         RuntimeFailure: the disk has no room for this replica's counts.
@@ -71,11 +71,11 @@ class Ledger:
         self._name = f"{ProcessId.of()}{_SUFFIX}"
         self._size = _LEDGER_BYTES
         self._file = os.fdopen(_with_room(folder / self._name, self._size), "r+b", buffering=0)
-        self._seen: dict[str, Admitted] = {}  # what was read last of each other
+        self._seen: dict[str, Admitted] = {}  # last value read of each other replica
         self.write(Admitted())
 
     def write(self, own: Admitted) -> None:
-        """Say what this replica has admitted; a reader sees all of it or what was before.
+        """Publish what this replica has admitted; a reader sees all of it or the former value.
 
         Raises:
             OSError: it takes more room than the file has, and the disk has no more.
@@ -104,7 +104,7 @@ class Ledger:
 
 
 def _read(file: Path) -> Admitted | None:
-    """None: nothing whole was found; its writer has not written yet, or writes all the time."""
+    """None: no consistent value; its writer has not written yet, or writes all the time."""
     with os.fdopen(open_own(file, os.O_RDONLY), "rb", buffering=0) as opened:
         for _ in range(_READS):
             head = os.pread(opened.fileno(), _HEAD_BYTES, 0)
@@ -152,14 +152,14 @@ def share_counters(folder: Path) -> None:
         RuntimeFailure: the disk has no room for them.
     """
     own_folder(folder)
-    for kind in ("counter", "histogram"):  # prometheus_client maps what it finds, else it makes a file with holes
+    for kind in ("counter", "histogram"):  # prometheus_client maps an existing file, else it makes one with holes
         os.close(_with_room(folder / f"{kind}_{os.getpid()}.db", _COUNTER_BYTES))
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     values.ValueClass = values.MultiProcessValue()
 
 
 class AllReplicas(Collector):
-    """The metrics of a registry, with the counters of all replicas in place of its own.
+    """The metrics of a registry, with the counters of all replicas instead of its own.
 
     Args:
         own: of this process: names, help, and what is not counted by processes.

@@ -36,7 +36,7 @@ _PROCESSORS = ("chat_template.json", "processor_config.json")  # of multimodal m
 
 
 class _Helper:
-    """The process of `rendering.py`, one for this process: started when it is first needed, and again where it died."""
+    """The process of `rendering.py`, one for this process: started on first use, and again after it died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class _Helper:
         self._control: socket.socket | None = None
 
     def worker(self) -> _Worker:
-        """A new worker. Raises OSError: there is none."""
+        """A new worker. Raises OSError: it cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
@@ -77,7 +77,7 @@ class _Helper:
         self._end()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", "-m", "tiermoe.cluster.api.rendering"]
-        with theirs:  # a session of its own: Ctrl-C is for the server, which ends it
+        with theirs:  # its own session: Ctrl-C is for the server, which ends it
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
             )
@@ -142,7 +142,7 @@ _HELPER = _Helper()
 
 @atexit.register
 def end_helper() -> None:
-    """End the process that renders, where this one has no more to render; it starts again where it has."""
+    """End the rendering process, if this process has no more to render; the next use starts it again."""
     _HELPER.close()
 
 
@@ -266,7 +266,7 @@ class ChatTemplate:
             messages: arguments of their calls are objects.
             tools: JSON schemas of functions, in OpenAI's form.
             documents: with title and text.
-            add_generation_prompt: whether it goes on to the assistant's answer.
+            add_generation_prompt: whether it ends with the beginning of the assistant's answer.
             continue_final_message: whether the last message is to be gone on with.
             options: more variables for the template, such as `enable_thinking`.
 

@@ -31,7 +31,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """What may be shown once `text` has come; up to the stop string where that completes one."""
+        """What may be shown once `text` has come; up to the stop string that it completes."""
         if self.matched is not None:
             return ""
         self._pending += text
@@ -47,7 +47,7 @@ class StopMatcher:
         return shown
 
     def completed_by(self, text: str) -> bool:
-        """Whether text that waits for more completes one of them; what is no whole character does not."""
+        """Whether text that waits for more completes one of them; an incomplete character does not."""
         return bool(text) and "\ufffd" not in text and any(stop in self._pending + text for stop in self._stops)
 
     def finish(self) -> str:
@@ -194,7 +194,7 @@ class ChoiceText:
         return last + rest
 
     def take_scores(self, *, last: bool) -> tuple[ScoredToken, ...]:
-        """Those whose text has begun to be shown; all that are left where the choice ends by itself."""
+        """Those whose text has begun to be shown; all remaining ones if the choice ends by itself."""
         starts, ready = self._text.starts, []
         while self._scores:
             place, found = self._scores[0]
@@ -219,5 +219,5 @@ class ChoiceText:
 
     @property
     def _may_stop(self) -> bool:
-        """Whether it is known where the text begins in which a stop string counts."""
+        """Whether the beginning of the text in which stop strings count is known."""
         return len(self._text.starts) >= self._min_tokens

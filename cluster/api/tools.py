@@ -83,8 +83,8 @@ class MarkedParser:
     """Calls between two marks, any number of times, after text.
 
     Args:
-        begin, end: the marks; without an end calls go on to the end of the text.
-        read: the calls that the text between them is; None: it is none, and stays text.
+        begin, end: the marks; without an end mark calls extend to the end of the text.
+        read: parses the text between them into calls; None: it is not a call, and stays text.
     """
 
     def __init__(self, begin: str, end: str | None, read: Callable[[str], Sequence[ToolCall] | None]) -> None:
@@ -215,7 +215,7 @@ def _list(found: Any) -> list[Any]:
 
 
 def _mistral_calls(text: str) -> Sequence[ToolCall] | None:
-    """A JSON list of calls, or `NAME[CALL_ID]ID[ARGS]{...}` or `NAME{...}`, several behind marks of their own."""
+    """A JSON list of calls, or `NAME[CALL_ID]ID[ARGS]{...}` or `NAME{...}`, several, each after its own mark."""
     listed = _json(text)
     if isinstance(listed, list):
         calls = [call_of(value) for value in listed]
@@ -312,7 +312,7 @@ class PythonicParser:
 
 
 def _python_calls(text: str) -> Sequence[ToolCall] | None:
-    """A list of calls by keywords with literals; None: it is none."""
+    """A list of calls with literal keyword arguments; None: the text is something else."""
     for source in (text.strip(), text.strip().replace("\n", "\\n")):  # some templates write lines as they are
         try:
             found = ast.parse(source, mode="eval").body
@@ -331,7 +331,7 @@ class _JsonWords(ast.NodeTransformer):
 
 
 def _python_call(node: ast.expr) -> ToolCall:
-    """Raises ValueError: it is none, or its arguments are no literals."""
+    """Raises ValueError: it is not a call, or its arguments are not literals."""
     if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
         raise ValueError("no call by keywords")
     arguments = {str(word.arg): ast.literal_eval(_JsonWords().visit(word.value)) for word in node.keywords}
@@ -415,7 +415,7 @@ def split_at_marker(text: str, marks: Sequence[str]) -> tuple[str, str | None, s
 
 
 def call_of(value: Any) -> ToolCall | None:
-    """The call that an object with a name and arguments (or parameters) is; None: it is none."""
+    """The call of an object with a name and arguments (or parameters); None: it is not one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -454,7 +454,7 @@ def _llama_grammar(functions: dict[str, Any], several: bool) -> str:
 
 
 def _harmony_grammar(functions: dict[str, Any], several: bool) -> str:
-    """One call, in the channel of calls; special tokens are grammar symbols of their own."""
+    """One call, in the channel of calls; special tokens are separate grammar symbols."""
     names = [f"call_{i}" for i in range(len(functions))]
     rules = [
         f'{rule}: <|channel|> "commentary to=functions.{name} " <|constrain|> "json" <|message|> args_{i}\n'
@@ -516,7 +516,7 @@ def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
     """How the model of a template calls tools: the format whose parser gives back the calls that it renders.
 
     Args:
-        name: of the format, where it is given; else it is found.
+        name: of the format; None: found from the template.
     """
     named = None if name is None else TOOL_FORMATS[name]
     if template is None:

@@ -26,7 +26,7 @@ def traces_url(endpoint: str) -> str:
     """Where an OTLP receiver takes traces.
 
     Args:
-        endpoint: its URL, such as http://collector:4318; with a path of its own it is taken as it is.
+        endpoint: its URL, such as http://collector:4318; one with a path is used unchanged.
 
     Raises:
         ConfigError: it is not an http URL or https.
@@ -106,7 +106,7 @@ class Tracer:
 
 
 def _parts(times: ChoiceTimes, ended_s: float) -> list[tuple[str, float, float]]:
-    """(name, begin, end) of the parts of a choice that it came to; the last ends with the request where it was cut."""
+    """(name, begin, end) of the parts of a choice that it reached; the last ends with the request."""
     first_forward_s = times.submitted_s + times.waited_s
     if times.started_s is None or (times.first_s is None and not times.queue_s):
         return [("queue", times.submitted_s, times.started_s or ended_s)]

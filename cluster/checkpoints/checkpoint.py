@@ -128,7 +128,7 @@ def _open_gguf(path: Path, config: dict[str, Any]) -> Checkpoint:
 
 
 def read_bytes(entry: TensorEntry, offset: int, nbytes: int) -> mmap.mmap | bytes:
-    """Some bytes of a tensor, in memory of their own. Raises CheckpointError: unreadable or truncated."""
+    """A copy of some bytes of a tensor. Raises CheckpointError: unreadable or truncated."""
     if not nbytes:
         return b""
     # mapped pages return to the system at once; the allocator would retain hundreds of such tensors
@@ -151,7 +151,7 @@ def read_bytes(entry: TensorEntry, offset: int, nbytes: int) -> mmap.mmap | byte
 
 
 def refuse_unsupported(model_dir: Path) -> None:
-    """Raise UnsupportedModelError where the configuration names an unsupported quantization; no weight is looked at."""
+    """Raise UnsupportedModelError if the configuration names an unsupported quantization; reads no weight."""
     if (model_dir / CONFIG).is_file():
         quantization_of(model_dir)
 
@@ -162,7 +162,7 @@ def read_source(model_dir: Path) -> tuple[SourceFile, ...]:
 
 
 def _refuse_without_weights(path: Path, files: WeightFiles) -> None:
-    """Raise CheckpointError where a file of the weights is missing."""
+    """Raise CheckpointError if a file of the weights is missing."""
     missing = [name for name in files.names if not (path / name).is_file()]
     if missing and files.names == (SINGLE,):
         other = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))

@@ -35,7 +35,7 @@ class _Architecture:
         names: key -> the configuration's name for it.
         neutral: key -> values that llama.cpp computes with as if the key were absent.
         shapes: keys that only give sizes, which the tensors have, too.
-        absent: key -> what llama.cpp computes with where the key is absent.
+        absent: key -> the value that llama.cpp uses if the key is absent.
         model_type: of transformers; "": the metadata is not a whole configuration.
         constants: what llama.cpp computes with in every file, by the configuration's names.
         tied: a file without an output matrix takes the embedding.
@@ -256,7 +256,7 @@ def _is_neutral(known: _Architecture, key: str, value: Any) -> bool:
 
 
 def _scalar(header: Header, key: str, value: Any) -> Any:
-    """A value; the one of all layers, where there is one for each."""
+    """A value; of an array with one for each layer, the common one."""
     if not isinstance(value, list):
         return _shortest(value)
     if not value or any(one != value[0] for one in value):
@@ -294,7 +294,7 @@ def _no_number(header: Header, key: str, value: Any) -> CheckpointError:
 
 
 def _add_widths(config: dict[str, Any], header: Header) -> None:
-    """Widths that llama.cpp derives where a key is absent."""
+    """Widths that llama.cpp derives if a key is absent."""
     width, used = config.get("intermediate_size"), config["num_experts_per_tok"]
     if config["model_type"] in ("qwen2_moe", "qwen3_moe"):
         if not config.get("moe_intermediate_size"):
@@ -307,7 +307,7 @@ def _add_widths(config: dict[str, Any], header: Header) -> None:
 
 
 def _add_tensors(config: dict[str, Any], header: Header, known: _Architecture) -> None:
-    """What the tensors say: sizes of the vocabulary, a head of its own, biases."""
+    """What the tensors say: sizes of the vocabulary, an untied head, biases."""
     embedding = header.tensors.get("token_embd.weight")
     config["vocab_size"] = embedding.shape[0] if embedding is not None and embedding.shape else 0
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
@@ -320,7 +320,7 @@ def _add_tensors(config: dict[str, Any], header: Header, known: _Architecture) -
 
 
 def _dtype(header: Header) -> str:
-    """Of the dequantized model: the files' own type where they are plain numbers, else bfloat16."""
+    """Of the dequantized model: the files' type if they are unquantized, else bfloat16."""
     kinds = {
         found.kind for name, found in header.tensors.items() if len(found.shape) > 1 and "gate_inp" not in name
     }
@@ -394,7 +394,7 @@ class Rope:
 
 
 def rope_of(header: Header, head_dim: int) -> Rope:
-    """The rotary embedding that the metadata says. head_dim: of queries and keys, where no key says what is turned.
+    """The rotary embedding of the metadata. head_dim: of queries and keys, if no key gives the rotated width.
 
     Raises:
         UnsupportedModelError: of an unknown type. CheckpointError: a value is malformed.

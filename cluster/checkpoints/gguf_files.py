@@ -1,4 +1,4 @@
-"""GGUF files: their header, their tensors as entries of a checkpoint, and a folder with what is beside a checkpoint.
+"""GGUF files: their header, their tensors as entries of a checkpoint, and a folder with their other files.
 
     open_weights    header(s) of one file, or of all parts of a split one -> entries by GGUF's names
     gguf_folder     a folder in the cache with links to the files, and config.json and the tokenizer: those beside the

@@ -129,7 +129,7 @@ class _Names:
             base, suffix = name, "weight"
             if name.endswith("e_score_correction_bias"):
                 base, suffix = name.removesuffix("_bias"), "bias"
-        # Granite's router is a layer in a module of its own where it is published
+        # Granite publishes its router as a layer in a separate module
         found = self._map.get_name(base) or self._map.get_name(name) or self._map.get_name(f"{base}.layer")
         if base.endswith("kv_b_proj") and (split := self._split_kv(name)) is not None:
             return split
@@ -194,7 +194,7 @@ class _Names:
         return found
 
     def _apart(self, stack: str, experts: int) -> list[str]:
-        """The tensors of each expert, where they are not stacked. Raises CheckpointError: one is missing."""
+        """The tensors of each expert, if they are not stacked. Raises CheckpointError: one is missing."""
         names = [stack.replace("_exps.", f".{expert}.") for expert in range(experts)]
         if missing := [name for name in names if name not in self._tensors]:
             lacking = missing[0] if len(missing) < len(names) else stack

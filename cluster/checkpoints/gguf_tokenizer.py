@@ -117,13 +117,13 @@ _SHOWN = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
 
 
 def save_tokenizer(header: Header, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file, and what is beside one.
+    """Write the tokenizer of a GGUF file and its settings.
 
     Args:
         header: read with `texts`.
 
     Raises:
-        UnsupportedModelError: ids would not be llama.cpp's: an unknown model or pre-tokenizer, or what it cannot do.
+        UnsupportedModelError: ids would not be llama.cpp's: an unknown model, pre-tokenizer or feature.
         CheckpointError: the vocabulary is malformed.
     """
     _Vocabulary(header).tokenizer().save(str(folder / "tokenizer.json"))
@@ -327,7 +327,7 @@ class _Vocabulary:
     def _default(self, name: str) -> int | None:
         return {"bos": 1, "eos": 2, "unknown": 0}.get(name) if self._model == "llama" else None
 
-    # -- what is beside it
+    # -- the other files of a tokenizer
 
     def settings(self) -> dict[str, Any]:
         """tokenizer_config.json and generation_config.json."""

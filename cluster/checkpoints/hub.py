@@ -1,7 +1,7 @@
 """A model by its name: a folder, a folder of a Hugging Face cache, or `org/name[@revision][:FILE.gguf]` of a hub.
 
-    locate     what the name means on this machine; configuration and tokenizer are fetched where they are not here
-    complete   the weights of what `locate` returned, fetched where they are not here
+    locate     what the name means on this machine; configuration and tokenizer are fetched if they are not here
+    complete   the weights of what `locate` returned, fetched if they are not here
     headers    dtype and shape of every weight: of files that are here, else by range requests
 
 Files go to the cache that `huggingface_hub` shares with other programs (HF_HOME, HF_HUB_CACHE). What is there is used
@@ -103,7 +103,7 @@ def locate(model: str | None, need: Need = "text") -> Path:
 
 
 def complete(folder: Path, *, progress: bool = True) -> None:
-    """Fetch the weights of a cached snapshot that are not there; any other folder stays as it is.
+    """Fetch the weights of a cached snapshot that are not there; any other folder is unchanged.
 
     Raises:
         CheckpointError: as `locate`; or the repository has no safetensors files.
@@ -186,7 +186,7 @@ def _gguf_folder(path: Path) -> Path:
 
 
 def _gguf_of(repository: Repository) -> Path:
-    """The first file of the GGUF model that a name says, whole in the cache; fetched where it is not there.
+    """The first file of the named GGUF model, complete in the cache; fetched if it is missing.
 
     Raises:
         CheckpointError: there is no such file, or there are several, or a part is missing; or as `locate`.
@@ -205,7 +205,7 @@ def _gguf_of(repository: Repository) -> Path:
 
 
 def _refuse_dense(repository: Repository, name: str) -> None:
-    """Raise UnsupportedModelError where the first bytes of a GGUF file show a model without experts."""
+    """Raise UnsupportedModelError if the first bytes of a GGUF file show a model without experts."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -286,7 +286,7 @@ def _snapshot(
     stop = threading.Event()
 
     class Bar(tqdm):
-        """Passes the bytes that are written on, draws nothing, and ends the download where it is asked to."""
+        """Passes the bytes that are written on, draws nothing, and ends the download on request."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts = str(kwargs.get("desc", "")).startswith("Reconstructing")
@@ -380,7 +380,7 @@ def _hub_errors(repository: Repository, cache: Path) -> Iterator[None]:
             why = "HF_HUB_OFFLINE is set" if _offline() else f"{constants.ENDPOINT} does not answer"
             raise CheckpointError(
                 f"files of '{name}' are missing in '{cache}', and {why}",
-                f"where there is a network run `{repository.command}`, and copy {folder_of(name)} into that folder",
+                f"on a machine with a network run `{repository.command}`, and copy {folder_of(name)} into that folder",
             ) from error
         for kind, (what, remedy) in refusals.items():
             if isinstance(error, kind):

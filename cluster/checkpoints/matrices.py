@@ -62,7 +62,7 @@ class QuantizedEntry:
     Attributes:
         spec: name, type and shape of the dequantized tensor; without a place in a file.
         form: of one matrix.
-        raw: the tensors in the checkpoint, by part of the form, or by the published name where they are repacked.
+        raw: the tensors in the checkpoint, by part of the form, or by the published name if they are repacked.
         stack: matrices in it; 0: it is one matrix, not a stack.
         transposed: the dequantized tensor has [inputs, outputs].
         repack: from `raw` to the form's parts; None: they have the same bytes.
@@ -116,7 +116,7 @@ class QuantizedEntry:
         return parts
 
     def dequantized(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows start..stop-1 of the dequantized tensor; only those are read where that is possible."""
+        """Rows start..stop-1 of the dequantized tensor; only those are read if possible."""
         if self.stack:
             whole = [self.form.dequantize(self.verified(i)) for i in range(start, stop)]
             return np.stack([matrix.T for matrix in whole] if self.transposed else whole)
@@ -133,7 +133,7 @@ class QuantizedEntry:
 
 
 def _row_slice(entry: QuantizedEntry, start: int, stop: int) -> QuantizedEntry | None:
-    """An entry of some rows alone; None where a part is not divided by rows, or these rows begin within a block."""
+    """An entry of some rows alone; None: a part is not divided by rows, or these rows begin within a block."""
     form, outputs = entry.form, entry.form.outputs
     if (start, stop) == (0, outputs):
         return None
@@ -319,7 +319,7 @@ def _fp8_stack(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
 
 
 def _fp8_form(scheme: Scheme, o: int, i: int, code: str, shape: tuple[int, ...]) -> MatrixForm:
-    """One scale for the matrix, for each row, or for each block; the shape of the scales tells which."""
+    """One scale for the matrix, for each row, or for each block; decided by the shape of the scales."""
     if len(shape) == 4 and shape[1::2] == (1, 1):  # ModelOpt's blocks
         shape = shape[::2]
     block = scheme.block or (128, 128)
@@ -388,7 +388,7 @@ def _packed(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
 
 
 def _refuse_zeros(scheme: Scheme, zeros: TensorEntry | None) -> None:
-    """Raise FormError where a symmetric matrix has zero points other than 0, which the library would subtract."""
+    """Raise FormError if a symmetric matrix has zero points other than 0, which the library would subtract."""
     if scheme.zeros or zeros is None:
         return
     if any(bytes(read_bytes(zeros, 0, zeros.spec.nbytes))):
@@ -396,7 +396,7 @@ def _refuse_zeros(scheme: Scheme, zeros: TensorEntry | None) -> None:
 
 
 def _packed_inputs(scheme: Scheme, raw: dict[str, TensorEntry], words: int) -> int:
-    """Inputs, which the packed words bound from above: `weight_shape` tells them."""
+    """Inputs, from `weight_shape`; the packed words give an upper bound."""
     shape = raw.get(".weight_shape")
     most = words * 32 // scheme.bits
     if shape is None:

@@ -76,7 +76,7 @@ def type_code(dtype: torch.dtype) -> str:
 
 
 def read_rows(entry: Entry, start: int, stop: int) -> torch.Tensor:
-    """Entries start..stop-1 of a tensor's first dimension, dequantized to float32 where it is quantized.
+    """Entries start..stop-1 of a tensor's first dimension, dequantized to float32 if it is quantized.
 
     Raises:
         CheckpointError: unreadable, truncated, or not of the form that the configuration says.
@@ -327,7 +327,7 @@ class Group:
     def blocks(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
         """Parameters in contiguous runs along their first dimension, one after the other. Raises as `convert`.
 
-        A renamed tensor is streamed from its file, and experts with tensors of their own are stacked some at a time.
+        A renamed tensor is streamed from its file, and experts with separate tensors are stacked some at a time.
         What else is converted is made as a whole first.
         """
         if self.converter is None and self.transform is None:
@@ -338,7 +338,7 @@ class Group:
             yield from part._converted(model, names)
 
     def _expert_chunks(self) -> Iterator[Group]:
-        """The conversion of some experts after the other where it stacks them; else this one."""
+        """The conversion in chunks of experts if it stacks them; else this one."""
         operations = [] if self.converter is None else self.converter.operations
         merge, *rest = operations or [None]
         by_pattern: dict[str, list[tuple[str, str, Entry]]] = {}
@@ -457,7 +457,7 @@ def _group(
             unexpected.append(key)
             continue
         if name not in tensors:
-            what = f"tensor {name!r} is missing from {checkpoint.absent[name]}, though {INDEX} says so"
+            what = f"tensor {name!r} is missing from {checkpoint.absent[name]}, though {INDEX} lists it there"
             raise CheckpointError(what, "pass files and an index of one release")
         found = tensors[name]
         entry = found.entry(type_code(model.dtype)) if isinstance(found, PublishedMatrix) else found

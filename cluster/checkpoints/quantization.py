@@ -1,7 +1,7 @@
 """What a configuration says about the quantization of its weights, without torch and before any weight is read.
 
 `quantization_of` reads `config.json`'s `quantization_config`, or where there is none the file that a tool writes beside
-it (`BESIDE`). It refuses what is not supported, and tells how the tensors of one matrix are named and what they mean
+it (`BESIDE`). It refuses what is not supported, and says how the tensors of one matrix are named and what they mean
 (`Scheme`).
 
     quant_method        layouts
@@ -53,7 +53,7 @@ class Scheme:
         bits: of an integer code; 0 for floats.
         group: inputs that share a scale; 0: the whole row, or what the kind prescribes.
         zeros: whether it has zero points.
-        block: outputs and inputs that share a scale of `fp8`; None: the shape of the scales tells.
+        block: outputs and inputs that share a scale of `fp8`; None: by the shape of the scales.
         order: whether inputs are quantized in another order (act-order).
         version: of GPTQ's format; in version 1 zero points are stored less one.
     """
@@ -74,7 +74,7 @@ class Quantization:
     Attributes:
         method: such as "compressed-tensors", for people.
         schemes: with the module names that each is for, as a pattern; the first that matches holds.
-        source: the file that says so.
+        source: the file with the configuration.
     """
 
     method: str
@@ -133,7 +133,7 @@ def quantization_of(model_dir: Path) -> Quantization | None:
 
 
 def _method(found: Mapping[str, Any], default: str) -> str:
-    """The method of a file beside config.json: tools read each other's files, and tell by what is in them."""
+    """The method of a file beside config.json: by its content, since tools read each other's files."""
     named = found.get("quant_method") or found.get("method")
     if named is None and any(key in found for key in ("w_bit", "q_group_size", "zero_point")):
         return "awq"
@@ -364,7 +364,7 @@ def _compressed(found: dict[str, Any]) -> Schemes:
         if group.weights is not None:
             scheme = _compressed_scheme(_format(group.format or given.format, group), group.weights)
             found_schemes += [(*_target(target), scheme) for target in group.targets]
-    # none where only activations or the KV cache are quantized
+    # empty if only activations or the KV cache are quantized
     ordered = sorted(found_schemes, key=lambda item: item[:2])  # as `match_targets` of the library
     return [(pattern, scheme) for _, _, pattern, scheme in ordered]
 
@@ -450,7 +450,7 @@ _FORM_OF: Mapping[Layout, str] = {
 
 
 def expected_experts(quantization: Quantization, layer: int, hidden: int, width: int) -> tuple[ExpertForm, bool] | None:
-    """The form of a layer's experts by the configuration alone, and whether they are mapped where they lie.
+    """The form of a layer's experts by the configuration alone, and whether they are mapped in place.
 
     Scales are taken to have the types that their forms have by default.
 
@@ -477,7 +477,7 @@ def expected_experts(quantization: Quantization, layer: int, hidden: int, width:
 
 
 def with_one_scale(form: ExpertForm) -> ExpertForm:
-    """The form with one scale for each FP8 matrix, where the shapes of the scales are known to be that."""
+    """The form with one scale for each FP8 matrix, if the shapes of the scales are known."""
     fp8 = {name: matrix for name, matrix in form.matrices.items() if matrix.kind.startswith("fp8")}
     changed: dict[str, Any] = {
         name: MatrixForm("fp8_tensor", one.outputs, one.inputs, scale=one.scale) for name, one in fp8.items()

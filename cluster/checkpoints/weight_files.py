@@ -52,7 +52,7 @@ OTHER_CONFIG = "pass the config.json that belongs to these weights, or another r
 
 
 def refuse_unreadable(path: Path) -> None:
-    """Raise CheckpointError where a file is missing, unreadable, or the pointer that git leaves without git-lfs."""
+    """Raise CheckpointError if a file is missing, unreadable, or the pointer that git leaves without git-lfs."""
     try:
         with open(path, "rb") as file:
             pointer = file.read(len(_POINTER)) == _POINTER
@@ -88,7 +88,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def optional_json(path: Path) -> dict[str, Any] | None:
-    """As `read_json_object`; None where there is no such file."""
+    """As `read_json_object`; None: there is no such file."""
     return read_json_object(path) if path.is_file() else None
 
 
@@ -109,7 +109,7 @@ class WeightFiles:
     def holders(self, found: Iterable[tuple[str, Iterable[str]]]) -> dict[str, str]:
         """The file from which each tensor is read. found: the tensors of each file, in the order of `names`.
 
-        A tensor that the index lists and that is not where it says is not among them.
+        A tensor that is not in the file that the index names is left out.
         """
         return {tensor: file for file, tensors in found for tensor in tensors if self.holder.get(tensor, file) == file}
 

@@ -113,7 +113,7 @@ def routed_expert_elements(model_dir: Path) -> int:
 
 
 def examine(model_dir: Path) -> tuple[dict[str, Any], ConfigError | None]:
-    """Everything that the command prints, without devices where it refuses the GPU that is here, and that refusal.
+    """All that the command prints, without devices if this machine's GPU is refused, and that refusal.
 
     Takes a few seconds and half a gigabyte.
 

@@ -28,7 +28,7 @@ _saying, _said = threading.RLock(), False  # a second signal's handler may run w
 def handle_signals() -> None:
     """SIGINT and SIGTERM end this process in order, as KeyboardInterrupt and SystemExit 143 in its main thread.
 
-    A shell without job control starts what it puts in the background with SIGINT ignored, and Python leaves it so.
+    A shell without job control starts background processes with SIGINT ignored, and Python keeps it ignored.
     """
 
     def interrupt(number: int, frame: object) -> None:
@@ -52,7 +52,7 @@ def say_ending() -> None:
         if not _said:
             _said = True
             with contextlib.suppress(OSError, ValueError):
-                # past Python's buffer: the main thread may be within a write of its own
+                # past Python's buffer: the main thread may be within a write
                 os.write(sys.stderr.fileno(), b"ending ...\n")
     finally:
         _saying.release()

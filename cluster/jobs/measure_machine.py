@@ -142,7 +142,7 @@ def _two(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def _lateness(on_demand: Probe, kernel_s: float) -> float:
-    """Seconds from a copy's end until a waiting layer goes on: of waits beyond those of a prompt host.
+    """Seconds from a copy's end until a waiting layer resumes: the waits beyond those of an ideal host.
 
     That one runs the residents of a layer while the first copy is under way, and each arrival while the next is.
     """

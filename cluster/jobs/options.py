@@ -31,7 +31,7 @@ from ..checkpoints.quantization import published_as
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config, on_this_machine
 from ..ray_auth import adopt_mode
 from ..yaml_file import option_name
-from .prepare.needs import check_artifacts, make_missing
+from .prepare.needs import check_artifacts, prepared_store
 
 if TYPE_CHECKING:
     from ..attach import Attachment
@@ -170,7 +170,7 @@ def deployed(
     config: RunConfig, settings: EngineSettings, notices: Console, step: Callable[[str], None],
     on_ray: Callable[[Deployment], None] | None = None, lost: Callable[[str], None] | None = None,
 ) -> Deployment:
-    """The runtime of a checked configuration, with its store made where it is missing; it starts in a `with` block.
+    """The runtime of a checked configuration, with its store made if missing; it starts in a `with` block.
 
     Args:
         notices: where lines about the start, and about nodes that join, go.
@@ -184,7 +184,7 @@ def deployed(
         adopt_mode(config.ray.address)
     from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
 
-    store = _prepared(config, settings, progress=not notices.quiet)
+    store = prepared_store(config, settings, progress=not notices.quiet, check=check_budget)
 
     def notify(line: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # as `deploy.say`
@@ -208,21 +208,6 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConf
     return config, settings
 
 
-def _prepared(config: RunConfig, settings: EngineSettings, *, progress: bool) -> Path:
-    """The expert store of the configured model, replicas and artifacts of the policy in it; what is missing is made."""
-    from .prepare import ensure_prepared, ensure_replicas
-
-    out_dir = Path(config.store).expanduser() if config.store is not None else None
-    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir is not None else None
-    store = ensure_prepared(config.model_dir, out_dir, cache_dir=cache_dir, progress=progress)
-    check_budget(settings, store)
-    widths, known = settings.policy.replica_widths, settings.policy.needs_popularity
-    if widths or known:
-        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=progress)
-    make_missing(store, settings.policy, config, progress=progress)
-    return store
-
-
 def check_budget(settings: EngineSettings, store: Path) -> None:
     """Refuse a budget that the worker would refuse, before Ray starts.
 
@@ -230,7 +215,7 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
     `auto` comes to is known with the nodes (`topology.budget`).
 
     Raises:
-        BudgetError: it holds no expert, or not all that a GPU owns where the policy keeps all.
+        BudgetError: it holds no expert, or not all experts that a GPU owns, and the policy keeps all.
     """
     if isinstance(settings.budget, AutoBudget):
         return

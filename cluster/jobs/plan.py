@@ -36,7 +36,7 @@ from .prepare.needs import note
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
-    """Sizes of the configured model: from the configured store where there is one, else from the checkpoint.
+    """Sizes of the configured model: from the configured store if there is one, else from the checkpoint.
 
     Raises:
         CheckpointError: there is no such model. StoreError: the store is damaged.
@@ -57,7 +57,7 @@ def model_facts(config: RunConfig) -> ModelFacts:
 
 
 def _nodes(config: RunConfig, file: Path | None, live: bool) -> tuple[list[NodeInfo], str]:
-    """The nodes and where they come from."""
+    """The nodes and their source."""
     if file is not None and live:
         raise ConfigError("--nodes and --live both name the nodes", "leave one of them out")
     if file is not None:

@@ -31,7 +31,7 @@ def shipped_routing(model_dir: Path) -> Path | None:
 
 
 def with_routing(planned: PlanResult, config: RunConfig, trace: Path | None = None) -> PlanResult:
-    """The plan with a prediction from a routing trace; the same plan where there is none, or it is of no use here.
+    """The plan with a prediction from a routing trace; the same plan if there is no trace, or it does not fit.
 
     Args:
         trace: in place of the model's own.

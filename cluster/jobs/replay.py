@@ -150,7 +150,7 @@ def replay_trace(
         budget: device memory for experts: 0.25, "25%", "512MiB".
         prefetch, distance, synchronous, eviction: in place of the policy's.
         predictors: file, for stride prefetch; None: trained on the `learn` share.
-        link_gbps, link_latency_us: None: the machine's; where there is no machine, those of `tiermoe run`.
+        link_gbps, link_latency_us: None: the machine's; without a machine, those of `tiermoe run`.
         machine: name in configs/machines, a YAML file, or "this" (`tiermoe doctor --save`); None: as recorded.
         at_once: requests in each forward.
         learn: share of the requests that are run first and not counted.
@@ -199,7 +199,7 @@ def replay_trace(
 
 
 def _popularity(trace: Trace, first: int) -> NDArray[np.int64]:
-    """How often each expert is picked [L, E]: in the requests to learn from, or in all where there are none."""
+    """How often each expert is picked [L, E]: in the requests to learn from, or in all if there are none."""
     header = trace.header
     counts = np.zeros((header.layers, header.experts), np.int64)
     for request in islice(trace.requests(), first or None):
@@ -235,7 +235,7 @@ def replay(
         optimum: evict by the trace's future, in place of the policy's eviction; of one request after the other.
 
     Raises:
-        TraceError: the trace is corrupt. BudgetError: it holds no expert, or not all of them where all are preloaded.
+        TraceError: the trace is corrupt. BudgetError: it holds no expert, or not all experts, and all are preloaded.
         ConfigError: unknown prefetch, or one that needs what the trace does not hold.
     """
     header = trace.header
@@ -312,7 +312,7 @@ def replay_policy(name: str, eviction: str | None) -> PolicySettings:
     """A preset that can be replayed, with another eviction if one is given.
 
     Raises:
-        ConfigError: unknown, or it uses what the simulated executor has not.
+        ConfigError: unknown, or it uses what the simulated executor lacks.
     """
     settings = load_policy(name)
     require_replayable(settings)
@@ -324,7 +324,7 @@ def replay_policy(name: str, eviction: str | None) -> PolicySettings:
 
 
 def require_replayable(settings: PolicySettings) -> None:
-    """Raise ConfigError where a preset uses what the simulated executor has not."""
+    """Raise ConfigError if a preset uses what the simulated executor lacks."""
     if settings.reroutes and not replays_routing(settings):
         raise ConfigError(
             f"policy '{settings.name}' changes the routing, and a trace holds what the model picked",
@@ -351,7 +351,7 @@ def checked_prefetch(settings: PolicySettings, context: PolicyContext, header: T
     """The preset's prefetch policy, if the trace has what it needs.
 
     Raises:
-        ConfigError: it has not, or there is no such policy.
+        ConfigError: it lacks it, or there is no such policy.
     """
     prefetch = settings.prefetch
     top = prefetch.experts(context)

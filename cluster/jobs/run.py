@@ -74,7 +74,7 @@ def run_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate text for one prompt and say what it took, in four lines."""
+    """Generate text for one prompt, and report time and bytes in four lines."""
     sampling = sampling_params(max_tokens, temperature, top_p, top_k, seed)
     report, text_out = results(as_json), sys.stderr if as_json else sys.stdout
     if attach is not None:

@@ -1,4 +1,4 @@
-"""`tiermoe serve`: an OpenAI-compatible server before a runtime of its own, or one that runs, until Ctrl-C."""
+"""`tiermoe serve`: an OpenAI-compatible server for its own runtime or a running one, until Ctrl-C."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def deployments_at(address: str) -> list[dict[str, Any]]:
 
 
 def _gpus(attachment: Attachment, deployment: str) -> list[dict[str, Any]]:
-    """Counters and residency of each GPU, the lead's first; residency is None where it does not answer."""
+    """Counters and residency of each GPU, the lead's first; residency is None if it does not answer."""
     try:
         gpus = [dict(gpu) for gpu in attachment.ask(deployment, "shard_stats")]
     except TierMoeError:

@@ -12,8 +12,7 @@ from rich.console import Console
 from ..config import RunConfig
 from ..registry import Entry, Registry
 from ..report.runtime import placed_tables, plan_table
-from ..report.starts import LastStart
-from ..report.steps import Steps
+from ..report.steps import LastStart, Steps
 from ..report.tables import results, show
 from .ending import BoundedEnd
 from .options import RUNTIME, Config, checked_config, checked_settings, deployed, with_options

@@ -171,7 +171,7 @@ def _blocked(axes: Any, shown: Sequence[Measurement]) -> None:
 
 
 def divergence(one: Measurement) -> float | None:
-    """KL divergence from lossless in nats; 0 for a lossless policy that nobody scored."""
+    """KL divergence from lossless in nats; 0 for a lossless policy without a score."""
     if one.quality and "kl_nats" in one.quality:
         return max(0.0, one.quality["kl_nats"])
     return 0.0 if one.lossless else None

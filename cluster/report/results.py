@@ -92,7 +92,7 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
 
 
 def measurements(record: Mapping[str, Any], file: str) -> list[Measurement]:
-    """The measurements of one record. Raises ConfigError: it is none that can be compared, or lacks a key."""
+    """The measurements of one record. Raises ConfigError: it cannot be compared, or lacks a key."""
     try:
         return list(_reader(record, file)(record, file))
     except ValidationError as error:

@@ -52,7 +52,7 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
 
 
 def _auto(terms: Mapping[str, int] | None) -> list[tuple[str, str]]:
-    """The row with the terms of `budget: auto`; none where the budget was given."""
+    """The row with the terms of `budget: auto`; none if the budget was given."""
     return [] if terms is None else [("budget auto", in_words(terms, terms["chunk"], terms["tokens"]))]
 
 

@@ -211,7 +211,7 @@ def _writeback_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _low_bit_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What ran in low precision; nothing where there are no slots for that."""
+    """What ran in low precision; nothing if there are no slots for that."""
     if not counters.get("low_bit_slots"):
         return []
     hits, misses = counters["low_bit_hits"], counters["low_bit_misses"]

@@ -1,13 +1,24 @@
-"""The steps of a start, for people: what goes on now, how long each step took, and about how long is left."""
+"""The steps of a start: the current one, the seconds of each, and the seconds left by the last start (`LastStart`)."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
+import platform
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.text import Text
+
+from ...proto.private import open_own, own_folder, user_cache
+from ..config import RunConfig
+
+_KEPT = 64  # configurations of `LastStart`
 
 
 def left_s(before: Mapping[str, float], step: str, elapsed_s: float) -> float | None:
@@ -15,7 +26,7 @@ def left_s(before: Mapping[str, float], step: str, elapsed_s: float) -> float | 
 
     Args:
         before: seconds of each step then, in their order.
-        step: that goes on now, since `elapsed_s`.
+        step: the current one. elapsed_s: since it began.
 
     Returns:
         None: there was no such step, or this one takes more than twice as long, so that nothing is known.
@@ -27,9 +38,9 @@ def left_s(before: Mapping[str, float], step: str, elapsed_s: float) -> float | 
 
 
 class Steps:
-    """Shows the step that goes on: beside a spinner on a terminal, as a line of its own elsewhere.
+    """Shows the current step: beside a spinner on a terminal, elsewhere as a line.
 
-    It may be entered several times, for a start that goes on after something else was shown.
+    It may be entered several times, for a start that continues after other output.
 
     Args:
         console: where to; None: nowhere.
@@ -73,8 +84,7 @@ class Steps:
         return Text(self._line())
 
     def progress(self) -> tuple[str, float | None] | None:
-        """The step that goes on, and seconds until the end of the start, where they are known; None: no step. Any
-        thread may ask."""
+        """The current step and the seconds until the start ends, if known; None: no step. Called on any thread."""
         step = self._now
         if step is None:
             return None
@@ -91,3 +101,47 @@ class Steps:
         if self._now is not None:
             self.seconds[self._now] = self.seconds.get(self._now, 0.0) + time.monotonic() - self._since_s
             self._now = None
+
+
+class LastStart:
+    """The last start of a command with a configuration on this machine.
+
+    Args:
+        command: whose steps they are.
+        config: any other value in it is another start.
+        file: None: in the user's cache.
+
+    Attributes:
+        seconds: of each step, in their order; empty: it is not known.
+    """
+
+    def __init__(self, command: str, config: RunConfig, file: Path | None = None) -> None:
+        self._file = file or user_cache() / "starts.json"
+        text = f"{platform.node()}\n{command}\n{config.model_dump_json()}"
+        self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.seconds: dict[str, float] = {}
+        found = self._read().get(self._key)
+        if isinstance(found, dict) and all(isinstance(value, (int, float)) and value >= 0 for value in found.values()):
+            self.seconds = found
+
+    def remember(self, seconds: Mapping[str, float]) -> None:
+        """This start's steps; a cache that cannot be written changes nothing."""
+        known = self._read()
+        known.pop(self._key, None)
+        newest = dict(list(known.items())[1 - _KEPT :])
+        newest[self._key] = {step: round(value, 3) for step, value in seconds.items()}
+        with contextlib.suppress(OSError):
+            own_folder(self._file.parent)
+            written = self._file.with_suffix(f".{os.getpid()}")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with os.fdopen(open_own(written, flags), "w", encoding="utf-8") as file:
+                json.dump(newest, file)
+            written.replace(self._file)
+
+    def _read(self) -> dict[str, dict[str, float]]:
+        try:
+            with os.fdopen(open_own(self._file, os.O_RDONLY), encoding="utf-8") as file:
+                found = json.load(file)
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}

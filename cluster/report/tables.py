@@ -47,7 +47,7 @@ def show(console: Console, *results: RenderableType) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and values, a line for each; a long value goes on below itself, broken between words."""
+    """Names and values, a line for each; a long value is broken between words."""
 
     title: str
     rows: Sequence[tuple[str, str]]

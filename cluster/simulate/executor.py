@@ -186,6 +186,8 @@ class SimulatedEngine:
             self._shard(owners.count(i), policy, min_useful, check) for i, policy in enumerate(evictions, start=1)
         ]
         self._placer = self._make_placer(placement, slots, popularity)
+        if placement is not None and placement.placement.planned and machine.ndp is not None:
+            prefetch = None  # it is of forwards that no planner decides
         self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(prefetch, pre_evict, adaptive)
         if self._prefetching is not None and trials is not None:
             self._prefetching.adapt(trials, self.clock)

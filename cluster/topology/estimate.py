@@ -80,7 +80,7 @@ class Prediction:
 
     Attributes:
         tokens_per_s: of one request's decode.
-        low, high: its range, within which most measurements are; None where the machine's costs are not known.
+        low, high: its range, within which most measurements are; None if the machine's costs are not known.
         rough: it does not rest on measured costs of this machine at this number of threads.
         basis: where the machine's costs and the routing come from.
         hit_share: r, assumed.
@@ -89,7 +89,7 @@ class Prediction:
         parts_s: the terms of `layer_s` by their names in this module, before they overlap.
         bound_by: the largest of the terms.
         hardware: what was assumed.
-        ndp_hardware: name of the modelled NDP device; None where there is none.
+        ndp_hardware: name of the modelled NDP device; None if there is none.
     """
 
     tokens_per_s: float
@@ -260,7 +260,7 @@ def _ndp_s(ndp: NdpSpec, facts: ModelFacts, missing: float, workers: int) -> flo
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan with all that it came from.
+    """A plan and its inputs.
 
     Attributes:
         nodes_from: where the nodes come from, for people.

@@ -55,7 +55,7 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
     Without its file here the dense part is taken for the file's length, which has some kilobytes of header.
 
     Raises:
-        StoreError: it is not a store. CheckpointError: config.json is of no use.
+        StoreError: it is not a store. CheckpointError: config.json is unusable.
     """
     manifest, config = read_manifest(store), load_model_config(model_dir)
     file = store / manifest.dense.file
@@ -85,7 +85,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     Experts are taken to have a gate projection and no bias, as nearly all have.
 
     Raises:
-        CheckpointError: config.json is of no use. UnsupportedModelError: the model has no routed experts.
+        CheckpointError: config.json is unusable. UnsupportedModelError: the model has no routed experts.
     """
     config = load_model_config(model_dir)
     if not any(key in config for key in EXPERT_COUNTS):
@@ -175,7 +175,7 @@ def _expected_forms(
 
     Args:
         layers: numbers of the MoE layers.
-        routed: type code and shape of the tensors of routed experts; empty where they are not known.
+        routed: type code and shape of the tensors of routed experts; empty if they are not known.
     """
     quantization = quantization_of(model_dir)
     if quantization is None:

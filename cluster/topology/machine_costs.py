@@ -146,7 +146,7 @@ def machine_file(machine: str | Path) -> Path:
 
 
 def read_costs(path: Path) -> MachineCosts | None:
-    """A file of costs; None where it is missing, damaged or of another version: it is measured again in seconds."""
+    """A file of costs; None if it is missing, damaged or of another version: it is measured again in seconds."""
     try:
         return MachineCosts.model_validate_json(path.read_bytes())
     except (OSError, ValidationError, ValueError):

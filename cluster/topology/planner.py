@@ -73,7 +73,7 @@ class NodeUsage:
 
     @property
     def host_total(self) -> int | None:
-        """Bytes for our processes; None where the node does not say."""
+        """Bytes for our processes; None if the node does not say."""
         return int(self.node.resources["memory"]) if "memory" in self.node.resources else None
 
     def left(self, resource: str) -> float:
@@ -201,7 +201,7 @@ class _Planner:
         self._usage = {node.id: NodeUsage(node, facts, spec.gpu) for node in self._alive}
         self._owned = owned_experts(facts.layers, facts.experts, spec.shards, spec.ownership)
         self._every_layer = frozenset(range(facts.layers))
-        self._with_workers: list[str] = []  # nodes, in the order in which the first worker came
+        self._with_workers: list[str] = []  # nodes, in the order of their first workers
         self._notes = [f"node {node.id} is dead and left out" for node in nodes if not node.alive]
         self._ndp_of: tuple[int, ...] = ()
 

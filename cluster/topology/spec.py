@@ -38,7 +38,7 @@ class NodeInfo:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def amount(self, resource: str) -> float:
-        """Total of a resource; 0 where the node has none."""
+        """Total of a resource; 0 if the node has none."""
         return float(self.resources.get(resource, 0.0))
 
 
@@ -50,7 +50,7 @@ class ModelFacts:
         layers: MoE layers, L.
         experts: in each, E.
         top_k: experts that a token uses in each layer.
-        gates: 2 where the expert has a gate projection, else 1.
+        gates: 2 if the expert has a gate projection, else 1.
         expert_elements: numbers in one expert.
         dense_elements: numbers in everything that is not a routed expert.
         kv_elements: numbers in the KV cache for each token, all layers together.
@@ -176,7 +176,7 @@ class ClusterSpec:
         dense_bytes: on the lead's device.
         kv_bytes: on the lead's device.
         gpu_memory_bytes: of one GPU; None: unknown, not checked.
-        ndp: None where the policy uses no NDP worker.
+        ndp: None if the policy uses no NDP worker.
         matcher: whether the policy follows expert maps.
         low_bit: None where misses are not loaded as replicas.
         copied_most: bytes of experts that each worker copies to pinned memory at most (`copies.pin: copy`).
@@ -395,7 +395,7 @@ class Topology:
 
     Attributes:
         loads: of the nodes that have an actor, by node id.
-        ndp_of: NDP worker of expert e of layer l, at [l * E + e]; empty where there is none.
+        ndp_of: NDP worker of expert e of layer l, at [l * E + e]; empty if there is none.
         notes: what a user would not expect.
     """
 

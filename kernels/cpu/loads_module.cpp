@@ -170,7 +170,7 @@ PyObject* worth_bind(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* worth_prompt(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 2)) return nullptr;
     Worth* of = worth_of(args[0]);
-    const auto* uses = of ? address<const std::int64_t>(args[1]) : nullptr;
+    auto* uses = of ? address<std::int64_t>(args[1]) : nullptr;
     if (!of || PyErr_Occurred()) return nullptr;
     of->prompt(uses);
     Py_RETURN_NONE;

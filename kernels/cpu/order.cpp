@@ -74,7 +74,7 @@ void Order::used(const std::vector<std::int64_t>& keys) {
 }
 
 void Order::routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts) {
-    if (worth_ && !keys.empty()) worth_->routed(keys[0] / experts_);
+    if (worth_ && !keys.empty()) worth_->routed(keys, counts);
     if (kind_ != Kind::sweep) return;
     now_ = -1;
     if (keys.empty() || static_cast<double>(keys.size()) < least_) return;

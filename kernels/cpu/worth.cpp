@@ -24,6 +24,12 @@ void Worth::used(const std::vector<std::int64_t>& keys) {
         for (std::int64_t key : keys) noted_[key / experts_].push_back(static_cast<std::int32_t>(key % experts_));
 }
 
+void Worth::routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts) {
+    now_ = keys[0] / experts_;
+    if (noting_ && uses_)
+        for (std::size_t i = 0; i < keys.size(); ++i) uses_[keys[i]] += counts[i];
+}
+
 void Worth::refuse(std::int64_t key) {
     if (!held_[key] || is_refused_[key]) return;
     is_refused_[key] = 1;

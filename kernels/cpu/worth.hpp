@@ -16,11 +16,13 @@ class Worth {
     // A layer's share of the slots, and what each expert is worth [keys]; null: residents leave by last use.
     void bind(std::int64_t share, const double* worth) { share_ = share, worth_ = worth; }
     // Uses of each expert by the prompts that run now [keys], which rank the layers that they have used; null: none runs.
-    void prompt(const std::int64_t* uses) { uses_ = uses; }
+    // Passes that are noted add theirs.
+    void prompt(std::int64_t* uses) { uses_ = uses; }
     void admitted(std::int64_t key);  // it had no slot
     void removed(std::int64_t key);
     void used(const std::vector<std::int64_t>& keys);
-    void routed(std::int64_t layer) { now_ = layer; }
+    // A layer needs these, picked by so many tokens each; at least one.
+    void routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts);
     // A resident leaves before all others, in this order; `readmit` undoes it.
     void refuse(std::int64_t key);
     void readmit(std::int64_t key);
@@ -44,7 +46,7 @@ class Worth {
     const std::uint8_t* held_;
     const std::int64_t* stamps_;
     const double* worth_ = nullptr;
-    const std::int64_t* uses_ = nullptr;
+    std::int64_t* uses_ = nullptr;
     std::vector<std::int64_t> count_, refused_;  // held experts of each layer; refused ones, the first to go first
     std::vector<std::uint8_t> is_refused_;       // [keys]
     bool noting_ = false;

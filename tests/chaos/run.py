@@ -31,7 +31,7 @@ from rig import Server, Stream, pause, run_streams, served
 from surroundings import SURROUNDINGS, listed
 
 from tiermoe.cluster.host import cpu, versions
-from tiermoe.cluster.jobs.bench.metrics import fill_tables, markdown
+from tiermoe.cluster.jobs.bench.metrics import fill_page, markdown
 
 STREAMS, TOKENS, AFTER, STOP_S = 20, 64, 200, 5.0
 LATER = 4  # streams that are sent again after a change around a server
@@ -294,11 +294,9 @@ def write(out: Path, record: dict[str, Any], made: Callable[[list[dict[str, Any]
     """NAME.json, and the tables of NAME.md, whose words stay."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{record['name']}.json").write_text(json.dumps(record, indent=1) + "\n")
-    page = out / f"{record['name']}.md"
-    before = page.read_text() if page.is_file() else _PAGE
     held = [(bar["bar"], "holds" if bar["passed"] else "**missed**") for bar in record["bars"]]
     tables = {"rows": made(record["rows"]), "bars": markdown(("bar", ""), held)}
-    page.write_text(fill_tables(before, tables.__getitem__))
+    fill_page(out / f"{record['name']}.md", tables.__getitem__, _PAGE)
 
 
 def main() -> None:

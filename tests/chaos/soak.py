@@ -30,7 +30,7 @@ import psutil
 from rig import Server, served, title_of
 
 from tiermoe.cluster.host import cpu, versions
-from tiermoe.cluster.jobs.bench.metrics import fill_tables, markdown
+from tiermoe.cluster.jobs.bench.metrics import fill_page, markdown
 
 MiB = 1 << 20
 COUNTED = ("rss", "private", "descriptors", "threads")
@@ -362,8 +362,7 @@ def main() -> None:
     } | found  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "soak.json").write_text(json.dumps(record, indent=1) + "\n")
-    page = given.out / "soak.md"
-    page.write_text(fill_tables(page.read_text() if page.is_file() else _PAGE, tables(record).__getitem__))
+    fill_page(given.out / "soak.md", tables(record).__getitem__, _PAGE)
     for bar in record["bars"]:
         print("pass" if bar["passed"] else "MISS", bar["bar"], bar["value"])
     sys.exit(not all(bar["passed"] for bar in record["bars"]))

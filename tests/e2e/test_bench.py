@@ -28,25 +28,11 @@ from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.run import run_experiment
 from tiermoe.cluster.jobs.bench.serving import own_store, run_config
 from tiermoe.cluster.jobs.bench.table import write_folder
-from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.calibration import read_texts
 from tiermoe.cluster.jobs.profile.command import ProfileOptions
 from tiermoe.cluster.jobs.profile.job import profile_text
-from tiermoe.cluster.jobs.profile.trial import (
-    DROP,
-    at_random,
-    by_router,
-    by_table,
-    drop,
-    own_weight,
-    resident_at_random,
-    rules,
-    substitute,
-    trial,
-)
 from tiermoe.cluster.yaml_file import merged, read_yaml
-from tiermoe.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -396,10 +382,7 @@ def test_every_part_of_bench_gpu_runs_at_toy_sizes(tmp_path: Path) -> None:
     assert "Not run yet." not in page
 
 
-# -- profiles of experts, and trials of substitutes --------------------------------------------------------------------
-
-
-TRIAL = EvaluationOptions(documents=1, prefix=16, continuation=32, resamples=50)
+# -- profiles of experts -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -424,70 +407,3 @@ def test_the_profile_of_the_default_model(profiled: Path) -> None:
     taus = profile.taus(15)
     assert len(taus) == 16
     assert all(0 < tau < 1 for tau in taus)
-
-
-def test_trial(profiled: Path) -> None:
-    chosen = ["output, own weight", DROP]
-    rows = trial(None, (1.0, 0.5), (0,), TRIAL, store=profiled, only=chosen)
-    assert [(row["rule"], row["rate"]) for row in rows] == [
-        ("unchanged", 1.0), *((rule, rate) for rate in (1.0, 0.5) for rule in chosen)
-    ]  # fmt: skip
-    for row in rows[1:3]:  # all at hand: nothing is substituted
-        assert row["nll_nats"] == pytest.approx(rows[0]["nll_nats"], abs=1e-4)
-        assert row["kl_nats"] < 1e-4
-    for row in rows[3:]:
-        assert row["kl_nats"] > 0.01
-        assert row["top1_agreement"] < 1
-    assert rows[-1]["kl_over_drop"] == 0
-    assert set(chosen) < set(rules(read_profile(profiled, read_manifest(profiled))))
-
-
-def test_an_unknown_rule(profiled: Path) -> None:
-    with pytest.raises(ConfigError, match="no rule 'other'"):
-        trial(None, (0.5,), (0,), TRIAL, store=profiled, only=["other"])
-
-
-IDS, WEIGHTS = np.array([[0, 1], [2, 3], [0, 2]]), np.array([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75]], np.float32)
-CHANCE = np.array([[0.4, 0.3, 0.1, 0.2, 0.0], [0.05, 0.1, 0.4, 0.4, 0.05], [0.2, 0.1, 0.6, 0.1, 0.0]], np.float32)
-HELD = np.array([[False, True, False, True, True]])
-
-
-def test_the_best_resident_expert_that_the_token_does_not_use() -> None:
-    scores = np.zeros((1, 5, 5))
-    scores[0, 0] = [0, 0.9, 0.8, 0.2, 0.3]
-    scores[0, 2] = [0, 0, 0, 0.5, 0.4]
-    ids, weights = substitute(HELD, by_table(scores))(0, IDS, WEIGHTS, CHANCE)
-    assert ids.tolist() == [[4, 1], [4, 3], [1, 3]]  # 1 and 3 are in use in the first two rows
-    assert weights.tolist() == WEIGHTS.tolist()
-    scale = np.full((1, 5, 5), 0.5)
-    _, scaled = substitute(HELD, by_table(scores), scale)(0, IDS, WEIGHTS, CHANCE)
-    assert scaled.tolist() == [[0.375, 0.25], [0.25, 0.5], [0.125, 0.375]]
-    scores[0, 2] = 0
-    ids, weights = substitute(HELD, by_table(scores))(0, IDS, WEIGHTS, CHANCE)
-    assert weights.tolist() == [[0.75, 0.25], [0, 0.5], [0.25, 0]]  # no buddy: dropped
-
-
-def test_rules_that_ask_the_router() -> None:
-    assert substitute(HELD, by_router)(0, IDS, WEIGHTS, CHANCE)[0].tolist() == [[3, 1], [1, 3], [1, 3]]
-    alike = np.where(np.arange(5) == 4, 100.0, 1.0)[None].repeat(5, 0)
-    likely = substitute(HELD, lambda layer, wanted, chances: alike[wanted] * chances)
-    assert likely(0, IDS, WEIGHTS, CHANCE)[0].tolist() == [[3, 1], [4, 3], [1, 3]]
-    ids, weights = own_weight(substitute(HELD, by_router))(0, IDS, WEIGHTS, CHANCE)
-    assert ids.tolist() == [[3, 1], [1, 3], [1, 3]]
-    assert weights == pytest.approx(np.array([[0.4, 0.6], [0.2, 0.8], [0.5, 0.5]]))
-
-
-def test_dropping() -> None:
-    assert drop(HELD, renormalise=False)(0, IDS, WEIGHTS, CHANCE)[1].tolist() == [[0, 0.25], [0, 0.5], [0, 0]]
-    assert drop(HELD, renormalise=True)(0, IDS, WEIGHTS, CHANCE)[1].tolist() == [[0, 1], [0, 1], [0, 0]]
-
-
-def test_at_random() -> None:
-    rule = substitute(HELD, at_random(5, 0))
-    ids, weights = rule(0, IDS.repeat(200, 0), WEIGHTS.repeat(200, 0), CHANCE.repeat(200, 0))
-    assert set(ids[:200, 0].tolist()) == {3, 4}
-    assert set(ids[200:400, 0].tolist()) == {1, 4}
-    assert all(len(set(row)) == 2 for row in ids.tolist())
-    assert np.isin(ids, [1, 3, 4]).all()
-    assert (weights > 0).all()
-    assert [resident_at_random(3, 8, rate, 1).sum(1).tolist() for rate in (0.5, 0.375)] == [[4] * 3, [3] * 3]

@@ -10,7 +10,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tiermoe.actors.policies.auto import Action, Auto, Costs, Faster, Owners, Part, Without, kept_keys, router_shares
+from tiermoe.actors.policies.auto import (
+    Action,
+    Auto,
+    Costs,
+    Faster,
+    Owners,
+    Part,
+    Without,
+    forward_seconds,
+    kept_keys,
+    router_shares,
+)
 from tiermoe.kernels import _planner
 
 HERE, WAIT, LOAD, NEAR, OWNER = Action
@@ -626,38 +637,69 @@ def test_worth_is_learned_from_averages_as_in_the_first_simulation() -> None:
 # -- whole forwards ----------------------------------------------------------------------------------------------------
 
 
-def _forwards(faster: Faster, count: int, seconds: tuple[float, float], rows: int = 1) -> list[int]:
+def _forwards(
+    faster: Faster, count: int, seconds: tuple[float, float], rows: int = 1, expected: tuple[float, float] = (1.0, 1.5),
+    prompt: bool = False,
+) -> list[int]:  # fmt: skip
     ways = []
     for _ in range(count):
-        ways.append(faster.choose(rows))
-        faster.took(rows, ways[-1], seconds[ways[-1]])
+        ways.append(faster.choose(rows, expected, prompt))
+        faster.took(rows, ways[-1], seconds[ways[-1]], prompt)
     return ways
 
 
 @pytest.mark.parametrize("best", [0, 1])
 def test_the_faster_way_is_taken_and_the_other_one_tried_for_a_fiftieth_of_the_time(best: int) -> None:
     faster, seconds = Faster(), (1.0, 2.0) if best == 0 else (2.0, 1.0)
-    assert _forwards(faster, 16, seconds) == [0] * 8 + [1] * 8
     found = _forwards(faster, 2000, seconds)
-    assert set(found[:60]) == {best}
-    tries = found.count(1 - best)
+    assert found[:8] == [0] * 8  # as expected
+    assert set(found[200:260]) == {best}
+    tries = found[200:].count(1 - best)
     assert tries
     assert tries * 1.0 <= 0.02 * 2000 * 1.0
-    assert _forwards(faster, 16, seconds, rows=8) == [0] * 8 + [1] * 8  # other batches are other cases
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_expected_to_lose_much_waits_until_a_fiftieth_of_the_time_pays_for_it(first: int) -> None:
+    """Before, the first 8 forwards went each way, so 32 tokens of the default model took 1.4 times as long."""
+    expected, seconds = ((1.0, 3.0), (2.0, 4.0)) if first == 0 else ((3.0, 1.0), (4.0, 2.0))
+    found = _forwards(Faster(), 250, seconds, expected=expected)
+    other = found.index(1 - first)
+    assert other == 200  # 4 forwards lose 8 s, which is 2% of 200 forwards of 2 s
+    assert found[:other] + found[other + 4 :] == [first] * 246
+
+
+def test_decodes_prompts_and_batches_are_apart() -> None:
+    faster = Faster()
+    _forwards(faster, 400, (2.0, 1.0))
+    assert faster.choose(1, (1.0, 1.5)) == 1
+    assert faster.choose(8, (1.0, 1.5)) == 0
+    assert faster.choose(1, (1.0, 1.5), prompt=True) == 0
 
 
 def test_a_way_that_becomes_slow_is_left_and_found_again() -> None:
     faster = Faster()
-    _forwards(faster, 100, (2.0, 1.0))
+    _forwards(faster, 400, (2.0, 1.0))
     assert _forwards(faster, 40, (2.0, 6.0))[-1] == 0
     assert _forwards(faster, 2000, (2.0, 1.0))[-1] == 1
 
 
+def test_seconds_expected_of_small_and_of_large_experts() -> None:
+    small = replace(COSTS, copy_s=3e-5, near_busy_s=6e-5, message_s=3e-4)
+    large = replace(COSTS, copy_s=4e-3, near_busy_s=1e-3, message_s=3e-4)
+    planned, local = forward_seconds(small, 16, 32, 4, 8, 1, 1)
+    assert local == pytest.approx(16 * 3 * 3e-5)  # three of four are missing
+    assert planned == pytest.approx(local + 16 * 3e-4)  # no near data: a message takes longer than the copies
+    planned, local = forward_seconds(large, 4, 128, 8, 32, 1, 32)
+    assert planned < 0.5 * local
+    assert forward_seconds(large, 4, 128, 8, 128, 1, 1) == (4 * 3e-4, 0.0)
+
+
 def test_a_pause_between_two_forwards_changes_nothing() -> None:
     faster = Faster()
-    _forwards(faster, 50, (2.0, 1.0))
+    _forwards(faster, 400, (2.0, 1.0))
     faster.took(1, 1, 1000.0)
-    assert faster.choose(1) == 1
+    assert faster.choose(1, (1.0, 1.5)) == 1
 
 
 def test_router_shares() -> None:

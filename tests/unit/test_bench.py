@@ -147,8 +147,8 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     assert names == [
         "serve", "compare", "overhead", "host", "prefetch", "ttft", "turns", "scale", "default", "ndp", "fmoe",
         "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality", "papers", "redraw", "gpu",
-        "predict", "simulate", "core", "validation", "auto", "prepare", "exact", "channel", "transfer",
-        "kernel", "matcher", "substitute",
+        "predict", "simulate", "core", "validation", "auto", "prepare", "exact", "channel", "kernel",
+        "matcher", "substitute",
     ]  # fmt: skip
     for name in names:
         done = CliRunner().invoke(command.bench_app, [name, "--help"])

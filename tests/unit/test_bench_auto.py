@@ -145,11 +145,11 @@ def test_a_quick_run_reports_and_resumes(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(auto_cells, "draw", lambda *_: pytest.fail("it is finished"))
     again = auto(options, None).as_dict()
     assert (again["rows"], again["bars"]) == (first["rows"], first["bars"])
-    with pytest.raises(ConfigError, match="other settings"):
+    with pytest.raises(ConfigError, match="with other seeds"):
         auto(options.model_copy(update={"seeds": 4}), None)
 
 
 def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "journal").write_text(json.dumps([1]), encoding="utf-8")
-    with pytest.raises(ConfigError, match="no journal"):
+    (tmp_path / "journal.partial.json").write_text(json.dumps([1]), encoding="utf-8")
+    with pytest.raises(ConfigError, match="holds no part of an experiment"):
         auto(Auto(quick=True, journal=tmp_path / "journal"), None)

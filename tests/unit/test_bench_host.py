@@ -54,7 +54,7 @@ def test_a_preset_that_plans_misses_has_a_column_for_each_kind_of_forward() -> N
         return SimpleNamespace(engine=SimpleNamespace(layers=[SimpleNamespace(placer=placer)]))
 
     placer = SimpleNamespace(faster=faster, may_be_local=True)
-    assert [(column, faster.choose(1)) for column in _columns("auto", worker(placer))] == [
+    assert [(column, faster.choose(1, (1.0, 1.0))) for column in _columns("auto", worker(placer))] == [
         ("auto, planned", 0), ("auto, local", 1)
     ]  # fmt: skip
     placer.may_be_local = False

@@ -1,24 +1,20 @@
-"""The micro-benchmarks: options made from the registry, and what `scale`, `kernel --threads` and `transfer` decide."""
+"""The micro-benchmarks: options made from the registry, and what `scale` and `kernel --threads` decide."""
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from tiermoe.actors.engine.cache.sources import host_weights
-from tiermoe.actors.store.files import ExpertStore
 from tiermoe.benchmarks import kernels, serving
 from tiermoe.benchmarks.cases import CASES, Scale, Ttft
 from tiermoe.benchmarks.kernels import THREADS_BITS, kernel_threads
 from tiermoe.benchmarks.serving import VARIANTS, Variant, rounds, scale, scale_bars, scale_row, ttft
 from tiermoe.cluster.jobs.bench import command
 from tiermoe.cluster.jobs.bench.metrics import Report, Spread
-from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RuntimeFailure
+from tiermoe.errors import BudgetError, CheckpointError, ConfigError
 from tiermoe.kernels.pack import PackedShape
 
 _TWO = Variant(2, "per-GPU")
@@ -187,17 +183,3 @@ def test_what_cannot_be_measured_is_refused(given: dict[str, object], what: str)
 def test_kernel_refuses_a_comparison_on_many_threads() -> None:
     result = CliRunner().invoke(command.bench_app, ["kernel", "--threads", "2", "--ggml", "none.so"])
     assert isinstance(result.exception, ConfigError)
-
-
-def test_a_store_of_finite_experts_and_a_bit_that_differs(tmp_path: Path) -> None:
-    from tiermoe.benchmarks.transfer import Model, check_bytes, write_store  # Ray
-
-    store = ExpertStore(write_store(Model("m", 8, 5, 4, 2), tmp_path / "store"))
-    weights = host_weights(store.layers)[0]
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.tensors)
-    layer = [tensor.view(torch.int16) for tensor in weights.tensors]
-    found = [tuple(tensor.clone() for tensor in weights.expert(e)) for e in (1, 3)]
-    check_bytes(found, [1, 3], layer)
-    found[1][1].view(torch.int16)[2, 3] ^= 1
-    with pytest.raises(RuntimeFailure, match="expert 3 arrived with other bytes"):
-        check_bytes(found, [1, 3], layer)

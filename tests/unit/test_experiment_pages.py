@@ -18,9 +18,9 @@ from PIL import Image
 from tiermoe.benchmarks.command import redraw
 from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Plot, experiment_files, load_experiment
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread, fill_tables
 from tiermoe.cluster.jobs.bench.plot import caption, draw, plot
-from tiermoe.cluster.jobs.bench.table import page_of, select, show, small, table_of, write_folder
+from tiermoe.cluster.jobs.bench.table import blank_page, select, show, small, table_of, write_folder
 from tiermoe.cluster.report.files import new_canvas
 from tiermoe.errors import ConfigError
 
@@ -37,6 +37,10 @@ def _row(policy: str, budget: str, tpot_s: list[float], **more: Any) -> dict[str
 def _experiment(**values: Any) -> Experiment:
     base = {"name": "x", "title": "X", "summary": "X.", "sections": [{"name": "s"}]}
     return Experiment(**base | values)
+
+
+def _page(experiment: Experiment, record: dict[str, Any], before: str) -> str:
+    return fill_tables(before, lambda name: table_of(experiment, name, record))
 
 
 def _report() -> dict[str, Any]:
@@ -87,14 +91,14 @@ def test_tables_of_columns_and_pivots() -> None:
 def test_only_the_blocks_of_a_page_are_written() -> None:
     experiment = _experiment(tables={"t": {"columns": [{"title": "policy", "show": "{policy}"}]}})
     before = "# Mine\n\nText | with a bar.\n\n<!-- table: t -->\nold\n<!-- end -->\n\nMore text.\n"
-    after = page_of(experiment, _report(), before)
+    after = _page(experiment, _report(), before)
     assert after.startswith("# Mine\n\nText | with a bar.\n\n<!-- table: t -->\n\n| policy |")
     assert after.endswith("| b |\n\n<!-- end -->\n\nMore text.\n")
     assert "old" not in after
-    assert page_of(experiment, _report(), after) == after
+    assert _page(experiment, _report(), after) == after
     with pytest.raises(ConfigError, match="no table 'u'"):
-        page_of(experiment, _report(), before.replace("table: t", "table: u"))
-    whole = page_of(experiment, _report(), None)
+        _page(experiment, _report(), before.replace("table: t", "table: u"))
+    whole = _page(experiment, _report(), blank_page(experiment))
     assert whole.startswith("# X\n")
     assert all(f"<!-- table: {name} -->" in whole for name in ("run", "bars", "t"))
 
@@ -115,10 +119,10 @@ def test_a_folder_has_page_data_and_plots(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", WITH_DATA)
 def test_the_pages_of_docs_show_the_data_beside_them(name: str) -> None:
-    """`python -c` of `page_of` renews a page whose tables or data were changed by hand."""
+    """Of a page whose tables or data were changed by hand, `write_folder` writes the tables again."""
     record, page = json.loads((_DOCS / f"{name}.json").read_text()), (_DOCS / f"{name}.md").read_text()
     experiment = load_experiment(name)
-    assert page_of(experiment, record, page) == page
+    assert _page(experiment, record, page) == page
     assert all(f"({plotted})" in page for plotted in experiment.plots)
     assert all(f"<!-- table: {table} -->" in page for table in ("run", *experiment.tables))
     for figure in experiment.plots.values():

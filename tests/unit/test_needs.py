@@ -15,7 +15,6 @@ from tiermoe.actors.store.artifacts import GATES_NAME, losses_of
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster import cli
 from tiermoe.cluster.config import RunConfig, chosen_policy, load_policy, load_run_config, policy_names
-from tiermoe.cluster.jobs import options
 from tiermoe.cluster.jobs.evaluate.command import evaluate
 from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
 from tiermoe.cluster.jobs.options import checked_settings
@@ -52,12 +51,12 @@ def test_a_start_makes_what_is_missing_once(config: RunConfig, name: str, capsys
     notes = planned(config).as_dict()["notes"]
     assert sum(note.startswith(f"policy '{name}' needs ") and "the start makes it, in about" in note for note in notes)
     config, settings = checked_settings(config)  # refuses nothing
-    store = options._prepared(config, settings, progress=True)
+    store = needs.prepared_store(config, settings, progress=True)
     said = capsys.readouterr().err
     assert re.search(rf"made .* for {name} in \d+ s from .*calibration: kept in {re.escape(str(store))}", said)
     assert lacking(settings.policy, config) is None
     before = {path: path.stat().st_mtime_ns for path in store.iterdir()}
-    assert options._prepared(config, settings, progress=True) == store
+    assert needs.prepared_store(config, settings, progress=True) == store
     assert {path: path.stat().st_mtime_ns for path in store.iterdir()} == before
     assert "made" not in capsys.readouterr().err
     assert not [path.name for path in store.parent.iterdir() if path != store]  # no lock, no work folder
@@ -72,7 +71,7 @@ def test_a_start_with_a_quality_budget_measures_losses_once(
     assert record["spec"]["policy"] == "auto kl=0.01"
     assert any("needs measured losses of lossy actions: the start makes it" in note for note in record["notes"])
     config, settings = checked_settings(config)
-    store = options._prepared(config, settings, progress=True)
+    store = needs.prepared_store(config, settings, progress=True)
     assert "made measured losses of lossy actions for auto kl=0.01 in" in capsys.readouterr().err
     assert lacking(settings.policy, config) is None
     assert losses_of(store, read_manifest(store)).nats.keys() == set(ACTIONS)

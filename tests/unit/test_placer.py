@@ -26,7 +26,7 @@ from tiermoe.actors.engine.peers import auto
 from tiermoe.actors.engine.peers.remote import NdpPool
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policies.auto import Auto, Without
+from tiermoe.actors.policies.auto import Auto, Faster, Without
 from tiermoe.actors.policies.context_ndp import PrecisionOptions, prefix_split
 from tiermoe.actors.policies.sharding import reassigned, spread_by_bytes
 from tiermoe.actors.policy_settings import PolicySettings
@@ -318,7 +318,12 @@ def test_experts_that_the_worker_cannot_compute_are_refused(tmp_path: Path) -> N
 
 @pytest.fixture
 def _near_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner of `auto` computes every miss near data: its own choice depends on the machine's times."""
+    """The planner of `auto` decides every layer and computes every miss near data: its own choice depends on the
+    machine's times.
+    """
+    planned = Faster()
+    planned.only = 0
+    monkeypatch.setattr(auto, "Faster", lambda: planned)
     monkeypatch.setattr(auto, "Auto", functools.partial(Auto, without=Without.SPLIT))
 
 

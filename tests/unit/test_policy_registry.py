@@ -76,7 +76,7 @@ def test_presets_come_back_from_what_is_sent(name: str) -> None:
         ({"placement": "auto"}, "need each other"),
         ({"eviction": "worth"}, "need each other"),
         ({"eviction": "worth", "placement": {"kind": "auto", "hot_per_layer": 2}}, "leave hot_per_layer"),
-        ({"eviction": "worth", "placement": "auto", "prefetch": "next-gate"}, "leave prefetch"),
+        ({"eviction": "worth", "placement": "auto", "prefetch": "popularity"}, "leave prefetch"),
         ({"eviction": "fifo"}, "no eviction policy 'fifo'; there are lru, .*; or give my_package.module:Class"),
         ({"eviction": "no_package.fifo:Fifo"}, "No module named 'no_package'; .*PYTHONPATH"),
     ],

@@ -194,15 +194,16 @@ def test_a_recorded_routing_replaces_the_assumed_one(tmp_path: Path, monkeypatch
 def test_the_benchmark_measures_its_inputs_and_its_cells(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tiermoe.benchmarks import predict
-    from tiermoe.benchmarks.cases import Predict, measure
+    from tiermoe.benchmarks import validation
+    from tiermoe.benchmarks.cases import Predict
     from tiermoe.cluster.jobs import measure_machine as machine
+    from tiermoe.cluster.jobs.bench.cases import measure
 
     monkeypatch.setenv("HOME", str(tmp_path))
     small, large = (replace(shape, experts=8, vocabulary=512) for shape in (machine.SMALL, machine.LARGE))
     monkeypatch.setattr(machine, "SMALL", replace(small, layers=2))
     monkeypatch.setattr(machine, "LARGE", replace(large, hidden=512))
-    monkeypatch.setattr(predict, "RANDOM", replace(predict.RANDOM, experts=8, hidden=128, layers=2))
+    monkeypatch.setattr(validation, "RANDOM", replace(validation.RANDOM, experts=8, hidden=128, layers=2))
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (model / "heldout").mkdir()
     (model / "heldout" / "text.jsonl").write_text("\n".join(json.dumps({"text": TEXT[i : i + 60]}) for i in range(6)))

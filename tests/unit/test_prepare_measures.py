@@ -37,7 +37,7 @@ TOKENS = 12
 
 
 def transcription(checkpoint: Path, windows: np.ndarray, normalised: bool) -> list[float]:
-    """The formulas of `prepare.sensitivity` on transformers' own model, expert by expert."""
+    """The formulas of `prepare.measures` on transformers' own model, expert by expert."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     model.set_experts_implementation("eager")
     model.requires_grad_(False)

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from tiermoe.cluster.config import RunConfig
 from tiermoe.cluster.report import steps as module
-from tiermoe.cluster.report.starts import LastStart
-from tiermoe.cluster.report.steps import Steps, left_s
+from tiermoe.cluster.report.steps import LastStart, Steps, left_s
 
 BEFORE = {"starting Ray": 4.0, "loading weights": 10.0, "probing": 1.0}
 

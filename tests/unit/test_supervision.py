@@ -262,7 +262,7 @@ def test_rays_processes_are_not_silent_while_this_one_is_stopped(fake: FakeRay, 
     for step_s in (1, 1, 60, 1, 1):
         fake.now_s += step_s
         assert watch._silence() is None
-    assert said == ["this process was stopped for 60 s (a suspended machine?); it goes on"]
+    assert said == ["this process was stopped for 60 s (a suspended machine?); it resumes"]
 
 
 def test_an_actor_that_is_gone_for_good_has_ended_and_the_lead_is_its_keepers(
@@ -303,7 +303,7 @@ def test_a_line_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPat
     from tiermoe.cluster.jobs import options
 
     config = RunConfig(threads=1)
-    monkeypatch.setattr(options, "_prepared", lambda *given, **more: "store")
+    monkeypatch.setattr(options, "prepared_store", lambda *given, **more: "store")
     monkeypatch.setattr(sys, "stderr", FullDisk())
     say("ndp/0 died")
     deployment = options.deployed(config, engine_settings(config), Console(stderr=True), lambda step: None)

@@ -14,13 +14,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....kernels import _planner
-from ...policies.auto import Action, Auto, Costs, Faster, Owners, Part
+from ...policies.auto import Action, Auto, Costs, Faster, Owners, Part, forward_seconds
 from ...policies.auto import LayerPlan as Choice
 from ...policies.context_ndp import PlacementOptions
 from ...policies.hybrid import HybridRule, HybriMoe
@@ -53,6 +53,8 @@ _NO_KEYS, _NO_TIMES = np.zeros(0, np.int32), np.zeros(0)
 
 class Planner(Protocol):
     """What decides: `policies.auto.Auto`, whose methods say more, or a rule of `policies.hybrid`."""
+
+    top_k: int
 
     @property
     def keeps_prompt(self) -> bool: ...
@@ -129,6 +131,15 @@ class _Pass:
     before: tuple[int, float, float, float, float]
 
 
+class _Began(NamedTuple):
+    """A forward that has begun: its rows, whether some are a prompt's, when, and its sequences."""
+
+    rows: int
+    prompt: bool
+    at_s: float
+    names: frozenset[str]
+
+
 class AutoPlacer(PeerPlacer):
     """Carries out a planner's choice: an expert of this GPU runs here or near data, another GPU's there or near data.
 
@@ -139,9 +150,10 @@ class AutoPlacer(PeerPlacer):
     demand, are dropped where they have not begun when their layer runs, and take the slot of the victim that the
     planner names.
 
-    Native code runs a layer in a fraction of this page's time, but it only loads. So a decode forward is planned here,
-    or it is `local`: native code loads every miss, and residents of least worth leave (`Faster` says which). Both give
-    the same tokens. Of local forwards the planner hears what was used.
+    Native code runs a layer in a fraction of this page's time, but it only loads. So a forward is planned here, or it
+    is `local`: native code loads every miss, residents of least worth leave, and the policy's prefetch runs. Without a
+    living NDP worker all forwards are local, else `Faster` says which. Both give the same tokens. Of local forwards the
+    planner hears what was used; in those with a prompt native code counts its experts.
 
     Costs are corrected by what was measured apart: each copy by the link's times of it, near-data work by the workers'
     kernels, a message by the time from the plan to its answer without those, an expert here by the rest of the layer,
@@ -188,12 +200,22 @@ class AutoPlacer(PeerPlacer):
         # the order, which notes what local forwards use; None: there are none
         self._notes = order if isinstance(order, NativeWorth) and shards is None else None
         self.faster = Faster()
-        self._began: tuple[int, float] | None = None  # rows and start of the last forward, if all of it decoded
+        self._began: _Began | None = None  # the last forward, which might have gone the other way
         self.planner: Planner | None = None  # after `preload`
 
     @property
     def may_be_local(self) -> bool:  # type: ignore[override]
         return self._notes is not None and self._cache.native_steps and self.faster.only != 0
+
+    @property
+    def may_prefetch(self) -> bool:
+        """Whether `prefetches` may be true at times."""
+        return self._pool is None or self.may_be_local
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether the policy's prefetch runs in the present forward: none of its misses is computed near data."""
+        return self._pool is None or self.local
 
     def preload(self) -> None:
         if self._shards is not None:
@@ -222,7 +244,7 @@ class AutoPlacer(PeerPlacer):
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         assert self.planner is not None
         planner = self.planner
-        self._choose_way(planner, sequences)
+        self._hear(planner, sequences)
         for name in take_ended(self._over, sequences):
             self._counting.pop(name, None)
             self._tokens.pop(name, None)
@@ -232,31 +254,52 @@ class AutoPlacer(PeerPlacer):
         if started:
             counts = np.sum([self._counting.pop(name) for name in started], axis=0)
             planner.prompt_end(counts, sum(self._tokens.pop(name) for name in started), len(started), len(decoding))
+        self._choose_way(planner, sequences)
         self._prompt = None
         for s in sequences:
             if not s.decode:
                 self._prompt = self._counting.setdefault(s.name, np.zeros(self._states.shape, np.int64))
                 self._tokens[s.name] = self._tokens.get(s.name, 0) + s.stop - s.start
+        if self._prompt is not None and self.local and len(sequences) > 1:
+            self._prompt = np.zeros(self._states.shape, np.int64)  # native code counts all rows together
         if self._order is not None:
             self._order.prompt(self._prompt if planner.keeps_prompt else None)
         self._report(planner)
 
-    def _choose_way(self, planner: Planner, sequences: Sequence[SequenceRows]) -> None:
-        """Learn from the last forward, and choose whether the next one is local."""
-        notes, now_s = self._notes, self._clock()
+    def _hear(self, planner: Planner, sequences: Sequence[SequenceRows]) -> None:
+        """Learn from the last forward."""
+        notes, began, total = self._notes, self._began, self._rows[-1].stop if self._rows else 0
         if notes is not None and self.local:
-            for layer, experts in notes.noted():
-                planner.used(layer, experts)
-        decodes = self.may_be_local and bool(sequences) and all(s.decode for s in sequences)
-        if decodes and self._began is not None:
-            self.faster.took(self._began[0], int(self.local), now_s - self._began[1])
+            noted, together = notes.noted(), self._prompt
+            if together is None:
+                for layer, experts in noted:
+                    planner.used(layer, experts)
+            elif len(self._rows) > 1:
+                for s in self._rows:
+                    if not s.decode and s.name in self._counting:
+                        share = (s.stop - s.start) / total
+                        self._counting[s.name] += np.rint(together * share).astype(np.int64)
+        if began is not None and began.names.intersection(s.name for s in sequences):
+            self.faster.took(began.rows, int(self.local), self._clock() - began.at_s, began.prompt)
         self.local, self._began = False, None
-        if decodes and (self._pool is None or self._pool.available):
-            self._began = sequences[-1].stop, now_s
-            self.local = self.faster.choose(sequences[-1].stop) == 1
-            if self.local and notes is not None:
-                notes.note()
-                self._ended_s = 0.0
+
+    def _choose_way(self, planner: Planner, sequences: Sequence[SequenceRows]) -> None:
+        """Choose whether the forward that begins is local."""
+        if not sequences or not self.may_be_local:
+            return
+        rows, prompt, pool = sequences[-1].stop, not all(s.decode for s in sequences), self._pool
+        if pool is None or not pool.available:
+            self.local = True  # there is nothing to choose
+        else:
+            layers, experts = self._states.shape
+            expected_s = forward_seconds(
+                planner.costs, layers, experts, planner.top_k, self._slots, len(pool.members), rows
+            )  # fmt: skip
+            self.local = self.faster.choose(rows, expected_s, prompt) == 1
+            self._began = _Began(rows, prompt, self._clock(), frozenset(s.name for s in sequences))
+        if self.local and self._notes is not None:
+            self._notes.note()
+            self._ended_s = 0.0
 
     def end_sequence(self, name: str) -> None:
         self._over.append(name)  # from any thread: a forward may be counting it
@@ -409,7 +452,7 @@ class AutoPlacer(PeerPlacer):
 
     def _begin_prompt(self, layer: int, view: LayerView) -> frozenset[int]:
         """Count the rows of prompts; the residents that this layer's loads spare."""
-        for s in self._rows:
+        for s in () if self.local else self._rows:  # of a local forward the order has counted them
             if not s.decode:
                 picked = view.ids[s.start : s.stop].ravel()
                 self._counting[s.name][layer] += np.bincount(picked, minlength=self._experts)
@@ -534,4 +577,7 @@ def make_auto(
         return Auto(_planner, layers, experts, top_k, slots, costs, workers, states)
 
     reader = rule if isinstance(rule, HybriMoe) else None
-    return AutoPlacer(cache, experts, shards, pool, order, probe, make, score, reader)
+    placer = AutoPlacer(cache, experts, shards, pool, order, probe, make, score, reader)
+    if rule is not None:
+        placer.faster.only = 0  # another system's rule decides every layer
+    return placer

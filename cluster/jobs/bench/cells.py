@@ -341,7 +341,7 @@ class Journal:
         fingerprint: all that changes a figure, by name, as plain values. A file with another one is refused.
 
     Attributes:
-        tokens: of lossless variants, by context and by index of the prompt.
+        tokens: of lossless variants, by context and by index of the prompt. steps: results of `step` by name.
 
     Raises:
         ConfigError: the file cannot be read, or is of an experiment with other settings.
@@ -351,7 +351,7 @@ class Journal:
         self.path = None if out is None else journal_file(out)
         self._fingerprint = json.loads(json.dumps(fingerprint))  # as a file gives it back
         self._cells: list[tuple[list[Any], Measured]] = []
-        self._steps: dict[str, Any] = {}
+        self.steps: dict[str, Any] = {}
         self.tokens: dict[str, dict[int, list[int]]] = {}
         if self.path is not None and self.path.exists():
             self._read(self.path)
@@ -363,7 +363,7 @@ class Journal:
             if record["format"] != _FORMAT:
                 raise ValueError(f"format {record['format']}")
             then = record["fingerprint"]
-            self._steps = dict(record["steps"])
+            self.steps = dict(record["steps"])
             for entry in record["cells"]:
                 tokens = {int(index): list(ids) for index, ids in entry["tokens"].items()}
                 outcomes = [Outcome(**outcome) for outcome in entry["outcomes"]]
@@ -392,10 +392,10 @@ class Journal:
 
     def step(self, name: str, measure: Callable[[], Any]) -> Any:
         """The recorded result of a step, as plain values; at its first call the step is measured."""
-        if name not in self._steps:
-            self._steps[name] = measure()
+        if name not in self.steps:
+            self.steps[name] = measure()
             self._write()
-        return self._steps[name]
+        return self.steps[name]
 
     def discard(self) -> None:
         """Delete the file, once the result is written."""
@@ -409,5 +409,5 @@ class Journal:
     def _write(self) -> None:
         if self.path is not None:
             cells = [{"key": key, **asdict(found)} for key, found in self._cells]
-            record = {"format": _FORMAT, "fingerprint": self._fingerprint, "steps": self._steps, "cells": cells}
+            record = {"format": _FORMAT, "fingerprint": self._fingerprint, "steps": self.steps, "cells": cells}
             write_json(self.path, record)

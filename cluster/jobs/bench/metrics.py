@@ -110,16 +110,23 @@ def interleaved(
         By case, by measure: median and spread over the counted rounds.
     """
     collected: dict[str, dict[str, list[float]]] = {case.name: {} for case in cases}
-    task = progress.add_task(label, total=(warmup + repeats) * len(cases)) if progress is not None else None
+    advance = advancing(progress, label, (warmup + repeats) * len(cases))
     for round_number in range(warmup + repeats):
         for case in cases:
             measures = case.run()
             if round_number >= warmup:
                 for name, value in measures.items():
                     collected[case.name].setdefault(name, []).append(value)
-            if progress is not None and task is not None:
-                progress.advance(task)
+            advance()
     return {case: {name: Spread.of(v) for name, v in by_name.items()} for case, by_name in collected.items()}
+
+
+def advancing(progress: Progress | None, what: str, total: int) -> Callable[[], None]:
+    """Show a progress bar; call the result after each of so many steps."""
+    if progress is None:
+        return lambda: None
+    task = progress.add_task(what, total=total)
+    return lambda: progress.advance(task)
 
 
 def rows_of(results: Mapping[str, Mapping[str, Spread]], **common: Any) -> list[dict[str, Any]]:
@@ -136,6 +143,12 @@ def ratio(value: float, base: float) -> float:
     return value / base if base else math.nan
 
 
+def median_ratio(of: Spread, base: Spread) -> float:
+    """Median of the rounds' ratios; NaN where one of them has a base of zero."""
+    ratios = [ratio(value, other) for value, other in zip(of.values, base.values, strict=True)]
+    return math.nan if any(map(math.isnan, ratios)) else statistics.median(ratios)
+
+
 def markdown(head: Sequence[Any], body: Iterable[Sequence[Any]]) -> list[str]:
     """Lines of a Markdown table."""
     shown = ["| " + " | ".join(map(str, line)) + " |" for line in (head, *body)]
@@ -145,6 +158,19 @@ def markdown(head: Sequence[Any], body: Iterable[Sequence[Any]]) -> list[str]:
 def fill_tables(page: str, lines_of: Callable[[str], Sequence[str]]) -> str:
     """Fill each block from `<!-- table: NAME -->` to `<!-- end -->` of a page with the lines of its name."""
     return _BLOCK.sub(lambda m: f"{m[1]}\n" + "\n".join(lines_of(m["name"])) + f"\n\n{m[3]}", page)
+
+
+def fill_page(page: Path, lines_of: Callable[[str], Sequence[str]], blank: str = "") -> None:
+    """Fill the blocks of a page, whose words stay; where there is no page, those of `blank`.
+
+    Raises:
+        ConfigError: it cannot be read or written.
+    """
+    try:
+        before = page.read_text(encoding="utf-8") if page.exists() else blank
+        page.write_text(fill_tables(before, lines_of), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{page}' cannot be written: {reason(error)}", "give another folder") from error
 
 
 def rounded(value: Any) -> Any:
@@ -258,20 +284,13 @@ def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def fill_report_page(page: Path, report: Report) -> None:
-    """Fill the blocks `rows`, `bars` and `printed` of a page, if there is one.
-
-    Raises:
-        ConfigError: the page cannot be written.
-    """
+    """Fill the blocks `rows`, `bars` and `printed` of a page, if there is one; raises as `fill_page`."""
     if not page.exists():
         return
     bars = ((bar.name, f"{bar.value:.3g}", f"{bar.op} {bar.limit:g}", "yes" if bar.ok else "no") for bar in report.bars)
     blocks = {"rows": markdown(*table_of(report)), "bars": markdown(("bar", "value", "limit", "holds"), bars)}
     blocks["printed"] = report.printed
-    try:
-        page.write_text(fill_tables(page.read_text(encoding="utf-8"), lambda name: blocks[name]), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{page}' cannot be written: {reason(error)}", "give another folder") from error
+    fill_page(page, blocks.__getitem__)
 
 
 def print_report(report: Report, console: Console) -> None:

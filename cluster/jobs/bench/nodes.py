@@ -1,4 +1,4 @@
-"""An experiment's cells as Ray tasks over the nodes of a cluster: one timed cell a node at a time.
+"""An experiment's cells as Ray tasks over the nodes of a cluster, one timed cell a node at a time; or processes here.
 
 Each cell has a node and a process of its own. A lost node's cell runs again on another node; a node that joins takes
 part. `ray_session.py`, `placement.py` and `attach.py` also place work on nodes.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from ....errors import RuntimeFailure
@@ -33,6 +35,21 @@ def joined(address: str) -> Iterator[None]:
             yield
         finally:
             leave()
+
+
+def over_processes(run: Callable[[Any], T], things: Sequence[Any], jobs: int) -> Iterator[tuple[int, T]]:
+    """Call `run` on each thing in so many processes of this machine; with one, in this process and in order.
+
+    Yields:
+        The index of the thing and the result, in the order of completion.
+    """
+    if jobs == 1 or len(things) < 2:
+        yield from enumerate(map(run, things))
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(run, thing): number for number, thing in enumerate(things)}
+        for done in as_completed(running):
+            yield running[done], done.result()
 
 
 def over_nodes(

@@ -35,7 +35,20 @@ from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
 from .clone import CLONE, load
 from .experiment import Experiment, Section
-from .metrics import METRICS, SECTIONS, Bar, Report, Row, Spread, cells_of, median_of, orders, paired, rounded
+from .metrics import (
+    METRICS,
+    SECTIONS,
+    Bar,
+    Report,
+    Row,
+    Spread,
+    advancing,
+    cells_of,
+    median_of,
+    orders,
+    paired,
+    rounded,
+)
 from .random_model import NamedModel
 from .serving import (
     Calibration,
@@ -117,10 +130,7 @@ class Study:
 
     def stepped(self, what: str, total: int) -> Callable[[], None]:
         """Show a progress bar; call the result after each step."""
-        if self.progress is None:
-            return lambda: None
-        progress, task = self.progress, self.progress.add_task(what, total=total)
-        return lambda: progress.advance(task)
+        return advancing(self.progress, what, total)
 
 
 def run_experiment(

@@ -21,7 +21,7 @@ from ....actors.budget import AutoBudget
 from ....actors.policies.cost import Link, load_s
 from ....actors.policy_settings import PolicySettings
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
-from ....actors.settings import EngineSettings, LinkSettings
+from ....actors.settings import LinkSettings
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
 from ...checkpoints.hub import located
 from ...config import (
@@ -39,9 +39,9 @@ from ...simulate.trace import Request, Trace, TraceHeader
 from ...topology.budget import with_terms
 from ...topology.inputs import facts_of_store, local_ray, this_machine
 from ..evaluate.text import load_heldout
-from ..prepare import ensure_prepared, ensure_replicas
-from ..prepare.needs import add_missing, check_artifacts, make_missing
-from .metrics import Measures
+from ..prepare import ensure_replicas
+from ..prepare.needs import add_missing, check_artifacts, prepared_store
+from .metrics import Measures, advancing
 
 Prompt = tuple[int, ...]
 _CALIBRATION_TEXT = "calibration"  # folder of a checkpoint: text that is neither trained nor measured on
@@ -89,18 +89,6 @@ def start_worker(config: RunConfig) -> Any:
     worker = LocalWorker(settings, store, config.ndp_workers(settings.policy))
     worker.start()
     return worker
-
-
-def prepared_store(config: RunConfig, settings: EngineSettings) -> Path:
-    """The store of the configured model, with the replicas and the artifacts that the policy needs."""
-    wanted = Path(config.store).expanduser() if config.store is not None else None  # None: in the cache folder
-    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir is not None else None
-    store = ensure_prepared(config.model_dir, wanted, cache_dir=cache_dir, progress=False)
-    widths, known = settings.policy.replica_widths, settings.policy.needs_popularity
-    if widths or known:
-        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=False)
-    make_missing(store, settings.policy, config, progress=False)
-    return store
 
 
 def start_reference(config: RunConfig, experts: str) -> Any:
@@ -428,15 +416,14 @@ def calibrate(base: RunConfig, prompts: Sequence[Prompt], max_tokens: int, progr
     from ....actors.engine.model.profile import KERNEL_PARTS, host_passes
 
     prompts = _CALIBRATION_RUNS * list(prompts[:_CALIBRATION_RUNS])
-    task = None if progress is None else progress.add_task("computing without waits", total=len(prompts))
+    advance = advancing(progress, "computing without waits", len(prompts))
     config = base.model_copy(update={"policy": "all-resident", "budget": "1.0", "link": LinkSettings()})
     with closing(start_worker(config)) as worker:
         serve(worker.submit, prompts[:1], max_tokens)
         taken = []
         for prompt in prompts:
             taken.append(serve(worker.submit, [prompt], max_tokens)[0]["tpot_s"])
-            if progress is not None and task is not None:
-                progress.advance(task)
+            advance()
         with host_passes(worker.engine, KERNEL_PARTS) as passes:
             serve(worker.submit, prompts[:1], max_tokens)
         engine = worker.engine

@@ -15,7 +15,7 @@ from typing import Any
 
 from ....errors import ConfigError, reason
 from .experiment import Column, Experiment, Table
-from .metrics import Spread, fill_tables, markdown, paired
+from .metrics import Spread, fill_page, markdown, paired
 
 _CONSTANT = ("experts", "slots", "expert_bytes_peak")  # of a cell
 _FULL = ("layers", "spread", "residency")  # only in a record that is not made small
@@ -46,22 +46,13 @@ _BUILT_IN = {  # `orders` of every experiment that serves prompts, the others of
 _SCALE = re.compile(r"(?P<op>\*|/|1/)(?P<factor>[0-9.e-]*) ")
 
 
-def page_of(experiment: Experiment, record: Mapping[str, Any], before: str | None) -> str:
-    """A page with its table blocks filled from a record.
-
-    Args:
-        before: the current page; None: a page of all tables and plots is made.
-
-    Raises:
-        ConfigError: the page has a block whose table the experiment lacks.
-    """
-    if before is None:
-        synthetic = [name for name in _BUILT_IN if name != "orders"]
-        names = ("run", *(("bars",) if experiment.needs_model else synthetic), *experiment.tables)
-        blocks = [f"## {name}\n\n<!-- table: {name} -->\n<!-- end -->\n" for name in names]
-        images = [f"![{name}]({name})\n" for name in experiment.plots]
-        before = "\n".join([f"# {experiment.title}\n", *blocks, *images])
-    return fill_tables(before, lambda name: table_of(experiment, name, record))
+def blank_page(experiment: Experiment) -> str:
+    """A page of all tables and plots."""
+    synthetic = [name for name in _BUILT_IN if name != "orders"]
+    names = ("run", *(("bars",) if experiment.needs_model else synthetic), *experiment.tables)
+    blocks = [f"## {name}\n\n<!-- table: {name} -->\n<!-- end -->\n" for name in names]
+    images = [f"![{name}]({name})\n" for name in experiment.plots]
+    return "\n".join([f"# {experiment.title}\n", *blocks, *images])
 
 
 def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> list[str]:
@@ -198,12 +189,12 @@ def write_folder(experiment: Experiment, record: dict[str, Any], folder: Path) -
     """
     from .plot import plot
 
-    record, page = small(record), folder / f"{experiment.stem}.md"
+    record = small(record)
     try:
-        before = page.read_text(encoding="utf-8") if page.exists() else None
         (folder / f"{experiment.stem}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-        page.write_text(page_of(experiment, record, before), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"'{folder}' cannot be written: {reason(error)}", "give another folder") from error
+    page = folder / f"{experiment.stem}.md"
+    fill_page(page, lambda name: table_of(experiment, name, record), blank_page(experiment))
     for name, figure in experiment.plots.items():
         plot(folder / name, figure, record)

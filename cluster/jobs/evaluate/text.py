@@ -1,4 +1,4 @@
-"""The held-out text of a model folder, or one's own, and what is scored: windows, and four-way multiple choice.
+"""The held-out text of a model folder or a user's own, and what is scored: windows, and four-way multiple choice.
 
 A window is a prefix that is prefilled and a continuation that is scored. A multiple-choice item asks which of four
 texts continues a passage: the true continuation, or one of three from passages of the same kind and other documents.
@@ -26,7 +26,7 @@ from .quality import EvaluationOptions
 
 _REMEDY = "use the default model, give text with --text, or add heldout/KIND.jsonl with a text field on each line"
 _OWN_REMEDY = "give a UTF-8 text file, or JSON lines (.jsonl) with a text field on each line"
-_OWN_WINDOWS = 64  # of one's own text in all, unless each text is told how many
+_OWN_WINDOWS = 64  # of a user's own text in all, unless a number for each text is given
 
 
 @dataclass(frozen=True)

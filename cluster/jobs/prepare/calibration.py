@@ -54,7 +54,7 @@ def read_windows(path: Path, model_dir: Path, console: Console, most: int = MAX_
     """The windows of a calibration text for a model's tokenizer.
 
     Texts are tokenised one by one with special tokens, joined and split; a rest shorter than a window is dropped. Of
-    more than `most` tokens, whole windows evenly spaced over the text are taken, and the console tells.
+    more than `most` tokens, whole windows evenly spaced over the text are taken, and a line says so.
 
     Raises:
         ConfigError: no such file, not text, or less than `LEAST_TOKENS` tokens.

@@ -93,7 +93,7 @@ class Additions:
         """One call with the store for each addition, in order; what needs no weight is checked now.
 
         Raises:
-            ConfigError: options that do not go together, or a text that is of no use.
+            ConfigError: options that exclude each other, or an unusable text.
         """
         if self.stride is not None and self.predictors is None:
             raise ConfigError("--stride is given without --predictors", "add --predictors TEXT, or leave it out")
@@ -110,7 +110,7 @@ class Additions:
         return list(self._calls(model, options, text, profiling))
 
     def refuse_for(self, store: Path) -> None:
-        """Raise ConfigError where a text cannot be measured on this store."""
+        """Raise ConfigError if a text cannot be measured on this store."""
         if self._texts() and read_manifest(store).published is not None:
             raise published_refused(f"store {store}")
 

@@ -60,7 +60,7 @@ class Conversion:
     """A planned conversion, checked as far as possible without weights.
 
     dtype: of the experts; with `published`, of the dequantized model. dense: parameters of the dense file, in file
-    order. tied: parameters that share storage. published: the experts of each layer, where they keep their form.
+    order. tied: parameters that share storage. published: the experts of each layer that keep their form.
     """
 
     checkpoint: Checkpoint
@@ -176,7 +176,7 @@ def _published(conversion: Conversion) -> Published | None:
 def _write_published(
     layer: LayerExperts, index: int, checkpoint: Checkpoint, folder: Path, journal: Journal, advance: Advance
 ) -> FileRecord:
-    """Check a layer's experts and write where they lie, or their parts where slots want another order."""
+    """Check a layer's experts and write where they lie, or their parts if slots need another order."""
     name = map_name(index) if layer.mapped else layer_name(index)
     if journal.finished(name) is not None:
         advance(layer.nbytes)
@@ -273,7 +273,7 @@ def _checked_bytes(group: Group, block: torch.Tensor) -> memoryview:
 
 
 def _aliases(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
-    """Parameters without storage of their own, and whose they share.
+    """Parameters that share the storage of another one.
 
     As in transformers, tied weights that the checkpoint holds twice with different values stay separate.
     """

@@ -35,7 +35,7 @@ def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
 def prepare(model_dir: Path, out_dir: Path, *, progress: bool = True, force: bool = False) -> Path:
     """Make the store `out_dir` from the checkpoint `model_dir`; the store folder.
 
-    A current store stays as it is, and an interrupted preparation resumes. `out_dir` appears atomically.
+    A current store is unchanged, and an interrupted preparation resumes. `out_dir` appears atomically.
 
     Args:
         progress: show a progress bar on stderr.
@@ -75,7 +75,7 @@ def is_store(path: Path) -> bool:
 
 
 def _opened(model_dir: Path, progress: bool = True) -> Checkpoint:
-    """The checkpoint, whose weights are downloaded where they are a hub's and not here, unless they are of no use."""
+    """The checkpoint; missing weights of a hub are downloaded, unless its configuration is refused."""
     refuse_unsupported(model_dir)
     complete(model_dir, progress=progress)
     return open_checkpoint(model_dir)

@@ -127,7 +127,7 @@ def measure(
 
 
 def runs_of(windows: Windows, layers: int, vocabulary: int) -> int:
-    """Forwards of `measure`, each of which it tells by `advance`."""
+    """Forward passes of `measure`; it calls `advance` after each."""
     step = max(1, _MOST_LOGITS // (windows.ids.shape[1] * vocabulary))
     return -(-len(windows.ids) // step) * (2 + layers * len(ACTIONS) + len(LEVEL_NATS))
 

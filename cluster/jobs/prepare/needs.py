@@ -1,17 +1,18 @@
-"""What a policy needs of a store beyond the weights: made before a start, or refused with the command that makes it.
+"""The store of a run, with all that its policy needs: made before a start, or refused with the command that makes it.
 
+    prepared_store    the store, its replicas and the artifacts of the policy
     check_artifacts   before anything starts: what is missing can be made by a start, else the error with the command
     make_missing      with the store: gates, losses, predictors, profile, sensitivity, each as `tiermoe prepare` does
 
 A start makes what takes under a minute by estimate, and whatever the project's own model lacks. One of several starts
-makes it, under a lock of its own; a file appears whole, under the store's.
+makes it, under its own lock; a file appears whole, under the store's.
 """
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from rich.console import Console
 from ....actors.policies.baselines import TrainingOptions
 from ....actors.policies.quality import ACTIONS
 from ....actors.policy_settings import PolicySettings
+from ....actors.settings import EngineSettings
 from ....actors.store.artifacts import gates_of, losses_of, predictors_of, read_profile, sensitivity_of
 from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
@@ -30,7 +32,8 @@ from ...checkpoints.quantization import published_as
 from ...config import RunConfig, default_model_dir
 from ...host import shown, usable_cores
 from .calibration import MAX_TOKENS, shipped_calibration
-from .job import is_current, is_store, store_dir
+from .job import ensure_prepared, is_current, is_store, store_dir
+from .replicas import ensure_replicas
 
 if TYPE_CHECKING:
     from ...topology.spec import ModelFacts
@@ -49,8 +52,34 @@ LOSS_TOKENS, LEVELS = 1536, 3  # of the text that losses are measured on; budget
 _GATE_TOKENS, _GATE_EPOCHS = 20_000, 6
 
 
+def prepared_store(
+    config: RunConfig,
+    settings: EngineSettings,
+    *,
+    progress: bool = False,
+    check: Callable[[EngineSettings, Path], None] = lambda settings, store: None,
+) -> Path:
+    """The expert store of the configured model, with replicas and artifacts of the policy; what is missing is made.
+
+    Args:
+        check: called with the store before minutes are spent on replicas.
+
+    Raises:
+        TierMoeError: the checkpoint or the store was refused, or as `check`.
+    """
+    out_dir = Path(config.store).expanduser() if config.store is not None else None
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir is not None else None
+    store = ensure_prepared(config.model_dir, out_dir, cache_dir=cache_dir, progress=progress)
+    check(settings, store)
+    widths, known = settings.policy.replica_widths, settings.policy.needs_popularity
+    if widths or known:
+        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=progress)
+    make_missing(store, settings.policy, config, progress=progress)
+    return store
+
+
 def check_artifacts(policy: PolicySettings, config: RunConfig) -> None:
-    """Refuse a policy whose artifacts are missing, damaged or of another model, where no start makes them.
+    """Refuse a policy whose artifacts are missing, damaged or of another model, if no start can make them.
 
     Args:
         config: with the model as a folder.
@@ -92,7 +121,7 @@ def note(policy: PolicySettings, config: RunConfig) -> str | None:
 
 
 def make_missing(store: Path, policy: PolicySettings, config: RunConfig, *, progress: bool = True) -> None:
-    """Make what a store lacks for a policy, as `tiermoe prepare` does, and say in a line what it took.
+    """Make what a store lacks for a policy, as `tiermoe prepare` does, and report the time in a line.
 
     Args:
         config: with the model as a folder, whose text is used, else the project's.
@@ -198,7 +227,7 @@ def _flops(need: str, facts: ModelFacts, text_bytes: int, stride: int) -> float:
 
 
 def command(policy: PolicySettings, config: RunConfig) -> str:
-    """The command line that adds to the store what the policy needs; it works as it stands.
+    """The command line that adds to the store what the policy needs; it can be run as printed.
 
     A text needs experts in full precision. Of published ones the routing is recorded first.
     """
@@ -231,7 +260,7 @@ def _text(model_dir: Path) -> Path:
 
 
 def _missing(policy: PolicySettings, store: Path) -> dict[str, TierMoeError]:
-    """By need of the policy, why the store's file is of no use; empty: nothing is missing."""
+    """By need of the policy, why the store's file is unusable; empty: nothing is missing."""
     found: dict[str, TierMoeError] = {}
     for need in sorted(policy.needs):
         try:
@@ -252,7 +281,7 @@ def _missing(policy: PolicySettings, store: Path) -> dict[str, TierMoeError]:
 
 
 def _store(config: RunConfig) -> Path | None:
-    """The store of the configured model, where it is there and current."""
+    """The store of the configured model, if it exists and is current."""
     model = config.model_dir
     if is_store(model):
         return model

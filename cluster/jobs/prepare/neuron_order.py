@@ -50,7 +50,7 @@ _LAYER_FILE = re.compile(r"layer-\d{3,}(-o[0-9a-f]{8})?\.safetensors")
 def order_neurons(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
     """Order the neurons of each expert by their mean |activation| * ||down row|| on a text, greatest first.
 
-    Ties, and experts that no token reached, stay in their order. A store ordered by this text stays as it is. An
+    Ties, and experts that no token reached, keep their order. A store ordered by this text is unchanged. An
     interrupted run resumes.
 
     Args:

@@ -158,7 +158,7 @@ def add_replicas(
         calibration: text file or folder, see `read_texts`, for GPTQ; None: data-free.
 
     Raises:
-        ConfigError: the calibration text is of no use; or the store's experts are in a published form, and the replicas
+        ConfigError: the calibration text is unusable; or the store's experts are in a published form, and the replicas
             are to be calibrated or as wide. UnsupportedModelError: no kernel runs replicas of such experts.
         StoreError: the store is damaged, or the disk is full.
     """

@@ -265,7 +265,7 @@ def _present(store: Path, manifest: Manifest, source: ProfileSource) -> ProfileM
 def _publish(
     store: Path, manifest: Manifest, profile: ExpertProfile, top_k: int, source: ProfileSource
 ) -> ProfileManifest:
-    """Put the files into the store, `profile.json` last, and remove what it does not name."""
+    """Put the files into the store, `profile.json` last, and remove files that it does not name."""
     data, record = encode_arrays(profile)
     made = ProfileManifest(
         profile_version=PROFILE_VERSION,

@@ -167,7 +167,7 @@ def repeated_share(prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int
 
 
 def refuse_loops(repeated: float | None, where: str, remedy: str) -> None:
-    """Raises TraceError where more 8-grams are repeated than in text."""
+    """Raises TraceError if more 8-grams are repeated than in text."""
     if repeated is not None and repeated > MOST_REPEATED:
         what = f"{repeated:.0%} of the {NGRAM}-grams in {where} are repeated; caches look better on them than on text"
         raise TraceError(what, remedy)

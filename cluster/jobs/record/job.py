@@ -26,7 +26,7 @@ from ...config import RunConfig, engine_settings
 from ...local import LocalWorker
 from ...simulate.trace import Costs, TraceHeader
 from ...simulate.trace_writer import CHUNK_BYTES, Rows, TraceWriter
-from ..bench.serving import prepared_store
+from ..prepare.needs import prepared_store
 
 _SAMPLES = 4096  # of each kind
 

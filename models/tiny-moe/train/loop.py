@@ -34,7 +34,7 @@ class WorkerFailedError(RuntimeFailure):
     """A training process ended before its budget did."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(what, "run the same command again: it goes on from the last checkpoint")
+        super().__init__(what, "run the same command again: it resumes at the last checkpoint")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RouterLosses:
 
     The balance weight of a layer follows its load: it rises while the variance of the relative load is above ``skew``,
     and falls while it is below. A constant weight that leaves trained routers some skew loses most experts in the first
-    steps, before the embedding tells tokens apart.
+    steps, before the embedding distinguishes tokens.
     """
 
     skew: float = 0.24

@@ -1,10 +1,14 @@
-"""`bench simulate`: layer steps a second of the simulator; `bench validation`: its results against measured ones.
+"""`bench simulate`: layer steps a second of the simulator; `bench validation` and `predict`: it against measured runs.
 
 A validation cell is a preset at a budget on a link. All cells serve the same prompts, and the simulator replays the
 routing of these very prompts with this machine's costs, measured at the begin. One worker is alive at a time.
 `on-demand` begins and ends each group of cells that share a budget and a link; a group in which it drifts is discarded.
 Before, each preset runs once on a stepped link, whose clock stands still while the worker computes: its hits depend on
 decisions and counting alone, and no load of the machine changes them.
+
+`predict` compares the tokens per second that `plan` and `run` would print. For each preset in turn: the machine's costs
+(`jobs/measure_machine.py`), then its cells, so that inputs and measurements see the same machine. The routing is
+recorded once a model, from other prompts than those that are measured.
 """
 
 from __future__ import annotations
@@ -13,11 +17,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import astuple
 from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -25,7 +31,8 @@ from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.cluster.config import RunConfig, default_model_dir, engine_settings, load_policy
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
+from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
 from tiermoe.cluster.jobs.bench.serving import (
     Prompt,
     ensure_artifacts,
@@ -36,18 +43,19 @@ from tiermoe.cluster.jobs.bench.serving import (
     start_worker,
 )
 from tiermoe.cluster.jobs.measure_machine import measure_machine
-from tiermoe.cluster.jobs.prediction import ROUTING, simulated_machine
+from tiermoe.cluster.jobs.prediction import ROUTING, predict_by_trace, simulated_machine
 from tiermoe.cluster.jobs.replay import checked_prefetch, replay, require_replayable
 from tiermoe.cluster.simulate.executor import context_of, engine_of, eviction_of, first_cut
 from tiermoe.cluster.simulate.hit_rates import serve as replayed
 from tiermoe.cluster.simulate.machine import Machine, load_machine
 from tiermoe.cluster.simulate.trace import Trace
-from tiermoe.cluster.topology.estimate import make_plan, measured_hardware
+from tiermoe.cluster.topology.estimate import OVERLAP, Prediction, make_plan, measured_hardware
 from tiermoe.cluster.topology.estimate import predict as predict_by_formula
 from tiermoe.cluster.topology.inputs import facts_of_store, local_ray, this_machine
 from tiermoe.cluster.topology.machine_costs import MachineCosts
+from tiermoe.cluster.topology.spec import ClusterSpec, ModelFacts
 
-from .cases import Simulate, Validation
+from .cases import Predict, Simulate, Validation
 
 LATENCY_US, PROMPT_TOKENS, DISTANCES = 10.0, 32, 4
 CONTROL = "on-demand"
@@ -55,6 +63,9 @@ STEPS = 20_000  # layer steps a second
 TPOT_WITHIN, HITS_WITHIN, DRIFT, DIFFER, MIN_KEPT = 0.15, 0.01, 0.05, 0.05, 0.5
 QUICK = 3  # presets of a quick run
 STEP_US = 150.0  # of the clock for each layer, on a stepped link
+WITHIN, MIN_SHARE = 0.25, 1.0  # of `predict`
+RECORDED = 4  # prompts of `predict` whose routing predicts
+RANDOM = MoeShape(layers=4, experts=32, top_k=4, hidden=512, intermediate=256, vocabulary=4096)
 
 
 def simulate(options: Simulate, progress: Progress | None) -> Report:
@@ -65,7 +76,7 @@ def simulate(options: Simulate, progress: Progress | None) -> Report:
     trace = Trace(default_model_dir() / ROUTING if options.trace is None else options.trace)
     header, requests = trace.header, list(trace.requests())
     report = Report("simulate", "simulated", settings=options.settings(machine="recorded"))
-    task = None if progress is None else progress.add_task("replaying", total=len(options.preset) * options.repeats)
+    advance = advancing(progress, "replaying", len(options.preset) * options.repeats)
     for name in options.preset:
         settings, rates = load_policy(name), list[float]()
         require_replayable(settings)
@@ -78,8 +89,7 @@ def simulate(options: Simulate, progress: Progress | None) -> Report:
             begin_s = time.thread_time()
             served = replayed(engine, requests)
             rates.append(served.forwards * header.layers / (time.thread_time() - begin_s))
-            if progress is not None and task is not None:
-                progress.advance(task)
+            advance()
         plain = settings.prefetch.kind == "none" and settings.split.kind == "off"
         row = {"policy": name, "simple": plain, "steps_per_s": median(rates), "least": min(rates), "most": max(rates)}
         report.rows.append(row)
@@ -111,20 +121,18 @@ def validation(options: Validation, progress: Progress | None) -> Report:
     with tempfile.TemporaryDirectory(prefix="tiermoe-validation-") as folder:
         trace = _record(base, prompts, options.max_tokens, Path(folder) / "trace", progress)
         total = len(budgets) * len(links) * (len(presets) + 2) + len(presets)
-        task = None if progress is None else progress.add_task("serving", total=total)
+        advance = advancing(progress, "serving", total)
         stepped = report.figures["stepped"] = list[dict[str, Any]]()
         for name in presets:
             config = _config(base, name, budgets[0], links[-1])
             stepped.append(_stepped_cell(config, trace, prompts, options.max_tokens))
-            if progress is not None and task is not None:
-                progress.advance(task)
+            advance()
         for budget, gbps in product(budgets, links):
             rows = []
             for name in (CONTROL, *presets, CONTROL):
                 config = _config(base, name, budget, gbps)
                 rows.append(_cell(config, costs, trace, prompts, options.max_tokens, report))
-                if progress is not None and task is not None:
-                    progress.advance(task)
+                advance()
             drift = abs(rows[-1]["measured_ms"] / rows[0]["measured_ms"] - 1)
             group = {"budget": budget, "link_gbps": gbps, "drift": drift, "kept": drift <= DRIFT}
             report.rows += [group | row for row in rows[1:-1]]
@@ -192,14 +200,20 @@ def _compared(config: RunConfig, stats: EngineStats, simulated: dict[str, Any]) 
 
 
 def _simulated(config: RunConfig, costs: MachineCosts, trace: Trace) -> dict[str, Any]:
-    settings, policy = engine_settings(config), load_policy(config.policy)
+    spec, facts, assumed = _planned(config, costs)
+    host, _ = costs.of_policy(config.policy)
+    machine = simulated_machine(trace.header, spec, facts, costs, assumed, host, grows=True)
+    return _replayed(trace, config.policy, machine, spec.budget_bytes // spec.slot_bytes)
+
+
+def _planned(config: RunConfig, costs: MachineCosts) -> tuple[ClusterSpec, ModelFacts, Prediction]:
+    """What `plan` says of this machine with measured costs, and an assumed routing."""
+    settings = engine_settings(config)
     facts = facts_of_store(prepared_store(config, settings), config.model_dir)
     plan = make_plan(config, settings, facts, this_machine(local_ray(config, settings)), "this machine", here=False)
     hardware = measured_hardware(plan.prediction.hardware, costs, config.link.gbps)
     assumed = predict_by_formula(plan.topology, plan.spec, facts, hardware, costs, "measured in this run")
-    host, _ = costs.of_policy(policy.name)
-    machine = simulated_machine(trace.header, plan.spec, facts, costs, assumed, host, grows=True)
-    return _replayed(trace, policy.name, machine, plan.spec.budget_bytes // plan.spec.slot_bytes)
+    return plan.spec, facts, assumed
 
 
 def _replayed(trace: Trace, policy: str, machine: Machine, slots: int) -> dict[str, Any]:
@@ -222,3 +236,98 @@ def _bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
         Bar("pairs in the same order", fmean(same) if same else 1.0 if kept else nan, ">=", 1.0),
         Bar("share of cells kept", len(kept) / len(rows) if rows else nan, ">=", MIN_KEPT),
     ]
+
+
+# -- predict -----------------------------------------------------------------------------------------------------------
+
+
+def predict(options: Predict, progress: Progress | None) -> Report:
+    """Decode speed of one request, predicted and measured.
+
+    `predicted` replays the recorded routing with the measured costs, as `run` does for a model that ships one;
+    `without_routing` assumes a routing, as for any other. `measured` is the median over prompts, after one that is not
+    counted.
+
+    Bar: `predicted` within 25% of `measured` in every cell.
+
+    Raises:
+        ConfigError: an unknown preset, or one that cannot be replayed. RuntimeFailure: a request failed.
+    """
+    policies = {name: load_policy(name) for name in options.preset}
+    for settings in policies.values():
+        require_replayable(settings)
+    report = Report("predict", "")
+    report.settings = options.settings(
+        latency_us=LATENCY_US, prompt_tokens=PROMPT_TOKENS, threads=1, assumed_overlap=OVERLAP,
+        random_model=list(astuple(RANDOM)),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="tiermoe-predict-") as folder:
+        bases, prompts = _models(options, Path(folder))
+        traces = {
+            name: _record(base, prompts[name][:RECORDED], options.max_tokens, Path(folder) / f"trace-{name}", progress)
+            for name, base in bases.items()
+        }
+        for base in bases.values():
+            ensure_artifacts(base, list(policies.values()))
+        for name, settings in policies.items():
+            costs = measure_machine(progress, (name,))
+            report.figures.setdefault("costs", {})[name] = costs.model_dump(mode="json")
+            for model, base in bases.items():
+                for budget in ("1.0",) if settings.preload == "all" else options.budget:
+                    config = _config(base, name, budget, options.link_gbps)
+                    row: dict[str, Any] = {"model": model, "policy": name, "budget": budget}
+                    row |= _predicted(config, costs, traces[model])
+                    label, served = f"{model}, {name}", prompts[model][RECORDED:]
+                    row |= _measured_speed(config, served, options, report, progress, label)
+                    ratio = row["predicted"] / row["measured"]
+                    report.rows.append(row | {"ratio": ratio, "within": abs(ratio - 1) <= WITHIN})
+    share = sum(row["within"] for row in report.rows) / len(report.rows)
+    report.bars.append(Bar(f"share of cells predicted within {WITHIN:.0%}", share, ">=", MIN_SHARE))
+    return report
+
+
+def _models(options: Predict, folder: Path) -> tuple[dict[str, RunConfig], dict[str, Sequence[Prompt]]]:
+    """The configurations of both models by name, and their prompts: those to record, then those to measure."""
+    own = run_config(options.model, None)
+    random = run_config(str(save_random_model(RANDOM, folder / "random")), None, store=str(folder / "store"))
+    count, draw = RECORDED + 1 + options.repeats, np.random.default_rng(0)
+    drawn = [tuple(draw.integers(0, RANDOM.vocabulary, PROMPT_TOKENS).tolist()) for _ in range(count)]
+    name = own.model_dir.name
+    return {name: own, "random": random}, {
+        name: heldout_prompts(own.model_dir, count, PROMPT_TOKENS), "random": drawn,
+    }  # fmt: skip
+
+
+def _predicted(config: RunConfig, costs: MachineCosts, trace: Trace) -> dict[str, Any]:
+    """Tokens per second with and without the routing; the hit rate, and a token's waits for copies, of the former."""
+    spec, facts, formula = _planned(config, costs)
+    replayed = predict_by_trace(formula, spec, facts, config, costs, trace)
+    return {
+        "predicted": replayed.tokens_per_s, "without_routing": formula.tokens_per_s,
+        "predicted_hit_rate": replayed.hit_share,
+        "predicted_wait_ms": replayed.parts_s["load_s"] * facts.layers * 1e3,
+    }  # fmt: skip
+
+
+def _measured_speed(
+    config: RunConfig, prompts: Sequence[Prompt], options: Predict, report: Report, progress: Progress | None,
+    label: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Median tokens per second and the spread over the prompts, the hit rate, and a token's waits for copies."""
+    advance = advancing(progress, label, len(prompts))
+    speeds: list[float] = []
+    with closing(start_worker(config)) as worker:
+        report.executor = worker.stats().executor
+        for number, prompt in enumerate(prompts):
+            if number == 1:
+                worker.reset_stats()
+            measures, _ = serve(worker.submit, [prompt], options.max_tokens)
+            if number:
+                speeds.append(1 / measures["tpot_s"])
+            advance()
+        stats = worker.stats()
+    forwards = options.max_tokens * (len(prompts) - 1)  # a prompt's counts as one
+    return {
+        "measured": median(speeds), "least": min(speeds), "most": max(speeds), "hit_rate": stats.hit_rate,
+        "wait_ms": stats.total().blocked_io_s / forwards * 1e3,
+    }  # fmt: skip
