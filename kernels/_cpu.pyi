@@ -1,8 +1,7 @@
 """The C++ extension (`kernels/cpu/module.cpp`, `neuron_module.cpp`). Buffers are given by address, which
 `kernels/cpu_ffn.py` and `kernels/packed_ffn.py` check."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,43 +16,20 @@ class Pool:
 class Program:
     """A program of row operators: an opaque capsule, which ends its threads when it goes."""
 
-class Link:
-    """A throttled link and its thread: an opaque capsule, which ends it when it goes."""
-
-class Copy:
-    """One copy: an opaque capsule."""
-
-class Loads:
-    """The slots of a cache and the copies into them: an opaque capsule."""
-
-class Counts:
-    """Counters of a cache: an opaque capsule."""
-
 class Order:
     """An order of eviction: an opaque capsule."""
-
-class Layer:
-    """A layer on a pool: an opaque capsule."""
 
 class SplitOrder:
     """The order of eviction of split experts: an opaque capsule."""
 
-class Split:
-    """A cache of split experts: an opaque capsule."""
+class KernelTable:
+    """The kernels that the core's executor runs: an opaque capsule."""
 
-class SplitLayer:
-    """A layer of it: an opaque capsule."""
+class LayerStep:
+    """A layer's step of the core's executor: an opaque capsule."""
 
 class Importance:
     """The state of ActiveEvict's eviction: an opaque capsule."""
-
-# target, bytes of a unit (an expert, or a neuron) in the pool, bytes between experts of a source, of a unit there,
-# count and widen as of `Piece` for a unit, source of each layer
-ExpertPart = tuple[int, int, int, int, int, bool, tuple[int, ...]]
-# slot class of each key, first slot of each class, first unit of each slot; of each key its first unit in the expert,
-# and its units
-Layout = tuple[list[int], list[int], list[int], list[int], list[int]]
-Piece = tuple[int, int, int, bool]  # target, source, count of bytes, or of bfloat16 numbers to widen
 
 def expert_ffn(
     hidden: int,
@@ -72,26 +48,7 @@ def expert_ffn(
     """Raises ValueError: a group, a pair, a neuron, the width or the activation is out of range."""
 
 def combine(y: int, weights: int, tokens: int, top_k: int, width: int, out: int, /) -> None: ...
-COUNTED: int  # counters of a layer in `counts`
-OUTCOMES: int  # of a source of prefetches
-
-def counts(
-    layers: int,
-    experts: int,
-    fields: int,
-    outcomes: int,
-    uses: int,
-    pending: int,
-    vacant: int,
-    governor: int,
-    min_useful: float,
-    window: int,
-    rest: int,
-    /,
-) -> Counts:
-    """int64 fields [layers, COUNTED], outcomes [256, OUTCOMES], uses [keys] and governor [3], uint8 pending and vacant
-    [keys]; see `counts.hpp`. The caller keeps the buffers alive."""
-
+def table() -> KernelTable: ...
 def order(
     kind: int,
     layers: int,
@@ -132,81 +89,6 @@ def worth_note(order: Order, /) -> None: ...
 def worth_noted(order: Order, /) -> list[tuple[int, bytes]]:
     """(layer, int32 experts) of the experts used since `worth_note`, layers in rising order."""
 
-def loads(
-    link: Link,
-    experts: int,
-    layers: int,
-    parts: list[ExpertPart],
-    keys: int,
-    slots: int,
-    arrays: tuple[int, ...],
-    layout: Layout | None,
-    counts: Counts | None,
-    order: Order | None,
-    /,
-) -> Loads:
-    """arrays: the addresses of `Residency.arrays`. counts: None: the caller counts. order: None: Python has it. The
-    caller keeps all of them alive. Raises ValueError: numbers that do not fit each other."""
-
-def loads_divide(loads: Loads, keys: int, slots: int, arrays: tuple[int, ...], layout: Layout | None, /) -> None:
-    """Raises ValueError: copies are under way, or the keys are others."""
-
-def loads_give(loads: Loads, key: int, prefetch: bool, copy: Copy, /) -> None:
-    """Raises ValueError: the key is not LOADING, or its copy is known."""
-
-def loads_start(loads: Loads, keys: list[int], /) -> bool:
-    """Queue copies behind all demand; False: the link is closed. Raises ValueError: a key is not absent, or slots are
-    too few."""
-
-def loads_prefetch(loads: Loads, wanted: list[int], nearer: list[int], source: int, /) -> int:
-    """`ExpertCache.prefetch` by native order: how many are queued; -1: the link is closed. Raises ValueError: there is
-    no such expert or source, or no order."""
-
-def loads_keys(loads: Loads, /) -> list[int]: ...
-def loads_take(loads: Loads, /) -> list[tuple[int, int, int, bool, Copy]]:
-    """(key, slot, generation, prefetch, copy) of the copies under way, which are forgotten here."""
-
-def loads_land(loads: Loads, key: int, layer: int, /) -> float | None:
-    """Wait for a copy: the seconds; None: it was cancelled. Raises ValueError: none is under way."""
-
-def loads_landed(loads: Loads, /) -> list[tuple[int, int, int, float, float, float]]:
-    """(layer, units of demand loads, of prefetches, seconds of the link by the wall's clock, by its own, part while the
-    layer ran) since the last call."""
-
-def loads_dropped(loads: Loads, /) -> list[int]:
-    """The keys whose prefetches `layer_begin` has cancelled since the last call."""
-
-def layer(
-    index: int,
-    experts: int,
-    states: int,
-    slots: int,
-    gate_up: int,
-    down: int,
-    neurons: int,
-    width: int,
-    activation: int,
-    max_rows: int,
-    record: int,
-    record_words: int,
-    counts: Counts,
-    loads: Loads | None,
-    /,
-) -> Layer:
-    """states: uint8 [E], slots: int32 [E]; record: int64, see `layer_module.cpp`."""
-
-def layer_begin(
-    layer: Layer, hidden: int, ids: int, weights: int, tokens: int, top_k: int, out: int, runs: bool, /
-) -> Literal[True] | tuple[list[int], list[int], list[int], int, int, int] | None:
-    """True: the pass has run; the fields of `expert_ffn.Needed`; None: Python's step must run it. Raises ValueError:
-    there is no such expert."""
-
-def layer_load(layer: Layer, victims: list[int], decode_only: bool, /) -> bool:
-    """False: the link is closed. Raises ValueError: a victim cannot be evicted, or slots are too few."""
-
-def layer_finish(layer: Layer, /) -> float | None:
-    """Seconds waited for copies; None: one was cancelled."""
-
 def split_order(layers: int, experts: int, rate: float, by_use: bool, /) -> SplitOrder: ...
 def split_routed(order: SplitOrder, keys: list[int], counts: list[int], tokens: int, /) -> None:
     """Raises ValueError: keys of several layers, or of none."""
@@ -220,121 +102,6 @@ def split_leaving(order: SplitOrder, slot_class: int, /) -> list[int]:
 
 def split_value(order: SplitOrder, key: int, /) -> float:
     """The priority of an expert; -inf: it was never picked."""
-
-def split(
-    loads: Loads,
-    order: SplitOrder,
-    marks: int,
-    words: int,
-    size: int,
-    moments: int,
-    predicted: int,
-    rows: int,
-    /,
-) -> Split:
-    """marks: uint8 [2 N]; words: int64 [size]; moments: float64 [rows, 4]; predicted: float32 [rows, E]."""
-
-def split_layer(
-    split: Split,
-    index: int,
-    experts: int,
-    layers: int,
-    gate_up: int,
-    down: int,
-    width: int,
-    activation: int,
-    max_rows: int,
-    probe_weight: int,
-    probe_bias: int,
-    probe_layer: int,
-    probe_top: int,
-    probe_by_votes: int,
-    /,
-) -> SplitLayer: ...
-def split_begin(
-    layer: SplitLayer,
-    hidden: int,
-    ids: int,
-    weights: int,
-    tokens: int,
-    top_k: int,
-    decode: bool,
-    source: int,
-    /,
-) -> tuple[int, int, int, int]:
-    """State (0: Python's step must run the pass, 1: begun, 2: the link is closed), prefetches used, wasted, and wasted
-    by the pass's own prefetch. Raises ValueError: there is no such expert."""
-
-def split_pass(
-    layer: SplitLayer,
-    hidden: int,
-    ids: int,
-    weights: int,
-    tokens: int,
-    top_k: int,
-    decode: bool,
-    source: int,
-    out: int,
-    cpu: bool,
-    /,
-) -> tuple[int, int, int, int, float, float]:
-    """What `split_begin` gives, and where it has begun what `split_finish` gives; state 3: a copy was cancelled."""
-
-def split_finish(layer: SplitLayer, hidden: int, weights: int, out: int, cpu: bool, /) -> tuple[float, float] | None:
-    """Seconds waited for copies, and in kernels; None: a copy was cancelled."""
-
-def split_take(split: Split, /) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Counters by layer and by source since the last call, see `split_module.cpp`."""
-def layer_step(
-    layer: Layer, hidden: int, ids: int, weights: int, tokens: int, top_k: int, out: int, decode_only: bool,
-    source: int, /,
-) -> float | list[int] | None:
-    """Seconds waited for copies; None: Python's step must run it; the keys whose copies were cancelled, or, if it is
-    empty, the link is closed. Raises ValueError: there is no such expert, or no order in native code."""
-
-def layer_ahead(layer: Layer, weight: int, bias: int, layers: int, top: int, max_rows: int, /) -> None:
-    """`layer_step` prefetches by these routers, which the caller keeps alive. Raises ValueError: there are no such
-    layers."""
-
-def layer_active(
-    layer: Layer,
-    weight: int,
-    bias: int,
-    threshold: float,
-    most: int,
-    max_rows: int,
-    narrowest: int,
-    renormalise: bool,
-    /,
-) -> None:
-    """`layer_step` frees slots for the next layer by this router, which the caller keeps alive, where weight is not 0,
-    and drops pairs where narrowest is not 0. Raises ValueError: there is no next layer, or no order by importance."""
-
-def layer_replace(
-    layer: Layer,
-    weight: int,
-    bias: int,
-    draws: int,
-    drawn: int,
-    next: int,
-    full: int,
-    emptied: int,
-    buddies: int,
-    similarity: int,
-    options: tuple[Any, ...],
-    beta: float,
-    max_rows: int,
-    /,
-) -> None:
-    """`layer_step` replaces missing experts, by this router or by these draws, where one is not 0. options: as
-    `substitute`. The caller keeps the buffers alive. Raises ValueError: no such options, or no order of eviction."""
-
-def layer_hooks(layer: Layer, hooks: Callable[[int, int, int, int], object], /) -> None:
-    """`layer_step` calls these, which the caller keeps alive, with the addresses of hidden and ids, tokens and top_k,
-    once its copies are queued. Raises ValueError: there is no order of eviction."""
-
-def layer_times(layer: Layer, seconds: int, /) -> None:
-    """Where the kernels' seconds are added: two doubles, of the wall's clock and of the thread's; 0: nowhere."""
 
 def instruction_sets() -> tuple[str, ...]:
     """What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable"."""
@@ -457,21 +224,6 @@ def read_bytes(address: int, size: int, /) -> int:
 def dot_rows(function: int, n: int, rows: int, matrix: int, row_bytes: int, y: int, out: int, /) -> None:
     """out[i] = function(row i of matrix, y), with ggml's `ggml_vec_dot_t`; for the benchmark alone."""
 
-def link(bytes_per_s: float, latency_s: float, /) -> Link:
-    """A rate of 0 is as fast as memory. Raises ValueError: a negative number; OSError: no thread can be started."""
-
-def link_submit(link: Link, copies: list[tuple[Piece, ...]], prefetch: bool, /) -> list[Copy] | None:
-    """Queue copies, demand before prefetch; None: the link is closed. The caller keeps the buffers alive."""
-
-def link_promote(link: Link, copy: Copy, /) -> None: ...
-def link_cancel(link: Link, copy: Copy, /) -> bool: ...
-def link_wait(link: Link, copy: Copy, /) -> None: ...
-def link_pending(link: Link, /) -> int: ...
-def link_close(link: Link, /) -> None: ...
-def copy_ended(copy: Copy, /) -> bool: ...
-def copy_times(copy: Copy, /) -> tuple[float, float, float] | None:
-    """start_s, end_s and link_s of a copy that is done; None: it was cancelled."""
-
 def dense_program(
     ints: int,
     floats: int,
@@ -499,21 +251,21 @@ def dense_begin(
 def dense_layers(
     program: Program,
     segment: int,
-    layers: list[Layer | SplitLayer],
+    layers: list[LayerStep],
     rows: int,
     top_k: int,
-    mode: tuple[bool, int, bool, bool],
+    asking: int,
+    cpu: bool,
     hidden: int,
     ids: int,
     weights: int,
     out: int,
     last: int,
     spent: int,
-    judged: int,
     /,
-) -> int | list[int] | None:
-    """How many of the layers ran, each with the segment behind it; the keys of a pass that has failed, as of
-    `layer_step`; None: those under way. Raises ValueError: there is no such expert, layer or segment."""
+) -> int:
+    """How many of the layers ran, each with the segment behind it; -1 - n: layer n has failed. Raises ValueError: there
+    is no such segment."""
 
 def dense_run(program: Program, segment: int, addresses: tuple[int, ...], /) -> None:
     """Raises ValueError: there is no such segment, no step has begun, or an address is missing."""

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -169,19 +169,6 @@ def _address(value: Value) -> int:
     return 0 if value.constant is None else value.constant.data_ptr()
 
 
-class Mode(NamedTuple):
-    """How layers run.
-
-    decode_only: the forward has no rows of a prompt. source: number of the prefetch policy in the counters; 0: there is
-    none. always: split experts are prefetched even where each is in a slot. cpu: times are the thread's CPU time.
-    """
-
-    decode_only: bool
-    source: int
-    always: bool
-    cpu: bool
-
-
 class Program:
     """A built program. One step at a time: `begin`, then every segment in order.
 
@@ -227,29 +214,29 @@ class Program:
         )  # fmt: skip
 
     def run_layers(
-        self, segment: int, layers: list[_cpu.Layer | _cpu.SplitLayer], inputs: Sequence[torch.Tensor],
-        out: torch.Tensor, last: torch.Tensor | None, mode: Mode, spent: NDArray[np.float64],
-        judged: NDArray[np.int64],
-    ) -> int | list[int] | None:  # fmt: skip
+        self, segment: int, layers: list[_cpu.LayerStep], inputs: Sequence[torch.Tensor], out: torch.Tensor,
+        last: torch.Tensor | None, asking: int, cpu: bool, spent: NDArray[np.float64],
+    ) -> int:  # fmt: skip
         """Run layers of experts, and behind each the segment that follows it.
 
         Args:
             segment: behind the first of them.
-            layers: that run in one call each (`expert_ffn.NativeLayer.step`, `SplitLayer.step`).
+            layers: `engine.native_layer.NativeLayer.handle` of each.
             inputs: of the first: hidden [T, H] float32, ids [T, K] int64, weights [T, K] float32; then of the first
                 that did not run.
             out: [T, H], where each layer's result goes. last: that of the last segment, if it is behind the last layer.
-            spent: [layers, 3], gets the seconds that each waited for copies, ran kernels (of split experts), and took.
-            judged: [2], to which prefetches used and wasted are added (of split experts).
+            asking: of `NativeLayer.asking`.
+            spent: [layers, 3], gets the seconds that each waited for copies, ran kernels (where it times them), and
+                took; cpu: the last two by the thread's CPU time.
 
         Returns:
-            How many ran; where a pass has failed a list of keys, as of `NativeLayer.step`, or None: those under way.
+            How many ran; -1 - n: layer n has failed.
         """
         hidden, ids, weights = inputs
         tokens, top_k = ids.shape
         return _cpu.dense_layers(
-            self._made, segment, layers, tokens, top_k, mode, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(),
-            out.data_ptr(), 0 if last is None else last.data_ptr(), spent.ctypes.data, judged.ctypes.data,
+            self._made, segment, layers, tokens, top_k, asking, cpu, hidden.data_ptr(), ids.data_ptr(),
+            weights.data_ptr(), out.data_ptr(), 0 if last is None else last.data_ptr(), spent.ctypes.data,
         )  # fmt: skip
 
     def run(self, segment: int, *tensors: torch.Tensor) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from torch.nn import functional
 
 from . import _cpu
 from .packed_ffn import ACTIVATIONS
-from .substitute import BuddyLists, Options, numbers
 
 CPU_MAX_ROWS = 8  # rows of one expert above which blocked GEMMs beat the C++ kernel
 MAX_SLOTS = 1023  # groups that one grouped product takes
@@ -188,263 +186,15 @@ class CpuKernel:
         _cpu.combine(y.data_ptr(), weights.data_ptr(), tokens, top_k, self._width, out.data_ptr())
         return out
 
-    def native(
-        self, layer: int, states: NDArray[np.uint8], slots: NDArray[np.int32], record: NDArray[np.int64],
-        counts: _cpu.Counts, loads: _cpu.Loads | None = None, orders: bool = False,
-    ) -> NativeLayer:  # fmt: skip
-        """One layer in native calls.
-
-        Args:
-            states, slots: of its experts [E], as in `policies.residency.Residency.arrays`.
-            record: of its passes without misses, for an order of eviction in Python. counts: of the cache.
-            loads: plans the others; None: only passes without misses run. orders: it has an order of eviction.
-        """
-        made = _cpu.layer(
-            layer, len(slots), states.ctypes.data, slots.ctypes.data, *self._addresses, self._gate_up.shape[1],
-            self._width, self._activation, CPU_MAX_ROWS, record.ctypes.data, len(record), counts, loads,
-        )  # fmt: skip
-        held = states, slots, record, counts, loads, self
-        return NativeLayer(made, self._width, loads is not None, orders, held)
-
-    def split_layer(
-        self, split: _cpu.Split, layer: int, layers: int, experts: int, probe: tuple[int, int, int, int, int]
-    ) -> _cpu.SplitLayer:
-        """One layer of split experts in native calls. probe: address of a router's weight, 0: none; of its bias; whose
-        layer it is; experts that each row names; whether their votes order them, else the highest probability.
-        """
-        return _cpu.split_layer(
-            split, layer, experts, layers, *self._addresses, self._width, self._activation, CPU_MAX_ROWS, *probe
-        )
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """As the core's executor takes them: addresses of gate_up and down, neurons of a slot, activation."""
+        return *self._addresses, self._gate_up.shape[1], self._activation
 
     @property
     def width(self) -> int:
         """Of rows: H."""
         return self._width
-
-
-class Needed(NamedTuple):
-    """What a pass needs, once its routing is known.
-
-    keys, counts: the experts, and the tokens that picked each. run: the same keys as they will run: `resident` ones,
-    then `arriving` ones whose copies are under way, then the missing ones. victims: slots to be freed for those.
-    """
-
-    keys: list[int]
-    counts: list[int]
-    run: list[int]
-    resident: int
-    arriving: int
-    victims: int
-
-
-class RoutersAhead(NamedTuple):
-    """The routers of the layers behind a layer, for prefetch by votes (`policies.prefetch.NextGatePrefetch`).
-
-    weight [layers * E, H] and bias [layers * E], or None, in float32; top: experts of a row. source: the policy's name.
-    max_rows: of which scores are computed so.
-    """
-
-    weight: torch.Tensor | None  # None: there are no layers behind
-    bias: torch.Tensor | None
-    layers: int
-    top: int
-    max_rows: int
-    source: str
-
-
-class ReleaseAhead(NamedTuple):
-    """Slots that are freed for the next layer (`policies.activeevict.PreEviction`) by its router's scores.
-
-    weight [E, H] and bias [E], or None, in float32. threshold, most: of the rule. max_rows: of an input.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    threshold: float
-    most: int
-    max_rows: int
-
-    @property
-    def source(self) -> None:
-        """Nothing is prefetched."""
-        return None
-
-
-class Budget(NamedTuple):
-    """Pairs are dropped whose experts do not fit: as `policies.activeevict.BudgetAwareTopK`."""
-
-    narrowest: int
-    renormalise: bool
-
-
-class Replace(NamedTuple):
-    """Missing experts are replaced by others, or left out: as `policies.buddymoe.MissRule` on one GPU.
-
-    top_k: of the routings; others are for Python. tau, beta: None: no gate. weight [E, H] and bias [E], or None: the
-    router whose probabilities the options ask for. draws [n] float32 and next [1] int64, the first that was not read:
-    in their place. full [L] bool, emptied [1] int64: the rule's state. max_rows: of which probabilities are computed.
-    """
-
-    top_k: int
-    buddies: BuddyLists
-    options: Options
-    tau: float | None
-    beta: float | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    draws: NDArray[np.float32] | None
-    next: NDArray[np.int64] | None
-    full: NDArray[np.bool_]
-    emptied: NDArray[np.int64]
-    max_rows: int
-
-
-def native_operands(
-    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The same, contiguous; None: in other dtypes than the kernel's. Raises ValueError: of other shapes."""
-    float32 = torch.float32
-    if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
-        return None
-    shape = ids.shape
-    if hidden.shape != (shape[0], width) or weights.shape != shape:
-        raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(shape)} ids and {tuple(weights.shape)} weights")
-    return hidden.contiguous(), ids.contiguous(), weights.contiguous()
-
-
-class NativeLayer:
-    """Runs a layer in native calls (`kernels/cpu/layer_module.cpp`): `step`, or `run`, or `begin`, `load` and `finish`.
-
-    The output is that of `CpuKernel.run` and `combine`, to the bit. What is found at `begin` is pinned until `finish`.
-
-    Attributes:
-        handle: for `dense.Program.run_layers`. width: of rows, H. joins: it may run so.
-        plans: whether passes with misses run.
-        orders: whether the order of eviction is in native code; without, `step` cannot run.
-        waited_s: seconds that the last `finish` or `step` has waited for copies.
-        source: the policy whose prefetches are part of `step`; None: there are none.
-        kernel_s: seconds of the kernels, by the wall's clock and by the thread's CPU time, added up while `timed`.
-    """
-
-    decides = False
-    joins = True
-
-    def __init__(self, made: _cpu.Layer, width: int, plans: bool, orders: bool, held: object) -> None:
-        self.handle, self.width, self._held = made, width, held
-        self.plans, self.orders, self.waited_s = plans, orders, 0.0
-        self.kernel_s = np.zeros(2)
-        self.source: str | None = None
-        self._release = 0, 0, 0.0, 0, 0  # of `ReleaseAhead`
-        self._pass: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-
-    def timed(self, on: bool) -> None:
-        """Whether the kernels' seconds are added up."""
-        _cpu.layer_times(self.handle, self.kernel_s.ctypes.data if on else 0)
-
-    def look_ahead(self, ahead: RoutersAhead | ReleaseAhead) -> None:
-        """`step` prefetches what these routers pick, or frees slots."""
-        weight, bias = (0 if t is None else t.data_ptr() for t in (ahead.weight, ahead.bias))
-        if isinstance(ahead, RoutersAhead):
-            _cpu.layer_ahead(self.handle, weight, bias, ahead.layers, ahead.top, ahead.max_rows)
-        else:
-            self._release = weight, bias, ahead.threshold, ahead.most, ahead.max_rows
-            _cpu.layer_active(self.handle, *self._release, 0, False)
-        self._held, self.source = (self._held, ahead), ahead.source
-
-    def call(self, hooks: Callable[[int, int, int, int], object]) -> None:
-        """`step` calls these once its copies are queued, with the addresses of hidden [tokens, H] and of the ids
-        [tokens, top_k] that the model picked, tokens and top_k.
-        """
-        _cpu.layer_hooks(self.handle, hooks)
-        self._held = self._held, hooks
-
-    def reroute(self, rule: Budget | Replace) -> None:
-        """`step` changes the routing so."""
-        if isinstance(rule, Budget):
-            _cpu.layer_active(self.handle, *self._release, *rule)
-            return
-        weight, bias = (0 if t is None else t.data_ptr() for t in (rule.weight, rule.bias))
-        draws, after = rule.draws, rule.next
-        read = (0, 0, 0) if draws is None or after is None else (draws.ctypes.data, len(draws), after.ctypes.data)
-        _cpu.layer_replace(
-            self.handle, weight, bias, *read, rule.full.ctypes.data, rule.emptied.ctypes.data,
-            rule.buddies.ids.ctypes.data, rule.buddies.similarity.ctypes.data,
-            numbers((0, rule.top_k), rule.buddies, rule.options, rule.tau),
-            math.inf if rule.beta is None else rule.beta, rule.max_rows,
-        )  # fmt: skip
-        self._held = self._held, rule
-
-    def step(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, decode_only: bool, source: int
-    ) -> torch.Tensor | list[int] | None:
-        """The whole pass: hidden [T, H], ids [T, K], weights [T, K] -> [T, H].
-
-        None: as of `begin`. A list: the pass has failed, since copies of these keys were cancelled or, if empty, since
-        the link is closed. decode_only: the forward has no rows of a prompt. source: number of the prefetch policy in
-        the counters; 0: nothing is prefetched.
-        """
-        of = native_operands(hidden, ids, weights, self.width)
-        if of is None:
-            return None
-        hidden, ids, weights = of
-        tokens, top_k = ids.shape
-        out = torch.empty_like(hidden)
-        found = _cpu.layer_step(
-            self.handle, hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, out.data_ptr(),
-            decode_only, source,
-        )  # fmt: skip
-        if type(found) is not float:
-            return found
-        self.waited_s = found
-        return out
-
-    def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | Needed | None:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H] where all experts are resident, else as `begin`."""
-        return self._begin(hidden, ids, weights, True)
-
-    def begin(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Needed | None:
-        """Make copies that have ended resident, cancel queued prefetches that the pass does not need, and find what it
-        needs; None: `CpuKernel` can run it.
-
-        It is so for other dtypes than float32, where an expert has more than `CPU_MAX_ROWS` rows, where more slots are
-        needed than can be freed, and where the record is full. Raises ValueError: there is no such expert.
-        """
-        found = self._begin(hidden, ids, weights, False)
-        assert not isinstance(found, torch.Tensor)
-        return found
-
-    def _begin(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, runs: bool
-    ) -> torch.Tensor | Needed | None:
-        operands = native_operands(hidden, ids, weights, self.width)
-        if operands is None:
-            return None
-        hidden, ids, weights = operands
-        tokens, top_k = ids.shape
-        out = torch.empty_like(hidden)
-        of = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
-        found = _cpu.layer_begin(self.handle, *of, tokens, top_k, out.data_ptr(), runs)
-        if found is True:
-            return out
-        if found is None:
-            return None
-        self._pass = hidden, weights, out
-        return tuple.__new__(Needed, found)
-
-    def load(self, victims: list[int], decode_only: bool) -> bool:
-        """Evict these, and load the missing experts; False: the link is closed."""
-        return _cpu.layer_load(self.handle, victims, decode_only)
-
-    def finish(self) -> torch.Tensor | None:
-        """Run the pass, arrivals as they land: [T, H]. None: a copy was cancelled, and nothing has changed."""
-        assert self._pass is not None  # of `begin`
-        out = self._pass[2]
-        waited_s = _cpu.layer_finish(self.handle)
-        self._pass = None
-        if waited_s is None:
-            return None
-        self.waited_s = waited_s
-        return out
 
 
 class Tables(Protocol):

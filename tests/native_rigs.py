@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
-from tiermoe.actors.engine.cache.link_queue import LinkQueue
-from tiermoe.actors.engine.cache.native_order import NativeOrder
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.host_view import HostViews
 from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer
+from tiermoe.actors.engine.native_layer import NativeLayer, NativeLayers
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.prefetch import PrefetchGovernor
+from tiermoe.actors.policies.eviction import EvictionPolicy
+from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.registry import PolicyContext, make, options
-from tiermoe.actors.policies.residency import Residency
 from tiermoe.actors.settings import LinkSettings
-from tiermoe.kernels import _cpu
 from tiermoe.kernels.expert_ffn import CpuKernel, Operands, TorchKernel
 
-TIMES = {"blocked_io_s", "total_io_s", "link_s", "io_path_s", "link_path_s"}
+TIMES = {"blocked_io_s", "total_io_s", "link_s", "io_path_s", "link_path_s", "writeback_link_s", "writeback_blocked_s"}
 HOLD_S = 0.05  # for which a link is busy with a copy of the test's own
 RATE_GBPS = 1e-3
 
@@ -78,90 +77,98 @@ class Ahead:
 
 
 class Stack:
-    """The layers of one tiny model on one cache."""
+    """The layers of one tiny model on one cache.
+
+    Args:
+        native: in native calls; else the page runs every pass, with the order of eviction in Python.
+
+    Attributes:
+        planned: passes in native calls.
+    """
 
     def __init__(
         self, slots: int, policy: str, gbps: float | None = None, min_useful: float = 0.0,
-        hooks: Callable[[ExpertCache], Hooks] | None = None, **context: Any,
+        hooks: Callable[[ExpertCache], Hooks] | None = None, native: bool = True, writeback: bool = False,
+        **context: Any,
+    ) -> None:  # fmt: skip
+        made = make("eviction", options("eviction", policy), PolicyContext(LAYERS, EXPERTS, **context))
+        if not native:  # of a class that native code does not know
+            made.__class__ = type("InPython", (type(made),), {})
+        self._begin(slots, made, gbps, min_useful, writeback=writeback)
+        self.ahead: Any = Ahead(self.cache)
+        self._attach(Hooks(ahead=(self.ahead,)) if hooks is None else hooks(self.cache), native)
+
+    def _begin(
+        self, slots: int, eviction: EvictionPolicy, gbps: float | None, min_useful: float,
+        cut: SplitLayout | None = None, writeback: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(5)
-        weights = [
+        self.weights = [
             LayerWeights(tuple(torch.randn(s, generator=generator) for s in SHAPE.stacked().values()))
             for _ in range(LAYERS)
         ]
-        pool, device = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu")), CpuDevice(LinkSettings())
+        self.pool = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu"))
+        self.link = _core.ThreadLink(0.0 if gbps is None else gbps * 1e9, 0.0)
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
-        self.queue = LinkQueue(LinkSettings(gbps=gbps, latency_us=0))
-        self.governor = PrefetchGovernor(min_useful, window=8, rest=6)
         self.cache = ExpertCache(
-            pool, weights, device, Residency(KEYS, slots, SHAPE.nbytes(4)),
-            make("eviction", options("eviction", policy), PolicyContext(LAYERS, EXPERTS, **context)), self.governor,
-            self.stats, Timeline(False), self.queue,
+            self.pool, self.weights, CpuDevice(LinkSettings()), EXPERTS, slots, SHAPE.nbytes(4), eviction, self.stats,
+            Timeline(False), self.link, min_useful=min_useful, cut=cut, writeback=writeback,
         )  # fmt: skip
+
+    def _attach(self, hooks: Hooks, native: bool) -> None:
         backend = DeviceBackend(self.cache, HostViews(), PlainActivations(torch.device("cpu")))
-        self.policy = policy
-        kernel, placer, self.ahead = kernel_of(pool), Placer(self.cache), Ahead(self.cache)
-        made = Hooks(ahead=(self.ahead,)) if hooks is None else hooks(self.cache)
+        kernel, placer = kernel_of(self.pool), Placer(self.cache)
         self.layers = [
-            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=made) for i in range(LAYERS)
+            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=hooks) for i in range(LAYERS)
         ]
-        self.planned = 0  # passes in native calls that Python's policies took part in
-        for layer in self.layers:
-            self._watch(layer.native)
+        self.planned = 0
+        if native:
+            self.run_natively(self.layers)
 
-    def _watch(self, native: Any) -> None:
-        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any) -> Any:
-                out = call(*args)
-                self.planned += out is not None
-                return out
+    def run_natively(self, layers: Sequence[MoeLayer]) -> None:
+        """Have these layers on this cache run in native calls, which `planned` counts."""
+        shared = NativeLayers()
+        for layer in layers:
+            found = NativeLayer.of(layer, cast(DeviceBackend, layer.backend), shared)
+            assert found is not None
+            found.run = self._counted(found.run)  # type: ignore[method-assign]
+            layer.run_natively(found)
 
-            return run
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            out = call(*args)
+            self.planned += out is not None
+            return out
 
-        native.finish, native.step = counted(native.finish), counted(native.step)
-
-    def in_python(self) -> Stack:
-        for layer in self.layers:
-            layer.native, layer._reroutes = None, bool(layer.hooks.reroute)
-        self.cache.native = self.cache.loads.native = None
-        if isinstance(self.cache.eviction, NativeOrder):
-            reference = make("eviction", options("eviction", self.policy), PolicyContext(LAYERS, EXPERTS))
-            self.cache.policy = self.cache.eviction = self.cache.loads._eviction = reference
-        return self
+        return run
 
     def settle(self) -> None:
         """Let all copies end."""
-        while self.queue.pending:
+        while self.link.pending:
             time.sleep(1e-4)
 
     def hold(self, seconds: float = HOLD_S) -> None:
         """Keep the link busy for a while: what is queued behind does not start."""
         self.settle()
-        memory = np.zeros(int(seconds * RATE_GBPS * 1e9), np.uint8)
-        self._held = memory, _cpu.link_submit(
-            self.queue._link, [((memory.ctypes.data, memory.ctypes.data, memory.nbytes, False),)], False
-        )
+        self.link.hold(seconds)
         time.sleep(1e-3)
 
     def known(self) -> dict[str, Any]:
         """What later decisions and counters depend on."""
-        cache, residency = self.cache, self.cache.residency
+        cache, core = self.cache, self.cache.core
         cache.check_integrity()
+        stats = cache.live_stats()
         return {
             "layers": [
-                {name: value for name, value in asdict(layer).items() if name not in TIMES}
-                for layer in self.stats.layers
+                {name: value for name, value in asdict(layer).items() if name not in TIMES} for layer in stats.layers
             ],
-            "sources": {name: asdict(one) for name, one in self.stats.prefetch_sources.items() if one.queued},
-            "changed": (self.stats.substitutions, self.stats.dropped, bytes(cache.counters.vacant)),
-            "uses": list(cache.uses),
-            "pending": set(cache.counters.pending),
+            "sources": {name: asdict(one) for name, one in stats.prefetch_sources.items() if one.queued},
+            "changed": (stats.substitutions, stats.dropped, stats.decode_hits, stats.decode_misses),
+            "uses": cache.uses.tolist(),
             "order": cache.eviction.victims(KEYS, lambda key: True),
-            "states": residency.states(),
-            "slots": [residency.slot(key) for key in residency.held()],
-            "arrays": [bytes(array) for array in residency.arrays],
-            "governor": vars(self.governor),
-            "queued": self.ahead.queued,
+            "arrays": [array.tolist() for array in (core.states, core.evictable, core.slots, core.pins)],
+            "governor": cache.governor.state,
+            "queued": self.ahead.queued if isinstance(self.ahead, Ahead) else None,
         }
 
 

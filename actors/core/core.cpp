@@ -26,6 +26,33 @@ bool Governor::allows() {
     return !bad;
 }
 
+void Core::Flights::add(const Flight& f) {
+    if (all_.size() > 2 * live_ + 64) {  // mostly ended ones
+        all_.erase(std::remove_if(all_.begin(), all_.end(), [](const Flight& one) { return !one.ticket; }), all_.end());
+        for (std::size_t i = 0; i < all_.size(); ++i) place_[all_[i].segment] = static_cast<std::int32_t>(i);
+    }
+    place_[f.segment] = static_cast<std::int32_t>(all_.size());
+    all_.push_back(f);
+    ++live_;
+}
+
+class Core::Kept {
+  public:
+    Kept(Core& core, const Segments& some, const Segments& others) : core_(core), lists_{&some, &others} {
+        for (const Segments* list : lists_)
+            for (Segment s : *list) core_.evictable_[s] = 0;
+    }
+    Kept(const Kept&) = delete;
+    ~Kept() {
+        for (const Segments* list : lists_)
+            for (Segment s : *list) core_.evictable_[s] = core_.state(s) == State::resident && !core_.pins_[s];
+    }
+
+  private:
+    Core& core_;
+    const Segments* lists_[2];
+};
+
 Core::Core(const Layout& layout, std::shared_ptr<Link> link, std::shared_ptr<Order> order, const Governor& governor,
            bool writeback)
     : link_(std::move(link)), order_(std::move(order)), writeback_(writeback), governor_(governor) {
@@ -42,6 +69,10 @@ void Core::lay_out(const Layout& layout) {
     if (!layout.class_of.empty() && layout.class_of.size() != segments) throw std::invalid_argument("classes of segments");
     if (layout.bytes.size() != segments || (!layout.units.empty() && layout.units.size() != segments))
         throw std::invalid_argument("sizes of segments");
+    if (!layout.first_unit.empty() &&
+        static_cast<Slot>(layout.first_unit.size()) != std::accumulate(layout.slots.begin(), layout.slots.end(), Slot{0}))
+        throw std::invalid_argument("places of slots");
+    if (layout.first_unit.empty() != layout_.first_unit.empty() && !states_.empty()) throw std::invalid_argument("places of slots");
     for (std::int64_t c : layout.class_of)
         if (c < 0 || c >= static_cast<std::int64_t>(layout.slots.size())) throw std::invalid_argument("no such class");
     layout_ = layout;
@@ -52,6 +83,12 @@ void Core::lay_out(const Layout& layout) {
     vacant_.assign(static_cast<std::size_t>(layout.keys()), 0);
     slot_.assign(segments, -1);
     pins_.assign(segments, 0);
+    vacated_.assign(static_cast<std::size_t>(layout.layers), 0);
+    flights_.size(segments);
+    flags_.assign(static_cast<std::size_t>(layout.experts), 0);
+    classes_.assign(layout.slots.size(), 0);
+    room_.assign(layout.slots.size(), 0);
+    place_.assign(segments, 0);
     free_.clear();
     first_of_.clear();
     Slot first = 0;
@@ -63,14 +100,8 @@ void Core::lay_out(const Layout& layout) {
         first += count;
     }
     generation_.assign(static_cast<std::size_t>(std::max(first, layout.most)), 0);
-    slots_ = first;
+    slots_ = free_count_ = first;
     unwritten_.assign(writeback_ ? static_cast<std::size_t>(first) : 0, 0);
-}
-
-std::int64_t Core::free_slots() const {
-    std::int64_t free = 0;
-    for (const auto& slots : free_) free += static_cast<std::int64_t>(slots.size());
-    return free;
 }
 
 void Core::reset_counts() {
@@ -117,10 +148,6 @@ void Core::expect_layer(std::int64_t layer) const {
     if (layer < 0 || layer >= layout_.layers) throw Broken("there is no MoE layer " + std::to_string(layer));
 }
 
-std::vector<Core::Flight>::iterator Core::flight(Segment s) {
-    return std::find_if(flights_.begin(), flights_.end(), [s](const Flight& f) { return f.segment == s; });
-}
-
 void Core::pin(Segment s) {
     if (state(s) == State::absent) throw Broken("an absent segment cannot be pinned: " + std::to_string(s));
     ++pins_[s];
@@ -137,12 +164,12 @@ void Core::drop_slot(Segment s) {
     free_[class_of(s)].push_back(slot_[s]);
     slot_[s] = -1;
     states_[s] = evictable_[s] = 0;
-    emptied_ += free_slots() == slots_;
+    emptied_ += ++free_count_ == slots_;
 }
 
-std::vector<Copy> Core::reserve(const Segments& segments, Cause cause) {
-    std::vector<Copy> copies;
-    if (segments.empty()) return copies;
+const std::vector<Copy>& Core::reserve(const Segments& segments, Cause cause) {
+    copies_.clear();
+    if (segments.empty()) return copies_;
     const Mark after = link_->mark();
     for (Segment s : segments) {
         if (state(s) != State::absent) throw Broken("a segment is there already: " + std::to_string(s));
@@ -150,16 +177,17 @@ std::vector<Copy> Core::reserve(const Segments& segments, Cause cause) {
         if (free.empty()) throw Broken("no slot is free for segment " + std::to_string(s));
         const Slot slot = free.back();
         free.pop_back();
+        --free_count_;
         slot_[s] = static_cast<std::int32_t>(slot);
         states_[s] = static_cast<std::uint8_t>(State::loading);
         took_s_[s] = -1.0;
         const bool back = writeback_ && unwritten_[slot];
         if (back) unwritten_[slot] = 0;
-        copies.push_back({++tickets_, s, slot, ++generation_[slot], bytes_of(s), cause, after, back});
-        flights_.push_back({tickets_, s, slot, generation_[slot], layer_of(s), cause, after, back});
+        copies_.push_back({++tickets_, s, slot, ++generation_[slot], bytes_of(s), cause, after, back});
+        flights_.add({tickets_, s, slot, generation_[slot], layer_of(s), cause, after, back});
         order_->admitted(s);
     }
-    return copies;
+    return copies_;
 }
 
 void Core::submit(const std::vector<Copy>& copies, bool urgent) {
@@ -200,17 +228,16 @@ void Core::landed(const Flight& f) {
 
 // Makes a finished copy resident; the slot of a failed one is free then.
 void Core::land(Segment s) {
-    auto found = flight(s);
-    const Flight f = *found;
+    const Flight f = flight(s);
     if (link_->ending(f.ticket) != Ending::copied) return drop_failed(s);
     landed(f);
     publish(f);
-    flights_.erase(found);
+    flights_.erase(s);
     link_->forget(f.ticket);
 }
 
 void Core::drop_failed(Segment s) {
-    const Flight f = *flight(s);
+    const Flight f = flight(s);
     if (link_->ending(f.ticket) == Ending::cancelled) fail(s);
     if (f.cause == Cause::prefetch) ++of(f.layer).failed_prefetches;
     release(s);
@@ -219,7 +246,7 @@ void Core::drop_failed(Segment s) {
 void Core::fail(Segment s) {
     for (std::size_t i = 0; i < pins_.size(); ++i)
         if (pins_[i]) pins_[i] = 0, evictable_[i] = states_[i] == static_cast<std::uint8_t>(State::resident);
-    const Flight f = *flight(s);
+    const Flight f = flight(s);
     if (link_->ending(f.ticket) == Ending::cancelled) {
         forget(s);
         throw Closed("the expert cache was closed during a forward");
@@ -235,7 +262,7 @@ void Core::fail(Segment s) {
 
 // Undoes the reservation of a load that was cancelled or failed.
 void Core::release(Segment s) {
-    const Flight f = *flight(s);
+    const Flight f = flight(s);
     if (const double share = link_->moved(f.ticket)) {
         const auto moved = static_cast<std::int64_t>(std::nearbyint(static_cast<double>(bytes_of(s)) * share));
         of(f.layer).bytes_loaded_prefetch += moved;
@@ -246,10 +273,9 @@ void Core::release(Segment s) {
 }
 
 void Core::forget(Segment s) {
-    auto found = flight(s);
-    const Flight f = *found;
+    const Flight f = flight(s);
     if (f.back && link_->ending(f.ticket) == Ending::cancelled) unwritten_[f.slot] = 1;
-    flights_.erase(found);
+    flights_.erase(s);
     pending_[s] = 0;
     drop_slot(s);
     order_->removed(s);
@@ -278,27 +304,26 @@ void Core::await(const Flight& f, std::int64_t layer, bool overtaken) {
 }
 
 void Core::land_needed(Segment s, std::int64_t layer) {
-    await(*flight(s), layer, false);
-    auto found = flight(s);
-    if (found->cause != Cause::demand && link_->ending(found->ticket) == Ending::failed) {
+    await(flight(s), layer, false);
+    Flight& found = *flights_.find(s);
+    if (found.cause != Cause::demand && link_->ending(found.ticket) == Ending::failed) {
         // a copy that no forward waited for failed: once more
-        if (found->cause == Cause::prefetch) ++of(found->layer).failed_prefetches;
+        if (found.cause == Cause::prefetch) ++of(found.layer).failed_prefetches;
         pending_[s] = 0;
-        const Copy again{++tickets_, s, found->slot, found->generation, bytes_of(s), Cause::demand, found->after, false};
-        link_->forget(found->ticket);
-        found->ticket = again.ticket;
-        found->cause = Cause::demand;
-        found->back = false;
-        submit({again}, true);
-        await(*flight(s), layer, false);
-        found = flight(s);
+        copies_.assign(1, {++tickets_, s, found.slot, found.generation, bytes_of(s), Cause::demand, found.after, false});
+        link_->forget(found.ticket);
+        found.ticket = tickets_;
+        found.cause = Cause::demand;
+        found.back = false;
+        submit(copies_, true);
+        await(flight(s), layer, false);
     }
-    const Ending ending = link_->ending(found->ticket);
+    const Ending ending = link_->ending(found.ticket);
     if (ending == Ending::failed || ending == Ending::cancelled) fail(s);
-    landed(*found);
-    publish(*found);
-    const Ticket ticket = found->ticket;
-    flights_.erase(found);
+    landed(found);
+    publish(found);
+    const Ticket ticket = found.ticket;
+    flights_.erase(s);
     link_->forget(ticket);
 }
 
@@ -306,9 +331,8 @@ void Core::land_needed(Segment s, std::int64_t layer) {
 std::int64_t Core::land_behind(std::int64_t first, std::int64_t stop) {
     for (; first < stop; ++first) {
         const Segment s = plan_.run[first];
-        const auto found = flight(s);
-        if (found == flights_.end()) continue;
-        if (link_->ending(found->ticket) != Ending::copied) return first;
+        if (!loading(s)) continue;
+        if (link_->ending(flight(s).ticket) != Ending::copied) return first;
         land(s);
     }
     return first;
@@ -321,31 +345,35 @@ void Core::arrive(std::int64_t layer) {
         link_s_ = of(layer).link_s;
     }
     link_->poll();
-    Segments ended;
-    for (const Flight& f : flights_)
-        if (link_->ending(f.ticket) != Ending::under_way) ended.push_back(f.segment);
-    for (Segment s : ended) land(s);
+    if (!flights_.count()) return;
+    ended_.clear();
+    flights_.each([&](const Flight& f) {
+        if (link_->ending(f.ticket) != Ending::under_way) ended_.push_back(f.segment);
+    });
+    for (Segment s : ended_) land(s);
 }
 
 void Core::drop_stale(std::int64_t layer, const Segments& needed) {
-    Segments stale;
-    for (const Flight& f : flights_)
+    if (!flights_.count()) return;
+    stale_.clear();
+    flights_.each([&](const Flight& f) {
         if (f.layer == layer && f.cause == Cause::prefetch && std::find(needed.begin(), needed.end(), f.segment) == needed.end())
-            stale.push_back(f.segment);
-    for (Segment s : stale) drop(s);
+            stale_.push_back(f.segment);
+    });
+    for (Segment s : stale_) drop(s);
 }
 
 // Cancels a copy that was not begun. False: it was.
 bool Core::drop(Segment s) {
-    const auto f = flight(s);
-    const bool dropped = link_->cancel(f->ticket);
-    if (log) log->push_back({dropped ? 'x' : '-', s, f->slot});
+    const Flight& f = flight(s);
+    const bool dropped = link_->cancel(f.ticket);
+    if (log) log->push_back({dropped ? 'x' : '-', s, f.slot});
     if (dropped) release(s);
     return dropped;
 }
 
 bool Core::displaced(Segment s, std::int64_t layer) {
-    const Flight f = *flight(s);
+    const Flight f = flight(s);
     if (drop(s)) return false;
     await(f, layer < 0 ? f.layer : layer, true);
     const bool copied = link_->ending(f.ticket) == Ending::copied;
@@ -354,48 +382,45 @@ bool Core::displaced(Segment s, std::int64_t layer) {
 }
 
 void Core::evict(const Segments& segments, std::int64_t layer) {
-    Segments here;
+    here_.clear();
     for (Segment s : segments)
-        if (flight(s) == flights_.end() || displaced(s, layer)) here.push_back(s);
-    for (Segment s : here) {
+        if (!loading(s) || displaced(s, layer)) here_.push_back(s);
+    for (Segment s : here_) {
         if (state(s) != State::resident) throw Broken("a segment that leaves is not resident: " + std::to_string(s));
         if (pins_[s]) throw Broken("a pinned segment cannot leave: " + std::to_string(s));
     }
-    for (Segment s : here) {
+    for (Segment s : here_) {
         if (writeback_ && s < layout_.keys()) unwritten_[slot_[s]] = 1;
         drop_slot(s);
     }
-    for (Segment s : here) order_->removed(s);
-    for (Segment s : here)
+    for (Segment s : here_) order_->removed(s);
+    for (Segment s : here_)
         if (take_pending(s, &SourceCounts::wasted)) {
             of(layer_of(s)).bytes_wasted += bytes_of(s);
             ++governor_.wasted;
         }
 }
 
-std::vector<std::uint8_t> Core::allowed(const Segments& kept) const {
-    std::vector<std::uint8_t> found = evictable_;
-    for (Segment s : kept) found[s] = 0;
-    return found;
-}
-
-Segments Core::make_room(const Segments& absent, const std::vector<std::uint8_t>& may) {
-    Segments fit;
-    std::vector<std::uint8_t> classes(free_.size()), fits(states_.size());
+const Segments& Core::make_room(const Segments& absent, const std::uint8_t* may) {
+    fit_.clear();
+    if (free_.size() == 1) {
+        const auto lacking = static_cast<std::int64_t>(absent.size()) - free_of(0);
+        if (lacking > 0) evict(order_->victims(0, lacking, may), -1);
+        const auto room = std::min(absent.size(), static_cast<std::size_t>(free_of(0)));
+        fit_.assign(absent.begin(), absent.begin() + static_cast<std::ptrdiff_t>(room));
+        return fit_;
+    }
+    for (Segment s : absent) classes_[class_of(s)] = 0;
     for (Segment first : absent) {
         const std::int64_t c = class_of(first);
-        if (std::exchange(classes[c], std::uint8_t{1})) continue;
-        Segments own;
-        for (Segment s : absent)
-            if (class_of(s) == c) own.push_back(s);
-        const auto lacking = static_cast<std::int64_t>(own.size()) - free_of(c);
-        if (lacking > 0) evict(order_->victims(c, lacking, may.data()), -1);
-        const auto room = static_cast<std::size_t>(free_of(c));
-        for (std::size_t i = 0; i < own.size() && i < room; ++i) fits[own[i]] = 1;
+        if (std::exchange(classes_[c], std::uint8_t{1})) continue;
+        const auto own = std::count_if(absent.begin(), absent.end(), [&](Segment s) { return class_of(s) == c; });
+        if (own > free_of(c)) evict(order_->victims(c, own - free_of(c), may), -1);
+        room_[c] = free_of(c);
     }
     for (Segment s : absent)
-        if (fits[s]) fit.push_back(s);
-    return fit;
+        if (room_[class_of(s)]-- > 0) fit_.push_back(s);
+    return fit_;
 }
 
 void Core::expect(const Segments& given, Segment first, Segment stop) const {
@@ -405,13 +430,21 @@ void Core::expect(const Segments& given, Segment first, Segment stop) const {
                          std::to_string(stop - 1));
 }
 
-Segments Core::segments_of(const Segments& keys) const {
-    expect(keys, 0, layout_.split ? layout_.keys() : layout_.segments());
-    if (!layout_.split) return keys;
-    Segments found;
+void Core::into_segments(const Segments& keys, Segments& found) const {
+    if (!layout_.split) {
+        found.assign(keys.begin(), keys.end());
+        return;
+    }
+    found.clear();
     for (Key key : keys)
         for (Segment s : {key, key + layout_.keys()})
             if (has(s)) found.push_back(s);
+}
+
+Segments Core::segments_of(const Segments& keys) const {
+    expect(keys, 0, layout_.split ? layout_.keys() : layout_.segments());
+    Segments found;
+    into_segments(keys, found);
     return found;
 }
 
@@ -445,7 +478,7 @@ void Core::wait_all() {
 
 // Waits on the host for a copy, at nobody's cost.
 void Core::finish(Segment s) {
-    const Flight f = *flight(s);
+    const Flight f = flight(s);
     if (log) log->push_back({'w', s, f.slot});
     link_->wait(f.ticket);
     land(s);
@@ -480,6 +513,7 @@ std::vector<Move> Core::resize(std::int64_t slots) {
         ++generation_[move.to];
     }
     free_[0].assign(free.rbegin(), free.rend() - static_cast<std::ptrdiff_t>(moves.size()));
+    free_count_ = static_cast<Slot>(free_[0].size());
     emptied_ += slots > slots_;  // there are slots to fill, as in an empty cache
     layout_.slots[0] = slots_ = slots;
     return moves;
@@ -496,20 +530,20 @@ void Core::migrate(const Segments& keys, bool keep_others) {
     if (!keep_others)
         for (std::int64_t c = 0; c < static_cast<std::int64_t>(free_.size()); ++c)
             evict(order_->victims(c, layout_.slots[c], may.data()), -1);
-    submit(reserve(make_room(absent, may), Cause::migration), true);
+    submit(reserve(make_room(absent, may.data()), Cause::migration), true);
 }
 
 void Core::preload(const Segments& keys) {
-    const Segments fit = make_room(segments_of(keys), std::vector<std::uint8_t>(states_.size()));
+    const Segments fit = make_room(segments_of(keys), std::vector<std::uint8_t>(states_.size()).data());
     submit(reserve(fit, Cause::preload), true);
     for (Segment s : fit) {
-        const Flight f = *flight(s);
+        const Flight f = flight(s);
         if (log) log->push_back({'w', s, f.slot});
         link_->wait(f.ticket);
         if (link_->ending(f.ticket) != Ending::copied) fail(s);
         publish(f);
         totals_.bytes_preloaded += bytes_of(s);
-        flights_.erase(flight(s));
+        flights_.erase(s);
         link_->forget(f.ticket);
     }
 }
@@ -524,7 +558,7 @@ void Core::flush() {
 
 Segments Core::under_way() const {
     Segments found;
-    for (const Flight& f : flights_) found.push_back(f.segment);
+    flights_.each([&](const Flight& f) { found.push_back(f.segment); });
     return found;
 }
 
@@ -536,7 +570,7 @@ const Segments& Core::open(std::int64_t layer, const Segments& keys, const Segme
     expect(keys, layer * layout_.experts, (layer + 1) * layout_.experts);
     if (counts.size() != keys.size()) throw Broken("as many counts as experts");
     layer_ = layer;
-    needed_ = segments_of(keys);
+    into_segments(keys, needed_);
     if (!low.empty())
         for (Segment& s : needed_)
             if (std::find(low.begin(), low.end(), s) != low.end()) s += layout_.keys();
@@ -545,21 +579,25 @@ const Segments& Core::open(std::int64_t layer, const Segments& keys, const Segme
     return needed_;
 }
 
-Segments Core::victims(std::int64_t slot_class, std::int64_t count, const std::vector<std::uint8_t>& kept) {
-    std::vector<std::uint8_t> may = evictable_;
-    for (std::size_t i = 0; i < may.size(); ++i) may[i] &= !kept[i];
-    Segments found = order_->victims(slot_class, count, may.data());
+// Victims that are neither of the pass nor kept.
+Segments Core::victims(std::int64_t slot_class, std::int64_t count, const Segments& mine, const Segments& kept) {
+    Segments found;
+    {
+        const Kept out_of_reach(*this, mine, kept);
+        found = order_->victims(slot_class, count, evictable_.data());
+    }
     const auto lacking = count - static_cast<std::int64_t>(found.size());
-    if (lacking > 0) {  // copies in flight for other layers
-        bool any = false;
-        for (std::size_t i = 0; i < may.size(); ++i) {
-            may[i] = states_[i] == static_cast<std::uint8_t>(State::loading) && !kept[i] && !pins_[i];
-            any |= may[i];
-        }
-        if (any) {
-            const Segments more = order_->victims(slot_class, lacking, may.data());
-            found.insert(found.end(), more.begin(), more.end());
-        }
+    if (lacking <= 0 || !flights_.count()) return found;
+    // copies in flight for other layers
+    may_.assign(states_.size(), 0);
+    flights_.each([&](const Flight& f) { may_[f.segment] = !pins_[f.segment]; });
+    for (const Segments* list : {&mine, &kept})
+        for (Segment s : *list) may_[s] = 0;
+    bool any = false;
+    flights_.each([&](const Flight& f) { any |= may_[f.segment] != 0; });
+    if (any) {
+        const Segments more = order_->victims(slot_class, lacking, may_.data());
+        found.insert(found.end(), more.begin(), more.end());
     }
     return found;
 }
@@ -567,72 +605,73 @@ Segments Core::victims(std::int64_t slot_class, std::int64_t count, const std::v
 const Plan& Core::plan(const Segments& here, const Segments& keep) {
     expect(here, 0, layout_.segments());
     expect(keep, 0, layout_.segments());
-    plan_ = Plan{};
     given_ = done_ = 0;
     late_ = false;
-    Segments by[3];
-    for (Segment s : here) by[2 - states_[s]].push_back(s);
-    plan_.resident = static_cast<std::int64_t>(by[0].size());
-    plan_.arriving = static_cast<std::int64_t>(by[1].size());
-    plan_.run = by[0];
-    for (int i : {1, 2}) plan_.run.insert(plan_.run.end(), by[i].begin(), by[i].end());
-    const Segments& missing = by[2];
-    if (missing.empty()) return plan_;
-    std::vector<std::uint8_t> kept(states_.size());
-    for (Segment s : keep) kept[s] = 1;
+    plan_.run.clear();
+    plan_.loads.clear();
+    missing_.clear();
+    for (Segment s : here)
+        if (state(s) == State::resident) plan_.run.push_back(s);
+    plan_.resident = static_cast<std::int64_t>(plan_.run.size());
+    plan_.arriving = 0;
+    if (plan_.run.size() == here.size()) return plan_;
+    for (Segment s : here)
+        if (state(s) == State::loading) plan_.run.push_back(s);
+    plan_.arriving = static_cast<std::int64_t>(plan_.run.size()) - plan_.resident;
+    for (Segment s : here)
+        if (state(s) == State::absent) plan_.run.push_back(s), missing_.push_back(s);
+    if (missing_.empty()) return plan_;
     if (free_.size() == 1) {
-        plan_class(0, plan_.run, missing, kept, !keep.empty(), plan_.loads);
+        plan_class(0, plan_.run, missing_, keep, plan_.loads);
     } else {
-        std::unordered_map<Segment, std::int64_t> place;
-        for (std::size_t i = 0; i < plan_.run.size(); ++i) place[plan_.run[i]] = static_cast<std::int64_t>(i);
-        std::vector<std::uint8_t> classes(free_.size());
+        for (std::size_t i = 0; i < plan_.run.size(); ++i) place_[plan_.run[i]] = static_cast<std::int32_t>(i);
         std::int64_t several = 0;
-        for (Segment first : missing) {
+        for (Segment s : missing_) classes_[class_of(s)] = 0;
+        for (Segment first : missing_) {
             const std::int64_t c = class_of(first);
-            if (std::exchange(classes[c], std::uint8_t{1})) continue;
+            if (std::exchange(classes_[c], std::uint8_t{1})) continue;
             ++several;
-            Segments run, own;
+            class_run_.clear();
+            class_missing_.clear();
             for (Segment s : plan_.run)
-                if (class_of(s) == c) run.push_back(s);
-            for (Segment s : missing)
-                if (class_of(s) == c) own.push_back(s);
+                if (class_of(s) == c) class_run_.push_back(s);
+            for (Segment s : missing_)
+                if (class_of(s) == c) class_missing_.push_back(s);
             const std::size_t begun = plan_.loads.size();
-            plan_class(c, run, own, kept, !keep.empty(), plan_.loads);
+            plan_class(c, class_run_, class_missing_, keep, plan_.loads);
             for (std::size_t i = begun; i < plan_.loads.size(); ++i)
-                if (plan_.loads[i].after) plan_.loads[i].after = place[run[plan_.loads[i].after - 1]] + 1;
+                if (plan_.loads[i].after)
+                    plan_.loads[i].after = place_[class_run_[static_cast<std::size_t>(plan_.loads[i].after - 1)]] + 1;
         }
         if (several > 1)
             std::stable_sort(plan_.loads.begin(), plan_.loads.end(), [&](const Load& a, const Load& b) {
-                return a.after != b.after ? a.after < b.after : place[a.segment] < place[b.segment];
+                return a.after != b.after ? a.after < b.after : place_[a.segment] < place_[b.segment];
             });
     }
     for (const Load& l : plan_.loads) late_ |= l.after > 0;
     return plan_;
 }
 
-void Core::plan_class(std::int64_t slot_class, const Segments& run, const Segments& missing,
-                      const std::vector<std::uint8_t>& keep, bool any_kept, std::vector<Load>& loads) {
+void Core::plan_class(std::int64_t slot_class, const Segments& run, const Segments& missing, const Segments& keep,
+                      std::vector<Load>& loads) {
     const auto free = std::min(free_of(slot_class), static_cast<std::int64_t>(missing.size()));
     const auto lacking = static_cast<std::int64_t>(missing.size()) - free;
     for (std::int64_t i = 0; i < free; ++i) loads.push_back({missing[i], -1, 0});
     if (!lacking) return;
-    std::vector<std::uint8_t> kept = keep;
-    for (Segment s : run) kept[s] = 1;
-    Segments out = victims(slot_class, lacking, kept);
+    Segments out = victims(slot_class, lacking, run, keep);
     if (static_cast<std::int64_t>(out.size()) == lacking) {
         for (std::int64_t i = 0; i < lacking; ++i) loads.push_back({missing[free + i], out[i], 0});
         return;
     }
     // What is kept gives way only where the layer has nothing of its own to take turns with.
+    std::vector<std::uint8_t> kept(states_.size());
+    for (Segment s : keep) kept[s] = 1;
     const std::size_t first = run.size() - missing.size();
     std::vector<std::int64_t> turns;
     for (std::size_t i = 0; i < run.size(); ++i)
-        if (i >= first || !keep[run[i]]) turns.push_back(static_cast<std::int64_t>(i));
-    if (any_kept && run[turns[0]] == missing[free + static_cast<std::int64_t>(out.size())]) {
-        std::vector<std::uint8_t> mine(states_.size());
-        for (Segment s : run) mine[s] = 1;
-        for (Segment s : out) mine[s] = 1;
-        const Segments more = victims(slot_class, lacking - static_cast<std::int64_t>(out.size()), mine);
+        if (i >= first || !kept[run[i]]) turns.push_back(static_cast<std::int64_t>(i));
+    if (!keep.empty() && run[turns[0]] == missing[free + static_cast<std::int64_t>(out.size())]) {
+        const Segments more = victims(slot_class, lacking - static_cast<std::int64_t>(out.size()), run, out);
         out.insert(out.end(), more.begin(), more.end());
         turns.resize(run.size());
         std::iota(turns.begin(), turns.end(), 0);
@@ -649,6 +688,7 @@ void Core::plan_class(std::int64_t slot_class, const Segments& run, const Segmen
 }
 
 void Core::count_begin() {
+    enum : std::uint8_t { there = 1, lacking = 2, brought = 4, late = 8 };
     LayerCounts& c = of(layer_);
     const std::int64_t keys = layout_.keys(), experts = layout_.experts, base = layer_ * experts;
     const auto resident = static_cast<std::size_t>(plan_.resident), size = plan_.run.size();
@@ -659,35 +699,42 @@ void Core::count_begin() {
     std::int64_t after = 0;
     for (const Load& l : plan_.loads)
         if (l.after > after) after = l.after, ++c.waves;
-    for (std::size_t i = here; i < size; ++i)
-        if (plan_.run[i] < keys && vacant_[plan_.run[i]]) c.bytes_premature += bytes_of(plan_.run[i]);
-    std::fill_n(vacant_.begin() + base, experts, std::uint8_t{0});
-    std::vector<std::uint8_t> there(static_cast<std::size_t>(experts)), lacking(there), brought(there), late(there);
-    for (std::size_t i = 0; i < size; ++i) (i < resident ? there : lacking)[plan_.run[i] % keys - base] = 1;
+    if (vacated_[layer_]) {
+        for (std::size_t i = here; i < size; ++i)
+            if (plan_.run[i] < keys && vacant_[plan_.run[i]]) c.bytes_premature += bytes_of(plan_.run[i]);
+        std::fill_n(vacant_.begin() + base, experts, std::uint8_t{0});
+        vacated_[layer_] = 0;
+    }
+    const auto flags = [&](std::size_t i) -> std::uint8_t& { return flags_[plan_.run[i] % keys - base]; };
+    for (std::size_t i = 0; i < size; ++i) flags(i) |= i < resident ? there : lacking;
     if (layout_.split) {
-        for (std::size_t i = 0; i < resident; ++i) c.top_hits += plan_.run[i] < keys && lacking[plan_.run[i] - base];
-        for (std::int64_t e = 0; e < experts; ++e) c.hits += there[e] && !lacking[e], c.misses += lacking[e];
+        for (std::size_t i = 0; i < resident; ++i) c.top_hits += plan_.run[i] < keys && flags(i) & lacking;
     } else {
         c.hits += plan_.resident;
         c.misses += static_cast<std::int64_t>(size - resident);
-        for (std::size_t i = 0; i < size; ++i)
-            if (plan_.run[i] >= keys) ++(i < resident ? c.low_bit_hits : c.low_bit_misses);
+        if (layout_.parts > 1)
+            for (std::size_t i = 0; i < size; ++i)
+                if (plan_.run[i] >= keys) ++(i < resident ? c.low_bit_hits : c.low_bit_misses);
+    }
+    for (std::size_t i = 0; i < resident; ++i)
+        if (take_pending(plan_.run[i], &SourceCounts::hits)) flags(i) |= brought, ++governor_.used;
+    for (std::size_t i = 0; i < here; ++i) pin(plan_.run[i]);
+    for (std::size_t i = resident; i < here; ++i) {
+        if (flight(plan_.run[i]).cause != Cause::prefetch) continue;
+        take_pending(plan_.run[i], &SourceCounts::late);
+        ++governor_.used;
+        flags(i) |= late;
+    }
+    for (std::size_t i = 0; i < size; ++i) {
+        const std::uint8_t found = std::exchange(flags(i), std::uint8_t{0});  // of an expert once
+        if (layout_.split && found) ++(found & lacking ? c.misses : c.hits);
+        c.prefetched_hits += (found & brought) && !(found & lacking);
+        c.late_prefetches += (found & late) != 0;
     }
     if (decode_only) {
         totals_.decode_hits += c.hits - hits;
         totals_.decode_misses += c.misses - misses;
     }
-    for (std::size_t i = 0; i < resident; ++i)
-        if (take_pending(plan_.run[i], &SourceCounts::hits)) brought[plan_.run[i] % keys - base] = 1, ++governor_.used;
-    for (std::int64_t e = 0; e < experts; ++e) c.prefetched_hits += brought[e] && !lacking[e];
-    for (std::size_t i = 0; i < here; ++i) pin(plan_.run[i]);
-    for (std::size_t i = resident; i < here; ++i) {
-        if (flight(plan_.run[i])->cause != Cause::prefetch) continue;
-        take_pending(plan_.run[i], &SourceCounts::late);
-        ++governor_.used;
-        late[plan_.run[i] % keys - base] = 1;
-    }
-    c.late_prefetches += std::count(late.begin(), late.end(), 1);
 }
 
 void Core::expect_open() const {
@@ -700,11 +747,11 @@ void Core::begin() {
         if (layer_of(s) != layer_) throw Broken("segment " + std::to_string(s) + " is not of layer " + std::to_string(layer_));
     count_begin();
     for (std::int64_t i = plan_.resident; i < plan_.resident + plan_.arriving; ++i) {
-        const auto f = flight(plan_.run[i]);
+        const Flight& f = flight(plan_.run[i]);
         // loads of another cut come after demand, too
-        if (f->cause != Cause::prefetch && !(layout_.split && f->cause == Cause::migration)) continue;
-        if (log) log->push_back({'^', f->segment, f->slot});
-        link_->promote(f->ticket);
+        if (f.cause != Cause::prefetch && !(layout_.split && f.cause == Cause::migration)) continue;
+        if (log) log->push_back({'^', f.segment, f.slot});
+        link_->promote(f.ticket);
     }
 }
 
@@ -714,29 +761,31 @@ void Core::load() {
 }
 
 void Core::issue(std::int64_t after) {
-    Segments loads, leaving;
+    loads_.clear();
+    leaving_.clear();
     for (const Load& l : plan_.loads)
         if (l.after == after) {
-            loads.push_back(l.segment);
-            if (l.victim >= 0) leaving.push_back(l.victim);
+            loads_.push_back(l.segment);
+            if (l.victim >= 0) leaving_.push_back(l.victim);
         }
-    if (loads.empty()) return;
-    evict(leaving, layer_);
-    const auto copies = reserve(loads, Cause::demand);
-    for (Segment s : loads) pin(s);
+    if (loads_.empty()) return;
+    if (!leaving_.empty()) evict(leaving_, layer_);
+    const auto& copies = reserve(loads_, Cause::demand);
+    for (Segment s : loads_) pin(s);
     if (decode_only)
-        for (Segment s : loads) of(layer_).bytes_demanded_decode += bytes_of(s);
+        for (Segment s : loads_) of(layer_).bytes_demanded_decode += bytes_of(s);
     submit(copies, true);
 }
 
 void Core::ran(std::int64_t first, std::int64_t stop) {
-    const Segments run(plan_.run.begin() + first, plan_.run.begin() + stop);
+    ran_.assign(plan_.run.begin() + first, plan_.run.begin() + stop);
     const std::int64_t keys = layout_.keys();
-    for (Segment s : run) {
+    for (Segment s : ran_) {
         unpin(s);
-        if (!layout_.split || s == (has(s % keys) ? s % keys : s % keys + keys)) ++uses_[s % keys];
+        const Key key = s < keys ? s : s - keys;
+        if (!layout_.split || s == (has(key) ? key : key + keys)) ++uses_[key];
     }
-    order_->used(run);
+    order_->used(ran_);
 }
 
 std::pair<std::int64_t, std::int64_t> Core::next() {
@@ -760,9 +809,9 @@ std::pair<std::int64_t, std::int64_t> Core::next() {
     }
     if (late_ || first < plan_.resident) {
         for (std::int64_t i = first; i < stop; ++i)
-            if (flight(plan_.run[i]) != flights_.end()) land_needed(plan_.run[i], layer_);
+            if (loading(plan_.run[i])) land_needed(plan_.run[i], layer_);
     } else {
-        if (flight(plan_.run[first]) != flights_.end()) land_needed(plan_.run[first], layer_);
+        if (loading(plan_.run[first])) land_needed(plan_.run[first], layer_);
         stop = land_behind(first + 1, stop);
     }
     given_ = first;
@@ -788,21 +837,30 @@ void Core::abandon() noexcept {
 
 std::int64_t Core::prefetch(const Segments& keys, const Segments& keep, std::uint8_t source) {
     const std::int64_t whole = layout_.keys();
-    expect(keys, 0, layout_.segments());
-    expect(keep, 0, layout_.segments());
-    Segments wanted;
+    for (const Segments* list : {&keys, &keep}) expect(*list, 0, layout_.split ? whole : layout_.segments());
+    wanted_.clear();
     for (Segment s : keys)
-        if (layout_.split || layout_.parts == 1 || s < whole || state(s - whole) == State::absent) wanted.push_back(s);
-    Segments absent;
-    for (Segment s : segments_of(wanted))
-        if (state(s) == State::absent) absent.push_back(s);
-    if (absent.empty()) return 0;
-    Segments kept = wanted;
-    kept.insert(kept.end(), keep.begin(), keep.end());
-    if (layout_.parts > 1)  // with an expert its bottom, or its replica, stays
-        for (std::size_t i = 0, n = kept.size(); i < n; ++i)
-            if (kept[i] < whole) kept.push_back(kept[i] + whole);
-    const Segments fit = make_room(absent, allowed(kept));
+        if (layout_.split || layout_.parts == 1 || s < whole || state(s - whole) == State::absent) wanted_.push_back(s);
+    absent_.clear();
+    if (layout_.split) {
+        for (Key key : wanted_)
+            for (Segment s : {key, key + whole})
+                if (has(s) && state(s) == State::absent) absent_.push_back(s);
+    } else {
+        for (Segment s : wanted_)
+            if (state(s) == State::absent) absent_.push_back(s);
+    }
+    if (absent_.empty()) return 0;
+    kept_.assign(keep.begin(), keep.end());
+    if (layout_.parts > 1) {  // with an expert its bottom, or its replica, stays
+        const std::size_t count = kept_.size();
+        for (std::size_t i = 0; i < count; ++i)
+            if (kept_[i] < whole) kept_.push_back(kept_[i] + whole);
+        for (Segment s : wanted_)
+            if (s < whole) kept_.push_back(s + whole);
+    }
+    const Kept out_of_reach(*this, wanted_, kept_);
+    const Segments& fit = make_room(absent_, evictable_.data());
     sources_[source].queued += static_cast<std::int64_t>(fit.size());
     for (Segment s : fit) pending_[s] = source;
     submit(reserve(fit, Cause::prefetch), false);
@@ -812,9 +870,8 @@ std::int64_t Core::prefetch(const Segments& keys, const Segments& keep, std::uin
 void Core::finish_prefetch(const Segments& keys, std::int64_t layer) {
     expect_layer(layer);
     for (Segment s : segments_of(keys)) {
-        const auto f = flight(s);
-        if (f == flights_.end()) continue;
-        await(*f, layer, false);
+        if (!loading(s)) continue;
+        await(flight(s), layer, false);
         land(s);
     }
 }
@@ -828,7 +885,7 @@ void Core::leave(const Segments& leaving, std::int64_t layer) {
     expect(leaving, 0, layout_.segments());
     evict(leaving, layer);
     for (Segment s : leaving)
-        if (s < layout_.keys()) vacant_[s] = 1;
+        if (s < layout_.keys()) vacant_[s] = vacated_[layer_of(s)] = 1;
     of(layer).vacated += static_cast<std::int64_t>(leaving.size());
 }
 
@@ -839,7 +896,7 @@ std::string Core::check() const {
             if (slot < first_of_[c] || slot >= first_of_[c] + layout_.slots[c]) return "a free slot is of another class";
             if (std::exchange(taken[slot], std::uint8_t{1})) return "a slot is free twice";
         }
-    std::size_t loading = 0;
+    std::size_t under_way = 0;
     for (std::size_t s = 0; s < states_.size(); ++s) {
         const bool held = states_[s] != 0;
         if (held != (slot_[s] >= 0)) return "a segment's slot says otherwise than its state: " + std::to_string(s);
@@ -847,10 +904,10 @@ std::string Core::check() const {
         if (evictable_[s] != (states_[s] == 2 && !pins_[s])) return "a segment is wrongly evictable: " + std::to_string(s);
         if (pins_[s] < 0 || (pins_[s] && !held)) return "an absent segment is pinned: " + std::to_string(s);
         if (pending_[s] && !held) return "an unused prefetch is not held: " + std::to_string(s);
-        loading += states_[s] == 1;
+        under_way += states_[s] == 1;
     }
     if (std::count(taken.begin(), taken.end(), 1) != static_cast<std::ptrdiff_t>(taken.size())) return "a slot is lost";
-    if (loading != flights_.size()) return "loads under way are not the loading segments";
+    if (under_way != flights_.count()) return "loads under way are not the loading segments";
     return "";
 }
 

@@ -120,6 +120,7 @@ struct Layout {
     std::int64_t most = 0;                      // of one class: slots that there may be at some time
     std::vector<std::int64_t> units, bytes;     // [segments]: size in the pool's unit (0: there is no such segment), bytes
     std::vector<std::int64_t> slot_bytes;       // [classes]
+    std::vector<std::int64_t> first_unit;       // [slots]: where each begins in the pool; empty: all are of one size
     bool split = false;                         // part 1 is a bottom, and an expert runs on both; else a replica
 
     std::int64_t keys() const { return layers * experts; }
@@ -209,7 +210,7 @@ class Core {
     std::int64_t layer_of(Segment s) const { return s % layout_.keys() / layout_.experts; }
     std::int64_t class_of(Segment s) const { return layout_.class_of.empty() ? 0 : layout_.class_of[s]; }
     std::int64_t free_of(std::int64_t slot_class) const { return static_cast<std::int64_t>(free_[slot_class].size()); }
-    std::int64_t free_slots() const;
+    std::int64_t free_slots() const { return free_count_; }
     std::int64_t emptied() const { return emptied_; }
     Link& link() { return *link_; }
     Order& order() { return *order_; }
@@ -281,7 +282,7 @@ class Core {
 
     // -- for others -----------------------------------------------------------------------------------------
     std::string check() const;  // empty: all invariants hold
-    Segments under_way() const;
+    Segments under_way() const;  // oldest copy first
     // Seconds that the last copy of each segment took, as far as known [segments].
     std::vector<double>& took_s() { return took_s_; }
     Segments segments_of(const Segments& keys) const;
@@ -296,7 +297,7 @@ class Core {
 
   private:
     struct Flight {
-        Ticket ticket;
+        Ticket ticket;  // 0: it has ended
         Segment segment;
         Slot slot;
         std::int64_t generation, layer;
@@ -304,6 +305,32 @@ class Core {
         Mark after;
         bool back;
     };
+    // Copies under way, oldest first; found by their segment without a search.
+    class Flights {
+      public:
+        void size(std::size_t segments) { place_.assign(segments, -1), all_.clear(), live_ = 0; }
+        Flight* find(Segment s) { return place_[s] < 0 ? nullptr : &all_[static_cast<std::size_t>(place_[s])]; }
+        const Flight* find(Segment s) const { return const_cast<Flights*>(this)->find(s); }
+        void add(const Flight& f);
+        void erase(Segment s) {
+            all_[static_cast<std::size_t>(place_[s])].ticket = 0;
+            place_[s] = -1;
+            if (!--live_) all_.clear();
+        }
+        std::size_t count() const { return live_; }
+        template <typename Each>
+        void each(const Each& of) const {
+            for (const Flight& f : all_)
+                if (f.ticket) of(f);
+        }
+
+      private:
+        std::vector<Flight> all_;
+        std::vector<std::int32_t> place_;  // [segments]; -1: none
+        std::size_t live_ = 0;
+    };
+    // Takes segments out of `evictable_` while in scope.
+    class Kept;
 
     void lay_out(const Layout& layout);
     // Throws Broken unless all of these are from `first` to before `stop`.
@@ -313,11 +340,13 @@ class Core {
     bool has(Segment s) const { return layout_.units.empty() || layout_.units[s] > 0; }
     std::int64_t bytes_of(Segment s) const { return layout_.bytes[s]; }
     LayerCounts& of(std::int64_t layer) { return counts_[layer]; }
-    std::vector<Flight>::iterator flight(Segment s);
+    const Flight& flight(Segment s) const { return *flights_.find(s); }
+    bool loading(Segment s) const { return state(s) == State::loading; }
     // slots and copies
-    std::vector<Copy> reserve(const Segments& segments, Cause cause);
+    const std::vector<Copy>& reserve(const Segments& segments, Cause cause);  // until the next
     void submit(const std::vector<Copy>& copies, bool urgent);
-    Segments make_room(const Segments& absent, const std::vector<std::uint8_t>& allowed);
+    const Segments& make_room(const Segments& absent, const std::uint8_t* allowed);  // until the next
+    void into_segments(const Segments& keys, Segments& found) const;
     void evict(const Segments& segments, std::int64_t layer);  // layer -1: the segment's own
     bool displaced(Segment s, std::int64_t layer);
     void publish(const Flight& f);
@@ -335,11 +364,10 @@ class Core {
     void drop_slot(Segment s);
     void pin(Segment s);
     void unpin(Segment s);
-    std::vector<std::uint8_t> allowed(const Segments& kept) const;
     // plan
-    Segments victims(std::int64_t slot_class, std::int64_t count, const std::vector<std::uint8_t>& kept);
-    void plan_class(std::int64_t slot_class, const Segments& run, const Segments& missing,
-                    const std::vector<std::uint8_t>& keep, bool any_kept, std::vector<Load>& loads);
+    Segments victims(std::int64_t slot_class, std::int64_t count, const Segments& mine, const Segments& kept);
+    void plan_class(std::int64_t slot_class, const Segments& run, const Segments& missing, const Segments& keep,
+                    std::vector<Load>& loads);
     void issue(std::int64_t after);
     void ran(std::int64_t first, std::int64_t stop);
     // counting
@@ -357,8 +385,8 @@ class Core {
     std::vector<Slot> first_of_;           // of each class
     std::int64_t slots_ = 0;  // of all classes
     std::vector<std::int64_t> generation_;
-    std::int64_t emptied_ = 0;
-    std::vector<Flight> flights_;  // oldest first
+    std::int64_t emptied_ = 0, free_count_ = 0;
+    Flights flights_;
     Ticket tickets_ = 0;
     Governor governor_;
     std::vector<LayerCounts> counts_;
@@ -372,7 +400,13 @@ class Core {
     bool late_ = false;  // some loads wait for slots of the pass
     Segments needed_;
     Plan plan_;
-    std::vector<std::int64_t> marks_;  // scratch [segments]
+    // of one call, so that none allocates
+    Segments ended_, stale_, here_, ran_, fit_, wanted_, absent_, kept_, loads_, leaving_, missing_, class_run_, class_missing_;
+    std::vector<Copy> copies_;
+    std::vector<std::uint8_t> may_, flags_, classes_;  // [segments]; [experts], 0 between calls; [classes]
+    std::vector<std::int64_t> room_;                   // [classes]
+    std::vector<std::int32_t> place_;                  // [segments]: of those of the plan in its run
+    std::vector<std::uint8_t> vacated_;                // [layers]: some of its experts are in `vacant_`
 };
 
 }  // namespace tiermoe::core

@@ -1,8 +1,11 @@
 #include "cpu_layer.hpp"
 
+#include <cxxabi.h>
+
 #include <algorithm>
 #include <utility>
 
+#include "../../kernels/cpu/link.hpp"
 #include "../../kernels/cpu/rank.hpp"
 #include "../../kernels/cpu/sizes.hpp"
 
@@ -35,12 +38,13 @@ void keep(std::int64_t tokens, std::vector<std::int64_t>& ids, std::vector<float
 
 }  // namespace
 
-CpuLayer::CpuLayer(Core& core, const Shape& shape, const Kernels& kernels, const std::vector<std::int64_t>& first_unit)
-    : core_(core), shape_(shape), kernels_(kernels), first_unit_(first_unit),
-      place_(static_cast<std::size_t>(shape.experts)), begun_(place_.size()),
-      sums_(static_cast<std::size_t>(kSumRows * shape.width)) {
+CpuLayer::CpuLayer(Core& core, const Shape& shape, const KernelTable& kernels, CpuLayers& all)
+    : core_(core), shape_(shape), kernels_(kernels), all_(all), step_{step, this},
+      place_(static_cast<std::size_t>(shape.experts)), begun_(place_.size()) {
     if (shape.index < 0 || shape.index >= core.layout().layers || shape.experts != core.layout().experts)
         throw std::invalid_argument("there is no such layer");
+    if (core.layout().split == core.layout().first_unit.empty()) throw std::invalid_argument("segments have places in the pool");
+    all_.sums.resize(std::max(all_.sums.size(), static_cast<std::size_t>(kSumRows * shape.width)));
 }
 
 // By expert, in the order of `Routing.of`: as picked for a token of distinct experts, else rising. False: an expert has too
@@ -60,95 +64,128 @@ bool CpuLayer::sort_pairs(std::int64_t tokens, const Routed& routed) {
     else
         for (std::int64_t e = 0; e < shape_.experts; ++e)
             if (counts_[e]) used_.push_back(e);
-    order_.resize(static_cast<std::size_t>(pairs));
     starts_.assign(1, 0);
-    std::int64_t at = 0;
     for (std::size_t i = 0; i < used_.size(); ++i) {
         place_[used_[i]] = static_cast<std::int64_t>(i);
-        for (std::int64_t p = 0; p < pairs; ++p)
-            if (ids[p] == used_[i]) order_[at++] = p;
-        starts_.push_back(at);
+        starts_.push_back(starts_.back() + counts_[used_[i]]);
     }
+    next_.assign(starts_.begin(), starts_.end() - 1);
+    order_.resize(static_cast<std::size_t>(pairs));
+    for (std::int64_t p = 0; p < pairs; ++p) order_[next_[place_[ids[p]]]++] = p;
     return true;
 }
 
 // The groups of a stretch of the plan.
 void CpuLayer::group(std::int64_t first, std::int64_t stop) {
     const Layout& layout = core_.layout();
-    groups_.clear();
+    all_.groups.clear();
     for (std::int64_t i = first; i < stop; ++i) {
         const Segment s = core_.present().run[i];
         const std::int64_t expert = s % layout.keys() - key(0), at = place_[expert];
         const Slot slot = core_.slots()[s];
         const std::int64_t units = layout.split ? layout.units[s] : shape_.neurons;
-        const std::int64_t unit = first_unit_.empty() ? slot * shape_.neurons : first_unit_[slot];
-        groups_.push_back({starts_[at], starts_[at + 1], unit, units, std::exchange(begun_[expert], std::uint8_t{1}) != 0});
+        const std::int64_t unit = layout.first_unit.empty() ? slot * shape_.neurons : layout.first_unit[slot];
+        all_.groups.push_back({starts_[at], starts_[at + 1], unit, units, std::exchange(begun_[expert], std::uint8_t{1}) != 0});
     }
 }
 
-Step CpuLayer::run(const Given& given) {
+// Residents, arrivals as they land, waves; then the sum.
+void CpuLayer::compute(const Given& given, const Routed& routed) {
+    const auto size = static_cast<std::size_t>(given.tokens * routed.top_k * shape_.width);
+    if (all_.y.size() < size) all_.y.resize(size);
+    std::fill(begun_.begin(), begun_.end(), std::uint8_t{0});
+    const auto all = static_cast<std::int64_t>(core_.present().run.size());
+    for (std::int64_t stop = 0; stop < all;) {
+        const auto stretch = core_.next();
+        stop = stretch.second;
+        group(stretch.first, stop);
+        const double wall_s = timed ? now_s() : 0.0, thread_s = timed ? cpu_s() : 0.0;
+        kernels_.expert_ffn(given.hidden, shape_.gate_up, shape_.down, order_.data(), all_.groups.data(),
+                            static_cast<std::int64_t>(all_.groups.size()), routed.top_k, shape_.width, shape_.activation,
+                            all_.y.data(), all_.sums.data());
+        if (stop == all)
+            kernels_.combine(all_.y.data(), routed.weights, given.tokens, routed.top_k, shape_.width, given.out);
+        if (!timed) continue;
+        spent_.kernels_cpu_s += cpu_s() - thread_s;
+        spent_.kernels_s += now_s() - wall_s;
+    }
+    core_.next();  // all has run
+}
+
+Stepped CpuLayer::run(const Given& given, Asking asking) {
     const std::int64_t tokens = given.tokens;
-    if (tokens < 1 || given.top_k < 1 || !product_fits({tokens, given.top_k}, kMaxPairs)) return Step::left;
-    if (ahead_ && !ahead_->takes(*this, given)) return Step::left;
+    if (tokens < 1 || given.top_k < 1 || !product_fits({tokens, given.top_k}, kMaxPairs)) return Stepped::left;
     for (std::int64_t i = 0; i < tokens * given.top_k; ++i)
         if (given.ids[i] < 0 || given.ids[i] >= shape_.experts)
             throw std::invalid_argument("there is no such expert: " + std::to_string(given.ids[i]));
-    core_.arrive();
+    core_.arrive(shape_.index);
     Routed routed{given.ids, given.weights, given.top_k};
-    if (rule_ && !rule_->apply(*this, given, routed)) return Step::left;
-    if (!sort_pairs(tokens, routed)) return Step::left;
+    if (rule_ && !rule_->apply(*this, given, routed)) return Stepped::left;
+    if (!sort_pairs(tokens, routed)) return Stepped::left;
     if (rule_) rule_->done();
-    const double began_s = core_.link().now_s(), waited_s = core_.counts()[shape_.index].blocked_io_s;
-    passed_.tokens = tokens;
-    passed_.keys.clear();
-    passed_.counts.clear();
-    passed_.kernels_s = 0.0;
+    const double& blocked_s = core_.counts()[shape_.index].blocked_io_s;
+    const double began_s = all_.records ? core_.link().now_s() : 0.0, waited_s = blocked_s;
+    spent_ = Spent{};
+    best_.clear();
+    keys_.clear();
+    rows_.clear();
     for (std::int64_t expert : used_) {
-        passed_.keys.push_back(key(expert));
-        passed_.counts.push_back(counts_[expert]);
+        keys_.push_back(key(expert));
+        rows_.push_back(counts_[expert]);
     }
     try {
-        core_.plan(core_.open(shape_.index, passed_.keys, passed_.counts, tokens, {}), {});
+        core_.plan(core_.open(shape_.index, keys_, rows_, tokens, {}), {});
         core_.begin();
         core_.load();
-        if (ahead_) ahead_->run(*this, given);
-        const auto size = static_cast<std::size_t>(tokens * routed.top_k * shape_.width);
-        if (y_.size() < size) y_.resize(size);
-        std::fill(begun_.begin(), begun_.end(), std::uint8_t{0});
-        while (true) {
-            const auto [first, stop] = core_.next();
-            const double start_s = clock ? clock() : 0.0;
-            if (first == stop) {
-                kernels_.combine(y_.data(), routed.weights, tokens, routed.top_k, shape_.width, given.out);
-            } else {
-                group(first, stop);
-                kernels_.expert_ffn(given.hidden, shape_.gate_up, shape_.down, order_.data(), groups_.data(),
-                                    static_cast<std::int64_t>(groups_.size()), routed.top_k, shape_.width, shape_.activation,
-                                    y_.data(), sums_.data());
-            }
-            if (clock) passed_.kernels_s += clock() - start_s;
-            if (first == stop) break;
+        if (ahead_ && asking != Asking::hooks && ahead_->takes(*this, given)) {
+            ahead_->run(*this, given, asking == Asking::always, best_);
+        } else if (hooks_) {
+            hooks_(given);
         }
+        compute(given, routed);
         core_.close();
     } catch (...) {
         core_.abandon();
         throw;
     }
     core_.rerouted(routed.substituted, routed.dropped);
-    passed_.began_s = began_s;
-    passed_.ended_s = core_.link().now_s();
-    passed_.waited_s = core_.counts()[shape_.index].blocked_io_s - waited_s;
-    return Step::ran;
+    spent_.waited_s = blocked_s - waited_s;
+    if (all_.records) {
+        Passed& passed = all_.add();
+        passed.layer = shape_.index;
+        passed.tokens = tokens;
+        passed.keys.assign(keys_.begin(), keys_.end());
+        passed.counts.assign(rows_.begin(), rows_.end());
+        passed.began_s = began_s;
+        passed.ended_s = core_.link().now_s();
+        passed.waited_s = spent_.waited_s;
+        passed.scores.assign(best_.begin(), best_.end());
+    }
+    return Stepped::ran;
+}
+
+Stepped CpuLayer::step(void* self, const Given& given, Asking asking, Spent& spent) {
+    CpuLayer& layer = *static_cast<CpuLayer*>(self);
+    try {
+        const Stepped how = layer.run(given, asking);
+        spent = layer.spent_;
+        return how;
+    } catch (const abi::__forced_unwind&) {  // the thread ends: nobody may stop it
+        throw;
+    } catch (...) {
+        layer.failure_ = std::current_exception();
+        return Stepped::failed;
+    }
 }
 
 bool DropUnfit::apply(CpuLayer& layer, const Given& given, Routed& routed) {
     const std::int64_t pairs = given.tokens * given.top_k, vacant = layer.core().free_slots();
     const std::int64_t experts = layer.shape().experts;
-    if (misses_fit(given.ids, pairs, layer.states(), experts, vacant)) return true;
+    if (layer.kernels().misses_fit(given.ids, pairs, layer.states(), experts, vacant)) return true;
     ids.resize(static_cast<std::size_t>(pairs));
     weights.resize(ids.size());
-    routed.dropped = budget_top_k(given.ids, given.weights, given.tokens, given.top_k, layer.states(), experts, vacant,
-                                  narrowest, renormalise, ids.data(), weights.data());
+    routed.dropped = layer.kernels().budget_top_k(given.ids, given.weights, given.tokens, given.top_k, layer.states(),
+                                                  experts, vacant, narrowest, renormalise, ids.data(), weights.data());
     if (routed.dropped) keep(given.tokens, ids, weights, routed);
     return true;
 }
@@ -175,7 +212,7 @@ bool ReplaceMissing::apply(CpuLayer& layer, const Given& given, Routed& routed) 
     wanted.resize(here.size());
     reach.resize(here.size());
     for (std::int64_t e = 0; e < experts; ++e) reach[e] = here[e] = !missing(e);
-    replaceable(given.ids, pairs, here.data(), experts, beta, nullptr, 1, wanted.data());
+    layer.kernels().replaceable(given.ids, pairs, here.data(), experts, beta, nullptr, 1, wanted.data());
     if (std::none_of(wanted.begin(), wanted.end(), [](std::uint8_t one) { return one != 0; })) return true;
     if (by_router) {
         probabilities.resize(static_cast<std::size_t>(given.tokens * experts));
@@ -194,25 +231,25 @@ bool ReplaceMissing::apply(CpuLayer& layer, const Given& given, Routed& routed) 
     problem.out_ids = ids.data();
     problem.out_weights = weights.data();
     problem.substituted = problem.dropped = 0;
-    substitute(problem);
+    layer.kernels().substitute(problem);
     routed.substituted = problem.substituted;
     routed.dropped = problem.dropped;
     if (routed.substituted || routed.dropped) keep(given.tokens, ids, weights, routed);
     return true;
 }
 
-void AskRouters::run(CpuLayer& layer, const Given& given) {
+void AskRouters::run(CpuLayer& layer, const Given& given, bool always, std::vector<float>& best) {
     Core& core = layer.core();
     const std::int64_t experts = layer.shape().experts, outputs = layers * experts;
+    const bool allowed = core.governor().allows();
+    if (!layers || (!allowed && !always)) return;
     const std::uint8_t* states = core.states().data() + first * experts;
-    best.clear();
-    if (!core.governor().allows() || !layers) return;
     if (!always && std::find(states, states + outputs, std::uint8_t{0}) == states + outputs) return;
-    std::vector<float>& scores = layer.scratch();
+    std::vector<float>& scores = layer.all().scores;
     scores.resize(static_cast<std::size_t>(given.tokens * outputs));
     layer.kernels().router_scores(given.hidden, given.tokens, weight, layer.shape().width, outputs, bias,
                                   soft ? experts : 0, scores.data());
-    Segments nearer;
+    nearer.clear();
     for (std::int64_t at = 0; at < layers; ++at) {
         const auto row = [&](std::int64_t t, std::vector<double>& out) {
             const float* from = scores.data() + t * outputs + at * experts;
@@ -221,22 +258,23 @@ void AskRouters::run(CpuLayer& layer, const Given& given) {
         Ranked found = rank_experts(given.tokens, experts, top, by_votes, row);
         if (soft) found = positive(std::move(found));
         if (!at) best.assign(found.best.begin(), found.best.end());
-        Segments wanted;
+        if (!allowed) return;
+        wanted.clear();
         for (int expert : found.experts) wanted.push_back((first + at) * experts + expert);
         core.prefetch(wanted, nearer, source);
         nearer.insert(nearer.end(), wanted.begin(), wanted.end());
     }
 }
 
-void ReleaseSlots::run(CpuLayer& layer, const Given& given) {
+void ReleaseSlots::run(CpuLayer& layer, const Given& given, bool, std::vector<float>&) {
     Core& core = layer.core();
     const std::int64_t experts = layer.shape().experts, following = layer.shape().index + 1;
-    std::vector<float>& scores = layer.scratch();
+    std::vector<float>& scores = layer.all().scores;
     scores.resize(static_cast<std::size_t>(given.tokens * experts));
     layer.kernels().router_scores(given.hidden, given.tokens, weight, layer.shape().width, experts, bias, 0, scores.data());
-    importance_saw(*state, layer.shape().index, given.ids, given.tokens);
-    const std::int64_t slots = importance_target(*state, following, scores.data(), given.tokens, layer.states() + experts,
-                                                 threshold, most);
+    layer.kernels().importance_saw(*state, layer.shape().index, given.ids, given.tokens);
+    const std::int64_t slots = layer.kernels().importance_target(*state, following, scores.data(), given.tokens,
+                                                                 layer.states() + experts, threshold, most);
     core.vacate(slots, following);
 }
 

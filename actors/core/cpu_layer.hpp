@@ -6,34 +6,18 @@
 // Whole experts and split ones are the same to it: a group is a segment's neurons.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
-#include "../../kernels/cpu/expert_ffn.hpp"
-#include "../../kernels/cpu/importance.hpp"
-#include "../../kernels/cpu/substitute.hpp"
+#include "../../kernels/cpu/table.hpp"
 #include "core.hpp"
 
 namespace tiermoe::core {
 
-// What the kernels' module gives: it is compiled for each kind of processor, and apart.
-struct Kernels {
-    void (*expert_ffn)(const float*, const float*, const float*, const std::int64_t*, const Group*, std::int64_t,
-                       std::int64_t, std::int64_t, Activation, float*, float*);
-    void (*combine)(const float*, const float*, std::int64_t, std::int64_t, std::int64_t, float*);
-    void (*router_scores)(const float*, std::int64_t, const float*, std::int64_t, std::int64_t, const float*, std::int64_t,
-                          float*);
-};
-
-// A pass as the model gives it: hidden [T, H], ids and weights [T, K], out [T, H].
-struct Given {
-    const float* hidden;
-    const std::int64_t* ids;
-    const float* weights;
-    std::int64_t tokens, top_k;
-    float* out;
-};
+using Given = LayerInput;
 
 // A routing as it runs.
 struct Routed {
@@ -45,7 +29,7 @@ struct Routed {
 
 class CpuLayer;
 
-// Changes the routing of a pass before it is planned. False: the pass is not for native code, and nothing has changed.
+// Changes the routing of a pass before it is planned. False: the pass is for the page, and nothing has changed.
 struct LayerRule {
     virtual bool apply(CpuLayer& layer, const Given& given, Routed& routed) = 0;
     virtual void done() {}  // the pass runs so
@@ -54,61 +38,95 @@ struct LayerRule {
 
 // What is done once the loads are queued: prefetch, or slots freed for the next layer.
 struct LayerAhead {
-    virtual bool takes(const CpuLayer&, const Given&) const { return true; }  // else the pass is not for native code
-    virtual void run(CpuLayer& layer, const Given& given) = 0;
+    virtual bool takes(const CpuLayer& layer, const Given& given) const = 0;  // else the hooks are called
+    // always: also where nothing that it may ask for is absent. best: the highest score of any row for each expert of the
+    // next layer; empty: there are none.
+    virtual void run(CpuLayer& layer, const Given& given, bool always, std::vector<float>& best) = 0;
     virtual ~LayerAhead() = default;
 };
 
+// Experts of which one takes `neurons` in the pool, and rows of `width`. max_rows: of an expert that the kernel takes.
 struct Shape {
     std::int64_t index, experts, neurons, width, max_rows;
     const float *gate_up, *down;
     Activation activation;
 };
 
-enum class Step { ran, left };  // left: the pass is not for native code, and nothing has changed
-
-// A pass that has run, for whoever records them.
+// A pass that has run. Moments are of the link's clock; waited_s: for copies, in between. scores: of `LayerAhead`.
 struct Passed {
-    std::int64_t tokens = 0;
+    std::int64_t layer, tokens;
     Segments keys, counts;
-    double began_s = 0.0, ended_s = 0.0, waited_s = 0.0, kernels_s = 0.0;
+    double began_s, ended_s, waited_s;
+    std::vector<float> scores;
+};
+
+// What the layers of a cache share: memory of a pass, and the passes that have run until somebody takes them, once a
+// forward.
+class CpuLayers {
+  public:
+    bool records = false;  // passes
+    std::vector<float> y, sums, scores;
+    std::vector<Group> groups;
+
+    Passed& add() {
+        if (count_ == all_.size()) all_.emplace_back();
+        return all_[count_++];
+    }
+    template <typename Each>
+    void take(const Each& of) {
+        const std::size_t count = std::exchange(count_, 0);
+        for (std::size_t i = 0; i < count; ++i) of(all_[i]);
+    }
+
+  private:
+    std::vector<Passed> all_;
+    std::size_t count_ = 0;
 };
 
 class CpuLayer {
   public:
-    // first_unit: of each slot in the pool, in neurons; empty: slot s begins at s * neurons. It may change between passes.
-    CpuLayer(Core& core, const Shape& shape, const Kernels& kernels, const std::vector<std::int64_t>& first_unit);
+    CpuLayer(Core& core, const Shape& shape, const KernelTable& kernels, CpuLayers& all);
+    CpuLayer(const CpuLayer&) = delete;
 
     void rule(std::unique_ptr<LayerRule> rule) { rule_ = std::move(rule); }
     void ahead(std::unique_ptr<LayerAhead> ahead) { ahead_ = std::move(ahead); }
-    // Throws CopyFailed, NoSlot.
-    Step run(const Given& given);
+    // Takes the interpreter's lock. They see the routing as the model picked it.
+    void hooks(std::function<void(const Given&)> hooks) { hooks_ = std::move(hooks); }
+    // Throws what the core and the hooks do, and std::invalid_argument: there is no such expert. Then nothing is pinned.
+    Stepped run(const Given& given, Asking asking);
+    const LayerStep& step() const { return step_; }
+    std::exception_ptr failure() { return std::exchange(failure_, nullptr); }
 
     Core& core() { return core_; }
     const Shape& shape() const { return shape_; }
-    const Kernels& kernels() const { return kernels_; }
-    const Passed& passed() const { return passed_; }
+    const KernelTable& kernels() const { return kernels_; }
+    const Spent& spent() const { return spent_; }
     Key key(std::int64_t expert) const { return shape_.index * shape_.experts + expert; }
     const std::uint8_t* states() { return core_.states().data() + key(0); }
-    std::vector<float>& scratch() { return scratch_; }
-    double (*clock)() = nullptr;  // of the kernels' seconds: null: they are not timed
+    CpuLayers& all() { return all_; }
+    bool timed = false;  // the kernels
 
   private:
+    static Stepped step(void* self, const Given& given, Asking asking, Spent& spent);
     bool sort_pairs(std::int64_t tokens, const Routed& routed);
     void group(std::int64_t first, std::int64_t stop);
+    void compute(const Given& given, const Routed& routed);
 
     Core& core_;
     const Shape shape_;
-    const Kernels kernels_;
-    const std::vector<std::int64_t>& first_unit_;
+    const KernelTable kernels_;
+    CpuLayers& all_;
+    const LayerStep step_;
     std::unique_ptr<LayerRule> rule_;
     std::unique_ptr<LayerAhead> ahead_;
-    Passed passed_;
+    std::function<void(const Given&)> hooks_;
+    std::exception_ptr failure_;
     // of the present pass
-    std::vector<std::int64_t> counts_, used_, order_, starts_, place_;
+    Spent spent_;
+    std::vector<std::int64_t> counts_, used_, order_, starts_, place_, next_;
+    Segments keys_, rows_;  // of each of `used_`
     std::vector<std::uint8_t> begun_;
-    std::vector<Group> groups_;
-    std::vector<float> y_, sums_, scratch_;
+    std::vector<float> best_;
 };
 
 // `activeevict.BudgetAwareTopK`: pairs are dropped whose experts do not fit.
@@ -144,12 +162,12 @@ struct ReplaceMissing : LayerRule {
 // `prefetch.NextGatePrefetch` and `moepic.SpeculativePrefetch`: the routers of the layers behind, on this layer's input.
 struct AskRouters : LayerAhead {
     bool takes(const CpuLayer&, const Given& given) const override { return given.tokens <= max_rows; }
-    void run(CpuLayer& layer, const Given& given) override;
-    const float *weight, *bias;          // [layers * E, H], [layers * E] or null
+    void run(CpuLayer& layer, const Given& given, bool always, std::vector<float>& best) override;
+    const float *weight, *bias;                 // [layers * E, H], [layers * E] or null
     std::int64_t first, layers, top, max_rows;  // first: layer asked
-    bool by_votes, soft, always;         // always: also where each expert is in a slot
+    bool by_votes, soft;                        // soft: by probabilities, of which those of 0 name nobody
     std::uint8_t source;
-    std::vector<float> best;             // the highest score of any row, of the first layer asked [E]
+    Segments wanted, nearer;
 };
 
 // `activeevict.PreEviction`: slots that are freed for the next layer by its router's scores.
@@ -157,17 +175,11 @@ struct ReleaseSlots : LayerAhead {
     bool takes(const CpuLayer&, const Given& given) const override {
         return given.tokens <= max_rows && given.top_k == state->top_k;
     }
-    void run(CpuLayer& layer, const Given& given) override;
+    void run(CpuLayer& layer, const Given& given, bool always, std::vector<float>& best) override;
     const float *weight, *bias;  // [E, H], [E] or null
     double threshold;
     std::int64_t most, max_rows;
     Importance* state;
-};
-
-// Hooks of Python.
-struct CallHooks : LayerAhead {
-    void run(CpuLayer&, const Given& given) override { call(given); }
-    std::function<void(const Given&)> call;
 };
 
 }  // namespace tiermoe::core

@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings.hpp"
 #include "core.hpp"
 #include "orders.hpp"
 #include "python.hpp"
@@ -36,13 +37,14 @@ Array<T> view(V& values, nb::handle owner) {
 
 Layout layout(std::int64_t layers, std::int64_t experts, std::int64_t parts, std::vector<std::int64_t> class_of,
               std::vector<std::int64_t> slots, std::vector<std::int64_t> units, std::vector<std::int64_t> bytes, bool split,
-              std::int64_t most) {
+              std::int64_t most, std::vector<std::int64_t> first_unit) {
     Layout made;
     made.layers = layers, made.experts = experts, made.parts = parts;
     made.class_of = std::move(class_of), made.slots = std::move(slots), made.units = std::move(units);
     made.bytes = std::move(bytes);
     made.split = split;
     made.most = most;
+    made.first_unit = std::move(first_unit);
     return made;
 }
 
@@ -67,12 +69,6 @@ struct AskedLog {
 struct Watched {
     std::vector<Seen> seen;
 };
-
-// What a capsule of this name holds. Throws nb::type_error: it is another.
-void* named(const nb::capsule& of, const char* name) {
-    if (!of.name() || std::string(of.name()) != name) throw nb::type_error("it is another kind of object");
-    return of.data();
-}
 
 }  // namespace
 }  // namespace tiermoe::core
@@ -118,7 +114,8 @@ NB_MODULE(_core, m) {
             for (const auto& [at, count, widen] : sources)
                 places.sources.push_back({reinterpret_cast<const char*>(at), count, widen});
             link.place(std::move(places));
-        }, "homes"_a, "home_of"_a, "position"_a, "sources"_a, "tensors"_a);
+        }, "homes"_a, "home_of"_a, "position"_a, "sources"_a, "tensors"_a)
+        .def("hold", &ThreadLink::hold, "seconds"_a);
     nb::class_<Order>(m, "Order");
     nb::class_<PythonOrder, Order>(m, "PythonOrder")
         .def(nb::init<nb::object>(), "policy"_a)
@@ -135,10 +132,12 @@ NB_MODULE(_core, m) {
     nb::class_<Layout>(m, "Layout")
         .def("__init__", [](Layout* made, std::int64_t layers, std::int64_t experts, std::int64_t parts,
                             std::vector<std::int64_t> class_of, std::vector<std::int64_t> slots,
-                            std::vector<std::int64_t> units, std::vector<std::int64_t> bytes, bool split, std::int64_t most) {
+                            std::vector<std::int64_t> units, std::vector<std::int64_t> bytes, bool split, std::int64_t most,
+                            std::vector<std::int64_t> first_unit) {
             new (made) Layout(layout(layers, experts, parts, std::move(class_of), std::move(slots), std::move(units),
-                                     std::move(bytes), split, most));
-        }, "layers"_a, "experts"_a, "parts"_a, "class_of"_a, "slots"_a, "units"_a, "bytes"_a, "split"_a, "most"_a = 0);
+                                     std::move(bytes), split, most, std::move(first_unit)));
+        }, "layers"_a, "experts"_a, "parts"_a, "class_of"_a, "slots"_a, "units"_a, "bytes"_a, "split"_a, "most"_a = 0,
+             "first_unit"_a = std::vector<std::int64_t>());
     nb::class_<Governor>(m, "Governor")
         .def("__init__", [](Governor* made, double min_useful, std::int64_t window, std::int64_t rest) {
             new (made) Governor{min_useful, window, rest};
@@ -150,7 +149,8 @@ NB_MODULE(_core, m) {
         .def_prop_ro("outcomes", [](const Governor& g) { return std::pair(g.used, g.wasted); },
                      "Prefetches of the window that were used, and that were wasted.")
         .def_prop_ro("always", [](const Governor& g) { return g.min_useful <= 0; })
-        .def_prop_ro("resting", [](const Governor& g) { return g.resting > 0; });
+        .def_prop_ro("resting", [](const Governor& g) { return g.resting > 0; })
+        .def_prop_ro("state", [](const Governor& g) { return std::make_tuple(g.used, g.wasted, g.resting); });
 #define F(name) .def_ro(#name, &LayerCounts::name)
     nb::class_<LayerCounts>(m, "LayerCounts") TIERMOE_LAYER_COUNTS(F);
 #undef F
@@ -272,4 +272,5 @@ NB_MODULE(_core, m) {
         log.asked.clear();
         return found;
     });
+    bind_cpu(m);
 }

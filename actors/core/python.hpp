@@ -33,7 +33,10 @@ class PythonOrder : public Order {
         nb::gil_scoped_acquire lock;
         tell();
         const nb::bytes mask(reinterpret_cast<const char*>(allowed), static_cast<std::size_t>(segments));
-        return nb::cast<Segments>(policy_.attr("of_class")(slot_class).attr("victims")(count, mask.attr("__getitem__")));
+        auto found = nb::cast<Segments>(policy_.attr("of_class")(slot_class).attr("victims")(count, mask.attr("__getitem__")));
+        for (Segment s : found)
+            if (s < 0 || s >= segments) throw nb::index_error("a policy evicts an expert that there is not");
+        return found;
     }
     // With the lock: the policy hears of what has happened.
     void tell() {

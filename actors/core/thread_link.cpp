@@ -20,9 +20,19 @@ void ThreadLink::place(Places places) {
     }
 }
 
-std::shared_ptr<tiermoe::Copy> ThreadLink::made(const Copy& copy, bool urgent) {
+ThreadLink::Known ThreadLink::made(const Copy& copy, bool urgent) {
     using Kind = Piece::Kind;
-    auto found = std::make_shared<tiermoe::Copy>();
+    Known known;
+    // the last of the spare ones is free unless the thread has not let go of it yet
+    if (!spare_.empty() && spare_.back().use_count() == 1) {
+        known.copy = std::move(spare_.back());
+        spare_.pop_back();
+        known.copy->pieces.clear();
+        known.copy->state = tiermoe::Copy::queued;
+    } else {
+        known.copy = std::make_shared<tiermoe::Copy>();
+    }
+    const Shared& found = known.copy;
     found->prefetch = !urgent;
     const auto& home = places_.homes[places_.home_of[copy.segment]];
     const auto* sources = places_.sources.data() + copy.segment * places_.tensors;
@@ -44,18 +54,25 @@ std::shared_ptr<tiermoe::Copy> ThreadLink::made(const Copy& copy, bool urgent) {
                                  source.widen ? Kind::widen_bfloat16 : Kind::bytes});
         up += source.widen ? 2 * source.count : source.count;
     }
-    if (copy.back) back_share_[copy.ticket] = static_cast<double>(back) / static_cast<double>(back + up);
-    return found;
+    if (copy.back) known.back_share = static_cast<double>(back) / static_cast<double>(back + up);
+    return known;
 }
 
 bool ThreadLink::submit(const std::vector<Copy>& copies, bool urgent) {
-    std::vector<std::shared_ptr<tiermoe::Copy>> made_now;
-    for (const Copy& copy : copies) made_now.push_back(copies_[copy.ticket] = made(copy, urgent));
-    return link_.submit(made_now);
+    batch_.clear();
+    for (const Copy& copy : copies) {
+        if (known_.empty()) first_ = copy.ticket;
+        while (first_ + known_.size() < copy.ticket) known_.emplace_back();  // tickets are given in order
+        known_.push_back(made(copy, urgent));
+        batch_.push_back(known_.back().copy);
+    }
+    const bool open = link_.submit(batch_);
+    batch_.clear();
+    return open;
 }
 
 Ending ThreadLink::ending(Ticket ticket) {
-    switch (copies_.at(ticket)->state) {
+    switch (at(ticket).copy->state) {
         case tiermoe::Copy::done: return Ending::copied;
         case tiermoe::Copy::cancelled: return Ending::cancelled;
         default: return Ending::under_way;
@@ -63,15 +80,24 @@ Ending ThreadLink::ending(Ticket ticket) {
 }
 
 bool ThreadLink::times(Ticket ticket, Times& found) {
-    const tiermoe::Copy& copy = *copies_.at(ticket);
-    const auto share = back_share_.find(ticket);
-    found = {copy.start_s, copy.end_s, copy.link_s, share == back_share_.end() ? 0.0 : copy.link_s * share->second};
+    const Known& known = at(ticket);
+    const tiermoe::Copy& copy = *known.copy;
+    found = {copy.start_s, copy.end_s, copy.link_s, copy.link_s * known.back_share};
     return true;
 }
 
 void ThreadLink::forget(Ticket ticket) {
-    copies_.erase(ticket);
-    back_share_.erase(ticket);
+    constexpr std::size_t most = 64;
+    if (spare_.size() < most) spare_.push_back(std::move(at(ticket).copy));
+    at(ticket).copy = nullptr;
+    for (; !known_.empty() && !known_.front().copy; ++first_) known_.pop_front();
+}
+
+void ThreadLink::hold(double seconds) {
+    memory_.resize(static_cast<std::size_t>(seconds * bytes_per_s_));
+    held_ = std::make_shared<tiermoe::Copy>();
+    held_->pieces.push_back({memory_.data(), memory_.data(), static_cast<std::int64_t>(memory_.size()), Piece::Kind::bytes});
+    link_.submit({held_});
 }
 
 }  // namespace tiermoe::core

@@ -43,6 +43,7 @@ from .make_policies import (
 )
 from .model.kernels import expert_seconds
 from .model.model import MoeBlock, attach, detach
+from .native_layer import NativeLayer, NativeLayers
 from .peers.auto import AutoPlacer, make_auto
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
@@ -322,7 +323,7 @@ class ExpertEngine:
         )
         peer_named = self._peer if self.shards is not None or self.ndp is not None else None
         views = self._make_views(blocks, rerouter)
-        backend = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel)
+        backend, passes = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel), NativeLayers()
         for i, block in enumerate(blocks):
             kernel = self.kernels.of(block)
             if self._clock is not None:
@@ -330,6 +331,8 @@ class ExpertEngine:
             layer = MoeLayer(
                 i, self.experts, cache, backend, self._placer, kernel, block.post, hooks, settings.integrity_checks
             )
+            if (native := NativeLayer.of(layer, backend, passes)) is not None:
+                layer.run_natively(native)
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
 

@@ -1,9 +1,8 @@
 """One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
 
-On the CPU a native call does it all where native code has the order of eviction, and the cache counts it later
-(`ExpertCache.count_passes`); it calls a prefetch in Python at its place (`MoeLayer._look_ahead`). Such layers run
-together in one call (`model.native.Joined`) unless a rule in Python reroutes. Where a policy in Python chooses victims,
-it is three calls (`MoeLayer._planned`). The page is their reference: same output, loads, victims and counters.
+On the CPU a native call does it all (`native_layer`), for passes of few rows that all run here; the page is its
+reference: same output, loads, victims and counters. Such layers run together in one call (`model.native.Joined`) unless
+a rule in Python reroutes.
 
 Three executors run this page with different backends: the lead (`dispatch.DeviceBackend`), another shard
 (`peers.shard`) and the simulator (`cluster.simulate.executor`).
@@ -21,21 +20,17 @@ from numpy.typing import NDArray
 
 from ..policies.plan import LayerPlan
 from .cache.cache import ExpertCache
+from .host_view import StepView
 from .stats import LayerStats
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
-    from ...kernels.expert_ffn import (
-        Budget,
-        ExpertKernel,
-        ReleaseAhead,
-        Replace,
-        RoutersAhead,
-    )
+    from ...kernels.expert_ffn import ExpertKernel
     from ..policies.routing import MissCosts
     from .dispatch import RemoteTask, Spans
     from .host_view import Routing
+    from .native_layer import Budget, NativeLayer, ReleaseAhead, Replace, RoutersAhead
     from .serving.streams import SequenceRows
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
@@ -94,7 +89,11 @@ class RerouteHook(Protocol):
 
 
 class Watcher(Protocol):
-    """always: it sees every layer; else those that `Placer.plan` has planned."""
+    """always: it sees every layer; else those that `Placer.plan` has planned.
+
+    One that sees every layer may have a method `passed`, which is told of passes in native calls (`split.Passed`); else
+    its layers run the page.
+    """
 
     always: bool
 
@@ -199,6 +198,7 @@ class MoeLayer:
 
     Attributes:
         observers: called with the routing of every forward.
+        native: runs passes in one call; None: the page does.
     """
 
     def __init__(
@@ -218,6 +218,38 @@ class MoeLayer:
         self.hooks = Hooks() if hooks is None else hooks
         self.observers: list[Observer] = []
         self.check = check
+        self.native: NativeLayer | None = None
+        self._reroutes = bool(self.hooks.reroute)  # in Python
+        self._view: Any = None  # of the pass in a native call, where Python has rerouted it
+
+    def run_natively(self, native: NativeLayer) -> None:
+        """Run passes so from now on. It reroutes if it can, and prefetches or frees slots, or calls the hooks that do.
+
+        The placer's own hooks are for passes that it plans, which native code does not run.
+        """
+        self.native, hooks, own = native, self.hooks, self.placer.hooks.ahead
+        others = [hook for hook in hooks.ahead if hook not in own]
+        rules = [rule for hook in hooks.reroute if (rule := hook.native(self.index)) is not None]
+        ahead = [found for hook in others if (found := hook.native(self.index)) is not None]
+        self._reroutes = not len(rules) == len(hooks.reroute) < 2
+        if others:
+            native.call(self._look_ahead)
+        # after a rule in Python native code does not know what the model picked
+        if len(ahead) == len(others) == 1 and (not self._reroutes or not ahead[0].reads_ids):
+            native.look_ahead(ahead[0])
+        if rules and not self._reroutes:
+            native.reroute(rules[0])
+
+    @property
+    def joins(self) -> NativeLayer | None:
+        """What runs a pass in one call, perhaps with other layers' (`model.native.Joined`)."""
+        return None if self._reroutes or self.check else self.native
+
+    @property
+    def runs_natively(self) -> bool:
+        """Whether the next pass may be a native call."""
+        free = not self.observers and not self.cache.timeline.enabled  # nobody watches what happens within
+        return self.native is not None and self.placer.local and free
 
     @property
     def stats(self) -> LayerStats:
@@ -231,11 +263,24 @@ class MoeLayer:
             RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
         """
         index, cache, backend, hooks = self.index, self.cache, self.backend, self.hooks
-        view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
-        for observe in self.observers:
-            observe(index, view.picked, view.weights)
-        cache.poll(index)
-        low = self._reroute(view)  # reroute
+        view, low = None, NO_KEYS
+        if self.native is not None:
+            if self.runs_natively:
+                if self._reroutes:
+                    view = backend.look(index, False, *inputs)
+                    low = self._reroute(view)
+                out = self._native(self.native, inputs if view is None else view.operands(), view)
+                if out is not None:
+                    return out
+            self.native.tell()
+        if view is None:
+            view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
+            for observe in self.observers:
+                observe(index, view.picked, view.weights)
+            cache.poll(index)
+            low = self._reroute(view)  # reroute
+        else:
+            cache.poll(index)
         routing = view.routing()
         base = index * self.experts
         keys = list(map(base.__add__, routing.experts))
@@ -249,6 +294,8 @@ class MoeLayer:
             if plan.remote:
                 tasks = backend.send(self, plan, routing, view)  # send
             cache.load()
+            if hooks.ahead:  # which may read what the order of eviction knows
+                cache.tell_order()
             for hook in hooks.ahead:
                 hook.layer(index, view)  # prefetch
             spans = dict(zip(keys, pairwise(routing.starts), strict=True))
@@ -265,6 +312,31 @@ class MoeLayer:
         for rule in self.hooks.reroute:
             low |= rule.layer(self.index, view)
         return low
+
+    def _native(self, native: NativeLayer, inputs: tuple[Any, ...], view: Any) -> Any | None:
+        """The step in one native call; None: nothing was done that the page would not do."""
+        self._view = view
+        try:
+            out = native.run(*inputs)
+        finally:
+            self._view = None
+        if out is not None and self.check:
+            self.cache.check_integrity()
+        return out
+
+    def _look_ahead(self, hidden: int, ids: int, tokens: int, top_k: int) -> None:
+        """The hooks in Python of a pass in one native call, which gives the addresses of its inputs."""
+        view, native = self._view, self.native
+        assert native is not None
+        native.tell()
+        self.cache.tell_order()
+        if view is None:
+            view = StepView(hidden, ids, tokens, top_k, native.width)
+        for hook in self.hooks.ahead:
+            if hook.idle(self.index):
+                hook.skip(self.index, view)
+            else:
+                hook.layer(self.index, view)
 
     def _close(self, tasks: Sequence[RemoteTask]) -> None:
         """Count the pass, of the GPU that waited longest and of the busiest link."""

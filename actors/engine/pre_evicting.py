@@ -12,7 +12,7 @@ from ..policies.activeevict import ImportanceEviction, PreEviction, predicted_di
 from .cache.cache import ExpertCache
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
-    from ...kernels.expert_ffn import ReleaseAhead
+    from .native_layer import ReleaseAhead
 
 Score = Callable[[int, Any], NDArray[np.floating] | None]
 
@@ -78,16 +78,16 @@ class PreEvicting:
 
     def native(self, index: int) -> ReleaseAhead | None:
         """Native code frees slots at all layers but the first and the last, which share the first one's scores."""
-        from ...kernels.expert_ffn import ReleaseAhead
         from ...kernels.router import MOST_ROWS, LinearRouter
+        from .native_layer import ReleaseAhead
 
         router = self._routers[index + 1] if self._routers and 0 < index < self._layers - 1 else None
         if self._importance is None or not isinstance(router, LinearRouter) or router.layers > 1:
             return None
-        operands = router.operands
-        if operands is None:
+        operands, state = router.operands, getattr(self._importance, "handle", None)  # of the state in native code
+        if operands is None or state is None:
             return None
-        return ReleaseAhead(*operands, self._decide.threshold, self._decide.most, MOST_ROWS)
+        return ReleaseAhead(*operands, self._decide.threshold, self._decide.most, MOST_ROWS, state)
 
     def idle(self, index: int) -> bool:
         return False

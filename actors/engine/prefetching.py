@@ -29,9 +29,8 @@ from .serving.streams import SequenceRows
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
-    from ...kernels.expert_ffn import RoutersAhead
-    from ...kernels.router import LinearRouter
     from .model.model import MoeBlock, RouterProbe
+    from .native_layer import RoutersAhead
     from .peers.shards import Shards
 
 _UNANNOUNCED = "a forward that was not announced"
@@ -160,10 +159,6 @@ class Prefetching:
         number = self._cache.number_of(policy.name)
         return _core.ByScores(votes, policy.distance, policy.top, always, policy.synchronous, number)
 
-    def reaches(self, index: int) -> bool:
-        """Whether the policy prefetches for any layer at this one."""
-        return bool(self._reach[index])
-
     @property
     def _loads_bottoms(self) -> bool:
         return self._split and (cut := self._cache.cut) is not None and cut.buffer_slots > 0
@@ -183,12 +178,6 @@ class Prefetching:
     def skip(self, index: int, view: Any) -> None:
         if not self._rests:
             self._cache.governor.allows()
-
-    def probe(self, index: int) -> tuple[LinearRouter, int, int, bool] | None:
-        """The router by whose scores alone native code may prefetch at a layer, its layer, experts for each row, and
-        whether their votes order them.
-        """
-        return None
 
     def takes(self, index: int, tokens: int) -> bool:
         """Whether the scores of all of the layer's rows decide now."""
@@ -292,37 +281,28 @@ class RouterPrefetching(Prefetching):
         return [asked for asked in found if asked is not None]
 
     def native(self, index: int) -> RoutersAhead | None:
-        from ...kernels.expert_ffn import RoutersAhead
         from ...kernels.router import MOST_ROWS, LinearRouter
+        from .native_layer import RoutersAhead
 
-        policy = self.policy
-        if type(policy) is not NextGatePrefetch or policy.synchronous or self._shards is not None:
+        policy, layers, reach = self.policy, self._last + 1, self._reach[index]
+        by_votes = type(policy) is NextGatePrefetch
+        if not (type(policy) is NextGatePrefetch or type(policy) is SpeculativePrefetch):
             return None
-        asked = self._scores[index]
-        probe = asked[0].probe if asked and asked[0] is not None else None
-        if not asked:
-            return RoutersAhead(None, None, 0, policy.top, MOST_ROWS, policy.name)
+        if policy.synchronous or self._shards is not None or (not by_votes and policy.distance > 1):
+            return None
+        if not reach:
+            return RoutersAhead(None, None, 0, 0, policy.top, by_votes, MOST_ROWS, self)
+        first = (index + 1) % layers
+        asked = self._scores[index] or [self._lookahead(index, 1, 1)]
+        probe = None if asked[0] is None else asked[0].probe
         operands = probe.operands if isinstance(probe, LinearRouter) and probe.layers == len(asked) else None
-        return None if operands is None else RoutersAhead(*operands, len(asked), policy.top, MOST_ROWS, policy.name)
-
-    def probe(self, index: int) -> tuple[LinearRouter, int, int, bool] | None:
-        from ...kernels.router import LinearRouter
-
-        policy, layer = self.policy, (index + 1) % (self._last + 1)
-        router = self._routers[layer]
-        if type(policy) is not SpeculativePrefetch and type(policy) is not NextGatePrefetch:
+        if operands is None:
             return None
-        if policy.distance > 1 or policy.synchronous:
-            return None
-        if self._shards is not None or (layer == 0 and not policy.wraps):
-            return None
-        if not self._cache.governor.always or self._trials is not None:
-            return None
-        if type(router) is not LinearRouter or router.layers > 1:
-            return None
-        return router, layer, policy.top, type(policy) is NextGatePrefetch
+        return RoutersAhead(*operands, first, len(asked), policy.top, by_votes, MOST_ROWS, self)
 
     def takes(self, index: int, tokens: int) -> bool:
+        if not self.policy.wraps:
+            return True
         return self._announced(tokens) and (index < self._last or len(self._spans) == tokens)
 
     def ended(self) -> None:

@@ -18,8 +18,8 @@ from .host_view import Asked
 from .layer import NO_KEYS, View
 
 if TYPE_CHECKING:
-    from ...kernels.expert_ffn import Budget, Replace
     from .model.model import MoeBlock
+    from .native_layer import Budget, Replace
     from .peers.shards import PeerCaches
 
 _NOWHERE = np.zeros(0, np.bool_)
@@ -85,8 +85,8 @@ class Rerouter:
 
     def native(self, index: int) -> Budget | Replace | None:
         """What native code needs to apply the rule at this layer; None: it cannot."""
-        from ...kernels.expert_ffn import Budget, Replace
         from ...kernels.router import MOST_ROWS, LinearRouter
+        from .native_layer import Budget, Replace
 
         rule, weight, bias = self.rule, None, None
         if self._peers is not None:

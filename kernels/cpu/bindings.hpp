@@ -13,52 +13,15 @@
 #include "sizes.hpp"
 
 namespace tiermoe {
-class Link;
-class Loads;
-struct Copy;
-struct Counts;
 struct Importance;
-struct Layer;
 struct Substitution;
 }  // namespace tiermoe
 
 namespace tiermoe::bindings {
 
-Link* link_of(PyObject* capsule);                      // link_module.cpp
-PyObject* copy_capsule(std::shared_ptr<Copy> copy);
-const std::shared_ptr<Copy>* copy_of(PyObject* capsule);
-Loads* loads_of(PyObject* capsule);                    // loads_module.cpp
-Counts* counts_of(PyObject* capsule);
-Importance* importance_of(PyObject* capsule);          // importance_module.cpp
-Layer* layer_of(PyObject* capsule);                    // layer_module.cpp
-// The inputs and the output of a layer's pass.
-struct Given {
-    const float* hidden;        // [tokens, H]
-    const std::int64_t* ids;    // [tokens, top_k]
-    const float* weights;       // [tokens, top_k]
-    std::int64_t tokens, top_k;
-    float* out;                 // [tokens, H]
-};
-// How a pass in one call has ended. left: nothing was done that Python's step would not do, or an exception is set.
-enum class Ended { ran, left, closed, cancelled };
-// A layer's pass in one call (layer_module.cpp); waited_s: for copies, where it ran.
-Ended step_layer(Layer& of, const Given& given, bool decode_only, std::int64_t source, double& waited_s);
-// The same of a layer of split experts (split_module.cpp). always: of `Mode`; spent: seconds waited, and in kernels; judged:
-// prefetches used and wasted are added.
-bool is_split(PyObject* layer);
-struct Mode {
-    bool decode_only;
-    std::int64_t source;  // of prefetches; 0: there are none
-    bool always;          // split experts are probed for even where each is in a slot, since bottoms are loaded for each use
-    bool cpu;             // kernels by the thread's CPU time
-};
-Ended step_split(PyObject* layer, const Given& given, const Mode& mode, double* spent, std::int64_t* judged);
-// What a pass that was closed or cancelled has lost: the keys whose copies were cancelled; empty: the link is closed.
-PyObject* failed_keys(const Layer& of, Ended how);
+Importance* importance_of(PyObject* capsule);  // importance_module.cpp
 // The sizes and options of a substitution, from `kernels.substitute.numbers`; false: an exception is set.
 bool read_options(PyObject* tuple, Substitution& problem);  // substitute_module.cpp
-// Whether these keys can take slots, those of the victims included; else an exception is set.
-bool check_start(const Loads& of, const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& victims);
 
 template <typename T>
 T* address(PyObject* value) {
@@ -144,12 +107,9 @@ class Rows {
 // Each ends with a null entry.
 extern PyMethodDef neuron_methods[];    // neuron_module.cpp
 extern PyMethodDef measure_methods[];   // measure_module.cpp
-extern PyMethodDef link_methods[];      // link_module.cpp
-extern PyMethodDef layer_methods[];     // layer_module.cpp
-extern PyMethodDef loads_methods[];     // loads_module.cpp
+extern PyMethodDef order_methods[];     // order_module.cpp
 extern PyMethodDef dense_methods[];     // dense_module.cpp
 extern PyMethodDef importance_methods[];  // importance_module.cpp
-extern PyMethodDef split_methods[];     // split_module.cpp
 extern PyMethodDef rank_methods[];      // rank_module.cpp
 extern PyMethodDef decode_methods[];    // decode_module.cpp
 extern PyMethodDef page_methods[];      // pages_module.cpp

@@ -6,9 +6,8 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "dense.hpp"
-#include "layer.hpp"
 #include "link.hpp"
+#include "table.hpp"
 
 namespace tiermoe::bindings {
 namespace {
@@ -38,6 +37,17 @@ PyObject* guarded(F&& body) {
     }
     return nullptr;
 }
+
+// Without the interpreter's lock while in scope.
+class Unlocked {
+  public:
+    Unlocked() : state_(PyEval_SaveThread()) {}
+    Unlocked(const Unlocked&) = delete;
+    ~Unlocked() { PyEval_RestoreThread(state_); }
+
+  private:
+    PyThreadState* state_;
+};
 
 DenseStep step_of(const std::int64_t* ints, const double* floats) {
     DenseStep step;
@@ -139,14 +149,8 @@ PyObject* dense_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
 void run_segment(DenseProgram& program, std::int64_t segment, const std::vector<void*>& io) {
     if (segment < 0 || segment >= program.segments() || program.weight_bytes(segment) < kLongBytes)
         return program.run(segment, io);
-    PyThreadState* state = PyEval_SaveThread();
-    try {
-        program.run(segment, io);
-    } catch (...) {
-        PyEval_RestoreThread(state);
-        throw;
-    }
-    PyEval_RestoreThread(state);
+    const Unlocked unlocked;
+    program.run(segment, io);
 }
 
 // dense_run(program, segment, addresses: tuple[int, ...])
@@ -168,66 +172,55 @@ PyObject* dense_run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     });
 }
 
-// A layer's pass in one call; spent, judged: of `step_split`. Leaves the result of `failed_keys` in `failed`, or None, where
-// the keys are those under way.
-Ended step(PyObject* layer, const Given& given, const Mode& mode, double* spent, std::int64_t* judged, PyObject*& failed) {
-    Ended how;
-    if (is_split(layer)) {
-        how = step_split(layer, given, mode, spent, judged);
-        if (how == Ended::closed) failed = PyList_New(0);
-        if (how == Ended::cancelled) failed = Py_NewRef(Py_None);
-        return how;
-    }
-    Layer* of = layer_of(layer);
-    if (!of) return Ended::left;
-    how = step_layer(*of, given, mode.decode_only, of->ahead.top ? mode.source : 0, spent[0]);
-    if (how == Ended::closed || how == Ended::cancelled) failed = failed_keys(*of, how);
-    return how;
-}
-
-// dense_layers(program, segment, layers: list, rows, top_k, (decode_only, source, always, cpu), hidden, ids, weights, out,
-//              last or 0, spent, judged) -> how many of these layers have run, each with the segment behind it, from this
-// on | the keys of a pass that has failed, or None: those under way. hidden, ids and weights are the inputs of the first
-// and of the first that did not run. last: output of the program's last segment, where it is behind the last of these.
-// spent: float64 [len(layers), 3], seconds that each waited for copies, ran kernels (of split experts) and took.
+// dense_layers(program, segment, layers: list of `LayerStep`, rows, top_k, asking, cpu, hidden, ids, weights, out, last or 0,
+//              spent) -> how many of these layers have run, each with the segment behind it, from this on; n below 0: layer
+// -1 - n has failed. hidden, ids and weights are the inputs of the first and of the first that did not run. asking: of
+// `Asking`. last: output of the program's last segment, where it is behind the last of these. spent: float64 [len(layers), 3],
+// seconds that each waited for copies, ran kernels (where it times them) and took; cpu: the last two by the thread's CPU time.
+// The interpreter's lock is free meanwhile.
 PyObject* dense_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 13)) return nullptr;
     DenseProgram* program = program_of(args[0]);
     if (!program) return nullptr;
-    if (!PyList_Check(args[2]) || !PyTuple_Check(args[5])) {
-        PyErr_SetString(PyExc_TypeError, "layers must be a list, and the mode a tuple");
+    if (!PyList_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "layers must be a list");
         return nullptr;
     }
-    const Py_ssize_t layers = PyList_GET_SIZE(args[2]);
+    std::vector<const LayerStep*> layers;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[2]); ++i)
+        layers.push_back(static_cast<LayerStep*>(PyCapsule_GetPointer(PyList_GET_ITEM(args[2], i), kLayerStep)));
     const long long segment = PyLong_AsLongLong(args[1]), rows = PyLong_AsLongLong(args[3]);
-    const long long top_k = PyLong_AsLongLong(args[4]);
-    int decode_only, always, cpu;
-    long long source;
-    if (!PyArg_ParseTuple(args[5], "pLpp", &decode_only, &source, &always, &cpu)) return nullptr;
-    const Mode mode{decode_only != 0, source, always != 0, cpu != 0};
-    void *hidden = address<void>(args[6]), *ids = address<void>(args[7]), *weights = address<void>(args[8]);
-    void *out = address<void>(args[9]), *last = address<void>(args[10]);
-    double* spent = address<double>(args[11]);
-    std::int64_t* judged = address<std::int64_t>(args[12]);
+    const long long top_k = PyLong_AsLongLong(args[4]), asking = PyLong_AsLongLong(args[5]);
+    const bool cpu = PyObject_IsTrue(args[6]) == 1;
+    void *hidden = address<void>(args[7]), *ids = address<void>(args[8]), *weights = address<void>(args[9]);
+    void *out = address<void>(args[10]), *last = address<void>(args[11]);
+    double* spent = address<double>(args[12]);
     if (PyErr_Occurred()) return nullptr;
-    const Given given{static_cast<float*>(hidden), static_cast<std::int64_t*>(ids), static_cast<float*>(weights),
-                      rows, top_k, static_cast<float*>(out)};
-    return guarded([&]() -> PyObject* {
-        for (Py_ssize_t at = 0; at < layers; ++at, spent += 3) {
-            PyObject* failed = nullptr;
-            const double begin_s = mode.cpu ? cpu_s() : now_s();
-            const Ended how = step(PyList_GET_ITEM(args[2], at), given, mode, spent, judged, failed);
-            spent[2] = (mode.cpu ? cpu_s() : now_s()) - begin_s;
-            if (PyErr_Occurred()) return nullptr;
-            if (how == Ended::left) return PyLong_FromLongLong(at);
-            if (how != Ended::ran) return failed;
-            if (at + 1 < layers || !last)
-                run_segment(*program, segment + at, {out, hidden, ids, weights});
+    if (asking < 0 || asking > static_cast<int>(Asking::always)) {
+        refuse("there is no such way to look ahead", asking);
+        return nullptr;
+    }
+    const LayerInput given{static_cast<float*>(hidden), static_cast<std::int64_t*>(ids), static_cast<float*>(weights),
+                           rows, top_k, static_cast<float*>(out)};
+    const auto run = [&]() -> long long {
+        const Unlocked unlocked;
+        for (std::size_t at = 0; at < layers.size(); ++at, spent += 3) {
+            const auto number = static_cast<long long>(at);
+            Spent found;
+            const double begin_s = cpu ? cpu_s() : now_s();
+            const Stepped how = layers[at]->run(layers[at]->self, given, static_cast<Asking>(asking), found);
+            spent[2] = (cpu ? cpu_s() : now_s()) - begin_s;
+            if (how != Stepped::ran) return how == Stepped::left ? number : -1 - number;
+            spent[0] = found.waited_s;
+            spent[1] = cpu ? found.kernels_cpu_s : found.kernels_s;
+            if (at + 1 < layers.size() || !last)
+                program->run(segment + number, {out, hidden, ids, weights});
             else
-                run_segment(*program, segment + at, {out, last});
+                program->run(segment + number, {out, last});
         }
-        return PyLong_FromLongLong(layers);
-    });
+        return static_cast<long long>(layers.size());
+    };
+    return guarded([&] { return PyLong_FromLongLong(run()); });
 }
 
 // router_scores(hidden, rows, weight, width, outputs, bias or 0, softmax, out: buffer of rows * outputs floats)

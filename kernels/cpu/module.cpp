@@ -3,11 +3,10 @@
 // other before a kernel runs: group ranges and pair numbers against the pairs, neurons against the pool. The
 // interpreter lock is released while a kernel runs.
 #include "bindings.hpp"
-#include "counts.hpp"
 
 #include <vector>
 
-#include "expert_ffn.hpp"
+#include "table.hpp"
 
 namespace {
 
@@ -113,7 +112,16 @@ PyObject* combine(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+// table() -> capsule of `KernelTable`
+PyObject* table(PyObject*, PyObject* const*, Py_ssize_t count) {
+    static tiermoe::KernelTable kernels{
+        tiermoe::expert_ffn_f32, tiermoe::combine_f32, tiermoe::router_scores, tiermoe::misses_fit, tiermoe::budget_top_k,
+        tiermoe::importance_saw, tiermoe::importance_target, tiermoe::size_fault, tiermoe::replaceable, tiermoe::substitute};
+    return expect(count, 0) ? PyCapsule_New(&kernels, tiermoe::kKernelTable, nullptr) : nullptr;
+}
+
 PyMethodDef methods[] = {
+    {"table", fast(table), METH_FASTCALL, "The kernels that the core's executor runs; see table.hpp."},
     {"expert_ffn", fast(expert_ffn), METH_FASTCALL, "Expert FFN over groups of pairs; see expert_ffn.hpp."},
     {"combine", fast(combine), METH_FASTCALL, "Weighted sum of each token's pairs; see expert_ffn.hpp."},
     {nullptr, nullptr, 0, nullptr},
@@ -127,14 +135,10 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", "CPU kernels of tiermoe
 PyMODINIT_FUNC PyInit__cpu() {
     PyObject* module = PyModule_Create(&definition);
     for (PyMethodDef* more : {tiermoe::bindings::neuron_methods, tiermoe::bindings::measure_methods,
-                               tiermoe::bindings::link_methods, tiermoe::bindings::dense_methods,
-                               tiermoe::bindings::layer_methods, tiermoe::bindings::split_methods,
+                               tiermoe::bindings::order_methods, tiermoe::bindings::dense_methods,
                                tiermoe::bindings::importance_methods, tiermoe::bindings::rank_methods,
                                tiermoe::bindings::decode_methods, tiermoe::bindings::page_methods,
-                               tiermoe::bindings::loads_methods, tiermoe::bindings::substitute_methods})
+                               tiermoe::bindings::substitute_methods})
         if (module && PyModule_AddFunctions(module, more) < 0) Py_CLEAR(module);
-    if (module && (PyModule_AddIntConstant(module, "COUNTED", tiermoe::Counts::kFields) < 0 ||
-                   PyModule_AddIntConstant(module, "OUTCOMES", tiermoe::Counts::kOutcomes) < 0))
-        Py_CLEAR(module);
     return module;
 }

@@ -73,10 +73,10 @@ def counted(worker: GpuWorker) -> dict[str, Any]:
     engine.cache.check_integrity()
     names = ("forwards", "hits", "misses", "bytes_loaded_demand", "waves", "bytes_demanded_decode")
     return {
-        "layers": [[getattr(layer, name) for name in names] for layer in engine.cache.stats.layers],
-        "uses": list(engine.cache.uses),
+        "layers": [[getattr(layer, name) for name in names] for layer in engine.cache.live_stats().layers],
+        "uses": engine.cache.uses.tolist(),
         "order": engine.cache.eviction.victims(engine.cache.residency.slots, lambda key: True),
-        "words": list(engine.cache.governor.words),
+        "governor": engine.cache.governor.state,
     }
 
 
@@ -109,7 +109,7 @@ def test_layers_in_one_call_are_layers_one_by_one(preset: str, tmp_path: Path, m
             tokens = [greedy(worker, asked[:n], TOKENS) for n in (1, 3)]
             decodes = alone.count(1)
             found[how] = tokens, counted(worker) if preset in ("on-demand", "cache-only") else None
-            assert all(layer.forwards > TOKENS for layer in worker.engine.cache.stats.layers)
+            assert all(layer.forwards > TOKENS for layer in worker.engine.cache.live_stats().layers)
             assert seen.count(1) >= TOKENS - 2 if how == "observed" else not seen
             # where a configurator has moved experts the next step may run one by one
             assert decodes < 6 if how == "joined" else decodes >= TOKENS - 2

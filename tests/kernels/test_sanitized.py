@@ -46,9 +46,9 @@ class Program:
 
 NEURONS = ("neuron_avx2.cpp", "neuron_avx512.cpp", "neuron_portable.cpp", "neuron_ffn.cpp", "threads.cpp")
 FORMS = ("forms.cpp", "forms_avx2.cpp", "forms_avx512.cpp", "forms_portable.cpp", "threads.cpp")
-PASSES = (
-    "dense.cpp", "expert_ffn.cpp", "importance.cpp", "link.cpp", "loads.cpp", "order.cpp", "split.cpp",
-    "split_order.cpp", "threads.cpp", "worth.cpp",
+LAYER = (
+    "dense.cpp", "expert_ffn.cpp", "importance.cpp", "link.cpp", "order.cpp", "split_order.cpp", "substitute.cpp",
+    "threads.cpp", "worth.cpp", *(f"../../actors/core/{name}.cpp" for name in ("core", "cpu_layer", "thread_link")),
 )  # fmt: skip
 PROGRAMS = {
     "experts": Program("expert", CPU, ("expert_ffn.cpp",)),
@@ -62,7 +62,8 @@ PROGRAMS = {
     "importance": Program("importance", CPU, ("importance.cpp",)),
     "link": Program("link", CPU, ("link.cpp",)),
     "link, threads": Program("link", CPU, ("link.cpp",), sanitizers="thread"),
-    "passes": Program("passes", CPU, PASSES),
+    "layers": Program("layer", CPU, LAYER),
+    "layers, threads": Program("layer", CPU, LAYER, sanitizers="thread"),
     "planner": Program("planner", CPU, (), flags=("-O1", "-g1", "-ffp-contract=off")),
     # random problems with every option; input out of range is refused before it is used
     "substitute": Program(

@@ -248,7 +248,7 @@ def test_a_prompt_streams_into_slots_that_hold_nothing_of_worth() -> None:
     assert rig.planner.room == 4  # of eight slots the layer's own loads take four
     rig.settle()
     assert rig.resident() == set(range(8))
-    assert rig.stats.prefetch_sources[STREAM].queued == EXPERTS
+    assert rig.cache.live_stats().prefetch_sources[STREAM].queued == EXPERTS
     rig.planner.wanted = [Wanted(2 * EXPERTS + e, None, 0.5, True) for e in range(EXPERTS)]
     plan = rig.layer(1, *rows)
     assert (plan.resident, plan.loads) == (4, ())
@@ -365,7 +365,7 @@ def test_experts_of_other_gpus_run_there_or_near_data() -> None:
 
 def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(rig: Rig) -> None:
     """Before, every layer of auto ran on the page in Python: on the default model 27 ms a token, on-demand 15."""
-    native, python = Stack(6, "worth"), Stack(6, "worth").in_python()
+    native, python = Stack(6, "worth"), Stack(6, "worth", native=False)
     cache, planner, rng = native.cache, Scripted(), np.random.default_rng(3)
     order: Any = cache.eviction
     planner.costs = replace(COSTS, copy_s=1e-6, message_s=1e-7)  # planning is expected to lose little
@@ -374,8 +374,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     placer.preload()
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
     layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
-    for layer in layers:
-        native._watch(layer.native)
+    native.run_natively(layers)
     local, used, now_s = 0, [], 1.0
     placer._clock = lambda: now_s
     for _ in range(40):
@@ -401,7 +400,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
 
 
 def test_prompts_that_stream_ahead_give_the_same_outputs() -> None:
-    native, python = Stack(8, "worth"), Stack(8, "worth").in_python()
+    native, python = Stack(8, "worth"), Stack(8, "worth", native=False)
     cache, rng = native.cache, np.random.default_rng(5)
     order: Any = cache.eviction
     costs = Costs(1e-3, 1e-4, 1e-5, 1e-3, 1e-3, 4.0, 1e-4, 0.1)  # the link is idle most of the time
@@ -423,7 +422,7 @@ def test_prompts_that_stream_ahead_give_the_same_outputs() -> None:
             inputs = torch.randn(count, SHAPE.hidden), torch.from_numpy(picked), torch.rand(count, 2)
             assert torch.equal(layer.forward(*inputs), python.layers[index].forward(*inputs))
         cache.check_integrity()
-    assert cache.stats.prefetch_sources[STREAM].hits > 0
+    assert cache.live_stats().prefetch_sources[STREAM].hits > 0
     native.cache.close(), python.cache.close()
 
 
@@ -434,9 +433,9 @@ def _local(slots: int, planner: Any) -> tuple[Stack, AutoPlacer, list[MoeLayer]]
     placer = AutoPlacer(stack.cache, EXPERTS, None, None, order, lambda: COSTS, lambda *given: planner)
     placer.preload()
     backend, kernel = stack.layers[0].backend, stack.layers[0].kernel
-    return stack, placer, [
-        MoeLayer(i, EXPERTS, stack.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)
-    ]
+    layers = [MoeLayer(i, EXPERTS, stack.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
+    stack.run_natively(layers)
+    return stack, placer, layers
 
 
 def test_without_workers_prompts_are_local_too_and_native_code_counts_their_experts() -> None:
@@ -445,8 +444,6 @@ def test_without_workers_prompts_are_local_too_and_native_code_counts_their_expe
     """
     planner, rng = Scripted(), np.random.default_rng(5)
     stack, placer, layers = _local(9, planner)
-    for layer in layers:
-        stack._watch(layer.native)
 
     def forward(*rows: tuple[str, int, bool]) -> list[Any]:
         found, at = [], 0
@@ -592,7 +589,7 @@ def test_only_local_forwards_run_in_one_call() -> None:
 @pytest.mark.parametrize("slots", [4, 7])
 def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
     """One native call a layer: the outputs, loads and victims of the order in Python, whose planner hears the same."""
-    native, python = Stack(slots, "worth"), Stack(slots, "worth").in_python()
+    native, python = Stack(slots, "worth"), Stack(slots, "worth", native=False)
     share, rng = slots // LAYERS, np.random.default_rng(slots)
 
     def planner(*_: Any) -> Auto:
@@ -604,7 +601,8 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
     cast(WorthEviction, python.cache.eviction).bind(slots, reference.worths)
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
     layers = [MoeLayer(i, EXPERTS, native.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
-    assert all(layer.joins for layer in layers)
+    native.run_natively(layers)
+    assert all(layer.joins is not None for layer in layers)
     told = list[tuple[int, Any]]()
     for _ in range(60):
         native.cache.begin_forward(True), python.cache.begin_forward(True)

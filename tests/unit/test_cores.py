@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from tiermoe.actors.engine.cache.link_queue import LinkQueue
-from tiermoe.actors.settings import LinkSettings
-from tiermoe.kernels import _cpu
+from tiermoe.actors.core import _core
 from tiermoe.proto import shm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
@@ -30,22 +28,20 @@ def cores() -> Iterator[set[int]]:
 
 def test_the_copying_thread_of_a_link(cores: set[int]) -> None:
     before, core = set(os.listdir("/proc/self/task")), min(cores)
-    queue = LinkQueue(LinkSettings(gbps=None, latency_us=0))
+    link = _core.ThreadLink(0.0, 0.0)
     (thread,) = (int(name) for name in set(os.listdir("/proc/self/task")) - before)
-    memory = np.zeros(64, np.uint8)
-    piece = memory.ctypes.data, memory.ctypes.data, memory.nbytes, False
 
     def copy() -> None:
-        copies = _cpu.link_submit(queue._link, [(piece,)], False)
-        assert copies is not None
-        _cpu.link_wait(queue._link, copies[0])
+        link.hold(0.0)
+        while link.pending:
+            time.sleep(1e-4)
 
     copy()
     os.sched_setaffinity(0, {core})
     os.sched_setaffinity(thread, {core})
     copy()
     assert os.sched_getaffinity(thread) == cores - {core}
-    queue.close()
+    link.close()
 
 
 def test_a_reader_that_dozes(cores: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""A layer in native calls, against the step in Python: same outputs, loads, victims, counters and eviction order."""
+"""A layer in one native call, against the page: same outputs, loads, victims, counters and order of eviction."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
-from native_rigs import HOLD_S, RATE_GBPS, Stack, kernel_of, routed, unhurried
+from native_rigs import HOLD_S, RATE_GBPS, Stack, routed, unhurried
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.cache.slots import SlotPool
-from tiermoe.actors.engine.host_view import Asked, Routing
+from tiermoe.actors.engine.host_view import Asked
 from tiermoe.actors.engine.layer import Hooks
+from tiermoe.actors.engine.native_layer import NativeLayer, NativeLayers
 from tiermoe.actors.engine.pre_evicting import PreEvicting
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
@@ -33,7 +33,7 @@ from tiermoe.actors.policies.prefetch import NextGatePrefetch, PopularityPrefetc
 from tiermoe.actors.policies.residency import ResidencyError, State
 from tiermoe.actors.policies.routing import Rerouted, Rerouting
 from tiermoe.errors import RuntimeFailure
-from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS, NativeLayer
+from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS
 from tiermoe.kernels.importance import NativeBudget, NativeImportance
 from tiermoe.kernels.router import LinearRouter
 
@@ -107,7 +107,7 @@ class Gated(Rerouting):
 @pytest.mark.parametrize("slots", [TOP + 1, 9, KEYS - 2])
 def test_a_native_call_calls_a_prefetch_in_python(kind: str, slots: int) -> None:
     native = Stack(slots, "lru", min_useful=0.2, hooks=asked_in_python(kind))
-    python = Stack(slots, "lru", min_useful=0.2, hooks=asked_in_python(kind)).in_python()
+    python = Stack(slots, "lru", min_useful=0.2, hooks=asked_in_python(kind), native=False)
     assert [layer.joins is not None for layer in native.layers] == [kind != "a rule"] * LAYERS
     rng = np.random.default_rng(slots)
     for step in range(40):
@@ -121,10 +121,10 @@ def test_a_native_call_calls_a_prefetch_in_python(kind: str, slots: int) -> None
 @pytest.mark.parametrize("slots", [2, EXPERTS, KEYS - 5, KEYS - 2, KEYS])
 def test_native_calls_are_the_step_in_python(policy: str, slots: int) -> None:
     """On demand, and with prefetches that have arrived: every decision is the same, step by step."""
-    native, python = Stack(slots, policy, min_useful=0.3), Stack(slots, policy, min_useful=0.3).in_python()
+    native, python = Stack(slots, policy, min_useful=0.3), Stack(slots, policy, min_useful=0.3, native=False)
     rng = np.random.default_rng(slots)
     for step in range(60):
-        native.cache.decode_only = python.cache.decode_only = bool(rng.integers(2))
+        begin(native, python, rng)
         for index in range(LAYERS):
             wanted = rng.permutation(KEYS)[: rng.integers(0, EXPERTS)].tolist() if step % 3 else []
             inputs = routed(rng, 24)
@@ -143,11 +143,11 @@ def test_native_calls_are_the_step_in_python(policy: str, slots: int) -> None:
 def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: int) -> None:
     """The order of eviction, next-gate and its governor in native code: the same decisions as their references."""
     native = Stack(slots, policy, min_useful=0.4, hooks=next_gate(ahead))
-    python = Stack(slots, policy, min_useful=0.4, hooks=next_gate(ahead)).in_python()
-    assert all(layer.joins for layer in native.layers)
+    python = Stack(slots, policy, min_useful=0.4, hooks=next_gate(ahead), native=False)
+    assert all(layer.joins is not None for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(60):
-        native.cache.decode_only = python.cache.decode_only = bool(rng.integers(2))
+        begin(native, python, rng)
         matched, probabilities = EXPERTS * rng.integers(LAYERS) + np.arange(EXPERTS), rng.random(EXPERTS)
         for stack in (native, python):
             if isinstance(stack.cache.policy, ExpertMapEviction) and step % 3 == 2:
@@ -164,15 +164,19 @@ def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: i
     native.cache.close(), python.cache.close()
 
 
+def begin(native: Stack, python: Stack, rng: np.random.Generator) -> None:
+    decode = bool(rng.integers(2))
+    for stack in (native, python):
+        stack.cache.begin_forward(decode)
+
+
 def test_what_was_prefetched_before_a_reset_counts_for_no_source() -> None:
-    native, python = Stack(8, "lru"), Stack(8, "lru").in_python()
+    native, python = Stack(8, "lru"), Stack(8, "lru", native=False)
     inputs = routed(np.random.default_rng(1), 1)
     for stack in (native, python):
         stack.cache.prefetch([0, 1, 2, 3], source="test")
         stack.settle()
-        stack.cache.count_passes()
-        stack.cache.counters.reset()
-        stack.stats.prefetch_sources = {}
+        stack.cache.reset_stats()
         stack.layers[0].forward(*inputs)
     assert native.known() == python.known()
     assert asdict(native.stats.source("test")) == asdict(SourceStats())
@@ -187,7 +191,7 @@ def test_prefetches_under_way(policy: str, slots: int) -> None:
 
 
 def _prefetches_under_way(policy: str, slots: int, held_s: float) -> None:
-    native, python = Stack(slots, policy, RATE_GBPS), Stack(slots, policy, RATE_GBPS).in_python()
+    native, python = Stack(slots, policy, RATE_GBPS), Stack(slots, policy, RATE_GBPS, native=False)
     rng = np.random.default_rng(3)
     for _ in range(15):
         index, inputs, wanted = int(rng.integers(LAYERS)), routed(rng, 8), rng.permutation(KEYS)[:5].tolist()
@@ -234,8 +238,8 @@ def active(drops: Any) -> Callable[[ExpertCache], Hooks]:
 def test_active_evict_in_native_calls(slots: int) -> None:
     """Dropped experts, vacated slots, victims and counters are those of the reference, and where Python runs a pass."""
     native = Stack(slots, "importance", hooks=active(NativeBudget()), importance=NativeImportance, top_k=TOP)
-    python = Stack(slots, "importance", hooks=active(None), top_k=TOP).in_python()
-    assert all(layer.joins for layer in native.layers)
+    python = Stack(slots, "importance", hooks=active(None), top_k=TOP, native=False)
+    assert all(layer.joins is not None for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(50):
         step_both(native, python, rng, step)
@@ -283,8 +287,8 @@ def test_replacement_in_native_calls(kind: str, slots: int, monkeypatch: pytest.
     """The same experts, weights and draws as the reference's, and where Python runs a pass."""
     monkeypatch.setattr(buddymoe, "_DRAWS", 100 * EXPERTS)
     native = Stack(slots, "lru", hooks=replacing(kind))
-    python = Stack(slots, "lru", hooks=replacing(kind)).in_python()
-    assert all(layer.joins for layer in native.layers)
+    python = Stack(slots, "lru", hooks=replacing(kind), native=False)
+    assert all(layer.joins is not None for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(60):
         step_both(native, python, rng, step)
@@ -297,13 +301,13 @@ def test_replacement_in_native_calls(kind: str, slots: int, monkeypatch: pytest.
 
 
 def test_a_synchronous_prefetch_lands() -> None:
-    native, python = Stack(8, "lru", RATE_GBPS), Stack(8, "lru", RATE_GBPS).in_python()
+    native, python = Stack(8, "lru", RATE_GBPS), Stack(8, "lru", RATE_GBPS, native=False)
     inputs = routed(np.random.default_rng(1), 1)
     for stack in (native, python):
         stack.cache.prefetch([0, 1, 2], source="test")
         stack.cache.finish_prefetch([0, 2], 1)
         assert [stack.cache.residency.state(key) for key in (0, 2)] == [State.RESIDENT] * 2
-        assert stack.stats.layers[1].blocked_io_s > 0
+        assert stack.cache.counts(1).blocked_io_s > 0
         stack.layers[1].forward(*inputs)
         stack.settle()
         stack.layers[0].forward(*inputs)
@@ -311,13 +315,13 @@ def test_a_synchronous_prefetch_lands() -> None:
     assert native.planned == 2
 
 
-def test_jobs_take_over_what_native_code_has_under_way() -> None:
-    """A pass of many rows runs in Python; a flush waits for every copy."""
-    unhurried(_jobs_take_over)
+def test_the_page_goes_on_with_what_a_native_call_has_queued() -> None:
+    """A pass of many rows runs the page; a flush waits for every copy."""
+    unhurried(_page_goes_on)
 
 
-def _jobs_take_over(held_s: float) -> None:
-    native, python = Stack(8, "lru", RATE_GBPS), Stack(8, "lru", RATE_GBPS).in_python()
+def _page_goes_on(held_s: float) -> None:
+    native, python = Stack(8, "lru", RATE_GBPS), Stack(8, "lru", RATE_GBPS, native=False)
     rng = np.random.default_rng(2)
     few, many = routed(rng, 1), routed(rng, 1)
     many = tuple([one.expand(CPU_MAX_ROWS + 1, -1).contiguous() for one in many])
@@ -327,6 +331,7 @@ def _jobs_take_over(held_s: float) -> None:
             stack.ahead.queued.append(stack.cache.prefetch([0, 1, 2, 9], source="test"))
             stack.layers[0].forward(*inputs)
         stack.settle()
+    assert native.planned == 1
     assert native.known() == python.known()
     for stack in (native, python):
         stack.cache.prefetch([3, 4, 5], source="test")
@@ -334,10 +339,20 @@ def _jobs_take_over(held_s: float) -> None:
     assert native.known() == python.known()
 
 
+@pytest.mark.parametrize("slots", [2, 9])
+def test_experts_are_copied_back(slots: int) -> None:
+    native, python = (Stack(slots, "lru", native=on, writeback=True) for on in (True, False))
+    rng = np.random.default_rng(slots)
+    for step in range(20):
+        step_both(native, python, rng, step)
+    assert native.planned > 20
+    assert sum(layer.bytes_written_back for layer in native.stats.layers) > 0
+
+
 @pytest.mark.parametrize("when", ["before", "while it waits", "in a hook"])
 def test_a_closed_cache_fails_the_pass_and_pins_nothing(when: str) -> None:
     messages = []
-    for stack in (Stack(6, "lru", RATE_GBPS), Stack(6, "lru", RATE_GBPS).in_python()):
+    for stack in (Stack(6, "lru", RATE_GBPS), Stack(6, "lru", RATE_GBPS, native=False)):
         if when == "before":
             stack.cache.close()
         else:
@@ -351,13 +366,13 @@ def test_a_closed_cache_fails_the_pass_and_pins_nothing(when: str) -> None:
             stack.layers[0].forward(*routed(np.random.default_rng(1), 1))
         messages.append(str(failed.value))
         assert not any(map(stack.cache.residency.pinned, range(KEYS)))
-        stack.cache.residency.check_integrity()
+        assert stack.cache.core.check() == ""
     assert messages[0] == messages[1]
     assert "closed" in messages[0]
 
 
 def test_a_failing_hook_leaves_the_loads_to_arrive() -> None:
-    native, python = Stack(6, "lru", RATE_GBPS), Stack(6, "lru", RATE_GBPS).in_python()
+    native, python = Stack(6, "lru", RATE_GBPS), Stack(6, "lru", RATE_GBPS, native=False)
     inputs = routed(np.random.default_rng(1), 1)
     for stack in (native, python):
         stack.ahead.wanted = [99]
@@ -367,59 +382,39 @@ def test_a_failing_hook_leaves_the_loads_to_arrive() -> None:
         stack.ahead.wanted = []
         stack.settle()
         stack.layers[0].forward(*inputs)
-        stack.cache.count_passes()
+        stack.cache.live_stats()
         assert stack.stats.layers[0].hits == len(inputs[1][0])
     assert native.known() == python.known()
 
 
-Change = Callable[[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray], None]
+def test_it_leaves_passes_of_many_rows_and_other_types_to_the_page() -> None:
+    stack = Stack(KEYS, "lru")
+    run, hidden = stack.layers[0].native.run, torch.randn(9, SHAPE.hidden)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 3]] * 3)  # 6 rows at most for an expert
+    before = stack.known()
+    assert run(hidden, torch.tensor([[0, 1]]).expand(9, 2), torch.rand(9, 2)) is None
+    assert run(hidden.double(), ids, torch.rand(9, 2)) is None
+    assert run(hidden, ids.int(), torch.rand(9, 2)) is None
+    assert stack.known() == before
+    assert run(hidden, ids, torch.rand(9, 2)) is not None
 
 
-def _missing(hidden: torch.Tensor, ids: torch.Tensor, states: np.ndarray, record: np.ndarray) -> None:
-    states[1] = State.LOADING
-
-
-def _many_rows(hidden: torch.Tensor, ids: torch.Tensor, states: np.ndarray, record: np.ndarray) -> None:
-    ids[:] = torch.tensor([0, 1])
-
-
-def _full(hidden: torch.Tensor, ids: torch.Tensor, states: np.ndarray, record: np.ndarray) -> None:
-    record[0] = len(record) - 4
-
-
-def layer_of(index: int, record: np.ndarray) -> tuple[NativeLayer, np.ndarray]:
-    """A layer without loads, whose experts are all resident, and their states."""
-    pool = SlotPool.allocate(SHAPE, EXPERTS, torch.float32, torch.device("cpu"))
-    states = np.full(EXPERTS, State.RESIDENT, np.uint8)
-    counters = Stack(2, "lru").cache.counters
-    return kernel_of(pool).native(index, states, np.arange(EXPERTS, dtype=np.int32), record, counters.handle), states
-
-
-@pytest.mark.parametrize("change", [_missing, _many_rows, _full])
-def test_it_leaves_the_pass_to_python(change: Change) -> None:
-    record = np.zeros(64, np.int64)
-    record[0] = 1
-    ids = torch.tensor([[0, 1], [1, 2], [2, 3]] * 3)  # 9 tokens, 6 at most for an expert
-    hidden = torch.randn(9, SHAPE.hidden)
-    layer, states = layer_of(0, record)
-    change(hidden, ids, states, record)
-    used = int(record[0])
-    assert layer.run(hidden, ids, torch.rand(9, 2)) is None
-    assert record[0] == used
+def test_a_watcher_without_a_place_for_native_passes_keeps_the_page() -> None:
+    stack = Stack(KEYS, "lru", native=False)
+    layer, backend = stack.layers[0], stack.layers[0].backend
+    assert NativeLayer.of(layer, backend, NativeLayers()) is not None
+    layer.hooks = Hooks(watch=(SimpleNamespace(always=True),))  # type: ignore[arg-type]
+    assert NativeLayer.of(layer, backend, NativeLayers()) is None
 
 
 def test_it_refuses_experts_that_do_not_exist() -> None:
     """A router's mistake reads no foreign memory."""
-    layer, _ = layer_of(0, np.ones(64, np.int64))
+    run = Stack(KEYS, "lru").layers[0].native.run
     for ids in ([[0, EXPERTS]], [[-1, 0]]):
         with pytest.raises(ValueError, match="no such expert"):
-            layer.run(torch.randn(1, SHAPE.hidden), torch.tensor(ids), torch.rand(1, 2))
-
-
-def test_one_token_keeps_its_order_in_the_record() -> None:
-    record = np.ones(64, np.int64)
-    layer, _ = layer_of(2, record)
-    ids = torch.tensor([[3, 0, 1]])
-    assert layer.run(torch.randn(1, SHAPE.hidden), ids, torch.rand(1, 3)) is not None
-    experts = Routing.of(ids.numpy(), torch.device("cpu")).experts
-    assert record[1 : int(record[0])].tolist() == [2, 1, 3, *[2 * EXPERTS + e for e in experts], 1, 1, 1]
+            run(torch.randn(1, SHAPE.hidden), torch.tensor(ids), torch.rand(1, 2))
+    with pytest.raises(ValueError, match="rows"):
+        run(torch.randn(2, SHAPE.hidden), torch.tensor([[0, 1]]), torch.rand(1, 2))
+    layer = Stack(KEYS, "lru").layers[0].native.layer
+    for tokens, top_k in ((2**62, 4), (4, 2**62), (2**40, 2**40), (-1, 2), (2**13, 1)):
+        assert not layer.run(0, 0, 0, tokens, top_k, 0, 1)  # for the page

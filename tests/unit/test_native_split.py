@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,27 +12,19 @@ import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, NEURONS, SHAPE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_rigs import HOLD_S, RATE_GBPS, TIMES, Stack, kernel_of, routed, unhurried
+from native_rigs import HOLD_S, RATE_GBPS, Stack, routed, unhurried
 
-from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
-from tiermoe.actors.engine.cache.link_queue import LinkQueue
-from tiermoe.actors.engine.cache.native_split import SplitOrder
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
-from tiermoe.actors.engine.dispatch import DeviceBackend
-from tiermoe.actors.engine.host_view import HostViews
-from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer
+from tiermoe.actors.engine.cache.native_order import SplitOrder
+from tiermoe.actors.engine.layer import Hooks
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.engine.split import Configuring, Step
-from tiermoe.actors.engine.stats import ConfiguratorStats, EngineStats, LayerStats, Timeline
+from tiermoe.actors.engine.stats import ConfiguratorStats
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import Lcp, SpeculativePrefetch
 from tiermoe.actors.policies.moepic.split import SplitLayout
-from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchGovernor, RandomPrefetch
-from tiermoe.actors.policies.residency import Residency
+from tiermoe.actors.policies.prefetch import NextGatePrefetch, RandomPrefetch
 from tiermoe.actors.policies.slot_classes import split_eviction
-from tiermoe.actors.settings import LinkSettings
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.router import LinearRouter
 
@@ -54,23 +45,11 @@ class SplitStack(Stack):
         self, cut: SplitLayout, native: bool, gbps: float | None = None, prefetch: str = "speculative",
         min_useful: float = 0.0, configured: bool = True, by_use: bool = False,
     ) -> None:  # fmt: skip
-        generator = torch.Generator().manual_seed(5)
-        weights = [
-            LayerWeights(tuple(torch.randn(s, generator=generator) for s in SHAPE.stacked().values()))
-            for _ in range(LAYERS)
-        ]
-        slots = 9
-        pool, device = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu")), CpuDevice(LinkSettings())
-        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
-        self.queue = LinkQueue(LinkSettings(gbps=gbps, latency_us=0))
-        self.governor = PrefetchGovernor(min_useful, window=8, rest=6)
-        in_python = split_eviction(Lru if by_use else lambda: Lcp(RHO, OMEGA, one_layer=True), LAYERS, EXPERTS)
-        in_native = SplitOrder(LAYERS, EXPERTS, None if by_use else RHO, OMEGA)
-        self.cache = ExpertCache(
-            pool, weights, device, Residency(KEYS, slots, SHAPE.nbytes(4)),
-            in_native if native else in_python, self.governor,
-            self.stats, Timeline(False), self.queue, cut=cut,
-        )  # fmt: skip
+        order: Any = SplitOrder(LAYERS, EXPERTS, None if by_use else RHO, OMEGA)
+        if not native:
+            order = split_eviction(Lru if by_use else lambda: Lcp(RHO, OMEGA, one_layer=True), LAYERS, EXPERTS)
+        self._begin(9, order, gbps, min_useful, cut)
+        generator = torch.Generator().manual_seed(6)
         self.steps: list[Step] = []
         configurator = SimpleNamespace(
             layers=LAYERS, stats=ConfiguratorStats(), add=self.steps.extend, due=False,
@@ -90,65 +69,32 @@ class SplitStack(Stack):
             self.ahead = RouterPrefetching(policies[prefetch], self.cache, blocks, EXPERTS)
             if configured:
                 self.ahead.on_predicted = self.configuring.predicted
-        backend = DeviceBackend(self.cache, HostViews(), PlainActivations(torch.device("cpu")))
-        hooks = Hooks(
-            watch=(self.configuring,) if configured else (), ahead=() if self.ahead is None else (self.ahead,)
-        )
-        kernel, placer = kernel_of(pool), Placer(self.cache)
-        self.layers = [
-            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=hooks) for i in range(LAYERS)
-        ]
-        assert all((layer.native is not None) == native for layer in self.layers)
-        self.planned = 0
-        for layer in self.layers:
-            if native:
-                self._watch(layer.native)
-
-    def _watch(self, native: Any) -> None:
-        step = native.step
-
-        def counted(*inputs: Any) -> Any:
-            found = step(*inputs)
-            self.planned += found is not None
-            return found
-
-        native.step = counted
+        ahead = () if self.ahead is None else (self.ahead,)
+        self._attach(Hooks(watch=(self.configuring,) if configured else (), ahead=ahead), native)
 
     def forward(self, passes: list[tuple[torch.Tensor, ...]], spans: list[SequenceRows]) -> list[torch.Tensor]:
-        self.cache.decode_only = all(span.decode for span in spans)
+        self.cache.begin_forward(all(span.decode for span in spans))
         if self.ahead is not None:
             self.ahead.begin_forward(spans)
         found = []
         for layer, inputs in zip(self.layers, passes, strict=True):
             found.append(layer.forward(*inputs))
-            if self.queue.pending and not self.held:
+            if self.link.pending and not self.held:
                 self.settle()
         return found
 
     held = False
 
     def known(self) -> dict[str, Any]:
-        cache, residency = self.cache, self.cache.residency
-        cache.check_integrity()
-        return {
-            "layers": [
-                {name: value for name, value in asdict(layer).items() if name not in TIMES}
-                for layer in self.stats.layers
-            ],
-            "sources": {name: asdict(found) for name, found in self.stats.prefetch_sources.items()},
-            "uses": list(cache.uses),
-            "pending": list(cache.counters.pending),
-            "order": [cache.eviction.of_class(c).victims(KEYS, lambda key: True) for c in range(LAYERS + 1)],
-            "ranked": cache.eviction.ranked(range(KEYS)),
-            "states": residency.states(),
-            "arrays": [bytes(array) for array in residency.arrays],
-            "governor": vars(self.governor),
-            "steps": [
-                (step.decode, step.tokens, step.experts, step.counts, step.head_s is None,
-                 [None if s is None else s.max(axis=0).tolist() for s in step.scores])
-                for step in self.steps
-            ],
-        }  # fmt: skip
+        known, eviction = super().known(), self.cache.eviction
+        known["order"] = [eviction.of_class(c).victims(KEYS, lambda key: True) for c in range(LAYERS + 1)]
+        known["ranked"] = eviction.ranked(range(KEYS))
+        known["steps"] = [
+            (step.decode, step.tokens, step.experts, step.counts, step.head_s is None,
+             [None if s is None else s.max(axis=0).tolist() for s in step.scores])
+            for step in self.steps
+        ]  # fmt: skip
+        return known
 
 
 def forwards(seed: int, count: int, most: int) -> list[tuple[list[tuple[torch.Tensor, ...]], list[SequenceRows]]]:
@@ -173,7 +119,7 @@ def forwards(seed: int, count: int, most: int) -> list[tuple[list[tuple[torch.Te
 @pytest.mark.parametrize("prefetch", ["speculative", "next-gate", "random", "none"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_native_calls_are_the_step_in_python(cut: str, prefetch: str, most: int, by_use: bool) -> None:
-    """Every decision is the same, forward by forward, at 8 rows all native, at more with single passes in Python."""
+    """Every decision is the same, forward by forward, at 8 rows all native, at more with single passes by the page."""
     native, python = (SplitStack(CUTS[cut], on, prefetch=prefetch, by_use=by_use) for on in (True, False))
     for passes, spans in forwards(len(cut), 40, most):
         for one, other in zip(native.forward(passes, spans), python.forward(passes, spans), strict=True):
@@ -250,7 +196,7 @@ def test_a_closed_cache_fails_the_pass_and_pins_nothing(when: str) -> None:
     with pytest.raises(RuntimeFailure, match="closed"):
         stack.forward(passes, spans)
     assert not any(map(stack.cache.residency.pinned, range(2 * KEYS)))
-    stack.cache.residency.check_integrity()
+    assert stack.cache.core.check() == ""
 
 
 @settings(max_examples=60, deadline=None)

@@ -123,9 +123,13 @@ class ExpertCache:
     @property
     def eviction(self) -> EvictionPolicy:
         """The order of eviction, which has heard of all that has happened: `policy`, or the same in native code."""
+        self.tell_order()
+        return self._eviction
+
+    def tell_order(self) -> None:
+        """An order of eviction in Python hears of what has happened, which else comes before it is asked."""
         if self._order is not None:
             self._order.tell()
-        return self._eviction
 
     @property
     def cut(self) -> SplitLayout | None:

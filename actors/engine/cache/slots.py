@@ -347,6 +347,7 @@ class SlotMap:
         return _core.Layout(
             len(self._weights), self.experts, 1 if segments is None and self.low_bit is None else 2, self.class_of,
             self.class_slots, [] if segments is None else segments.neurons, self._bytes, segments is not None, most,
+            [] if segments is None else segments.first,
         )  # fmt: skip
 
     def place(self, segment: int, slot: int) -> tuple[int, int]:

@@ -21,11 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ....errors import ConfigError
 from ....kernels.dense import Program
+from ..layer import MoeLayer
+from ..native_layer import NativeLayer, asking_of
 from .lengths import lengths_of
 from .lowering import CannotLowerError, Lowering
 from .model import ExpertLayer, layer_of, replaced_layers
@@ -77,6 +80,49 @@ class _Head:
         return logits.view(1, rows, -1)
 
 
+class Joined:
+    """Runs layers, each natively as a whole, and the segments behind them in one call.
+
+    Args:
+        layers: of the model. stores: what its segments store, as (shape, dtype).
+
+    Attributes:
+        spent: of each layer's last pass the seconds that it waited for copies, ran kernels (where they are timed), and
+            took.
+        by_cpu: the last two by the thread's CPU time.
+    """
+
+    def __init__(self, program: Program, layers: Sequence[ExpertLayer], stores: Sequence[Any]) -> None:
+        self._program, self.by_cpu = program, False
+        self.layers = [layer for layer in layers if isinstance(layer, MoeLayer)]
+        self._from: list[list[NativeLayer]] = [[]]  # from each layer on, those that join
+        for layer, stored in zip(reversed(self.layers), reversed(stores[: len(self.layers)]), strict=True):
+            native, top_k = layer.joins, stored[-1][0]
+            plain = [(top_k, torch.int64), (top_k, torch.float32)]
+            if native is not None and stored == [((native.width,), torch.float32), *plain] and stored == stores[0]:
+                self._from.insert(0, [native, *self._from[0]])
+            else:
+                self._from.insert(0, [])
+        self._handles = [[native.handle for native in natives] for natives in self._from]
+        self.spent = np.zeros((len(self.layers), 3))
+
+    def run(self, at: int, inputs: Sequence[torch.Tensor], out: torch.Tensor, last: torch.Tensor) -> int:
+        """Run layers from `at` on: how many. inputs: hidden, ids, weights; out: [T, H]; last: of the last segment."""
+        natives = self._from[at]
+        layers = self.layers[at : at + len(natives)]
+        if not natives or not layers[0].runs_natively or any(x.observers or "forward" in vars(x) for x in layers):
+            return 0
+        spent, ends, asking = self.spent[at:], at + len(natives) == len(self.layers), asking_of(natives, len(inputs[0]))
+        ran = self._program.run_layers(
+            at + 1, self._handles[at], inputs, out, last if ends else None, asking, self.by_cpu, spent
+        )
+        if ran < 0:
+            natives[-1 - ran].fail()
+        if ends and ran == len(natives):
+            natives[-1].end_forward(asking)
+        return ran
+
+
 class NativeDense:
     """A model's base module that runs small forwards natively.
 
@@ -87,6 +133,7 @@ class NativeDense:
 
     Attributes:
         notes: for the plan; complete once a step has run.
+        joined: runs layers and segments in one call; None: no step has come yet.
     """
 
     def __init__(self, model: Any, threads: int, required: bool) -> None:
@@ -97,6 +144,7 @@ class NativeDense:
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         self._program: Program | None = None
+        self.joined: Joined | None = None
         self._cache: Any = None
         self._decided: bool | None = None  # whether the program runs; None: no step has come yet
         self._replaced = False
@@ -161,6 +209,7 @@ class NativeDense:
             if self._program is None:
                 groups = {layer: allocator.index for layer, allocator in allocators.items()}
                 self._program = builder.build(MAX_ROWS, len(tables), groups, self._threads)
+                self.joined = Joined(self._program, self._layers, self._lowered.stores)
             for place, (keys, values) in enumerate(views):
                 self._program.bind(place, keys, values)
         except (AttributeError, KeyError, ValueError) as error:  # as in another version of transformers
@@ -185,11 +234,16 @@ class NativeDense:
         out = self._made(0, rows)
         positions = kwargs["position_ids"].to(torch.int32)
         program.run(0, self._embedding(input_ids).contiguous(), positions.contiguous(), *out)
-        (last,) = self._made(len(layers), rows)
-        for at, layer in enumerate(layers, 1):
-            found = layer.forward(*out).contiguous()
-            out = self._made(at, rows) if at < len(layers) else [last]
-            program.run(at, found, *out)
+        joined, at = self.joined if layers is self._layers else None, 0
+        result, (last,) = torch.empty_like(out[0]), self._made(len(layers), rows)
+        while at < len(layers):
+            if joined is not None:
+                at += joined.run(at, out, result, last)
+            if at < len(layers):
+                found = layers[at].forward(*out).contiguous()
+                at += 1
+                out = self._made(at, rows) if at < len(layers) else [last]
+                program.run(at, found, *out)
         return self._output(last_hidden_state=last.view(1, rows, -1))
 
     def _made(self, segment: int, rows: int) -> list[torch.Tensor]:

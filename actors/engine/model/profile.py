@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch.autograd import DeviceType
 
-from ....kernels.expert_ffn import NativeLayer
 from ..dispatch import DeviceBackend
 from ..engine import ExpertEngine
 from ..layer import MoeLayer
@@ -222,9 +221,9 @@ def _time_layers(
             if part in parts and hasattr(owner, method) and (id(owner), method) not in wrapped:
                 wrapped.add((id(owner), method))
                 replaced.set(owner, method, _timed(clock, part, getattr(owner, method)))
-        if isinstance(layer.native, NativeLayer):
-            layer.native.timed(True)
-            replaced.at_end(partial(layer.native.timed, False))
+        if layer.native is not None:
+            layer.native.time(True)
+            replaced.at_end(partial(layer.native.time, False))
         if joined is not None and layer.joins is not None:
             continue
         host_waits = engine.device.executor != "real"  # a GPU's stream waits for copies, the host does not
@@ -240,13 +239,15 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
         yield "reroute", rule, "layer"
     yield "plan", layer.placer, "plan"
     yield "begin", cache, "begin"
-    yield "issue", cache, "issue"
-    yield "await", cache, "await_experts"
+    yield "issue", cache, "load"
+    yield "await", cache, "next"
     yield "send", backend, "send"
     for hook in layer.hooks.ahead:
         for method in ("layer", "skip"):
             yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, method
     yield "run", backend, "run"
+    if layer.native is not None:
+        yield "native", layer.native, "run"  # less its kernels and waits
     yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
 
 
@@ -379,10 +380,7 @@ def _timed_pass(
     forward, clock_at = layer.forward, 0 if clock.counts_waits else 1
 
     def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        waited_s, native, missed = layer.stats.blocked_io_s, layer.native, _missed(layer)
-        if isinstance(native, NativeLayer):
-            native.waited_s = 0.0
-            native.kernel_s[:] = 0.0
+        waited_s, native, missed = _waited_s(layer), layer.native, _missed(layer)
         clock.enter("other")
         try:
             return forward(hidden, ids, weights)
@@ -390,52 +388,44 @@ def _timed_pass(
             clock.leave()
             spent_s = clock.take(PARTS)
             waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
-            if isinstance(native, NativeLayer):
-                inside = "native" if spent_s["native"] > 0 else "other"
-                counted_s = float(native.kernel_s[clock_at])
-                kernel_s = min(counted_s, spent_s[inside])
-                spent_s[inside] -= kernel_s
+            if native is not None and spent_s["native"] > 0:
+                kernel_s = min(native.kernels_s[clock_at], spent_s["native"])
+                spent_s["native"] -= kernel_s
                 spent_s["kernels"] += kernel_s
-                waiting = inside if native.waited_s else waiting
+                waiting = "native"
             if host_waits and clock.counts_waits:
-                spent_s["copies"] = min(layer.stats.blocked_io_s - waited_s, spent_s[waiting])
+                spent_s["copies"] = min(_waited_s(layer) - waited_s, spent_s[waiting])
                 spent_s[waiting] -= spent_s["copies"]
-            if misses:
-                layer.cache.count_passes()  # what native calls have counted, which else comes with the last layer
             passes.append(HostPass(layer.index, len(hidden), spent_s, _missed(layer) - missed if misses else 0))
 
     return run
 
 
 def _missed(layer: MoeLayer) -> int:
-    """Experts, so far as they are counted."""
-    return layer.stats.misses + layer.stats.low_bit_misses
+    """Experts so far."""
+    counts = layer.cache.counts(layer.index)
+    return counts.misses + counts.low_bit_misses
+
+
+def _waited_s(layer: MoeLayer) -> float:
+    """Seconds of waits for copies so far."""
+    return layer.cache.counts(layer.index).blocked_io_s
 
 
 def _timed_joined(clock: _Clock, joined: Joined, passes: list[HostPass], misses: bool) -> Callable[..., int]:
     """Of a call of many layers the layers' passes, by the native clock; they are not part of what is open."""
-    run, clock_at = joined.run, 0 if clock.counts_waits else 1
+    run = joined.run
 
     def timed(at: int, inputs: Sequence[torch.Tensor], *more: torch.Tensor) -> int:
         layers = joined.layers[at:]
-        natives, missed = [layer.joins for layer in layers], list(map(_missed, layers))
-        blocked_s = [layer.stats.blocked_io_s for layer in layers]
-        for native in natives:
-            if isinstance(native, NativeLayer):
-                native.kernel_s[:] = 0.0
+        missed = list(map(_missed, layers)) if misses else [0] * len(layers)
         joined.by_cpu = not clock.counts_waits
         ran = run(at, inputs, *more)
-        if misses and ran < len(layers):  # else they are counted
-            layers[0].cache.count_passes()
-        for place, native in enumerate(natives[:ran], at):
-            _, kernel_s, whole_s = joined.spent[place].tolist()
-            number = place - at
-            layer = layers[number]
-            if isinstance(native, NativeLayer):
-                kernel_s = float(native.kernel_s[clock_at])
-            copies_s = layer.stats.blocked_io_s - blocked_s[number] if clock.counts_waits else 0.0
+        for place, layer in enumerate(layers[:ran], at):
+            waited_s, kernel_s, whole_s = joined.spent[place].tolist()
+            copies_s = waited_s if clock.counts_waits else 0.0
             parts = {"kernels": kernel_s, "copies": copies_s, "native": whole_s - kernel_s - copies_s}
-            missing = _missed(layer) - missed[number] if misses else 0
+            missing = _missed(layer) - missed[place - at] if misses else 0
             passes.append(HostPass(place, len(inputs[0]), dict.fromkeys(PARTS, 0.0) | parts, missing))
             clock.take_out(whole_s)
         return ran

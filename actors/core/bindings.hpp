@@ -1,0 +1,18 @@
+// What the source files of the module share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <string>
+
+namespace tiermoe::core {
+
+// What a capsule of this name holds. Throws nanobind::type_error: it is of another.
+inline void* named(const nanobind::capsule& of, const char* name) {
+    if (!of.name() || std::string(of.name()) != name) throw nanobind::type_error("it is another kind of object");
+    return of.data();
+}
+
+void bind_cpu(nanobind::module_& m);  // cpu_module.cpp
+
+}  // namespace tiermoe::core

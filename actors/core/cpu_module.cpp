@@ -1,0 +1,140 @@
+// Bindings of the CPU's executor.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "../../kernels/cpu/sizes.hpp"
+#include "bindings.hpp"
+#include "cpu_layer.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tiermoe::core {
+namespace {
+
+// Addresses are those of contiguous buffers that the caller keeps alive: of a pass while it runs, of a layer as long as it.
+template <typename T>
+T* at(std::uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+void sizes_fit(std::initializer_list<std::int64_t> sizes) {
+    if (!product_fits(sizes, kMostItems)) throw std::invalid_argument("sizes are negative, or their product is too large");
+}
+
+void make(CpuLayer* made, Core& core, const nb::capsule& kernels, std::int64_t index, std::int64_t experts,
+          std::int64_t neurons, std::int64_t width, std::int64_t max_rows, std::uintptr_t gate_up, std::uintptr_t down,
+          int activation, CpuLayers& all) {
+    if (activation < 0 || activation > static_cast<int>(Activation::relu))
+        throw std::invalid_argument("there is no such activation: " + std::to_string(activation));
+    sizes_fit({experts, neurons, width, 2});
+    new (made) CpuLayer(core, {index, experts, neurons, width, max_rows, at<const float>(gate_up), at<const float>(down),
+                               static_cast<Activation>(activation)},
+                        *static_cast<const KernelTable*>(named(kernels, kKernelTable)), all);
+}
+
+void ask_routers(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, std::int64_t first, std::int64_t layers,
+                 std::int64_t top, bool by_votes, bool soft, std::int64_t max_rows, std::uint8_t source) {
+    const Layout& layout = layer.core().layout();
+    if (layers < 0 || first < 0 || first > layout.layers - layers || top < 1 || !source)
+        throw std::invalid_argument("there is no such prefetch");
+    auto made = std::make_unique<AskRouters>();
+    made->weight = at<const float>(weight), made->bias = at<const float>(bias);
+    made->first = first, made->layers = layers, made->top = top, made->max_rows = max_rows;
+    made->by_votes = by_votes, made->soft = soft, made->source = source;
+    layer.ahead(std::move(made));
+}
+
+void release_slots(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, double threshold, std::int64_t most,
+                   std::int64_t max_rows, const nb::capsule& state) {
+    auto made = std::make_unique<ReleaseSlots>();
+    made->state = static_cast<Importance*>(named(state, "tiermoe.kernels.Importance"));
+    const Shape& shape = layer.shape();
+    if (shape.index + 1 >= layer.core().layout().layers || most < 0 || made->state->experts != shape.experts ||
+        made->state->layers != layer.core().layout().layers)
+        throw std::invalid_argument("there is no such pre-eviction");
+    made->weight = at<const float>(weight), made->bias = at<const float>(bias);
+    made->threshold = threshold, made->most = most, made->max_rows = max_rows;
+    layer.ahead(std::move(made));
+}
+
+// options: as `kernels.substitute.numbers`
+using Options = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, double,
+                           double, double, double, float, float, bool, bool, bool>;
+
+void replace_missing(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, std::uintptr_t draws, std::int64_t drawn,
+                     std::uintptr_t next, std::uintptr_t full, std::uintptr_t emptied, std::uintptr_t buddies,
+                     std::uintptr_t similarity, const Options& options, double beta, std::int64_t max_rows) {
+    auto made = std::make_unique<ReplaceMissing>();
+    Substitution& of = made->problem;
+    of = {};
+    std::tie(of.tokens, of.top_k, of.experts, of.ranks, of.rho, of.search, of.tau, of.gamma, of.temperature, of.log_top_k,
+             of.eta, of.reuse, of.drop, of.by_buddy, of.renormalise) = options;
+    of.buddies = at<const std::int32_t>(buddies), of.similarity = at<const float>(similarity);
+    made->weight = at<const float>(weight), made->bias = at<const float>(bias);
+    made->draws = at<const float>(draws), made->drawn = drawn, made->next = at<std::int64_t>(next);
+    made->full = at<std::uint8_t>(full), made->emptied = at<std::int64_t>(emptied);
+    made->beta = beta, made->max_rows = max_rows;
+    const Fault fault = layer.kernels().size_fault(of, weight || draws);
+    if (!fault.empty()) throw std::invalid_argument(fault);
+    if (of.experts != layer.shape().experts) throw std::invalid_argument("there is no such replacement");
+    layer.rule(std::move(made));
+}
+
+nb::list take(CpuLayers& layers) {
+    nb::list found;
+    layers.take([&](const Passed& p) {
+        const char* scores = reinterpret_cast<const char*>(p.scores.data());
+        found.append(nb::make_tuple(p.layer, p.tokens, p.keys, p.counts, p.began_s, p.ended_s, p.waited_s,
+                                  nb::bytes(scores, sizeof(float) * p.scores.size())));
+    });
+    return found;
+}
+
+}  // namespace
+
+void bind_cpu(nb::module_& m) {
+    nb::class_<CpuLayers>(m, "CpuLayers").def(nb::init<>()).def_rw("records", &CpuLayers::records).def("take", &take);
+    nb::class_<CpuLayer>(m, "CpuLayer")
+        .def("__init__", &make, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 12>(), "core"_a, "kernels"_a,
+             "index"_a, "experts"_a, "neurons"_a, "width"_a, "max_rows"_a, "gate_up"_a, "down"_a, "activation"_a,
+             "all"_a)
+        .def("drop_unfit", [](CpuLayer& layer, std::int64_t narrowest, bool renormalise) {
+            if (narrowest < 1) throw std::invalid_argument("a token keeps an expert");
+            layer.rule(std::make_unique<DropUnfit>(narrowest, renormalise));
+        }, "narrowest"_a, "renormalise"_a)
+        .def("replace_missing", &replace_missing, "weight"_a, "bias"_a, "draws"_a, "drawn"_a, "next"_a, "full"_a, "emptied"_a,
+             "buddies"_a, "similarity"_a, "options"_a, "beta"_a, "max_rows"_a)
+        .def("ask_routers", &ask_routers, "weight"_a, "bias"_a, "first"_a, "layers"_a, "top"_a, "by_votes"_a, "soft"_a,
+             "max_rows"_a, "source"_a)
+        .def("release_slots", &release_slots, "weight"_a, "bias"_a, "threshold"_a, "most"_a, "max_rows"_a, "state"_a,
+             nb::keep_alive<1, 7>())
+        .def("call", [](CpuLayer& layer, nb::callable hooks) {
+            layer.hooks([hooks = nb::object(hooks)](const Given& given) {
+                nb::gil_scoped_acquire lock;
+                hooks(reinterpret_cast<std::uintptr_t>(given.hidden), reinterpret_cast<std::uintptr_t>(given.ids),
+                      given.tokens, given.top_k);
+            });
+        }, "hooks"_a)
+        .def("run", [](CpuLayer& layer, std::uintptr_t hidden, std::uintptr_t ids, std::uintptr_t weights,
+                       std::int64_t tokens, std::int64_t top_k, std::uintptr_t out, int asking) {
+            if (asking < 0 || asking > static_cast<int>(Asking::always)) throw std::invalid_argument("asking is 0, 1 or 2");
+            return layer.run({at<const float>(hidden), at<const std::int64_t>(ids), at<const float>(weights), tokens, top_k,
+                              at<float>(out)}, static_cast<Asking>(asking)) == Stepped::ran;
+        }, "hidden"_a, "ids"_a, "weights"_a, "tokens"_a, "top_k"_a, "out"_a, "asking"_a,
+             nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("step", [](CpuLayer& layer) { return nb::capsule(&layer.step(), kLayerStep); })
+        .def("fail", [](CpuLayer& layer) {
+            if (const std::exception_ptr failure = layer.failure()) std::rethrow_exception(failure);
+        })
+        .def_rw("timed", &CpuLayer::timed)
+        .def_prop_ro("waited_s", [](const CpuLayer& layer) { return layer.spent().waited_s; })
+        .def_prop_ro("kernels_s", [](const CpuLayer& layer) {
+            return std::make_tuple(layer.spent().kernels_s, layer.spent().kernels_cpu_s);
+        });
+}
+
+}  // namespace tiermoe::core

@@ -1,0 +1,259 @@
+"""A layer on the CPU in one native call, which decides, accounts and runs the kernels (`actors/core/cpu_layer.hpp`).
+
+It does what the page of `layer.MoeLayer.forward` does. Rules and routers that native code knows are part of the call;
+other hooks are called in it, and other rules before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from weakref import WeakMethod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...kernels import _cpu
+from ...kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel
+from ...kernels.substitute import BuddyLists, Options, numbers
+from ..core import _core
+from .split import Passed
+
+if TYPE_CHECKING:
+    from .cache.cache import ExpertCache
+    from .dispatch import DeviceBackend
+    from .layer import MoeLayer
+    from .prefetching import Prefetching
+
+Told = Callable[[Passed], object]
+# Who looks ahead once a pass's loads are queued (`Asking` of kernels/cpu/table.hpp)
+HOOKS, ABSENT, ALWAYS = range(3)
+
+
+class RoutersAhead(NamedTuple):
+    """Routers of later layers, on whose scores a prefetch goes.
+
+    weight [layers * E, H] and bias [layers * E], or None, in float32; None: there are no layers to ask for. first: the
+    nearest layer. top: experts of a row. by_votes: as `NextGatePrefetch`; else as `SpeculativePrefetch`, by
+    probabilities. max_rows: of which scores are computed so. prefetching: whose it is.
+    """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    first: int
+    layers: int
+    top: int
+    by_votes: bool
+    max_rows: int
+    prefetching: Prefetching
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether it goes by the routing as the model picked it."""
+        return False
+
+
+class ReleaseAhead(NamedTuple):
+    """Slots that are freed for the next layer (`policies.activeevict.PreEviction`) by its router's scores.
+
+    weight [E, H] and bias [E], or None, in float32. threshold, most: of the rule. max_rows: of an input. state:
+    `kernels.importance.NativeImportance.handle`.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    threshold: float
+    most: int
+    max_rows: int
+    state: _cpu.Importance
+
+    @property
+    def reads_ids(self) -> bool:
+        return True
+
+
+class Budget(NamedTuple):
+    """Pairs are dropped whose experts do not fit: as `policies.activeevict.BudgetAwareTopK`."""
+
+    narrowest: int
+    renormalise: bool
+
+
+class Replace(NamedTuple):
+    """Missing experts are replaced by others, or left out: as `policies.buddymoe.MissRule` on one GPU.
+
+    top_k: of the routings; others are for Python. tau, beta: None: no gate. weight [E, H] and bias [E], or None: the
+    router whose probabilities the options ask for. draws [n] float32 and next [1] int64, the first that was not read:
+    in their place. full [L] bool, emptied [1] int64: the rule's state. max_rows: of which probabilities are computed.
+    """
+
+    top_k: int
+    buddies: BuddyLists
+    options: Options
+    tau: float | None
+    beta: float | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    draws: NDArray[np.float32] | None
+    next: NDArray[np.int64] | None
+    full: NDArray[np.bool_]
+    emptied: NDArray[np.int64]
+    max_rows: int
+
+
+class NativeLayers:
+    """What the native layers of one cache share.
+
+    Attributes:
+        shared: of the core.
+        told: called with each pass, once a forward and before what else the watchers see; None: nobody is.
+    """
+
+    def __init__(self) -> None:
+        self.shared = _core.CpuLayers()
+        self.told: Told | None = None
+
+    def tell(self) -> None:
+        """Tell of the passes so far."""
+        if self.told is not None:
+            for *known, scores in self.shared.take():
+                found = np.frombuffer(scores, np.float32)[None] if scores else None
+                self.told(Passed._make((*known, found)))
+
+
+class NativeLayer:
+    """One layer's passes.
+
+    Attributes:
+        handle: for `kernels.dense.Program.run_layers`. layer: of the core. width: of rows, H.
+        ahead: the prefetch that native code does; None: there is none, or its hook is called.
+        kernels_s: of the last pass, by the wall's clock and by the thread's CPU time, where they are timed.
+    """
+
+    @staticmethod
+    def of(step: MoeLayer, backend: DeviceBackend, all_layers: NativeLayers) -> NativeLayer | None:
+        """None: the layer's kernel, its placer or its watchers are not for native code."""
+        kernel, cache = step.kernel, backend.cache
+        told = [getattr(watcher, "passed", None) for watcher in step.hooks.watch if watcher.always]
+        if not isinstance(kernel, CpuKernel) or step.post is not None or backend.runner.low_bit is not None:
+            return None
+        if None in told or len(told) > 1:
+            return None
+        cache.native_steps = True
+        all_layers.told = told[0] if told else None
+        all_layers.shared.records = bool(told)
+        return NativeLayer(step, cache, kernel, all_layers) if step.placer.may_be_local else None
+
+    def __init__(self, step: MoeLayer, cache: ExpertCache, kernel: CpuKernel, all_layers: NativeLayers) -> None:
+        self._index, self._last, self.width = step.index, step.index == len(cache.stats.layers) - 1, kernel.width
+        self._cache, self._all = cache, all_layers
+        gate_up, down, neurons, activation = kernel.parts
+        self.layer = _core.CpuLayer(
+            cache.core, cast(Any, _cpu.table()), step.index, step.experts, neurons, kernel.width, CPU_MAX_ROWS,
+            gate_up, down, activation, all_layers.shared,
+        )  # fmt: skip
+        self.handle, self._run = cast("_cpu.LayerStep", self.layer.step), self.layer.run
+        self.ahead: Prefetching | None = None
+        self._held: list[object] = [kernel]  # the layer's memory
+
+    def look_ahead(self, ahead: RoutersAhead | ReleaseAhead) -> None:
+        """A pass prefetches what these routers pick, or frees slots."""
+        weight, bias = (0 if t is None else t.data_ptr() for t in (ahead.weight, ahead.bias))
+        if isinstance(ahead, RoutersAhead):
+            self.ahead = ahead.prefetching
+            self.layer.ask_routers(
+                weight, bias, ahead.first, ahead.layers, ahead.top, ahead.by_votes, not ahead.by_votes, ahead.max_rows,
+                self._cache.number_of(self.ahead.policy.name),
+            )  # fmt: skip
+        else:
+            state = cast(Any, ahead.state)
+            self.layer.release_slots(weight, bias, ahead.threshold, ahead.most, ahead.max_rows, state)
+        self._held.append(ahead)
+
+    def call(self, hooks: Callable[[int, int, int, int], object]) -> None:
+        """A pass calls these once its copies are queued, unless native code looks ahead: with the addresses of hidden
+        [T, H] and of the ids [T, K] as the model picked them, T and K. hooks: a method of who holds this layer, since
+        no collector sees what the core holds.
+        """
+        held = WeakMethod(hooks)
+
+        def call(*given: int) -> None:
+            if (alive := held()) is not None:
+                alive(*given)
+
+        self.layer.call(call)
+
+    def reroute(self, rule: Budget | Replace) -> None:
+        """A pass changes the routing so."""
+        self._held.append(rule)
+        if isinstance(rule, Budget):
+            if rule.narrowest:
+                self.layer.drop_unfit(*rule)
+            return
+        weight, bias = (0 if t is None else t.data_ptr() for t in (rule.weight, rule.bias))
+        draws, after = rule.draws, rule.next
+        read = (0, 0, 0) if draws is None or after is None else (draws.ctypes.data, len(draws), after.ctypes.data)
+        given: Any = numbers((0, rule.top_k), rule.buddies, rule.options, rule.tau)
+        self.layer.replace_missing(
+            weight, bias, *read, rule.full.ctypes.data, rule.emptied.ctypes.data, rule.buddies.ids.ctypes.data,
+            rule.buddies.similarity.ctypes.data, given, math.inf if rule.beta is None else rule.beta, rule.max_rows,
+        )  # fmt: skip
+
+    def asking(self, tokens: int) -> int:
+        """`HOOKS`, `ABSENT` or `ALWAYS`, for a pass of so many rows."""
+        ahead = self.ahead
+        if ahead is None:
+            return ABSENT
+        if not ahead.takes(self._index, tokens):
+            return HOOKS
+        return ALWAYS if ahead.never_idle else ABSENT
+
+    def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; None: the pass is for the page, and nothing has changed
+        that the page would not change.
+
+        It is so for other dtypes than float32, where an expert has more than `CPU_MAX_ROWS` rows, and for many pairs.
+        Raises ValueError: there is no such expert; else what `ExpertCache` and the hooks do, and nothing is pinned.
+        """
+        float32 = torch.float32
+        if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
+            return None
+        shape = ids.shape
+        tokens, top_k = shape
+        if hidden.shape != (tokens, self.width) or weights.shape != shape:
+            raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(shape)} ids and {tuple(weights.shape)} weights")
+        hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
+        out, asking = torch.empty_like(hidden), self.asking(tokens)
+        ran = self._run(hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, out.data_ptr(), asking)
+        if ran and self._last:
+            self.end_forward(asking)
+        return out if ran else None
+
+    def end_forward(self, asking: int) -> None:
+        """The model's last layer has run so: its watchers and its prefetch are told."""
+        self._all.tell()
+        if self.ahead is not None and asking != HOOKS:
+            self.ahead.ended()
+
+    def fail(self) -> None:
+        """Raises what the last pass in a program has raised."""
+        self.layer.fail()
+
+    def tell(self) -> None:
+        """The watchers hear of the passes so far."""
+        self._all.tell()
+
+    def time(self, on: bool) -> None:
+        """Whether the kernels are timed."""
+        self.layer.timed = on
+
+    @property
+    def kernels_s(self) -> tuple[float, float]:
+        return self.layer.kernels_s
+
+
+def asking_of(layers: Sequence[NativeLayer], tokens: int) -> int:
+    """`NativeLayer.asking` of layers that run together: of the last one that looks ahead."""
+    return next((layer.asking(tokens) for layer in reversed(layers) if layer.ahead is not None), ABSENT)

@@ -1,0 +1,243 @@
+// Passes of the core's CPU executor on a pool, with a copying thread: whole experts with each order of eviction, split
+// ones, rules, prefetch by routers and slots that are freed ahead. Outputs are compared with those of the experts in host
+// memory, and the core's invariants are checked.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "../../actors/core/cpu_layer.hpp"
+#include "../../actors/core/orders.hpp"
+#include "../../actors/core/thread_link.hpp"
+
+using namespace tiermoe;
+using core::Segments;
+
+namespace {
+
+constexpr std::int64_t kLayers = 3, kExperts = 4, kNeurons = 6, kWidth = 16, kTop = 2, kKeys = kLayers * kExperts;
+
+const KernelTable kernels{expert_ffn_f32, combine_f32, router_scores, misses_fit, budget_top_k,
+                          importance_saw, importance_target, size_fault, replaceable, substitute};
+std::mt19937 random_bits(7);
+
+std::vector<float> numbers(std::int64_t count) {
+    std::normal_distribution<float> normal;
+    std::vector<float> out(static_cast<std::size_t>(count));
+    for (float& value : out) value = normal(random_bits);
+    return out;
+}
+
+Segments some(std::int64_t of, std::int64_t count) {
+    Segments all;
+    for (std::int64_t i = 0; i < of; ++i) all.push_back(i);
+    std::shuffle(all.begin(), all.end(), random_bits);
+    all.resize(static_cast<std::size_t>(count));
+    return all;
+}
+
+// The experts of all layers in host memory, and a pool; each of exactly its size.
+struct Memory {
+    std::vector<std::vector<float>> gate_up, down;  // of each layer
+    std::vector<float> pool_up, pool_down;
+
+    explicit Memory(std::int64_t neurons) : pool_up(neurons * 2 * kWidth), pool_down(neurons * kWidth) {
+        for (std::int64_t l = 0; l < kLayers; ++l) {
+            gate_up.push_back(numbers(kExperts * kNeurons * 2 * kWidth));
+            down.push_back(numbers(kExperts * kNeurons * kWidth));
+        }
+    }
+    // positions: of each slot, in units of so many neurons. cut: neurons of tops; kNeurons: experts are whole.
+    void place(core::ThreadLink& link, const std::vector<std::int64_t>& positions, std::int64_t unit, std::int64_t cut) {
+        core::Places places;
+        places.homes = {{{reinterpret_cast<char*>(pool_up.data()), unit * 2 * kWidth * 4},
+                         {reinterpret_cast<char*>(pool_down.data()), unit * kWidth * 4}}};
+        places.home_of.assign(2 * kKeys, 0);
+        places.position = positions;
+        places.tensors = 2;
+        for (std::int64_t s = 0; s < (cut < kNeurons ? 2 : 1) * kKeys; ++s) {
+            const std::int64_t key = s % kKeys, begin = key % kExperts * kNeurons + (s < kKeys ? 0 : cut);
+            const std::int64_t count = s < kKeys ? cut : kNeurons - cut;
+            for (std::int64_t rows : {2, 1}) {
+                const auto& from = rows == 2 ? gate_up[key / kExperts] : down[key / kExperts];
+                places.sources.push_back({reinterpret_cast<const char*>(from.data() + begin * rows * kWidth),
+                                          count * rows * kWidth * 4, false});
+            }
+        }
+        link.place(std::move(places));
+    }
+    float expected(std::int64_t key, const float* x, std::int64_t column) const {
+        const std::int64_t first = key % kExperts * kNeurons;
+        const float *up = gate_up[key / kExperts].data() + first * 2 * kWidth,
+                    *into = down[key / kExperts].data() + first * kWidth;
+        float sum = 0;
+        for (std::int64_t j = 0; j < kNeurons; ++j) {
+            float gate = 0, value = 0;
+            for (std::int64_t h = 0; h < kWidth; ++h) {
+                gate += x[h] * up[2 * j * kWidth + h];
+                value += x[h] * up[(2 * j + 1) * kWidth + h];
+            }
+            sum += std::max(0.0f, gate) * value * into[j * kWidth + column];
+        }
+        return sum;
+    }
+};
+
+enum class Rule { none, drop, replace };
+
+// Runs 300 passes; the number of what is wrong. exact: nothing changes the routing.
+int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule, Importance* state) {
+    core::CpuLayers all;
+    all.records = true;
+    const std::vector<float> router = numbers(kLayers * kExperts * kWidth - (overrun ? 1 : 0)), bias = numbers(kKeys);
+    std::vector<std::unique_ptr<core::CpuLayer>> layers;
+    std::vector<std::int32_t> buddies;
+    const std::vector<float> similarity(kExperts * kExperts, 0.5f);
+    for (std::int64_t e = 0; e < kExperts; ++e)
+        for (std::int64_t r = 0; r < kExperts; ++r) buddies.push_back(static_cast<std::int32_t>((e + r) % kExperts));
+    std::vector<std::uint8_t> full(kLayers);
+    std::int64_t emptied = 0, calls = 0;
+    for (std::int64_t l = 0; l < kLayers; ++l) {
+        layers.push_back(std::make_unique<core::CpuLayer>(
+            made, core::Shape{l, kExperts, kNeurons, kWidth, 8, memory.pool_up.data(), memory.pool_down.data(), Activation::relu},
+            kernels, all));
+        const std::int64_t first = (l + 1) % kLayers, count = l + 1 < kLayers ? kLayers - 1 - l : 1;
+        if (state && l + 1 < kLayers) {
+            auto ahead = std::make_unique<core::ReleaseSlots>();
+            ahead->weight = router.data() + first * kExperts * kWidth, ahead->bias = nullptr;
+            ahead->threshold = 0.6, ahead->most = kTop, ahead->max_rows = 8, ahead->state = state;
+            layers[l]->ahead(std::move(ahead));
+        } else {
+            auto ahead = std::make_unique<core::AskRouters>();
+            ahead->weight = router.data() + first * kExperts * kWidth, ahead->bias = bias.data() + first * kExperts;
+            ahead->first = first, ahead->layers = count, ahead->top = kTop, ahead->max_rows = 8;
+            ahead->by_votes = l % 2 == 0, ahead->soft = l % 2 == 1, ahead->source = 1;
+            layers[l]->ahead(std::move(ahead));
+        }
+        layers[l]->hooks([&](const LayerInput&) { ++calls; });
+        if (rule == Rule::drop) layers[l]->rule(std::make_unique<core::DropUnfit>(1, true));
+        if (rule == Rule::replace) {
+            auto made_rule = std::make_unique<core::ReplaceMissing>();
+            Substitution& of = made_rule->problem;
+            of = {};
+            of.top_k = kTop, of.experts = kExperts, of.ranks = kExperts, of.rho = kTop, of.search = kExperts;
+            of.tau = -std::numeric_limits<double>::infinity(), of.gamma = std::numeric_limits<double>::infinity();
+            of.temperature = 1.0, of.log_top_k = std::log(static_cast<double>(kTop)), of.drop = true;
+            of.buddies = buddies.data(), of.similarity = similarity.data();
+            made_rule->weight = router.data() + l * kExperts * kWidth, made_rule->bias = nullptr, made_rule->draws = nullptr;
+            made_rule->drawn = 0, made_rule->next = nullptr, made_rule->max_rows = 8;
+            made_rule->beta = std::numeric_limits<double>::infinity();
+            made_rule->full = full.data(), made_rule->emptied = &emptied;
+            layers[l]->rule(std::move(made_rule));
+        }
+    }
+    int wrong = 0;
+    std::int64_t passed = 0;
+    for (int step = 0; step < 300; ++step) {
+        const std::int64_t l = step % kLayers, tokens = 1 + step % 2;
+        made.decode_only = step % 2;
+        std::vector<std::int64_t> ids;
+        for (std::int64_t t = 0; t < tokens; ++t)
+            for (std::int64_t id : some(kExperts, kTop)) ids.push_back(id);
+        const std::vector<float> hidden = numbers(tokens * kWidth), weights = numbers(tokens * kTop);
+        std::vector<float> out(hidden.size());
+        const LayerInput given{hidden.data(), ids.data(), weights.data(), tokens, kTop, out.data()};
+        Spent spent;
+        const LayerStep& run = layers[l]->step();
+        wrong += run.run(run.self, given, static_cast<Asking>(step % 3), spent) != Stepped::ran;
+        if (const std::string fault = made.check(); !fault.empty()) std::printf("%s\n", fault.c_str()), ++wrong;
+        for (std::int64_t t = 0; exact && t < tokens; ++t)
+            for (std::int64_t h = 0; h < kWidth; ++h) {
+                float sum = 0, size = 1;
+                for (std::int64_t k = 0; k < kTop; ++k) {
+                    const float term = weights[t * kTop + k] *
+                                       memory.expected(l * kExperts + ids[t * kTop + k], hidden.data() + t * kWidth, h);
+                    sum += term;
+                    size += std::abs(term);
+                }
+                wrong += std::abs(sum - out[t * kWidth + h]) > 1e-4f * size;
+            }
+        if (step % 30 == 29) all.take([&](const core::Passed& p) { passed += p.keys.size() == p.counts.size(); });
+    }
+    std::vector<std::int64_t> ids(kTop, kExperts);  // none of the layer's
+    std::vector<float> row(kWidth), weight(kTop);
+    Spent spent;
+    const LayerStep& run = layers[0]->step();
+    wrong += run.run(run.self, {row.data(), ids.data(), weight.data(), 1, kTop, row.data()}, Asking::absent, spent) != Stepped::failed;
+    wrong += layers[0]->failure() == nullptr;
+    made.link().close();
+    std::int64_t forwards = 0;
+    for (const core::LayerCounts& c : made.counts()) forwards += c.forwards;
+    return wrong + (passed != 300) + (forwards != 300) + (calls == 0);
+}
+
+int check_whole(Order::Kind kind, bool overrun, Rule rule = Rule::none) {
+    constexpr std::int64_t kSlots = 7, kWindow = 4;
+    Memory memory(kSlots * kNeurons);
+    auto link = std::make_shared<core::ThreadLink>(0.0, 0.0);
+    std::vector<std::int64_t> positions;
+    for (std::int64_t s = 0; s < kSlots; ++s) positions.push_back(s);
+    memory.place(*link, positions, kNeurons, kNeurons);
+    const bool important = kind == Order::Kind::importance;
+    std::vector<double> predicted(kKeys, 0.5), used(kKeys, 0.25), powers(2 * kWindow, 0.5);
+    std::vector<std::uint8_t> resident(kKeys);
+    std::vector<std::int64_t> stamps(kKeys), picked(kLayers * kWindow * kTop), seen(kLayers);
+    Importance state{};
+    state.layers = kLayers, state.experts = kExperts, state.window = kWindow, state.top_k = kTop, state.alpha = 0.5;
+    state.powers = powers.data(), state.values = used.data(), state.picked = picked.data(), state.seen = seen.data();
+    state.predicted = predicted.data(), state.resident = resident.data(), state.stamp = stamps.data();
+    Order order(kind, kLayers, kExperts, 2, kind == Order::Kind::lfu ? 1e100 : 1.0, predicted.data(),
+                important ? &state : nullptr);
+    if (Worth* worth = order.worth()) worth->bind(kSlots / kLayers, predicted.data()), worth->note();
+    core::Layout layout;
+    layout.layers = kLayers, layout.experts = kExperts, layout.slots = {kSlots};
+    layout.bytes.assign(kKeys, kNeurons * 3 * kWidth * 4);
+    core::Core made(layout, link, std::make_shared<core::WholeOrder>(order), core::Governor{0.2, 16, 4}, kind == Order::Kind::lru);
+    int wrong = check(made, memory, rule == Rule::none, overrun, rule, important ? &state : nullptr);
+    for (std::int64_t key = 0; key < kKeys; ++key) wrong += order.holds(key) != (made.state(key) != core::State::absent);
+    return wrong;
+}
+
+// tops: slots of a layer; bottoms: of all. Where they are few, segments take the slots of others that have run.
+int check_split(std::int64_t tops, std::int64_t bottoms, bool by_use) {
+    constexpr std::int64_t kCut = 2;
+    Memory memory(kLayers * tops * kCut + bottoms * (kNeurons - kCut));
+    auto link = std::make_shared<core::ThreadLink>(0.0, 0.0);
+    core::Layout layout;
+    layout.layers = kLayers, layout.experts = kExperts, layout.parts = 2, layout.split = true;
+    layout.slots.assign(kLayers, tops);
+    layout.slots.push_back(bottoms);
+    for (std::int64_t s = 0; s < 2 * kKeys; ++s) {
+        layout.class_of.push_back(s < kKeys ? s / kExperts : kLayers);
+        layout.units.push_back(s < kKeys ? kCut : kNeurons - kCut);
+        layout.bytes.push_back(layout.units.back() * 3 * kWidth * 4);
+    }
+    for (std::int64_t s = 0, unit = 0; s < kLayers * tops + bottoms; ++s) {
+        layout.first_unit.push_back(unit);
+        unit += s < kLayers * tops ? kCut : kNeurons - kCut;
+    }
+    memory.place(*link, layout.first_unit, 1, kCut);
+    SplitOrder order(kLayers, kExperts, 0.01, by_use);
+    core::Core made(layout, link, std::make_shared<core::TopsAndBottoms>(order), core::Governor{}, false);
+    int wrong = check(made, memory, true, false, Rule::none, nullptr);
+    std::int64_t waves = 0;
+    for (const core::LayerCounts& c : made.counts()) waves += c.waves - c.forwards;
+    return wrong + (bottoms < kTop && waves == 0) + (made.sources()[1].hits == 0);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const bool overrun = argc > 1 && !std::strcmp(argv[1], "overrun");
+    int wrong = check_split(3, 7, false) + check_split(1, 1, false) + check_split(3, 7, true);
+    for (Order::Kind kind : {Order::Kind::lru, Order::Kind::sweep, Order::Kind::lfu, Order::Kind::map,
+                             Order::Kind::importance, Order::Kind::worth})
+        wrong += check_whole(kind, overrun);
+    for (Rule rule : {Rule::drop, Rule::replace}) wrong += check_whole(Order::Kind::lru, false, rule);
+    std::printf("checked passes, %d wrong\n", wrong);
+    return wrong != 0;
+}
