@@ -56,6 +56,7 @@ def order(
     least: float,
     growth: float,
     probabilities: int,
+    told: int,
     importance: Importance | None,
     /,
 ) -> Order:
@@ -334,9 +335,10 @@ def lowest_products(
 
 def expect_map(
     probabilities: NDArray[np.float64], keys: NDArray[np.int32], priorities: NDArray[np.float32], now: int,
-    experts: int, /,
+    experts: int, told: NDArray[np.int64], /,
 ) -> None:  # fmt: skip
-    """Sets the probabilities of those keys that there are. Raises ValueError: lengths differ."""
+    """Sets the probabilities of those keys that there are; what is told of their layers [L] changes. Raises ValueError:
+    lengths differ."""
 
 def decode_next(inputs: int, tokens: list[int], /) -> list[tuple[int, int]]:
     """Raises ValueError: not one token for each row, or no column is left."""

@@ -13,6 +13,7 @@ void importance_saw(Importance& state, std::int64_t layer, const std::int64_t* i
         n = window;
     }
     if (n == 0) return;
+    state.changed(layer);
     double* values = state.values + layer * experts;
     std::int64_t* ring = state.picked + layer * window * k;
     std::int64_t& seen = state.seen[layer];
@@ -40,7 +41,9 @@ std::int64_t importance_target(Importance& state, std::int64_t layer, const floa
                                const std::uint8_t* held, double tau, std::int64_t most) {
     const std::int64_t experts = state.experts, top_k = std::min(state.top_k, experts);
     double* predicted = state.predicted + layer * experts;
-    state.score.resize(static_cast<std::size_t>(experts));
+    state.changed(layer);
+    std::vector<double>& exponentials = state.exponentials;
+    exponentials.resize(static_cast<std::size_t>(experts));
     state.order.resize(static_cast<std::size_t>(experts));
     state.named.assign(static_cast<std::size_t>(experts), 0);
     std::fill(predicted, predicted + experts, 0.0);
@@ -48,8 +51,8 @@ std::int64_t importance_target(Importance& state, std::int64_t layer, const floa
         const float* row = logits + r * experts;
         const double shift = *std::max_element(row, row + experts);
         double sum = 0.0;
-        for (std::int64_t e = 0; e < experts; ++e) sum += state.score[e] = std::exp(row[e] - shift);
-        for (std::int64_t e = 0; e < experts; ++e) predicted[e] += state.score[e] / sum;
+        for (std::int64_t e = 0; e < experts; ++e) sum += exponentials[e] = std::exp(row[e] - shift);
+        for (std::int64_t e = 0; e < experts; ++e) predicted[e] += exponentials[e] / sum;
         if (rows == 1) continue;
         std::iota(state.order.begin(), state.order.end(), 0);
         std::partial_sort(state.order.begin(), state.order.begin() + top_k, state.order.end(),
@@ -70,31 +73,59 @@ std::int64_t importance_target(Importance& state, std::int64_t layer, const floa
     return std::min(slots, absent);
 }
 
-std::int64_t importance_lowest(Importance& state, std::int64_t count, const std::uint8_t* allowed) {
-    const std::int64_t experts = state.experts;
-    state.score.resize(static_cast<std::size_t>(state.layers * experts));
-    state.order.clear();
-    for (std::int64_t first = 0; first < state.layers * experts; first += experts) {
-        double sum = 0.0;
-        const auto begin = state.order.size();
-        for (std::int64_t key = first; key < first + experts; ++key)
-            if (state.resident[key]) {
-                sum += state.values[key];
-                if (!allowed || allowed[key]) state.order.push_back(key);
-            }
-        for (auto i = begin; i < state.order.size(); ++i) {
-            const std::int64_t key = state.order[i];
-            const double hot = sum > 0 ? state.values[key] / sum : 0.0;
-            state.score[key] = state.alpha * hot + (1.0 - state.alpha) * state.predicted[key];
+namespace {
+
+// Ranks a layer's residents: alpha of their share of the layer's use and 1 - alpha of what is predicted, then last use.
+void rank(Importance& state, std::int64_t layer) {
+    const std::int64_t first = layer * state.experts;
+    auto& ranked = state.ranked[layer];
+    ranked.clear();
+    double sum = 0.0;
+    for (std::int64_t key = first; key < first + state.experts; ++key)
+        if (state.resident[key]) {
+            sum += state.values[key];
+            ranked.push_back(key);
         }
+    for (std::int64_t key : ranked) {
+        const double hot = sum > 0 ? state.values[key] / sum : 0.0;
+        state.score[key] = state.alpha * hot + (1.0 - state.alpha) * state.predicted[key];
     }
-    const auto found = std::min(count, static_cast<std::int64_t>(state.order.size()));
-    const double* score = state.score.data();
-    const std::int64_t* stamp = state.stamp;
-    std::partial_sort(state.order.begin(), state.order.begin() + found, state.order.end(), [=](auto a, auto b) {
-        return score[a] != score[b] ? score[a] < score[b] : stamp[a] != stamp[b] ? stamp[a] < stamp[b] : a < b;
-    });
-    return found;
+    std::sort(ranked.begin(), ranked.end(), [&state](auto a, auto b) { return state.before(a, b); });
+    state.known[layer] = 1;
+}
+
+}  // namespace
+
+std::int64_t importance_lowest(Importance& state, std::int64_t count, const std::uint8_t* allowed) {
+    const auto layers = static_cast<std::size_t>(state.layers);
+    if (!state.follows || state.known.empty()) {
+        state.score.resize(layers * static_cast<std::size_t>(state.experts));
+        state.ranked.resize(layers);
+        state.known.assign(layers, 0);
+    }
+    for (std::size_t layer = 0; layer < layers; ++layer)
+        if (!state.known[layer]) rank(state, static_cast<std::int64_t>(layer));
+    using At = std::pair<std::size_t, std::size_t>;  // place and layer
+    const auto key = [&state](const At& at) { return state.ranked[at.second][at.first]; };
+    const auto later = [&](const At& a, const At& b) { return state.before(key(b), key(a)); };
+    std::vector<At> heads;  // a heap, the first of all on top
+    const auto add = [&](std::size_t place, std::size_t layer) {
+        const auto& ranked = state.ranked[layer];
+        while (place < ranked.size() && allowed && !allowed[ranked[place]]) ++place;
+        if (place < ranked.size()) heads.push_back({place, layer});
+        return place < ranked.size();
+    };
+    for (std::size_t layer = 0; layer < layers; ++layer) add(0, layer);
+    std::make_heap(heads.begin(), heads.end(), later);
+    state.order.clear();
+    while (!heads.empty() && static_cast<std::int64_t>(state.order.size()) < count) {
+        std::pop_heap(heads.begin(), heads.end(), later);
+        const At at = heads.back();
+        heads.pop_back();
+        state.order.push_back(key(at));
+        if (add(at.first + 1, at.second)) std::push_heap(heads.begin(), heads.end(), later);
+    }
+    return static_cast<std::int64_t>(state.order.size());
 }
 
 bool misses_fit(const std::int64_t* ids, std::int64_t pairs, const std::uint8_t* present, std::int64_t experts,

@@ -17,10 +17,23 @@ struct Importance {
     double* predicted;             // p-hat [L, E]
     std::uint8_t* resident;        // [L * E]
     std::int64_t* stamp;           // of the last use [L * E]
+    // Whether `changed` is called for all that changes but by the functions below: who has a slot, and stamps.
+    bool follows = false;
+    void changed(std::int64_t layer) {
+        if (!known.empty()) known[static_cast<std::size_t>(layer)] = 0;
+    }
+    // Least important first, then least recently used; by `score`.
+    bool before(std::int64_t a, std::int64_t b) const {
+        return score[a] != score[b] ? score[a] < score[b] : stamp[a] != stamp[b] ? stamp[a] < stamp[b] : a < b;
+    }
+    std::vector<double> score;  // [L * E], of residents when their layer was ranked
     // of one call
-    std::vector<double> score;
+    std::vector<double> exponentials;
     std::vector<std::int64_t> order;
     std::vector<std::uint8_t> named;
+    // Residents of each layer, the first to leave first, as far as they are known [layers].
+    std::vector<std::vector<std::int64_t>> ranked;
+    std::vector<std::uint8_t> known;
 };
 
 // Tokens of a layer picked these experts: ids [n, K], in range.

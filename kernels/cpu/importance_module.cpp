@@ -135,16 +135,17 @@ PyObject* products(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return list_of(keys.data(), found);
 }
 
-// expect_map(probabilities: float64 [keys], keys: int32 [n], priorities: float32 [n], now, experts): of each key that
-// there is, its probability in a map of which `now` layers were seen
+// expect_map(probabilities: float64 [keys], keys: int32 [n], priorities: float32 [n], now, experts, told: int64 [L]): of
+// each key that there is, its probability in a map of which `now` layers were seen; its layer is told
 PyObject* expect_map(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 5)) return nullptr;
-    Rows probabilities, keys, priorities;
+    if (!expect(count, 6)) return nullptr;
+    Rows probabilities, keys, priorities, told;
     const std::int64_t now = PyLong_AsLongLong(args[3]), experts = PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred() || !probabilities.take(args[0], 8, true) || !keys.take(args[1], 4) ||
-        !priorities.take(args[2], 4))
+        !priorities.take(args[2], 4) || !told.take(args[5], 8, true))
         return nullptr;
-    if (keys.bytes() != priorities.bytes() || experts < 1) {
+    const std::int64_t layers = told.bytes() / 8;
+    if (keys.bytes() != priorities.bytes() || experts < 1 || layers * experts < probabilities.bytes() / 8) {
         refuse("a map has other priorities than keys, or layers of", experts);
         return nullptr;
     }
@@ -155,6 +156,7 @@ PyObject* expect_map(PyObject*, PyObject* const* args, Py_ssize_t count) {
         const auto ahead = static_cast<float>(key / experts + 1 - now);
         const auto found = static_cast<double>(priorities.data<float>()[i] * ahead);
         probabilities.data<double>()[key] = std::max(found, kLeast);
+        ++told.data<std::int64_t>()[key / experts];
     }
     Py_RETURN_NONE;
 }

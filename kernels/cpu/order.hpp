@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "importance.hpp"
@@ -16,9 +17,10 @@ class Order {
  public:
     enum class Kind { lru, sweep, lfu, map, importance, worth };
     // sweep: a layer that needs `least` experts sweeps. growth: what a use counts more than one a pass earlier (lfu, map).
-    // probabilities: of a map [keys]; importance: the state; both outlive the order.
+    // probabilities: of a map [keys]; told: how often those of each layer have changed [layers]; importance: the state; all
+    // outlive the order.
     Order(Kind kind, std::int64_t layers, std::int64_t experts, double least, double growth,
-          const double* probabilities = nullptr, Importance* importance = nullptr);
+          const double* probabilities = nullptr, const std::int64_t* told = nullptr, Importance* importance = nullptr);
     Order(const Order&) = delete;
 
     std::int64_t keys() const { return layers_ * experts_; }
@@ -34,10 +36,25 @@ class Order {
     // A layer needs these, picked by so many tokens each.
     void routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts);
     // The first `count` held keys of which `may` [keys] is not 0; null: of all.
-    std::vector<std::int64_t> first(std::int64_t count, const std::uint8_t* may) const;
+    std::vector<std::int64_t> first(std::int64_t count, const std::uint8_t* may);
 
  private:
+    // A held key in the order by count. Stamps differ, so no two are alike.
+    struct Place {
+        double value;
+        std::int64_t stamp, key;
+        bool operator<(const Place& other) const {
+            return value != other.value ? value < other.value : stamp < other.stamp;
+        }
+    };
+    using Rank = std::set<Place>;
+
     double value(std::int64_t key) const;
+    void place(std::int64_t key);
+    void unplace(std::int64_t key);
+    void place_all(std::int64_t rank);
+    std::vector<std::int64_t> ranked(std::int64_t count, const std::uint8_t* may);
+    std::vector<std::int64_t> swept(std::int64_t count, const std::uint8_t* may) const;
     bool counts() const { return kind_ == Kind::lfu || kind_ == Kind::map; }
     bool by_use() const { return kind_ == Kind::lru || (kind_ == Kind::sweep && now_ < 0); }
     void leave(std::int64_t key);
@@ -48,6 +65,11 @@ class Order {
     double least_, growth_, unit_ = 1.0;
     std::int64_t clock_ = 0, now_ = -1;  // now: the layer that sweeps
     const double* probabilities_;
+    const std::int64_t* told_;
+    // By count: the held keys in order, of all layers together or, where a layer's values change at once, of each.
+    std::vector<Rank> ranks_;
+    std::vector<double> placed_;       // [keys]: the value at which a held key has its place
+    std::vector<std::int64_t> known_;  // of `told_`
     Importance* importance_;
     std::vector<std::uint8_t> own_held_;
     std::vector<std::int64_t> own_stamps_, picked_;

@@ -21,25 +21,27 @@ bool check_keys(const std::vector<std::int64_t>& keys, std::int64_t end) {
     return true;
 }
 
-// order(kind, layers, experts, least, growth, probabilities or 0, importance or None) -> capsule; both outlive it
+// order(kind, layers, experts, least, growth, probabilities or 0, told or 0, importance or None) -> capsule; these outlive it
 PyObject* order(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 7)) return nullptr;
+    if (!expect(count, 8)) return nullptr;
     const long long kind = PyLong_AsLongLong(args[0]), layers = PyLong_AsLongLong(args[1]);
     const long long experts = PyLong_AsLongLong(args[2]);
     const double least = PyFloat_AsDouble(args[3]), growth = PyFloat_AsDouble(args[4]);
     const auto* probabilities = address<const double>(args[5]);
+    const auto* told = address<const std::int64_t>(args[6]);
     if (PyErr_Occurred()) return nullptr;
-    Importance* importance = args[6] == Py_None ? nullptr : importance_of(args[6]);
+    Importance* importance = args[7] == Py_None ? nullptr : importance_of(args[7]);
     if (PyErr_Occurred()) return nullptr;
     const auto of = static_cast<Order::Kind>(kind);
     const bool fits = !importance || (importance->layers == layers && importance->experts == experts);
     if (kind < 0 || kind > static_cast<int>(Order::Kind::worth) || layers < 1 || experts < 1 || !fits ||
-        (of == Order::Kind::map) != (probabilities != nullptr) || (of == Order::Kind::importance) != (importance != nullptr)) {
+        (of == Order::Kind::map) != (probabilities != nullptr) || (probabilities == nullptr) != (told == nullptr) ||
+        (of == Order::Kind::importance) != (importance != nullptr)) {
         refuse("there is no such order", kind);
         return nullptr;
     }
     if (!check_product({layers, experts}, kMostKeys)) return nullptr;
-    auto* found = made([&] { return new Order(of, layers, experts, least, growth, probabilities, importance); });
+    auto* found = made([&] { return new Order(of, layers, experts, least, growth, probabilities, told, importance); });
     PyObject* capsule = found ? PyCapsule_New(found, kOrder, delete_order) : nullptr;
     if (!capsule) delete found;
     return capsule;

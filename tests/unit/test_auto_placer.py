@@ -257,7 +257,7 @@ def test_a_prompt_streams_into_slots_that_hold_nothing_of_worth() -> None:
     assert rig.resident() == {2, 3, 4, 5, 6, 7, 8, 9}  # what the prompt used most stays
     rig.layer(2, *rows)
     assert rig.resident() >= {2, 3, 6, 7}
-    assert rig.stats.prefetch_sources[STREAM].hits == 6
+    assert rig.cache.live_stats().prefetch_sources[STREAM].hits == 6
     assert not rig.order.refused
     rig.begin(("a", 1, True))
     rig.layer(0, [3])
@@ -555,7 +555,7 @@ def test_a_native_order_refuses_other_arrays_and_keys() -> None:
         with pytest.raises(ValueError, match="no such expert"):
             order.refuse(key)
     with pytest.raises(ValueError, match="not by worth"):
-        _cpu.worth_settled(_cpu.order(0, 2, 3, 0.0, 1.0, 0, None))
+        _cpu.worth_settled(_cpu.order(0, 2, 3, 0.0, 1.0, 0, 0, None))
 
 
 def test_worth_that_is_no_number_leaves_first() -> None:

@@ -380,7 +380,8 @@ def test_eviction_is_told_what_a_map_says_and_nothing_else() -> None:
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 12), now=st.integers(0, 2))
 def test_native_probabilities_are_the_reference(seed: int, n: int, now: int) -> None:
     """Also of experts that the model lacks."""
-    rng, evictions = np.random.default_rng(seed), [ExpertMapEviction(20), ExpertMapEviction(20, expect=expect_map)]
+    native = ExpertMapEviction(20, experts=8, expect=expect_map)
+    rng, evictions = np.random.default_rng(seed), [ExpertMapEviction(20, experts=8), native]
     for size in (4, n):
         keys = rng.permutation(np.arange(8 * now, 24))[:size].astype(np.int32)
         priorities = rng.random(len(keys)).astype(np.float32) * rng.integers(0, 2, len(keys))

@@ -107,7 +107,8 @@ class NativeOrder(EvictionPolicy):
     ) -> None:  # fmt: skip
         probabilities = 0 if maps is None else maps.probabilities.ctypes.data
         state = None if importance is None else importance.handle
-        self.handle = _cpu.order(kind, layers, experts, least, growth, probabilities, state)
+        told = 0 if maps is None else maps.told.ctypes.data
+        self.handle = _cpu.order(kind, layers, experts, least, growth, probabilities, told, state)
         self._held = maps, importance
 
     def admitted(self, key: int) -> None:

@@ -70,9 +70,11 @@ class ExpertMapEviction(EvictionPolicy):
         half_life: of a use, see `Lfu`; None, as in the paper: no decay.
         lowest: `lowest_products`, or the same in native code.
         expect: `expect_map` in native code, from the second map on; None: there is none.
+        experts: of a layer; None: there is one layer.
 
     Attributes:
         probabilities: p by key. growth: as of `Lfu`.
+        told: of each layer a number that is another one after its probabilities have changed [L].
     """
 
     Options = _MapEvictionOptions
@@ -83,11 +85,12 @@ class ExpertMapEviction(EvictionPolicy):
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> ExpertMapEviction:
         lowest = lowest_products if context.lowest is None else context.lowest
-        return cls(context.layers * context.experts, options.half_life, lowest, context.expect_map)
+        keys = context.layers * context.experts
+        return cls(keys, options.half_life, lowest, context.expect_map, context.experts)
 
     def __init__(
         self, keys: int, half_life: float | None = None, lowest: Lowest | None = None,
-        expect: Callable[[Floats, NDArray[np.int32], NDArray[np.float32], int, int], None] | None = None,
+        expect: Callable[..., None] | None = None, experts: int | None = None,
     ) -> None:  # fmt: skip
         self._lowest_of, self._expect_of = lowest_products if lowest is None else lowest, expect
         self.growth = decay_growth(half_life)
@@ -100,6 +103,8 @@ class ExpertMapEviction(EvictionPolicy):
         self._resident: Any = self._residents.data
         self._credit = [0.0] * keys  # of what freq holds, what admission lent until the first use
         self._clock, self._told = 0, False
+        self._experts = keys if experts is None else experts
+        self.told = np.zeros(-(-keys // self._experts), np.int64)
 
     def admitted(self, key: int) -> None:
         credit = self._credit[key] = max(0.0, self._unit - self._freq[key])
@@ -144,14 +149,16 @@ class ExpertMapEviction(EvictionPolicy):
         if not self._told and len(keys):
             self._told = True
             self.probabilities[:] = max(_LEAST, sum(probabilities.tolist()) / len(keys))
+            self.told += 1
         self.probabilities[keys] = np.maximum(probabilities, _LEAST, dtype=np.float64)
+        self.told[keys // self._experts] += 1
 
     def expect_map(
         self, keys: NDArray[np.int32], priorities: NDArray[np.float32], now: int, experts: int
     ) -> None:
         """`expect` of a map's experts by their priorities (`prefetch_priority`), `now` layers seen."""
         if self._told and self._expect_of is not None:
-            self._expect_of(self.probabilities, keys, priorities, now, experts)
+            self._expect_of(self.probabilities, keys, priorities, now, experts, self.told)
         else:
             self.expect(keys, probability_of(priorities, keys // experts, now))
 
