@@ -257,7 +257,7 @@ def test_a_prompt_streams_into_slots_that_hold_nothing_of_worth() -> None:
     assert rig.resident() == {2, 3, 4, 5, 6, 7, 8, 9}  # what the prompt used most stays
     rig.layer(2, *rows)
     assert rig.resident() >= {2, 3, 6, 7}
-    assert rig.stats.prefetch_sources[STREAM].hits == 6
+    assert rig.cache.live_stats().prefetch_sources[STREAM].hits == 6
     assert not rig.order.refused
     rig.begin(("a", 1, True))
     rig.layer(0, [3])
