@@ -1,31 +1,31 @@
 """The expert cache's decisions and accounts in plain Python, on a virtual clock: what `actors.core` is compared with.
 
-Written for reading: states and slots, the plan of a layer, the life of a load, counters.
-The methods are those of `_core.Core`, whose comments say what they are for. Copies on a virtual clock do not fail.
+Written for reading: states and slots, the plan of a layer, the life of a load, counters. The methods are those of
+`_core.Core`, whose comments say what they are for. Copies on a virtual clock do not fail.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.plan import LayerPlan, Load, PlanError
 
 ABSENT, LOADING, RESIDENT = range(3)
-FORGOTTEN = "forgotten"  # the source of prefetches from before the counters were reset
 
 
 @dataclass
 class Slots:
-    """Where segments live: `core::Layout`. Segments are numbered part * keys + key."""
+    """Where segments live: `core::Layout`. nbytes: 0 where there is no such segment; slots: of each class."""
 
     layers: int
     experts: int
-    nbytes: list[int]  # [segments]; 0: there is no such segment
-    slots: list[int]  # of each class
-    class_of: list[int] = field(default_factory=list)  # [segments]; empty: all are of class 0
+    nbytes: list[int]
+    slots: list[int]
+    class_of: list[int] = field(default_factory=list)  # empty: all are of class 0
     split: bool = False
 
     @property
@@ -63,18 +63,15 @@ class Link:
         self.catch_up()
 
     def promote(self, copy: Copy) -> None:
-        self.catch_up()
-        if copy in self._prefetch or copy in self._demand:
-            self.cancel(copy)
+        if self.cancel(copy):
             self._demand.append(copy)
 
     def cancel(self, copy: Copy) -> bool:
         self.catch_up()
-        for queue in (self._demand, self._prefetch):
-            if copy in queue:
-                queue.remove(copy)
-                return True
-        return False
+        queue = next((queue for queue in (self._demand, self._prefetch) if copy in queue), None)
+        if queue is not None:
+            queue.remove(copy)
+        return queue is not None
 
     def ended(self, copy: Copy) -> bool:
         self.catch_up()
@@ -84,8 +81,7 @@ class Link:
         begin_s = self.now_s
         while not self.ended(copy):
             self.now_s = self._current[0].end_s
-        if self.now_s > begin_s:
-            self.now_s += self._late_s
+        self.now_s += self._late_s if self.now_s > begin_s else 0.0
 
     def catch_up(self) -> None:
         while True:
@@ -102,14 +98,7 @@ class Link:
 
 
 class Reference:
-    """The cache of one device.
-
-    Args:
-        order: of eviction. late_s: from a copy's end until who waits for it goes on.
-
-    Attributes:
-        asked: what was asked of the link, as `_core.AskedLog` has it.
-    """
+    """The cache of one device. asked: of the link, as `_core.AskedLog` has it. `Link` has the other arguments."""
 
     def __init__(
         self, slots: Slots, order: EvictionPolicy, copy_s: Callable[[int], float], late_s: float = 0.0,
@@ -117,10 +106,9 @@ class Reference:
     ) -> None:  # fmt: skip
         self.order, self.link, self.writeback = order, Link(copy_s, late_s), writeback
         self.decode_only, self.emptied, self.asked = False, 0, list[tuple[str, int, int]]()
-        self.counts = [Counter[str]() for _ in range(slots.layers)]  # type: ignore[var-annotated]  # seconds, too
-        self.sources: dict[str, Counter[str]] = {}
-        self.totals, self.uses = Counter[str](), [0] * slots.keys
-        self.vacant = set[int]()
+        self.counts: list[Counter[str]] = [Counter() for _ in range(slots.layers)]
+        self.sources: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.totals, self.uses = Counter[Any](), [0] * slots.keys
         self._lay_out(slots)
 
     def _lay_out(self, slots: Slots) -> None:
@@ -130,10 +118,8 @@ class Reference:
         self.free = [list(range(first, first + n))[::-1] for first, n in zip(firsts, slots.slots, strict=True)]
         self.flights: dict[int, Copy] = {}  # by segment, oldest first
         self.pending: dict[int, str] = {}  # source of each prefetch that was not used yet
-        self.vacant.clear()
+        self.vacant = set[int]()  # keys that were vacated since their layer last ran
         self.unwritten = set[int]()  # slots whose last expert is not copied back
-
-    # -- states ------------------------------------------------------------------------------------------
 
     def class_of(self, segment: int) -> int:
         return self.where.class_of[segment] if self.where.class_of else 0
@@ -142,14 +128,13 @@ class Reference:
         return segment % self.where.keys // self.where.experts
 
     def segments(self, keys: Sequence[int]) -> list[int]:
-        if not self.where.split:
-            return list(keys)
-        return [s for key in keys for s in (key, key + self.where.keys) if self.where.nbytes[s]]
+        parts = (0, self.where.keys) if self.where.split else (0,)
+        return [key + part for key in keys for part in parts if self.where.nbytes[key + part]]
 
     def by_class(self, segments: Sequence[int]) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        found: dict[int, list[int]] = defaultdict(list)
         for segment in segments:
-            found.setdefault(self.class_of(segment), []).append(segment)
+            found[self.class_of(segment)].append(segment)
         return found
 
     def evictable(self, kept: Collection[int] = ()) -> Callable[[int], bool]:
@@ -161,34 +146,26 @@ class Reference:
         self.slot[segment], self.states[segment] = -1, ABSENT
         self.emptied += sum(map(len, self.free)) == sum(self.where.slots)
 
-    # -- loads -------------------------------------------------------------------------------------------
-
     def _start(self, segments: Sequence[int], cause: str, urgent: bool) -> None:
-        copies = list[Copy]()
+        """Slots for absent segments, whose copies are queued."""
         for s in segments:
             assert self.states[s] == ABSENT
             slot = self.slot[s] = self.free[self.class_of(s)].pop()
-            self.states[s], back = LOADING, slot in self.unwritten
+            self.states[s] = LOADING
+            self.flights[s] = Copy(s, slot, self.layer_of(s), cause, self.where.nbytes[s], slot in self.unwritten)
             self.unwritten.discard(slot)
-            self.flights[s] = Copy(s, slot, self.layer_of(s), cause, self.where.nbytes[s], back)
-            copies.append(self.flights[s])
             self.order.admitted(s)
-        for copy in copies:
-            self.asked.append(({"prefetch": "p", "migration": "m"}.get(cause, "d"), copy.segment, copy.slot))
-        if copies:
-            self.link.submit(copies, urgent)
+            self.asked.append(({"prefetch": "p", "migration": "m"}.get(cause, "d"), s, slot))
+        if segments:
+            self.link.submit([self.flights[s] for s in segments], urgent)
 
     def _land(self, copy: Copy) -> None:
-        counts, nbytes, took_s = self.counts[copy.layer], copy.nbytes, copy.end_s - copy.start_s
-        counts[f"bytes_loaded_{copy.cause}"] += nbytes
-        if not self.where.split and copy.segment >= self.where.keys:
-            counts["bytes_loaded_low_bit"] += nbytes
-        if copy.back:
-            counts["bytes_written_back"] += nbytes
-            counts["writebacks"] += 1
-            counts["writeback_link_s"] += took_s / 2
-        counts["total_io_s"] += took_s
-        counts["link_s"] += took_s
+        counts, took_s = self.counts[copy.layer], copy.end_s - copy.start_s
+        counts[f"bytes_loaded_{copy.cause}"] += copy.nbytes
+        counts["bytes_loaded_low_bit"] += copy.nbytes * (not self.where.split and copy.segment >= self.where.keys)
+        counts["bytes_written_back"] += copy.nbytes * copy.back
+        counts["writebacks"] += copy.back
+        counts.update(total_io_s=took_s, link_s=took_s, writeback_link_s=took_s / 2 * copy.back)  # type: ignore[call-overload]
         self.states[copy.segment] = RESIDENT
         del self.flights[copy.segment]
 
@@ -196,38 +173,43 @@ class Reference:
         """The compute of `layer` waits."""
         if self.link.ended(copy):
             return
+        start_s = self._wait_free(copy)
+        end_s, totals = self.link.now_s, Counter[Any](blocked_io_s=self.link.now_s - start_s)
+        if copy.back:
+            written_s = copy.start_s + (copy.end_s - copy.start_s) / 2
+            totals["writeback_blocked_s"] = max(0.0, min(end_s, written_s) - max(start_s, copy.start_s))
+        self.counts[layer].update(totals)
+        self.totals["decode_blocked_io_s"] += totals["blocked_io_s"] * self.decode_only
+
+    def _wait_free(self, copy: Copy) -> float:
+        """At nobody's cost; when the wait began."""
         self.asked.append(("w", copy.segment, copy.slot))
         start_s = self.link.now_s
         self.link.wait(copy)
-        end_s = self.link.now_s
-        self.counts[layer]["blocked_io_s"] += end_s - start_s
-        if self.decode_only:
-            self.totals["decode_blocked_io_s"] += end_s - start_s
-        if copy.back:
-            written_s = copy.start_s + (copy.end_s - copy.start_s) / 2
-            self.counts[layer]["writeback_blocked_s"] += max(0.0, min(end_s, written_s) - max(start_s, copy.start_s))
+        return start_s
 
     def _drop(self, copy: Copy) -> bool:
         dropped = self.link.cancel(copy)
         self.asked.append(("x" if dropped else "-", copy.segment, copy.slot))
         if dropped:
-            if copy.segment in self.pending:
-                self._outcome(copy.segment, "cancelled")
-            if copy.back:
-                self.unwritten.add(copy.slot)
+            self._outcome(copy.segment, "cancelled")
+            self.unwritten.update([copy.slot] * copy.back)
             del self.flights[copy.segment]
             self._leave_slot(copy.segment)
             self.order.removed(copy.segment)
         return dropped
 
-    def _outcome(self, segment: int, what: str) -> None:
-        self.sources.setdefault(self.pending.pop(segment), Counter())[what] += 1
+    def _outcome(self, segment: int, what: str) -> bool:
+        """Of a prefetch that was not used yet; False: it is none."""
+        source = self.pending.pop(segment, None)
+        if source is not None:
+            self.sources[source][what] += 1
+        return source is not None
 
     def _evict(self, segments: Sequence[int], layer: int = -1) -> None:
         here = list[int]()
         for s in segments:
-            copy = self.flights.get(s)
-            if copy is not None:
+            if (copy := self.flights.get(s)) is not None:
                 if self._drop(copy):
                     continue
                 self._wait(copy, copy.layer if layer < 0 else layer)
@@ -240,8 +222,7 @@ class Reference:
             self._leave_slot(s)
         for s in here:
             self.order.removed(s)
-            if s in self.pending:
-                self._outcome(s, "wasted")
+            if self._outcome(s, "wasted"):
                 self.counts[self.layer_of(s)]["bytes_wasted"] += self.where.nbytes[s]
 
     def _make_room(self, absent: Sequence[int], evictable: Callable[[int], bool]) -> list[int]:
@@ -252,34 +233,23 @@ class Reference:
             fit.update(segments[: len(self.free[number])])
         return [s for s in absent if s in fit]
 
-    # -- between passes ----------------------------------------------------------------------------------
-
     def arrive(self, layer: int = -1) -> None:
         self._before = Counter(self.counts[layer]) if layer >= 0 else Counter()
-        for copy in list(self.flights.values()):
-            if self.link.ended(copy):
-                self._land(copy)
+        for copy in [copy for copy in self.flights.values() if self.link.ended(copy)]:
+            self._land(copy)
 
     def wait_all(self) -> None:
         for copy in list(self.flights.values()):
-            self._finish(copy)
-
-    def _finish(self, copy: Copy) -> None:
-        self.asked.append(("w", copy.segment, copy.slot))
-        self.link.wait(copy)
-        self._land(copy)
-
-    def settle(self) -> None:
-        for copy in list(self.flights.values()):
-            self._drop(copy)
-        self.wait_all()
+            self._wait_free(copy)
+            self._land(copy)
 
     def flush(self) -> None:
         self.wait_all()
         self._evict([s for s, state in enumerate(self.states) if state])
 
     def divide(self, slots: Slots, fill: Sequence[int]) -> None:
-        self.settle()
+        for copy in list(self.flights.values()):
+            self._drop(copy)
         self.flush()
         self._lay_out(slots)
         room, loads = list(slots.slots), list[int]()
@@ -292,29 +262,25 @@ class Reference:
     def migrate(self, keys: Sequence[int], keep_others: bool) -> None:
         wanted = self.segments(keys)
         absent = [s for s in wanted if self.states[s] == ABSENT]
-
-        def evictable(s: int) -> bool:
-            return s not in wanted and not self.pins[s]
-
-        for number, count in enumerate(self.where.slots) if not keep_others else ():
-            self._evict(self.order.of_class(number).victims(count, evictable))
-        self._start(self._make_room(absent, evictable), "migration", urgent=True)
+        for number, count in enumerate(self.where.slots if not keep_others else ()):
+            self._evict(self.order.of_class(number).victims(count, lambda s: s not in wanted and not self.pins[s]))
+        fit = self._make_room(absent, lambda s: s not in wanted and not self.pins[s])
+        self._start(fit, "migration", urgent=True)
 
     def preload(self, keys: Sequence[int]) -> None:
         fit = self._make_room(self.segments(keys), lambda s: False)
         self._start(fit, "demand", urgent=True)
         for s in fit:
-            self.asked.append(("w", s, self.slot[s]))
-            self.link.wait(self.flights[s])
+            self._wait_free(self.flights.pop(s))
             self.states[s] = RESIDENT
             self.totals["bytes_preloaded"] += self.where.nbytes[s]
-            del self.flights[s]
 
     def resize(self, slots: int) -> list[tuple[int, int, int]]:
         before, (free,) = self.where.slots[0], self.free
         for copy in list(self.flights.values()):
             if copy.slot >= min(slots, before) and not self._drop(copy):
-                self._finish(copy)
+                self._wait_free(copy)
+                self._land(copy)
         for _ in range(before - len(free) - slots):
             self._evict(self.order.victims(1, self.evictable()))
         held = {slot: s for s, slot in enumerate(self.slot) if slot >= 0}
@@ -323,30 +289,24 @@ class Reference:
         moves = [(held[slot], slot, to) for slot, to in zip(moving, room, strict=False)]
         for s, _, to in moves:
             self.slot[s] = to
-        self.free = [room[len(moves) :][::-1]]
+        self.free, self.where.slots = [room[len(moves) :][::-1]], [slots]
         self.emptied += slots > before
-        self.where.slots = [slots]
         return moves
 
     def reset_counts(self) -> None:
-        preloaded = self.totals["bytes_preloaded"]
-        self.counts, self.sources = [Counter() for _ in self.counts], {}
-        self.totals, self.uses = Counter(bytes_preloaded=preloaded), [0] * len(self.uses)
-        self.pending = dict.fromkeys(self.pending, FORGOTTEN)
-
-    # -- a pass ------------------------------------------------------------------------------------------
-
-    def drop_stale(self, layer: int, needed: Collection[int]) -> None:
-        for s, copy in list(self.flights.items()):
-            if copy.layer == layer and copy.cause == "prefetch" and s not in needed:
-                self._drop(copy)
+        self.counts, self.uses = [Counter() for _ in self.counts], [0] * len(self.uses)
+        self.totals = Counter(bytes_preloaded=self.totals["bytes_preloaded"])
+        self.sources.clear()
+        self.pending = dict.fromkeys(self.pending, "before the reset")
 
     def open(
         self, layer: int, keys: Sequence[int], counts: Sequence[int], tokens: int, low: Collection[int]
     ) -> list[int]:
         self.layer = layer
         needed = [s + self.where.keys * (s in low) for s in self.segments(keys)]
-        self.drop_stale(layer, needed)
+        for copy in [c for c in self.flights.values() if c.layer == layer and c.cause == "prefetch"]:
+            if copy.segment not in needed:
+                self._drop(copy)
         self.order.routed(keys, counts, tokens)
         return needed
 
@@ -368,10 +328,8 @@ class Reference:
         """Residents first, then copies in flight for other layers."""
         order = self.order.of_class(number)
         found = order.victims(count, self.evictable(kept))
-        if len(found) < count:
-            flying = {s for s in self.flights if s not in kept and not self.pins[s]}
-            found += order.victims(count - len(found), flying.__contains__)
-        return found
+        flying = {s for s in self.flights if s not in kept and not self.pins[s]}
+        return found + (order.victims(count - len(found), flying.__contains__) if len(found) < count else [])
 
     def _loads(self, number: int, run: Sequence[int], missing: Sequence[int], keep: set[int]) -> list[Load]:
         free = len(self.free[number])
@@ -392,44 +350,35 @@ class Reference:
         return loads
 
     def begin(self) -> None:
-        plan, counts, keys = self.present, self.counts[self.layer], self.where.keys
+        plan, keys, split = self.present, self.where.keys, self.where.split
         resident, others = plan.run[: plan.resident], plan.run[plan.resident :]
         here, lacking = {s % keys for s in resident}, {s % keys for s in others}
-        now = Counter(forwards=1, waves=plan.waves, hits=len(resident), misses=len(others))
-        if self.where.split:
-            now["hits"], now["misses"] = len(here - lacking), len(lacking)
-            now["top_hits"] = len(lacking.intersection(resident))
-        else:
-            now["low_bit_hits"] = sum(s >= keys for s in resident)
-            now["low_bit_misses"] = sum(s >= keys for s in others)
-        for s in others[plan.arriving :]:
-            now["bytes_premature"] += self.where.nbytes[s] * (s in self.vacant)
+        now = Counter(forwards=1, waves=1 + len({load.after for load in plan.loads} - {0}))
+        now["hits"], now["misses"] = (len(here - lacking), len(lacking)) if split else (len(resident), len(others))
+        now["top_hits"] = len(lacking.intersection(resident)) * split
+        now["low_bit_hits"] = sum(s >= keys for s in resident) * (not split)
+        now["low_bit_misses"] = sum(s >= keys for s in others) * (not split)
+        now["bytes_premature"] = sum(self.where.nbytes[s] for s in others[plan.arriving :] if s in self.vacant)
         self.vacant = {s for s in self.vacant if self.layer_of(s) != self.layer}
         if self.decode_only:
             self.totals.update(decode_hits=now["hits"], decode_misses=now["misses"])
-        brought = {s % keys for s in resident if s in self.pending}
-        for s in resident:
-            if s in self.pending:
-                self._outcome(s, "hits")
-        now["prefetched_hits"] = len(brought - lacking)
+        now["prefetched_hits"] = len({s % keys for s in resident if self._outcome(s, "hits")} - lacking)
         late = [s for s in others[: plan.arriving] if self.flights[s].cause == "prefetch"]
         now["late_prefetches"] = len({s % keys for s in late})
-        for s in late:
-            if s in self.pending:
-                self._outcome(s, "late")
-        counts.update(now)
+        self.counts[self.layer].update(now)
         for s in plan.run[: plan.resident + plan.arriving]:
             self.pins[s] += 1
         for s in others[: plan.arriving]:
-            if s in late or (self.where.split and self.flights[s].cause == "migration"):
+            self._outcome(s, "late")
+            if s in late or (split and self.flights[s].cause == "migration"):
                 self.asked.append(("^", s, self.slot[s]))
                 self.link.promote(self.flights[s])
 
     def load(self, after: int = 0) -> None:
         loads = [load for load in self.present.loads if load.after == after]
         self._evict([load.evict for load in loads if load.evict is not None], self.layer)
-        if self.decode_only:
-            self.counts[self.layer]["bytes_demanded_decode"] += sum(self.where.nbytes[load.key] for load in loads)
+        nbytes = sum(self.where.nbytes[load.key] for load in loads) * self.decode_only
+        self.counts[self.layer]["bytes_demanded_decode"] += nbytes
         self._start([load.key for load in loads], "demand", urgent=True)
         for load in loads:
             self.pins[load.key] += 1
@@ -439,24 +388,21 @@ class Reference:
         late, size = {load.after for load in plan.loads if load.after}, len(plan.run)
         if self.given < first and (late or first == size):
             self._ran(plan.run[self.given if late else 0 : first])
-            self.load(first) if late else None
+            if late:
+                self.load(first)
         self.given = first
         if first == size:
             return first, first
-        stop = plan.resident if first < plan.resident else size
-        if late and first >= plan.resident:
-            stop = first + 1
+        stop = plan.resident if first < plan.resident else first + 1 if late else size
         stop = min([stop, *[after for after in late if after > first]])
         for at in range(first, stop):
             copy = self.flights.get(plan.run[at])
-            if copy is None:
-                continue
-            if at == first or late:
-                self._wait(copy, self.layer)
-            elif not self.link.ended(copy):
-                stop = at
+            if copy is not None and at > first and not late and not self.link.ended(copy):
+                stop = at  # those that have landed behind the first run with it
                 break
-            self._land(copy)
+            if copy is not None:
+                self._wait(copy, self.layer)
+                self._land(copy)
         self.done = stop
         return first, stop
 
@@ -464,35 +410,29 @@ class Reference:
         keys = self.where.keys
         for s in segments:
             self.pins[s] -= 1
-            if not self.where.split or s == (s % keys if self.where.nbytes[s % keys] else s % keys + keys):
-                self.uses[s % keys] += 1
+            self.uses[s % keys] += not self.where.split or s == self.segments([s % keys])[0]
         self.order.used(segments)
 
     def close(self) -> None:
         for path, of in (("io_path_s", "blocked_io_s"), ("link_path_s", "link_s")):
             self.counts[self.layer][path] += self.counts[self.layer][of] - self._before[of]
 
-    # -- ahead -------------------------------------------------------------------------------------------
-
     def prefetch(self, keys: Sequence[int], keep: Collection[int], source: str) -> int:
-        whole, split = self.where.keys, self.where.split
-        if not split:  # no replica of an expert that is there
+        whole = self.where.keys
+        if not self.where.split:  # no replica of an expert that is there
             keys = [s for s in keys if s < whole or self.states[s - whole] == ABSENT]
         absent = [s for s in self.segments(keys) if self.states[s] == ABSENT]
-        if not absent:
-            return 0
         kept = {*keys, *keep}
         fit = self._make_room(absent, self.evictable(kept | {s + whole for s in kept if s < whole}))
-        self.sources.setdefault(source, Counter())["queued"] += len(fit)
+        self.sources[source]["queued"] += len(fit)
         self.pending |= dict.fromkeys(fit, source)
         self._start(fit, "prefetch", urgent=False)
         return len(fit)
 
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
-        for s in self.segments(keys):
-            if (copy := self.flights.get(s)) is not None:
-                self._wait(copy, layer)
-                self._land(copy)
+        for copy in [self.flights[s] for s in self.segments(keys) if s in self.flights]:
+            self._wait(copy, layer)
+            self._land(copy)
 
     def leave(self, victims: Sequence[int], layer: int) -> None:
         self._evict(victims, layer)

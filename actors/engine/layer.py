@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,22 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
 NO_KEYS: frozenset[int] = frozenset()
+
+
+class Passed(NamedTuple):
+    """A pass that native code has run. began_s, ended_s: of `time.perf_counter`; waited_s: for copies, in between.
+
+    scores: predicted for the next layer's experts, the highest of any row [1, E]; None: there are none.
+    """
+
+    layer: int
+    tokens: int
+    keys: list[int]
+    counts: list[int]
+    began_s: float
+    ended_s: float
+    waited_s: float
+    scores: NDArray[np.float32] | None
 
 
 class View(Protocol):
@@ -91,7 +107,7 @@ class RerouteHook(Protocol):
 class Watcher(Protocol):
     """always: it sees every layer; else those that `Placer.plan` has planned.
 
-    One that sees every layer may have a method `passed`, which is told of passes in native calls (`split.Passed`); else
+    One that sees every layer may have a method `passed`, which is told of passes in native calls (`Passed`); else
     its layers run the page.
     """
 

@@ -19,7 +19,7 @@ from ...kernels import _cpu
 from ...kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel
 from ...kernels.substitute import BuddyLists, Options, numbers
 from ..core import _core
-from .split import Passed
+from .layer import Passed
 
 if TYPE_CHECKING:
     from .cache.cache import ExpertCache

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from ..policies.moepic.split import LayerStatistics, Picks, Priorities, SplitOpt
 from ..policy_settings import PolicySettings
 from .cache.cache import ExpertCache
 from .host_view import Routing
+from .layer import Passed
 from .prefetching import Prefetching
 from .stats import ConfiguratorStats
 
@@ -43,22 +44,6 @@ class Step:
     scores: list[NDArray[np.floating] | None] = field(default_factory=list)  # predictions [rows, E]
     attention_s: float = 0.0  # between layers, summed
     moe_s: float = 0.0  # in layers without waits for copies, summed
-
-
-class Passed(NamedTuple):
-    """A pass that native code has run. began_s, ended_s: of `time.perf_counter`; waited_s: for copies, in between.
-
-    scores: predicted for the next layer's experts, the highest of any row [1, E]; None: there are none.
-    """
-
-    layer: int
-    tokens: int
-    keys: list[int]
-    counts: list[int]
-    began_s: float
-    ended_s: float
-    waited_s: float
-    scores: NDArray[np.float32] | None
 
 
 class Configurator:

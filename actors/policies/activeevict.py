@@ -109,7 +109,7 @@ class Importance(Protocol):
         """`saw` of the layer `seen`, `target` of `layer`, and the evictable residents of least s that free its slots.
 
         Args:
-            states, evictable: as those of `Residency` [L*E]. free: slots that are free.
+            states, evictable: as the core has them (`engine.cache.residency`) [L*E]. free: slots that are free.
         """
         ...
 

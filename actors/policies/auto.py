@@ -216,7 +216,7 @@ class Auto:
     Args:
         native: `tiermoe.kernels._planner`.
         layers, experts, top_k: of the model. slots: of a layer. workers: near-data workers; 0: none, all misses load.
-        states: uint8 [L, E], read at each call: absent 0, loading 1, resident 2 (as `Residency`), staged 3: here, in no
+        states: uint8 [L, E], read at each call: absent 0, loading 1, resident 2 (`State`), staged 3: here, in no
             slot that counts.
         without: parts of the rule to leave out.
 

@@ -125,7 +125,7 @@ class EvictionPolicy(ABC):
         """`count` admitted keys for which `evictable` holds, or all of them, in order of eviction; changes nothing."""
 
     def of_class(self, slot_class: int) -> EvictionPolicy:
-        """The order of eviction within one slot class (`Residency`)."""
+        """The order of eviction within one slot class (`slot_classes`)."""
         return self
 
 

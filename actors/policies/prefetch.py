@@ -10,7 +10,7 @@ Answers are `Wanted`, most wanted first. The executor queues them behind the lay
 available, skips resident experts, and does not repeat a request: a policy asks again. Policies see no cache, link or
 clock.
 
-Here: the protocol, the governor, and the policies that belong to no single paper.
+Here: the protocol, and the policies that belong to no single paper.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Orders of eviction of caches with several classes of slots (`Residency`): split experts, and low-bit replicas."""
+"""Orders of eviction of caches with several classes of slots (`core::Layout`): split experts, and low-bit replicas."""
 
 from __future__ import annotations
 

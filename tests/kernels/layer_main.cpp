@@ -56,10 +56,11 @@ struct Memory {
         core::Places places;
         places.homes = {{{reinterpret_cast<char*>(pool_up.data()), unit * 2 * kWidth * 4},
                          {reinterpret_cast<char*>(pool_down.data()), unit * kWidth * 4}}};
-        places.home_of.assign(2 * kKeys, 0);
+        const std::int64_t segments = (cut < kNeurons ? 2 : 1) * kKeys;
+        places.home_of.assign(segments, 0);
         places.position = positions;
         places.tensors = 2;
-        for (std::int64_t s = 0; s < (cut < kNeurons ? 2 : 1) * kKeys; ++s) {
+        for (std::int64_t s = 0; s < segments; ++s) {
             const std::int64_t key = s % kKeys, begin = key % kExperts * kNeurons + (s < kKeys ? 0 : cut);
             const std::int64_t count = s < kKeys ? cut : kNeurons - cut;
             for (std::int64_t rows : {2, 1}) {

@@ -2,7 +2,7 @@
 
 A placer follows sequences and asks the pure policies whether an expert runs on a GPU or near data. On a GPU an expert
 runs on its owner, or on the lead while the owner is lost; near data on the NDP worker that the pool chooses. Experts
-of this GPU are planned by `LoadOnMiss`, all others go to `LayerPlan.remote`.
+of this GPU are planned by its cache's core, all others go to `LayerPlan.remote`.
 """
 
 from __future__ import annotations
