@@ -428,7 +428,7 @@ REFUSED: list[tuple[str, Quantize, dict[str, Any], Callable[[Tensors], Any], typ
     ("sym", gptq(4, 64, False, False), {"quant_method": "gptq", **GPTQ, "sym": True}, lambda tensors: None, FormError,
      "zero points other than half.*; say `sym: false`"),
     ("twice", gptq(4, 64, False, False), {"quant_method": "gptq", **GPTQ},
-     add(".weight", torch.zeros(256, 256)), CheckpointError, "there twice, quantized and not"),
+     add(".weight", torch.zeros(256, 256)), CheckpointError, "occurs twice, quantized and unquantized"),
     ("none", TENSOR, {"quant_method": "gptq", **GPTQ}, lambda tensors: None, CheckpointError, "none is in that form"),
     ("nan", TENSOR, STATIC, add(".weight_scale", torch.tensor(float("nan"))), FormError,
      "compare the sha256 of model.safetensors with the publisher's"),
