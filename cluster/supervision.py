@@ -3,7 +3,7 @@
 Ray makes a dead lead's process anew, without its weights. `LeadKeeper` notices, starts it, and gives up when it dies
 too often. Like `WorkerKeeper`, it says which file stopped a process, and starts that again once the file is whole. The
 other actors register and serve again by themselves, and so do the server's processes.
-`RayWatch` says so, ends what hangs, and finds out when Ray itself is lost, which nothing mends.
+`RayWatch` says so, ends what hangs, and detects the loss of Ray itself, which is final.
 """
 
 from __future__ import annotations

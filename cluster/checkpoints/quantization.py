@@ -187,7 +187,7 @@ def _read(found: dict[str, Any], method: str, source: str) -> Quantization | Non
         schemes = tuple(reader(found))
     except (ValidationError, re.error) as error:
         what = f"the quantization_config of {source} is malformed ({first_problem(error)})"
-        raise CheckpointError(what, f"mend it, or copy {source} from where the model is published") from error
+        raise CheckpointError(what, f"correct it, or copy {source} from where the model is published") from error
     return Quantization(method, schemes, source) if schemes else None
 
 
