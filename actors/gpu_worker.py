@@ -114,7 +114,7 @@ class GpuWorker:
         from .store.artifacts import read_policy_artifacts
 
         self._begin("loading weights")
-        if self._view.layers:  # Ray starts it again with the first view, whose files may have been put back since
+        if self._view.layers:  # Ray starts it again with the first view, whose files may have been restored since
             self._view = renewed(self._view)
         settings, manifest = self._settings, self._view.manifest
         check_combination(settings)

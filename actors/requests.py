@@ -63,7 +63,7 @@ class GenerationRequest:
 
     @property
     def scored_prompt(self) -> int | None:
-        """`prompt_logprobs`, which went out with the first generated token."""
+        """`prompt_logprobs`, which are sent with the first generated token."""
         return None if self.generated else self.sampling.prompt_logprobs
 
 

@@ -21,8 +21,9 @@ from tiermoe.cluster.config import RunConfig, engine_settings, load_hardware
 from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, cells_of, median_of, metric, ratio
 from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
 from tiermoe.cluster.jobs.bench.run import Study
-from tiermoe.cluster.jobs.bench.serving import Prompt, prepared_store, serve, start_worker
+from tiermoe.cluster.jobs.bench.serving import Prompt, serve, start_worker
 from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions, Quality
+from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.errors import ConfigError, RuntimeFailure
 
 # -- MoEpic: memory for a TPOT (Figure 8) ------------------------------------------------------------------------------

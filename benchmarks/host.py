@@ -26,11 +26,11 @@ from tiermoe.cluster.jobs.bench.serving import (
     Prompt,
     ensure_artifacts,
     heldout_prompts,
-    prepared_store,
     run_config,
     serve,
     start_worker,
 )
+from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.prompt import load_tokenizer
 
 from .cases import Host

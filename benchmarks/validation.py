@@ -37,13 +37,13 @@ from tiermoe.cluster.jobs.bench.serving import (
     Prompt,
     ensure_artifacts,
     heldout_prompts,
-    prepared_store,
     run_config,
     serve,
     start_worker,
 )
 from tiermoe.cluster.jobs.measure_machine import measure_machine
 from tiermoe.cluster.jobs.prediction import ROUTING, predict_by_trace, simulated_machine
+from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.jobs.replay import checked_prefetch, replay, require_replayable
 from tiermoe.cluster.simulate.executor import context_of, engine_of, eviction_of, first_cut
 from tiermoe.cluster.simulate.hit_rates import serve as replayed

@@ -1,6 +1,6 @@
 """The `tiermoe` command. Every subcommand's module is imported when it is called, so that help is instant.
 
-Exit codes: 0 fine, 1 the runtime failed, 2 the user can mend it (one line says how), 130 interrupted, 143 terminated.
+Exit codes: 0 done, 1 the runtime failed, 2 the user can correct it (one line says how), 130 interrupted, 143 ended.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class Deployment:
         """Whether the deployment still runs; False: it was ended in order (`Attachment.end`).
 
         Restarts a lead that died or hangs, while others continue: call this about once a second. A lead that
-        fails for good is said, and tried again after a minute, while another one serves.
+        fails finally is reported, and tried again after a minute, while another one serves.
 
         Raises:
             TierMoeError: all leads have ended for good, die too often, or refuse to start again; that of the first. Or

@@ -151,7 +151,7 @@ class _Utf8:
 
 
 class _Ends:
-    """Takes up to `start` letters from the text's begin and up to `stop` from its end, if they are `content`."""
+    """Takes up to `start` letters from the text's beginning and up to `stop` from its end, if they are `content`."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop

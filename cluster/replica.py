@@ -68,7 +68,7 @@ class Replica:
         return plan
 
     def look(self) -> None:
-        """Start a dead or hanging lead again, and what a mended file lets serve. Raises as `LeadKeeper.look`."""
+        """Restart a dead or hanging lead, and a process whose file was restored. Raises as `LeadKeeper.look`."""
         assert self._keeper is not None
         for role, actor in list(self.group.actors.items()):
             if role.partition("/")[0] in ("store", "shard", "ndp"):

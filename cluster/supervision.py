@@ -3,7 +3,7 @@
 Ray makes a dead lead's process anew, without its weights. `LeadKeeper` notices, starts it, and gives up when it dies
 too often. Like `WorkerKeeper`, it says which file stopped a process, and starts that again once the file is whole. The
 other actors register and serve again by themselves, and so do the server's processes.
-`RayWatch` says so, ends what hangs, and finds out when Ray itself is lost, which nothing mends.
+`RayWatch` says so, ends what hangs, and detects the loss of Ray itself, which is final.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ class _Files:
 
     def __init__(self, name: str, notify: Callable[[str], None]) -> None:
         self._name, self._notify = name, notify
-        self._told: tuple[str, str] | None = None
+        self._reported: tuple[str, str] | None = None
 
     def look(self, health: Mapping[str, Any]) -> bool:
         """Whether the files are whole again and the worker's process has to be started again; True once."""
         problem = health.get("problem")
-        told = None if problem is None else (str(health["state"]), str(problem))
-        if told == self._told:
+        reported = None if problem is None else (str(health["state"]), str(problem))
+        if reported == self._reported:
             return False
-        before, self._told = self._told, told
-        if told is None:
+        before, self._reported = self._reported, reported
+        if reported is None:
             if before is not None and before[0] == "mended":
                 return False  # its process died, which is said
             self._notify(f"{self._name} serves again: its files are whole")
-        elif told[0] == "mended":
+        elif reported[0] == "mended":
             self._notify(f"{self._name}'s files are whole again; its process is started again")
             return True
         else:

@@ -27,7 +27,8 @@ from machines import Loopback, Machine
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.cluster.config import default_model_dir, engine_settings, load_run_config
 from tiermoe.cluster.deploy import Deployment
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts, prepared_store
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts
+from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.scratch import Scratch
 
 BIN = Path(sys.executable).parent

@@ -187,14 +187,15 @@ class Auto:
         owner: seconds of other GPUs' answers, over a message, g and, where they lack the expert, t; a factor.
 
     Flow of a layer, `plan`:
-        1. Misses in order of S V' + c work, V' the value after this use; v: the least V of the layer's residents.
+        1. Misses in order of S V' + c work, V' the value after this use; v_1, v_2, ..: the V of the layer's residents,
+           least first, the 12th for all that follow.
         2. For each number of copies under way that are waited for, and each number n of misses loaded (the first n):
-           end = max(GPU, near-data) - (1 - rho) S sum max(0, V' - v); the least end wins. Near-data work slows by
+           end = max(GPU, near-data) - (1 - rho) S sum max(0, V'_k - v_k); the least end wins. Near-data work slows by
            c_busy / c while the link copies. Work goes to the least loaded worker. A step is O(1), with W workers O(W).
         3. Experts of other GPUs run on their owners. From the one that ends last one after the other goes near data,
            while it ends there before that GPU would: first what spares most there for its work. So many go as give the
-           least end, plus S max(0, V' - v) for each that its owner would have loaded.
-        4. Background: misses computed near data are worth S (V' - v); predictions for layer l + 1
+           least end, plus S max(0, V' - v_1) for each that its owner would have loaded.
+        4. Background: misses computed near data are worth S (V' - v_1); predictions for layer l + 1
            S' q (timely + max(0, V' - v')). The best 24 stay in a pool until their layer comes. A copy may begin if its
            worth is at least its price: what it delays this layer's near-data work, plus for the part beyond the next
            layer's begin n c / (c + t) + P(near data ends last) (1 - c / c_busy), n the loads of a layer, at most 1.

@@ -171,7 +171,7 @@ class StoreGuard:
 
     serving -> damaged (a file changed, or cannot be read: nothing is sent) -> mended (the files verify again)
 
-    A mended process still has the old mappings and what it made of them: who watches it starts it again. The files are
+    A mended process still has the old mappings and results from them: its watcher restarts it. The files are
     verified by a thread, when their stamps have stood still for `LOOK_S` and are others than at the last attempt, or a
     minute after it.
 

@@ -98,9 +98,8 @@ def _named(file: Path) -> frozenset[bytes] | None:
 class KeyRing:
     """The keys of a file, read again when the file changes.
 
-    Of a file that is refused (others may read it, a line is malformed, it is empty) no key comes into force, and those
-    that it no longer names go out of force. A file that is not there, or cannot be read, says nothing about keys: those
-    before stay in force until there is one that can.
+    If the file is refused (others may read it, a line is malformed, it is empty), no new key takes effect, and keys
+    that it no longer names are revoked. If it is missing or unreadable, all keys stay valid until it can be read.
 
     Args:
         file: see `read_keys`.
@@ -148,10 +147,10 @@ class KeyRing:
         except ConfigError as error:
             before = len(self._keys)
             if (named := _named(self._file)) is None:
-                kept = "the keys before stay in force until it can be read"
+                kept = "the former keys stay in force until it can be read"
             else:
                 self._keys = tuple(key for key in self._keys if key.secret in named)
-                kept = f"{len(self._keys)} of {before} keys before stay in force: those that it names"
+                kept = f"{len(self._keys)} of {before} former keys stay in force: those that it names"
             self.problem = f"{error} ({kept})"
             self._refused(self.problem)
         return self.problem

@@ -1,6 +1,6 @@
 """One lead as the server sees it: its requests, and a watch that asks for its health once a second.
 
-Whatever the lead does, what is known of it is at hand at once: `LeadClient.state` waits for nothing.
+`LeadClient.state` is the last known state: it waits for nothing, whatever the lead does.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class LeadClient:
         serves: whether requests may be sent; taken for granted before the first look.
         hung: whether its process lives and does not answer.
         failure: why it never serves again; None: it may.
-        damage: what happened to a file that it serves from, until it is put back; None: nothing.
+        damage: what happened to a file that it serves from, until it is restored; None: nothing.
     """
 
     def __init__(self, handle: Any, changed: Callable[[], None], name: str) -> None:

@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 
 def refused(message: str, param: str | None, code: str | None = None) -> ApiError:
-    """400: the client can mend it."""
+    """400: the client can correct it."""
     return ApiError(400, message, param, code)
 
 

@@ -49,7 +49,7 @@ class RequestLog:
         self._listener.start()
 
     def __call__(self, record: RequestRecord) -> None:
-        """Queue the line of a request that has ended; a probe that went well has none."""
+        """Queue the line of a request that has ended; a successful probe has none."""
         if record.path in PROBES and record.status < 400:
             return
         if self._lines.qsize() >= _QUEUED:

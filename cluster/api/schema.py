@@ -266,7 +266,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def running_usage(self) -> bool:
-        """Whether every chunk says how many tokens have come."""
+        """Whether every chunk has the number of tokens so far."""
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property

@@ -77,7 +77,7 @@ class HttpServer:
         seconds.
 
         While every edge refuses to start (because of a file, say), the server socket answers, and each is tried again:
-        the cause may be mended.
+        the cause may be removed.
 
         Returns:
             Why no edge serves; None: one does.

@@ -413,7 +413,7 @@ def _transformers_own(folder: Path, settings: Mapping[str, Any]) -> tuple[Any, d
         source, tokens = worker.ask({"load": asked}, _START_S)
     except (ValueError, OSError) as failure:
         what = f"the tokenizer's configuration in '{folder}' cannot be read: {failure}"
-        raise CheckpointError(what, "mend or remove it") from failure
+        raise CheckpointError(what, "correct or remove it") from failure
     finally:
         if worker is not None:
             worker.close()

@@ -24,30 +24,12 @@ from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import DTYPES, MatrixForm, ceil_div
 from ...kernels.repack import needs_order, repack_awq, repack_compressed_tensors, repack_gptq
 from .checkpoint import TensorEntry, read_bytes
-from .quantization import FP8_SCALES, Layout, Quantization, Scheme
+from .quantization import FP8_SCALES, LAYOUTS, Layout, Quantization, Scheme
 from .weight_files import CONFIG, OTHER_CONFIG, compare_hash
 
 Raw = dict[str, NDArray[Any]]
 Repack = Callable[[MatrixForm, Raw], Raw]
 
-# by layout: the suffix of the tensor that makes a matrix, of those that must be beside it, and of those that may be
-SUFFIXES: Mapping[Layout, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "fp8": (".weight", (), FP8_SCALES),  # one of them
-    "fp8-stack": ("", ("_scale_inv",), ()),  # all experts of a layer, as transformers keeps them
-    "gpt-oss": ("_blocks", ("_scales",), ()),
-    "mxfp4": (".weight_packed", (".weight_scale",), (".weight_shape",)),
-    "nvfp4": (".weight_packed", (".weight_scale", ".weight_global_scale"), (".weight_shape",)),
-    "modelopt-nvfp4": (".weight", (".weight_scale", ".weight_scale_2"), ()),
-    "packed": (".weight_packed", (".weight_scale",), (".weight_shape", ".weight_zero_point", ".weight_g_idx")),
-    "int8": (".weight", (".weight_scale",), (".weight_zero_point",)),
-    "awq": (".qweight", (".qzeros", ".scales"), ()),
-    "gptq": (".qweight", (".qzeros", ".scales"), (".g_idx",)),
-}
-# the type of the first tensor: a matrix of the same name in another type is not quantized
-_CODES: Mapping[Layout, tuple[str, ...]] = {
-    "fp8": ("F8_E4M3",), "fp8-stack": ("F8_E4M3",), "gpt-oss": ("U8",), "mxfp4": ("U8",), "nvfp4": ("U8",),
-    "modelopt-nvfp4": ("U8",), "packed": ("I32",), "int8": ("I8",), "awq": ("I32",), "gptq": ("I32",),
-}  # fmt: skip
 _NUMPY = {**DTYPES, "I8": np.int8, "I64": np.int64, "F64": np.float64, "I16": np.int16, "U32": np.uint32}
 # of activations and of a quantized KV cache, which this runtime does not quantize
 OF_ACTIVATIONS = re.compile(
@@ -186,7 +168,7 @@ class PublishedMatrix:
             UnsupportedModelError: a tensor of the module has a meaning that is not known.
         """
         layout = self.scheme.layout
-        first, needed, _ = SUFFIXES[layout]
+        first, needed = LAYOUTS[layout].first, LAYOUTS[layout].needed
         wanted = next((suffix for suffix in needed if suffix not in self.tensors), "")
         if layout == "fp8" and len(self.tensors) < 2:
             wanted = FP8_SCALES[0] if self.scheme.block is not None else FP8_SCALES[1]
@@ -226,8 +208,7 @@ def join(tensors: Mapping[str, TensorEntry], quantization: Quantization) -> dict
         if found is None:
             continue
         module, scheme = found
-        first, needed, optional = SUFFIXES[scheme.layout]
-        parts = {s: tensors[module + s] for s in (first, *needed, *optional) if module + s in tensors}
+        parts = {s: tensors[module + s] for s in LAYOUTS[scheme.layout].suffixes if module + s in tensors}
         used |= {module + suffix for suffix in parts}
         target = module if scheme.layout in ("gpt-oss", "fp8-stack") else f"{module}.weight"
         known = {*parts, ".weight", ".bias"}
@@ -252,9 +233,9 @@ def _matrix_of(name: str, entry: TensorEntry, quantization: Quantization) -> tup
         if name.endswith(suffix):
             module = name.removesuffix(suffix)
             scheme = quantization.of(module)
-            if scheme is None or SUFFIXES[scheme.layout][0] != suffix:
+            if scheme is None or LAYOUTS[scheme.layout].first != suffix:
                 return None
-            return (module, scheme) if entry.spec.dtype in _CODES[scheme.layout] else None
+            return (module, scheme) if entry.spec.dtype == LAYOUTS[scheme.layout].code else None
     scheme = quantization.of(name)
     if scheme is None or scheme.layout != "fp8" or entry.spec.dtype != "F8_E4M3" or len(entry.spec.shape) != 3:
         return None

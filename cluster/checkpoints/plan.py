@@ -260,7 +260,7 @@ def _load_config(checkpoint: Checkpoint) -> tuple[PretrainedConfig, torch.dtype]
     except Exception as error:  # transformers raises many kinds for a bad configuration
         raise CheckpointError(
             f"{shown(checkpoint.path)}: config.json is not usable ({first_problem(error)})",
-            "check that the transformers release knows this architecture, and mend what it names in config.json",
+            "check that the transformers release knows this architecture, and correct what it names in config.json",
         ) from error
 
 

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -44,12 +44,48 @@ SUPPORTED = "fp8, mxfp8, fbgemm_fp8, mxfp4, compressed-tensors, awq, gptq, model
 Layout = Literal["fp8", "fp8-stack", "gpt-oss", "mxfp4", "nvfp4", "modelopt-nvfp4", "packed", "int8", "awq", "gptq"]
 
 
+class Tensors(NamedTuple):
+    """The tensors of one matrix in a layout, by the suffixes of their names.
+
+    first: the tensor that makes a matrix. code: its type; a matrix of that name in another type is not quantized.
+    kind: of the matrix' form, without what the scheme or the scales change. needed, optional: tensors beside the first.
+    repacked: whether slots need another order of the bytes, whatever the scheme.
+    """
+
+    first: str
+    code: str
+    kind: str
+    needed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    repacked: bool = False
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return (self.first, *self.needed, *self.optional)
+
+
+LAYOUTS: Mapping[Layout, Tensors] = {
+    "fp8": Tensors(".weight", "F8_E4M3", "fp8_channel", optional=FP8_SCALES),  # one of the scales
+    "fp8-stack": Tensors("", "F8_E4M3", "fp8_channel", ("_scale_inv",)),  # all experts of a layer, as in transformers
+    "gpt-oss": Tensors("_blocks", "U8", "mxfp4", ("_scales",)),
+    "mxfp4": Tensors(".weight_packed", "U8", "mxfp4", (".weight_scale",), (".weight_shape",)),
+    "nvfp4": Tensors(".weight_packed", "U8", "nvfp4", (".weight_scale", ".weight_global_scale"), (".weight_shape",)),
+    "modelopt-nvfp4": Tensors(".weight", "U8", "nvfp4", (".weight_scale", ".weight_scale_2")),
+    "packed": Tensors(
+        ".weight_packed", "I32", "int", (".weight_scale",), (".weight_shape", ".weight_zero_point", ".weight_g_idx")
+    ),
+    "int8": Tensors(".weight", "I8", "int", (".weight_scale",), (".weight_zero_point",), repacked=True),
+    "awq": Tensors(".qweight", "I32", "int", (".qzeros", ".scales"), repacked=True),
+    "gptq": Tensors(".qweight", "I32", "int", (".qzeros", ".scales"), (".g_idx",), repacked=True),
+}
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How one quantized matrix is published.
 
     Attributes:
-        layout: names and types of its tensors, see `matrices.SUFFIXES`.
+        layout: names and types of its tensors, see `LAYOUTS`.
         bits: of an integer code; 0 for floats.
         group: inputs that share a scale; 0: the whole row, or what the kind prescribes.
         zeros: whether it has zero points.
@@ -151,7 +187,7 @@ def _read(found: dict[str, Any], method: str, source: str) -> Quantization | Non
         schemes = tuple(reader(found))
     except (ValidationError, re.error) as error:
         what = f"the quantization_config of {source} is malformed ({first_problem(error)})"
-        raise CheckpointError(what, f"mend it, or copy {source} from where the model is published") from error
+        raise CheckpointError(what, f"correct it, or copy {source} from where the model is published") from error
     return Quantization(method, schemes, source) if schemes else None
 
 
@@ -443,12 +479,6 @@ _READERS: Mapping[str, Callable[[dict[str, Any]], Schemes]] = {
 }  # fmt: skip
 
 
-_FORM_OF: Mapping[Layout, str] = {
-    "fp8": "fp8_channel", "fp8-stack": "fp8_channel", "gpt-oss": "mxfp4", "mxfp4": "mxfp4", "nvfp4": "nvfp4",
-    "modelopt-nvfp4": "nvfp4", "packed": "int", "int8": "int", "awq": "int", "gptq": "int",
-}  # fmt: skip
-
-
 def expected_experts(quantization: Quantization, layer: int, hidden: int, width: int) -> tuple[ExpertForm, bool] | None:
     """The form of a layer's experts by the configuration alone, and whether they are mapped in place.
 
@@ -493,7 +523,7 @@ def plain_experts(code: str, hidden: int, width: int) -> ExpertForm:
 
 
 def _expected_matrix(scheme: Scheme, outputs: int, inputs: int) -> MatrixForm:
-    kind = _FORM_OF[scheme.layout]
+    kind = LAYOUTS[scheme.layout].kind
     if kind == "fp8_channel" and scheme.block is not None:
         kind = "fp8_block"
     block = (0, 0) if scheme.block is None else scheme.block
@@ -507,6 +537,6 @@ def _expected_matrix(scheme: Scheme, outputs: int, inputs: int) -> MatrixForm:
 
 def _is_mapped(scheme: Scheme | None) -> bool:
     """Whether the checkpoint's bytes are in the order of slots."""
-    if scheme is None or scheme.layout in ("awq", "gptq", "int8"):
+    if scheme is None or LAYOUTS[scheme.layout].repacked:
         return False
     return not (scheme.layout == "packed" and (scheme.zeros or scheme.order))

@@ -80,10 +80,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         what = f"'{shown(path)}' is not valid JSON ({first_problem(error)})"
-        raise CheckpointError(what, f"mend it, or copy {path.name} from where the model is published") from error
+        raise CheckpointError(what, f"correct it, or copy {path.name} from where the model is published") from error
     if not isinstance(found, dict):
         what = f"'{shown(path)}' is not a JSON object"
-        raise CheckpointError(what, f"mend it, or copy {path.name} from where the model is published")
+        raise CheckpointError(what, f"correct it, or copy {path.name} from where the model is published")
     return found
 
 

@@ -88,7 +88,7 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
     if here:
         try:
             config = on_this_machine(config)
-        except ConfigError as refused:  # of a start; how much would fit can be asked all the same
+        except ConfigError as refused:  # of a start; the plan of what would fit is still useful
             notes.append(str(refused))
     if not here and config.budget is None:  # the default is by this machine's GPU
         config = config.model_copy(update={"budget": DEFAULT_BUDGET})

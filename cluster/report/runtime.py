@@ -99,7 +99,7 @@ def placed_tables(record: Mapping[str, Any]) -> list[Facts | Grid]:
 
 
 def _kernels(choice: Mapping[str, Any]) -> str:
-    """What runs experts of few, some and many rows, with its microseconds for a call where that was measured."""
+    """The kernels for experts of few, some and many rows, with their measured microseconds for a call."""
     us = {(t["row_class"], t["kernel"]): f" ({t['us']:.0f} us for {t['experts']} experts)" for t in choice["times"]}
     chosen = {name: f"{kernel}{us.get((name, kernel), '')}" for name, kernel in choice["chosen"].items()}
     if len(set(chosen.values())) == 1:
@@ -126,9 +126,9 @@ def _split(split: dict[str, Any]) -> str:
 
 
 def _low_bit(low: Mapping[str, Any]) -> str:
-    """Which misses are loaded as replicas, and the slots for those."""
-    rule = f"a miss behind {low['t1']:.0%} of its token's weight is loaded in {low['bits']} bits"
-    rest = f", behind {low['t2']:.0%} not at all" if low["t2"] < 1 else ""
+    """The misses that are loaded as replicas, and their slots."""
+    rule = f"a miss after {low['t1']:.0%} of its token's weight is loaded in {low['bits']} bits"
+    rest = f", after {low['t2']:.0%} not at all" if low["t2"] < 1 else ""
     slots = f"{low['slots']} slots of {size(low['slot_bytes'])} ({size(low['bytes'])})"
     return f"{rule}{rest}; {slots}, {low['kernel']} kernel"
 
@@ -151,7 +151,7 @@ def _ndp(ndp: Mapping[str, Any]) -> str:
 
 
 def _misses(plan: Mapping[str, Any]) -> str:
-    """What the planner of `auto` may choose, and the measured costs by which it does."""
+    """The choices of the planner of `auto`, and its measured costs."""
     planner, routing = plan["planner"], plan.get("routing") or {}
     first = ""
     if routing.get("kind") == "quality":

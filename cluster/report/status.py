@@ -18,7 +18,7 @@ _SHARES = "·▁▂▃▄▅▆▇█"  # of a cell's experts that are resident,
 
 
 def brief_table(result: Mapping[str, Any]) -> Facts:
-    """One request in four lines: what ran, how fast, what became of its experts, and where the numbers come from.
+    """One request in four lines: what ran, how fast, its experts, and the executor.
 
     Args:
         result: the record that `tiermoe run --json` prints.
@@ -177,7 +177,7 @@ def _cell(states: Sequence[int], uses: Sequence[int], most: int) -> tuple[str, s
 
 
 def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The engine's counters, without what has no part in the policy."""
+    """The engine's counters, without those that the policy does not use."""
     return [
         ("expert hit rate", f"{total['hit_rate']:.1%} ({total['hits']} hits, {total['misses']} misses)"),
         ("loaded", f"{size(total['bytes_loaded'])}, of it prefetched {size(total['bytes_loaded_prefetch'])}, "
@@ -217,15 +217,15 @@ def _low_bit_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
     hits, misses = counters["low_bit_hits"], counters["low_bit_misses"]
     loaded = size(counters["bytes_loaded_low_bit"])
     return [
-        ("low precision", f"{counters['low_bit_pairs']} (token, expert) pairs on replicas: {hits} replicas were there, "
+        ("low precision", f"{counters['low_bit_pairs']} (token, expert) pairs on replicas: {hits} resident, "
                           f"{misses} not; {loaded} of what was loaded, prefetches included"),
     ]  # fmt: skip
 
 
 def _prefetch_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What became of prefetches, by source, and how the matcher fared; nothing where nothing was prefetched."""
+    """Outcome of prefetches by source, and the matcher's counters; empty without prefetches."""
     rows = [
-        (f"by {name}", f"{found['queued']} experts asked for, {found['hits']} there in time, {found['late']} late, "
+        (f"by {name}", f"{found['queued']} experts queued, {found['hits']} in time, {found['late']} late, "
                        f"{found['wasted']} unused, {found['cancelled']} cancelled")
         for name, found in counters.get("prefetch_sources", {}).items()
     ]  # fmt: skip
@@ -250,18 +250,18 @@ def _prefetch_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def configurator_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How often experts were split anew, and the expected gain; empty without a configurator."""
+    """How often experts were split again, and the expected gain; empty without a configurator."""
     found = counters.get("configurator")
     if not found:
         return []
     gain = ""
     if found["reconfigurations"]:
         before, after = seconds(found["expected_before_s"]), seconds(found["expected_after_s"])
-        gain = f"; the last was expected to bring what loading adds to a token from {before} to {after}"
+        gain = f"; the last was expected to lower the loading time of a token from {before} to {after}"
     trouble = f"; it failed: {found['problem']}" if found["problem"] else ""
     cost = f"recording took {seconds(found['record_s'])} of the forwards"
     return [
-        ("cache split", f"split anew {found['reconfigurations']} times in {found['configurations']} configurations"
+        ("cache split", f"split again {found['reconfigurations']} times in {found['configurations']} configurations"
                         f"{gain}; {cost}{trouble}"),
     ]  # fmt: skip
 
@@ -279,7 +279,7 @@ def shared_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def planner_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the planner of `auto` chose for experts that were not there, and by which costs; empty without one."""
+    """What the planner of `auto` chose for missing experts, and its costs; empty without a planner."""
     planner = total.get("planner")
     if not planner:
         return []

@@ -68,6 +68,7 @@ class Planner {
     static constexpr double kDoubt = 0.5;          // a source is charged this share of its mean error
     static constexpr double kTries = 0.01;         // share of the time that tries of a source may cost
     static constexpr int kUnused = 64, kBurst = 16;  // layers after which a source may be tried, and layers of a try
+    static constexpr int kDisplaced = 12;            // residents whose worth is compared with what a layer loads
     static constexpr std::uint8_t kLoading = 1, kResident = 2;  // SlotState; 3: staged, here but outside the slots
 
     // states: [L * E], the caller's, read only: absent 0, loading 1, resident 2, staged 3.
@@ -179,8 +180,9 @@ class Planner {
         std::sort(flights_.begin(), flights_.begin() + flying, [](const Need& a, const Need& b) {
             return a.arrives_s != b.arrives_s ? a.arrives_s < b.arrives_s : a.at < b.at;
         });
-        const double least = decode ? least_value(layer, true) : 0.0;
-        if (!decode) displaced_by_prompt(layer, n, needed, rows, prompt_tokens);
+        if (decode) displaced(layer, std::max(1, missing));
+        else displaced_by_prompt(layer, n, needed, rows, prompt_tokens);
+        const double least = decode ? share_[0] : 0.0;
         const double filled = off(Without::background) || !decode ? 0.0 : std::min(1.0, done_ / std::max(asked_, 1e-6));
         const double kept = decode ? 1.0 : std::max(1.0, kKept * length_ * (1 - kDiscount));
         const double link0 = std::max(now_s, link_free_s), start = now_s + costs_.message_s;
@@ -199,7 +201,7 @@ class Planner {
                     const Need& m = misses_[k - 1];
                     link += costs_.copy_s;
                     gpu = std::max(gpu, link) + m.gpu_s;
-                    if (!off(Without::future)) gain += (1 - filled) * kept * saved * std::max(0.0, m.value - (decode ? least : share_[k - 1]));
+                    if (!off(Without::future)) gain += (1 - filled) * kept * saved * std::max(0.0, m.value - share_[k - 1]);
                 }
                 if (!workers_ && span_[k] > 0) continue;
                 const double near = span_[k] > 0 ? near_end(start, span_[k], link) : now_s;
@@ -519,6 +521,27 @@ class Planner {
         for (int i = 0; i < missing; ++i) sorted_[i] = misses_[ranked_[i].at];
         misses_.swap(sorted_);
     }
+    // In share_: the V, least first, of what loads displace, one after the other, those needed now by their V after use;
+    // free slots are 0. Exact for kDisplaced; what follows is as the last of these.
+    void displaced(int layer, int loads) {
+        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        const int most = std::min(loads, kDisplaced);
+        double v[kDisplaced + 1];
+        int held = 0, count = 0;
+        for (int e = 0; e < experts_; ++e) {
+            if (states_[base + e] != kResident) continue;
+            const double x = need_[e] ? value_if_used(base + e) : value_[base + e];
+            ++held;
+            if (count == most && x >= v[count - 1]) continue;
+            int i = count < most ? count++ : count - 1;
+            for (; i > 0 && v[i - 1] > x; --i) v[i] = v[i - 1];
+            v[i] = x;
+        }
+        const int free = std::min(std::max(0, slots_ - held), loads);
+        std::fill(share_.begin(), share_.begin() + free, 0.0);
+        const double rest = held < loads && held == count ? std::numeric_limits<double>::infinity() : count ? v[count - 1] : 0.0;
+        for (int i = free; i < loads; ++i) share_[i] = i - free < count ? v[i - free] : rest;
+    }
     // In share_: the V, least first, of what the loads of a prompt displace, one after the other; free slots are 0.
     void displaced_by_prompt(int layer, int n, const std::int32_t* needed, const std::int32_t* rows, double tokens) {
         const std::size_t base = static_cast<std::size_t>(layer) * experts_;
@@ -532,16 +555,15 @@ class Planner {
         std::fill(share_.begin() + slots_, share_.end(), std::numeric_limits<double>::infinity());
         std::fill(chance_.begin(), chance_.end(), 0.0);
     }
-    // The least V of a layer's residents, those needed now by their V after use; 0: a slot is free.
-    double least_value(int layer, bool now) const {
+    // The least V of a layer's residents; 0: a slot is free.
+    double least_value(int layer) const {
         const std::size_t base = static_cast<std::size_t>(layer) * experts_;
         double least = std::numeric_limits<double>::infinity();
         int count = 0;
         for (int e = 0; e < experts_; ++e) {
             if (states_[base + e] != kResident) continue;
             ++count;
-            const double v = now && need_[e] ? value_if_used(base + e) : value_[base + e];
-            least = std::min(least, v);
+            least = std::min(least, value_[base + e]);
         }
         return count < slots_ ? 0.0 : least;
     }
@@ -687,7 +709,7 @@ class Planner {
                 if (chance_[e] == 0.0) touched_[touched++] = e;
                 chance_[e] = 1 - (1 - chance_[e]) * (1 - precision_[r]);
             }
-        const double least = least_value(layer, false), saved = saved_[at(layer)];
+        const double least = least_value(layer), saved = saved_[at(layer)];
         const double late = std::max(0.0, demand + costs_.copy_s - next);
         const double timely = std::max(0.0, 1 - late / costs_.copy_s);
         for (int i = 0; i < touched; ++i) {

@@ -21,7 +21,7 @@ from tiermoe.actors.engine.peers.matcher import MatcherLink
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, MatcherOptions, ShardSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
-from tiermoe.cluster.jobs.bench.serving import prepared_store
+from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.local import LocalWorker
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.proto.messages import HealthReport, HealthRequest, PrefetchCommand

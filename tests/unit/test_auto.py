@@ -155,6 +155,17 @@ def test_prefetches_follow_the_next_routers_prediction() -> None:
     assert none.plan(0, np.array([0], np.int32), np.ones(1, np.int32), 0.0, 0.0).wanted == []
 
 
+def test_each_load_of_a_layer_displaces_another_resident() -> None:
+    """Experts 4 to 7 were used alike, residents 1 to 3 more. Before, each load was weighed against resident 0."""
+    planner = auto(replace(COSTS, copy_s=6.0))
+    for _ in range(100):
+        planner.used(0, np.array([1, 2, 3, 4, 5, 6, 7], np.int32))
+        planner.used(0, np.array([1, 2, 3], np.int32))
+        planner.used(1, np.array([0], np.int32))
+    planner.states[0, :4] = RESIDENT
+    assert planned(planner, [4, 5, 6, 7]).count(LOAD) == 1  # resident 0 is worth less, the next ones are worth more
+
+
 def test_what_a_resident_saves_is_learned_from_the_first_layers() -> None:
     """Near data costs 4 by the probe, but ends with the GPU. Before, a probe's cost weighed 0.63 after nine layers."""
     planner = auto()

@@ -15,7 +15,18 @@ from tiermoe.benchmarks import cases, serving
 from tiermoe.benchmarks.command import app
 from tiermoe.cluster.jobs.bench import command, metrics
 from tiermoe.cluster.jobs.bench.finish import JsonCommand
-from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from tiermoe.cluster.jobs.bench.metrics import (
+    Bar,
+    Case,
+    Measures,
+    Report,
+    Spread,
+    interleaved,
+    median_ratio,
+    ratio,
+    rows_of,
+)
+from tiermoe.cluster.jobs.bench.nodes import over_processes
 from tiermoe.cluster.jobs.bench.serving import overridden, run_config
 from tiermoe.errors import ConfigError
 
@@ -45,6 +56,17 @@ def test_cases_take_turns_and_warm_up_rounds_do_not_count() -> None:
 def test_bars(value: float, op: str, limit: float, ok: bool) -> None:
     assert Bar("b", value, op, limit).ok is ok
     assert math.isnan(ratio(1.0, 0.0))
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    of, base = Spread.of([2.0, 9.0, 4.0]), Spread.of([1.0, 3.0, 4.0])
+    assert median_ratio(of, base) == 2.0  # of 2, 3 and 1; the medians' own ratio is 4 / 3
+    assert math.isnan(median_ratio(of, Spread.of([1.0, 0.0, 4.0])))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_things_over_processes(jobs: int) -> None:
+    assert sorted(over_processes(abs, [-3, -1, -2], jobs)) == [(0, 3), (1, 1), (2, 2)]
 
 
 def test_the_report_is_one_json_object_of_the_stated_form() -> None:

@@ -262,5 +262,5 @@ def test_summary() -> None:
              "record_s": 0.001, "problem": None}  # fmt: skip
     [(name, text)] = configurator_rows({"configurator": stats})
     assert name == "cache split"
-    assert text.startswith("split anew 2 times in 3 configurations; the last was expected")
+    assert text.startswith("split again 2 times in 3 configurations; the last was expected")
     assert configurator_rows({"configurator": None}) == []

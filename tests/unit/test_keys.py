@@ -141,7 +141,7 @@ def test_a_refused_file_is_said_once_and_when_it_is_right_again(file: Path) -> N
         watch.look()
     assert said == [
         f"others may read key file '{file}' (mode 0644); chmod 600 {file} "
-        "(2 of 2 keys before stay in force: those that it names)",
+        "(2 of 2 former keys stay in force: those that it names)",
         f"key file '{file}' is right again",
     ]
 
