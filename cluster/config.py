@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field, StrictFloat, StrictInt, ValidationError
+from pydantic import ByteSize, Field, StrictFloat, StrictInt, ValidationError, model_validator
 
 from ..actors.base_settings import Settings, in_panel, in_unit
 from ..actors.budget import AutoBudget
@@ -46,6 +46,7 @@ _GPU_WORKER_THREADS = 4
 DEFAULT_LINK = LinkSettings(gbps=16.0, latency_us=10.0)  # of every command: a PCIe 4.0 x8
 _BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
 AUTO, DEFAULT_BUDGET = "auto", "0.25"
+STEPPED = "next-gate"  # the default policy with `link.layer_us`
 LOSSLESS = "lossless"
 _QUALITY = re.compile(r"kl\s*=\s*(?P<nats>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)")
 _QUALITY_REMEDY = "give lossless, or kl= and the nats of KL divergence that a token may cost, such as kl=0.01"
@@ -176,7 +177,7 @@ class RunConfig(EngineOptions):
         default=None,
         description="folder of prepared stores; default: tiermoe/stores in $XDG_CACHE_HOME, or in ~/.cache",
     )
-    policy: str = Field(default="next-gate", description="policy preset: a name in configs/policies, or a YAML file")
+    policy: str = Field(default=AUTO, description="policy preset: a name in configs/policies, or a YAML file")
     quality: str = Field(
         default=LOSSLESS, description="quality that policy auto may trade for speed: lossless, or kl=NATS, the mean KL "
         "divergence from lossless a token, such as kl=0.01"
@@ -196,6 +197,16 @@ class RunConfig(EngineOptions):
     cluster: ClusterConfig = ClusterConfig()
     hardware: HardwareConfig = HardwareConfig()
     request_deadline_s: float = Field(default=3600.0, gt=0, description="time limit of one request")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_policy(cls, given: Any) -> Any:
+        """The default on a link whose clock only layers move, which NDP workers do not see."""
+        if not isinstance(given, Mapping) or "policy" in given:
+            return given
+        link = given.get("link")
+        layer_us = link.get("layer_us") if isinstance(link, Mapping) else getattr(link, "layer_us", None)
+        return given if layer_us is None else {**given, "policy": STEPPED}
 
     @property
     def chosen_budget(self) -> str | float | int:
@@ -232,13 +243,28 @@ class RunConfig(EngineOptions):
 
     def ndp_workers(self, policy: PolicySettings) -> int:
         """NDP workers on one machine."""
-        if not policy.uses_ndp:
+        if not policy.uses_ndp or (self.may_drop_workers(policy) and not self._has_core_to_spare):
             return 0
         wanted = self.cluster.ndp_workers
-        chosen = "ndp_workers" in self.cluster.model_fields_set
-        if policy.placement.optional_workers and not chosen and usable_cores() < 2:
-            return 0  # a worker would take the lead's only core
         return 1 if wanted == "per-node" else wanted
+
+    def may_drop_workers(self, policy: PolicySettings) -> bool:
+        """Whether NDP workers are started only where there is room for them."""
+        return policy.placement.optional_workers and "ndp_workers" not in self.cluster.model_fields_set
+
+    @property
+    def _has_core_to_spare(self) -> bool:
+        """Whether the leads and shards of this machine leave a core to NDP workers; the nodes of a Ray that is joined
+        say it themselves. Beside a GPU the store has one of its own.
+        """
+        if self.ray.address is not None:
+            return True
+        workers = self.cluster.replicas * self.worker_threads * self.cluster.shards
+        stores = self.cluster.replicas * int(STORE_CPUS)
+        given = self.ray.num_cpus
+        if given is not None and given < workers + stores + self.cluster.replicas * self.ndp_threads:
+            return False
+        return usable_cores() > workers + (stores if self._on_a_gpu_here else 0)
 
     def cpus_of_actors(self, policy: PolicySettings) -> int:
         """CPUs that lead, shards, one store and the NDP workers of all replicas take."""

@@ -152,6 +152,8 @@ class PlannerStats:
         error: mean difference of predicted and measured time of a layer, as a share of the time.
         copy_s, near_s, near_busy_s: seconds of a copy of one expert, and of one expert near data while the link is idle
             and while it copies. message_s: of a message to an NDP worker and back.
+        planned, local: forwards whose layers it decided, and those that native code ran, which loads every miss.
+        planned_s, local_s: mean seconds of a decode forward of each kind, of as many rows as the last one; None: none.
     """
 
     error: float
@@ -159,6 +161,10 @@ class PlannerStats:
     near_s: float
     near_busy_s: float
     message_s: float
+    planned: int = 0
+    local: int = 0
+    planned_s: float | None = None
+    local_s: float | None = None
 
 
 @dataclass(frozen=True)

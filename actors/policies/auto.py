@@ -402,6 +402,12 @@ class Faster:
         ways.tries_s -= loss
         return other
 
+    def seconds(self, rows: int) -> tuple[float | None, float | None]:
+        """Mean seconds of a decode forward, by way; None: none went that way."""
+        ways = self._of(rows, False)
+        first_s, second_s = (mean_s if count else None for mean_s, count in zip(ways.mean_s, ways.count, strict=True))
+        return first_s, second_s
+
     def took(self, rows: int, way: int, seconds: float, prompt: bool = False) -> None:
         """Tell the seconds of a forward."""
         changed, self._last = way != self._last, way
@@ -444,7 +450,7 @@ def forward_seconds(
     """Seconds that misses take in a forward, planned and with all of them loaded, before one has run.
 
     By flat routing on full slots. Link and near data end together, and near data begins a message later; a planned
-    layer is put at one message more, since its page in Python takes about as long as that of a message.
+    layer is put at one message more for each top-K experts, since its page in Python takes about as long.
 
     Args:
         slots: of a layer. workers: near-data workers, at least 1. rows: of the forward.
@@ -456,7 +462,8 @@ def forward_seconds(
     split_s = (missing * near_s + costs.message_s) * costs.copy_s / (costs.copy_s + near_s)
     if not missing:
         split_s = 0.0
-    return layers * (min(loaded_s, split_s) + costs.message_s), layers * loaded_s
+    page_s = costs.message_s * needed / top_k
+    return layers * (min(loaded_s, split_s) + page_s), layers * loaded_s
 
 
 def router_shares(logits: NDArray[np.floating], top_k: int, softness: float = 0.33) -> NDArray[np.float32]:

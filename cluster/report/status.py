@@ -18,7 +18,7 @@ _SHARES = "·▁▂▃▄▅▆▇█"  # of a cell's experts that are resident,
 
 
 def brief_table(result: Mapping[str, Any]) -> Facts:
-    """One request in four lines: what ran, how fast, its experts, and the executor.
+    """One request in few lines: what ran, how fast, its experts, and the executor.
 
     Args:
         result: the record that `tiermoe run --json` prints.
@@ -33,6 +33,7 @@ def brief_table(result: Mapping[str, Any]) -> Facts:
         ("speed", f"{each}, the first after {seconds(result['ttft_s'])}"),
         ("experts", f"{share(result['hit_rate'])} hits, {size(result['bytes_loaded'])} loaded, "
                     f"{seconds(result['blocked_io_s'])} lost to copies{whose}"),
+        *([("misses", _miss_shares(result))] if result.get("planner") else []),
         _executor_row(result),
     ])  # fmt: skip
 
@@ -283,19 +284,34 @@ def planner_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
     planner = total.get("planner")
     if not planner:
         return []
-    near, waited = total["ndp_experts"], total["late_prefetches"]
-    loaded, missing = total["misses"] - waited, total["misses"] + near
-    shares = "nothing was missing" if not missing else (
-        f"{loaded / missing:.0%} loaded, {near / missing:.0%} computed near data, {waited / missing:.0%} waited for"
-    )  # fmt: skip
     behind = total.get("prefetch_sources", {}).get("background")
     copies = f"; {behind['queued']} copied in the background, {behind['hits']} of them used" if behind else ""
     streamed = total.get("prefetch_sources", {}).get("streamed")
     copies += f"; {streamed['queued']} streamed ahead in prompts, {streamed['hits']} of them used" if streamed else ""
     return [
-        ("misses", f"{shares}{copies}"),
+        ("misses", f"{_miss_shares(total)}{copies}"),
+        ("forwards", _forwards(planner)),
         ("planned by", f"{planned_by(planner)}; a layer's predicted time is off by {planner['error']:.0%}"),
     ]
+
+
+def _miss_shares(total: Mapping[str, Any]) -> str:
+    """What became of needed experts that were not there."""
+    near, waited = total["ndp_experts"], total["late_prefetches"]
+    loaded, missing = total["misses"] - waited, total["misses"] + near
+    if not missing:
+        return "nothing was missing"
+    return f"{loaded / missing:.0%} loaded, {near / missing:.0%} computed near data, {waited / missing:.0%} waited for"
+
+
+def _forwards(planner: Mapping[str, Any]) -> str:
+    """How many forwards were planned, and why the others were not."""
+    planned, local = planner["planned"], planner["local"]
+    if not local:
+        return f"all {planned} planned"
+    each = [planner[kind] and seconds(planner[kind]) for kind in ("planned_s", "local_s")]
+    why = f"; a token takes {each[0]} planned and {each[1]} so" if all(each) else ""
+    return f"{planned} planned, {local} in native code, which loads every miss{why}"
 
 
 def planned_by(planner: Mapping[str, Any]) -> str:

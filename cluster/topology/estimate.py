@@ -161,13 +161,14 @@ def predict(
     workers = topology.having("lead", "shard")
     slots = sum(worker.nbytes.slots for worker in workers) // spec.slot_bytes
     share = min(1.0, slots / (facts.layers * facts.experts))
-    if spec.ndp is not None and spec.ndp.hot_per_layer is not None:
-        share = min(share, spec.ndp.hot_per_layer / facts.experts)
+    ndp = _counted_on(spec)
+    if ndp is not None and ndp.hot_per_layer is not None:
+        share = min(share, ndp.hot_per_layer / facts.experts)
     measured = costs is not None
     costs = costs or assumed_costs(hardware, spec)
     policy, note = costs.of_policy(spec.policy)
     held = slots >= facts.layers * facts.top_k  # a token's experts, all layers
-    overlaps = (OVERLAP, 0.0, 2 * OVERLAP) if measured and held and spec.ndp is None else (0.0,)
+    overlaps = (OVERLAP, 0.0, 2 * OVERLAP) if measured and held and ndp is None else (0.0,)
     hits = [overlap + (1 - overlap) * share for overlap in overlaps]
     found = [_layer(topology, spec, facts, hardware, hit, costs) for hit in hits]
     times_s = [policy.step_us * 1e-6 + layer[1] * facts.layers for layer in found]
@@ -185,12 +186,17 @@ def predict(
         parts_s=parts,
         bound_by=max(parts, key=lambda name: parts[name]).removesuffix("_s"),
         hardware=hardware,
-        ndp_hardware=spec.ndp.hardware.name if spec.ndp is not None else None,
+        ndp_hardware=ndp.hardware.name if ndp is not None else None,
         low=low,
         high=high,
         rough=not measured or bool(threads_note(costs, spec)),
         basis=basis,
     )
+
+
+def _counted_on(spec: ClusterSpec) -> NdpSpec | None:
+    """The NDP workers that the prediction counts on."""
+    return None if spec.ndp is None or spec.ndp.optional else spec.ndp
 
 
 def threads_note(costs: MachineCosts, spec: ClusterSpec) -> tuple[str, ...]:
@@ -218,7 +224,8 @@ def _layer(
     row_bytes = facts.hidden * spec.compute_item_bytes
     hops_s = 2 * (hardware.network_latency_us * 1e-6 + row_bytes / (hardware.network_gbps * 1e9))
     policy, _ = costs.of_policy(spec.policy)
-    loads, missed = (missing, 1 - share**facts.top_k) if spec.ndp is None else (0.0, 0.0)
+    ndp = _counted_on(spec)
+    loads, missed = (missing, 1 - share**facts.top_k) if ndp is None else (0.0, 0.0)
     parts = {
         "dense_s": costs.dense_s(layer_bytes(spec, facts)),
         "host_s": (policy.layer_us + missed * (policy.miss_us + costs.wait_us) + loads * policy.load_us) * 1e-6,
@@ -227,8 +234,8 @@ def _layer(
     }
     ahead_s = parts["dense_s"] + parts["host_s"]
     here_s = parts["hit_s"] + parts["shard_s"]
-    if spec.ndp is not None:
-        parts["ndp_s"] = _ndp_s(spec.ndp, facts, missing, len(topology.having("ndp")))
+    if ndp is not None:
+        parts["ndp_s"] = _ndp_s(ndp, facts, missing, len(topology.having("ndp")))
         parts["ndp_s"] += hops_s if topology.has_remote("ndp") else 0.0
         return parts, ahead_s + max(here_s, parts["ndp_s"]), 0.0
     mapped = sum(len(worker.layers) for worker in workers) / (len(workers) * facts.layers)

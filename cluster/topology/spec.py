@@ -134,6 +134,7 @@ class NdpSpec:
         group: inputs that share a scale.
         hot_per_layer: experts that never go to NDP; None: as many as the budget holds.
         stored: whether experts are computed as the store has them, too: in full precision, or in a published form.
+        optional: whether misses are loaded where that is cheaper, so that the prediction counts on loads alone.
     """
 
     workers: int | None
@@ -146,6 +147,7 @@ class NdpSpec:
     group: int
     hot_per_layer: int | None
     stored: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ def cluster_spec(
         store_layout=cluster.store.layout,
         store_nodes=cluster.store.nodes,
         store_copies=cluster.store.copies,
-        ndp=_ndp_spec(config, settings, facts) if config.ndp_workers(policy) else None,
+        ndp=_ndp_spec(config, settings, facts) if _has_ndp(config, settings, facts, nodes) else None,
         matcher=policy.prefetch.uses_maps,
         low_bit=low_bit,
         copied_most=_copied_most(settings.copies, facts) if gpu else 0,
@@ -270,6 +272,17 @@ def _copied_most(copies: CopySettings, facts: ModelFacts) -> int:
     return facts.all_bytes if copies.pinned_gib is None else min(facts.all_bytes, int(copies.pinned_gib * (1 << 30)))
 
 
+def _has_ndp(config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
+    """Whether there are NDP workers. A policy that can do without has none where no node is marked for them, or where
+    the modelled devices do not hold the experts.
+    """
+    workers = config.ndp_workers(settings.policy)
+    if not config.may_drop_workers(settings.policy):
+        return workers > 0
+    marked = any(node.alive and node.amount("ndp") >= 1 for node in nodes)
+    return workers > 0 and marked and facts.all_bytes <= workers * settings.ndp.profile.capacity_bytes
+
+
 def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) -> NdpSpec:
     precision, group = settings.policy.precision, settings.ndp.group_size
     wanted = config.cluster.ndp_workers
@@ -285,6 +298,7 @@ def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) ->
         group=group,
         hot_per_layer=settings.policy.placement.hot_per_layer,
         stored=not widths or widths != precision.widths,
+        optional=settings.policy.placement.optional_workers,
     )
 
 

@@ -701,6 +701,9 @@ def test_seconds_expected_of_small_and_of_large_experts() -> None:
     planned, local = forward_seconds(small, 16, 32, 4, 8, 1, 1)
     assert local == pytest.approx(16 * 3 * 3e-5)  # three of four are missing
     assert planned == pytest.approx(local + 16 * 3e-4)  # no near data: a message takes longer than the copies
+    middle = replace(small, copy_s=1.1e-4)  # a prompt splits its misses sooner, but 32 experts' page takes longer
+    planned, local = forward_seconds(middle, 16, 32, 4, 8, 1, 32)
+    assert local < planned < local + 16 * 8 * 3e-4
     planned, local = forward_seconds(large, 4, 128, 8, 32, 1, 32)
     assert planned < 0.5 * local
     assert forward_seconds(large, 4, 128, 8, 128, 1, 1) == (4 * 3e-4, 0.0)

@@ -489,6 +489,39 @@ def test_host_memory_bounds_what_a_plan_may_take() -> None:
     assert node.resources["memory"] == 1e6
 
 
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({}, "auto"), ({"cluster": {"shards": 1}}, "auto"), ({"cluster": {"shards": 2}}, "auto"),
+        ({"link": {"gbps": 2.0}}, "auto"), ({"link": {"gbps": 2.0, "layer_us": 5.0}}, "next-gate"),
+        ({"cluster": {"shards": 2}, "policy": "on-demand"}, "on-demand"),
+        ({"cluster": {"ndp_workers": 2}}, "auto"),
+    ],
+)  # fmt: skip
+def test_the_default_policy(given: dict[str, Any], policy: str) -> None:
+    assert load_run_config(None, given).policy == policy
+    engine_settings(load_run_config(None, given))
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpu", "given", "workers"),
+    [
+        (1, False, {}, 0), (2, False, {}, 1), (16, False, {}, 1), (2, False, {"threads": 2}, 0),
+        (2, False, {"cluster": {"replicas": 2}}, 0), (4, False, {"ray": {"num_cpus": 4}}, 0),
+        (4, False, {"ray": {"num_cpus": 5}}, 1), (2, True, {}, 0), (4, True, {}, 0), (5, True, {}, 0),
+        (6, True, {}, 1), (4, True, {"threads": 2}, 1), (1, False, {"ray": {"address": "head:6379"}}, 1),
+        (1, False, {"cluster": {"ndp_workers": 1}}, 1),
+    ],
+)  # fmt: skip
+def test_auto_takes_no_core_of_the_leads_and_shards(
+    cores: int, gpu: bool, given: dict[str, Any], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the store and up to 4 threads of the worker come first."""
+    monkeypatch.setattr(config_module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(config_module, "has_gpu", lambda: gpu)
+    assert load_run_config(None, given).ndp_workers(load_policy("auto")) == workers
+
+
 def test_auto_starts_ndp_workers_where_a_core_is_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, config = load_policy("auto"), load_run_config(None, {"policy": "auto"})
     asked = load_run_config(None, {"policy": "auto", "cluster": {"ndp_workers": 2}})

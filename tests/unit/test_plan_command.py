@@ -64,6 +64,10 @@ def test_today_s_presets_plan_as_deploy_places_them() -> None:
         topology = plan_topology(cluster_spec(config, settings, FACTS, [roomy]), FACTS, [roomy])
         assert places_of(topology) == {"lead": "a", "store-0": "a"}
         assert topology.groups[0].bundles[0]["CPU"] == settings.threads
+        near = replace(roomy, resources=roomy.resources | {"CPU": 64.0, "ndp": 1.0})  # auto starts a worker there
+        joined = load_run_config(preset, {"ray": {"address": "head:6379"}})
+        topology = plan_topology(cluster_spec(joined, engine_settings(joined), FACTS, [near]), FACTS, [near])
+        assert places_of(topology) == {"lead": "a", "store-0": "a", "ndp-0": "a", "directory": "a"}
 
 
 def test_replicas_count_every_width() -> None:

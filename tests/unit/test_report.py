@@ -84,6 +84,10 @@ def test_a_run_is_told_in_four_lines() -> None:
     _shows(lines[1], "2.0 ms a token (500.0 tokens/s), the first after 500.0 ms")
     _shows(lines[2], "75.0% hits, ", " lost to copies")
     assert " ".join(lines[3].split()) == "numbers are emulated: the CPU stands in for a GPU"
+    planned = _text(brief_table(stats | request | {"planner": {}}))
+    assert "misses" not in planned  # another policy's
+    planned = _text(brief_table(stats | request | {"planner": {"error": 0.0}, "misses": 4, "ndp_experts": 4}))
+    _shows(planned, "50% computed near data, 0% waited for")
     lossy = _text(brief_table(stats | request | {"lossless": False, "tpot_s": None, "attached_to": "d"}))
     _shows(lossy, "LOSSY: 0 substitutions, 0 dropped", "no rate", "of all its requests")
 
@@ -331,12 +335,19 @@ def test_how_memory_is_shared_is_said_in_words() -> None:
 
 def test_what_auto_chose_is_said_in_words() -> None:
     planner = {"error": 0.25, "copy_s": 1e-4, "near_s": 5e-5, "near_busy_s": 6e-5, "message_s": 2e-4}
-    counters = {"planner": planner, "misses": 50, "late_prefetches": 10, "ndp_experts": 50}
+    planner |= {"planned": 5, "local": 27, "planned_s": 0.011, "local_s": 0.005}
+    counters: dict[str, Any] = {"planner": planner, "misses": 50, "late_prefetches": 10, "ndp_experts": 50}
     counters["prefetch_sources"] = {"background": {"queued": 7, "hits": 3}, "streamed": {"queued": 5, "hits": 4}}
     rows = dict(planner_rows(counters))
     assert rows["misses"] == (
         "40% loaded, 50% computed near data, 10% waited for; 7 copied in the background, 3 of them used; "
         "5 streamed ahead in prompts, 4 of them used"
     )
+    assert rows["forwards"] == (
+        "5 planned, 27 in native code, which loads every miss; a token takes 11.0 ms planned and 5.0 ms so"
+    )
     assert rows["planned by"].endswith("off by 25%")
+    alone = counters | {"planner": planner | {"planned": 0, "planned_s": None}}
+    assert dict(planner_rows(alone))["forwards"] == "0 planned, 27 in native code, which loads every miss"
+    assert dict(planner_rows(counters | {"planner": planner | {"local": 0}}))["forwards"] == "all 5 planned"
     assert planner_rows({"planner": None}) == []

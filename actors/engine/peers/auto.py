@@ -201,6 +201,7 @@ class AutoPlacer(PeerPlacer):
         self._notes = order if isinstance(order, NativeWorth) and shards is None else None
         self.faster = Faster()
         self._began: _Began | None = None  # the last forward, which might have gone the other way
+        self._forwards, self._decoded = [0, 0], 1  # forwards planned and local; rows of the last decode
         self.planner: Planner | None = None  # after `preload`
 
     @property
@@ -264,6 +265,9 @@ class AutoPlacer(PeerPlacer):
             self._prompt = np.zeros(self._states.shape, np.int64)  # native code counts all rows together
         if self._order is not None:
             self._order.prompt(self._prompt if planner.keeps_prompt else None)
+        if sequences:
+            self._forwards[int(self.local)] += 1
+            self._decoded = sequences[-1].stop if self._prompt is None else self._decoded
         self._report(planner)
 
     def _hear(self, planner: Planner, sequences: Sequence[SequenceRows]) -> None:
@@ -554,9 +558,11 @@ class AutoPlacer(PeerPlacer):
 
     def _report(self, planner: Planner) -> None:
         costs = planner.costs
+        (planned, local), (planned_s, local_s) = self._forwards, self.faster.seconds(self._decoded)
         self._cache.stats.planner = PlannerStats(
-            planner.error(), costs.copy_s, costs.near_s, costs.near_busy_s, costs.message_s
-        )
+            planner.error(), costs.copy_s, costs.near_s, costs.near_busy_s, costs.message_s, planned, local, planned_s,
+            local_s,
+        )  # fmt: skip
 
 
 def make_auto(
