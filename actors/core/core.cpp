@@ -101,7 +101,7 @@ void Core::lay_out(const Layout& layout) {
     }
     generation_.assign(static_cast<std::size_t>(std::max(first, layout.most)), 0);
     slots_ = free_count_ = first;
-    unwritten_.assign(writeback_ ? static_cast<std::size_t>(first) : 0, 0);
+    unwritten_.assign(writeback_ ? generation_.size() : 0, 0);
 }
 
 void Core::reset_counts() {
@@ -170,16 +170,27 @@ void Core::drop_slot(Segment s) {
 const std::vector<Copy>& Core::reserve(const Segments& segments, Cause cause) {
     copies_.clear();
     if (segments.empty()) return copies_;
-    const Mark after = link_->mark();
-    for (Segment s : segments) {
-        if (state(s) != State::absent) throw Broken("a segment is there already: " + std::to_string(s));
+    for (std::size_t i = 0; i < segments.size(); ++i) {  // all of them get a slot, or nothing changes
+        const Segment s = segments[i];
         auto& free = free_[class_of(s)];
-        if (free.empty()) throw Broken("no slot is free for segment " + std::to_string(s));
-        const Slot slot = free.back();
+        if (state(s) != State::absent || free.empty()) {
+            const char* why = free.empty() ? "no slot is free for segment " : "a segment is there already: ";
+            while (i--) {
+                free_[class_of(segments[i])].push_back(slot_[segments[i]]);
+                ++free_count_;
+                slot_[segments[i]] = -1;
+                states_[segments[i]] = static_cast<std::uint8_t>(State::absent);
+            }
+            throw Broken(why + std::to_string(s));
+        }
+        slot_[s] = static_cast<std::int32_t>(free.back());
         free.pop_back();
         --free_count_;
-        slot_[s] = static_cast<std::int32_t>(slot);
         states_[s] = static_cast<std::uint8_t>(State::loading);
+    }
+    const Mark after = link_->mark();
+    for (Segment s : segments) {
+        const Slot slot = slot_[s];
         took_s_[s] = -1.0;
         const bool back = writeback_ && unwritten_[slot];
         if (back) unwritten_[slot] = 0;
@@ -451,7 +462,8 @@ Segments Core::segments_of(const Segments& keys) const {
 // -- between passes -------------------------------------------------------------------------------------------------
 
 void Core::divide(const Layout& layout, const Segments& fill) {
-    if (layout.layers != layout_.layers || layout.experts != layout_.experts) throw std::invalid_argument("other experts");
+    if (layout.layers != layout_.layers || layout.experts != layout_.experts || layout.parts != layout_.parts)
+        throw std::invalid_argument("other experts");
     expect(fill, 0, layout_.keys());
     settle();
     flush();
@@ -861,9 +873,10 @@ std::int64_t Core::prefetch(const Segments& keys, const Segments& keep, std::uin
     }
     const Kept out_of_reach(*this, wanted_, kept_);
     const Segments& fit = make_room(absent_, evictable_.data());
+    const std::vector<Copy>& copies = reserve(fit, Cause::prefetch);
     sources_[source].queued += static_cast<std::int64_t>(fit.size());
     for (Segment s : fit) pending_[s] = source;
-    submit(reserve(fit, Cause::prefetch), false);
+    submit(copies, false);
     return static_cast<std::int64_t>(fit.size());
 }
 

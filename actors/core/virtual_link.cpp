@@ -11,13 +11,14 @@ double VirtualLink::seconds(std::int64_t bytes) {
 }
 
 bool VirtualLink::submit(const std::vector<Copy>& copies, bool urgent) {
-    if (closed_) return false;
     catch_up();
     for (const Copy& copy : copies) {
-        jobs_[copy.ticket] = {clock_.now_s, copy};
+        jobs_[copy.ticket] = {clock_.now_s, copy, closed_ ? Ending::cancelled : Ending::under_way};
+        if (closed_) continue;
         (urgent ? demand_ : prefetch_).push_back(copy.ticket);
         submitted_bytes_ += copy.bytes;
     }
+    if (closed_) return false;
     if (!current_ && !copies.empty()) {
         start();
         catch_up();

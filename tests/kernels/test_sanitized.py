@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-CPU, PROTO = ROOT / "kernels" / "cpu", ROOT / "proto"
+CPU, CORE, PROTO = ROOT / "kernels" / "cpu", ROOT / "actors" / "core", ROOT / "proto"
 MEMORY = "address,undefined"
 FAST_MATH = ("-ffp-contract=fast", "-fno-math-errno", "-pthread")
 # of the whole module and of every program that can have the same: each source is then compiled once for all of them;
@@ -50,6 +50,14 @@ LAYER = (
     "dense.cpp", "expert_ffn.cpp", "importance.cpp", "link.cpp", "order.cpp", "split_order.cpp", "substitute.cpp",
     "threads.cpp", "worth.cpp", *(f"../../actors/core/{name}.cpp" for name in ("core", "cpu_layer", "thread_link")),
 )  # fmt: skip
+CORES = (
+    "core.cpp", "thread_link.cpp", "virtual_link.cpp",
+    *(f"../../kernels/cpu/{name}.cpp" for name in ("importance", "link", "order", "split_order", "worth")),
+)  # fmt: skip
+# also checks each index of a vector
+CORE_FLAGS = (
+    "-O0", "-g1", "-D_GLIBCXX_ASSERTIONS", "-DTIERMOE_NO_CLONES", "-ffp-contract=off", "-fno-math-errno", "-pthread",
+)  # fmt: skip
 PROGRAMS = {
     "experts": Program("expert", CPU, ("expert_ffn.cpp",)),
     # what a processor without AVX2 runs; the installed module picks its widest version by itself
@@ -60,6 +68,8 @@ PROGRAMS = {
     "packed": Program("packed", CPU, NEURONS),
     "forms": Program("form", CPU, FORMS),
     "importance": Program("importance", CPU, ("importance.cpp",)),
+    "core": Program("core", CORE, CORES, flags=CORE_FLAGS),
+    "core, threads": Program("core", CORE, CORES, sanitizers="thread", flags=CORE_FLAGS),
     "link": Program("link", CPU, ("link.cpp",)),
     "link, threads": Program("link", CPU, ("link.cpp",), sanitizers="thread"),
     "layers": Program("layer", CPU, LAYER),
