@@ -849,6 +849,7 @@ void Core::abandon() noexcept {
 
 std::int64_t Core::prefetch(const Segments& keys, const Segments& keep, std::uint8_t source) {
     const std::int64_t whole = layout_.keys();
+    if (source == kForgotten) throw std::invalid_argument("too many sources of prefetches");
     for (const Segments* list : {&keys, &keep}) expect(*list, 0, layout_.split ? whole : layout_.segments());
     wanted_.clear();
     for (Segment s : keys)

@@ -179,8 +179,13 @@ NB_MODULE(_core, m) {
         .def_prop_ro("resets", &Core::resets)
         .def("take_rerouted", &Core::take_rerouted)
         .def_prop_ro("under_way", &Core::under_way)
-        .def("state", [](const Core& c, Segment s) { return static_cast<int>(c.state(s)); }, "segment"_a)
-        .def("free_of", &Core::free_of, "slot_class"_a)
+        .def("state", [](Core& c, Segment s) { return static_cast<int>(c.states().at(static_cast<std::size_t>(s))); },
+             "segment"_a)
+        .def("free_of", [](const Core& c, std::int64_t slot_class) {
+            if (slot_class < 0 || slot_class >= static_cast<std::int64_t>(c.layout().slots.size()))
+                throw std::out_of_range("there is no such slot class");
+            return c.free_of(slot_class);
+        }, "slot_class"_a)
         .def("counts", [](Core& c, std::int64_t layer) { return c.counts().at(static_cast<std::size_t>(layer)); }, "layer"_a)
         .def("source", [](Core& c, std::int64_t number) { return c.sources().at(static_cast<std::size_t>(number)); }, "number"_a)
         .def("reset_counts", &Core::reset_counts)
@@ -255,8 +260,14 @@ NB_MODULE(_core, m) {
                            decltype(Calls::ahead) ahead, decltype(Calls::scored) scored, decltype(Calls::ran) ran) {
             Recorded recorded{ids.data(), static_cast<std::int64_t>(ids.shape(1)), static_cast<std::int64_t>(ids.shape(2)),
                               dense_s, nullptr, nullptr, 0, 0};
+            const std::size_t layers = run.layers();
+            if (ids.shape(0) != layers) throw std::invalid_argument("ids are [layers, tokens, top_k]");
             if (scores) {
                 if (!next_ids || !next_scores) throw std::invalid_argument("a prefetch by scores needs them");
+                for (std::size_t axis = 0; axis < 4; ++axis)
+                    if (next_ids->shape(axis) != next_scores->shape(axis) ||
+                        (axis < 2 && next_ids->shape(axis) != (axis ? layers : ids.shape(1))))
+                        throw std::invalid_argument("experts ahead and their scores are [tokens, layers, distances, picks]");
                 recorded.next_ids = next_ids->data();
                 recorded.next_scores = next_scores->data();
                 recorded.distances = static_cast<std::int64_t>(next_ids->shape(2));

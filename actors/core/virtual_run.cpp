@@ -86,7 +86,8 @@ bool VirtualRun::prefetch(std::int64_t layer, const Recorded& recorded, const By
         const auto read = [&](std::int64_t t, std::vector<double>& row) {
             std::fill(row.begin(), row.end(), -std::numeric_limits<double>::infinity());
             const std::int64_t at = ((t * layers + layer) * recorded.distances + distance) * recorded.picks;
-            for (std::int64_t k = 0; k < recorded.picks; ++k) row[recorded.next_ids[at + k]] = recorded.next_scores[at + k];
+            for (std::int64_t k = 0; k < recorded.picks; ++k)
+                row.at(static_cast<std::size_t>(recorded.next_ids[at + k])) = recorded.next_scores[at + k];
         };
         Ranked found = rank_experts(recorded.tokens, experts, scores.top, scores.by_votes, read);
         if (!scores.by_votes) found = positive(std::move(found));

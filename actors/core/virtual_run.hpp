@@ -55,6 +55,7 @@ class VirtualRun {
     VirtualRun(Core& core, VirtualLink& link, Clock& clock, const Costs& costs)
         : core_(core), link_(link), clock_(clock), costs_(costs) {}
 
+    std::size_t layers() const { return static_cast<std::size_t>(core_.layout().layers); }
     // One forward. scores: what prefetches; null: `calls.ahead` does, as it does at the last layer of a policy that wraps.
     void forward(const Recorded& recorded, const Segments& keep, const ByScores* scores, const Calls& calls);
 
