@@ -37,7 +37,7 @@ def keys(cpu: Any) -> None:
     numbers = array("q", bytes(512))
     for number, experts in ((HALF, HALF), (HUGE, 4), (-1, 4), (4, -1)):
         with refused():
-            cpu.order(0, number, experts, 0.0, 1.0, 0, None)
+            cpu.order(0, number, experts, 0.0, 1.0, 0, 0, None)
         with refused():
             cpu.split_order(number, experts, 0.5, False)
         for window, top_k in ((1, 1), (HALF, HALF), (0, 1), (1, 0), (-1, 1), (1, -1)):

@@ -21,7 +21,7 @@ from tiermoe.errors import BudgetError, ConfigError, RuntimeFailure, StoreError
 
 
 def _deployment(store: str = "store", worker: type = FakeWorker, **config: Any) -> Deployment:
-    run = RunConfig(threads=1, **config)
+    run = RunConfig(**{"threads": 1, "policy": "next-gate"} | config)  # auto would open the store, which is none
     settings = engine_settings(run)
     return Deployment(run, settings, store, worker_class=worker, store_class=FakeStore, facts=FAKE_FACTS)
 

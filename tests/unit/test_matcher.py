@@ -198,7 +198,7 @@ class TestStore:
         with closing(matcher(warm=arrays)) as it:
             show(it, iteration(1))
             assert (it.health()["maps"], it.health()["begun_from"]) == (2, "replica")
-        with pytest.raises(StoreError, match="of no use"):
+        with pytest.raises(StoreError, match="unusable"):
             matcher(warm={"maps": arrays["maps"]})
 
     def test_a_snapshot_that_cannot_be_written_does_not_stop_it(self, tmp_path: Path) -> None:

@@ -275,6 +275,7 @@ def test_what_is_not_supported_is_refused_by_name(config: Any, match: str, tmp_p
     ],
 )
 def test_a_malformed_configuration_is_not_a_damaged_one(config: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"quantization_config of config.json is malformed \(.*; mend") as caught:
+    refused = r"quantization_config of config.json is malformed \(.*; correct it"
+    with pytest.raises(CheckpointError, match=refused) as caught:
         scheme_of(tmp_path, config)
     assert "again" not in str(caught.value)

@@ -32,7 +32,7 @@ def linkable(pool: SlotPool | FormPool, weights: Sequence[ExpertSource]) -> bool
 def place(link: _core.ThreadLink, where: SlotMap, most: int) -> None:
     """Tell a link of the sources and slots of all segments; no copy is under way. most: whole slots at some time."""
     pool, segments, keys, part = where.pool, where.segments, where.keys, where.low_bit
-    home_of = [0] * keys
+    home_of, dtype = [0] * keys, None if isinstance(pool, FormPool) else pool.dtype
     if isinstance(pool, FormPool):
         forms = list(pool.published.forms)
         homes = [_home(pool.parts(form), 0) for form in forms]
@@ -40,15 +40,15 @@ def place(link: _core.ThreadLink, where: SlotMap, most: int) -> None:
     else:
         homes = [_home(pool.tensors, 0 if segments is None else 1)]  # slots of segments are rows: neurons
     position = list(range(most)) if segments is None else list(segments.first)
-    sources = [_source(where.source(key), pool.tensors) for key in range(keys) if segments is None]
+    sources = [_source(where.source(key), dtype) for key in range(keys) if segments is None]
     if segments is not None:
         home_of *= 2
-        sources = [_source(where.source(s), pool.tensors) if n else [] for s, n in enumerate(segments.neurons)]
+        sources = [_source(where.source(s), dtype) if n else [] for s, n in enumerate(segments.neurons)]
     elif part is not None:
         homes.append(_home(part.pool.tensors, 0))
         home_of += [len(homes) - 1] * keys
         position += range(part.slots)
-        sources += [_source(where.source(keys + key), part.pool.tensors) for key in range(keys)]
+        sources += [_source(where.source(keys + key), None) for key in range(keys)]
     tensors = max(map(len, sources))
     flat = [one for found in sources for one in (*found, *[(0, 0, False)] * (tensors - len(found)))]
     link.place(homes, home_of, position, flat, tensors)
@@ -58,9 +58,10 @@ def _home(tensors: Sequence[torch.Tensor], axis: int) -> _Home:
     return [(t.data_ptr(), t.stride(axis) * t.itemsize) for t in tensors]
 
 
-def _source(found: Tensors | PendingExpert, targets: Sequence[torch.Tensor]) -> list[_Source]:
+def _source(found: Tensors | PendingExpert, dtype: torch.dtype | None) -> list[_Source]:
+    """dtype: of the slots; None: that of the expert."""
     assert isinstance(found, tuple)  # `linkable`
-    widens = [t.dtype != s.dtype for t, s in zip(targets, found, strict=False)]
+    widens = [dtype is not None and s.dtype != dtype for s in found]
     return [(s.data_ptr(), s.numel() if w else s.nbytes, w) for s, w in zip(found, widens, strict=True)]
 
 
