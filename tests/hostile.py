@@ -43,7 +43,7 @@ def keys(cpu: Any) -> None:
         for window, top_k in ((1, 1), (HALF, HALF), (0, 1), (1, 0), (-1, 1), (1, -1)):
             with refused():
                 cpu.importance(number, experts, window, top_k, 0.5, *[at(numbers)] * 7)
-    worth, lru = cpu.order(5, 2, 4, 0.0, 1.0, 0, None), cpu.order(0, 2, 4, 0.0, 1.0, 0, None)
+    worth, lru = cpu.order(5, 2, 4, 0.0, 1.0, 0, 0, None), cpu.order(0, 2, 4, 0.0, 1.0, 0, 0, None)
     for share in (-1, HUGE):
         with refused():
             cpu.worth_bind(worth, share, at(numbers))
