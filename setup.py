@@ -1,6 +1,6 @@
 """The C++ kernels, the core and the rings of the channel; everything else is in pyproject.toml.
 
-`cluster/jobs/bench/gpu/build.py` compiles the same extensions without setuptools.
+`benchmarks/gpu/build.py` compiles the same extensions without setuptools.
 """
 
 import os
