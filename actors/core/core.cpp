@@ -160,6 +160,7 @@ void Core::unpin(Segment s) {
 }
 
 void Core::drop_slot(Segment s) {
+    if (slot_[s] < 0) throw Broken("a segment leaves twice: " + std::to_string(s));
     if (pins_[s]) throw Broken("a pinned segment cannot leave: " + std::to_string(s));
     free_[class_of(s)].push_back(slot_[s]);
     slot_[s] = -1;
@@ -170,6 +171,7 @@ void Core::drop_slot(Segment s) {
 const std::vector<Copy>& Core::reserve(const Segments& segments, Cause cause) {
     copies_.clear();
     if (segments.empty()) return copies_;
+    const Mark after = link_->mark();
     for (std::size_t i = 0; i < segments.size(); ++i) {  // all of them get a slot, or nothing changes
         const Segment s = segments[i];
         auto& free = free_[class_of(s)];
@@ -188,7 +190,6 @@ const std::vector<Copy>& Core::reserve(const Segments& segments, Cause cause) {
         --free_count_;
         states_[s] = static_cast<std::uint8_t>(State::loading);
     }
-    const Mark after = link_->mark();
     for (Segment s : segments) {
         const Slot slot = slot_[s];
         took_s_[s] = -1.0;

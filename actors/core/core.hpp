@@ -19,7 +19,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -59,13 +58,12 @@ struct Copy {
 };
 
 // Times of a copy, in seconds of the link's clock. link_s: it was busy; back_s: part of that, for the copy back.
-// moved: share of its bytes that were moved, where it was dropped on its way.
 struct Times {
     double start_s = 0.0, end_s = 0.0, link_s = 0.0, back_s = 0.0;
 };
 enum class Ending : std::uint8_t { under_way, copied, failed, cancelled };
 
-// What copies: a thread, a GPU's streams, or a virtual clock. Never takes the interpreter's lock.
+// What copies: a thread, a virtual clock, or Python (a GPU's streams, other nodes), which takes the interpreter's lock.
 class Link {
   public:
     virtual ~Link() = default;
@@ -119,7 +117,6 @@ struct Layout {
     std::vector<std::int64_t> slots;            // [classes]
     std::int64_t most = 0;                      // of one class: slots that there may be at some time
     std::vector<std::int64_t> units, bytes;     // [segments]: size in the pool's unit (0: there is no such segment), bytes
-    std::vector<std::int64_t> slot_bytes;       // [classes]
     std::vector<std::int64_t> first_unit;       // [slots]: where each begins in the pool; empty: all are of one size
     bool split = false;                         // part 1 is a bottom, and an expert runs on both; else a replica
 
@@ -225,9 +222,6 @@ class Core {
     void rerouted(std::int64_t substituted, std::int64_t dropped) {
         totals_.substituted += substituted;
         totals_.dropped += dropped;
-    }
-    std::pair<std::int64_t, std::int64_t> take_rerouted() {
-        return {std::exchange(totals_.substituted, 0), std::exchange(totals_.dropped, 0)};
     }
     std::int64_t resets() const { return resets_; }  // of the counters
     LayerCounts summed() const;                       // over layers

@@ -88,7 +88,9 @@ NB_MODULE(_core, m) {
         .def_rw("now_s", &Clock::now_s)
         .def("__call__", [](const Clock& c) { return c.now_s; })
         .def("advance", [](Clock& c, double seconds) { c.now_s += seconds; }, "seconds"_a);
-    nb::class_<Link>(m, "Link").def("close", &Link::close).def_prop_ro("pending", &Link::pending);
+    nb::class_<Link>(m, "Link")
+        .def("close", &Link::close, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("pending", &Link::pending);
     nb::class_<VirtualLink, Link>(m, "VirtualLink")
         .def(nb::init<Clock&, CopySeconds, double>(), nb::keep_alive<1, 2>(), "clock"_a, "copy_s"_a, "late_s"_a)
         .def("busy_until", [](VirtualLink& link) -> std::optional<double> {
@@ -161,6 +163,7 @@ NB_MODULE(_core, m) {
     nb::class_<SourceCounts>(m, "SourceCounts")
         .def_ro("queued", &SourceCounts::queued).def_ro("hits", &SourceCounts::hits).def_ro("late", &SourceCounts::late)
         .def_ro("wasted", &SourceCounts::wasted).def_ro("cancelled", &SourceCounts::cancelled);
+    // What may wait for a copy gives the interpreter's lock up.
     nb::class_<Core>(m, "Core")
         .def(nb::init<const Layout&, std::shared_ptr<Link>, std::shared_ptr<Order>, const Governor&, bool>(), "layout"_a,
              "link"_a, "order"_a, "governor"_a, "writeback"_a = false)
@@ -177,7 +180,7 @@ NB_MODULE(_core, m) {
         .def_prop_ro("totals", &Core::totals)
         .def_prop_ro("summed", &Core::summed)
         .def_prop_ro("resets", &Core::resets)
-        .def("take_rerouted", &Core::take_rerouted)
+        .def("rerouted", &Core::rerouted, "substituted"_a, "dropped"_a)
         .def_prop_ro("under_way", &Core::under_way)
         .def("state", [](Core& c, Segment s) { return static_cast<int>(c.states().at(static_cast<std::size_t>(s))); },
              "segment"_a)
@@ -206,19 +209,16 @@ NB_MODULE(_core, m) {
             for (const Move& m : moves) found.append(nb::make_tuple(m.segment, m.from, m.to));
             return found;
         }, "slots"_a)
-        .def("arrive", &Core::arrive, "layer"_a = -1, nb::call_guard<nb::gil_scoped_release>())
-        .def("drop_stale", &Core::drop_stale, "layer"_a, "needed"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("open", &Core::open, "layer"_a, "keys"_a, "counts"_a, "tokens"_a, "low"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("arrive", &Core::arrive, "layer"_a = -1)
+        .def("drop_stale", &Core::drop_stale, "layer"_a, "needed"_a)
+        .def("open", &Core::open, "layer"_a, "keys"_a, "counts"_a, "tokens"_a, "low"_a)
         .def("plan", [](Core& c, const Segments& here, const Segments& keep) {
-            const Plan& p = [&]() -> const Plan& {
-                nb::gil_scoped_release unlocked;
-                return c.plan(here, keep);
-            }();
+            const Plan& p = c.plan(here, keep);
             nb::list loads;
             for (const Load& l : p.loads) loads.append(nb::make_tuple(l.segment, l.victim, l.after));
             return nb::make_tuple(p.run, p.resident, p.arriving, loads);
         }, "here"_a, "keep"_a)
-        .def("begin", &Core::begin, nb::call_guard<nb::gil_scoped_release>())
+        .def("begin", &Core::begin)
         .def("load", &Core::load, nb::call_guard<nb::gil_scoped_release>())
         .def("next", &Core::next, nb::call_guard<nb::gil_scoped_release>())
         .def("close", &Core::close, "peer_blocked_s"_a = 0.0, "peer_link_s"_a = 0.0)

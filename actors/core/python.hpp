@@ -27,6 +27,9 @@ class PythonOrder : public Order {
     void used(const Segments& segments) override { note({What::used, segments, {}, 0}); }
     void routed(std::int64_t, const Segments& keys, const Segments& counts, std::int64_t tokens) override {
         note({What::routed, keys, counts, tokens});
+        if (events_.size() < kMostEvents) return;  // between passes: an error of the policy leaves nothing half done
+        nb::gil_scoped_acquire lock;
+        tell();
     }
     Segments victims(std::int64_t slot_class, std::int64_t count, const std::uint8_t* allowed) override {
         if (count <= 0) return {};
@@ -36,6 +39,7 @@ class PythonOrder : public Order {
         auto found = nb::cast<Segments>(policy_.attr("of_class")(slot_class).attr("victims")(count, mask.attr("__getitem__")));
         for (Segment s : found)
             if (s < 0 || s >= segments) throw nb::index_error("a policy evicts an expert that there is not");
+        if (found.size() > static_cast<std::size_t>(count)) found.resize(static_cast<std::size_t>(count));
         return found;
     }
     // With the lock: the policy hears of what has happened.
@@ -60,12 +64,7 @@ class PythonOrder : public Order {
     };
     static constexpr std::size_t kMostEvents = 1 << 12;
 
-    void note(Event event) {
-        events_.push_back(std::move(event));
-        if (events_.size() < kMostEvents) return;
-        nb::gil_scoped_acquire lock;
-        tell();
-    }
+    void note(Event event) { events_.push_back(std::move(event)); }
 
     nb::object policy_;
     std::vector<Event> events_;

@@ -222,7 +222,7 @@ class DeviceBackend:
         """The peer is lost or late: load its experts and run them here in full precision."""
         task.recomputed = True
         cache, layer = self.cache, step.index
-        cache.poll()  # background copies of these may have begun since the layer did
+        cache.core.arrive()  # background copies of these may have begun since the layer did
         again = cache.plan(cache.core.segments(task.keys))
         cache.begin()
         cache.load()

@@ -77,9 +77,7 @@ class Rerouter:
         probabilities = None if asked is None else view.scores(asked)  # type: ignore[attr-defined]  # of a `LayerView`
         found = rule.reroute(index, view.picked, view.weights, probabilities, now)
         if found.substituted or found.dropped:
-            stats = self._cache.stats
-            stats.substitutions += found.substituted
-            stats.dropped += found.dropped
+            self._cache.core.rerouted(found.substituted, found.dropped)
             view.reroute(found.ids, found.weights, dropped=found.dropped > 0)
         return NO_KEYS
 
@@ -147,6 +145,6 @@ class LowBits:
             pairs = int(np.isin(found.ids, list(found.low)).sum())
             self._cache.stats.layers[index].low_bit_pairs += pairs
         if found.dropped:
-            self._cache.stats.dropped += found.dropped
+            self._cache.core.rerouted(0, found.dropped)
             view.reroute(found.ids, found.weights, dropped=True)
         return frozenset([base + expert for expert in found.low])

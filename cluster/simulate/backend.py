@@ -205,9 +205,6 @@ class RecordedBackend:
         self.ndp: SimulatedNdp | None = None
         self.begin_forward(1, 0)
 
-    def native(self, step: MoeLayer) -> None:
-        return None
-
     def begin_forward(self, rows: int, context: int) -> None:
         """context: tokens whose keys and values each layer reads."""
         self.context, self.dense_s = context, self._machine.dense(rows, context)

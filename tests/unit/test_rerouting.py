@@ -177,6 +177,14 @@ class Cache:
     stats: EngineStats = field(default_factory=EngineStats)
     residency: ClassVar[Any] = SimpleNamespace(emptied=0)
 
+    @property
+    def core(self) -> Any:
+        return SimpleNamespace(rerouted=self._rerouted)
+
+    def _rerouted(self, substituted: int, dropped: int) -> None:
+        self.stats.substitutions += substituted
+        self.stats.dropped += dropped
+
     def standing(self, layer: int) -> tuple[Any, int]:
         return np.array([layer * 4 + expert in self.held for expert in range(4)]), 5
 
@@ -438,7 +446,7 @@ def test_who_runs_on_a_replica(mixed: Mixed) -> None:
     assert low_bits.layer(1, view) == {EXPERTS + 5}
     assert view.ids.tolist() == [[3, 0, 5]]
     np.testing.assert_allclose(view.weights, weights[:, :3] / 0.95, rtol=1e-6)
-    assert (mixed.stats.dropped, mixed.stats.layers[1].low_bit_pairs) == (1, 1)
+    assert (mixed.cache.live_stats().dropped, mixed.stats.layers[1].low_bit_pairs) == (1, 1)
     mixed.forward(1, [3, 0, 5], [])
     view = LayerView(share, torch.zeros(1, 1), ids[:, :3], weights[:, :3])
     assert low_bits.layer(1, view) == set()

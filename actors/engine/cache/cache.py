@@ -202,7 +202,9 @@ class ExpertCache:
         Raises:
             PlanError: no slot can be freed for a missing segment.
         """
-        run, resident, arriving, loads = self.core.plan(list(here), list(keep))
+        needed = list(here)
+        kept = list(keep) if keep and not self.residency.states[needed].all() else []  # asked about where one is absent
+        run, resident, arriving, loads = self.core.plan(needed, kept)
         found = [Load(key, None if victim < 0 else victim, after) for key, victim, after in loads]
         return LayerPlan(tuple(run), resident, arriving, tuple(found))
 
@@ -346,14 +348,12 @@ class ExpertCache:
         stats, core, totals = self.stats, self.core, self.core.totals
         for layer in range(len(stats.layers)):
             self.layer_stats(layer)
-        for name, number in self._sources.items():
+        for name, number in list(self._sources.items()):  # a forward may add one
             found = core.source(number)
             if any(getattr(found, field) for field in _SOURCE_COUNTS) or name in stats.prefetch_sources:
                 _take(found, stats.source(name), _SOURCE_COUNTS)
         _take(totals, stats, _TOTALS)
-        substituted, dropped = core.take_rerouted()
-        stats.substitutions += substituted
-        stats.dropped += dropped
+        stats.substitutions, stats.dropped = totals.substituted, totals.dropped
         stats.loads_in_flight, stats.prefetch_resting = self.link.pending, self.governor.resting
         return stats
 

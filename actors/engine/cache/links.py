@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from .slots import PendingExpert, SlotMap
 
 _UNDER_WAY, _COPIED, _FAILED, _CANCELLED = range(4)  # `core::Ending`
-_DEMAND, _PREFETCH, _MIGRATION, _PRELOAD = range(4)  # `core::Cause`
-CAUSES: tuple[Cause, ...] = ("demand", "prefetch", "migration", "demand")
+CAUSES: tuple[Cause, ...] = ("demand", "prefetch", "migration", "demand")  # by `core::Cause`
 
 
 def fail(error: BaseException, layer: int) -> NoReturn:
@@ -30,7 +29,7 @@ def fail(error: BaseException, layer: int) -> NoReturn:
 class QueueLink:
     """A `CopyQueue` as the core's link (`core::Link`, through `_core.PythonLink`), on the forward's thread.
 
-    A copy's times may come after its layer: `settle` tells the core of them.
+    A copy's times may come after its layer (`ExpertCache.settle_times`).
 
     Args:
         where: gives the tensors of slots and of sources.
@@ -116,10 +115,6 @@ class QueueLink:
 
     def forget(self, ticket: int) -> None:
         del self.jobs[ticket]
-
-    @property
-    def pending_copies(self) -> int:
-        return self.queue.pending
 
     def pending(self) -> int:
         return self.queue.pending

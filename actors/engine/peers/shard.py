@@ -238,9 +238,6 @@ class _BatchBackend:
     def look(self, layer: int, weighed: bool, batch: ExpertBatch) -> _BatchView:
         return _BatchView(batch, self._device)
 
-    def native(self, step: MoeLayer) -> None:
-        return None
-
     def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: _BatchView) -> list[RemoteTask]:
         raise AssertionError("a shard sends nothing on")
 
