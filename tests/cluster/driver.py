@@ -27,7 +27,9 @@ def announce(step: str) -> None:
 
 def main() -> None:
     worker = StuckWorker if sys.argv[1] == "start" else FakeWorker
-    config = RunConfig(threads=1, ray=RaySettings(address=sys.argv[2] if sys.argv[1] == "join" else None))
+    # auto would open the store, which is none
+    ray = RaySettings(address=sys.argv[2] if sys.argv[1] == "join" else None)
+    config = RunConfig(threads=1, policy="next-gate", ray=ray)
     deployment = Deployment(
         config, engine_settings(config), "store", worker_class=worker, store_class=FakeStore, facts=FAKE_FACTS,
         step=announce,

@@ -54,7 +54,7 @@ def test_another_authentication_mode_is_one_line_at_once(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
 def test_an_address_without_ray_fails_at_once(address: str) -> None:
-    config = RunConfig(threads=1, ray=RaySettings(address=address))
+    config = RunConfig(threads=1, policy="next-gate", ray=RaySettings(address=address))
     deployment = Deployment(config, engine_settings(config), "store", facts=FAKE_FACTS)
     with pytest.raises(RuntimeFailure, match=f"'{address}'"), deployment:
         pytest.fail("started")
