@@ -237,7 +237,9 @@ def test_json_keys_of_status(golden: Golden, environment: dict[str, str]) -> Non
 
 @pytest.mark.nodes
 def test_json_keys_of_run(golden: Golden, environment: dict[str, str]) -> None:
-    found = _keys_printed(environment, "run", "def f(x):", "--device", "cpu", "--max-tokens", "4", "--json")
+    found = _keys_printed(
+        environment, "run", "def f(x):", "--device", "cpu", "--policy", "next-gate", "--max-tokens", "4", "--json"
+    )  # fmt: skip
     golden.check_none_lost("json_keys", "run", found)
 
 
