@@ -1,11 +1,9 @@
 """One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
 
-On the CPU a native call does it all (`native_layer`), for passes of few rows that all run here; the page is its
-reference: same output, loads, victims and counters. Such layers run together in one call (`model.native.Joined`) unless
-a rule in Python reroutes.
-
-Three executors run this page with different backends: the lead (`dispatch.DeviceBackend`), another shard
-(`peers.shard`) and the simulator (`cluster.simulate.executor`).
+It runs on a GPU and wherever peers, replicas, many rows or rules in Python take part, with the backends of the lead
+(`dispatch.DeviceBackend`), of another shard (`peers.shard`) and of the simulator (`cluster.simulate.backend`). Other
+passes are native calls with the same output, loads, victims and counters: on the CPU (`native_layer`; many layers in
+one call, `model.native.Joined`), and of recorded layers (`backend.RecordedRun`).
 """
 
 from __future__ import annotations
