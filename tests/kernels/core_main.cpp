@@ -94,7 +94,6 @@ Layout layout_of(const Shape& shape) {
             made.bytes.push_back(16 * made.units.back());
         }
     }
-    for (std::size_t c = 0; c < made.slots.size(); ++c) made.slot_bytes.push_back(64);
     return made;
 }
 

@@ -186,13 +186,13 @@ int check_whole(Order::Kind kind, bool overrun, Rule rule = Rule::none) {
     const bool important = kind == Order::Kind::importance;
     std::vector<double> predicted(kKeys, 0.5), used(kKeys, 0.25), powers(2 * kWindow, 0.5);
     std::vector<std::uint8_t> resident(kKeys);
-    std::vector<std::int64_t> stamps(kKeys), picked(kLayers * kWindow * kTop), seen(kLayers);
+    std::vector<std::int64_t> stamps(kKeys), picked(kLayers * kWindow * kTop), seen(kLayers), told(kLayers);
     Importance state{};
     state.layers = kLayers, state.experts = kExperts, state.window = kWindow, state.top_k = kTop, state.alpha = 0.5;
     state.powers = powers.data(), state.values = used.data(), state.picked = picked.data(), state.seen = seen.data();
     state.predicted = predicted.data(), state.resident = resident.data(), state.stamp = stamps.data();
     Order order(kind, kLayers, kExperts, 2, kind == Order::Kind::lfu ? 1e100 : 1.0, predicted.data(),
-                important ? &state : nullptr);
+                told.data(), important ? &state : nullptr);
     if (Worth* worth = order.worth()) worth->bind(kSlots / kLayers, predicted.data()), worth->note();
     core::Layout layout;
     layout.layers = kLayers, layout.experts = kExperts, layout.slots = {kSlots};
