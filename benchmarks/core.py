@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from statistics import median
-from typing import Any
 
 import numpy as np
 from rich.progress import Progress
@@ -21,6 +20,7 @@ from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report
 from tiermoe.cluster.jobs.prediction import ROUTING
 from tiermoe.cluster.jobs.replay import checked_prefetch
+from tiermoe.cluster.simulate.backend import RecordedForward
 from tiermoe.cluster.simulate.executor import context_of, engine_of, eviction_of, first_cut
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import load_machine
@@ -81,11 +81,11 @@ def _replayed(preset: str) -> float:
         engine.preload()
     run, spent_s = engine.recorded, [0.0]
     assert run is not None  # no preset of this case changes the routing or has a peer
-    forward = run.forward
+    plain = run.forward
 
-    def timed(*given: Any) -> None:
+    def timed(forward: RecordedForward, dense_s: float) -> None:
         begin_s = time.thread_time()
-        forward(*given)
+        plain(forward, dense_s)
         spent_s[0] += time.thread_time() - begin_s
 
     run.forward = timed  # type: ignore[method-assign]
