@@ -53,19 +53,23 @@ def papers(
 def redraw(
     results: Annotated[list[Path], typer.Argument(help="Files that --out wrote.", metavar="RESULT.json...")],
 ) -> None:
-    """Draw the figures of results again, beside them, without measuring anything."""
-    from tiermoe.cluster.jobs.bench.plot import plot
+    """Write the figures, verdicts and page tables of results again, beside them, without measuring anything."""
+    from tiermoe.cluster.jobs.bench.table import write_folder
     from tiermoe.cluster.report.results import read_json
 
+    from .papers import judged_again, load_paper, paper_names
+
     for file in results:
-        record = read_json(file)
+        record = dict(read_json(file))
         name = str(record.get("name"))
-        plots = read_experiment(name).plots if name in experiment_files() else {}
-        if not plots or "rows" not in record:
-            raise ConfigError(f"'{file}' has no figures", "give the result of a benchmark whose page has some")
-        for image, figure in plots.items():
-            plot(file.with_name(image), figure, record)
-            show(Console(), str(file.with_name(image)))
+        if (paper := name.removeprefix("paper-")) in paper_names() and paper != name:
+            experiment = load_paper(paper)
+        elif name in experiment_files() and "rows" in record:
+            experiment = read_experiment(name)
+        else:
+            raise ConfigError(f"'{file}' has no figures", "give the result of an experiment")
+        write_folder(experiment, judged_again(experiment, record), file.parent)
+        show(Console(), str(file))
 
 
 @app.command()

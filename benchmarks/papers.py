@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import budget_bytes
 from tiermoe.cluster.config import parse_budget
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Section, load_experiment, require_each_once
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, metric, section_of
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, median_of, metric, paired, rounded, section_of
 from tiermoe.cluster.jobs.bench.nodes import over_processes
 from tiermoe.cluster.jobs.bench.run import Study, run_experiment
 from tiermoe.cluster.jobs.bench.serving import Recorded, read_split
@@ -38,6 +39,7 @@ from tiermoe.errors import ConfigError
 
 _PAPERS = Path(__file__).with_name("papers")
 WITHIN = 0.25  # of the published figure
+_LEAST, _CLEAR, _NONE, _EITHER = 0.25, 1.02, 0.02, 0.05  # see `verdict`
 _MEASURES = (
     "hit_rate", "prefill_hit_rate", "decode_hit_rate", "latency_p50_s", "latency_p99_s", "queue_s", "blocked_io_s",
     "bytes_loaded", "bytes_wasted", "generated_tokens", "virtual_s", "step_s", "substitutions", "dropped", "migrations",
@@ -253,15 +255,13 @@ def _replayed(
 
 @metric("comparisons")
 def figures(study: Study) -> dict[str, Any]:
-    """The record's `comparisons`, `traces` and `families`; adds a bar for the direction of each headline."""
+    """The record's `comparisons`; of synthetic sections also `traces` and `families`, and a bar for each claim."""
     experiment = study.experiment
-    found = [line for comparison in experiment.comparisons for line in compared(comparison, study.rows)]
-    for line in (line for line in found if line["headline"] and line["direction"] is not None):
-        name = f"{line['title']}{', ' if line['of_key'] else ''}{line['of_key']}: direction"
-        study.bars.append(Bar(name, float(line["direction"]), ">=", 1.0))
+    found = lines_of(experiment, study.rows)
+    study.bars += claim_bars(experiment, found)
     stated = [(s.name, s.simulation) for s in experiment.sections if s.simulation is not None]
     if not stated:
-        return {}
+        return {"comparisons": found} if found else {}
     return {
         "comparisons": found,
         "traces": [
@@ -276,8 +276,38 @@ def figures(study: Study) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def compared(comparison: Comparison, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The lines of a comparison: published, ours, ratio of the two; None where no row fits."""
+def lines_of(experiment: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of all its comparisons, of rows of a run or of its file."""
+    return [line for comparison in experiment.comparisons for line in compared(comparison, rows)]
+
+
+def claim_bars(experiment: Experiment, lines: Sequence[Mapping[str, Any]]) -> list[Bar]:
+    """One bar for each claim, that it holds; of synthetic routing only, where each machine gives the same figures."""
+    if experiment.needs_model:
+        return []
+    return [
+        Bar(f"{line['title']}{', ' if line['of_key'] else ''}{line['of_key']}: holds",
+            float(line["verdict"] == "holds"), ">=", 1.0)
+        for line in lines if line["headline"] and line["verdict"] is not None
+    ]  # fmt: skip
+
+
+def verdict(published: float | str, ours: float, least: float, most: float) -> str:
+    """`holds`, `tie` or `does not hold`, of a ratio with a published value or direction.
+
+    tie: the mean is within 2% of no effect, or within 5% with cells on both sides. holds: no cell has the opposite
+    sign, and at least a quarter of the published effect (in log) is there, or 2% where only a direction is published.
+    """
+    if abs(ours - 1) <= _NONE or (abs(ours - 1) <= _EITHER and least < 1 < most):
+        return "tie"
+    above = published == "higher" if isinstance(published, str) else published > 1
+    effects = [math.log(ratio) if above else -math.log(ratio) for ratio in (ours, least, most)]
+    needed = math.log(_CLEAR) if isinstance(published, str) else _LEAST * abs(math.log(published))
+    return "holds" if min(effects) >= 0 and effects[0] >= needed else "does not hold"
+
+
+def compared(comparison: Comparison, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The lines of a comparison: published, ours, ratio of the two, verdict; None where no row fits."""
     published = comparison.published
     for key, value in (published if isinstance(published, dict) else {"": published}).items():
         of, over, where = comparison.of, comparison.over, dict(comparison.where)
@@ -291,21 +321,31 @@ def compared(comparison: Comparison, rows: list[dict[str, Any]]) -> Iterator[dic
         fitting = [row for row in rows if row["section"] == comparison.section and _fits(row, where)]
         mine = [row for row in fitting if of is None or row["policy"] == of]
         if over is None:
-            values = [row[comparison.measure] for row in mine]
+            values = [median_of(row, comparison.measure) for row in mine]
         else:
-            base = {row["cell"]: row[comparison.measure] for row in fitting if row["policy"] == over}
-            values = [row[comparison.measure] / b for row in mine if (b := base.get(row["cell"]))]
-        ours = fmean(values) if values else None
+            base = {_cell(row): row for row in fitting if row["policy"] == over}
+            pairs = ((row, base[_cell(row)]) for row in mine if _cell(row) in base)
+            values = [v for pair in pairs if not math.isnan(v := paired(*pair, comparison.measure))]
+        ours, least, most = fmean(values) if values else None, min(values, default=None), max(values, default=None)
         ratio = None if ours is None or not value or isinstance(value, str) else ours / value
         above = value == "higher" if isinstance(value, str) else value > 1
+        judged = over is not None and least is not None and least > 0
+        agree = sum(one > 1 if above else one < 1 for one in values)
+        why = comparison.why if isinstance(comparison.why, str) else comparison.why.get(key, "")
         yield {
             **where, "title": comparison.title, "source": comparison.source, "section": comparison.section,
-            "measure": comparison.measure, "of": of, "over": over, "of_key": key, "cells": len(values),
+            "measure": comparison.measure, "of": of, "over": over, "of_key": key,
+            "cells": len(values), "agree": agree if judged else None,
             "published": value, "ours": ours, "ratio": ratio, "headline": comparison.headline,
             "direction": None if over is None or ours is None else ours > 1 if above else ours < 1,
-            "least": min(values, default=None), "most": max(values, default=None),
-            "within": None if ratio is None else abs(ratio - 1) <= WITHIN,
+            "least": least, "most": most, "within": None if ratio is None else abs(ratio - 1) <= WITHIN,
+            "verdict": verdict(value, ours, least, most) if judged else None, "why": why,
         }  # fmt: skip
+
+
+def _cell(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What rows of one cell have in common: all but the variant."""
+    return tuple(row.get(key) for key in ("cell", "context", "budget", "link_gbps"))
 
 
 def _fits(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
@@ -353,6 +393,14 @@ def quick_of(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"sections": tuple(sections)})
 
 
+def judged_again(experiment: Experiment, record: dict[str, Any]) -> dict[str, Any]:
+    """A result with its comparisons and their bars by the present rule and words, from its own rows."""
+    lines = lines_of(experiment, record["rows"])
+    others = [bar for bar in record["bars"] if not bar["name"].endswith(": holds")]
+    bars = [asdict(bar) | {"ok": bar.ok} for bar in claim_bars(experiment, lines)]
+    return record | {"comparisons": rounded(lines), "bars": [*others, *bars]} if lines else record
+
+
 def run_paper(name: str, quick: bool, folder: Path | None, progress: Progress | None = None) -> Report:
     """Run a paper's experiment, or resume it; writes its page and data into a folder, if there is one.
 
@@ -387,5 +435,5 @@ def run_papers(
         advance()
     found = [reports[number] for number in range(len(names))]
     rows = [{"paper": n} | line for n, one in zip(names, found, strict=True) for line in one.figures["comparisons"]]
-    shown = ("paper", "title", "of_key", "published", "ours", "ratio", "direction", "within")
+    shown = ("paper", "title", "of_key", "published", "ours", "ratio", "verdict", "within")
     return Report("papers", "simulated", rows, [bar for one in found for bar in one.bars], {"quick": quick}, shown)

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
-from tiermoe.benchmarks.papers import changed, compared, load_paper, paper_names, run_papers
-from tiermoe.cluster.config import load_policy
+from tiermoe.benchmarks.papers import (
+    changed,
+    compared,
+    judged_again,
+    load_paper,
+    paper_names,
+    run_papers,
+    verdict,
+)
+from tiermoe.cluster.config import configs_dir, load_policy
+from tiermoe.cluster.jobs.bench.experiment import load_experiment
+from tiermoe.cluster.jobs.bench.metrics import fill_tables
 from tiermoe.cluster.jobs.bench.synthetic_settings import Comparison
+from tiermoe.cluster.jobs.bench.table import small, table_of
 from tiermoe.errors import ConfigError
+
+_RESULTS = configs_dir().parent / "docs" / "results"
 
 _FAST = "buddymoe"  # the others take eight to eleven seconds each
 
@@ -59,6 +74,65 @@ def test_a_direction_is_compared_where_the_text_states_no_figure() -> None:
     stated = Comparison(title="t", section="a", measure="tpot_s", of="own", published={"old": "higher"})
     (line,) = compared(stated, _rows())
     assert (line["direction"], line["ratio"], line["within"]) == (False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("published", "ours", "said"),
+    [
+        (0.5, (0.8, 0.7, 0.9), "holds"),  # a third of the effect
+        (0.5, (0.88, 0.8, 0.95), "does not hold"),  # less than a quarter
+        (0.5, (0.8, 0.5, 1.1), "does not hold"),  # one cell is opposite; a mean alone once counted as right
+        (0.5, (1.3, 1.2, 1.4), "does not hold"),
+        (0.5, (0.985, 0.9, 1.1), "tie"),
+        (0.5, (0.96, 0.9, 1.1), "tie"),
+        (2.0, (1.3, 1.2, 1.4), "holds"),
+        ("higher", (1.03, 1.025, 1.04), "holds"),
+        ("lower", (0.96, 0.95, 0.97), "holds"),
+        ("lower", (1.04, 1.03, 1.05), "does not hold"),
+        ("higher", (0.99, 0.98, 0.995), "tie"),
+    ],
+)
+def test_a_verdict_needs_every_cell_and_a_quarter_of_the_effect(
+    published: float | str, ours: tuple[float, float, float], said: str
+) -> None:
+    assert verdict(published, *ours) == said
+
+
+def test_a_comparison_says_how_many_cells_agree_and_why() -> None:
+    stated = Comparison(
+        title="t", section="a", measure="tpot_s", of="own", published={"old": 0.5}, why={"old": "a reason"}
+    )  # fmt: skip
+    (line,) = compared(stated, _rows())
+    assert (line["verdict"], line["agree"], line["cells"], line["why"]) == ("holds", 2, 2, "a reason")
+
+
+def test_repeated_runs_are_compared_repetition_by_repetition() -> None:
+    rows = [
+        {"section": "a", "budget": "0.5", "link_gbps": 2.0, "policy": policy, "values": {"tpot_s": values}}
+        for policy, values in (("own", [1.0, 4.0, 3.0]), ("old", [2.0, 4.0, 3.0]))
+    ]
+    (line,) = compared(Comparison(title="t", section="a", measure="tpot_s", published={"old": 0.5}, of="own"), rows)
+    assert line["ours"] == 1.0  # the median of 0.5, 1 and 1, not the ratio of the medians
+
+
+_PAGES = ("fmoe", "moepic", "activeevict", *(f"paper-{name}" for name in paper_names()))
+
+
+@pytest.mark.parametrize("name", _PAGES)
+def test_the_claims_of_a_page_are_those_of_its_data_and_counted_in_the_readme(name: str) -> None:
+    """`tiermoe bench redraw docs/results/NAME.json` writes them again; the README's counts are by hand."""
+    paper = name.removeprefix("paper-")
+    experiment = load_paper(paper) if paper != name else load_experiment(name)
+    record = json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    assert small(judged_again(experiment, record)) == record
+    page = (_RESULTS / f"{name}.md").read_text(encoding="utf-8")
+    assert fill_tables(page, lambda block: table_of(experiment, block, record)) == page
+    claims = [line["verdict"] for line in record["comparisons"] if line["headline"]]
+    counts = [len(claims), *(claims.count(said) for said in ("holds", "tie", "does not hold"))]
+    readme = (_RESULTS / "README.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| \[{name}\].*?\| (.*) \|$", readme, re.MULTILINE)
+    assert row is not None
+    assert row[1] == " | ".join(map(str, counts))
 
 
 def test_a_sweep_changes_only_what_a_preset_has() -> None:

@@ -61,7 +61,8 @@ class Comparison(Settings):
         that differ in the variant only.
     by, published: one figure, or the direction that the text states; or one for each value of a row's key `by`, where
         `of` and `over` name the variant.
-    headline: the direction is a bar (a ratio is on the same side of 1), and the ratio to the paper's within a quarter.
+    headline: a claim: that it holds is a bar, and it stands in the page's table of claims.
+    why: of the verdict, as a person explains it; or one for each key of `published`.
     """
 
     title: str
@@ -74,3 +75,4 @@ class Comparison(Settings):
     by: str = "over"
     published: Published | dict[str, Published]
     headline: bool = True
+    why: str | dict[str, str] = ""

@@ -19,18 +19,20 @@ from .metrics import Spread, fill_page, markdown, paired
 
 _CONSTANT = ("experts", "slots", "expert_bytes_peak")  # of a cell
 _FULL = ("layers", "spread", "residency")  # only in a record that is not made small
+_COMPARED = [
+    {"title": "claim", "show": "{title} {of_key}"}, {"title": "published", "show": "{published}"},
+    {"title": "ours: mean (least to most)", "show": "{ours:.3g} ({least:.3g} to {most:.3g})"},
+    {"title": "cells that agree", "show": "{agree} of {cells}"},
+    {"title": "verdict", "show": "{verdict}"}, {"title": "why", "show": "{why}"},
+    {"title": "where the paper says so", "show": "{source}"},
+]  # fmt: skip
 _BUILT_IN = {  # `orders` of every experiment that serves prompts, the others of those on synthetic routing
     "orders": Table.model_validate({"from": "orders", "columns": [
         {"title": "section", "show": "{section}"}, {"title": "pairs that differ in waits and TPOT", "show": "{pairs}"},
         {"title": "of the same order in both", "show": "{same} ({share:.0%})"},
     ]}),
-    "comparisons": Table.model_validate({"from": "comparisons", "columns": [
-        {"title": "comparison", "show": "{title}"}, {"title": "of", "show": "{of_key}"},
-        {"title": "published", "show": "{published}"}, {"title": "ours", "show": "{ours:.3g}"},
-        {"title": "least to most", "show": "{least:.3g} to {most:.3g}"},
-        {"title": "ours/published", "show": "{ratio:.2f}"}, {"title": "direction", "show": "{direction:right/WRONG}"},
-        {"title": "within 25%", "show": "{within:yes/no}"}, {"title": "where the paper says so", "show": "{source}"},
-    ]}),
+    "claims": Table.model_validate({"from": "comparisons", "where": {"headline": True}, "columns": _COMPARED}),
+    "comparisons": Table.model_validate({"from": "comparisons", "where": {"headline": False}, "columns": _COMPARED}),
     "traces": Table.model_validate({"from": "traces", "columns": [
         {"title": "section", "show": "{section}"}, {"title": "machine", "show": "{machine}"},
         {"title": "assumed in its place", "show": "{assume}"},
@@ -48,8 +50,8 @@ _SCALE = re.compile(r"(?P<op>\*|/|1/)(?P<factor>[0-9.e-]*) ")
 
 def blank_page(experiment: Experiment) -> str:
     """A page of all tables and plots."""
-    synthetic = [name for name in _BUILT_IN if name != "orders"]
-    names = ("run", *(("bars",) if experiment.needs_model else synthetic), *experiment.tables)
+    compared = ("claims", "run", "comparisons") if experiment.comparisons else ("run",)
+    names = (*compared, *(("bars",) if experiment.needs_model else ("traces", "families")), *experiment.tables)
     blocks = [f"## {name}\n\n<!-- table: {name} -->\n<!-- end -->\n" for name in names]
     images = [f"![{name}]({name})\n" for name in experiment.plots]
     return "\n".join([f"# {experiment.title}\n", *blocks, *images])
@@ -80,15 +82,23 @@ def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> li
     if name not in experiment.tables and name not in _BUILT_IN:
         raise ConfigError(f"experiment {experiment.name} has no table '{name}'", "name one of its `tables`")
     table = experiment.tables[name] if name in experiment.tables else _BUILT_IN[name]
+    counted = _counted(record) if name == "claims" else []
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in select(table.source, table.where, {**record, "paper": experiment.paper}):
         groups.setdefault(tuple(row.get(key) for key in table.each), []).append(row)
-    lines: list[str] = []
+    lines = counted
     for group in groups.values():
         if table.heading:
             lines += [show(table.heading, group[0]), ""]
         lines += [*(_plain(table.columns, group) if table.columns else _pivot(table, group)), ""]
     return lines[:-1]
+
+
+def _counted(record: Mapping[str, Any]) -> list[str]:
+    """The number of claims by verdict."""
+    claims = [line["verdict"] for line in record.get("comparisons", []) if line["headline"]]
+    parts = (f"{name} {claims.count(name)}" for name in ("holds", "tie", "does not hold"))
+    return [f"{len(claims)} claims: {', '.join(parts)}", ""]
 
 
 def _command(experiment: Experiment) -> str:
