@@ -1,4 +1,4 @@
-"""Token ids into text, piece by piece: for every decoder the pieces are what decoding all ids gives."""
+"""Token ids into text, piece by piece: for every decoder the pieces are what decoding all ids gives; stop strings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.cluster.api.schema import Display
-from tiermoe.cluster.api.text import ChoiceText, Delta
+from tiermoe.cluster.api.text import ChoiceText, Delta, StopMatcher
+from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.detokenizer import IncrementalText, TokenBytes
 from tiermoe.cluster.llm import TextStream
+from tiermoe.cluster.prompt import load_tokenizer
 
 _SPACE = decoders.Replace("▁", " ")
 DECODERS: dict[str, Any] = {
@@ -120,6 +122,8 @@ def test_names_of_tokens_follow_the_decoder() -> None:
     assert [mixtral.shown(ids[name]) for name in ("<0x0A>", "<0xF0>", "▁a", "Ġa")] == ["\n", "bytes:\\xf0", " a", "Ġa"]
     assert [level.shown(ids[name]) for name in ("<0x0A>", "Ġa", "▁a", "é")] == ["<0x0A>", " a", "▁a", "bytes:\\xe9"]
     assert [words.shown(ids[name]) for name in ("##a", "a")] == ["a", " a"]
+    assert level.of(9999) == b""
+    assert level.of(_SIZE - 6) == b"<s>"
 
 
 def test_a_newline_of_bytes_ends_a_text_at_once() -> None:
@@ -182,3 +186,95 @@ def test_offsets_of_an_echo_leave_out_what_the_tokenizer_adds() -> None:
     assert (choice["text"], choice["logprobs"]["text_offset"]) == ("abA", [0, 0, 1, 2])
     (choice,) = complete(body | {"prompt": [EOS, ord("a"), ord("b")]}, tokenizer=tokenizer)["choices"]
     assert (choice["text"], choice["logprobs"]["text_offset"]) == ("<end>abA", [0, 5, 6, 7])
+
+
+_LEVEL = byte_tokenizer()
+_PIECES = st.lists(st.text("abc", max_size=4), max_size=12)
+_STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
+
+
+def _feed(pieces: list[str], stops: list[str]) -> tuple[list[str], StopMatcher]:
+    matcher = StopMatcher(stops)
+    shown = []
+    for piece in pieces:
+        shown.append(matcher.feed(piece))
+        if matcher.matched is not None:
+            return shown, matcher
+    return [*shown, matcher.finish()], matcher
+
+
+@settings(max_examples=300, deadline=None)
+@given(_PIECES, _STOPS)
+def test_stops_are_found_wherever_the_pieces_are_cut(pieces: list[str], stops: list[str]) -> None:
+    shown, matcher = _feed(pieces, stops)
+    text = "".join(pieces)
+    if not any(stop in text for stop in stops):
+        assert ("".join(shown), matcher.matched) == (text, None)
+        return
+    assert matcher.matched in stops
+    assert text.startswith("".join(shown) + matcher.matched)
+    assert not any(stop in "".join(shown) for stop in stops)
+
+
+def test_what_may_become_a_stop_string_is_held_back() -> None:
+    matcher = StopMatcher(["\n\nuser", "END"])
+    assert [matcher.feed(piece) for piece in ("a\n", "\nb", "E", "N", "x", "EN", "D!")] == [
+        "a", "\n\nb", "", "", "ENx", "", "",
+    ]  # fmt: skip
+    assert matcher.matched == "END"
+    assert (matcher.feed("more"), matcher.finish()) == ("", "")
+
+
+def _events(tokens: list[int]) -> list[TokenEvent]:
+    return [TokenEvent("r", (token,), logprobs=score((token,), 0)) for token in tokens]
+
+
+def test_scores_come_with_their_text_and_stop_with_it_or_come_at_the_end() -> None:
+    text = ChoiceText(_LEVEL, Display(("lo!",)))
+    shown, offsets = [], []
+    for event in _events([*"hé".encode(), *b"llo!", *b"more"]):
+        shown.append(text.add(event))
+        offsets.append([s.offset for s in text.take_scores(last=text.stopped)])
+        if text.stopped:
+            break
+    assert shown == ["h", "", "é", "", "l", "", ""]
+    assert offsets == [[0], [], [1, 1], [], [2], [], []]  # the stop string's tokens are not shown
+    assert text.tokens == 7
+    text = ChoiceText(_LEVEL, Display())
+    for event in _events([ord("a"), 0xC3]):
+        text.add(event)
+    assert text.finish() == "\ufffd"
+    assert len(text.take_scores(last=True)) == 2
+    text = ChoiceText(_LEVEL, Display(("b",)), min_tokens=3)  # below the minimal length a stop string is text
+    shown = "".join(text.add(event) for event in _events(list(b"abcdb")))
+    assert (shown, text.stopped, text.tokens) == ("abcd", True, 5)
+
+
+@pytest.mark.parametrize(
+    ("display", "shown"),
+    [
+        (Display(("lo",)), "hel"),
+        (Display(("lo",), include_stop=True), "hello"),
+        (Display(), "hel<lo!"),  # the stop token is the last
+        (Display(include_stop=True), "hel<lo!?"),
+        (Display(skip_special=False), "hel<end><lo!"),
+    ],
+    ids=str,
+)
+def test_what_of_stops_and_special_tokens_is_shown(display: Display, shown: str) -> None:
+    word = b"hello" if display.stops else b"hel<lo!"
+    text = ChoiceText(_LEVEL, display)
+    deltas = [text.delta(TokenEvent("r", (token,))) for token in word[:3]]
+    deltas += [text.delta(TokenEvent("r", (EOS, *word[3:]))), text.delta(TokenEvent("r", (ord("?"),), "stop"))]
+    found = [delta for delta in deltas if delta is not None]
+    ends = [i for i, delta in enumerate(found) if delta.finish is not None]
+    whole = "".join(delta.text for delta in found[: ends[0] + 1])
+    assert (whole, found[ends[0]].finish) == (shown, "stop")
+
+
+@pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
+def test_bytes_of_the_default_model() -> None:
+    tokenizer = load_tokenizer(default_model_dir())
+    names = TokenBytes(tokenizer)
+    text = "def größe(x):\n\treturn '🙂'  # 大"
+    assert b"".join(names.of(token) for token in tokenizer.encode(text).ids).decode() == text

@@ -1,19 +1,21 @@
-"""Requests over several leads: spread, taken over, and no token twice."""
+"""Requests to one lead and over several: in order, cancelled, spread, taken over, and no token twice."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from fake_leads import REQUEST, FakeLead
-from ray.exceptions import ActorDiedError, TaskCancelledError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
-from tiermoe.errors import RuntimeFailure
+from tiermoe.errors import DeadlinePassed, NotServing, RequestError, RuntimeFailure
 
 _WAIT_S = 20.0
+_REQUEST = GenerationRequest("r", (1, 2))
 _FIVE, _SIX, _END = TokenEvent("r", (5,)), TokenEvent("r", (6,)), TokenEvent("r", (7, 8), "length")
 
 
@@ -23,9 +25,11 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"tiermoe.cluster.api.lead.{name}", seconds)
 
 
-def run(leads: list[FakeLead], call: Callable[[LeadBackend], Awaitable[None]]) -> None:
+def run(leads: list[FakeLead], call: Callable[[LeadBackend], Awaitable[None]], deadline_s: float = 60.0) -> None:
+    """Call with a backend before the leads, and wait until all cancellations have come."""
+
     async def bounded() -> None:
-        backend = LeadBackend(dict(zip("ab", leads, strict=False)), {"max_requests": 4}, 60.0)
+        backend = LeadBackend(dict(zip("ab", leads, strict=False)), {"max_requests": 4}, deadline_s)
         await asyncio.wait_for(call(backend), _WAIT_S)
         for lead in leads:
             lead.over.set()
@@ -36,7 +40,108 @@ def run(leads: list[FakeLead], call: Callable[[LeadBackend], Awaitable[None]]) -
 
 
 async def _tokens(backend: LeadBackend) -> list[int]:
-    return [token async for event in backend.generate(GenerationRequest("r", (1, 2))) for token in event.token_ids]
+    return [token async for event in backend.generate(_REQUEST) for token in event.token_ids]
+
+
+def _cancelled(lead: FakeLead) -> list[str]:
+    """The requests, without the numbers of their tries."""
+    return [name.partition(".")[0] for name in lead.cancelled]
+
+
+def test_events_come_in_order_and_an_ended_request_is_not_cancelled() -> None:
+    events, lead = [_FIVE, _SIX, TokenEvent("r", (), "length")], FakeLead([_FIVE, _SIX, TokenEvent("r", (), "length")])
+
+    async def call(backend: LeadBackend) -> None:
+        assert [event async for event in backend.generate(_REQUEST)] == events
+        assert await backend.ask("health") == {"state": "serving"}
+
+    run([lead], call)
+    assert lead.cancelled == []
+
+
+def test_a_request_is_cancelled_behind_its_beginning() -> None:
+    """The consumer leaves while the request is on its way to the worker."""
+    begins = asyncio.Event()
+    lead = FakeLead([_FIVE], begins=begins)
+
+    async def call(backend: LeadBackend) -> None:
+        first = asyncio.ensure_future(anext(backend.generate(_REQUEST)))
+        while not lead.requests:
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        await asyncio.sleep(0.01)
+        assert lead.cancelled == []
+        begins.set()
+
+    run([lead], call)
+    assert _cancelled(lead) == ["r"]
+
+
+def test_a_request_past_its_deadline_is_cancelled() -> None:
+    lead = FakeLead([])
+
+    async def call(backend: LeadBackend) -> None:
+        with pytest.raises(DeadlinePassed, match="passed its deadline"):
+            await anext(backend.generate(_REQUEST))
+
+    run([lead], call, deadline_s=0.01)
+    assert _cancelled(lead) == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [
+        (TokenEvent("r", (), "error", error="out of memory"), RuntimeFailure),
+        (RayTaskError("generate", "traceback", RequestError("the prompt is empty", "give one")), RequestError),
+    ],
+    ids=["event", "refusal"],
+)
+def test_failures_are_typed_and_need_no_cancellation(item: Any, kind: type[Exception]) -> None:
+    lead = FakeLead([item])
+
+    async def call(backend: LeadBackend) -> None:
+        with pytest.raises(kind):
+            await anext(backend.generate(_REQUEST))
+
+    run([lead], call)
+    assert lead.cancelled == []
+
+
+def test_a_request_goes_on_behind_its_last_token_once_a_lead_serves_again() -> None:
+    not_started = RayTaskError("generate", "traceback", NotServing("not started", "wait"))
+    states = ["serving", ActorUnavailableError("it restarts", None), ActorDiedError(), "created", "loading weights",
+              "serving"]  # fmt: skip
+    lead = FakeLead([_FIVE, _SIX, ActorDiedError()], later=[[not_started], [_END]], states=states)
+
+    async def call(backend: LeadBackend) -> None:
+        events = [event async for event in backend.generate(_REQUEST)]
+        assert [event.token_ids for event in events] == [(5,), (6,), (7, 8)]
+        assert {event.request_id for event in events} == {"r"}
+
+    run([lead], call)
+    assert _cancelled(lead) == ["r", "r"]  # a process that Ray did not reach for a moment may still run it
+    first, *again = lead.requests
+    assert [request.generated for request in lead.requests] == [(), (5, 6), (5, 6)]
+    assert first.sampling.seed is not None
+    assert all(request.sampling == first.sampling for request in again)
+    assert len({request.request_id for request in lead.requests}) == 3
+
+
+@pytest.mark.parametrize(
+    ("count", "states", "tries"),
+    [(1, [ActorDiedError()], 0), (2, [ActorDiedError()], 0), (1, ["serving"], 4)],
+    ids=["dead for good", "all are", "dies of the request"],
+)
+def test_a_request_fails_when_no_lead_lives_through_it(count: int, states: list[str | Exception], tries: int) -> None:
+    leads = [FakeLead([ActorDiedError()], later=[[ActorDiedError()]] * 3, states=states) for _ in range(count)]
+
+    async def call(backend: LeadBackend) -> None:
+        with pytest.raises(RuntimeFailure, match="during a request"):
+            await anext(backend.generate(_REQUEST))
+
+    run(leads, call)
+    assert _cancelled(leads[0]) == ["r"] * tries
 
 
 def test_a_request_goes_to_the_lead_with_the_fewest() -> None:
@@ -76,7 +181,7 @@ def test_the_only_lead_that_hangs_keeps_its_requests() -> None:
     lead = FakeLead([_FIVE], states=["serving", "hangs"])
 
     async def call(backend: LeadBackend) -> None:
-        events = backend.generate(GenerationRequest("r", (1, 2)))
+        events = backend.generate(_REQUEST)
         await anext(events)
         late = asyncio.ensure_future(anext(events))
         while (state := backend.states()[0]).serves:
@@ -87,14 +192,6 @@ def test_the_only_lead_that_hangs_keeps_its_requests() -> None:
         assert (await late).finish == "cancelled"
 
     run([lead], call)
-
-
-def test_requests_fail_when_every_lead_is_dead_for_good() -> None:
-    async def call(backend: LeadBackend) -> None:
-        with pytest.raises(RuntimeFailure):
-            await _tokens(backend)
-
-    run([FakeLead([], states=[ActorDiedError()]) for _ in range(2)], call)
 
 
 def test_counters_are_sums_and_a_lead_that_is_away_counts_with_its_last() -> None:
@@ -168,7 +265,7 @@ def test_a_lead_that_was_started_again_unseen_has_none_of_the_requests() -> None
     lead = FakeLead([_FIVE], later=[[_END]])
 
     async def call(backend: LeadBackend) -> None:
-        events = backend.generate(GenerationRequest("r", (1, 2)))
+        events = backend.generate(_REQUEST)
         assert (await anext(events)).token_ids == (5,)
         lead.life = "second"
         assert (await anext(events)).token_ids == (7, 8)
@@ -181,7 +278,7 @@ def test_a_slow_consumer_gets_tokens_together() -> None:
     lead = FakeLead([_FIVE, _SIX, _END])
 
     async def call(backend: LeadBackend) -> None:
-        events = backend.generate(GenerationRequest("r", (1, 2)))
+        events = backend.generate(_REQUEST)
         assert (await anext(events)).token_ids == (5,)
         while any(lead._waiting.values()):
             await asyncio.sleep(0.001)

@@ -1,0 +1,51 @@
+"""What `tiermoe serve` is started with: a file and options over it, checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tiermoe.cluster.api.settings import LimitSettings
+from tiermoe.cluster.cli import main
+from tiermoe.cluster.jobs import serve
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("colour: red", [], "unknown key 'colour'"),
+        ("limits: {waiting: -1}", [], "key 'limits.waiting' is -1"),
+        ("deployment: abcdef", [], "give --attach"),
+        ("limits: {request_s: 5}", [], "set request_deadline_s"),
+        ("", ["--api-key-file", "/nowhere/key"], "cannot be read"),
+        ("", ["--chat-template", "/nowhere/template"], "cannot be read"),
+        ("", ["--deployment", "abcdef"], "--attach"),
+        ("", ["--attach", "127.0.0.1:1", "--budget", "25%"], "belongs to the runtime"),
+        ("", ["--policy", "nothing"], "no policy"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_refused_in_one_line(
+    text: str, options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    if text:
+        options = ["--server-config", str(file)]
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--device", "cpu", *options])
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_options_come_over_the_servers_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("request_log: json\nmodel_name: a\nlimits: {waiting: 3, body_s: 5}\n")
+    found = serve._settings(file, {"model_name": "b", "request_log": None, "limits": {"waiting": 0}, "replicas": None})
+    assert (found.model_name, found.request_log) == ("b", "json")
+    assert (found.limits.waiting, found.limits.body_s) == (0, 5)
+    plain = serve._settings(None, {"chat_template": Path("a.jinja"), "limits": {}})
+    assert (plain.limits, plain.request_log) == (LimitSettings(), "text")
+    assert Path(str(plain.chat_template)).is_absolute()
