@@ -284,44 +284,33 @@ def by_rows(rows: list[int], gpu: float, ndp: float, load_s: float, once: float 
     return SplitCosts((gpu,) * len(rows), tuple(ndp * r for r in rows), load_s, once)
 
 
-class TestMondeSplit:
-    def test_the_hot_one_is_moved_and_the_cold_stay(self) -> None:
-        rows = [1, 20, 1, 2]
-        # NDP alone 24; moving expert 1: max(11, 4); moving two: max(22, 2)
-        assert monde_split(rows, [False] * 4, by_rows(rows, 1, 1, 10)) == [False, True, False, False]
+@pytest.mark.parametrize(
+    ("rows", "resident", "gpu", "ndp", "load_s", "once", "on_gpu"),
+    [
+        # near data alone 24; moving expert 1: max(11, 4); moving two: max(22, 2)
+        ([1, 20, 1, 2], [0, 0, 0, 0], 1, 1, 10, 0, [0, 1, 0, 0]),
+        ([1, 20, 1, 2], [0, 0, 0, 0], 1, 1, 100, 0, [0, 0, 0, 0]),  # a slow link moves nothing
+        ([1, 20, 1, 2], [0, 0, 0, 0], 1, 1000, 1, 0, [1, 1, 1, 1]),  # a slow device gets nothing
+        ([1], [0], 0, 10, 10, 0, [0]),  # ties to fewer loads
+        ([1, 1, 1, 1], [0, 1, 0, 1], 1, 1, 100, 0, [0, 1, 0, 1]),  # as in decoding: only the absent go near data
+        ([3, 1], [1, 1], 5, 1, 9, 0, [0, 0]),  # a resident goes near data where the GPU is the slower side
+        ([9, 1], [1, 1], 5, 1, 9, 0, [1, 0]),
+        ([1, 1], [1, 0], 1, 1, 2, 0, [1, 0]),
+        ([1, 1], [1, 0], 1, 1, 2, 10, [1, 1]),  # what is paid once can tip it
+        ([], [], 1, 1, 1, 0, []),
+    ],
+)
+def test_monde_split(
+    rows: list[int], resident: list[int], gpu: float, ndp: float, load_s: float, once: float, on_gpu: list[int]
+) -> None:
+    found = monde_split(rows, [bool(here) for here in resident], by_rows(rows, gpu, ndp, load_s, once))
+    assert found == [bool(on) for on in on_gpu]
 
-    def test_a_slow_link_moves_nothing(self) -> None:
-        rows = [1, 20, 1, 2]
-        assert monde_split(rows, [False] * 4, by_rows(rows, 1, 1, 100)) == [False] * 4
 
-    def test_a_slow_device_gets_nothing(self) -> None:
-        rows = [1, 20, 1, 2]
-        assert monde_split(rows, [False] * 4, by_rows(rows, 1, 1000, 1)) == [True] * 4
-
-    def test_ties_to_fewer_loads(self) -> None:
-        assert monde_split([1], [False], by_rows([1], 0, 10, 10)) == [False]
-
-    def test_residents_run_where_they_are(self) -> None:
-        # one row each, as in decoding: only the absent ones go near data
-        rows = [1, 1, 1, 1]
-        assert monde_split(rows, [False, True, False, True], by_rows(rows, 1, 1, 100)) == [False, True, False, True]
-
-    def test_a_resident_goes_near_data_where_the_gpu_is_the_slower_side(self) -> None:
-        assert monde_split([3, 1], [True, True], by_rows([3, 1], 5, 1, 9)) == [False, False]
-        assert monde_split([9, 1], [True, True], by_rows([9, 1], 5, 1, 9)) == [True, False]
-
-    def test_what_is_paid_once_can_tip_it(self) -> None:
-        assert monde_split([1, 1], [True, False], by_rows([1, 1], 1, 1, 2)) == [True, False]
-        assert monde_split([1, 1], [True, False], by_rows([1, 1], 1, 1, 2, once=10)) == [True, True]
-
-    def test_nothing_needed(self) -> None:
-        assert monde_split([], [], SplitCosts((), (), 1)) == []
-
-    def test_refusals(self) -> None:
-        with pytest.raises(ValueError, match="one of each"):
-            monde_split([1, 1], [True], by_rows([1, 1], 1, 1, 1))
-        with pytest.raises(ValueError, match="one of each"):
-            monde_split([1], [True], by_rows([1, 1], 1, 1, 1))
+@pytest.mark.parametrize("rows", [[1, 1], [1]])
+def test_monde_split_wants_one_of_each(rows: list[int]) -> None:
+    with pytest.raises(ValueError, match="one of each"):
+        monde_split(rows, [True], by_rows([1, 1], 1, 1, 1))
 
 
 @settings(max_examples=150, deadline=None)
@@ -376,47 +365,42 @@ def brute_force(losses: Sequence[Sequence[int]], widths: Sequence[int], incremen
     )
 
 
-class TestExact:
-    def test_a_steep_first_step_spreads_the_bits(self) -> None:
-        losses = [[8, 1, 0.5, 0.4]] * 4
-        assert prefix_split(losses, WIDTHS, 2.0) == [2, 2, 2, 2]
+_SENSITIVE, _OTHER = [100, 60, 20, 0], [1, 0.9, 0.8, 0.7]
 
-    def test_one_sensitive_expert_takes_them(self) -> None:
-        losses = [[100, 60, 20, 0], [1, 0.9, 0.8, 0.7], [1, 0.9, 0.8, 0.7], [1, 0.9, 0.8, 0.7]]
-        assert prefix_split(losses, WIDTHS, 2.0) == [4, 2, 1, 1]
 
-    def test_the_prefix_holds_even_if_the_last_expert_is_the_sensitive_one(self) -> None:
-        losses = [[1, 0.9, 0.8, 0.7]] * 3 + [[100, 60, 20, 0]]
-        assert prefix_split(losses, WIDTHS, 3.0) == [3, 3, 3, 3]
+@pytest.mark.parametrize(
+    ("losses", "widths", "average", "bits"),
+    [
+        ([[8, 1, 0.5, 0.4]] * 4, WIDTHS, 2.0, [2, 2, 2, 2]),  # a steep first step spreads the bits
+        ([_SENSITIVE, _OTHER, _OTHER, _OTHER], WIDTHS, 2.0, [4, 2, 1, 1]),
+        ([_OTHER, _OTHER, _OTHER, _SENSITIVE], WIDTHS, 3.0, [3, 3, 3, 3]),  # the prefix holds all the same
+        ([[3, 2, 1, 0]] * 3, WIDTHS, 2.0, [2, 2, 2]),  # ties take the most even
+        ([[0, 0, 0, 0]] * 4, WIDTHS, 2.5, [3, 3, 2, 2]),
+        *(([[9, 5, 5, 0]], WIDTHS, average, [average]) for average in WIDTHS),
+        (np.zeros((0, 4)), WIDTHS, 2.0, []),
+        ([], WIDTHS, 2.0, []),
+        ([[9, 3, 1]] * 2, (2, 3, 4), 3.0, [3, 3]),
+        ([[9, 8, 1]] * 2, (2, 3, 4), 3.0, [4, 2]),
+        ([[9, 1]] * 3, (3, 4), 3.4, [4, 3, 3]),
+        ([[9]] * 3, (4,), 4, [4, 4, 4]),
+    ],
+)
+def test_prefix_split(losses: Any, widths: tuple[int, ...], average: float, bits: list[int]) -> None:
+    assert prefix_split(losses, widths, average) == bits
 
-    def test_a_budget_that_is_not_whole_is_rounded_down(self) -> None:
-        losses = [[4, 2, 1, 0]] * 3
-        assert sum(prefix_split(losses, WIDTHS, 2.6)) == 3 + 4  # R = floor(4.8)
 
-    @pytest.mark.parametrize(("count", "average", "bits"), [(10, 2.1, 21), (5, 2.2, 11), (3, 7 / 3, 7), (7, 2.3, 16)])
-    def test_a_whole_budget_survives_float_arithmetic(self, count: int, average: float, bits: int) -> None:
-        assert sum(prefix_split([[4, 2, 1, 0]] * count, WIDTHS, average)) == bits
-
-    def test_ties_take_the_most_even(self) -> None:
-        assert prefix_split([[3, 2, 1, 0]] * 3, WIDTHS, 2.0) == [2, 2, 2]
-        assert prefix_split([[0, 0, 0, 0]] * 4, WIDTHS, 2.5) == [3, 3, 2, 2]
-
-    def test_the_budget_is_spent_even_where_more_bits_lose_more(self) -> None:
-        assert sum(prefix_split([[0, 1, 2, 3]] * 4, WIDTHS, 3.0)) == 12
-
-    @pytest.mark.parametrize("average", WIDTHS)
-    def test_one_expert(self, average: int) -> None:
-        assert prefix_split([[9, 5, 5, 0]], WIDTHS, average) == [average]
-
-    def test_no_expert(self) -> None:
-        assert prefix_split(np.zeros((0, 4)), WIDTHS, 2.0) == []
-        assert prefix_split([], WIDTHS, 2.0) == []
-
-    def test_other_widths(self) -> None:
-        assert prefix_split([[9, 3, 1]] * 2, (2, 3, 4), 3.0) == [3, 3]
-        assert prefix_split([[9, 8, 1]] * 2, (2, 3, 4), 3.0) == [4, 2]
-        assert prefix_split([[9, 1]] * 3, (3, 4), 3.4) == [4, 3, 3]
-        assert prefix_split([[9]] * 3, (4,), 4) == [4, 4, 4]
+@pytest.mark.parametrize(
+    ("losses", "average", "bits"),
+    [
+        ([[4, 2, 1, 0]] * 3, 2.6, 7),  # a budget that is not whole is rounded down: R = floor(4.8)
+        ([[0, 1, 2, 3]] * 4, 3.0, 12),  # spent even where more bits lose more
+        # a whole budget survives float arithmetic
+        *(([[4, 2, 1, 0]] * n, average, bits) for n, average, bits in ((10, 2.1, 21), (5, 2.2, 11), (3, 7 / 3, 7))),
+        ([[4, 2, 1, 0]] * 7, 2.3, 16),
+    ],
+)
+def test_the_budget_is_spent(losses: list[list[int]], average: float, bits: int) -> None:
+    assert sum(prefix_split(losses, WIDTHS, average)) == bits
 
 
 class TestProperties:

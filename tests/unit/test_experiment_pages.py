@@ -1,4 +1,4 @@
-"""Tables and plots of experiments: format strings, pivots, pages whose text a person wrote, pictures."""
+"""Tables and plots of experiments: pages whose text a person wrote, and pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Plot, experiment_files, load_experiment
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread, fill_tables
 from tiermoe.cluster.jobs.bench.plot import caption, draw, plot
-from tiermoe.cluster.jobs.bench.table import blank_page, select, show, small, table_of, write_folder
+from tiermoe.cluster.jobs.bench.table import select, show, small, table_of, write_folder
 from tiermoe.cluster.report.files import new_canvas
 from tiermoe.errors import ConfigError
 
@@ -50,63 +50,23 @@ def _report() -> dict[str, Any]:
     return Report("x", "emulated", rows, bars, settings, figures={"more": {"n": 3}}).as_dict()
 
 
-@pytest.mark.parametrize(
-    ("form", "shown"),
-    [
-        ("{share:.1%} of {name}", "25.0% of x"),
-        ("{seconds:*1e3 .1f} ms, {seconds:1/ .0f}/s, {bytes:/1e6 .2f} MB", "20.0 ms, 50/s, 1.50 MB"),
-        ("{yes:<= /}{no:holds/missed}", "<= missed"),
-        ("{nested[deep]:.2f} {none:.3f} {absent[x]:.1f} {nan:.1f}", "1.00 - - -"),
-        ("{10 of 60}", "16.4"),
-    ],
-)
-def test_format_strings(form: str, shown: str) -> None:
-    row = {"share": 0.25, "name": "x", "seconds": 0.02, "bytes": 1.5e6, "yes": True, "no": False,
-           "nested": {"deep": 1.0}, "none": None, "nan": math.nan, "10 of 60": 16.4}  # fmt: skip
-    assert show(form, row) == shown
-
-
-def test_tables_of_columns_and_pivots() -> None:
-    tables = {
-        "plain": {"where": {"budget": "0.25"}, "columns": [
-            {"title": "policy", "show": "{policy}"},
-            {"title": "TPOT", "show": "{tpot_ms:.0f} ({spread[tpot_s].maximum:*1e3 .0f})"},
-            {"title": "over b", "show": "{paired:.1f}", "of": "b"}]},
-        "pivot": {"rows": {"policy": "{policy}"}, "across": "{budget}", "cell": "{tpot_ms:.0f}"},
-        "each": {"each": ["budget"], "heading": "### {budget}", "columns": [{"title": "policy", "show": "{policy}"}]},
-        "paper": {"from": "paper.numbers", "columns": [{"title": "n", "show": "{n}"}]},
-    }  # fmt: skip
-    experiment, record = _experiment(tables=tables, paper={"numbers": [{"n": 7}]}), _report()
+def test_what_was_not_measured_is_a_dash() -> None:
+    cell = "{tpot_ms:.0f} ({spread[tpot_s].maximum:*1e3 .0f})"
+    pivot = {"rows": {"policy": "{policy}"}, "across": "{budget}", "cell": cell}
+    experiment, record = _experiment(tables={"pivot": pivot}), _report()
     for shown in (record, small(record)):  # of a run, and of its file
-        assert table_of(experiment, "plain", shown)[2:] == ["| a | 10 (20) | 3.0 |", "| b | 5 (5) | 1.0 |"]
-        assert table_of(experiment, "pivot", shown) == [
-            "| policy | 0.25 | 0.5 |", "|---|---|---|", "| a | 10 | - |", "| b | 5 | 4 |",
-        ]  # fmt: skip
-    assert table_of(experiment, "each", record).count("### 0.5") == 1
-    assert table_of(experiment, "paper", record)[-1] == "| 7 |"
+        assert table_of(experiment, "pivot", shown)[2:] == ["| a | 10 (20) | - |", "| b | 5 (5) | 4 (4) |"]
     assert table_of(experiment, "bars", record)[-1] == "| fast | <= 1 | - | missed |"
-    assert "| model | tiny |" in table_of(experiment, "run", record)
-
-
-def test_only_the_blocks_of_a_page_are_written() -> None:
-    experiment = _experiment(tables={"t": {"columns": [{"title": "policy", "show": "{policy}"}]}})
-    before = "# Mine\n\nText | with a bar.\n\n<!-- table: t -->\nold\n<!-- end -->\n\nMore text.\n"
-    after = _page(experiment, _report(), before)
-    assert after.startswith("# Mine\n\nText | with a bar.\n\n<!-- table: t -->\n\n| policy |")
-    assert after.endswith("| b |\n\n<!-- end -->\n\nMore text.\n")
-    assert "old" not in after
-    assert _page(experiment, _report(), after) == after
+    assert show("{none:.3f} {absent[x]:.1f} {nan:.1f}", {"none": None, "nan": math.nan}) == "- - -"
     with pytest.raises(ConfigError, match="no table 'u'"):
-        _page(experiment, _report(), before.replace("table: t", "table: u"))
-    whole = _page(experiment, _report(), blank_page(experiment))
-    assert whole.startswith("# X\n")
-    assert all(f"<!-- table: {name} -->" in whole for name in ("run", "bars", "t"))
+        table_of(experiment, "u", record)
 
 
 def test_a_folder_has_page_data_and_plots(tmp_path: Path) -> None:
     panel = {"kind": "bar", "each": ["budget", "link_gbps"], "x": "policy", "y": "tpot_s", "title": "{budget}"}
     experiment = _experiment(plots={"x.png": {"panels": [panel]}})
     write_folder(experiment, _report(), tmp_path)
+    assert (tmp_path / "x.md").read_text().startswith("# X\n\n## run\n\n<!-- table: run -->\n\n|")
     (tmp_path / "x.md").write_text("By hand.\n")
     write_folder(experiment, _report(), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"x.md", "x.json", "x.png"}
@@ -127,19 +87,6 @@ def test_the_pages_of_docs_show_the_data_beside_them(name: str) -> None:
     assert all(f"<!-- table: {table} -->" in page for table in ("run", *experiment.tables))
     for figure in experiment.plots.values():
         assert all(select(panel.source, panel.where, record) for panel in figure.panels)
-
-
-def test_the_same_numbers_give_the_same_pixels(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    record = json.loads((_DOCS / "ndp.json").read_text())
-    (figure,) = load_experiment("ndp").plots.values()
-    one, other = tmp_path / "one.png", tmp_path / "other.png"
-    for path in (one, other):
-        plot(path, figure, record)
-    assert one.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert one.read_bytes() == other.read_bytes()
-    with pytest.raises(ConfigError, match="cannot write"):
-        plot(tmp_path / "none" / "x.png", figure, record)
 
 
 def _figures() -> list[tuple[str, Plot, dict[str, Any]]]:
@@ -204,6 +151,10 @@ def test_redraw_draws_beside_the_data_and_refuses_what_has_no_figure(tmp_path: P
     for name in ("host.json", "none.json"):
         with pytest.raises(ConfigError, match=name):
             redraw([tmp_path / name])
+    (tmp_path / "ndp-similarity.png").unlink()
+    (tmp_path / "ndp-similarity.png").mkdir()
+    with pytest.raises(ConfigError, match="cannot write"):
+        redraw([tmp_path / "ndp.json"])
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
