@@ -64,6 +64,20 @@ def serving(store: ExpertStore, config: EngineSettings) -> Iterator[GpuWorker]:
         worker.close()
 
 
+@contextmanager
+def serving_both(
+    store: ExpertStore, kv: dict[str, Any], prefetch: str = "none"
+) -> Iterator[dict[str, GpuWorker]]:
+    """A worker for each way of batching, with half of the experts resident."""
+    with ExitStack() as stack:
+        yield {
+            batching: stack.enter_context(
+                serving(store, settings(0.5, prefetch, kv=KvSettings(batching=batching, page_size=16, **kv)))
+            )
+            for batching in ("continuous", "serial")
+        }
+
+
 def greedy(worker: GpuWorker, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """All prompts in flight together; the generated tokens of each."""
     sampling = SamplingParams(max_tokens=max_tokens)

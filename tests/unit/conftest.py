@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = save_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("tiny") / "qwen3", vocab_size=VOCAB_SIZE)
     save_byte_tokenizer(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of random weights; tests that change it take a copy."""
+    from tiny_models import save_tiny_checkpoint  # torch
+
+    return save_tiny_checkpoint("mixtral", tmp_path_factory.mktemp("tiny") / "mixtral")
+
+
+@pytest.fixture(scope="session")
+def mixtral_store(mixtral: Path) -> Any:
+    from serving import prepared  # torch
+
+    return prepared(mixtral, mixtral.with_name("mixtral-store"))
 
 
 @pytest.fixture(scope="session")

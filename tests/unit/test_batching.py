@@ -1,7 +1,4 @@
-"""Events of a request: their order, how they end, and which requests are refused.
-
-Requests that share a worker: batched or one after another, cancelled, failing, refused, short of KV cache.
-"""
+"""Requests: their events, ends and refusals, and requests that share a worker, batched or one after another."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from serving import prepared, reference_greedy, serving, settings
-from tiny_models import VOCAB, save_tiny_checkpoint, tiny_config
+from serving import prepared, reference_greedy, serving, serving_both, settings
+from tiny_models import VOCAB, tiny_config
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors import gpu_worker
@@ -99,6 +96,8 @@ def test_why_it_finished(streams: Streams, generated: list[int], ignore_eos: boo
     streams.finish(stream.name, generated)
     (event,) = stream
     assert (event.token_ids, event.finish, event.error) == (tuple(generated), finish, None)
+    assert event.ttft_s is not None
+    assert (event.tpot_s is None) == (len(generated) < 2)
 
 
 def test_times_are_on_the_last_event_only(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +114,6 @@ def test_times_are_on_the_last_event_only(streams: Streams, monkeypatch: pytest.
     for event in (*earlier, last):
         generation.add(event)
     assert generation == Generation("r", [10, 11, 12, 13, 14], "length", None, 0.5, 0.5)
-
-
-def test_one_token_has_no_time_between_tokens(streams: Streams) -> None:
-    stream = streams.open(asked())
-    streams.finish(stream.name, [10])
-    (event,) = stream
-    assert event.ttft_s is not None
-    assert event.tpot_s is None
 
 
 def test_an_error_ends_a_stream(streams: Streams) -> None:
@@ -155,13 +146,14 @@ def test_an_id_may_be_used_again_and_gets_only_its_own_tokens(streams: Streams) 
     first = streams.open(asked())
     streams.abort(first.name, "cancelled")
     second = streams.open(asked())
-    assert streams.find("r") is second
+    assert (streams.find("r"), streams.find("nobody")) == (second, None)
     streams.deliver(first.name, [10])
     streams.finish(first.name, [11])
     assert streams.is_open(second.name)
     assert not streams.is_open(first.name)
     streams.finish(second.name, [20])
     assert [event.token_ids for event in second] == [(20,)]
+    assert streams.find("r") is None
 
 
 def test_names_cannot_be_forged(streams: Streams) -> None:
@@ -188,6 +180,18 @@ def test_names_cannot_be_forged(streams: Streams) -> None:
         (asked(top_k=-1), "top_k is -1"),
         (asked(seed=-1), "seed is -1"),
         (asked(seed=1 << 64), "seed is"),
+        (asked(min_tokens=9), "min_tokens"),
+        (asked(min_tokens=-1), "min_tokens"),
+        (asked(logprobs=21), "logprobs"),
+        (asked(logprobs=-1), "logprobs"),
+        (asked(prompt_logprobs=99), "prompt_logprobs"),
+        (asked(min_p=-0.1), "min_p"),
+        (asked(min_p=float("nan")), "min_p"),
+        (asked(repetition_penalty=0.0), "repetition_penalty"),
+        (asked(presence_penalty=float("inf")), "presence_penalty"),
+        (asked(logit_bias=((VOCABULARY, 1.0),)), "logit_bias"),
+        (asked(logit_bias=((1, float("nan")),)), "logit_bias"),
+        (asked(stop_token_ids=(-1,)), "stop_token_ids"),
     ],
 )
 def test_refused(streams: Streams, request_: GenerationRequest, match: str) -> None:
@@ -201,14 +205,6 @@ def test_refused(streams: Streams, request_: GenerationRequest, match: str) -> N
 def test_the_capacity_may_be_used_to_the_last_token(streams: Streams) -> None:
     streams.open(asked(prompt=(5,) * 12))
     streams.open(asked("extremes", prompt=(0, VOCABULARY - 1), seed=(1 << 64) - 1, top_p=1.0, top_k=VOCABULARY + 1))
-
-
-def test_an_open_stream_is_found_by_its_id(streams: Streams) -> None:
-    stream = streams.open(asked())
-    assert streams.find("r") is stream
-    assert streams.find("nobody") is None
-    streams.finish(stream.name, [10])
-    assert streams.find("r") is None
 
 
 def test_the_models_positions_bound_a_request_as_well_as_the_kv_cache() -> None:
@@ -250,31 +246,18 @@ BOTH = pytest.mark.parametrize("batching", ["continuous", "serial"])
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint("mixtral", tmp_path_factory.mktemp("batching") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def store(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return prepared(checkpoint, tmp_path_factory.mktemp("batching") / "store")
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[list[int]]:
+def expected(mixtral: Path) -> list[list[int]]:
     """Greedy tokens of the unmodified model, far beyond any stop token."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
     return reference_greedy(model, PROMPTS, 4 * TOKENS)
 
 
 @pytest.fixture(scope="module")
-def workers(store: Any) -> Iterator[dict[str, GpuWorker]]:
-    with (
-        serving(store, settings(0.5, "next-gate", kv=kv("continuous"))) as continuous,
-        serving(store, settings(0.5, "next-gate", kv=kv("serial"))) as serial,
-    ):
-        yield {"continuous": continuous, "serial": serial}
+def workers(mixtral_store: Any) -> Iterator[dict[str, GpuWorker]]:
+    with serving_both(mixtral_store, {"num_blocks": 32, "max_batch_tokens": 64}, "next-gate") as both:
+        yield both
 
 
 def kv(batching: str, num_blocks: int = 32) -> KvSettings:
@@ -515,10 +498,10 @@ EXTRAS = {"repetition_penalty": 5.0, "min_length": 200, "num_beams": 3, "no_repe
 
 @BOTH
 def test_the_checkpoints_generation_extras_are_not_applied(
-    checkpoint: Path, expected: list[list[int]], tmp_path: Path, batching: str
+    mixtral: Path, expected: list[list[int]], tmp_path: Path, batching: str
 ) -> None:
     """Guards `generate`, which took penalties, beams and a minimal length from the checkpoint."""
-    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    copy = shutil.copytree(mixtral, tmp_path / "checkpoint")
     extras = EXTRAS | {"eos_token_id": expected[0][5], "temperature": 0.1, "suppress_tokens": [expected[0][0]]}
     (copy / "generation_config.json").write_text(json.dumps(extras))
     with serving(prepared(copy, tmp_path / "store"), settings(1.0, kv=kv(batching))) as worker:
@@ -548,7 +531,7 @@ def test_what_continuous_batching_changed_is_put_back(architecture: str) -> None
 
 @pytest.mark.parametrize("batching", ["serial", "auto"])
 def test_no_worker_is_ready_before_a_token_came(
-    store: Any, batching: Any, monkeypatch: pytest.MonkeyPatch
+    mixtral_store: Any, batching: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that fails every request is refused at start, by its architecture's name."""
     model_class = import_module("transformers.models.mixtral.modeling_mixtral").MixtralModel
@@ -558,20 +541,20 @@ def test_no_worker_is_ready_before_a_token_came(
 
     monkeypatch.setattr(model_class, "forward", forward)
     config = settings(0.5, kv=KvSettings(page_size=16, num_blocks=16, batching=batching), compile="off")
-    worker, threads = GpuWorker(config, store.describe()), tiermoe_threads()
+    worker, threads = GpuWorker(config, mixtral_store.describe()), tiermoe_threads()
     with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM does not generate here.*a shape that does"):
         worker.start()
     assert tiermoe_threads() == threads
 
 
 @pytest.mark.parametrize("step", ["tiermoe.actors.gpu_worker.make_batcher", "tiermoe.actors.engine.describe.describe"])
-def test_a_start_that_fails_leaves_no_thread(store: Any, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_leaves_no_thread(mixtral_store: Any, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeFailure("no", "nothing")
 
     before = tiermoe_threads()
     monkeypatch.setattr(step, fail)
-    worker = GpuWorker(settings(1.0, kv=kv("serial")), store.describe())
+    worker = GpuWorker(settings(1.0, kv=kv("serial")), mixtral_store.describe())
     with pytest.raises(RuntimeFailure, match="no"):
         worker.start()
     assert tiermoe_threads() == before
@@ -579,9 +562,9 @@ def test_a_start_that_fails_leaves_no_thread(store: Any, step: str, monkeypatch:
 
 
 @BOTH
-def test_it_serves_once_the_start_is_over(store: Any, batching: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_serves_once_the_start_is_over(mixtral_store: Any, batching: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a lead that said "serving", and took requests, before the start's own forwards had given a token."""
-    worker = GpuWorker(settings(1.0, kv=kv(batching)), store.describe())
+    worker = GpuWorker(settings(1.0, kv=kv(batching)), mixtral_store.describe())
     states = list[str]()
 
     def look(*args: Any) -> None:
@@ -601,9 +584,9 @@ def test_it_serves_once_the_start_is_over(store: Any, batching: str, monkeypatch
 
 
 @BOTH
-def test_close_during_generation(store: Any, batching: str) -> None:
+def test_close_during_generation(mixtral_store: Any, batching: str) -> None:
     """Guards the reason: the ends came as `error` or, one after another, as `length` with tokens missing."""
-    with serving(store, settings(1.0, kv=kv(batching))) as worker:
+    with serving(mixtral_store, settings(1.0, kv=kv(batching))) as worker:
         streams = [worker.submit(numbered(i, max_tokens=LONG)) for i in (0, 1)]
         events = iter(streams[0])
         assert next(events).token_ids
@@ -615,8 +598,8 @@ def test_close_during_generation(store: Any, batching: str) -> None:
             worker.submit(numbered(0))
 
 
-def test_one_request_may_fill_the_kv_cache(store: Any, expected: list[list[int]]) -> None:
-    with serving(store, settings(1.0, kv=kv("continuous", num_blocks=4))) as worker:
+def test_one_request_may_fill_the_kv_cache(mixtral_store: Any, expected: list[list[int]]) -> None:
+    with serving(mixtral_store, settings(1.0, kv=kv("continuous", num_blocks=4))) as worker:
         capacity = batcher_of(worker).streams.capacity_tokens
         assert capacity == 4 * PAGE
         (full,) = generate(worker, [numbered(0, max_tokens=capacity - len(PROMPTS[0]))])
@@ -624,12 +607,14 @@ def test_one_request_may_fill_the_kv_cache(store: Any, expected: list[list[int]]
         assert free_kv(worker) == 1.0
 
 
-def test_requests_that_together_exceed_the_kv_cache_give_way_and_finish(store: Any, expected: list[list[int]]) -> None:
+def test_requests_that_together_exceed_the_kv_cache_give_way_and_finish(
+    mixtral_store: Any, expected: list[list[int]]
+) -> None:
     """Preempted requests are prefilled again; neither their tokens nor the draws of a seed may show it."""
     sampled = {"temperature": 1.0, "seed": 3}
-    with serving(store, settings(1.0, kv=kv("continuous", num_blocks=32))) as worker:
+    with serving(mixtral_store, settings(1.0, kv=kv("continuous", num_blocks=32))) as worker:
         alone = [generate(worker, [numbered(i, max_tokens=40, **sampled)])[0].token_ids for i in (0, 1)]
-    with serving(store, settings(1.0, kv=kv("continuous", num_blocks=6))) as worker:
+    with serving(mixtral_store, settings(1.0, kv=kv("continuous", num_blocks=6))) as worker:
         requests = [numbered(i, max_tokens=40, **(sampled if i < 2 else {})) for i in range(4)]
         found = generate(worker, requests)
         assert [g.error for g in found] == [None] * 4
@@ -641,10 +626,10 @@ def test_requests_that_together_exceed_the_kv_cache_give_way_and_finish(store: A
 @pytest.mark.usefixtures("copies_in_python")  # those of the link's thread cannot fail
 @BOTH
 def test_a_failing_engine_ends_every_stream_and_says_so(
-    store: Any, batching: str
+    mixtral_store: Any, batching: str
 ) -> None:
     both = threading.Event()  # are submitted: the first fails within microseconds, and then none is taken
-    with serving(store, settings(0.25, kv=kv(batching))) as worker:
+    with serving(mixtral_store, settings(0.25, kv=kv(batching))) as worker:
 
         def fail(*args: Any) -> None:
             both.wait(30)
@@ -684,10 +669,12 @@ def test_an_allocation_that_fails_is_told_before_a_request_ends(error: Exception
 
 @pytest.mark.usefixtures("copies_in_python")
 @BOTH
-def test_a_lead_without_memory_ends_its_process(store: Any, batching: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lead_without_memory_ends_its_process(
+    mixtral_store: Any, batching: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes: list[int] = []
     monkeypatch.setattr(gpu_worker, "os", SimpleNamespace(_exit=codes.append))
-    with serving(store, settings(0.25, kv=kv(batching))) as worker:
+    with serving(mixtral_store, settings(0.25, kv=kv(batching))) as worker:
 
         def fail(*args: Any) -> None:
             raise MemoryError
@@ -713,7 +700,7 @@ class Late(Lru):
 @BOTH
 @pytest.mark.parametrize("at_start", [True, False])
 def test_the_failure_of_a_policy_is_said_as_it_is(
-    store: Any, batching: str, at_start: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixtral_store: Any, batching: str, at_start: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the reason: the probe called it a model that cannot be batched, and ran all requests serially."""
     (tmp_path / "late_policy.py").write_text(_LATE)
@@ -727,9 +714,9 @@ def test_the_failure_of_a_policy_is_said_as_it_is(
         chosen = settings(0.25, policy=policy, kv=kv("auto" if at_start else batching))
         if at_start:
             with pytest.raises(PolicyError, match=said):
-                GpuWorker(chosen, store.describe()).start()
+                GpuWorker(chosen, mixtral_store.describe()).start()
             return
-        with serving(store, chosen) as worker:
+        with serving(mixtral_store, chosen) as worker:
             late.fails = True
             (event,) = list(worker.submit(numbered(0)))
             assert event.error_type == "PolicyError"

@@ -11,14 +11,13 @@ import jsonschema
 import pytest
 import torch
 from fake_api import EOS, FakeBackend, byte_tokenizer, error, post
-from serving import prepared, serving, settings
+from serving import prepared, serving_both
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.serving.grammar import Grammars
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
-from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.api.grammar import compiled
 from tiermoe.cluster.api.schema import CompletionBody
 from tiermoe.cluster.api.tools import TOOL_FORMATS
@@ -41,12 +40,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, GpuW
     checkpoint = save_tiny_checkpoint("mixtral", folder / "checkpoint", vocab_size=264, eos_token_id=EOS)
     byte_tokenizer().save(str(checkpoint / "tokenizer.json"))
     store = prepared(checkpoint, folder / "store")
-    shape = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 16}
-    with (
-        serving(store, settings(0.5, kv=KvSettings(batching="continuous", **shape))) as continuous,
-        serving(store, settings(0.5, kv=KvSettings(batching="serial", **shape))) as serial,
-    ):
-        yield {"continuous": continuous, "serial": serial}
+    with serving_both(store, {"num_blocks": 64, "max_batch_tokens": 16}) as both:
+        yield both
 
 
 def grammar_of(**parameters: Any) -> str:

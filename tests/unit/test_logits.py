@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from serving import prepared, serving, settings
-from tiny_models import VOCAB, save_tiny_checkpoint
+from serving import serving_both
+from tiny_models import VOCAB
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
@@ -25,8 +25,6 @@ from tiermoe.actors.engine.serving.logits import processor_of
 from tiermoe.actors.engine.serving.sampling import draw
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
-from tiermoe.actors.settings import KvSettings
-from tiermoe.errors import RequestError
 
 PROMPT = tuple(range(20, 43))
 TOKENS = 10
@@ -34,24 +32,14 @@ BOTH = pytest.mark.parametrize("batching", ["continuous", "serial"])
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint("mixtral", tmp_path_factory.mktemp("logits") / "checkpoint")
+def workers(mixtral_store: Any) -> Iterator[dict[str, GpuWorker]]:
+    with serving_both(mixtral_store, {"num_blocks": 24, "max_batch_tokens": 16}) as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
-def workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, GpuWorker]]:
-    store = prepared(checkpoint, tmp_path_factory.mktemp("logits") / "store")
-    shape = {"page_size": 16, "num_blocks": 24, "max_batch_tokens": 16}
-    with (
-        serving(store, settings(0.5, kv=KvSettings(batching="continuous", **shape))) as continuous,
-        serving(store, settings(0.5, kv=KvSettings(batching="serial", **shape))) as serial,
-    ):
-        yield {"continuous": continuous, "serial": serial}
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+def model(mixtral: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32).eval()
 
 
 class _Openai(LogitsProcessor):
@@ -168,14 +156,3 @@ def test_penalties_with_a_seed_are_the_same_alone_and_in_a_batch(workers: dict[s
     together = [tokens_of(events) for events in ours(workers[batching], *asked)]
     assert [tokens_of(ours(workers[batching], params)[0]) for params in asked] == together
     assert together[0] != together[1]
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{"min_p": -0.1}, {"min_p": float("nan")}, {"repetition_penalty": 0.0}, {"presence_penalty": float("inf")},
-     {"logit_bias": ((VOCAB, 1.0),)}, {"logit_bias": ((1, float("nan")),)}, {"stop_token_ids": (-1,)}],
-    ids=str,
-)  # fmt: skip
-def test_what_is_refused(workers: dict[str, GpuWorker], params: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=next(iter(params))):
-        workers["serial"].submit(GenerationRequest("r", PROMPT, SamplingParams(4, **params)))

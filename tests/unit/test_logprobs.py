@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from serving import prepared, serving, settings
+from serving import prepared, serving, serving_both, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -16,32 +17,21 @@ from tiermoe.actors.engine.serving.sampling import PromptRows, prompt_rows, toke
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from tiermoe.actors.settings import KvSettings
-from tiermoe.errors import RequestError
 
 PROMPT = tuple(range(20, 43))
 BOTH = pytest.mark.parametrize("batching", ["continuous", "serial"])
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint("mixtral", tmp_path_factory.mktemp("logprobs") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, GpuWorker]]:
+def workers(mixtral_store: Any) -> Iterator[dict[str, GpuWorker]]:
     """Eight rows a forward: the prompt is prefilled in three parts."""
-    store = prepared(checkpoint, tmp_path_factory.mktemp("logprobs") / "store")
-    shape = {"page_size": 16, "num_blocks": 16, "max_batch_tokens": 8}
-    with (
-        serving(store, settings(0.5, kv=KvSettings(batching="continuous", **shape))) as continuous,
-        serving(store, settings(0.5, kv=KvSettings(batching="serial", **shape))) as serial,
-    ):
-        yield {"continuous": continuous, "serial": serial}
+    with serving_both(mixtral_store, {"num_blocks": 16, "max_batch_tokens": 8}) as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+def model(mixtral: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32).eval()
 
 
 def expected(model: torch.nn.Module, ids: tuple[int, ...]) -> torch.Tensor:
@@ -115,15 +105,6 @@ def test_no_stop_token_before_min_tokens(
         assert free[3] not in longer[:8]
         assert len(longer) >= 8
 
-
-@pytest.mark.parametrize(
-    "params",
-    [{"min_tokens": 5}, {"min_tokens": -1}, {"logprobs": 21}, {"logprobs": -1}, {"prompt_logprobs": 99}],
-    ids=str,
-)
-def test_what_is_refused(workers: dict[str, GpuWorker], params: dict[str, int]) -> None:
-    with pytest.raises(RequestError, match=next(iter(params))):
-        workers["serial"].submit(GenerationRequest("r", PROMPT, SamplingParams(4, **params)))
 
 
 def test_rows_of_a_chunk() -> None:
