@@ -5,11 +5,9 @@ Where a decode step's host time goes, and what the device is given for it.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +19,12 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
 from tiermoe.actors.engine import engine as engine_module
-from tiermoe.actors.engine import host_view
-from tiermoe.actors.engine.cuda import activations, tables
+from tiermoe.actors.engine.cuda import activations
 from tiermoe.actors.engine.cuda.activations import PinnedFetch
 from tiermoe.actors.engine.cuda.runtime import wait_for
 from tiermoe.actors.engine.cuda.tables import TableRing
-from tiermoe.actors.engine.dispatch import Routing
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.engine.host_view import Asked, HostViews, LayerView
+from tiermoe.actors.engine.host_view import Asked, HostViews
 from tiermoe.actors.engine.model.profile import PARTS, Calls, count_calls, device_calls, host_passes
 from tiermoe.actors.engine.serving.streams import SequenceRows
 
@@ -148,16 +144,6 @@ def test_what_nobody_foresaw_is_fetched_when_asked_for() -> None:
     assert fetches == [3, 1]
 
 
-def test_host_memory_is_shared_and_only_read_when_asked_for() -> None:
-    def refuse(hidden: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("a router was asked in vain")
-
-    views = HostViews(askers=[lambda layer, tokens: [Asked(refuse, softmax=True)]])
-    ids = torch.tensor([[5, 1]])
-    view: LayerView = views.look(0, torch.zeros(1, HIDDEN), ids, torch.ones(1, 2))
-    assert np.shares_memory(view.ids, ids.numpy())
-
-
 def test_the_pinned_buffer_is_used_again_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `tests/cuda` runs on a GPU; the host polls and keeps the interpreter's lock."""
     monkeypatch.setattr(activations, "wait_for", partial(wait_for, spin_s=60.0))  # not to depend on this machine's load
@@ -231,54 +217,6 @@ def test_tables_stay_what_they_were_while_the_ring_goes_round(seed: int) -> None
     gpu.finish()
     for found, array in put:
         np.testing.assert_array_equal(found.numpy(), array)
-
-
-def test_layers_put_their_tables_into_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of pairs and the weights of rerouted layers, at one row and at several."""
-    gpu = FakeGpu()
-    ring = TableRing(gpu)
-    monkeypatch.setattr(tables, "ring_of", lambda device: ring)
-    elsewhere = torch.device("meta")  # any device but the CPU
-    routing = Routing.of(np.array([[5, 1], [1, 5]]), elsewhere)
-    fetched: Any = lambda tensors: [np.array([[5, 1]])]  # noqa: E731
-    view = LayerView(fetched, torch.zeros(1, 4, device=elsewhere), torch.zeros(1, 2), torch.zeros(1, 2))
-    view.reroute(np.array([[5, 2]]), np.array([[0.25, 0.75]]), dropped=False)
-    assert gpu.calls["kernel_copy"] == 2
-    gpu.finish()
-    assert routing.pairs.tolist() == [1, 2, 0, 3]
-    assert view.device_weights.tolist() == [[0.25, 0.75]]
-
-
-def test_nothing_else_on_the_way_of_a_forward_reads_a_tensor() -> None:
-    """Of what the test above cannot run: placers, shards' planning, commands of a matcher."""
-    engine = Path(host_view.__file__).parent
-    files = [
-        "layer.py", "prefetching.py", "rerouting.py", "pre_evicting.py", "make_policies.py", "dispatch.py",
-        "split.py", "peers/placement.py", "peers/matcher.py", "peers/shards.py", "cache/cache.py", "model/model.py",
-    ]  # fmt: skip
-    found = [
-        f"{name}:{node.lineno} .{node.func.attr}()"
-        for name in files
-        for node in ast.walk(ast.parse((engine / name).read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if node.func.attr in {"cpu", "numpy", "item", "nonzero"} and not _of_arrays(name, node)
-    ]
-    assert found == []
-
-
-def _of_arrays(name: str, node: ast.Call) -> bool:
-    """`counts.nonzero()` of the routing is NumPy's."""
-    return name == "dispatch.py" and ast.unparse(node.func) == "counts.nonzero"
-
-
-@pytest.mark.parametrize("ids", [[[5, 1]], [[5, 5]], [[5, 1], [1, 3], [0, 5]]])
-def test_the_order_of_pairs_is_the_same_on_host_and_device(ids: list[list[int]]) -> None:
-    routing = Routing.of(np.array(ids), torch.device("cpu"))
-    assert routing.pairs.tolist() == routing.order.tolist()
-    flat = [e for row in ids for e in row]
-    assert [flat[p] for p in routing.order] == [
-        e for e, n in zip(routing.experts, routing.counts, strict=True) for _ in range(n)
-    ]
 
 
 def _decode(engine: ExpertEngine, steps: int) -> None:
