@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
-from numpy.typing import NDArray
 
 from tiermoe.actors.engine.peers.matcher import MatcherLink, MatcherPrefetch, sequence_means, tell_eviction, wanted_keys
 from tiermoe.actors.engine.peers.shards import Shards
@@ -27,7 +26,6 @@ from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.fmoe import BlendPrefetch, ExpertMapEviction
 from tiermoe.actors.policies.prefetch import LayerSeen, NextGatePrefetch, Span, Wanted
 from tiermoe.actors.settings import ShardSettings
-from tiermoe.actors.store.artifacts import MapShape
 from tiermoe.errors import DeadlinePassed, PeerLost
 from tiermoe.kernels.importance import expect_map
 from tiermoe.proto.messages import Context, HealthReport, Message, PrefetchCommand
@@ -393,34 +391,7 @@ def test_native_probabilities_are_the_reference(seed: int, n: int, now: int) -> 
 L, E, K = SHAPE.layers, SHAPE.experts, 2
 
 
-@dataclass
-class FakeMatcher:
-    """Takes everything, answers with what is put into `commands`."""
-
-    shape: MapShape = SHAPE
-    source: str = "expert-map"
-    commands: list[PrefetchCommand] = field(default_factory=list)
-    begun: list[tuple[int, list[int], NDArray[np.float32]]] = field(default_factory=list)
-    seen: list[tuple[int, int, list[int], NDArray[np.float32]]] = field(default_factory=list)
-    fallback_layers: int = 0
-
-    def begin(self, iteration: int, sequences: NDArray[np.int64], embeddings: NDArray[np.float32]) -> None:
-        self.begun.append((iteration, sequences.tolist(), embeddings))
-
-    def observe(
-        self, iteration: int, layer: int, sequences: NDArray[np.int64], probabilities: NDArray[np.float32]
-    ) -> None:
-        self.seen.append((iteration, layer, sequences.tolist(), probabilities))
-
-    def take(self, iteration: int, layer: int) -> list[PrefetchCommand]:
-        out, self.commands = self.commands, []
-        return out
-
-    def fell_back(self) -> None:
-        self.fallback_layers += 1
-
-
-def _policy(link: Any, **more: Any) -> MatcherPrefetch:
+def _policy(link: MatcherLink, **more: Any) -> MatcherPrefetch:
     more = {"eviction": Lru()} | more
     return MatcherPrefetch(link, E, NextGatePrefetch(L, E, K), **more)
 
@@ -433,53 +404,56 @@ def _seen(layer: int, spans: list[Span], lookahead: Callable[[int], Any] | None 
 
 def _command(pairs: dict[int, float], hints: int = 0, layer: int = 1, mapped: bool = True) -> PrefetchCommand:
     keys, priorities = np.array(list(pairs), np.int32), np.array(list(pairs.values()), np.float32)
-    return PrefetchCommand(0, layer, keys, priorities, hints, mapped)
+    return PrefetchCommand(1, layer, keys, priorities, hints, mapped)
 
 
 def test_contexts() -> None:
-    link = FakeMatcher()
-    policy = _policy(link)
     row = np.arange(SHAPE.hidden, dtype=np.float32)
     spans = [Span("a", 0, 2, False, row), Span("b", 2, 3, True, 2 * row)]
-    assert policy.begin_forward(spans) == []
     seen = _seen(0, spans)
-    assert policy.observed(seen) == []
-    policy.end("a")
-    policy.begin_forward([Span("b", 0, 1, True), Span("a", 1, 2, False)])  # b goes on, another a begins
-    (first, numbers, embeddings), (second, later, unknown) = link.begun
-    assert (second - first, numbers, later) == (1, [0, 1], [1, 2])
-    np.testing.assert_array_equal(embeddings, [row, 2 * row])
-    assert not unknown.any()
-    iteration, layer, sequences, means = link.seen[0]
-    assert (iteration, layer, sequences) == (first, 0, [0, 1])
+    with linked() as (link, _, channel):
+        channel.prompt = True
+        policy = _policy(link)
+        assert policy.begin_forward(spans) == []
+        assert list(policy.observed(seen)) == []
+        policy.end("a")
+        policy.begin_forward([Span("b", 0, 1, True), Span("a", 1, 2, False)])  # b goes on, another a begins
+        first, observed, second = (pending.context for pending in channel.sent)
+    assert second.iteration - first.iteration == 1
+    assert (first.sequences.tolist(), second.sequences.tolist()) == ([0, 1], [1, 2])
+    np.testing.assert_array_equal(first.embedding, [row, 2 * row])
+    assert not second.embedding.any()
+    assert (observed.iteration, observed.layer, observed.sequences.tolist()) == (first.iteration, 0, [0, 1])
     assert seen.probabilities is not None
-    np.testing.assert_allclose(means, [seen.probabilities[:2].mean(0), seen.probabilities[2]], rtol=1e-6)
+    means = [seen.probabilities[:2].mean(0), seen.probabilities[2]]
+    np.testing.assert_allclose(observed.probabilities, means, rtol=1e-6)
 
 
 def test_commands_are_wanted_most_first_and_hints_are_for_eviction() -> None:
-    link, eviction = FakeMatcher(), ExpertMapEviction(L * E)
-    policy = _policy(link, eviction=eviction)
-    spans = [Span("a", 0, 1, True)]
-    policy.begin_forward(spans)
-    link.commands = [_command({3 * E + 1: 0.1, 3 * E: 0.2, 3 * E + 2: 0.05}, hints=1)]  # decided as layer 1 ran
-    first, second = Wanted(3 * E, pytest.approx(0.2)), Wanted(3 * E + 1, pytest.approx(0.1))
-    assert policy.observed(_seen(1, spans)) == [first, second]
+    eviction, spans = ExpertMapEviction(L * E), [Span("a", 0, 1, True)]
+    with linked() as (link, _, channel):
+        policy = _policy(link, eviction=eviction)
+        policy.begin_forward(spans)
+        # decided as layer 1 ran
+        channel.sent[0].give(_command({3 * E + 1: 0.1, 3 * E: 0.2, 3 * E + 2: 0.05}, hints=1))
+        first, second = Wanted(3 * E, pytest.approx(0.2)), Wanted(3 * E + 1, pytest.approx(0.1))
+        assert list(policy.observed(_seen(1, spans))) == [first, second]
+        assert link.report()["fallback_layers"] == 0
     assert eviction.probabilities[3 * E : 3 * E + 3] == pytest.approx([0.6, 0.3, 0.15])
-    assert link.fallback_layers == 0
 
 
 def test_next_gate_steps_in() -> None:
-    link = FakeMatcher(source="next-gate")
-    policy = _policy(link)
-    spans = [Span("a", 0, 1, True)]
-    policy.begin_forward(spans)
-    link.commands = [_command({3 * E: 0.2})]  # the last that the matcher could say
-    scores = np.zeros((1, E), np.float32)
+    spans, scores = [Span("a", 0, 1, True)], np.zeros((1, E), np.float32)
     scores[0, 2], scores[0, 1] = 2.0, 1.0
-    wanted = policy.observed(_seen(1, spans, lambda d: scores))
-    guesses = [(2 * E + 2, "next-gate"), (2 * E + 1, "next-gate")]
-    assert [(want.key, want.source) for want in wanted] == [(3 * E, ""), *guesses]
-    assert link.fallback_layers == 1
+    with linked() as (link, _, channel):
+        policy = _policy(link)
+        policy.begin_forward(spans)
+        channel.sent[0].give(_command({3 * E: 0.2}))  # the last that the matcher could say
+        channel.alive = False
+        wanted = policy.observed(_seen(1, spans, lambda d: scores))
+        guesses = [(2 * E + 2, "next-gate"), (2 * E + 1, "next-gate")]
+        assert [(want.key, want.source) for want in wanted] == [(3 * E, ""), *guesses]
+        assert link.report()["fallback_layers"] == 1
 
 
 def test_a_held_layer_goes_with_the_next_that_is_not() -> None:
@@ -500,18 +474,15 @@ def test_a_held_layer_goes_with_the_next_that_is_not() -> None:
         np.testing.assert_array_equal(context.probabilities, held)
 
 
-def test_blend_judges_by_ids() -> None:
-    policy = _policy(FakeMatcher(), blend=BlendPrefetch(L, E, K, 2))
-    assert policy.needs_ids
-    assert not _policy(FakeMatcher()).needs_ids
-
-
-def test_a_model_without_probabilities_is_refused() -> None:
-    policy = _policy(FakeMatcher())
+def test_blend_judges_by_ids_and_a_model_without_probabilities_is_refused() -> None:
     spans = [Span("a", 0, 1, True)]
-    policy.begin_forward(spans)
-    with pytest.raises(ValueError, match="does not expose"):
-        policy.observed(_seen(0, spans)._replace(probabilities=None))
+    with linked() as (link, _, _):
+        assert _policy(link, blend=BlendPrefetch(L, E, K, 2)).needs_ids
+        policy = _policy(link)
+        assert not policy.needs_ids
+        policy.begin_forward(spans)
+        with pytest.raises(ValueError, match="does not expose"):
+            policy.observed(_seen(0, spans)._replace(probabilities=None))
 
 
 class FakePeer:
