@@ -120,19 +120,6 @@ def test_equations_5_and_6(seed: int, alpha: float, most: int, epsilon: float) -
         assert bool(counts.activations[i]) == bool(expected)  # t_i >= 1 for any i with nonzero activity
 
 
-@examples(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 10_000), low=st.floats(0.01, 1), high=st.floats(0.01, 1))
-def test_a_larger_alpha_only_adds_at_the_end(seed: int, low: float, high: float) -> None:
-    low, high = sorted((low, high))
-    q = np.random.default_rng(seed).dirichlet(np.ones(E), size=(2, E)) * (1 - np.eye(E))
-    q /= q.sum(axis=-1, keepdims=True)
-    few, many = (buddy_table(q, (alpha,) * 2, E) for alpha in (low, high))
-    for layer in range(2):
-        for i in range(E):
-            shorter = few.buddies(layer, i)
-            assert many.buddies(layer, i)[: len(shorter)] == shorter
-
-
 def test_equal_shares_go_by_number() -> None:
     q = np.array([[[0.0, 0.25, 0.25, 0.25, 0.25], [0.5, 0, 0, 0, 0.5], [0.2, 0.4, 0, 0.4, 0], [0] * 5, [0] * 5]])
     table = buddy_table(q, (0.5,), 5)

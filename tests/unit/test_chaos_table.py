@@ -33,16 +33,12 @@ def test_it_has_every_process() -> None:
      ("raylet", "SIGKILL", {"noticed_s": 10.5}), ("endpoint directory", "SIGKILL", {"left": ["process 7"]}),
      ("serve", "SIGKILL", {"left": ["/dev/shm/a"]}), ("GCS", "SIGSTOP", {"ready_s": None})],
 )  # fmt: skip
-def test_a_missed_bar_is_the_first_of_the_page(process: str, signal: str, wrong: Any, tmp_path: Path) -> None:
+def test_what_goes_wrong_misses_a_bar(process: str, signal: str, wrong: Any) -> None:
     found = [row("shard", "SIGKILL"), row(process, signal)]
     assert all(bar["passed"] for bar in chaos.bars(found, 19.0))
     found[1] |= wrong
     held = chaos.bars(found, 21.0)
     assert [bar["passed"] for bar in held] == [False, False, True]
-    chaos.write(tmp_path, {"name": "reliability", "rows": found, "bars": held}, chaos.table)
-    page = (tmp_path / "reliability.md").read_text()
-    assert page.count("**missed**") == 2
-    assert page.index("**missed**") < page.index("holds")
 
 
 @pytest.mark.parametrize(
@@ -51,16 +47,12 @@ def test_a_missed_bar_is_the_first_of_the_page(process: str, signal: str, wrong:
      {"later": 3},
      {"left": ["process 7"]}],
 )  # fmt: skip
-def test_a_missed_bar_of_the_second_table(wrong: Any, tmp_path: Path) -> None:
+def test_what_goes_wrong_in_the_surroundings_misses_a_bar(wrong: Any) -> None:
     one = {"surrounding": "a clock", "streams": 20, "failed": 0, "identical": 20, "longest_silence_s": 0.1,
            "wrong": None, "heard": True, "noticed_s": None, "ready_s": 1.0, "left": [], "later": 4}  # fmt: skip
     assert all(bar["passed"] for bar in chaos.bars_around([one]))
     held = chaos.bars_around([one | wrong])
     assert [bar["passed"] for bar in held] == [False, True]
-    chaos.write(tmp_path, {"name": "surroundings", "rows": [one | wrong], "bars": held}, chaos.table_around)
-    page = (tmp_path / "surroundings.md").read_text()
-    assert "| a clock |" in page
-    assert page.count("**missed**") == 1
 
 
 def test_words_are_heard_in_their_order() -> None:

@@ -239,11 +239,6 @@ def mutated(pristine: list[Path], mutation: str, seed: int, target: Path) -> Pat
     return target
 
 
-def test_there_are_enough_mutations() -> None:
-    assert len(MUTATIONS) * len(STORE_SEEDS) >= 200
-    assert len(MUTATIONS) * len(CHECKPOINT_SEEDS) >= 150
-
-
 @every_mutation
 def test_no_damaged_store_opens(stores: list[Path], mutation: str, tmp_path: Path) -> None:
     for seed in STORE_SEEDS:

@@ -205,13 +205,3 @@ def test_the_attack_without_a_server_fails_in_one_line() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: no server answers at http://127.0.0.1:9 (")
     assert done.stderr.count("\n") == 1
-
-
-def test_the_attack_names_the_bars_that_are_missed() -> None:
-    found: dict[str, Any] = {"health_p99_ms": 20.0, "ready_p99_ms": 249.9, "stream_gap_max_ms": 999.0,
-                             "failures": [], "statuses": {"400": 16}}  # fmt: skip
-    assert edge_attack.missed(found) == []
-    worse = {"health_p99_ms": 250.0, "stream_gap_max_ms": None, "failures": ["it broke"], "statuses": {"0": 1}}
-    assert edge_attack.missed(found | worse) == [
-        "health_p99_ms is 250.0, bar 250", "stream_gap_max_ms is None, bar 1000", "it broke", "statuses {'0': 1}",
-    ]  # fmt: skip
