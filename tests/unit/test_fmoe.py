@@ -77,34 +77,23 @@ class TestSelection:
         taken = select(p, scores, 3)
         assert [set(np.flatnonzero(row)) for row in taken] == [direct_select(p[i], scores[i], 3) for i in range(40)]
 
-    def test_the_sum_must_exceed_delta(self) -> None:
-        p = np.array([[0.5, 0.25, 0.125, 0.125]], np.float32)
-        assert select(p, np.array([0.5]), 1).tolist() == [[True, True, False, False]]  # 0.5 does not exceed 0.5
-        assert select(p, np.array([0.75]), 1).tolist() == [[True, False, False, False]]
-
-    def test_at_least_top_k(self) -> None:
-        p = np.array([[0.97, 0.01, 0.01, 0.01]], np.float32)
-        assert select(p, np.array([1.0]), 3).tolist() == [[True, True, True, False]]
-
-    def test_ties_go_to_the_lowest_number(self) -> None:
-        p = np.full((1, 4), 0.25, np.float32)
-        assert select(p, np.array([1.0]), 2).tolist() == [[True, True, False, False]]
-
-    def test_no_similarity_takes_all(self) -> None:
-        p = np.full((1, 4), 0.25, np.float32)
-        assert select(p, np.array([0.0]), 2).all()
-        assert select(p, np.array([-1.0]), 2).all()
-
-    @pytest.mark.parametrize("dynamic", [True, False])
-    def test_a_row_of_zeros_is_no_forecast(self, dynamic: bool) -> None:
-        """It used to take every expert: its sum never exceeds the threshold."""
-        rows = np.array([[0, 0, 0, 0], [0.1, 0.4, 0.2, 0.3]], np.float32)
-        taken = select(rows, np.array([0.9, 1.0]), 2, dynamic)
-        assert taken.tolist() == [[False] * 4, [False, True, False, True]]
-
-    def test_not_dynamic_takes_top_k(self) -> None:
-        p = np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)
-        assert select(p, np.array([-1.0]), 2, dynamic=False).tolist() == [[False, True, False, True]]
+    @pytest.mark.parametrize(
+        ("p", "score", "top_k", "dynamic", "taken"),
+        [
+            ([0.5, 0.25, 0.125, 0.125], 0.5, 1, True, [0, 1]),  # the sum must exceed delta: 0.5 does not exceed 0.5
+            ([0.5, 0.25, 0.125, 0.125], 0.75, 1, True, [0]),
+            ([0.97, 0.01, 0.01, 0.01], 1.0, 3, True, [0, 1, 2]),  # at least top_k
+            ([0.25] * 4, 1.0, 2, True, [0, 1]),  # ties go to the lowest number
+            ([0.25] * 4, 0.0, 2, True, [0, 1, 2, 3]),  # no similarity takes all
+            ([0.25] * 4, -1.0, 2, True, [0, 1, 2, 3]),
+            ([0.1, 0.4, 0.2, 0.3], -1.0, 2, False, [1, 3]),  # not dynamic takes top_k
+            ([0.0] * 4, 0.9, 2, True, []),  # no forecast: it used to take every expert, as the sum exceeds nothing
+            ([0.0] * 4, 0.9, 2, False, []),
+        ],
+    )
+    def test_one_row(self, p: list[float], score: float, top_k: int, dynamic: bool, taken: list[int]) -> None:
+        (found,) = select(np.array([p], np.float32), np.array([score]), top_k, dynamic)
+        assert np.flatnonzero(found).tolist() == taken
 
     def test_priority_and_back(self) -> None:
         p = np.array([0.5, 0.25], np.float32)
