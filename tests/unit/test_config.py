@@ -15,8 +15,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from serving import policy, prepared, settings
-from tiny_models import save_tiny_checkpoint
+from serving import policy, settings
 
 from tiermoe.actors import ndp_worker
 from tiermoe.actors.settings import KvSettings, LinkSettings, NdpSettings, ShardSettings
@@ -96,13 +95,13 @@ _BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("ray: 3", "key 'ray' is 3"),
         ("threads: two", "key 'threads' is 'two'"),
         ("model: &a [*a]", "line 1: an alias contains itself"),
-        (_BOMB + "model: *i", "aliases repeat too much"),
+        pytest.param(_BOMB + "model: *i", "aliases repeat too much", id="a bomb of aliases"),
         ("model: a\nmodel: b", "line 2: key 'model' occurs twice"),
         ("- 1", "is not a mapping"),
         ("a: [", "line 1"),
         ("!!python/object:os.system {}", "not valid YAML"),
         ("budget: 2024-13-45", "not valid YAML: month must be in 1..12"),
-        ("[" * 3000, "not valid YAML"),
+        pytest.param("[" * 1000, "not valid YAML", id="deeper than Python's stack"),
         ("budget: yes", "key 'budget' is True"),
     ],
 )
@@ -133,6 +132,8 @@ def test_unknown_names_list_the_known_ones() -> None:
         load_policy("magic")
     with pytest.raises(ConfigError, match=r"no configuration file 'moon'.*laptop, .*one-gpu"):
         load_run_config("moon")
+    with pytest.raises(ConfigError, match="did you mean 'on-demand'"):
+        load_policy("on-demnd")
 
 
 @pytest.mark.parametrize(
@@ -259,9 +260,8 @@ def test_what_a_gpu_is_told_reaches_the_engine() -> None:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("budget")
-    return Path(prepared(save_tiny_checkpoint("mixtral", folder / "checkpoint"), folder / "store").describe().path)
+def store(mixtral_store: Any) -> Path:
+    return Path(mixtral_store.describe().path)
 
 
 _SLOT_BYTES = 3 * 48 * 32 * 4  # I = 48, H = 32, fp32
@@ -471,11 +471,6 @@ def test_options_are_in_panels(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(option in memory for option in ("--budget", "--max-model-len", "--max-num-seqs", "--host-memory"))
 
 
-def test_a_near_name_is_proposed() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'on-demand'"):
-        load_policy("on-demnd")
-
-
 def test_the_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_store_dir(default_model_dir()).parent == tmp_path / "tiermoe" / "stores"
@@ -510,7 +505,7 @@ def test_the_default_policy(given: dict[str, Any], policy: str) -> None:
         (2, False, {"cluster": {"replicas": 2}}, 0), (4, False, {"ray": {"num_cpus": 4}}, 0),
         (4, False, {"ray": {"num_cpus": 5}}, 1), (2, True, {}, 0), (4, True, {}, 0), (5, True, {}, 0),
         (6, True, {}, 1), (4, True, {"threads": 2}, 1), (1, False, {"ray": {"address": "head:6379"}}, 1),
-        (1, False, {"cluster": {"ndp_workers": 1}}, 1),
+        (1, False, {"cluster": {"ndp_workers": 2}}, 2), (1, False, {"policy": "auto"}, 0),
     ],
 )  # fmt: skip
 def test_auto_takes_no_core_of_the_leads_and_shards(
@@ -520,11 +515,3 @@ def test_auto_takes_no_core_of_the_leads_and_shards(
     monkeypatch.setattr(config_module, "usable_cores", lambda: cores)
     monkeypatch.setattr(config_module, "has_gpu", lambda: gpu)
     assert load_run_config(None, given).ndp_workers(load_policy("auto")) == workers
-
-
-def test_auto_starts_ndp_workers_where_a_core_is_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, config = load_policy("auto"), load_run_config(None, {"policy": "auto"})
-    asked = load_run_config(None, {"policy": "auto", "cluster": {"ndp_workers": 2}})
-    for cores, workers in ((1, 0), (2, 1), (16, 1)):
-        monkeypatch.setattr(config_module, "usable_cores", lambda cores=cores: cores)
-        assert (config.ndp_workers(policy), asked.ndp_workers(policy)) == (workers, 2)
