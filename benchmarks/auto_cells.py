@@ -30,7 +30,6 @@ import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from functools import cache
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -41,7 +40,7 @@ from numpy.typing import NDArray
 from tiermoe.actors.policies.auto import Auto, Costs, Without
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.simulate.shapes import shape_named
-from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator, blurred, top
+from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator, agreement, blurred, top
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.kernels import _planner
 
@@ -157,21 +156,6 @@ class Drawn:
     prompt: int = PROMPT
 
 
-@cache
-def agreement(family: str, layers: int, experts: int, top_k: int, recall: float) -> float:
-    """Correlation of early and true logits with which the next router is right for such a share."""
-    generator = Generator(FAMILIES[family], min(layers, 4), experts, top_k, 1)
-    logits = np.concatenate([generator.logits(generator.tokens(PROMPT)) for _ in range(4)])
-    true = top(logits, top_k)
-    low, high = 0.0, 1.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        named = top(blurred(logits, middle, np.random.default_rng(2)), top_k)
-        share = (named[..., :, None] == true[..., None, :]).any(-1).mean()
-        low, high = (middle, high) if share < recall else (low, middle)
-    return (low + high) / 2
-
-
 def draw(
     shape_name: str, family: str, seed: int, layers: int, requests: int, decode: int, recalls: Sequence[float]
 ) -> Drawn:
@@ -199,7 +183,7 @@ def draw(
         np.put_along_axis(place, order, np.arange(experts, dtype=np.uint8), -1)
         ranks.append(place)
         for recall, found in predicted.items():
-            seen = blurred(logits, agreement(family, count, experts, k, recall), rng)
+            seen = blurred(logits, agreement(FAMILIES[family], count, experts, k, recall), rng)
             found.append(top(seen, named).astype(np.int32))
     return Drawn(
         count, experts, k, np.stack(ids), np.stack(ranks), {r: np.stack(p) for r, p in predicted.items()},

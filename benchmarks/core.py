@@ -17,11 +17,10 @@ from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.native_order import core_order, fast_eviction
 from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.cluster.config import default_model_dir, load_policy
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
 from tiermoe.cluster.jobs.prediction import ROUTING
-from tiermoe.cluster.jobs.replay import checked_prefetch
+from tiermoe.cluster.jobs.replay import engine_for
 from tiermoe.cluster.simulate.backend import RecordedForward
-from tiermoe.cluster.simulate.executor import context_of, engine_of, eviction_of, first_cut
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import load_machine
 from tiermoe.cluster.simulate.trace import Trace
@@ -38,12 +37,7 @@ def core(case: Core, progress: Progress | None) -> Report:
     """Bars: microseconds of a layer by preset; at the largest shape at most 1.3 times those at the smallest."""
     report = Report("core", "simulated", settings=case.settings(top_k=TOP, share=SHARE))
     total = case.repeats * (len(case.preset) + len(case.order) * len(SHAPES))
-    task = None if progress is None else progress.add_task("deciding", total=total)
-
-    def step() -> None:
-        if progress is not None and task is not None:
-            progress.advance(task)
-
+    step = advancing(progress, "deciding", total)
     for name in case.preset:
         found = []
         for _ in range(case.repeats):
@@ -73,12 +67,7 @@ def _replayed(preset: str) -> float:
     trace, settings = Trace(default_model_dir() / ROUTING), load_policy(preset)
     header, requests = trace.header, list(trace.requests())
     budget = 1.0 if settings.preload == "all" else SHARE
-    cut = None if settings.split.kind == "off" else first_cut(header, settings, budget)
-    eviction = eviction_of(settings, header)
-    prefetch = checked_prefetch(settings, context_of(header, eviction=eviction), header)
-    engine = engine_of(settings, header, load_machine(header, None, 16.0, 10.0), budget, eviction, prefetch, cut)
-    if settings.preload == "all":
-        engine.preload()
+    engine = engine_for(settings, header, load_machine(header, None, 16.0, 10.0), budget)
     run, spent_s = engine.recorded, [0.0]
     assert run is not None  # no preset of this case changes the routing or has a peer
     plain = run.forward

@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 from rich.progress import Progress
 
@@ -26,12 +24,12 @@ from tiermoe.cluster.jobs.bench.nodes import over_processes
 from tiermoe.cluster.jobs.bench.run import Study, run_experiment
 from tiermoe.cluster.jobs.bench.serving import Recorded, read_split
 from tiermoe.cluster.jobs.bench.synthetic_settings import Comparison, Simulation, Traces
-from tiermoe.cluster.jobs.replay import checked_prefetch, require_replayable
+from tiermoe.cluster.jobs.replay import engine_for, require_replayable
 from tiermoe.cluster.simulate.arrivals import arrivals_of
-from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, first_cut
+from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of
 from tiermoe.cluster.simulate.hit_rates import result, serve
 from tiermoe.cluster.simulate.machine import Machine, load_machine, without_ndp
-from tiermoe.cluster.simulate.predictors import routing_profile, train_predictors
+from tiermoe.cluster.simulate.predictors import train_predictors
 from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.cluster.simulate.synthetic import CALIBRATIONS, FAMILIES, write_synthetic
 from tiermoe.cluster.yaml_file import explain
@@ -47,41 +45,19 @@ _MEASURES = (
 )  # fmt: skip
 
 
-def engine_for(preset: PolicySettings, budget: float | int, machine: Machine, recorded: Recorded) -> SimulatedEngine:
-    """An engine of a preset, with predictors and popularity of the requests to learn from.
+def engine_of_split(
+    preset: PolicySettings, budget: float | int, machine: Machine, recorded: Recorded
+) -> SimulatedEngine:
+    """An engine of a preset, with predictors, popularity and profile of the requests to learn from.
 
-    Args:
-        budget: of each GPU; share (float) or bytes (int).
-
-    Raises:
-        BudgetError, ConfigError: it does not fit, or the preset needs what the trace or the machine lacks.
+    Raises as `engine_for`.
     """
-    header = recorded.header
-    top = header.top_k if preset.prefetch.top is None else min(preset.prefetch.top, header.top_k)
-    preset = preset.model_copy(update={"prefetch": preset.prefetch.model_copy(update={"top": top})})  # a trace's own
-    split = None if preset.split.kind == "off" else first_cut(header, preset, budget)
-    needed = "predictors" in preset.prefetch.needs
-    trained = train_predictors(header, recorded.learn, preset.prefetch.distance) if needed else None
-    eviction = eviction_of(preset, header)
-    policy = checked_prefetch(preset, context_of(header, predictors=trained, eviction=eviction), header)
-    popularity = popular(recorded) if preset.needs_popularity else None
-    profile = routing_profile(header, recorded.learn) if "profile" in preset.needs else None
-    engine = engine_of(
-        preset, header, machine, budget, eviction, policy, split, popularity=popularity, profile=profile
-    )
-    if preset.preload == "all":
-        engine.preload()
-    return engine
-
-
-def popular(recorded: Recorded) -> NDArray[np.int64]:
-    """How often the requests to learn from pick each expert [L, E]."""
-    header = recorded.header
-    counts = np.zeros((header.layers, header.experts), np.int64)
-    for step in (step for request in recorded.learn for step in request.iterations):
-        for layer in range(header.layers):
-            counts[layer] += np.bincount(step.ids[:, layer].ravel(), minlength=header.experts)
-    return counts
+    header, prefetch = recorded.header, preset.prefetch
+    top = header.top_k if prefetch.top is None else min(prefetch.top, header.top_k)
+    preset = preset.model_copy(update={"prefetch": prefetch.model_copy(update={"top": top})})  # a trace's own
+    needed = "predictors" in prefetch.needs
+    trained = train_predictors(header, recorded.learn, prefetch.distance) if needed else None
+    return engine_for(preset, header, machine, budget, recorded.learn, context_of(header, predictors=trained))
 
 
 # -- ActiveEvict's measures of a run's transfers, from the counters of any executor -----------------------------------
@@ -235,7 +211,7 @@ def _replayed(
     share = parse_budget(budget)
     if costs.gpus > 1:  # what the GPUs have together
         share = budget_bytes(share, header.slot_bytes, header.layers * header.experts) // costs.gpus
-    engine = engine_for(preset, share, costs, recorded)
+    engine = engine_of_split(preset, share, costs, recorded)
     batch, rate = point.get("batch", on.batch), point.get("rate", on.rate)
     serve(engine, recorded.learn, batch)
     engine.reset_stats()

@@ -36,7 +36,7 @@ from tiermoe.cluster.simulate.predictors import recall, shown, train_predictors
 from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.cluster.simulate.trace import Iteration
 
-from .papers import engine_for, synthetic, transfers
+from .papers import engine_of_split, synthetic, transfers
 
 LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second; ratio of loading over computing
 # Of the expert maps: layers ahead, capacity of the store, share of the experts that fit, gigabytes (1e9) per second.
@@ -86,7 +86,7 @@ def replay(
     preset: PolicySettings, budget: str, machine: Machine, recorded: Recorded, each: int
 ) -> list[dict[str, float]]:
     """Serve the requests to learn from, then the measured ones; figures of every `each` measured requests."""
-    engine = engine_for(preset, parse_budget(budget), machine, recorded)
+    engine = engine_of_split(preset, parse_budget(budget), machine, recorded)
     serve(engine, recorded.learn)
     found = []
     for start in range(0, len(recorded.measure), each):

@@ -44,8 +44,8 @@ from tiermoe.cluster.jobs.bench.serving import (
 from tiermoe.cluster.jobs.measure_machine import measure_machine
 from tiermoe.cluster.jobs.prediction import ROUTING, predict_by_trace, simulated_machine
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
-from tiermoe.cluster.jobs.replay import checked_prefetch, replay, require_replayable
-from tiermoe.cluster.simulate.executor import context_of, engine_of, eviction_of, first_cut
+from tiermoe.cluster.jobs.replay import engine_for, replay, require_replayable
+from tiermoe.cluster.simulate.executor import context_of
 from tiermoe.cluster.simulate.hit_rates import serve as replayed
 from tiermoe.cluster.simulate.machine import Machine, load_machine
 from tiermoe.cluster.simulate.trace import Trace
@@ -81,11 +81,8 @@ def simulate(options: Simulate, progress: Progress | None) -> Report:
         settings, rates = load_policy(name), list[float]()
         require_replayable(settings)
         for _ in range(options.repeats):
-            cut = None if settings.split.kind == "off" else first_cut(header, settings, options.budget)
-            eviction = eviction_of(settings, header)
-            prefetch = checked_prefetch(settings, context_of(header, eviction=eviction), header)
             machine = load_machine(header, None, options.link_gbps, LATENCY_US)
-            engine = engine_of(settings, header, machine, options.budget, eviction, prefetch, cut)
+            engine = engine_for(settings, header, machine, options.budget)
             begin_s = time.thread_time()
             served = replayed(engine, requests)
             rates.append(served.forwards * header.layers / (time.thread_time() - begin_s))

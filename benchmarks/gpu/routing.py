@@ -20,9 +20,7 @@ from numpy.typing import NDArray
 
 from tiermoe.actors.engine.model.model import ExpertLayer, RouterProbe, attach, detach
 from tiermoe.actors.policies.buddymoe.buddies import Coactivations, ExpertProfile, Outputs, entropy_counts, renormalised
-from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator, blurred, top
-
-from ..auto_cells import agreement
+from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator, agreement, blurred, top
 
 FAMILY = "sticky"  # of the decode of Qwen3-30B-A3B, as reported
 DISTANCES = 3  # layers ahead that a router is asked
@@ -59,7 +57,7 @@ def draw(tokens: int, layers: int, experts: int, top_k: int, seed: int) -> Routi
         return found.astype(np.float32)
 
     recalls = family.recalls[:DISTANCES]
-    seen = (blurred(raw, agreement(FAMILY, layers, experts, top_k, recall), rng) for recall in recalls)
+    seen = (blurred(raw, agreement(family, layers, experts, top_k, recall), rng) for recall in recalls)
     return RoutingTrace(top(raw, top_k), apart(raw), tuple(apart(logits) for logits in seen))
 
 

@@ -14,7 +14,7 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
-from ...actors.policies.eviction import Belady
+from ...actors.policies.eviction import Belady, EvictionPolicy
 from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.registry import PolicyContext, kinds, make, options, options_class, policy_class
 from ...actors.policy_settings import PolicySettings
@@ -23,11 +23,11 @@ from ..config import DEFAULT_LINK, load_policy, parse_budget
 from ..host import now, versions
 from ..report.tables import Facts, Grid, facts, grid, progress_on, results, seconds, share, show, size
 from ..simulate.arrivals import Arrival, arrivals_of
-from ..simulate.executor import context_of, engine_of, eviction_of, first_cut, replays_routing
+from ..simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, first_cut, replays_routing
 from ..simulate.hit_rates import result, serve
 from ..simulate.machine import Machine, load_machine
 from ..simulate.predictors import Recall, load_predictors, recall, routing_profile, split, train_predictors
-from ..simulate.trace import Trace, TraceHeader
+from ..simulate.trace import Request, Trace, TraceHeader
 from .options import AsJson, Policy
 
 RECALL_SOURCES = ("next-gate", "popularity", "activation-matrix", "stride")
@@ -198,17 +198,6 @@ def replay_trace(
     )
 
 
-def _popularity(trace: Trace, first: int) -> NDArray[np.int64]:
-    """How often each expert is picked [L, E]: in the requests to learn from, or in all if there are none."""
-    header = trace.header
-    counts = np.zeros((header.layers, header.experts), np.int64)
-    for request in islice(trace.requests(), first or None):
-        for step in request.iterations:
-            for layer in range(header.layers):
-                counts[layer] += np.bincount(step.ids[:, layer].ravel(), minlength=header.experts)
-    return counts
-
-
 def _check_learn(learn: float | None) -> None:
     if learn is not None and not 0 <= learn < 1:
         raise ConfigError(f"--learn is {learn}", "give a share from 0 to below 1")
@@ -238,19 +227,8 @@ def replay(
         TraceError: the trace is corrupt. BudgetError: it holds no expert, or not all experts, and all are preloaded.
         ConfigError: unknown prefetch, or one that needs what the trace does not hold.
     """
-    header = trace.header
-    cut = None if settings.split.kind == "off" else first_cut(header, settings, budget)
-    eviction = _optimum(trace) if optimum else eviction_of(settings, header)
-    policy = checked_prefetch(settings, replace(context, eviction=eviction), header)
-    popularity = _popularity(trace, first) if settings.needs_popularity else None
-    profile = routing_profile(header, islice(trace.requests(), first or None)) if "profile" in settings.needs else None
-    engine = engine_of(
-        settings, header, machine, budget, eviction, policy, cut, popularity=popularity, profile=profile
-    )
-    if settings.preload == "all":
-        if engine.slots < engine.stats.experts:
-            raise BudgetError(f"policy '{settings.name}' keeps all experts resident", "pass --budget 1.0")
-        engine.preload()
+    header, bound = trace.header, _optimum(trace) if optimum else None
+    engine = engine_for(settings, header, machine, budget, islice(trace.requests(), first or None), context, bound)
     with progress_on(console if console is not None else Console(quiet=True)) as progress:
         task = progress.add_task("replaying requests", total=header.requests)
         requests = trace.requests()
@@ -260,6 +238,52 @@ def replay(
         served = serve(engine, requests, at_once, lambda: progress.advance(task), arrivals)
     residency = [(layer.states, layer.uses) for layer in engine.cache.layer_residency()]
     return result(engine, served) | {"residency": residency}
+
+
+def engine_for(
+    settings: PolicySettings,
+    header: TraceHeader,
+    machine: Machine,
+    budget: float | int,
+    learn: Iterable[Request] = (),
+    context: PolicyContext | None = None,
+    eviction: EvictionPolicy | None = None,
+) -> SimulatedEngine:
+    """An engine of a preset at a trace's shape, with its experts loaded if the preset keeps all.
+
+    Args:
+        budget: of each GPU; share (float) or bytes (int).
+        learn: requests from which popularity and profile are counted, where the preset reads them.
+        context: what policies are made from, without the eviction policy; None: that of the header.
+        eviction: in place of the preset's.
+
+    Raises:
+        BudgetError: it holds no expert, or not all experts, and all are preloaded.
+        ConfigError: the preset needs what the trace or the machine lacks.
+    """
+    split = None if settings.split.kind == "off" else first_cut(header, settings, budget)
+    eviction = eviction_of(settings, header) if eviction is None else eviction
+    policy = checked_prefetch(settings, replace(context or context_of(header), eviction=eviction), header)
+    requests = list(learn) if settings.needs_popularity or "profile" in settings.needs else []
+    engine = engine_of(
+        settings, header, machine, budget, eviction, policy, split,
+        popularity=popularity(header, requests) if settings.needs_popularity else None,
+        profile=routing_profile(header, requests) if "profile" in settings.needs else None,
+    )  # fmt: skip
+    if settings.preload == "all":
+        if engine.slots < engine.stats.experts:
+            raise BudgetError(f"policy '{settings.name}' keeps all experts resident", "pass --budget 1.0")
+        engine.preload()
+    return engine
+
+
+def popularity(header: TraceHeader, requests: Iterable[Request]) -> NDArray[np.int64]:
+    """How often requests pick each expert [L, E]."""
+    counts = np.zeros((header.layers, header.experts), np.int64)
+    for step in (step for request in requests for step in request.iterations):
+        for layer in range(header.layers):
+            counts[layer] += np.bincount(step.ids[:, layer].ravel(), minlength=header.experts)
+    return counts
 
 
 def _optimum(trace: Trace) -> Belady:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import NormalDist
 
@@ -238,20 +238,24 @@ class Generator:
 
     @cached_property
     def _agreements(self) -> list[float]:
-        """Correlations of early and true logits that give the family's recalls at this shape, by bisection."""
-        other = Generator(self.family, min(self.layers, 4), self.experts, self.top_k, 1)
-        logits = np.concatenate([other.logits(other.tokens(_PROBE // 4)) for _ in range(4)])
-        true = top(logits, self.top_k)
-        found = []
-        for recall in self.family.recalls:
-            low, high = 0.0, 1.0
-            for _ in range(12):
-                middle = (low + high) / 2
-                named = top(blurred(logits, middle, np.random.default_rng(2)), self.top_k)
-                share = (named[..., :, None] == true[..., None, :]).any(-1).mean()
-                low, high = (middle, high) if share < recall else (low, middle)
-            found.append((low + high) / 2)
-        return found
+        """Correlations of early and true logits that give the family's recalls at this shape."""
+        family = self.family
+        return [agreement(family, self.layers, self.experts, self.top_k, recall) for recall in family.recalls]
+
+
+@cache
+def agreement(family: Family, layers: int, experts: int, top_k: int, recall: float) -> float:
+    """Correlation of early and true logits at which an earlier router names such a share of the top K; by bisection."""
+    generator = Generator(family, min(layers, 4), experts, top_k, 1)
+    logits = np.concatenate([generator.logits(generator.tokens(_PROBE // 4)) for _ in range(4)])
+    true = top(logits, top_k)
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        named = top(blurred(logits, middle, np.random.default_rng(2)), top_k)
+        share = (named[..., :, None] == true[..., None, :]).any(-1).mean()
+        low, high = (middle, high) if share < recall else (low, middle)
+    return (low + high) / 2
 
 
 def write_synthetic(
