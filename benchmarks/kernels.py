@@ -7,7 +7,7 @@ import importlib.metadata
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +76,7 @@ def kernel(options: Kernel, progress: Progress | None) -> Report:
 
     Raises:
         ConfigError: the library is no ggml, this processor lacks the instruction set, there is no such group, or ggml
-        is
-            to be compared on many threads.
+            is to be compared on many threads.
     """
     group, chosen = options.group, options.instruction_set
     if options.threads is not None:
@@ -128,35 +127,57 @@ def _width(bits: int) -> str:
 
 
 class _Shape:
-    """The competitors at one shape of an expert, on one thread; values repeat one block."""
+    """The competitors at one shape of an expert; values repeat one block.
 
-    def __init__(self, hidden: int, neurons: int, threads: Threads, group: int) -> None:
-        self._hidden, self._neurons, self._threads, self._group = hidden, neurons, threads, group
+    Args:
+        pool: threads of our kernels. at_once: experts of one call of them. now: the clock that times, in seconds.
+        cold_bytes: of each competitor's experts, at least; packed experts of all widths share one block of them.
+    """
+
+    def __init__(
+        self, hidden: int, neurons: int, pool: Threads, group: int, cold_bytes: int = COLD_BYTES, at_once: int = 1,
+        now: Callable[[], float] = time.thread_time,
+    ) -> None:  # fmt: skip
+        self._hidden, self._neurons, self._pool, self._group = hidden, neurons, pool, group
+        self._cold_bytes, self._at_once, self._now = cold_bytes, at_once, now
         self._weights = 3 * hidden * neurons
         self._rng = np.random.default_rng(0)
         self._bytes = self._rng.integers(0, 256, 1 << 24, dtype=np.uint8)
         self._values = self._rng.standard_normal(1 << 22, dtype=np.float32) * np.float32(0.02)
+        self._codes = np.resize(self._bytes, cold_bytes)
+        self._scales = np.resize(self._values.astype(np.float16), cold_bytes // 2)
 
-    def read(self) -> Case:
-        block = np.resize(self._bytes, COLD_BYTES)
+    def read(self, pieces: int = 1, run_all: Callable[..., Iterable[Any]] = map) -> Case:
+        """Reading the block, as so many pieces that `run_all` reads like `map`."""
+        bounds = np.linspace(0, self._cold_bytes, pieces + 1, dtype=np.int64).tolist()
+        address = self._codes.ctypes.data
+        parts = [(address + begin, end - begin) for begin, end in itertools.pairwise(bounds)]
 
         def run() -> Measures:
-            start = time.thread_time()
-            _cpu.read_bytes(block.ctypes.data, block.nbytes)
-            return {"gbps": block.nbytes / (time.thread_time() - start) / 1e9}
+            start_s = self._now()
+            for _ in run_all(lambda part: _cpu.read_bytes(*part), parts):
+                pass
+            return {"gbps": self._cold_bytes / (self._now() - start_s) / 1e9}
 
         return Case("read", run)
 
     def packed(self, bits: int, rows: int) -> Case:
+        """Experts of a width. Raises ConfigError: those of one call do not fit in the block."""
         shape = PackedShape(self._hidden, self._neurons, bits, self._group)
-        experts = math.ceil(COLD_BYTES / shape.nbytes())
-        scales = self._values.astype(np.float16)
-        arrays: dict[str, NDArray[Any]] = {
-            name: np.resize(self._bytes if code == "U8" else scales, (experts, *size))
-            for name, (code, size) in shape.tensors().items()
-        }
-        layer = PackedLayer(arrays, shape, "silu", self._threads)
-        return self._case(_width(bits), self._runner(layer, rows), shape.nbytes(), rows)
+        size = shape.nbytes()
+        experts = len(self._codes) // size // self._at_once * self._at_once
+        if experts == 0:
+            what = f"{self._at_once} experts of {size} bytes do not fit in {len(self._codes)} bytes"
+            raise ConfigError(what, "give more cold bytes")
+        arrays: dict[str, NDArray[Any]] = {}
+        taken = {"U8": 0, "F16": 0}
+        for name, (code, dimensions) in shape.tensors().items():
+            block: NDArray[Any] = self._codes if code == "U8" else self._scales
+            count, first = experts * math.prod(dimensions), taken[code]
+            arrays[name] = block[first : first + count].reshape(experts, *dimensions)
+            taken[code] = first + -(-count // 64) * 64  # kernels need multiples of 64 bytes
+        layer = PackedLayer(arrays, shape, "silu", self._pool)
+        return self._case(_width(bits), self._runner(layer, rows), size, rows, experts)
 
     def form(self, kind: str, rows: int) -> Case:
         """Experts as published: `kind` is one of `PUBLISHED`."""
@@ -165,7 +186,7 @@ class _Shape:
             for size in ((self._neurons, self._hidden), (self._hidden, self._neurons))
         )
         form = ExpertForm(down=down, gate=gate, up=gate)
-        experts = math.ceil(COLD_BYTES / form.nbytes())
+        experts = math.ceil(self._cold_bytes / form.nbytes())
         # scales are finite whatever they are: exponents of 100 to 115 of e8m0
         fills = {"F32": self._values, "F16": self._values.astype(np.float16), "U8": self._bytes}
         arrays = {
@@ -174,16 +195,16 @@ class _Shape:
             for name, (code, size) in form.parts().items()
         }  # fmt: skip
         parts = [{name: array[expert] for name, array in arrays.items()} for expert in range(experts)]
-        layer = FormLayer(parts, [form] * experts, "silu", self._threads)
+        layer = FormLayer(parts, [form] * experts, "silu", self._pool)
         return self._case(kind, self._runner(layer, rows), form.nbytes(), rows)
 
     def full(self, dtype: str) -> Case:
         values = self._values if dtype == "float32" else (self._values.view(np.uint32) >> 16).astype(np.uint16)
         size = self._weights * values.itemsize
-        experts = math.ceil(COLD_BYTES / size)
+        experts = math.ceil(self._cold_bytes / size)
         gate_up = np.resize(values, (experts, self._neurons, 2, self._hidden))
         down = np.resize(values, (experts, self._neurons, self._hidden))
-        layer = FullLayer(gate_up, down, dtype, "silu", self._threads)
+        layer = FullLayer(gate_up, down, dtype, "silu", self._pool)
         return self._case(f"full {dtype}", self._runner(layer, 1), size, 1)
 
     def torch(self, name: str, rows: int) -> Case:
@@ -193,7 +214,7 @@ class _Shape:
 
         dtype = torch.float32 if name == "fp32" else torch.bfloat16
         size = self._weights * dtype.itemsize
-        experts = math.ceil(COLD_BYTES / size)
+        experts = math.ceil(self._cold_bytes / size)
         flat = torch.from_numpy(np.resize(self._values, experts * self._weights)).to(dtype)
         whole = flat.view(experts, 3 * self._neurons, self._hidden)
         x = torch.from_numpy(self._inputs(rows)).to(dtype)
@@ -212,7 +233,7 @@ class _Shape:
         x, h = self._inputs(1)[0], self._rng.standard_normal(self._neurons, dtype=np.float32)
         products = [
             (ggml.product(fmt, gate_up.copy(), x), ggml.product(fmt, down.copy(), h))
-            for _ in range(math.ceil(COLD_BYTES / size))
+            for _ in range(math.ceil(self._cold_bytes / size))
         ]
 
         def run(expert: int) -> None:
@@ -223,20 +244,27 @@ class _Shape:
         return self._case(f"ggml {fmt.name}", run, size, 1)
 
     def _runner(self, layer: PackedLayer | FullLayer | FormLayer, rows: int) -> Callable[[int], None]:
-        x = self._inputs(rows)
-        out, numbers = np.empty_like(x), np.arange(rows, dtype=np.int32)
-        weights = np.ones(rows, dtype=np.float32)
-        return lambda expert: layer.run([(expert, 0, rows)], numbers, weights, x, out)
+        """One call of our kernels from such an expert on, for each of the experts on all rows."""
+        x, count = self._inputs(rows), self._at_once
+        out, numbers = np.empty_like(x), np.tile(np.arange(rows, dtype=np.int32), count)
+        weights = np.full(rows * count, 1 / count, dtype=np.float32)
 
-    def _case(self, name: str, run: Callable[[int], None], size: int, rows: int) -> Case:
-        # several rows are bound by arithmetic, not by memory
-        turns = max(1, math.ceil(COLD_BYTES / size) // rows)
+        def run(first: int) -> None:
+            groups = [(first + i, i * rows, (i + 1) * rows) for i in range(count)]
+            layer.run(groups, numbers, weights, x, out)
+
+        return run
+
+    def _case(self, name: str, run: Callable[[int], None], size: int, rows: int, experts: int | None = None) -> Case:
+        """All experts once, each of `size` bytes; fewer of several rows, which arithmetic bounds."""
+        count = math.ceil(self._cold_bytes / size) if experts is None else experts
+        turns = max(1, count // self._at_once // rows) * self._at_once
 
         def measure() -> Measures:
-            start = time.thread_time()
-            for expert in range(turns):
+            start_s = self._now()
+            for expert in range(0, turns, self._at_once):
                 run(expert)
-            seconds = (time.thread_time() - start) / turns
+            seconds = (self._now() - start_s) / turns
             return {
                 "us_per_expert": seconds * 1e6,
                 "gweights_per_s": self._weights / seconds / 1e9,
@@ -273,7 +301,7 @@ def kernel_threads(
 ) -> Report:
     """Gigabytes of packed weights per second through the NDP worker's kernel, at one row, by wall-clock.
 
-    All widths share one block of `cold_bytes`, which one thread filled: on several NUMA nodes it is the memory of one.
+    One thread fills the block of experts: on several NUMA nodes it is the memory of one.
 
     Args:
         threads: that compute, and that read.
@@ -285,7 +313,7 @@ def kernel_threads(
 
     Returns:
         Rows of the cases "read" and "1 bit" to "4 bits" with the measures `gbps` (packed bytes, scales included),
-        `us_per_expert`, and `of_read`: their rate over that of "read".
+        `us_per_expert`, `gweights_per_s`, and `of_read`: their rate over that of "read".
 
     Raises:
         ConfigError: this processor lacks the instruction set or a core, there is no such group, or the experts of one
@@ -297,69 +325,20 @@ def kernel_threads(
         "repeats": repeats, "cold_bytes": cold_bytes, "experts_per_call": EXPERTS, "rows": 1, "time": "on the wall",
     }  # fmt: skip
     report = Report("kernel", "real", settings=settings)
-    rng = np.random.default_rng(0)
-    codes = np.resize(rng.integers(0, 256, 1 << 24, dtype=np.uint8), cold_bytes)
-    values = (rng.standard_normal(1 << 22, dtype=np.float32) * np.float32(0.02)).astype(np.float16)
-    scales = np.resize(values, cold_bytes // 2)
     with ThreadPoolExecutor(threads) as readers:
         for hidden, neurons in shapes:
-            cases = [_threads_read(codes, readers, threads)]
-            for bits in THREADS_BITS:
-                cases.append(_threads_packed(codes, scales, PackedShape(hidden, neurons, bits, group), pool))
+            shape = _Shape(hidden, neurons, pool, group, cold_bytes, EXPERTS, time.perf_counter)
+            cases = [shape.read(threads * _PIECES, readers.map), *(shape.packed(bits, 1) for bits in THREADS_BITS)]
             results = interleaved(cases, repeats, 1, progress, f"{hidden} x {neurons}")
-            shape = {"hidden": hidden, "intermediate": neurons}
-            report.rows += rows_of(results, **shape)
+            common = {"hidden": hidden, "intermediate": neurons}
+            report.rows += rows_of(results, **common)
             read = results["read"]["gbps"].median
             report.rows += [
-                {"case": case, **shape, "measure": "of_read", "median": ratio(measures["gbps"].median, read)}
+                {"case": case, **common, "measure": "of_read", "median": ratio(measures["gbps"].median, read)}
                 for case, measures in results.items()
                 if case != "read"
             ]
     return report
-
-
-def _threads_read(block: NDArray[np.uint8], readers: ThreadPoolExecutor, threads: int) -> Case:
-    bounds = np.linspace(0, block.nbytes, threads * _PIECES + 1, dtype=np.int64).tolist()
-    address = block.ctypes.data
-    pieces = [(address + begin, end - begin) for begin, end in itertools.pairwise(bounds)]
-
-    def run() -> Measures:
-        start_s = time.perf_counter()
-        for _ in readers.map(lambda piece: _cpu.read_bytes(*piece), pieces):
-            pass
-        return {"gbps": block.nbytes / (time.perf_counter() - start_s) / 1e9}
-
-    return Case("read", run)
-
-
-def _threads_packed(codes: NDArray[np.uint8], scales: NDArray[np.float16], shape: PackedShape, pool: Threads) -> Case:
-    size, tensors = shape.nbytes(), shape.tensors()
-    experts = codes.nbytes // size // EXPERTS * EXPERTS
-    if experts == 0:
-        raise ConfigError(
-            f"{EXPERTS} experts of {size} bytes do not fit in {codes.nbytes} bytes", "give more cold bytes"
-        )
-    arrays, taken = {}, {"U8": 0, "F16": 0}
-    for name, (code, dimensions) in tensors.items():
-        block = codes if code == "U8" else scales
-        count = experts * int(np.prod(dimensions))
-        first = taken[code]
-        arrays[name] = block[first : first + count].reshape(experts, *dimensions)
-        taken[code] = first + -(-count // 64) * 64  # kernels need multiples of 64 bytes
-    layer = PackedLayer(arrays, shape, "silu", pool)
-    hidden = np.random.default_rng(1).standard_normal((1, shape.hidden), dtype=np.float32)
-    out, rows = np.empty_like(hidden), np.zeros(EXPERTS, np.int32)
-    weights = np.full(EXPERTS, 1 / EXPERTS, np.float32)
-    calls = [[(first + i, i, i + 1) for i in range(EXPERTS)] for first in range(0, experts, EXPERTS)]
-
-    def run() -> Measures:
-        start_s = time.perf_counter()
-        for groups in calls:
-            layer.run(groups, rows, weights, hidden, out)
-        seconds = time.perf_counter() - start_s
-        return {"us_per_expert": seconds / experts * 1e6, "gbps": experts * size / seconds / 1e9}
-
-    return Case(_width(shape.bits), run)
 
 
 @dataclass(frozen=True)

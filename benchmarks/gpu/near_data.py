@@ -45,10 +45,11 @@ def run(context: Context, record: Record) -> None:
             continue
         report = kernel_threads(threads, REPEATS, shapes=shapes, cold_bytes=cold_bytes)
         for hidden, neurons in shapes:
-            found: dict[str, dict[str, float]] = {"gbps": {}, "of_read": {}, "us_per_expert": {}}
-            for row in report.rows:
-                if (row["hidden"], row["intermediate"]) == (hidden, neurons):
-                    found[row["measure"]][row["case"]] = row["median"]
+            of = [row for row in report.rows if (row["hidden"], row["intermediate"]) == (hidden, neurons)]
+            found = {
+                measure: {row["case"]: row["median"] for row in of if row["measure"] == measure}
+                for measure in ("gbps", "of_read", "us_per_expert")
+            }
             record.row(
                 "ndp kernel", threads=threads, hidden=hidden, intermediate=neurons,
                 instruction_set=report.settings["instruction_set"], **found,

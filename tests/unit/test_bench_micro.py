@@ -148,7 +148,8 @@ def test_each_width_is_set_against_the_bandwidth(monkeypatch: pytest.MonkeyPatch
     report = kernel_threads(2, 2, 32, shapes=[_SHAPE], cold_bytes=1 << 20)
     values = {(row["case"], row["measure"]): row for row in report.rows}
     cases = ["1 bit", "2 bits", "3 bits", "4 bits"]
-    assert set(values) == {("read", "gbps")} | {(c, m) for c in cases for m in ("gbps", "us_per_expert", "of_read")}
+    measures = ("gbps", "us_per_expert", "gweights_per_s", "of_read")
+    assert set(values) == {("read", "gbps")} | {(case, measure) for case in cases for measure in measures}
     bandwidth = values["read", "gbps"]["median"]
     for case, bits in zip(cases, THREADS_BITS, strict=True):
         gbps, of_read = values[case, "gbps"], values[case, "of_read"]["median"]
