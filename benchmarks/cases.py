@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from annotated_types import Ge
 from pydantic import Field
@@ -12,10 +12,6 @@ from pydantic import Field
 from tiermoe.actors.policies.sharding import Ownership
 from tiermoe.cluster.jobs.bench.cases import Config, Model, Options, Repeats
 from tiermoe.cluster.jobs.bench.random_model import Form
-
-if TYPE_CHECKING:
-    pass
-
 
 Budget = Annotated[str, Field(description="Device memory for experts.")]
 Gbps = Annotated[float, Field(ge=0.001, description="Emulated link, 1e9 bytes per second.")]
@@ -64,18 +60,6 @@ class Host(Options):
     budget: str = Field("0.25", description="Device memory for experts, of presets that load them.")
     link_gbps: Gbps = 16.0
     ray: bool = Field(True, description="Also what a request through Ray costs.")
-    config: Config = None
-
-
-class Prefetch(Options):
-    """Blocked I/O with and without next-gate prefetch."""
-
-    measure = "serving.prefetch"
-    own_keys = ("policy", "budget", "link")
-    model: Model = None
-    repeats: Repeats = 5
-    budget: Budget = "0.25"
-    link_gbps: Gbps = 2.0
     config: Config = None
 
 
@@ -263,7 +247,7 @@ class Substitute(Options):
 
 
 CASES: dict[str, type[Options]] = {
-    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "turns": Turns, "scale": Scale,
+    "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale,
     "predict": Predict, "simulate": Simulate, "core": Core, "validation": Validation, "auto": Auto, "prepare": Prepare,
     "exact": Exact, "channel": Channel, "kernel": Kernel, "matcher": Matcher,
     "substitute": Substitute,

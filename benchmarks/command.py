@@ -18,9 +18,9 @@ from tiermoe.errors import ConfigError
 from .cases import CASES
 
 EXPERIMENTS = (
-    "default", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality",
+    "prefetch", "default", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality",
 )  # fmt: skip
-_FIRST = ("overhead", "host", "prefetch", "ttft", "turns", "scale")  # in the help
+_FIRST = ("overhead", "host", "ttft", "turns", "scale")  # in the help
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -110,36 +110,6 @@ def _against_transformers(options: Overhead, config: RunConfig, report: Report, 
             fastest = min(REFERENCES, key=lambda name: medians[name])
             value = ratio(medians[OURS], medians[fastest])
             report.bars.append(Bar(f"tpot over transformers {fastest}, batch {batch}", value, "<=", 1.0))
-        for batch in BATCHES:
-            run = partial(serve, worker.submit, prompts[:batch], MAX_TOKENS)
-            rows = rows_of({OURS: host_measures(worker.engine, run, batch)}, batch=batch)
-            report.rows += [row | {"values": ()} for row in rows]  # thousands of passes: the range suffices
-
-
-def host_measures(engine: Any, run: Callable[[], object], tokens: int) -> dict[str, Spread]:
-    """A layer's decode pass of `tokens` tokens on the host: microseconds in all and by part, calls on a GPU by kind.
-
-    `run` sends requests and waits for them; once for the total, once for the parts, whose timing slows it.
-    """
-    from tiermoe.actors.engine.model.profile import KERNEL_PARTS, PARTS, device_calls, host_passes
-
-    with host_passes(engine, KERNEL_PARTS) as whole_passes:
-        run()
-    whole = [p for p in whole_passes if p.tokens == tokens]
-    with host_passes(engine) as passes:
-        run()
-    decode = [p for p in passes if p.tokens == tokens]
-    found = {f"host_{part}_us": Spread.of([p.parts[part] * 1e6 for p in decode]) for part in PARTS}
-    found["host_outside_us"] = Spread.of([p.outside_s * 1e6 for p in decode])
-    measures = {
-        "host_us_per_layer": Spread.of([(p.total_s - p.kernel_s) * 1e6 for p in whole]),
-        "kernel_us_per_layer": Spread.of([p.kernel_s * 1e6 for p in whole]),
-    } | {name: spread for name, spread in found.items() if spread.median > 0}
-    if engine.device.executor == "real":
-        calls = device_calls(engine, run, tokens)
-        for where, counts in (("experts", calls.experts), ("dense", calls.dense)):
-            measures |= {f"{where}_{kind}_per_layer": Spread.of([n]) for kind, n in vars(counts).items()}
-    return measures
 
 
 def _against_llama(options: Overhead, config: RunConfig, report: Report, progress: Progress | None) -> None:

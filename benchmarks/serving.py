@@ -1,4 +1,4 @@
-"""Micro-benchmarks that serve requests in this process: `prefetch`, `ttft`, `turns` and `scale`.
+"""Micro-benchmarks that serve requests in this process: `ttft`, `turns` and `scale`.
 
 All cases of a benchmark answer the same prompts, and must give the same tokens.
 """
@@ -33,10 +33,8 @@ from tiermoe.cluster.jobs.bench.metrics import (
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, long_prompts, run_config, serve, start_worker
 from tiermoe.errors import BudgetError, RuntimeFailure
 
-from .cases import Prefetch, Scale, Ttft, Turns
+from .cases import Scale, Ttft, Turns
 
-POLICIES = ("on-demand", "next-gate")  # of `prefetch`
-PREFETCH_PROMPTS = 6
 LATENCY_US = 10.0
 BALANCE, SPEED = 1.1, 1.7  # bars of `scale`
 RESIDENT, DECODED, TTFT_BAR = "all-resident", 8, 1.5  # of `ttft`; tokens generated after each prompt
@@ -59,58 +57,6 @@ class SameTokens:
     def check(self, case: str, group: int, tokens: list[list[int]]) -> None:
         if self._tokens.setdefault(group, tokens) != tokens:
             raise RuntimeFailure(f"{case} gives other tokens than {self._first}", "report this as a bug")
-
-
-def prefetch(options: Prefetch, progress: Progress | None) -> Report:
-    """Blocked I/O seconds of one request at a time, with and without prefetch, on the same prompts.
-
-    Each repetition continues with the cache of the previous one.
-
-    Bar: next-gate's median blocked I/O <= 0.8 of on-demand's.
-
-    Raises:
-        RuntimeFailure: the tokens differ.
-    """
-    prompt_tokens, max_tokens = 48, 48
-    link = {"gbps": options.link_gbps, "latency_us": LATENCY_US}
-    configs = {
-        name: run_config(options.model, options.config, policy=name, budget=options.budget, link=link)
-        for name in POLICIES
-    }
-    prompts = heldout_prompts(configs[POLICIES[0]].model_dir, PREFETCH_PROMPTS, prompt_tokens)
-    settings = options.settings(
-        latency_us=LATENCY_US, prompts=PREFETCH_PROMPTS, threads=1, prompt_tokens=prompt_tokens, max_tokens=max_tokens
-    )
-    same = SameTokens(POLICIES[0])
-
-    def case(name: str, worker: Any) -> Case:
-        def run() -> Measures:
-            worker.reset_stats()
-            times: list[Measures] = []
-            for i, prompt in enumerate(prompts):
-                measures, tokens = serve(worker.submit, [prompt], max_tokens)
-                times.append(measures)
-                same.check(name, i, tokens)
-            stats = worker.stats()
-            total = stats.total()
-            counted = ("prefetched_hits", "late_prefetches", "bytes_loaded", "bytes_wasted")
-            return {
-                "blocked_io_s": total.blocked_io_s, "total_io_s": total.total_io_s, "hit_rate": stats.hit_rate,
-                **{key: float(getattr(total, key)) for key in counted},
-                **{key: sum(t[key] for t in times) / len(times) for key in ("ttft_s", "tpot_s")},
-            }  # fmt: skip
-
-        return Case(name, run)
-
-    with ExitStack() as stack:
-        workers = {p: stack.enter_context(closing(start_worker(config))) for p, config in configs.items()}
-        report = Report("prefetch", workers[POLICIES[0]].stats().executor, settings=settings)
-        results = interleaved([case(*item) for item in workers.items()], options.repeats, 1, progress)
-    report.rows = rows_of(results)
-    blocked = {name: measures["blocked_io_s"].median for name, measures in results.items()}
-    value = ratio(blocked["next-gate"], blocked["on-demand"])
-    report.bars = [Bar("blocked I/O of next-gate over on-demand", value, "<=", 0.8)]
-    return report
 
 
 def ttft(options: Ttft, progress: Progress | None) -> Report:

@@ -22,18 +22,20 @@ from tiermoe.actors.policies.fmoe import ExpertMapEviction, ExpertMapPolicy, Exp
 from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch
 from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.prefetch import PrefetchPolicy, most_probable
-from tiermoe.actors.policies.registry import make, options
+from tiermoe.actors.policies.registry import make
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy, parse_budget
 from tiermoe.cluster.jobs.bench.experiment import Section, Variant
 from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, metric, section_of, values_of
 from tiermoe.cluster.jobs.bench.run import Study
 from tiermoe.cluster.jobs.bench.serving import Calibration, Recorded, Split, record_served, shape_of
+from tiermoe.cluster.jobs.replay import recall_sources
 from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of
 from tiermoe.cluster.simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, serve, token_ids
 from tiermoe.cluster.simulate.machine import Machine, load_machine
-from tiermoe.cluster.simulate.predictors import recall, shown, train_predictors
+from tiermoe.cluster.simulate.predictors import recall, shown
 from tiermoe.cluster.simulate.shapes import shape_named
+from tiermoe.cluster.simulate.statistics import loads, overlap, popularity, routing_of
 from tiermoe.cluster.simulate.trace import Iteration
 
 from .papers import engine_of_split, synthetic, transfers
@@ -282,20 +284,10 @@ class Maps:
         """Recall of the true top-k by source and distance; a map's distance counts from the last layer seen."""
         header, learn = self.recorded.header, self.recorded.learn
 
-        def plain(kind: str, ahead: int) -> PrefetchPolicy | None:
-            if kind == "next-gate" and ahead > header.distances:
-                return None
-            trained = train_predictors(header, learn, ahead) if kind == "stride" else None
-            chosen = options("prefetch", {"kind": kind, "distance": ahead})
-            found: PrefetchPolicy | None = make("prefetch", chosen, context_of(header, predictors=trained))
-            return found
-
         def of_maps(size: int, ahead: int) -> PrefetchPolicy:
             return self._policy(ahead - 1, size)[0]
 
-        sources: dict[str, Callable[[int], PrefetchPolicy | None]] = {
-            kind: partial(plain, kind) for kind in ("next-gate", "popularity", "activation-matrix", "stride")
-        }
+        sources = recall_sources(header, learn)
         sources |= {f"expert-map, {size} maps": partial(of_maps, size) for size in capacities}
         usable = [d for d in distances if d < header.layers]
         return [
@@ -409,21 +401,15 @@ def balance(recorded: Recorded) -> dict[str, float]:
     token used in the same layer.
     """
     header = recorded.header
-    counts = np.zeros((header.layers, header.experts))
-    again, asked = 0, 0
-    for request in recorded.measure:
-        before: NDArray[Any] | None = None
-        for step in (step for step in request.iterations if step.decode):
-            ids = step.ids[0].astype(np.int64)  # [L, K]
-            np.add.at(counts, (np.arange(header.layers)[:, None], ids), 1)
-            if before is not None:
-                again += int((ids[:, :, None] == before[:, None, :]).any(axis=2).sum())
-                asked += ids.size
-            before = ids
-    shares = counts / counts.sum(axis=1, keepdims=True)
-    entropy = -np.sum(shares * np.log(np.where(shares > 0, shares, 1.0)), axis=1) / np.log(header.experts)
-    most = np.sort(shares, axis=1)[:, -header.top_k :].sum(axis=1)
-    return {"entropy": float(entropy.mean()), "top_share": float(most.mean()), "persistence": again / max(asked, 1)}
+    routing = routing_of(header, recorded.measure)
+    ids, request = routing.ids[:, routing.decode], routing.request[routing.decode]
+    uses = loads(ids, header.experts)
+    most = np.sort(uses / uses.sum(axis=1, keepdims=True), axis=1)[:, -header.top_k :].sum(axis=1)
+    again = overlap(ids, request, 1)
+    return {
+        "entropy": popularity(uses)["entropy"], "top_share": float(most.mean()),
+        "persistence": 0.0 if np.isnan(again).any() else float(again.mean()),
+    }  # fmt: skip
 
 
 def _mean(step: Iteration, layer: int) -> NDArray[np.float32]:

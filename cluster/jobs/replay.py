@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -306,23 +307,10 @@ def recall_table(trace: Trace, learn: float, console: Console) -> tuple[dict[str
     if not rest:
         raise ConfigError(f"the trace has {len(first)} requests, and none is left to measure", "lower --learn")
     distances = range(1, min(RECALL_DISTANCE, header.layers - 1) + 1)
-
-    def source(kind: str) -> Callable[[int], PrefetchPolicy | None]:
-        def of_kind(distance: int) -> PrefetchPolicy | None:
-            if (kind == "next-gate" and distance > header.distances) or (kind == "stride" and not first):
-                return None
-            predictors = train_predictors(header, first, distance) if kind == "stride" else None
-            chosen = options("prefetch", {"kind": kind, "distance": distance})
-            found: PrefetchPolicy | None = make("prefetch", chosen, context_of(header, predictors=predictors))
-            return found
-
-        return of_kind
-
     with progress_on(console) as progress:
         task = progress.add_task("recall", total=len(RECALL_SOURCES) * len(distances))
         table = recall(
-            header, {kind: source(kind) for kind in RECALL_SOURCES}, distances, first, rest,
-            lambda: progress.advance(task),
+            header, recall_sources(header, first), distances, first, rest, lambda: progress.advance(task)
         )  # fmt: skip
     record = {
         "name": "recall", "executor": "simulated", "trace": str(trace.path), "model": header.model,
@@ -330,6 +318,20 @@ def recall_table(trace: Trace, learn: float, console: Console) -> tuple[dict[str
         "rows": [asdict(row) | {"per_layer": [_number(x) for x in row.per_layer]} for row in table],
     }  # fmt: skip
     return record, _recalls(table, distances)
+
+
+def recall_sources(header: TraceHeader, learn: Sequence[Request]) -> dict[str, Callable[[int], PrefetchPolicy | None]]:
+    """By name, what makes a predictor of a distance; None where the trace, or what is learnt from, is too little."""
+
+    def made(kind: str, distance: int) -> PrefetchPolicy | None:
+        if (kind == "next-gate" and distance > header.distances) or (kind == "stride" and not learn):
+            return None
+        predictors = train_predictors(header, learn, distance) if kind == "stride" else None
+        chosen = options("prefetch", {"kind": kind, "distance": distance})
+        found: PrefetchPolicy | None = make("prefetch", chosen, context_of(header, predictors=predictors))
+        return found
+
+    return {kind: partial(made, kind) for kind in RECALL_SOURCES}
 
 
 def replay_policy(name: str, eviction: str | None) -> PolicySettings:

@@ -131,14 +131,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_a_benchmark_runs_as_a_job(cluster: Cluster, tmp_path: Path) -> None:
     """As issue and documentation write it, on a node that is not the head's."""
     out = tmp_path / "out.json"
-    words = ["--repeats", "1", "--budget", "1.0", "--link-gbps", "100", "--config", "job.yaml", "--json", str(out)]
+    words = ["--repeats", "1", "--prompt-tokens", "32", "--policy", "on-demand"]
+    words += ["--budget", "1.0", "--link-gbps", "100", "--config", "job.yaml", "--json", str(out)]
     on_second = ["--entrypoint-resources", '{"second": 1}']
-    done = cluster.submit(_TIERMOE, "bench", "prefetch", *words, options=on_second)
+    done = cluster.submit(_TIERMOE, "bench", "ttft", *words, options=on_second)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "measuring: 4/4" in done.stdout
     assert "not taken from 'job.yaml', this benchmark sets: budget, ray, threads" in done.stdout
     record = json.loads(out.read_text())
-    assert (record["name"], record["executor"], record["settings"]["config"]) == ("prefetch", "emulated", "job.yaml")
+    assert (record["name"], record["executor"], record["settings"]["config"]) == ("ttft", "emulated", "job.yaml")
 
 
 _POLICY = """
@@ -192,7 +193,7 @@ sections: [{name: s, variants: [on-demand]}]
 
 
 def test_a_job_that_is_refused_fails(cluster: Cluster) -> None:
-    done = cluster.submit(_TIERMOE, "bench", "prefetch", "--config", "missing.yaml")
+    done = cluster.submit(_TIERMOE, "bench", "ttft", "--config", "missing.yaml")
     assert done.returncode == 1
     assert "error: no configuration file 'missing.yaml'" in done.stdout
     assert "Traceback" not in done.stdout

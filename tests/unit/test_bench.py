@@ -83,17 +83,17 @@ def test_the_report_is_one_json_object_of_the_stated_form() -> None:
 def test_only_check_turns_a_missed_bar_into_an_exit_code(
     arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missed = Report("prefetch", "emulated", [], [Bar("b", 2.0, "<=", 1.0)])
-    monkeypatch.setattr(serving, "prefetch", lambda *_: missed)
-    done = CliRunner().invoke(command.bench_app, ["prefetch", *arguments])
+    missed = Report("ttft", "emulated", [], [Bar("b", 2.0, "<=", 1.0)])
+    monkeypatch.setattr(serving, "ttft", lambda *_: missed)
+    done = CliRunner().invoke(command.bench_app, ["ttft", *arguments])
     assert done.exit_code == code
     assert json.loads(done.stdout)["bars"][0]["ok"] is False
 
 
 def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(serving, "prefetch", lambda *_: Report("prefetch", "emulated"))
+    monkeypatch.setattr(serving, "ttft", lambda *_: Report("ttft", "emulated"))
     out = tmp_path / "out.json"
-    done = CliRunner().invoke(command.bench_app, ["prefetch", "--json", "--out", str(out)])
+    done = CliRunner().invoke(command.bench_app, ["ttft", "--json", "--out", str(out)])
     assert done.exit_code == 0
     assert json.loads(out.read_text()) == json.loads(done.stdout)
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
@@ -101,18 +101,18 @@ def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.parametrize("spelling", [["--json", "FILE"], ["--json=FILE"], ["--out", "FILE"]])
 def test_json_with_a_file_is_out(spelling: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(serving, "prefetch", lambda *_: Report("prefetch", "emulated"))
+    monkeypatch.setattr(serving, "ttft", lambda *_: Report("ttft", "emulated"))
     out = tmp_path / "out.json"
     arguments = [word.replace("FILE", str(out)) for word in spelling]
-    done = CliRunner().invoke(command.bench_app, ["prefetch", *arguments])
+    done = CliRunner().invoke(command.bench_app, ["ttft", *arguments])
     assert (done.exit_code, done.stdout) == (0, "")
-    assert json.loads(out.read_text())["name"] == "prefetch"
+    assert json.loads(out.read_text())["name"] == "ttft"
 
 
 @pytest.mark.parametrize("words", [["--json", "extra"], ["--json", "a.json", "b.json"], ["--jsn", "a.json"]])
 def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "prefetch", lambda *a: pytest.fail("measured"))
-    assert CliRunner().invoke(command.bench_app, ["prefetch", *words]).exit_code == 2
+    monkeypatch.setattr(serving, "ttft", lambda *a: pytest.fail("measured"))
+    assert CliRunner().invoke(command.bench_app, ["ttft", *words]).exit_code == 2
 
 
 SERVING = {
@@ -148,8 +148,8 @@ def test_json_has_no_nan() -> None:
 
 
 def test_out_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(serving, "prefetch", lambda *_: pytest.fail("measured"))
-    done = CliRunner().invoke(command.bench_app, ["prefetch", "--out", str(tmp_path / "none" / "out.json")])
+    monkeypatch.setattr(serving, "ttft", lambda *_: pytest.fail("measured"))
+    done = CliRunner().invoke(command.bench_app, ["ttft", "--out", str(tmp_path / "none" / "out.json")])
     assert isinstance(done.exception, ConfigError)
 
 
@@ -157,7 +157,7 @@ def test_keys_that_a_benchmark_sets_itself_are_named(tmp_path: Path) -> None:
     """Guards against shards that were started, and said not to be, by a file for a cluster."""
     file = tmp_path / "job.yaml"
     file.write_text("policy: on-demand\nthreads: 2\nkv:\n  page_size: 32\ncluster:\n  shards: 4\n")
-    assert overridden(str(file), cases.Prefetch.own_keys) == ["cluster", "policy", "threads"]
+    assert overridden(str(file), cases.Ttft.own_keys) == ["cluster", "policy", "threads"]
     config = run_config(None, str(file), policy="next-gate")
     assert (config.policy, config.threads, config.kv.page_size, config.cluster.shards) == ("next-gate", 1, 32, 1)
 
@@ -167,7 +167,7 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     group = typer.main.get_command(command.bench_app)
     names = group.list_commands(typer.Context(group))
     assert names == [
-        "serve", "compare", "overhead", "host", "prefetch", "ttft", "turns", "scale", "default", "ndp", "fmoe",
+        "serve", "compare", "overhead", "host", "ttft", "turns", "scale", "prefetch", "default", "ndp", "fmoe",
         "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality", "papers", "redraw", "gpu",
         "predict", "simulate", "core", "validation", "auto", "prepare", "exact", "channel", "kernel",
         "matcher", "substitute",
