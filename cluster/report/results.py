@@ -1,6 +1,6 @@
 """Result files of `run`, `bench`, `bench serve`, `eval` and `replay`, read as measurements that can be compared.
 
-    file -> kind -> pydantic model -> measurements
+    file -> rows that name a policy -> one pydantic model -> measurements
 
 Numbers are taken as they are in the file: nothing is computed that the file does not say.
 """
@@ -8,17 +8,18 @@ Numbers are taken as they are in the file: nothing is computed that the file doe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...errors import ConfigError, reason
 
 PERCENTS = (*range(0, 95, 5), 95, 96, 97, 98, 99, 100)  # of `percentiles`
+_OF_ALL = ("executor", "hardware", "versions", "date")  # keys of a file that hold for all of its rows
 _QUALITY = ("kl_nats", "perplexity_ratio", "top1_agreement")
 _BLOCKED = {  # part of the waits, and its counter
     "copies": "blocked_io_s", "write-back": "writeback_blocked_s", "NDP workers": "ndp_wait_s", "GPUs": "shard_wait_s",
@@ -94,12 +95,19 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
 def measurements(record: Mapping[str, Any], file: str) -> list[Measurement]:
     """The measurements of one record. Raises ConfigError: it cannot be compared, or lacks a key."""
     try:
-        return list(_reader(record, file)(record, file))
+        if found := [_Row.model_validate(row).measured(file) for row in _rows(record)]:
+            return found
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         what = f"'{file}' lacks '{where}'" if first["type"] == "missing" else f"'{file}': '{where}': {first['msg']}"
         raise ConfigError(what, "measure it again with this version of tiermoe") from error
+    name = record.get("name")
+    said = f"a result of '{name}'" if name else "no result of tiermoe"
+    raise ConfigError(
+        f"'{file}' is {said}, which compares no policies",
+        "give results of run, bench with an experiment such as compare, bench serve, eval or replay",
+    )
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -113,23 +121,6 @@ def read_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"'{path}' does not hold a JSON object", "give what a command wrote with --json or --out")
     return found
-
-
-def _reader(
-    record: Mapping[str, Any], file: str
-) -> Callable[[Mapping[str, Any], str], Iterator[Measurement]]:
-    name, rows = record.get("name"), record.get("rows")
-    if isinstance(name, str) and name in _READERS:
-        return _READERS[name]
-    if "plan" in record and "finish" in record:  # of `run` before it had a name
-        return _of_run
-    if isinstance(rows, list) and rows and isinstance(rows[0], dict) and {"policy", "budget"} <= set(rows[0]):
-        return _of_experiment
-    said = f"a result of '{name}'" if name else "no result of tiermoe"
-    raise ConfigError(
-        f"'{file}' is {said}, which compares no policies",
-        "give results of run, bench with an experiment such as compare, bench serve, eval or replay",
-    )
 
 
 # -- what the files hold -----------------------------------------------------------------------------------------------
@@ -147,229 +138,162 @@ class _Machine(_Part):
         return f"{self.model}, {self.cores} cores" if self.cores else self.model
 
 
-class _File(_Part):
-    hardware: _Machine | None = None
-    executor: str
-    versions: dict[str, str] = {}
-    date: str | None = None
-
-
-class _Served(_File):
-    """Counters of an engine beside what is asked of a policy: of `run` and `replay`."""
-
-    model: str
-    policy: str
-    ttft_s: float | None
-    tpot_s: float | None
-    hits: int
-    misses: int
-    expert_bytes_peak: float
-    decode_hits: int | None = None
-    decode_misses: int | None = None
-    blocked_io_s: float
-    writeback_blocked_s: float = 0.0
-    ndp_wait_s: float = 0.0
-    shard_wait_s: float = 0.0
-    between_ms: list[float] = []
-    residency: list[tuple[list[int], list[int]]] = []
-
-    def measured(self, file: str, machine: str, setting: str, budget: str, lossless: bool | None) -> Measurement:
-        rates = _rates({name: getattr(self, name) for name in ("hits", "misses", "decode_hits", "decode_misses")})
-        return Measurement(
-            file, Origin(self.executor, machine, Path(self.model).name, _text(self.versions)), self.date, self.policy,
-            setting, budget, lossless, self.expert_bytes_peak, _once(self.tpot_s), _once(self.ttft_s), rates,
-            _blocked({key: getattr(self, key) for key in _BLOCKED.values()}), None, self.between_ms or None,
-            self.residency or None,
-        )  # fmt: skip
-
-
 class _Plan(_Part):
     slots: int
     experts: int
     link: dict[str, float | None] = {}
 
 
-class _Run(_Served):
-    lossless: bool
-    plan: _Plan
+class _Simulated(_Part):
+    """The machine of a replay: where the costs of its trace were measured is not known."""
+
+    name: str
+    link_gbps: float | None = None
 
 
-class _Replay(_Served):
-    executor: str = "simulated"
-    budget: str | float
-    machine: dict[str, Any]
+class _Row(_Part):
+    """A policy at a budget: what `run`, `replay` and `eval` print of one, or a row with what its file says of all.
+
+    server, streams: of `bench serve`, whose figures are percentiles over requests. plan: of `run`. machine: of
+    `replay`. values: of measures that were repeated.
+    """
+
+    executor: str
+    hardware: _Machine | None = None
+    machine: _Simulated | None = None
+    model: str = "model not said"
+    versions: dict[str, str] = {}
+    date: str | None = None
+
+    policy: str = Field(validation_alias=AliasChoices("policy", "server"))
+    lossless: bool | None = None
+    budget: str | float = ""
+    plan: _Plan | None = None
+    section: str = ""
+    context: str = ""
+    link_gbps: float | None = None
+    streams: int | None = None
     at_once: int = 1
     eviction: str = ""
     rate: float | None = None
     arrivals: str | None = None
 
-
-class _Eval(_File):
-    model: str
-    policy: str
-    lossless: bool
-    budget: str | float
-    kl_nats: float
-    perplexity_ratio: float
-    top1_agreement: float
-
-
-class _Experiment(_File):
-    settings: dict[str, Any]
-    rows: list[dict[str, Any]]
-
-
-class _Row(_Part):
-    policy: str
-    budget: str
-    link_gbps: float | None
-    lossless: bool | None = None
-    section: str = ""
-    context: str = ""
-    executor: str | None = None
-    tpot_ms: float | None = None
-    ttft_ms: float | None = None
+    values: dict[str, list[float]] = {}
+    tpot_s: float | None = None
+    ttft_s: float | None = None
+    tpot_ms: float | None = Field(None, validation_alias=AliasChoices("tpot_ms", "tpot_p50_ms"))
+    ttft_ms: float | None = Field(None, validation_alias=AliasChoices("ttft_ms", "ttft_p50_ms"))
+    hit_rate: float | None = None
+    hits: float | None = None
+    misses: float | None = None
+    decode_hits: float | None = None
+    decode_misses: float | None = None
     expert_bytes_peak: float | None = None
-    quality: dict[str, Any] | None = None
+    blocked_io_s: float | None = None
+    writeback_blocked_s: float | None = None
+    ndp_wait_s: float | None = None
+    shard_wait_s: float | None = None
+    kl_nats: float | None = None
+    perplexity_ratio: float | None = None
+    top1_agreement: float | None = None
     between_ms: list[float] = []
     residency: list[tuple[list[int], list[int]]] = []
 
+    @model_validator(mode="before")
+    @classmethod
+    def _repeated(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """A report in memory has its repeated measures as `spread`, a file as `values`."""
+        spread = value.get("spread") or {}
+        return {"values": {name: found["values"] for name, found in spread.items()}} | value
 
-class _ServerRow(_Part):
-    server: str
-    streams: int
-    tpot_p50_ms: float | None = None
-    ttft_p50_ms: float | None = None
-    between_ms: list[float] = []
+    def once(self, name: str) -> float | None:
+        """A figure of the row, else the median over the repetitions."""
+        found: float | None = getattr(self, name)
+        kept = self.values.get(name)
+        return found if found is not None or not kept else median(kept)
 
+    def milliseconds(self, name: str) -> Range | None:
+        """Of `tpot` or `ttft`."""
+        if kept := self.values.get(f"{name}_s"):
+            return Range.of(kept).scaled(1e3)
+        ms, seconds = getattr(self, f"{name}_ms"), getattr(self, f"{name}_s")
+        once = ms or (1e3 * seconds if seconds else None)
+        return Range.of([once]) if once else None
 
-class _Servers(_File):
-    settings: dict[str, Any]
-    rows: list[_ServerRow]
+    @property
+    def setting(self) -> str:
+        arrive = f"arrivals of {self.arrivals}" if self.arrivals else ""
+        link = ""
+        if self.plan is not None:
+            link = _link(self.plan.link.get("gbps"))
+        elif self.machine is not None:
+            link = _link(self.machine.link_gbps)
+        elif "link_gbps" in self.model_fields_set:
+            link = _link(self.link_gbps)
+        parts = (
+            self.section, self.context, f"over HTTP, {self.streams} clients" if self.streams is not None else "",
+            f"{self.at_once} requests at once" if self.at_once > 1 else "",
+            f"{self.rate:g} requests/s" if self.rate else arrive, link,
+        )  # fmt: skip
+        return ", ".join(part for part in parts if part)
 
-
-# -- measurements of each kind -----------------------------------------------------------------------------------------
-
-
-def _of_run(record: Mapping[str, Any], file: str) -> Iterator[Measurement]:
-    found = _Run.model_validate(record)
-    share = found.plan.slots / found.plan.experts if found.plan.experts else 0.0
-    yield found.measured(file, str(found.hardware or "machine not said"), _link(found.plan.link.get("gbps")),
-                         f"{share:g}", found.lossless)  # fmt: skip
-
-
-def _of_replay(record: Mapping[str, Any], file: str) -> Iterator[Measurement]:
-    found = _Replay.model_validate(record)
-    machine, arrive = found.machine, f"arrivals of {found.arrivals}, " if found.arrivals else ""
-    together = f"{found.at_once} requests at once, " if found.at_once > 1 else ""
-    together += f"{found.rate:g} requests/s, " if found.rate else arrive
-    # the machine is the simulated one: its name, and where the trace's costs were measured is not known
-    if found.eviction == "belady":  # a bound, whichever policy it was given to
-        found = found.model_copy(update={"policy": found.eviction})
-    yield found.measured(file, f"machine '{machine.get('name')}'", together + _link(machine.get("link_gbps")),
-                         str(found.budget), None)  # fmt: skip
-
-
-def _of_replays(record: Mapping[str, Any], file: str) -> Iterator[Measurement]:
-    for row in record.get("rows", ()):
-        yield from _of_replay(row, file)
-
-
-def _of_eval(record: Mapping[str, Any], file: str) -> Iterator[Measurement]:
-    found = _Eval.model_validate(record)
-    quality = {name: float(getattr(found, name)) for name in _QUALITY}
-    origin = Origin(found.executor, str(found.hardware), Path(found.model).name, _text(found.versions))
-    yield Measurement(
-        file, origin, found.date, found.policy, "", str(found.budget), found.lossless, quality=quality
-    )
-
-
-def _of_experiment(record: Mapping[str, Any], file: str) -> Iterator[Measurement]:
-    found = _Experiment.model_validate(record)
-    model = Path(str(found.settings.get("model", "model not said"))).name
-    for raw in found.rows:
-        if not {"policy", "budget"} <= set(raw):
-            continue
-        row, values = _Row.model_validate(raw), _values(raw)
-        origin = Origin(row.executor or found.executor, str(found.hardware), model, _text(found.versions))
-        setting = ", ".join(part for part in (row.section, row.context, _link(row.link_gbps)) if part)
-        quality = {name: raw[name] for name in _QUALITY if raw.get(name) is not None}
-        once = {key: median(kept) for key, kept in values.items()} | {
-            key: raw[key] for key in ("hit_rate", *_BLOCKED.values()) if raw.get(key) is not None
-        }  # fmt: skip
-        yield Measurement(
-            file, origin, found.date, row.policy, setting, row.budget, row.lossless,
-            row.expert_bytes_peak or once.get("expert_bytes_peak"), _repeated(values, "tpot_s", row.tpot_ms),
-            _repeated(values, "ttft_s", row.ttft_ms), _rates(once),
-            _blocked(once) if "blocked_io_s" in once else None,
-            {name: float(value) for name, value in quality.items()} or None, row.between_ms or None,
-            row.residency or None,
+    def measured(self, file: str) -> Measurement:
+        where = "machine not said" if self.hardware is None else str(self.hardware)
+        origin = Origin(
+            self.executor, where if self.machine is None else f"machine '{self.machine.name}'", Path(self.model).name,
+            ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "versions not said",
+        )  # fmt: skip
+        budget = str(self.budget)
+        if self.plan is not None:
+            budget = f"{self.plan.slots / self.plan.experts if self.plan.experts else 0.0:g}"
+        quality = {name: found for name in _QUALITY if (found := getattr(self, name)) is not None}
+        return Measurement(
+            file, origin, self.date,
+            self.eviction if self.eviction == "belady" else self.policy,  # a bound, whichever policy it was given to
+            self.setting, budget, self.lossless, self.once("expert_bytes_peak"), self.milliseconds("tpot"),
+            self.milliseconds("ttft"), _rates(self.once), _blocked(self.once), quality or None, self.between_ms or None,
+            self.residency or None,
         )  # fmt: skip
 
 
-def _of_servers(record: Mapping[str, Any], file: str) -> Iterator[Measurement]:
-    found = _Servers.model_validate(record)
-    model = Path(str(found.settings.get("model") or "default model")).name
-    origin = Origin(found.executor, str(found.hardware), model, _text(found.versions))
-    for row in found.rows:
-        yield Measurement(
-            file, origin, found.date, row.server, f"over HTTP, {row.streams} clients", "", None,
-            tpot_ms=None if row.tpot_p50_ms is None else Range.of([row.tpot_p50_ms]),
-            ttft_ms=None if row.ttft_p50_ms is None else Range.of([row.ttft_p50_ms]),
-            latencies_ms=row.between_ms or None,
-        )  # fmt: skip
-
-
-_READERS: dict[str, Callable[[Mapping[str, Any], str], Iterator[Measurement]]] = {
-    "run": _of_run, "replay": _of_replay, "replays": _of_replays, "eval": _of_eval, "serve": _of_servers,
-}  # fmt: skip
+def _rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file that compare policies, each with what the file says of all; a file may be one row itself."""
+    common = {key: record[key] for key in _OF_ALL if key in record}
+    if (model := (record.get("settings") or {}).get("model")) is not None:
+        common["model"] = str(model)
+    found = []
+    for row in record.get("rows", [record]):
+        if "server" in row or ("policy" in row and row.keys() & {"budget", "plan"}):
+            found.append(common | {key: value for key, value in row.items() if value is not None or key not in common})
+    return found
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def _text(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items()) or "versions not said"
 
 
 def _link(gbps: float | None) -> str:
     return "no emulated link" if gbps is None else f"link {gbps:g} GB/s"
 
 
-def _once(seconds: float | None) -> Range | None:
-    return Range.of([1e3 * seconds]) if seconds else None
-
-
-def _values(row: Mapping[str, Any]) -> dict[str, list[float]]:
-    """A row's repeated measures, as a report has them (`spread`) or as a file does (`values`)."""
-    found = row.get("values") or {name: spread["values"] for name, spread in (row.get("spread") or {}).items()}
-    return {name: list(values) for name, values in found.items() if values}
-
-
-def _repeated(values: Mapping[str, Sequence[float]], measure: str, middle_ms: float | None) -> Range | None:
-    if measure in values:
-        return Range.of(values[measure]).scaled(1e3)
-    return None if not middle_ms else Range.of([middle_ms])
-
-
-def _rates(once: Mapping[str, float | None]) -> dict[str, float] | None:
+def _rates(once: Callable[[str], float | None]) -> dict[str, float] | None:
     """Hit rates by phase, as far as their counts are there."""
 
     def rate(hits: float | None, misses: float | None) -> float | None:
         return None if hits is None or misses is None or hits + misses <= 0 else hits / (hits + misses)
 
-    hits, misses = once.get("hits"), once.get("misses")
-    decode_hits, decode_misses = once.get("decode_hits"), once.get("decode_misses")
-    found = {"all": once.get("hit_rate") if once.get("hit_rate") is not None else rate(hits, misses)}
-    found["decode"] = rate(decode_hits, decode_misses)
-    if None not in (hits, misses, decode_hits, decode_misses):
-        found["prefill"] = rate(hits - decode_hits, misses - decode_misses)  # type: ignore[operator]
+    hits, misses, decode_hits, decode_misses = map(once, ("hits", "misses", "decode_hits", "decode_misses"))
+    whole = once("hit_rate")
+    found = {"all": rate(hits, misses) if whole is None else whole, "decode": rate(decode_hits, decode_misses)}
+    if hits is not None and misses is not None and decode_hits is not None and decode_misses is not None:
+        found["prefill"] = rate(hits - decode_hits, misses - decode_misses)
     return {name: value for name, value in found.items() if value is not None} or None
 
 
-def _blocked(once: Mapping[str, float | None]) -> dict[str, float]:
+def _blocked(once: Callable[[str], float | None]) -> dict[str, float] | None:
     """Seconds of waits by cause; those for a slot's write-back are no longer among the copies'."""
-    found = {name: once.get(key) or 0.0 for name, key in _BLOCKED.items()}
+    if once("blocked_io_s") is None:
+        return None
+    found = {name: once(key) or 0.0 for name, key in _BLOCKED.items()}
     return found | {"copies": max(0.0, found["copies"] - found["write-back"])}
 
 
