@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 from pydantic import Field
@@ -27,12 +28,21 @@ class Against(StrEnum):
     LAYERS = "qwen3-30b-layers"
 
 
-class Overhead(Options):
+class Served(Options):
+    """Options of what serves prompts on an emulated link."""
+
+    own_keys: ClassVar[Sequence[str]] = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 5
+    budget: Budget = "0.25"
+    link_gbps: Gbps = 16.0
+    config: Config = None
+
+
+class Overhead(Served):
     """Decode time against transformers' continuous batching and llama.cpp, and what prefetch adds to it."""
 
     measure = "overhead.overhead"
-    own_keys = ("policy", "budget", "link")
-    model: Model = None
     repeats: Repeats = 7
     against: tuple[Against, ...] = Field(
         tuple(Against),
@@ -42,67 +52,49 @@ class Overhead(Options):
     budget: str = Field("0.25", description="Device memory for experts, of the policies that load them.")
     link_gbps: float = Field(16.0, ge=0.001, description="Emulated link of these, 1e9 bytes per second.")
     layers: int = Field(2, ge=1, description="Layers of Qwen3-30B-A3B's shape: 5 GB of disk and of memory each.")
-    config: Config = None
 
 
-class Host(Options):
+class Host(Served):
     """What a decoded token's time consists of: the host's microseconds by part of a layer, a step and a request."""
 
     measure = "host.host"
-    own_keys = ("policy", "budget", "link")
-    model: Model = None
-    repeats: Repeats = 5
     preset: tuple[str, ...] = Field(
         ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict", "buddymoe"),
         description="Policy; repeat it.",
     )
     batch: Batches = (1, 8)
     budget: str = Field("0.25", description="Device memory for experts, of presets that load them.")
-    link_gbps: Gbps = 16.0
     ray: bool = Field(True, description="Also what a request through Ray costs.")
-    config: Config = None
 
 
-class Ttft(Options):
+class Ttft(Served):
     """Time to the first token of long prompts, at a part of the experts and with all resident."""
 
     measure = "serving.ttft"
-    own_keys = ("policy", "budget", "link")
-    model: Model = None
     repeats: Repeats = 7
     policy: tuple[str, ...] = Field(
         ("next-gate", "on-demand"), description="Policies beside all-resident; the bar judges the first; repeat it."
     )
     prompt_tokens: int = Field(512, ge=1, description="Tokens of each prompt.")
-    budget: Budget = "0.25"
-    link_gbps: Gbps = 16.0
-    config: Config = None
 
 
-class Turns(Options):
+class Turns(Served):
     """A conversation's second turn with the prefix cache, and the gap that a long prompt makes in running streams."""
 
     measure = "serving.turns"
     own_keys = ("policy", "budget", "link", "kv")
-    model: Model = None
-    repeats: Repeats = 5
     policy: str = Field("next-gate", description="Of all cases.")
     turn_tokens: int = Field(1500, ge=1, description="Tokens of the first turn's prompt.")
     prompt_tokens: int = Field(2000, ge=1, description="Tokens of the prompt that comes while four streams run.")
     chunk: tuple[Annotated[int, Ge(1)], ...] = Field(
         (256, 512, 128, 64), description="kv.prefill_chunk; the bar judges the first; repeat it."
     )
-    budget: Budget = "0.25"
-    link_gbps: Gbps = 16.0
-    config: Config = None
 
 
-class Scale(Options):
+class Scale(Served):
     """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
 
     measure = "serving.scale"
-    own_keys = ("policy", "budget", "link")
-    model: Model = None
     repeats: Repeats = 4
     policy: str = Field("on-demand", description="Of all GPUs.")
     budget: str = Field("0.125", description="Device memory for experts of one GPU, a share of all.")
@@ -110,7 +102,6 @@ class Scale(Options):
     batch: Batches = (1, 4, 8, 16)
     prompts: int = Field(20, ge=1, description="Held-out prompts for each batch size, at least.")
     ownership: Ownership = Field("layer-expert", description="Rule by which experts belong to GPUs.")
-    config: Config = None
 
 
 class Predict(Options):

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tiermoe.cluster.config import RunConfig
+from tiermoe.cluster.jobs.bench.cells import check_tokens
 from tiermoe.cluster.jobs.bench.metrics import (
     Bar,
     Case,
@@ -43,7 +44,6 @@ from tiermoe.cluster.jobs.bench.serving import (
 from .cases import Against, Overhead
 from .llama import INSTALL, LlamaCpp, missing, write_gguf
 from .random_model import VOCABULARY, qwen3_layers, save_published
-from .serving import SameTokens
 
 OURS = "tiermoe all-resident"
 REFERENCES = ("grouped_mm", "batched_mm", "eager")  # transformers' experts implementations that run on a CPU
@@ -87,10 +87,10 @@ def overhead(options: Overhead, progress: Progress | None) -> Report:
 def _against_transformers(options: Overhead, config: RunConfig, report: Report, progress: Progress | None) -> None:
     prompts = heldout_prompts(config.model_dir, max(BATCHES), PROMPT_TOKENS)
 
-    def case(name: str, submit: Submit, batch: int, same: SameTokens) -> Case:
+    def case(name: str, submit: Submit, batch: int, known: dict[int, list[int]]) -> Case:
         def run() -> Measures:
             measures, tokens = serve(submit, prompts[:batch], MAX_TOKENS)
-            same.check(name, 0, tokens)
+            check_tokens(name, dict(enumerate(tokens)), known)
             return measures
 
         return Case(name, run)
@@ -102,8 +102,8 @@ def _against_transformers(options: Overhead, config: RunConfig, report: Report, 
         for name in REFERENCES:
             submits[name] = stack.enter_context(closing(start_reference(config, name))).submit
         for batch in BATCHES:
-            same = SameTokens(OURS)
-            cases = [case(name, submit, batch, same) for name, submit in submits.items()]
+            known: dict[int, list[int]] = {}
+            cases = [case(name, submit, batch, known) for name, submit in submits.items()]
             results = interleaved(cases, options.repeats, 1, progress)
             report.rows += rows_of(results, batch=batch)
             medians = {name: measures["tpot_s"].median for name, measures in results.items()}

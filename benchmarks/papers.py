@@ -18,8 +18,8 @@ from rich.progress import Progress
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import budget_bytes
 from tiermoe.cluster.config import parse_budget
-from tiermoe.cluster.jobs.bench.experiment import Experiment, Section, load_experiment, require_each_once
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, median_of, metric, paired, rounded, section_of
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Section, Variant, load_experiment, require_each_once
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, median_of, metric, paired, rounded
 from tiermoe.cluster.jobs.bench.nodes import over_processes
 from tiermoe.cluster.jobs.bench.run import Study, run_experiment
 from tiermoe.cluster.jobs.bench.serving import Recorded, read_split
@@ -109,16 +109,13 @@ def transfers(counters: Mapping[str, Any], tokens: int) -> Transfers:
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-@section_of("synthetic")
-def section_rows(study: Study, section: Section, links: Sequence[Any] = ()) -> list[dict[str, Any]]:
+def synthetic_rows(study: Study, section: Section, on: Simulation) -> list[dict[str, Any]]:
     """Rows of all variants at each trace, budget and swept value, as plain values; links are the machine's own.
 
     Raises:
         ConfigError: a variant needs what the machine or a trace lacks, or a swept name is unknown.
     """
-    on, rows = section.simulation, list[dict[str, Any]]()
-    assert on is not None  # the caller's condition
-    variants = [(v, p) for v in section.variants for p in _twins(v.policy(), section.twins)]
+    rows, variants = list[dict[str, Any]](), presets_of(section)
     for _, preset in variants:
         require_replayable(preset)
     for name in _settings_of(on.sweep):
@@ -146,8 +143,15 @@ def section_rows(study: Study, section: Section, links: Sequence[Any] = ()) -> l
     return rows
 
 
-def _twins(preset: PolicySettings, twins: bool) -> list[PolicySettings]:
-    return [preset, preset.model_copy(update={"evict_writeback": not preset.evict_writeback})] if twins else [preset]
+def presets_of(section: Section, tau: int | None = None) -> list[tuple[Variant, PolicySettings]]:
+    """The section's variants and, where it asks for them, their twins that write back what the others do not."""
+    found = []
+    for variant in section.variants:
+        preset = variant.policy(tau)
+        found.append((variant, preset))
+        if section.twins:
+            found.append((variant, preset.model_copy(update={"evict_writeback": not preset.evict_writeback})))
+    return found
 
 
 def synthetic(study: Study, traces: Traces, family: str, shape_name: str) -> Recorded:

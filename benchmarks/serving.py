@@ -19,6 +19,7 @@ from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import check_combination
 from tiermoe.cluster.config import RunConfig, engine_settings, parse_budget
 from tiermoe.cluster.host import usable_cores
+from tiermoe.cluster.jobs.bench.cells import check_tokens
 from tiermoe.cluster.jobs.bench.metrics import (
     Bar,
     Case,
@@ -47,18 +48,6 @@ Prompt = tuple[int, ...]
 Found = Mapping[str, Mapping[str, Spread]]  # by case, by measure
 
 
-class SameTokens:
-    """The tokens of each group of prompts, by the case that ran it first."""
-
-    def __init__(self, first: str) -> None:
-        self._first = first
-        self._tokens: dict[int, list[list[int]]] = {}
-
-    def check(self, case: str, group: int, tokens: list[list[int]]) -> None:
-        if self._tokens.setdefault(group, tokens) != tokens:
-            raise RuntimeFailure(f"{case} gives other tokens than {self._first}", "report this as a bug")
-
-
 def ttft(options: Ttft, progress: Progress | None) -> Report:
     """Time to the first token of long prompts, one at a time; each round takes another held-out text.
 
@@ -78,7 +67,7 @@ def ttft(options: Ttft, progress: Progress | None) -> Report:
         for name, (budget, given) in kinds.items()
     }
     prompts = long_prompts(configs[RESIDENT].model_dir, options.repeats + 1, options.prompt_tokens)
-    same = SameTokens(RESIDENT)
+    known: dict[int, list[int]] = {}
 
     def case(name: str, worker: Any) -> Case:
         engine, turn = worker.engine, iter(range(len(prompts)))
@@ -87,7 +76,7 @@ def ttft(options: Ttft, progress: Progress | None) -> Report:
             number = next(turn)
             worker.reset_stats()
             measures, tokens = serve(worker.submit, [prompts[number]], DECODED)
-            same.check(name, number, tokens)
+            check_tokens(name, {number: tokens[0]}, known)
             total = worker.stats().total()
             model = engine.slot_bytes * engine.experts * len(engine.layers)
             copies = total.bytes_loaded / engine.slot_bytes
@@ -138,8 +127,8 @@ def turns(options: Turns, progress: Progress | None) -> Report:
     with ExitStack() as stack:
         sharing, again = (started(stack, shared, 512) for shared in (True, False))
         report = Report("turns", sharing.stats().executor, settings=options.settings(latency_us=LATENCY_US))
-        same = SameTokens(NEXT)
-        cases = [_conversation(*item, options, texts, same) for item in ((NEXT, again), (SHARE, sharing))]
+        known: dict[int, list[int]] = {}
+        cases = [_conversation(*item, options, texts, known) for item in ((NEXT, again), (SHARE, sharing))]
         found = interleaved(cases, options.repeats, 1, progress, "turns")
     chunks: dict[str, int | None] = {WHOLE: None} | {f"chunks of {chunk}": chunk for chunk in options.chunk}
     rows = options.prompt_tokens + STREAMS
@@ -159,7 +148,9 @@ def turns(options: Turns, progress: Progress | None) -> Report:
     return report
 
 
-def _conversation(name: str, worker: Any, options: Turns, texts: Sequence[tuple[int, ...]], same: SameTokens) -> Case:
+def _conversation(
+    name: str, worker: Any, options: Turns, texts: Sequence[tuple[int, ...]], known: dict[int, list[int]]
+) -> Case:
     turn = iter(range(len(texts)))
 
     def run() -> Measures:
@@ -168,7 +159,7 @@ def _conversation(name: str, worker: Any, options: Turns, texts: Sequence[tuple[
         first, (answer,) = serve(worker.submit, [text[: options.turn_tokens]], ANSWER)
         new = text[options.turn_tokens : options.turn_tokens + NEW]
         second, (end,) = serve(worker.submit, [(*text[: options.turn_tokens], *answer, *new)], ANSWER)
-        same.check(name, number, [answer, end])
+        check_tokens(name, {number: answer + end}, known)
         return {"first_ttft_s": first["ttft_s"], "ttft_s": second["ttft_s"], "tpot_s": second["tpot_s"]}
 
     return Case(name, run)
@@ -286,7 +277,7 @@ def scale(options: Scale, progress: Progress | None) -> Report:
         prompt_tokens=prompt_tokens, max_tokens=max_tokens, threads=1, cores=usable_cores(),
     )  # fmt: skip
 
-    def case(variant: Variant, worker: Any, prompts: Sequence[list[Prompt]], same: SameTokens) -> Case:
+    def case(variant: Variant, worker: Any, prompts: Sequence[list[Prompt]], known: dict[int, list[int]]) -> Case:
         done = 0
 
         def run() -> Measures:
@@ -295,7 +286,7 @@ def scale(options: Scale, progress: Progress | None) -> Report:
             worker.reset_stats()
             before = worker.shard_stats()
             times, tokens = serve(worker.submit, prompts[group], max_tokens)
-            same.check(variant.name, group, tokens)
+            check_tokens(variant.name, dict(enumerate(tokens, group * len(prompts[group]))), known)
             rate = len(prompts[group]) / times["tpot_s"]
             return {"tokens_per_s": rate, "ttft_s": times["ttft_s"]} | _shard_measures(worker, before)
 
@@ -305,8 +296,8 @@ def scale(options: Scale, progress: Progress | None) -> Report:
         workers = {v: stack.enter_context(closing(start_worker(config))) for v, config in configs.items()}
         report = Report("scale", workers[VARIANTS[0]].stats().executor, settings=settings, shown=_SHOWN)
         for batch, rounds_of_batch in groups.items():
-            same = SameTokens(VARIANTS[0].name)
-            cases = [case(*item, rounds_of_batch, same) for item in workers.items()]
+            known: dict[int, list[int]] = {}
+            cases = [case(*item, rounds_of_batch, known) for item in workers.items()]
             found = interleaved(cases, rounds(options, batch), 1, progress, f"batch {batch}")
             report.rows += [scale_row(batch, v, found) for v in VARIANTS]
             report.bars += scale_bars(batch, found)

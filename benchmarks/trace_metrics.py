@@ -25,8 +25,8 @@ from tiermoe.actors.policies.prefetch import PrefetchPolicy, most_probable
 from tiermoe.actors.policies.registry import make
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy, parse_budget
-from tiermoe.cluster.jobs.bench.experiment import Section, Variant
-from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, metric, section_of, values_of
+from tiermoe.cluster.jobs.bench.experiment import Section
+from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, metric, values_of
 from tiermoe.cluster.jobs.bench.run import Study
 from tiermoe.cluster.jobs.bench.serving import Calibration, Recorded, Split, record_served, shape_of
 from tiermoe.cluster.jobs.replay import recall_sources
@@ -38,7 +38,7 @@ from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.cluster.simulate.statistics import loads, overlap, popularity, routing_of
 from tiermoe.cluster.simulate.trace import Iteration
 
-from .papers import engine_of_split, synthetic, transfers
+from .papers import engine_of_split, presets_of, synthetic, transfers
 
 LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second; ratio of loading over computing
 # Of the expert maps: layers ahead, capacity of the store, share of the experts that fit, gigabytes (1e9) per second.
@@ -48,8 +48,7 @@ _DISTANCE, _CAPACITY, _BUDGET, _GBPS = 3, 1000, 0.25, 2.0
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-@section_of("recorded")
-def simulate_section(study: Study, section: Section, links: Sequence[LinkAt]) -> list[dict[str, Any]]:
+def recorded_rows(study: Study, section: Section, links: Sequence[LinkAt]) -> list[dict[str, Any]]:
     """Rows of all variants at each context, link and budget, as plain values.
 
     All contexts run on the machine that recorded the first context's trace; the section's own `ratios` are of it.
@@ -58,12 +57,7 @@ def simulate_section(study: Study, section: Section, links: Sequence[LinkAt]) ->
         ConfigError: a variant needs what a trace lacks, or no link is as fast as a ratio.
     """
     experiment, rows, latency_us = study.experiment, list[dict[str, Any]](), study.base.link.latency_us
-    presets: list[tuple[Variant, PolicySettings]] = []
-    for variant in section.variants:
-        preset = variant.policy(experiment.workload.tau)
-        presets.append((variant, preset))
-        if section.twins:
-            presets.append((variant, preset.model_copy(update={"evict_writeback": not preset.evict_writeback})))
+    presets = presets_of(section, experiment.workload.tau)
     machine = load_machine(study.recorded(study.contexts[0]).header, None, None, None)
     budgets, chosen = section.budgets or experiment.grid.budgets, links[:1] if section.links == "first" else links
     for context in study.contexts:

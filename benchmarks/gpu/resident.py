@@ -6,9 +6,6 @@ graph needs no host; with a share of the experts absent, misses are read over th
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from contextlib import closing
 
 import torch
@@ -73,7 +70,7 @@ def _measure(context: Context, record: Record, shape: RealShape, share: float, p
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-        replayed_s = _median_s(graph.replay, context)
+        replayed_s = seconds_of(device, lambda _: graph.replay(), REPEATS)[0]
         same = all(torch.equal(a, b) for a, b in zip(absent, outs, strict=True))
         entries = list(residency.routed(int(residency.tables.step.item())))[-LAYERS:]
     misses = sum(entry.misses for entry in entries) / LAYERS
@@ -84,15 +81,3 @@ def _measure(context: Context, record: Record, shape: RealShape, share: float, p
     )  # fmt: skip
     record.check(f"{shape.name}, {share:.0%} resident on the device: values of the graph are those of host memory",
                  float(same), ">=", 1.0)  # fmt: skip
-
-
-def _median_s(act: Callable[[], None], context: Context) -> float:
-    """Seconds from an idle device to the result."""
-    times = []
-    for _ in range(REPEATS):
-        context.synchronize()
-        begin_s = time.perf_counter()
-        act()
-        context.synchronize()
-        times.append(time.perf_counter() - begin_s)
-    return statistics.median(times)

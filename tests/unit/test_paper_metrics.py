@@ -32,7 +32,7 @@ from tiermoe.benchmarks.trace_metrics import (
     activeevict_bars,
     median_ratio,
     moepic_table1,
-    simulate_section,
+    recorded_rows,
     transfers,
     transfers_of_row,
 )
@@ -215,7 +215,7 @@ def test_links_are_simulated_from_fast_to_slow(tmp_path: Path) -> None:
     study = _study("moepic", tmp_path, read_split(tmp_path / "t", 3))
     section = next(section for section in study.experiment.sections if section.name == "links")
     section = section.model_copy(update={"budgets": ("0.5",), "ratios": (0.5, 6.0)})
-    rows = simulate_section(study, section, [])
+    rows = recorded_rows(study, section, [])
     assert {row["policy"] for row in rows} == {variant.name for variant in section.variants}
     for policy in ("mixtral-offloading", "moepic"):
         fast, slow = (row for row in rows if row["policy"] == policy)

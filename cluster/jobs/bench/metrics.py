@@ -236,8 +236,6 @@ def _differ(a: Row, b: Row) -> list[bool]:
 
 MetricFunction = Callable[..., dict[str, Any]]
 METRICS: dict[str, MetricFunction] = {}  # by name in an experiment's `metrics`
-SectionFunction = Callable[..., list[dict[str, Any]]]
-SECTIONS: dict[str, SectionFunction] = {}  # of simulated sections, by the routing that they replay
 
 
 def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
@@ -249,19 +247,6 @@ def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
 
     def register(function: MetricFunction) -> MetricFunction:
         METRICS[name] = function
-        return function
-
-    return register
-
-
-def section_of(routing: str) -> Callable[[SectionFunction], SectionFunction]:
-    """Register the function of simulated sections on `recorded` or on `synthetic` routing.
-
-    It takes the `run.Study`, the section and the links of the grid, and returns the section's rows as plain values.
-    """
-
-    def register(function: SectionFunction) -> SectionFunction:
-        SECTIONS[routing] = function
         return function
 
     return register

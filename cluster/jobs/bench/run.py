@@ -37,7 +37,6 @@ from .clone import CLONE, load
 from .experiment import Experiment, Section
 from .metrics import (
     METRICS,
-    SECTIONS,
     Bar,
     Report,
     Row,
@@ -154,7 +153,7 @@ def run_experiment(
         ConfigError, BudgetError, CheckpointError, RequestError: refused before anything is measured.
         RuntimeFailure: see `measure_cell`.
     """
-    load("study")  # its metric functions and simulated sections
+    study_of_clone = load("study")  # its metric functions and simulated sections
     experiment, load_average = experiment.of_model(model), os.getloadavg()[0]
     base = text = run_config(model if experiment.random.model is None else None, file)
     if experiment.random.model is not None:
@@ -171,7 +170,7 @@ def run_experiment(
         if unknown := set(metric.options) - named:
             raise ConfigError(f"metric '{metric.metric}' has no option {', '.join(sorted(unknown))}", "leave it out")
     for section in experiment.running:
-        if section.executor == "simulated" and _routing(section) not in SECTIONS:
+        if section.executor == "simulated" and study_of_clone is None:
             raise ConfigError(f"section {section.name} is simulated", CLONE)
     with tempfile.TemporaryDirectory(prefix=f"tiermoe-{experiment.name}-") as scratch:
         journal = Journal(None, {})
@@ -186,7 +185,8 @@ def run_experiment(
         files = _predictor_files(study) if experiment.needs_model else {}
         for section in experiment.running:
             if section.executor == "simulated":
-                simulate = partial(SECTIONS[_routing(section)], study, section, links)
+                assert study_of_clone is not None  # as just checked
+                simulate = partial(study_of_clone.simulate, study, section, links)
                 study.rows += journal.step(f"section {section.name}", simulate)
             else:
                 study.cells += _cells(study, section, links, files)
@@ -329,11 +329,6 @@ def _links(study: Study) -> list[tuple[float | None, float | None]]:
     return [
         (gbps, None if gbps is None else grid.ratios[i] if exact else found.ratio(gbps)) for i, gbps in enumerate(given)
     ]
-
-
-def _routing(section: Section) -> str:
-    """What a simulated section replays, as `SECTIONS` names it."""
-    return "recorded" if section.simulation is None else "synthetic"
 
 
 def _predictor_files(study: Study) -> dict[str, bytes]:
