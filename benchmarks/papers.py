@@ -319,7 +319,7 @@ def compared(comparison: Comparison, rows: Sequence[Mapping[str, Any]]) -> Itera
             "published": value, "ours": ours, "ratio": ratio, "headline": comparison.headline,
             "direction": None if over is None or ours is None else ours > 1 if above else ours < 1,
             "least": least, "most": most, "within": None if ratio is None else abs(ratio - 1) <= WITHIN,
-            "verdict": verdict(value, ours, least, most) if judged else None, "why": why,
+            "verdict": verdict(value, ours, least, most) if judged and ours and least and most else None, "why": why,
         }  # fmt: skip
 
 
