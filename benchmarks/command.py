@@ -32,9 +32,9 @@ for _name in EXPERIMENTS:
 
 @app.command(cls=JsonCommand)
 def papers(
-    only: Annotated[str, typer.Option(help="Papers, separated by commas; none: all of benchmarks/papers.")] = "",
+    only: Annotated[str, typer.Option(help="Papers, separated by commas; default: all of benchmarks/papers.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A small slice of each, to try it.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Papers at a time.")] = 2,
     out: PageOut = None,
     as_json: Json = False,
     check: Check = False,
@@ -75,10 +75,10 @@ def redraw(
 @app.command()
 def gpu(
     out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.md.")] = Path("docs/results"),
-    parts: Annotated[str, typer.Option(help="Only these, separated by commas; see docs/gpu.md.")] = "",
-    seconds: Annotated[float, typer.Option(help="For all parts together.")] = 445.0,
-    device: Annotated[str, typer.Option(help="cuda; cpu: the stand-in, to try the script.")] = "cuda",
-    sizes: Annotated[str, typer.Option(help="real; toy: seconds of work.")] = "real",
+    parts: Annotated[str, typer.Option(help="Parts to run, separated by commas; default: all (docs/gpu.md).")] = "",
+    seconds: Annotated[float, typer.Option(help="Time limit of all parts together.")] = 445.0,
+    device: Annotated[str, typer.Option(help="cuda, or cpu: the stand-in, to try the script.")] = "cuda",
+    sizes: Annotated[str, typer.Option(help="real, or toy: seconds of work, to try the script.")] = "real",
 ) -> None:
     """Every check and measurement that needs a GPU, in under eight minutes; exits with 1 when a check fails."""
     from .gpu.job import main

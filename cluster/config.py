@@ -345,7 +345,7 @@ def kl_budget(quality: str) -> float | None:
     match = _QUALITY.fullmatch(text)
     nats = float(match["nats"]) if match is not None else 0.0
     if match is None or not 0 < nats < math.inf:
-        raise ConfigError(f"quality '{quality}' is not {LOSSLESS} and no budget", _QUALITY_REMEDY)
+        raise ConfigError(f"quality '{quality}' is neither {LOSSLESS} nor a budget", _QUALITY_REMEDY)
     return nats
 
 

@@ -81,7 +81,7 @@ class Admission:
         share.admitted += len(tokens)
         try:
             if not self._notify():
-                raise ApiError(503, "the disk of the server's counts is full", headers={"Retry-After": "5"})
+                raise ApiError(503, "the disk that holds the server's counters is full", headers={"Retry-After": "5"})
             self._check(key, share, tokens)
         except ApiError:
             self._admitted -= len(tokens)

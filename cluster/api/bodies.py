@@ -78,7 +78,7 @@ def parse(data: bytes, limit_tokens: int) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ApiError: 400: it is missing or is no JSON (half of a surrogate pair is not), or has too many values.
+        ApiError: 400: it is missing or is not JSON (half of a surrogate pair is not), or has too many values.
     """
     if not data:
         raise refused("the body is missing", None)

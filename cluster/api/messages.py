@@ -84,7 +84,7 @@ class Call(Sent):
         try:
             arguments = given if isinstance(given, dict) else json.loads(given or "{}")
         except (ValueError, RecursionError) as error:
-            raise refused(f"'messages': the arguments of call '{self.id}' are no JSON: {error}", "messages") from error
+            raise refused(f"'messages': the arguments of call '{self.id}' are not JSON: {error}", "messages") from error
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 

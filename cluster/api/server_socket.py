@@ -223,7 +223,7 @@ class Descriptors:
             self._server_socket.settimeout(None)
         except OSError as error:
             self._server_socket.close()
-            raise RuntimeFailure(f"`tiermoe serve` gives no socket to listen on ({error})", "start it again") from error
+            raise RuntimeFailure(f"`tiermoe serve` passed no socket ({error})", "start it again") from error
 
     def listener(self) -> socket.socket | None:
         """Wait for the listening socket; None: the server has ended before."""

@@ -191,7 +191,7 @@ class _Renderer:
             else:
                 self._idle.append(worker)
                 return found
-        raise RuntimeFailure(f"the process that renders {self._name} ended, and another one too", "send less at a time")
+        raise RuntimeFailure(f"the process that renders {self._name} ended twice", "send less at a time")
 
     def _free(self) -> _Worker | None:
         with contextlib.suppress(IndexError):

@@ -80,7 +80,7 @@ def replay_command(
         float | None, typer.Option(help="Latency of a copy; default: the machine's, else 10.")
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="Name in configs/machines, YAML file, or this; default: costs of the trace.")
+        str | None, typer.Option(help="Name in configs/machines, YAML file, or `this` machine; default: the trace's.")
     ] = None,
     at_once: Annotated[int, typer.Option(help="Requests in each forward pass.")] = 1,
     rate: Annotated[

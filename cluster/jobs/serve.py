@@ -107,7 +107,7 @@ def _settings(file: Path | None, options: dict[str, Any]) -> ApiSettings:
     given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items() if value}
     below = {} if file is None else read_yaml(file)
     if "deployment" in below:
-        raise ConfigError(f"{file}: key 'deployment' is of a runtime that runs", "give --attach and --deployment")
+        raise ConfigError(f"{file}: key 'deployment' names a running runtime", "give --attach and --deployment")
     keys = merged(below, given)
     try:
         found = ApiSettings(**keys)

@@ -91,7 +91,7 @@ def import_trace(
     except ValidationError as error:
         finding = error.errors(include_url=False)[0]
         where = ".".join(map(str, finding["loc"]))
-        raise TraceError(f"'{file}' makes no trace: {where or 'header'}: {finding['msg']}", _REMEDY) from error
+        raise TraceError(f"'{file}' cannot become a trace: {where or 'header'}: {finding['msg']}", _REMEDY) from error
     total = sum(len(one.ids) for one in found)
     if total * header.row_bytes > max(_LEAST_LIMIT_BYTES, _MOST_GROWTH * len(text)):
         raise TraceError(
@@ -121,7 +121,7 @@ def detected(file: Path, text: str) -> str:
                 return kind
     elif "layer" in line and "," in line:
         return "csv"
-    raise TraceError(f"'{file}' is of no known format", f"give one of {', '.join(FORMATS)} by --format, or {_REMEDY}")
+    raise TraceError(f"'{file}' has an unknown format", f"give one of {', '.join(FORMATS)} by --format, or {_REMEDY}")
 
 
 def _rows(one: Imported, header: TraceHeader, first: int, stop: int) -> Rows:
@@ -147,9 +147,9 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise TraceError(f"{where} is no JSON: {error}", _REMEDY) from error
+            raise TraceError(f"{where} is not JSON: {error}", _REMEDY) from error
         if not isinstance(entry, dict):
-            raise TraceError(f"{where} is no object", _REMEDY)
+            raise TraceError(f"{where} is not an object", _REMEDY)
         yield where, entry
 
 
@@ -160,9 +160,9 @@ def _choices(value: Any, where: str, key: str, axes: int) -> Ids:
         ids = np.asarray(found)
         fine = ids.ndim == axes and ids.dtype.kind in "iu" and ids.size and ids.min() >= 0 and ids.max() < 65536
     except (ValueError, TypeError, EOFError, OverflowError, RecursionError) as error:
-        raise TraceError(f"{where}: {key} is no array: {error}", _REMEDY) from error
+        raise TraceError(f"{where}: {key} is not an array: {error}", _REMEDY) from error
     if not fine:
-        raise TraceError(f"{where}: {key} is no array of expert ids with {axes} axes", _REMEDY)
+        raise TraceError(f"{where}: {key} is not an array of expert ids with {axes} axes", _REMEDY)
     ids = ids.astype(np.int64)
     ordered = np.sort(ids, axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():
@@ -193,7 +193,7 @@ def _vllm(file: Path, text: str) -> Iterator[Imported]:
     for where, entry in _json_lines(file, text):
         choices = entry.get("choices", [entry])
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise TraceError(f"{where}: choices are no list of objects", _REMEDY)
+            raise TraceError(f"{where}: choices are not a list of objects", _REMEDY)
         prompt, before = entry.get("prompt_token_ids"), entry.get("prompt_routed_experts")
         for choice in choices:
             if choice.get("routed_experts") is None:
@@ -248,7 +248,7 @@ def _csv(file: Path, text: str) -> Iterator[Imported]:
     try:
         yield from _csv_requests(file, csv.DictReader(io.StringIO(text)))
     except csv.Error as error:
-        raise TraceError(f"'{file}' is no CSV file: {error}", _REMEDY) from error
+        raise TraceError(f"'{file}' is not a CSV file: {error}", _REMEDY) from error
 
 
 def _csv_requests(file: Path, lines: csv.DictReader[str]) -> Iterator[Imported]:
@@ -269,7 +269,7 @@ def _csv_requests(file: Path, lines: csv.DictReader[str]) -> Iterator[Imported]:
             if line.get("token_id"):
                 names.setdefault(name, {})[token] = int(line["token_id"])
         except (TypeError, ValueError, AttributeError) as error:
-            raise TraceError(f"{where} has something else than whole numbers: {error}", _REMEDY) from error
+            raise TraceError(f"{where} has values that are not whole numbers: {error}", _REMEDY) from error
         _choices(ids, where, "experts", 1)
         of_token = requests.setdefault(name, {}).setdefault(token, {})
         if layer in of_token or line.get("phase") not in (None, "", "prefill", "decode"):

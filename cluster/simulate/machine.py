@@ -140,7 +140,7 @@ def load_machine(
     fields: dict[str, Any] = {}
     if machine is None:
         if header.costs is None:
-            raise ConfigError("the trace says nothing of what computing took", "give a machine with --machine NAME")
+            raise ConfigError("the trace has no times of computing", "give a machine with --machine NAME")
         fields, origin = {"name": "recorded", **header.costs.model_dump()}, "the trace"
     else:
         origin = str(machine)

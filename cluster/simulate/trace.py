@@ -227,7 +227,7 @@ class Trace:
         for chunk in self.header.chunks:
             file = path / chunk.file
             if not file.is_file() or file.stat().st_size != chunk.bytes:
-                raise TraceError(f"'{file}' is missing or has not the {chunk.bytes} bytes that it should", _AGAIN)
+                raise TraceError(f"'{file}' is missing or does not have {chunk.bytes} bytes", _AGAIN)
             said = chunk.rows * self.header.row_bytes + chunk.requests * 4 * self.header.hidden + 32 * chunk.forwards
             if said > chunk.bytes:
                 raise TraceError(
@@ -335,7 +335,7 @@ def read_chunk(path: Path, header: TraceHeader, record: ChunkRecord) -> Arrays:
     try:
         arrays: Arrays = load(data)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise TraceError(f"'{file}' is no safetensors file: {error}", _AGAIN) from error
+        raise TraceError(f"'{file}' is not a safetensors file: {error}", _AGAIN) from error
     problem = check_chunk(header, record, arrays)
     if problem is not None:
         raise TraceError(f"'{file}': {problem}", _AGAIN)

@@ -158,7 +158,7 @@ def test_eval_refuses_a_model_without_heldout_text(command: Command, tmp_path: P
         (["--distances", "9"], "--distances is 9"),
         (["--limit", "0"], "--limit is 0"),
         (["--sample", "-1"], "--sample is -1"),
-        (["--seed", "1"], "--seed and --ignore-eos are of sampled tokens"),
+        (["--seed", "1"], "--seed and --ignore-eos are for sampled tokens"),
         ([], "in '"),
     ],
 )

@@ -88,7 +88,7 @@ def test_hits_and_misses_give_the_values_of_the_hosts_path(dtype: torch.dtype, t
     assert case.ran == 2 * LAYERS
 
 
-def test_the_ring_tells_what_ran_and_stamps_what_was_used() -> None:
+def test_the_ring_lists_what_ran_and_stamps_what_was_used() -> None:
     case = Case()
     case.device.load(2, 0)
     case.device.load(EXPERTS + 3, 2)
@@ -112,7 +112,7 @@ def test_the_ring_tells_what_ran_and_stamps_what_was_used() -> None:
     assert stamps[1] == 0
 
 
-def test_a_host_that_falls_behind_the_ring_is_told() -> None:
+def test_a_host_that_falls_behind_the_ring_gets_an_error() -> None:
     case = Case(steps=2)
     for _ in range(3):
         case.step(1)

@@ -337,7 +337,7 @@ def test_each_request_has_its_own_sampling(
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 3.0, "seed": 1}, {"logprobs": 2, "prompt_logprobs": 1}], ids=str
 )
-def test_a_request_goes_on_behind_tokens_of_an_earlier_lead(
+def test_a_request_resumes_after_the_tokens_of_an_earlier_lead(
     workers: dict[str, GpuWorker], batching: str, sampling: dict[str, Any]
 ) -> None:
     worker, request = workers[batching], numbered(1, min_tokens=4, **sampling)
@@ -656,7 +656,7 @@ def test_a_failing_engine_ends_every_stream_and_says_so(
      (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
      (OSError("the mapping is gone"), False)],
 )  # fmt: skip
-def test_an_allocation_that_fails_is_told_before_a_request_ends(error: Exception, ends: bool, streams: Streams) -> None:
+def test_a_failed_allocation_is_reported_before_a_request_ends(error: Exception, ends: bool, streams: Streams) -> None:
     """Guards the requests of a lead at its memory's limit: all failed, and so did `serve`, though a new process could
     have gone on."""
     stream, told = streams.open(asked()), list[tuple[BaseException, int]]()

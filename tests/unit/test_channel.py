@@ -247,7 +247,7 @@ def test_a_full_way_makes_submit_wait_and_drops_posts(connect: Opener, worker: W
 
 
 @pytest.mark.parametrize(("count", "rows", "width"), [(4, 100, 128), (50, 4, 32)])
-def test_answers_nobody_takes_do_not_block_requests(connect: Opener, count: int, rows: int, width: int) -> None:
+def test_answers_that_no_caller_takes_do_not_block_requests(connect: Opener, count: int, rows: int, width: int) -> None:
     """Guards against both sides waiting for each other, also in the middle of a message longer than the ring."""
     channel = connect(ring_bytes=4096)
     pendings = [channel.submit(batch(rows, width, layer=n), _SOON_S) for n in range(count)]

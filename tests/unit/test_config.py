@@ -249,7 +249,7 @@ def test_settings_are_frozen() -> None:
         config.budget = "1"
 
 
-def test_what_a_gpu_is_told_reaches_the_engine() -> None:
+def test_gpu_settings_reach_the_engine() -> None:
     options = {
         "expert_kernel": "loop", "compile": "default", "copies": {"ahead_mib": 3},
         "link": {"gbps": 2.0, "latency_us": 1.0, "layer_us": 5.0},
@@ -361,7 +361,7 @@ def test_a_quota_of_the_control_group_bounds_the_cores(
 # options
 
 
-def test_options_are_made_of_the_fields() -> None:
+def test_options_come_from_the_fields() -> None:
     """Names, types and help are those of `RunConfig`; a command gets the given ones, nested by section."""
     seen: list[dict[str, Any]] = []
 

@@ -168,7 +168,7 @@ class TestConfiguring:
             configuring.close()
             configuring.close()
 
-    def test_an_error_is_told_and_stops_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_is_reported_and_stops_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fake = FakeConfigurator(tau=9)
         monkeypatch.setattr(FakeConfigurator, "configure", lambda self: 1 / 0)
         configuring = Configuring(cast(Any, fake), fake_cache(2), tau=9)

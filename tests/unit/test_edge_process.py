@@ -174,7 +174,7 @@ class _FakeDoor:
         self.said.append("handed over")
 
 
-def test_edges_that_all_refuse_are_tried_again_and_the_door_answers(
+def test_edges_that_all_refuse_are_tried_again_and_the_server_socket_answers(
     settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key file that was refused when the only edge started again ended `serve`, and what it said was lost."""

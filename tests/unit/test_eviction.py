@@ -176,7 +176,7 @@ class TestLfu:
             # 0: 1/16 + 1/8 + 1/4 by now, 1: 1/2 + 1
             assert policy.victims(1, anything) == [first]
 
-    def test_decay_goes_on_for_good(self) -> None:
+    def test_decay_never_overflows(self) -> None:
         """Counts are rescaled before they overflow, and the order stays."""
         policy = filled(Lfu(0.25), 0, 1, 2)
         for round_ in range(2000):
@@ -255,7 +255,7 @@ class TestExpertMap:
         policy.expect(np.array([0, 1, 2, 3]), np.array([0.7, 0.1, 0.1, 0.1]))  # 5 has 0.25
         assert policy.victims(3, anything) == [1, 5, 0]
 
-    def test_what_was_told_before_admission_counts(self) -> None:
+    def test_probabilities_before_admission_count(self) -> None:
         policy = ExpertMapEviction(12)
         policy.expect(np.array([0, 1]), np.array([0.9, 0.1]))
         assert filled(policy, 0, 1).victims(2, anything) == [1, 0]

@@ -414,7 +414,7 @@ def test_a_random_model_gets_text_of_the_default_one_and_samples(
     assert start.sampled == {(1.0, 0)}
     assert report.settings["model"] == "4 layers of qwen3-30b-a3b in bf16, random weights"
     assert experiment.of_model("qwen3-30b-a3b").stem == "auto-emulated-qwen3-30b-a3b-bf16"
-    with pytest.raises(ConfigError, match=r"--form is of random models.*--model qwen3-30b-a3b"):
+    with pytest.raises(ConfigError, match=r"--form is for random models.*--model qwen3-30b-a3b"):
         run_experiment(experiment, start=start)
 
 

@@ -147,7 +147,7 @@ def test_special_tokens_and_ends(tmp_path: Path) -> None:
     assert settings(file, "tokenizer_config.json")["eos_token"] == "<x>"
 
 
-def test_what_goes_on_after_the_end_of_a_message(tmp_path: Path) -> None:
+def test_tokens_after_the_end_of_a_message(tmp_path: Path) -> None:
     """gpt-oss: `<|end|>` ends a message, `<|return|>` and `<|call|>` the generation; its channels are text."""
     tokens = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "a", "b", "ab"]
     keys = {"merges": ["a b"], "pre": "gpt-4o", "eos_token_id": 4}

@@ -90,12 +90,12 @@ def test_the_environment_hides_gpus(root: Path, visible: str | None, count: int)
 @pytest.mark.parametrize(
     ("text", "version"), [(_PROPRIETARY, "535.104.05"), (_OPEN, "570.86.15"), (_TEGRA, "540.4.0"), ("strange\n", None)]
 )
-def test_the_kernel_tells_the_drivers_version(root: Path, text: str, version: str | None) -> None:
+def test_the_drivers_version_comes_from_the_kernel(root: Path, text: str, version: str | None) -> None:
     _put(root, version=text)
     assert driver_version() == version
 
 
-def test_nvidia_smi_tells_it_where_the_kernel_does_not(root: Path) -> None:
+def test_nvidia_smi_gives_the_version_where_the_kernel_does_not(root: Path) -> None:
     assert driver_version() is None
     (root / "nvidia-smi").write_text('#!/bin/sh\necho "551.61"\necho "551.61"\n')
     (root / "nvidia-smi").chmod(0o755)

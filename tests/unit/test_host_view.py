@@ -122,7 +122,7 @@ def test_one_transfer_per_layer(options: dict[str, Any], monkeypatch: pytest.Mon
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_what_nobody_foresaw_is_fetched_when_asked_for() -> None:
+def test_unforeseen_rows_are_fetched_on_demand() -> None:
     fetches: list[int] = []
 
     def fetch(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:

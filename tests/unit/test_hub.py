@@ -94,7 +94,7 @@ def test_a_plan_needs_no_weights(
     assert plan(NAME)["dense_estimated"]
 
 
-def test_a_lost_connection_goes_on_where_it_was(
+def test_a_lost_download_resumes_where_it_stopped(
     server: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 10)  # 10 MiB: what arrived of a smaller file is lost

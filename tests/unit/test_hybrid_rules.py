@@ -205,7 +205,7 @@ def test_ktransformers_is_static_ndp_by_another_name() -> None:
 # -- all ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_error_of_the_predicted_time_is_told() -> None:
+def test_the_error_of_the_predicted_time_is_reported() -> None:
     rule = started("freetoken")
     for _ in range(20_000):
         planned(rule, [1])

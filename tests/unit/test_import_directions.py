@@ -186,7 +186,7 @@ def test_every_package_is_installed() -> None:
 _DATED = {"cluster/api/answers.py", "cluster/api/responses.py", "cluster/api/service.py", "proto/tls.py"}
 
 
-def test_durations_and_deadlines_are_on_clocks_that_nobody_sets() -> None:
+def test_durations_and_deadlines_use_the_monotonic_clock() -> None:
     """`time.time` jumps when the clock is set: for the date only."""
     found = {
         str(path.relative_to(_ROOT))

@@ -119,7 +119,7 @@ def test_tokens_are_those_of_a_request_alone(name: str, way: str, checkpoints: A
 
 @pytest.mark.parametrize("name", ["phimoe", "qwen3_moe", "olmoe"])
 @pytest.mark.parametrize("way", ["in pieces", "serial"])
-def test_a_request_of_another_lead_goes_on(name: str, way: str, checkpoints: Any, alone: Any) -> None:
+def test_a_request_of_another_lead_resumes(name: str, way: str, checkpoints: Any, alone: Any) -> None:
     """Its generated tokens are fed in one forward, and have the embeddings of tokens that were generated."""
     with batcher_of(fresh(checkpoints[name]), KV[way]) as batcher:
         for prompt, tokens in zip(prompts(), alone[name], strict=True):

@@ -180,7 +180,7 @@ def test_cancel_after_the_start_is_refused(loader: Loader, device: HeldDevice) -
     assert loader.cancel(item) is False
 
 
-def test_an_error_is_handed_to_its_job_and_the_loader_goes_on(loader: Loader, device: HeldDevice) -> None:
+def test_an_error_reaches_its_job_and_the_loader_continues(loader: Loader, device: HeldDevice) -> None:
     bad, good = jobs("ab")
     device.fail = MemoryError("no")
     loader.submit([bad], DEMAND)

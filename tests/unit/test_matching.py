@@ -360,7 +360,7 @@ def test_wanted_keys_leave_hints_out() -> None:
     assert wanted_keys(given) == ([9, 3, 4], [2.0, 1.0, 1.0])
 
 
-def test_eviction_is_told_what_a_map_says_and_nothing_else() -> None:
+def test_eviction_gets_the_probabilities_of_a_map_and_nothing_else() -> None:
     eviction = ExpertMapEviction(L * E)
     for key in (8, 9, 10):
         eviction.admitted(key)

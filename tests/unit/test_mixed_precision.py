@@ -118,7 +118,7 @@ def test_guesses_have_a_precision() -> None:
     assert {want.key for want in found} == {4, 5, 6, 7}
 
 
-def test_each_width_has_an_order_of_its_own() -> None:
+def test_each_width_has_its_order_of_eviction() -> None:
     policy = TwoPools(Lfu(), 10, 1)
     for key in (1, 2, 11, 12):
         policy.admitted(key)

@@ -315,7 +315,7 @@ def test_a_synchronous_prefetch_lands() -> None:
     assert native.planned == 2
 
 
-def test_the_page_goes_on_with_what_a_native_call_has_queued() -> None:
+def test_the_python_step_continues_with_copies_that_a_native_call_queued() -> None:
     """A pass of many rows runs the page; a flush waits for every copy."""
     unhurried(_page_goes_on)
 

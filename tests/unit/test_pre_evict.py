@@ -190,7 +190,7 @@ class TestImportance:
         assert policy.victims(2, anything) == [3, 1]
         assert policy.victims(3, lambda key: key != 1) == [3, 5]
 
-    def test_where_nobody_has_to_go_no_order_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_victims_no_order_is_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Guards a ranking of all that is held at every prefetch into a free slot."""
         policy = filled((5, 3, 1), 1, E)
         with monkeypatch.context() as free:

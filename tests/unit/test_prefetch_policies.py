@@ -115,7 +115,7 @@ def test_allows_before_a_window_has_closed() -> None:
     assert answers(tested, 5) == [True] * 5
 
 
-def test_rests_exactly_as_long_as_told_after_a_bad_window() -> None:
+def test_rests_for_the_stated_layers_after_a_bad_window() -> None:
     tested = governor()
     tested.used(1)
     tested.wasted(3)

@@ -76,7 +76,7 @@ def test_a_trial_with_other_rows_is_given_up() -> None:
     assert tested.result.trials == 1
 
 
-def test_forwards_that_nobody_measured_decide_nothing() -> None:
+def test_unmeasured_forwards_decide_nothing() -> None:
     tested = trials()
     assert [tested.next(1, None) for _ in range(FIRST + len(TRIAL) + 1)][-1]
     assert tested.result.trials == 0

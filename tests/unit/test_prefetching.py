@@ -172,7 +172,7 @@ def test_embeddings_are_the_spans_means(routers: list[torch.Tensor]) -> None:
     assert len(policy.begun) == 1
 
 
-def test_a_forward_that_nobody_announced_is_a_sequence_of_its_own(routers: list[torch.Tensor]) -> None:
+def test_an_unannounced_forward_is_one_sequence(routers: list[torch.Tensor]) -> None:
     policy, model = Embedding(), Model()
     tested = prefetching(policy, FakeCache(), routers)
     tested.watch_embeddings(model)
@@ -215,7 +215,7 @@ def test_while_prefetch_rests_only_those_that_learn_are_asked(routers: list[torc
     assert cache.asked == []
 
 
-def test_shards_are_told_of_what_is_theirs_even_while_the_lead_rests(routers: list[torch.Tensor]) -> None:
+def test_shards_get_prefetches_of_their_experts_while_the_lead_rests(routers: list[torch.Tensor]) -> None:
     for governor, mine in ((Governor(), [8, 6]), (at_rest(), None)):
         cache, shards = FakeCache(governor), FakeShards()
         tested = prefetching(Scripted([Wanted(k, -float(k)) for k in (9, 8, 7, 6)]), cache, routers, shards)
@@ -276,7 +276,7 @@ def test_speculation_follows_equation_3(tokens: int, top: int, routers: list[tor
     ]
 
 
-def test_a_forward_that_nobody_announced_ends_with_its_last_row(routers: list[torch.Tensor]) -> None:
+def test_an_unannounced_forward_ends_with_its_last_row(routers: list[torch.Tensor]) -> None:
     cache = FakeCache()
     tested = prefetching(SpeculativePrefetch(LAYERS, EXPERTS, 2), cache, routers)
     tested.begin_forward([SequenceRows("a", 0, 1, True)])
@@ -317,7 +317,7 @@ def test_next_gate_does_not_wrap_and_shows_its_scores(routers: list[torch.Tensor
     assert seen == [1, 2, 3]
 
 
-def test_other_shards_are_not_told_of_the_next_forward(routers: list[torch.Tensor]) -> None:
+def test_other_shards_get_no_prefetches_of_the_next_forward(routers: list[torch.Tensor]) -> None:
     cache, shards = FakeCache(), FakeShards()
     tested = prefetching(SpeculativePrefetch(LAYERS, EXPERTS, EXPERTS), cache, routers, shards)
     tested.begin_forward([SequenceRows("a", 0, 1, True)])

@@ -132,7 +132,7 @@ def test_links_that_lead_nowhere_and_in_circles_raise(tmp_path: Path) -> None:
         open_own(tmp_path / "a", os.O_RDONLY)
 
 
-def test_what_is_no_file_and_a_pipe_that_nobody_reads_raise(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_and_a_pipe_without_reader_raise(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match=f"Errno {errno.ENXIO}"):
         open_own(tmp_path / "fifo", os.O_WRONLY)
@@ -166,7 +166,7 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path, how: str) ->
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="caches are elsewhere")
-def test_compiled_code_is_kept_where_nobody_else_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_where_only_the_user_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes /tmp/torchinductor_USER, which another user may have made before, and runs what is in it."""
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # put back afterwards

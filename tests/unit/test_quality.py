@@ -343,10 +343,10 @@ def test_a_budget_makes_the_policy_lossy() -> None:
     [
         ("next-gate", "kl=0.01", "is for the policy auto, and this one is next-gate", "--policy auto"),
         ("cache-conditional", "kl=0.01", "this one is cache-conditional", "--policy auto"),
-        ("auto", "kl=0", "not lossless and no budget", "such as kl=0.01"),
-        ("auto", "kl=-1", "not lossless and no budget", "such as kl=0.01"),
-        ("auto", "kl=nan", "not lossless and no budget", "such as kl=0.01"),
-        ("auto", "0.01", "not lossless and no budget", "such as kl=0.01"),
+        ("auto", "kl=0", "neither lossless nor a budget", "such as kl=0.01"),
+        ("auto", "kl=-1", "neither lossless nor a budget", "such as kl=0.01"),
+        ("auto", "kl=nan", "neither lossless nor a budget", "such as kl=0.01"),
+        ("auto", "0.01", "neither lossless nor a budget", "such as kl=0.01"),
         ("on-demand", "good", "quality 'good'", "such as kl=0.01"),
     ],
 )
@@ -389,7 +389,7 @@ def test_comparisons_run_auto_at_each_quality() -> None:
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="this one is on-demand"):
         load_experiment("compare", given | {"policies": "on-demand"})
-    with pytest.raises(ConfigError, match="no budget"):
+    with pytest.raises(ConfigError, match="nor a budget"):
         load_experiment("compare", given | {"quality": "kl=good"})
 
 

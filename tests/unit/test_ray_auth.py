@@ -87,7 +87,7 @@ def test_the_mode_of_a_cluster_is_taken_over_before_ray_is_imported(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "host:port"])
-def test_nobody_there(address: str) -> None:
+def test_an_address_without_a_ray_is_refused(address: str) -> None:
     with pytest.raises(RuntimeFailure, match=f"'{address}'"):
         check_joinable(address)
 
@@ -113,7 +113,7 @@ def test_the_token_is_made_once_and_private(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_ray_of_its_own_in_a_job_takes_nothing_of_the_job_s(
+def test_a_local_ray_within_a_job_uses_none_of_the_jobs_settings(
     joined: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Guards `ray job submit --working-dir . -- tiermoe run`: the own Ray looked for the job's package in itself."""

@@ -73,7 +73,7 @@ def test_summary_says_which_executor_measured() -> None:
     _shows(text, "75.0% (6 hits, 2 misses)", "500.0 ms", "none (fewer than two tokens)", "emulated", "0 substitutions")
 
 
-def test_a_run_is_told_in_four_lines() -> None:
+def test_a_run_is_reported_in_four_lines() -> None:
     """Issue 30: 50 lines stood around 3 of text. The plan and all counters are for -v."""
     stats = FakeWorker(_SETTINGS, {}).stats().as_dict()
     plan = fake_plan(_SETTINGS, "store")

@@ -303,7 +303,7 @@ def test_free_slots_before_victims() -> None:
     assert View(4, resident=[0, 1, 2]).loads(5, 6) == [(5, -1, 0), (6, 0, 0)]
 
 
-def test_what_is_kept_is_evicted_last() -> None:
+def test_experts_in_keep_are_evicted_last() -> None:
     view = View(4, resident=[0, 1, 2, 3])
     assert view.loads(5, 6, keep=[0, 1]) == [(5, 2, 0), (6, 3, 0)]
     # One slot that is not kept: the loads take turns in it rather than displace what is kept.
@@ -312,7 +312,7 @@ def test_what_is_kept_is_evicted_last() -> None:
     assert view.loads(0, 5, 6, keep=[0, 1, 2]) == [(5, 3, 0), (6, 5, 2)]
 
 
-def test_what_is_kept_gives_way_when_nothing_else_can() -> None:
+def test_experts_in_keep_are_evicted_when_no_others_are_left() -> None:
     view = View(4, resident=[0, 1, 2, 3])
     assert view.loads(5, 6, keep=[0, 1, 2, 3]) == [(5, 0, 0), (6, 1, 0)]
     pinned = View(2, resident=[0, 1], pinned=[1])

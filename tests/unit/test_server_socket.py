@@ -80,7 +80,7 @@ def test_a_port_is_ours_alone() -> None:
     ServerSocket("127.0.0.1", held.port).__exit__(None, None, None)  # at once
 
 
-def test_the_door_says_how_long_the_start_takes() -> None:
+def test_the_server_socket_says_how_long_the_start_takes() -> None:
     steps = Steps(None, {"starting Ray": 6.0, "loading": 30.0})
     with ServerSocket("127.0.0.1", 0) as server_socket, httpx.Client(base_url=server_socket.url, timeout=20) as http:
         server_socket.open(steps.progress)
@@ -97,7 +97,7 @@ def test_the_door_says_how_long_the_start_takes() -> None:
         assert refused.json()["error"]["message"].startswith("the server starts: starting Ray; ready in about 3")
 
 
-def test_the_door_answers_a_client_that_first_sends_all_of_its_body() -> None:
+def test_the_server_socket_answers_a_client_that_first_sends_its_whole_body() -> None:
     with ServerSocket("127.0.0.1", 0) as server_socket:
         server_socket.open(lambda: ("starting", 1.0))
         for path in ("/v1/completions", "/health"):
@@ -181,7 +181,7 @@ def test_descriptors_are_given_by_and_to_this_user_only(monkeypatch: pytest.Monk
     with ServerSocket("127.0.0.1", 0) as server_socket:
         monkeypatch.setattr(module, "_user", lambda peer: calls.pop(0)(peer) if threading.current_thread() is not
                             threading.main_thread() else plain(peer))  # fmt: skip
-        with pytest.raises(RuntimeFailure, match="gives no socket"):
+        with pytest.raises(RuntimeFailure, match="passed no socket"):
             Descriptors(server_socket.name)
         monkeypatch.setattr(module, "_user", lambda peer: 1 + os.getuid() if threading.current_thread() is
                             threading.main_thread() else plain(peer))  # fmt: skip
@@ -206,7 +206,7 @@ def test_a_second_user_gets_no_descriptor() -> None:
         assert as_nobody(ask) == "EACCES"
 
 
-def test_the_end_of_the_door_reaches_whoever_waits() -> None:
+def test_the_end_of_the_server_socket_reaches_waiting_clients() -> None:
     with ServerSocket("127.0.0.1", 0) as server_socket:
         waits = Descriptors(server_socket.name)
         server_socket.hand_over()

@@ -347,7 +347,7 @@ def told(*keys: int, resting: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("resting", [False, True])
-def test_what_is_told_is_understood(resting: bool) -> None:
+def test_an_encoded_residency_is_decoded(resting: bool) -> None:
     cache = holding(1, 7, 11)
     packed = ShardResidency.encode(cache.residency, resting)
     assert packed.nbytes == 2
@@ -434,7 +434,7 @@ def test_experts_of_a_lost_shard_are_where_the_lead_has_them(shards: Any) -> Non
     assert _seen(caches, 0, 0)[2] == [False, True, False]
 
 
-def test_bits_of_another_model_tell_nothing(shards: Any) -> None:
+def test_residency_bits_of_another_model_are_ignored(shards: Any) -> None:
     caches, (one, _) = PeerCaches(shards, L, E), shards.peers.values()
     one.resident = np.full(9, 255, np.uint8)
     assert _seen(caches, 0) == ([], [0, 1, 2] * 2, [False, True, True])

@@ -269,7 +269,7 @@ class Paged:
         self.ledger.block_to_hash[block], self.ledger.hash_to_block[block] = block, block
 
 
-def test_one_block_of_the_prefix_cache_at_the_end_is_kept_and_then_goes() -> None:
+def test_one_last_block_of_the_prefix_cache_stays_and_then_leaves() -> None:
     """It kept all blocks for good: fewer of them would have sufficed, but for where this one lies."""
     cached, paged = Fixture(2, GatedDevice(), most=6), Paged()
     memory = SharedMemory(cached.cache, cached.cache.resize)

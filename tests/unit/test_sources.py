@@ -228,7 +228,7 @@ def test_a_store_that_refuses_is_passed_over(make: Make, monkeypatch: Any) -> No
             take(reader, 0, 2)  # at once, for all of them said so
 
 
-def test_wrong_arrays_are_taken_from_nobody(make: Make, monkeypatch: Any) -> None:
+def test_wrong_arrays_of_any_source_are_refused(make: Make, monkeypatch: Any) -> None:
     stores = make(range(LAYERS), range(LAYERS))
     right = stores.workers[0]._experts
 

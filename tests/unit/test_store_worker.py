@@ -125,7 +125,7 @@ def test_more_than_a_message_carries_is_refused_before_it_is_copied(folder: Path
         assert isinstance(worker.handle(Request(0, ids(0), 0, 1)), StoreReply)
 
 
-def test_a_file_that_changed_is_given_to_nobody(
+def test_a_changed_file_is_not_served(
     worker: StoreWorker, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiermoe.actors.store.pages.LOOK_S", float("inf"))

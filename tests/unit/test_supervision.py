@@ -298,7 +298,7 @@ class FullDisk(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_line_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_cannot_be_written_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Standard error in a file on a full disk: the line about a worker that had died ended the server."""
     from tiermoe.cluster.jobs import options
 

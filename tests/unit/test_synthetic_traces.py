@@ -37,7 +37,7 @@ def test_one_seed_gives_one_routing() -> None:
     assert all(len(set(row)) == 2 for row in ids[0].reshape(-1, 2).tolist())
 
 
-def test_similar_trajectories_tell_of_later_layers() -> None:
+def test_similar_trajectories_predict_later_layers() -> None:
     """Maps find more than chance: the layers read one state."""
     generator = Generator(FAMILIES["flat"], 14, 32, 4)
     ids = np.concatenate([rows.ids for rows in generator.requests(6, 128)]).transpose(1, 0, 2)

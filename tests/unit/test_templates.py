@@ -283,7 +283,7 @@ def test_a_template_that_never_ends_is_refused_by_name(monkeypatch: pytest.Monke
         load_chat_template(tmp_path / "nothing", tmp_path / "own.jinja")
 
 
-def test_a_chat_that_never_ends_delays_nobody_and_its_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_template_delays_no_other_chat_and_its_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _loops_on("messages[0].content == 'loop'")
     monkeypatch.setattr(templates, "RENDER_S", 1.0)
     monkeypatch.setattr("fake_api.ChatTemplate", lambda *_: made)

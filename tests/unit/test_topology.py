@@ -127,7 +127,7 @@ def test_pack_fills_the_roomiest_node_first_and_spread_goes_round() -> None:
     assert [a.bundle for a in spread.actors if a.group] == list(range(7))
 
 
-def test_the_lead_goes_where_it_is_told() -> None:
+def test_the_lead_is_placed_on_the_node_that_the_configuration_names() -> None:
     nodes = [a_node("b", CPU=7, GPU=3), a_node("c", CPU=3, GPU=1)]
     for lead in ("c", "10.0.0.99"):
         assert [a.node for a in plan(nodes, shards=2, lead=lead).having("lead", "shard")] == ["c", "b"]

@@ -69,19 +69,19 @@ def test_each_format_by_its_contents(source: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (SOURCES["vllm lists"] + "\n{", r"f:2 is no JSON"),
+        (SOURCES["vllm lists"] + "\n{", r"f:2 is not JSON"),
         (SOURCES["vllm lists"] + "\n{}", r"f:2 has no routed_experts"),
         (json.dumps({"routed_experts": IDS.tolist()}), r"f:1 does not say how long the prompt is"),
-        (json.dumps(OFFLINE | {"routed_experts": [[1, 2]]}), r"f:1: routed_experts is no array"),
-        (json.dumps(OFFLINE | {"routed_experts": "xx"}), r"f:1: routed_experts is no array"),
+        (json.dumps(OFFLINE | {"routed_experts": [[1, 2]]}), r"f:1: routed_experts is not an array"),
+        (json.dumps(OFFLINE | {"routed_experts": "xx"}), r"f:1: routed_experts is not an array"),
         (json.dumps(OFFLINE | {"routed_experts": [[[1, 1]]]}), r"f:1: .* picks one expert twice"),
         (SOURCES["megatron"] + "\n" + json.dumps(megatron(1, IDS)[0]), r"f:7: step 1 has layer 3 twice"),
         (SOURCES["megatron"] + "\n" + json.dumps(megatron(2, IDS)[0]), r"step 2 lacks a layer"),
-        (SOURCES["csv"] + "\na,3,0,decode,x 1", r"f:8 has something else than whole numbers"),
+        (SOURCES["csv"] + "\na,3,0,decode,x 1", r"f:8 has values that are not whole numbers"),
         (SOURCES["csv"] + "\na,0,0,decode,1 2", r"f:8: layer 0 of token 0 is there twice"),
         (SOURCES["csv"] + "\na,3,0,decode,1 2", r"have different layers"),
         ("layer,token\n", r"f:1 has the columns"),
-        ("hello", r"is of no known format"),
+        ("hello", r"has an unknown format"),
     ],
 )
 def test_refusals_name_the_line(text: str, message: str, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def claiming(shape: tuple[int, ...], kind: str = "<i8", data: bytes = b"12345678
 def test_an_array_is_no_larger_than_its_bytes(routed: object, tmp_path: Path) -> None:
     """Guards a MemoryError: the header of a .npy file in a line of 1.2 MB said 8 TB, and was believed."""
     (tmp_path / "file").write_text(json.dumps({"prompt_token_ids": [1], "routed_experts": routed}))
-    with pytest.raises(TraceError, match="routed_experts is no array"):
+    with pytest.raises(TraceError, match="routed_experts is not an array"):
         import_trace(tmp_path / "file", tmp_path / "out", None, "x", None, 1)
     assert not (tmp_path / "out").exists()
 
@@ -134,9 +134,9 @@ def test_one_great_id_does_not_make_a_trace_of_gigabytes(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("experts", "lines", "message"),
     [
-        (1 << 20, ["0,0,1"], "makes no trace: experts: "),
+        (1 << 20, ["0,0,1"], "cannot become a trace: experts: "),
         (None, [f"0,{layer},65535" for layer in range(100)], "100 layers of 65536 experts are more than any model has"),
-        (None, ["0,0," + "1" * 200_000], "no CSV file: field larger than field limit"),
+        (None, ["0,0," + "1" * 200_000], "not a CSV file: field larger than field limit"),
     ],
 )
 def test_impossible_sizes(experts: int | None, lines: list[str], message: str, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_impossible_sizes(experts: int | None, lines: list[str], message: str, t
 
 def test_deep_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text('{"routed_experts": ' + "[" * 100_000)
-    with pytest.raises(TraceError, match="is no JSON"):
+    with pytest.raises(TraceError, match="is not JSON"):
         import_trace(tmp_path / "file", tmp_path / "out", None, "x", None, 1)
 
 

@@ -92,7 +92,7 @@ def test_reuse_by_hand() -> None:
     assert found.depth.tolist() == [[4, 4], [0, 4], [0, 4], [3, 2]]  # before the last: order 3, 2, 1, 0
 
 
-def test_prefill_tells_of_decode_where_requests_keep_to_their_experts() -> None:
+def test_prefill_predicts_decode_where_requests_reuse_their_experts() -> None:
     ids = np.array([[[0], [0], [1], [1], [1], [0]]])
     request, later = np.array([0, 0, 0, 1, 1, 1]), np.array([False, False, True] * 2)
     found = phase_cosines(ids, request, later, 2)

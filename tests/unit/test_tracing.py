@@ -63,7 +63,7 @@ def test_each_choice_has_its_parts() -> None:
     assert whole.attributes["gen_ai.request.choice.count"] == 2
 
 
-def test_the_clients_trace_goes_on() -> None:
+def test_spans_continue_the_clients_trace() -> None:
     *_, whole = spans_of({"prompt": "abc"}, {"traceparent": _PARENT, "tracestate": "vendor=1"})
     assert f"{whole.context.trace_id:032x}" == _PARENT.split("-")[1]
     assert f"{whole.parent.span_id:016x}" == _PARENT.split("-")[2]

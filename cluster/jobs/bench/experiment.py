@@ -360,7 +360,7 @@ class Experiment(Settings):
         for option in ("form", "layers"):
             if getattr(self.random, option) is not None:
                 remedy = f"leave it out, or give --model {' or '.join(MODELS)}"
-                raise ConfigError(f"--{option} is of random models", remedy)
+                raise ConfigError(f"--{option} is for random models", remedy)
         return self
 
     @property

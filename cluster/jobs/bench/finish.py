@@ -24,7 +24,7 @@ Model = Annotated[str | None, option_of(RunConfig, "model")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; --json FILE.json: as --out.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
 Out = Annotated[Path | None, typer.Option(help="FILE.json: the JSON object; a folder: also the tables of NAME.md.")]
-Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters: what is not fixed here.")]
+Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters, of the other keys.")]
 
 
 def finish(

@@ -132,7 +132,7 @@ def checked_blocks(model: Any, manifest: Manifest, what: str = "replicas") -> li
     blocks = find_blocks(model, manifest)
     if any(block.activation is None or block.post is not None for block in blocks):
         raise UnsupportedModelError(
-            f"the experts of {manifest.architecture} have a gating of their own", f"use it without {what}"
+            f"the experts of {manifest.architecture} have their own gating", f"use it without {what}"
         )
     return blocks
 

@@ -100,7 +100,7 @@ def record_command(
     if not 0 <= distances <= MAX_DISTANCE:
         raise ConfigError(f"--distances is {distances}", f"give a number from 0 to {MAX_DISTANCE}")
     if sample is None and (seed is not None or ignore_eos):
-        raise ConfigError("--seed and --ignore-eos are of sampled tokens", "leave them out, or pass --sample 0.8")
+        raise ConfigError("--seed and --ignore-eos are for sampled tokens", "leave them out, or pass --sample 0.8")
     try:
         sampling = sampling_params(max_tokens, sample or 0.0, 1.0, 0, seed)
     except RequestError as error:

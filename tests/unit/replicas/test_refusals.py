@@ -156,7 +156,7 @@ def test_unusual_gating_is_refused_before_anything_is_written(
         raise AssertionError("the refusal comes first")
 
     monkeypatch.setattr(quantize, "Calibrated", refuse)
-    with pytest.raises(UnsupportedModelError, match="have a gating of their own; use it without replicas"):
+    with pytest.raises(UnsupportedModelError, match="have their own gating; use it without replicas"):
         add_replicas(store, checkpoint, ReplicaOptions((3,)), calibration, progress=False)
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert {path for path in after if before.get(path) != after[path]} == set()
