@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import astuple
 from itertools import combinations, product
@@ -157,8 +157,8 @@ def _cell(
 ) -> dict[str, Any]:
     """One cell: the first prompt warms both executors up and does not count."""
     simulated = _simulated(config, costs, trace)
-    measured_s, stats = _served(config, prompts, tokens)
-    report.executor = stats.executor
+    times_s, stats = _served(config, prompts, tokens)
+    report.executor, measured_s = stats.executor, fmean(times_s)
     times = {"measured_ms": measured_s * 1e3, "simulated_ms": simulated["tpot_s"] * 1e3}
     return _compared(config, stats, simulated) | times | {"ratio": simulated["tpot_s"] / measured_s}
 
@@ -176,17 +176,20 @@ def _stepped_cell(config: RunConfig, trace: Trace, prompts: Sequence[Prompt], to
     return {"budget": config.budget, "link_gbps": link.gbps} | _compared(config, stats, simulated)
 
 
-def _served(config: RunConfig, prompts: Sequence[Prompt], tokens: int) -> tuple[float, EngineStats]:
-    """Mean TPOT and the counters of all prompts but the first."""
-    times = list[float]()
+def _served(
+    config: RunConfig, prompts: Sequence[Prompt], tokens: int, advance: Callable[[], None] = lambda: None
+) -> tuple[list[float], EngineStats]:
+    """TPOT of each prompt but the first, and the counters of these."""
+    times_s = list[float]()
     with closing(start_worker(config)) as worker:
         for number, prompt in enumerate(prompts):
             if number == 1:
                 worker.reset_stats()
             measures, _ = serve(worker.submit, [prompt], tokens)
             if number:
-                times.append(measures["tpot_s"])
-        return fmean(times), worker.stats()
+                times_s.append(measures["tpot_s"])
+            advance()
+        return times_s, worker.stats()
 
 
 def _compared(config: RunConfig, stats: EngineStats, simulated: dict[str, Any]) -> dict[str, Any]:
@@ -311,18 +314,8 @@ def _measured_speed(
     label: str,
 ) -> dict[str, Any]:  # fmt: skip
     """Median tokens per second and the spread over the prompts, the hit rate, and a token's waits for copies."""
-    advance = advancing(progress, label, len(prompts))
-    speeds: list[float] = []
-    with closing(start_worker(config)) as worker:
-        report.executor = worker.stats().executor
-        for number, prompt in enumerate(prompts):
-            if number == 1:
-                worker.reset_stats()
-            measures, _ = serve(worker.submit, [prompt], options.max_tokens)
-            if number:
-                speeds.append(1 / measures["tpot_s"])
-            advance()
-        stats = worker.stats()
+    times_s, stats = _served(config, prompts, options.max_tokens, advancing(progress, label, len(prompts)))
+    report.executor, speeds = stats.executor, [1 / tpot_s for tpot_s in times_s]
     forwards = options.max_tokens * (len(prompts) - 1)  # a prompt's counts as one
     return {
         "measured": median(speeds), "least": min(speeds), "most": max(speeds), "hit_rate": stats.hit_rate,

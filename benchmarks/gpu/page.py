@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiermoe.cluster.jobs.bench.metrics import fill_page, markdown
+from tiermoe.cluster.jobs.bench.metrics import fill_page, markdown, text_of
 
 PAGE = "docs/results/gpu.md"
 _VERDICT = {True: "holds", False: "**missed**"}
@@ -74,15 +74,5 @@ def _rows(kind: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    """A spread as median (range), nested values on one line, numbers with four digits."""
-    if isinstance(value, Mapping):
-        if value.keys() == {"median", "minimum", "maximum"}:
-            return f"{_cell(value['median'])} ({_cell(value['minimum'])} to {_cell(value['maximum'])})"
-        return ", ".join(f"{key} {_cell(part)}" for key, part in value.items())
-    if isinstance(value, list | tuple):
-        return "; ".join(map(_cell, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else " ".join(str(value).replace("|", "\\|").split())[:_CELL]
+    """Text of a driver or a library may be long, of several lines, and have bars."""
+    return " ".join(text_of(value).replace("|", "\\|").split())[:_CELL]

@@ -264,8 +264,23 @@ def _without_nan(value: Any) -> Any:
 def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
     """Head and cells of the report's rows; what a row does not have is empty."""
     shown = list(report.shown) or [key for key in dict.fromkeys(chain(*report.rows)) if key != "values"]
-    found = [[row.get(key, "") for key in shown] for row in report.rows]
-    return shown, [[f"{cell:.5g}" if isinstance(cell, float) else str(cell) for cell in cells] for cells in found]
+    return shown, [[text_of(row.get(key)) for key in shown] for row in report.rows]
+
+
+def text_of(value: Any) -> str:
+    """A table's cell: a spread as median (range), nested values on one line, numbers of five digits; None is empty."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"median", "minimum", "maximum"}:
+            median, *ends = (text_of(value[name]) for name in ("median", "minimum", "maximum"))
+            return f"{median} ({' to '.join(ends)})"
+        return ", ".join(f"{key} {text_of(part)}" for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return "; ".join(map(text_of, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "" if value is None else str(value)
 
 
 def fill_report_page(page: Path, report: Report) -> None:

@@ -24,7 +24,7 @@ from ....errors import ConfigError, RuntimeFailure
 from ...prompt import load_tokenizer
 from ...report.results import percentiles
 from .cases import Serve
-from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio
+from .metrics import Bar, Case, Measures, Report, Spread, interleaved, median_ratio
 from .serving import heldout_prompts, run_config
 
 PEER = "transformers"
@@ -100,17 +100,15 @@ def _row(spreads: dict[str, Spread], answered: Sequence[Answered]) -> dict[str, 
 
 
 def _bars(options: Serve, results: dict[tuple[str, int], dict[str, Spread]]) -> Iterator[Bar]:
-    def rates(name: str, streams: int) -> Sequence[float]:
-        return results[name, streams]["tokens_per_s"].values
-
-    def paired(some: Sequence[float], others: Sequence[float]) -> float:
-        return float(np.median([ratio(one, other) for one, other in zip(some, others, strict=True)]))
+    def rates(name: str, streams: int) -> Spread:
+        return results[name, streams]["tokens_per_s"]
 
     first, last = f"tiermoe {options.budget[0]}", f"tiermoe {options.budget[-1]}"
     if {1, 8} <= set(options.streams):
-        yield Bar(f"{first}: tokens/s of 8 streams over one", paired(rates(first, 8), rates(first, 1)), ">=", GAIN)
+        gain = median_ratio(rates(first, 8), rates(first, 1))
+        yield Bar(f"{first}: tokens/s of 8 streams over one", gain, ">=", GAIN)
     if 8 in options.streams:
-        yield Bar(f"{last} over {PEER}, 8 streams", paired(rates(last, 8), rates(PEER, 8)), ">=", SHARE)
+        yield Bar(f"{last} over {PEER}, 8 streams", median_ratio(rates(last, 8), rates(PEER, 8)), ">=", SHARE)
 
 
 def _case(
