@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fake_gpu import FakeGpu
@@ -20,7 +22,6 @@ from tiermoe.actors.engine.model.kernels import (
     expert_kernel_times,
     fastest,
     fill_slots,
-    kernel_for,
     problem_of,
 )
 from tiermoe.actors.engine.model.model import MoeBlock
@@ -44,6 +45,10 @@ def operands(pool: SlotPool) -> Operands:
     return Operands(pool.gate_up, pool.down, None, None)
 
 
+def kernel_for(pool: SlotPool, block: MoeBlock, setting: Any = "auto") -> Any:
+    return Kernels(pool, setting, [block]).of(block)
+
+
 def time_of(kernel: str, us: float) -> KernelTime:
     return KernelTime(kernel, "decode", 1, 4, us, us, 1.0)
 
@@ -61,7 +66,7 @@ def test_on_the_cpu_it_is_as_it_was() -> None:
     }  # fmt: skip
     for setting in ("triton", "grouped"):
         with pytest.raises(ConfigError, match="needs a GPU"):
-            kernel_for(pool, block(), setting)  # type: ignore[arg-type]
+            kernel_for(pool, block(), setting)
 
 
 def test_another_kernel_must_be_clearly_faster_than_triton() -> None:

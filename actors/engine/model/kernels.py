@@ -359,8 +359,3 @@ def fastest(times: Sequence[KernelTime]) -> str:
         return best.kernel
     mine = min(ours, key=lambda time: time.us)
     return best.kernel if best.us < _MARGIN * mine.us else mine.kernel
-
-
-def kernel_for(pool: SlotPool, block: MoeBlock, setting: ExpertKernelName = "auto") -> ExpertKernel:
-    """The kernel of one layer; see `Kernels`."""
-    return Kernels(pool, setting, [block]).of(block)
