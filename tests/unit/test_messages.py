@@ -7,8 +7,6 @@ import functools
 import re
 from pathlib import Path
 
-import pytest
-
 from tiermoe import errors
 
 _ROOT = Path(errors.__file__).parent
@@ -86,21 +84,4 @@ def test_bytes_are_written_by_one_function() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if written.search(line)
     ]
-    assert places(found) == []
-
-
-@pytest.mark.parametrize("word", ["is not whole", "download it again"])
-def test_words_that_say_nothing_are_gone(word: str) -> None:
-    found = []
-    for path, nodes, _ in sources():
-        docs = {
-            id(node.body[0].value)
-            for node in nodes
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.body
-            and isinstance(node.body[0], ast.Expr)
-        }
-        for node in nodes:
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-                found += [(path, node.lineno)] if word in node.value else []
     assert places(found) == []
