@@ -1,9 +1,4 @@
-"""The loader's queue, seen through a device whose copies wait for the test.
-
-The stand-in's link: order, rate, cancelling and closing, seen in the times that it gives to copies.
-
-The CPU stand-in's link, and which device one gets.
-"""
+"""Copies to the stand-in for a GPU: the loader's queue, the link's order, rate, cancelling and closing, the device."""
 
 from __future__ import annotations
 
@@ -421,12 +416,24 @@ def copy(device: CpuDevice, nbytes: int = 4000) -> Copied:
     return device.copy((torch.empty_like(source),), (source,), None)
 
 
-def test_a_copy_takes_latency_and_bytes_over_bandwidth(clock: Clock) -> None:
-    copied = copy(CpuDevice(LinkSettings(gbps=0.001, latency_us=500)), 4000)
-    assert copied.start_s == 100.0
-    assert copied.end_s - copied.start_s == pytest.approx(0.0005 + 4000 / 1e6)
-    assert clock.now_s == pytest.approx(copied.end_s)
-    assert copied.event is None
+@pytest.mark.parametrize(
+    ("link", "sources", "seconds"),
+    [
+        (LinkSettings(gbps=0.001, latency_us=500), [torch.zeros(1000)], 0.0005 + 4000 / 1e6),
+        # all tensors of an expert share one latency
+        (LinkSettings(gbps=0.001, latency_us=1000), [torch.zeros(10), torch.zeros(30)], 0.001 + 160 / 1e6),
+        (LinkSettings(gbps=0.001), [torch.zeros(100, dtype=torch.bfloat16)], 400 / 1e6),  # the bytes of the slot
+        (LinkSettings(), [torch.zeros(1000)], 0.0),
+        (LinkSettings(latency_us=7), [torch.zeros(1000)], 7e-6),
+    ],
+)
+def test_a_copy_takes_latency_and_bytes_over_bandwidth(
+    link: LinkSettings, sources: list[torch.Tensor], seconds: float, clock: Clock
+) -> None:
+    copied = CpuDevice(link).copy(tuple(torch.empty(s.shape) for s in sources), tuple(sources), None)
+    assert (copied.start_s, copied.event) == (100.0, None)
+    assert copied.end_s - copied.start_s == pytest.approx(seconds)
+    assert clock.slept_s == pytest.approx(seconds)
 
 
 def test_copies_follow_each_other_without_overlap(clock: Clock) -> None:
@@ -437,27 +444,6 @@ def test_copies_follow_each_other_without_overlap(clock: Clock) -> None:
     third = copy(device)
     assert third.start_s == pytest.approx(second.end_s + 5.0)  # an idle link starts at once
     assert third.end_s == pytest.approx(third.start_s + 0.004)
-
-
-def test_all_tensors_of_an_expert_share_one_latency(clock: Clock) -> None:
-    device = CpuDevice(LinkSettings(gbps=0.001, latency_us=1000))
-    source = (torch.zeros(10), torch.zeros(30))
-    copied = device.copy(tuple(map(torch.empty_like, source)), source, None)
-    assert copied.end_s - copied.start_s == pytest.approx(0.001 + 160 / 1e6)
-
-
-def test_the_link_carries_the_bytes_of_the_slot(clock: Clock) -> None:
-    device = CpuDevice(LinkSettings(gbps=0.001))
-    source = torch.zeros(100, dtype=torch.bfloat16)
-    copied = device.copy((torch.empty(100),), (source,), None)
-    assert copied.end_s - copied.start_s == pytest.approx(400 / 1e6)
-
-
-def test_no_rate_no_wait(clock: Clock) -> None:
-    copy(CpuDevice(LinkSettings()))
-    assert clock.slept_s == 0.0
-    copy(CpuDevice(LinkSettings(latency_us=7)))
-    assert clock.slept_s == pytest.approx(7e-6)
 
 
 def test_the_real_clock_is_never_faster_than_the_link() -> None:
