@@ -46,17 +46,20 @@ DEVICE = NdpProfile(**UNIT)
 
 
 class TestPackedBytes:
-    def test_full_precision(self) -> None:
-        assert packed_bytes(*MIXTRAL, 16, None) == 336 * 2**20  # DESIGN's Mixtral expert
-        assert packed_bytes(*MIXTRAL, 16, 128) == 336 * 2**20
-
-    def test_scales_and_offsets_per_group(self) -> None:
-        # 3 * 64 * 32 weights; gate and up: 2 * 32 outputs of 64 inputs, down: 64 outputs of 32
-        assert packed_bytes(64, 32, 4, 32) == 6144 // 2 + 4 * (2 * 32 * 2 + 64 * 1)
-        assert packed_bytes(64, 32, 3, None) == 6144 * 3 // 8 + 4 * (2 * 32 + 64)
-
-    def test_the_last_group_and_the_last_byte_may_be_short(self) -> None:
-        assert packed_bytes(33, 1, 3, 32) == 38 + 4 * (2 * 1 * 2 + 33 * 1)  # 297 bits are 37.1 bytes
+    @pytest.mark.parametrize(
+        ("hidden", "neurons", "bits", "group", "nbytes"),
+        [
+            (*MIXTRAL, 16, None, 336 * 2**20),  # DESIGN's Mixtral expert
+            (*MIXTRAL, 16, 128, 336 * 2**20),
+            # 3 * 64 * 32 weights; gate and up: 2 * 32 outputs of 64 inputs, down: 64 outputs of 32
+            (64, 32, 4, 32, 6144 // 2 + 4 * (2 * 32 * 2 + 64 * 1)),
+            (64, 32, 3, None, 6144 * 3 // 8 + 4 * (2 * 32 + 64)),
+            # the last group and the last byte may be short: 297 bits are 37.1 bytes
+            (33, 1, 3, 32, 38 + 4 * (2 * 1 * 2 + 33 * 1)),
+        ],
+    )
+    def test_by_hand(self, hidden: int, neurons: int, bits: int, group: int | None, nbytes: int) -> None:
+        assert packed_bytes(hidden, neurons, bits, group) == nbytes
 
     @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
     def test_group_128_costs_a_quarter_bit(self, bits: int) -> None:
