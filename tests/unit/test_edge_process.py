@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,61 +146,59 @@ class _Ref:
         self._actor_id = SimpleNamespace(hex=lambda: f"id{number}")
 
 
+class _Edges(servers.HttpServer):
+    """A server over edges 0 and 1, of which Ray's table knows nothing but what the test enters: the others are dead.
+
+    said: what the server's door was told.
+    """
+
+    def __init__(self, settings: ApiSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.table: dict[str, dict[str, str]] = {}
+        self.said: list[str] = []
+        door = SimpleNamespace(answer_unavailable=self.said.append, hand_over=lambda: self.said.append("handed over"))
+        super().__init__(settings, door, {})  # type: ignore[arg-type]
+        self._made = map(_Ref, itertools.count())
+        self._edges = [next(self._made), next(self._made)]
+        monkeypatch.setattr(servers.gcs, "actors", lambda: self.table)
+
+    def _make(self) -> _Ref:
+        return next(self._made)
+
+    def looks(self, rested: bool = False) -> tuple[str | None, list[int]]:
+        """What a look says, and the edges after it."""
+        if rested:
+            self._rest_s = 0.0
+        return self.look(), [edge.number for edge in self._edges]
+
+
 def test_an_edge_that_refuses_to_start_again_is_made_anew_while_another_serves(
     settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = {"id0": {"State": "DEAD"}, "id1": {"State": "RESTARTING"}, "id2": {"State": "DEAD"}}
-    http = servers.HttpServer(settings, None, {})  # type: ignore[arg-type]
-    http._edges = [_Ref(0), _Ref(1)]
-    made = iter([_Ref(2), _Ref(3)])
-    monkeypatch.setattr(servers.gcs, "actors", lambda: table)
-    monkeypatch.setattr(http, "_make", lambda: next(made))
-    assert http.look() is None
-    assert [edge.number for edge in http._edges] == [2, 1]
-    assert http.look() is None  # it rests
-    assert [edge.number for edge in http._edges] == [2, 1]
-    http._rest_s = 0.0
-    assert http.look() is None
-    assert [edge.number for edge in http._edges] == [3, 1]
-
-
-class _FakeDoor:
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def answer_unavailable(self, why: str) -> None:
-        self.said.append(why)
-
-    def hand_over(self) -> None:
-        self.said.append("handed over")
+    http = _Edges(settings, monkeypatch)
+    http.table["id1"] = {"State": "RESTARTING"}
+    assert http.looks() == (None, [2, 1])
+    assert http.looks() == (None, [2, 1])  # it rests
+    assert http.looks(rested=True) == (None, [3, 1])
+    assert http.said == []
 
 
 def test_edges_that_all_refuse_are_tried_again_and_the_server_socket_answers(
     settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key file that was refused when the only edge started again ended `serve`, and what it said was lost."""
-    table = {f"id{i}": {"State": "DEAD"} for i in range(4)}
-    server_socket = _FakeDoor()
-    http = servers.HttpServer(settings, server_socket, {})  # type: ignore[arg-type]
-    http._edges = [_Ref(0), _Ref(1)]
-    made = iter(map(_Ref, range(2, 6)))
-    refusals: dict[int, Exception | None] = {i: RayTaskError("f", "t", ConfigError(f"{i}", "")) for i in range(4)}
+    http = _Edges(settings, monkeypatch)
 
     def get(ref: int, timeout: float) -> None:
-        if (refusal := refusals.get(ref)) is not None:
-            raise refusal
+        if ref < 4:
+            raise RayTaskError("f", "t", ConfigError(f"{ref}", ""))
 
-    monkeypatch.setattr(servers.gcs, "actors", lambda: table)
     monkeypatch.setattr(servers.ray, "get", get)
     monkeypatch.setattr(servers.ray, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r < 5], []))
-    monkeypatch.setattr(http, "_make", lambda: next(made))
-    assert str(http.look()).startswith("the HTTP server does not serve, and is tried again: 0")
-    assert server_socket.said == [servers._NONE_SERVES]
-    assert [edge.number for edge in http._edges] == [2, 3]
+    said, edges = http.looks()
+    assert str(said).startswith("the HTTP server does not serve, and is tried again: 0")
+    assert (http.said, edges) == ([servers._NONE_SERVES], [2, 3])
     assert "again: 3" in str(http.look())  # they refuse, too; it rests
-    http._rest_s = 0.0
-    assert "again: 3" in str(http.look())
-    table |= {"id4": {"State": "ALIVE"}, "id5": {"State": "PENDING_CREATION"}}
-    assert http.look() is None
-    assert server_socket.said == [servers._NONE_SERVES, "handed over"]
-    assert [edge.number for edge in http._edges] == [4, 5]
+    assert "again: 3" in str(http.looks(rested=True)[0])
+    http.table |= {"id4": {"State": "ALIVE"}, "id5": {"State": "PENDING_CREATION"}}
+    assert http.looks() == (None, [4, 5])
+    assert http.said == [servers._NONE_SERVES, "handed over"]
