@@ -324,8 +324,8 @@ class Deployment:
                 scratch=scratch, notify=self._notify, step=self._step, **self._classes,
             )  # fmt: skip
             self._replicas.append(replica)
-            replica.reserve(self._left)
-        started = [replica.start(self._left) for replica in self._replicas]
+            replica.reserve(self._remaining_s)
+        started = [replica.start(self._remaining_s) for replica in self._replicas]
         self.plan = started[0]
 
     def _failure(self, error: BaseException) -> TierMoeError | None:
@@ -341,6 +341,6 @@ class Deployment:
         deadline_s = self.config.ray.startup_deadline_s
         return as_failure(error, "the runtime did not start", deadline_s, "ray.startup_deadline_s")
 
-    def _left(self) -> float:
+    def _remaining_s(self) -> float:
         """Seconds until the start-up deadline; never zero, which Ray takes for `do not wait`."""
         return max(0.001, self._deadline_s - time.monotonic())

@@ -361,7 +361,7 @@ class TemplateBody(RequestBody):
         if self.documents and (self.chat_template_kwargs or {}).get("documents"):
             raise refused("'documents' are given twice; leave those in chat_template_kwargs out", "documents")
         if self.continue_final_message and self.add_generation_prompt:
-            message = "'continue_final_message' goes on with the last message; set add_generation_prompt to false"
+            message = "'continue_final_message' continues the last message; set add_generation_prompt to false"
             raise refused(message, "continue_final_message")
 
 

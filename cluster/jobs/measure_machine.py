@@ -202,7 +202,7 @@ class _Watch:
         self._engine = engine
         self.decode_copies, self.decode_steps = 0.0, 0
         self._before: Callable[..., Any] = engine.begin_forward
-        self._begun: float | None = None  # copies at the begin of the decode step before
+        self._copies_before: float | None = None  # copies at the begin of the decode step before
 
     @property
     def copies(self) -> float:
@@ -224,10 +224,10 @@ class _Watch:
 
     def _step(self, one: bool) -> None:
         copies = self.copies if one else 0.0
-        if one and self._begun is not None:
-            self.decode_copies += copies - self._begun
+        if one and self._copies_before is not None:
+            self.decode_copies += copies - self._copies_before
             self.decode_steps += 1
-        self._begun = copies if one else None
+        self._copies_before = copies if one else None
 
 
 def _typical(values: Sequence[float], missing: Sequence[int]) -> float:

@@ -249,7 +249,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def forward(self, forward: RecordedForward, dense_s: float) -> None:
-        """All layers; the clock goes on. dense_s: of the dense part of each."""
+        """All layers; the clock advances. dense_s: of the dense part of each."""
         hooks, prefetch = self._hooks, self._prefetch
         scores = None if prefetch is None else prefetch.by_scores()
         views: list[RecordedLayer | None] = [None]  # of the present layer, once a hook has read it

@@ -58,7 +58,7 @@ def serve(
     """Run recorded requests, up to `at_once` in each forward.
 
     A request joins at the first forward after its arrival at which there is room, in order of arrival; TTFT and latency
-    include its time in the queue. With nothing to run, the clock goes on to the next arrival.
+    include its time in the queue. With nothing to run, the clock advances to the next arrival.
 
     Args:
         advanced: called after each request.

@@ -29,7 +29,7 @@ class Machine(Costs):
     Attributes:
         link_gbps: 1e9 bytes per second of each GPU's own link; None: copies take no time. link_latency_us: of a copy.
         miss_s: of the host in a layer that misses an expert. load_s: of the host for each expert that is loaded.
-        wait_s: from a copy's end until a layer that waits for it goes on.
+        wait_s: from a copy's end until a layer that waits for it continues.
         context_s: of a layer's attention for each token of a sequence's context.
         kernel_share: speed of kernels while a copy is under way; 1: they read other memory than copies.
         gpus: with a link and a shard of the experts each. peer_gbps, peer_us: a message between two of them; None: no

@@ -93,7 +93,7 @@ class SimulatedShard:
         self.clock.now_s = max(self.clock.now_s, at_s)
 
     def run(self, layer: int, part: Routing) -> ExpertResult:
-        """The experts of a layer; the clock goes on. The result has no sums."""
+        """The experts of a layer; the clock advances. The result has no sums."""
         begin_s, before = self.clock.now_s, self.cache.counts(layer)
         passed = range(self._layer + 1, layer) if layer > self._layer else range(layer)
         for index in passed:

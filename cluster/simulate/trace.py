@@ -239,10 +239,10 @@ class Trace:
         """The requests in recorded order.
 
         Raises:
-            TraceError: a chunk's bytes do not match, or its contents are no routing.
+            TraceError: a chunk's bytes do not match, or its contents are not routing.
         """
         table = _Embeddings(self.header.hidden)
-        begun: _Begun | None = None
+        partial: _PartialRequest | None = None
         for record in self.header.chunks:
             arrays = read_chunk(self.path, self.header, record)
             table.extend(arrays["embedding_tokens"], arrays["embeddings"])
@@ -251,31 +251,32 @@ class Trace:
             for number, index, rows, phase in arrays["iterations"].tolist():
                 part = {name: arrays[name][row : row + rows] for name in self.header.row_arrays()}
                 row += rows
+                request = record.first_request + number
                 if index == 0:
-                    if number not in starts or (begun is not None and record.first_request + number <= begun.number):
+                    if number not in starts or (partial is not None and request <= partial.number):
                         raise self._wrong(record, f"request {number} begins where it cannot")
-                    if begun is not None:
-                        yield begun.request()
+                    if partial is not None:
+                        yield partial.request()
                     place = starts[number]
-                    begun = _Begun(
-                        record.first_request + number, int(arrays["requests"][place, 1]),
+                    partial = _PartialRequest(
+                        request, int(arrays["requests"][place, 1]),
                         arrays["prompt_embeddings"][place], [],
                     )  # fmt: skip
-                elif begun is None or begun.number != record.first_request + number or len(begun.parts) != index:
-                    raise self._wrong(record, f"iteration {index} of request {number} follows on nothing")
+                elif partial is None or partial.number != request or len(partial.parts) != index:
+                    raise self._wrong(record, f"iteration {index} of request {number} follows no iteration before it")
                 embedding = table.mean(part["tokens"])
                 if embedding is None:
                     raise self._wrong(record, "a token's embedding is missing")
-                begun.parts.append(Iteration(decode=phase == DECODE, embedding=embedding, **part))
-        if begun is not None:
-            yield begun.request()
+                partial.parts.append(Iteration(decode=phase == DECODE, embedding=embedding, **part))
+        if partial is not None:
+            yield partial.request()
 
     def _wrong(self, record: ChunkRecord, what: str) -> TraceError:
         return TraceError(f"'{self.path / record.file}': {what}", _AGAIN)
 
 
 @dataclass(eq=False)
-class _Begun:
+class _PartialRequest:
     number: int
     prompt_tokens: int
     embedding: NDArray[np.float32]

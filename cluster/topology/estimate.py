@@ -350,11 +350,11 @@ def make_plans(
                 raise
             what = f"replica {index + 1} of {replicas} does not fit beside the replicas before it: {error.what}"
             raise type(error)(what, f"{error.remedy}; or lower cluster.replicas") from error
-        nodes = [_left_of(node, plans[-1].topology.loads) for node in nodes]
+        nodes = [_without_loads(node, plans[-1].topology.loads) for node in nodes]
     return plans
 
 
-def _left_of(node: NodeInfo, loads: Sequence[NodeLoad]) -> NodeInfo:
+def _without_loads(node: NodeInfo, loads: Sequence[NodeLoad]) -> NodeInfo:
     """The node without what was planned on it."""
     resources = dict(node.resources)
     for load in (load for load in loads if load.node == node.id):

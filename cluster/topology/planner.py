@@ -76,17 +76,17 @@ class NodeUsage:
         """Bytes for our processes; None if the node does not say."""
         return int(self.node.resources["memory"]) if "memory" in self.node.resources else None
 
-    def left(self, resource: str) -> float:
+    def free(self, resource: str) -> float:
         """What is free of a resource."""
         return self.node.amount(resource) - self.used.get(resource, 0.0)
 
     def shortages(self, need: Need) -> tuple[str, ...]:
         """What is missing and how much of it; empty: `need` fits."""
         found = [
-            f"{name}: needs {wanted:g}, has {self.left(name):g} free of {self.node.amount(name):g}, "
-            f"short of {wanted - self.left(name):g}"
+            f"{name}: needs {wanted:g}, has {self.free(name):g} free of {self.node.amount(name):g}, "
+            f"short of {wanted - self.free(name):g}"
             for name, wanted in sorted(need.resources.items())
-            if wanted > self.left(name) + _EPSILON
+            if wanted > self.free(name) + _EPSILON
         ]
         total, after = self.host_total, self._host_bytes(need)
         if total is not None and after > total:
@@ -365,8 +365,8 @@ class _Planner:
     def _room(self, node: NodeInfo) -> int:
         """How many shards would fit on a node by CPU and GPU."""
         usage, store = self._usage[node.id], STORE_CPUS if self._spec.store_nodes == "workers" else 0.0
-        room = (usage.left("CPU") - store) // self._spec.threads
-        return int(max(0, min(room, usage.left("GPU")) if self._spec.gpu else room))
+        room = (usage.free("CPU") - store) // self._spec.threads
+        return int(max(0, min(room, usage.free("GPU")) if self._spec.gpu else room))
 
     def _first_worker(self, order: Sequence[NodeInfo], index: int) -> str:
         spec, name = self._spec, _worker_name(index)

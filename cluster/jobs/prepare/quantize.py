@@ -288,7 +288,7 @@ class Calibrated(ReplicaJob):
             len(self.widths) * (sweeps + rows * (12 * h * i + h * h + i * i)) / 1e9,
         )
 
-    def _left_bytes(self, opened: ExpertStore) -> int:
+    def _remaining_bytes(self, opened: ExpertStore) -> int:
         shape = opened.manifest.experts
         return len(opened.layers) * 4 * self.windows.tokens * (shape.hidden + 32)
 

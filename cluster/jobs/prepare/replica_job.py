@@ -117,7 +117,7 @@ class ReplicaJob(ABC):
     def _popularity(self, opened: ExpertStore, folder: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Rows routed to each expert [L, E], and the sums of their weights [L, E]."""
 
-    def _left_bytes(self, opened: ExpertStore) -> int:
+    def _remaining_bytes(self, opened: ExpertStore) -> int:
         """Bytes in the work folder besides the replicas."""
         return 0
 
@@ -168,7 +168,7 @@ class ReplicaJob(ABC):
     def _require_space(self, opened: ExpertStore, folder: Path) -> None:
         experts = opened.manifest.experts.num_experts
         packed = sum(self._shape(opened, bits).nbytes() for bits in self.widths) * experts * len(opened.mapped)
-        needed = packed + self._left_bytes(opened)
+        needed = packed + self._remaining_bytes(opened)
         remedy = "free some space, or make fewer widths"
         require_space(folder, needed, "making replicas", folder.parent, remedy)
 
