@@ -1,6 +1,6 @@
 """Token ids into text and bytes, token by token; the server, `tiermoe run` and `tiermoe.LLM` read tokens here only.
 
-`tokenizers` decodes whole lists. Its `DecodeStream` fails where tokens are no UTF-8 yet ("Invalid prefix encountered").
+`tokenizers` decodes whole lists. `DecodeStream` fails where tokens are not yet UTF-8 ("Invalid prefix encountered").
 Here the tokenizer's decoder is a chain of steps. Each one is fed as tokens come, and gives out what no later token
 changes:
 

@@ -135,7 +135,7 @@ def start_local(
     with _surroundings(_RAY_SWITCHES | thread_limits(threads) | inductor | _OF_JOB), _head_of(head), _on_loopback():
         ray.init(
             address="local",  # also inside a Ray job, whose environment names the cluster that runs it
-            _node_ip_address=LOOPBACK,  # Ray's servers bind the address of their node, or all where it is no loopback
+            _node_ip_address=LOOPBACK,  # Ray's servers bind their node's address; all, if it is not loopback
             num_cpus=cpus,
             resources=resources or None,
             include_dashboard=dashboard,

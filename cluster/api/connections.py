@@ -1,10 +1,10 @@
-"""Connections of the server: their time limits, and bounds on all that is no body.
+"""Connections of the server: their time limits, and bounds on all bytes outside a body.
 
 One duration, uvicorn's `timeout_keep_alive`, bounds every silence: a connection without a request, the headers of a
 request (together, however many bytes trickle in), and a client that does not read what it asked for. Bodies have their
 own (`limits.body_s`).
 
-Bytes that are no body (headers, chunk sizes and their extensions, trailers) are bounded until a request and its answer
+Bytes outside a body (headers, chunk sizes and their extensions, trailers) are bounded until a request and its answer
 are complete, however they are framed. Requests behind one that is answered wait as bytes, and those are bounded too.
 
 An answer that comes before its request is whole says `Connection: close`, and the connection takes and drops what the
@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .refusals import ApiError
 
-_FRAMING_BYTES = 64 * 1024  # of a request that are no body, at a stretch, as in h11; and in all, with those per byte
+_FRAMING_BYTES = 64 * 1024  # of a request outside its body, at a stretch, as in h11; and in all, with those per byte
 _FRAMING_PER_BYTE = 16  # of a body: a chunk of one byte has five
 _PIECE_BYTES = 1024  # that are parsed at a time where a request may end in them, and others begin
 _DRAIN_BYTES = 16 * 2**20  # that are dropped behind an early answer
@@ -32,7 +32,7 @@ _JSON = b"application/json"
 
 
 class TimedConnection(HttpToolsProtocol):
-    """uvicorn's connection, with an end to every silence, a bound on all that is no body, and whole early answers."""
+    """uvicorn's connection with time limits, a bound on all bytes outside a body, and whole early answers."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,7 +41,7 @@ class TimedConnection(HttpToolsProtocol):
         self._begun = False  # whether a request's first byte has come
         self._in_headers = True
         self._waiting = bytearray()  # bytes that are not parsed yet
-        # of the request that is parsed: bytes that are no body, in all and since the last one of the body; its body
+        # of the request that is parsed: bytes outside the body, in all and since the last one of the body; its body
         self._framing = self._stretch = self._body = 0
         self._body_left = 0  # of an announced length
         self._drained: int | None = None  # bytes; None: what comes is parsed
@@ -108,7 +108,7 @@ class TimedConnection(HttpToolsProtocol):
         self._begun = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # trailers are no headers (RFC 9110, 6.5.1), and nobody reads them
+        if self._in_headers:  # trailers are not headers (RFC 9110, 6.5.1), and are not read
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -166,7 +166,7 @@ class TimedConnection(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "this is no HTTP request that the server can read")
+        self._refuse(400, "this is not an HTTP request that the server can read")
 
     def _expect_request(self) -> None:
         self._stop()

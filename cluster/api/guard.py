@@ -65,7 +65,7 @@ class Guard:
 
         try:
             await self._answer(scope, receive, named, headers, record)
-        except ClientDisconnect:  # a client that left a stream is no failure of the server
+        except ClientDisconnect:  # a client that left a stream is not a failure of the server
             raise
         except Exception:  # Starlette answers 500 outside of this
             record.status = 500 if record.status == CLIENT_GONE else record.status

@@ -76,7 +76,7 @@ def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     if finding["type"] == "extra_forbidden":
         name = ".".join(places)
         near = nearest(places[-1], _field_names(RequestBody))
-        # a name that another request takes is no misspelling
+        # a name that another request takes is not a misspelling
         remedy = "leave it out" if near in (None, places[-1]) else f"did you mean '{near}'?"
         message = f"'{name}' is not a parameter of this request; {remedy}"
         return refused(message, name, "unsupported_parameter")

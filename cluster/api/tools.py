@@ -127,7 +127,7 @@ class MarkedParser:
         return Parsed(calls=tuple(calls))
 
     def _shown(self, text: str) -> str:
-        """Space before and between calls is no content."""
+        """Space before and between calls is not content."""
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
@@ -405,7 +405,7 @@ def _header_like(text: str) -> bool:
 
 
 def split_at_marker(text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
-    """(text before the first mark, the mark, text after it), or (text that is no part of a mark, None, the rest)."""
+    """(text before the first mark, the mark, text after it), or (text that is not part of a mark, None, the rest)."""
     found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
     if found:
         place, mark = min(found)

@@ -96,7 +96,7 @@ class Tracer:
                 child.end(nanoseconds(end_s))
         if record.reason is not None:
             span.set_attribute("error.type", record.reason)
-            if record.status >= 500 or record.status == 200:  # a client's mistake is no error of the server's
+            if record.status >= 500 or record.status == 200:  # a client's mistake is not an error of the server
                 span.set_status(trace.StatusCode.ERROR, record.reason)
         span.end(nanoseconds(record.ended_s))
 

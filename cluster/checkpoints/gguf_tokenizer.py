@@ -171,7 +171,7 @@ class _Vocabulary:
     def _strings(self, key: str) -> list[str]:
         found = self._get(key)
         if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-            raise self._malformed(f"the key 'tokenizer.ggml.{key}' is missing, or is no list of strings")
+            raise self._malformed(f"the key 'tokenizer.ggml.{key}' is missing, or is not a list of strings")
         return found
 
     def _numbers(self, key: str, default: int) -> list[float]:

@@ -36,7 +36,7 @@ _BOUNDS = ((Ge, "ge", "at least"), (Gt, "gt", "more than"), (Le, "le", "at most"
 
 @dataclass(frozen=True)
 class Key:
-    """One key. option: of the commands; empty: none. unit: of a number; empty: it is no number."""
+    """One key. option: of the commands; empty: no option. unit: of a number; empty: it is not a number."""
 
     name: str
     option: str
@@ -122,7 +122,7 @@ def _metadata(field: FieldInfo) -> Iterator[Any]:
 
 
 def _unit(name: str, field: FieldInfo) -> str:
-    """The unit that the field states, or that its name ends with; empty: it is no number."""
+    """The unit that the field states, or that its name ends with; empty: it is not a number."""
     stated = field.json_schema_extra
     if isinstance(stated, dict) and "unit" in stated:
         return str(stated["unit"])

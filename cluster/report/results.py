@@ -87,7 +87,7 @@ def read_results(paths: Sequence[Path]) -> list[Measurement]:
     """The measurements of all files, in order; quality that `eval` measured is added to speeds of the same origin.
 
     Raises:
-        ConfigError: a file cannot be read, is no result that can be compared, or lacks a key.
+        ConfigError: a file cannot be read, cannot be compared, or lacks a key.
     """
     return _joined([measured for path in paths for measured in measurements(read_json(path), path.name)])
 

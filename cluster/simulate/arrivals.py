@@ -48,7 +48,7 @@ def azure(path: Path) -> list[Arrival]:
     """The arrivals of a file in the columns of the Azure LLM inference trace (Splitwise, ISCA 2024), in order of time.
 
     Raises:
-        ConfigError: the file cannot be read, lacks a column, or a value is no time or no count.
+        ConfigError: the file cannot be read, lacks a column, or a value is not a time or a count.
     """
     remedy = f"give a CSV file with the columns {','.join(COLUMNS)}"
     try:

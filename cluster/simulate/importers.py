@@ -113,7 +113,7 @@ def import_trace(
 
 
 def detected(file: Path, text: str) -> str:
-    """The format of a file's contents. Raises TraceError: it is none."""
+    """The format of a file's contents. Raises TraceError: the format is unknown."""
     line = next((line for line in text.splitlines() if line.strip()), "")
     if line.lstrip().startswith("{"):
         for key, kind in (("top_indices", "megatron"), ("routed_experts", "vllm")):
@@ -171,7 +171,7 @@ def _choices(value: Any, where: str, key: str, axes: int) -> Ids:
 
 
 def _npy(data: bytes) -> NDArray[Any]:
-    """The array of a .npy file, whose header may say what it likes. Raises ValueError: it is none, or not whole."""
+    """The array of a .npy file, whose header may say anything. Raises ValueError: it is not a whole .npy array."""
     file = io.BytesIO(data)
     major, _ = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
@@ -184,7 +184,7 @@ def _npy(data: bytes) -> NDArray[Any]:
 
 
 def _token_ids(tokens: Sequence[Any]) -> NDArray[np.int32] | None:
-    """Token ids as an array; None: some are no token ids."""
+    """Token ids as an array; None: some are not token ids."""
     fine = all(type(token) is int and 0 <= token < 1 << 31 for token in tokens)
     return np.asarray(tokens, np.int32) if fine else None
 

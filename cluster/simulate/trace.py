@@ -218,7 +218,7 @@ class Trace:
     """A trace on disk, read with one chunk and one request in memory.
 
     Raises:
-        TraceError: the folder is no trace, or a chunk is missing or has another size.
+        TraceError: the folder is not a trace, or a chunk is missing or has another size.
     """
 
     def __init__(self, path: Path) -> None:
@@ -312,7 +312,7 @@ def read_header(path: Path) -> TraceHeader:
     try:
         return TraceHeader.model_validate_json(file.read_bytes())
     except OSError as error:
-        what = f"'{path}' is no routing trace: {error.strerror}"
+        what = f"'{path}' is not a routing trace: {error.strerror}"
         raise TraceError(what, "record one with `tiermoe record`") from error
     except ValidationError as error:
         finding = error.errors(include_url=False)[0]
@@ -324,7 +324,7 @@ def read_chunk(path: Path, header: TraceHeader, record: ChunkRecord) -> Arrays:
     """The arrays of one chunk, checked: bytes, dtypes, shapes, ranges.
 
     Raises:
-        TraceError: they differ from the header, or are no routing.
+        TraceError: they differ from the header, or are not routing.
     """
     file = path / record.file
     try:

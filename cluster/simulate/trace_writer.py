@@ -168,7 +168,7 @@ def merge_traces(traces: Sequence[Path], out: Path) -> TraceHeader:
     """Concatenate traces of one model; chunk files are copied, requests numbered anew.
 
     Raises:
-        TraceError: a folder is no trace, or the models differ. ConfigError: `out` cannot be made.
+        TraceError: a folder is not a trace, or the models differ. ConfigError: `out` cannot be made.
     """
     headers = [read_header(path) for path in traces]
     for path, header in zip(traces[1:], headers[1:], strict=True):

@@ -245,7 +245,7 @@ def test_a_trace_gives_what_its_routing_says(store: Path, tmp_path: Path) -> Non
 def test_refusals(store: Path, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="another model"):
         profile_trace(store, _traced(store, tmp_path / "other", fingerprint="a" * 64), progress=False)
-    with pytest.raises(TraceError, match="no routing trace"):
+    with pytest.raises(TraceError, match="not a routing trace"):
         profile_trace(store, tmp_path / "nothing", progress=False)
     with pytest.raises(StoreError, match=r"has no profile.*--profile TEXT"):
         read_profile(store, read_manifest(store))

@@ -333,7 +333,7 @@ def test_replay_refuses(trace: Trace, capsys: pytest.CaptureFixture[str], args: 
 def test_replay_without_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = command(capsys, "replay", str(tmp_path))
     assert code == 2
-    assert "is no routing trace" in err
+    assert "is not a routing trace" in err
 
 
 def test_shipped_machines() -> None:

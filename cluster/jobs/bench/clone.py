@@ -22,7 +22,7 @@ def in_a_ray_job() -> bool:
 
 
 def benchmarks_dir() -> Path | None:
-    """The folder of `benchmarks/`; None: this is no clone."""
+    """The folder of `benchmarks/`; None: this is not a clone."""
     roots = [Path(part) for part in import_module(_PACKAGE).__path__]
     roots += [Path.cwd()] if in_a_ray_job() else []
     found = (root / "benchmarks" for root in roots)
@@ -30,7 +30,7 @@ def benchmarks_dir() -> Path | None:
 
 
 def load(name: str) -> ModuleType | None:
-    """Import a module of `benchmarks/`; None: this is no clone."""
+    """Import a module of `benchmarks/`; None: this is not a clone."""
     folder = benchmarks_dir()
     if folder is None:
         return None

@@ -70,7 +70,7 @@ class _Group(TyperGroup):
 
 @cache
 def _of_clone() -> Any:
-    """The commands of `benchmarks/`, as a click group; None: this is no clone."""
+    """The commands of `benchmarks/`, as a click group; None: this is not a clone."""
     module = load("command")
     return None if module is None else typer.main.get_command(module.app)
 
