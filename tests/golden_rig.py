@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from decision_rig import COUNTERS as DECIDED
 from fake_api import FakeBackend
 from fake_api import serving as serving_api
 from serving import add_random_profile, greedy, prepared, settings
@@ -59,15 +60,9 @@ KV = KvSettings(page_size=32, num_blocks=32)
 LINK = LinkSettings(gbps=0.9, latency_us=10.0, layer_us=900.0)
 
 # counters of a run; zero is left out of the JSON
-COUNTERS = (
-    "hits", "misses", "prefetched_hits", "top_hits", "low_bit_hits", "low_bit_misses", "low_bit_pairs",
-    "late_prefetches", "bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_loaded_migration",
-    "bytes_loaded_low_bit", "bytes_demanded_decode", "bytes_preloaded", "failed_prefetches", "bytes_wasted", "vacated",
-    "bytes_premature", "bytes_written_back", "forwards", "waves", "substitutions", "dropped", "migrations", "slots",
-    "low_bit_slots", "expert_budget_bytes", "expert_bytes_peak",
-)  # fmt: skip
+COUNTERS = (*DECIDED, "failed_prefetches", "expert_budget_bytes", "expert_bytes_peak")
 STEPPED = ("blocked_io_s", "total_io_s", "link_s")  # seconds of a clock that layers move
-NDP = ("ndp_calls", "ndp_experts", "ndp_tokens", "ndp_recomputed", "ndp_modelled_s")
+NDP = ("ndp_recomputed", "ndp_modelled_s")
 
 
 # -- the emulated executor ----------------------------------------------------------------------------------------
@@ -120,6 +115,10 @@ def golden_settings(preset: str, **more: Any) -> EngineSettings:
 
 def uses_ndp(preset: str) -> bool:
     return load_policy(preset).uses_ndp
+
+
+def is_lossless(preset: str) -> bool:
+    return load_policy(preset).lossless
 
 
 def replica_widths(preset: str) -> tuple[int, ...]:

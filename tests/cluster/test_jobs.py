@@ -122,6 +122,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with (scratch.path / "start.log").open("w") as log:
             for node in (command, second):
                 subprocess.run(node, env=here.environment(), stdout=log, stderr=log, timeout=90, check=True)
+        (folder / "two_gpus.py").write_text(_TWO_GPUS)  # no test changes the folder: one package for all
         here.unpack(folder)
         yield here
     finally:
@@ -202,7 +203,6 @@ def test_a_job_that_is_refused_fails(cluster: Cluster) -> None:
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_benchmark_that_is_ended_midway_leaves_nothing(cluster: Cluster, how: str, tmp_path: Path) -> None:
     """Its GPUs are processes of their own, which end with it, however it ends."""
-    (cluster.folder / "two_gpus.py").write_text(_TWO_GPUS)
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, "two_gpus.py", str(tmp_path / "out.json")]
     driver = cluster.begin(f"scale-{how}", tmp_path / "tmp", *command)

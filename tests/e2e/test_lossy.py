@@ -83,30 +83,6 @@ def test_what_becomes_of_misses(store: ExpertStore, reference: Reference) -> Non
 
 
 @slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"weights": "buddy", "eta": 0.5, "fallback": "drop", "alpha": 0.1, "max_buddies": 1},
-        {"percentile": 15.0, "temperature": 1.1, "gamma": 0.9, "reuse": 0.5, "weighted": True},
-        {"link_ms": 0.1, "alpha": 0.5, "alpha_last": 0.9},
-    ],
-    ids=str,
-)
-def test_options_of_substitution(options: dict[str, object], store: ExpertStore, reference: Reference) -> None:
-    """Each combination serves, replaces something, and loads no more than loading everything does."""
-    _, loading = _warm_run(store, _policy("next-gate"), reference)
-    tokens, stats = _warm_run(store, _policy("next-gate", "substitute", **options), reference)
-    assert len(tokens) == 12
-    assert stats.substitutions > 0
-    assert stats.total().bytes_loaded_demand < loading.total().bytes_loaded_demand
-
-
-@slow
-def test_buddymoe(store: ExpertStore, reference: Reference) -> None:
-    assert _warm_run(store, "buddymoe", reference)[1].substitutions > 0
-
-
-@slow
 def test_buddymoe_on_two_gpus(store: ExpertStore, reference: Reference) -> None:
     """Each holds half of what it owns; buddies load fewer bytes on both, with integrity checks all along."""
     demanded = {}
@@ -283,22 +259,6 @@ def test_a_width_that_the_store_lacks(packed_store: ExpertStore) -> None:
 # -- a link whose clock layers move --------------------------------------------------------------------------------
 
 LINK = LinkSettings(gbps=0.7, latency_us=10.0, layer_us=900.0)
-
-
-def _on_a_stepped_link(store: ExpertStore, reference: Reference, link: LinkSettings) -> tuple[Any, ...]:
-    with _served(store, "random-replacement", 0.375, link=link) as worker:
-        log_probs = score_with(worker, reference.prompts[0][:16], 4, rows=1)
-        total = worker.stats().total()
-        counts = (total.hits, total.misses, total.late_prefetches, total.bytes_loaded_prefetch)
-        return worker.stats().substitutions, counts, log_probs.max(-1).values.tolist()
-
-
-@slow
-def test_a_lossy_policy_does_the_same_every_time(store: ExpertStore, reference: Reference) -> None:
-    first = _on_a_stepped_link(store, reference, LINK)
-    assert first[0] > 0
-    assert _on_a_stepped_link(store, reference, LINK) == first
-    assert _on_a_stepped_link(store, reference, LINK.model_copy(update={"gbps": 7.0})) != first
 
 
 def test_refusals_of_a_stepped_link() -> None:

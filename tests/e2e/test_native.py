@@ -80,11 +80,14 @@ def counted(worker: GpuWorker) -> dict[str, Any]:
     }
 
 
-LOADING = ["on-demand", "next-gate", "cache-only", "moepic", "adapmoe-lossless"]
-HOOKED = ["moe-infinity-sync", "activeevict-lossless"]  # with prefetch or pre-eviction in Python
-
-
-@pytest.mark.parametrize("preset", quick(LOADING + HOOKED, fast=["next-gate", "moepic", "activeevict-lossless"]))
+# on demand, with prefetch, with experts that are split, and with pre-eviction and prefetch in Python
+@pytest.mark.parametrize(
+    "preset",
+    quick(
+        ["on-demand", "next-gate", "moepic", "moe-infinity-sync", "activeevict-lossless"],
+        fast=["next-gate", "moepic", "activeevict-lossless"],
+    ),
+)
 def test_layers_in_one_call_are_layers_one_by_one(preset: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Tokens and, without prefetch, loads, order of eviction and counters; a layer that is observed runs by itself."""
     store, asked = made("qwen3_moe", tmp_path), prompts(5, 11, 17)
@@ -108,7 +111,7 @@ def test_layers_in_one_call_are_layers_one_by_one(preset: str, tmp_path: Path, m
             alone.clear()
             tokens = [greedy(worker, asked[:n], TOKENS) for n in (1, 3)]
             decodes = alone.count(1)
-            found[how] = tokens, counted(worker) if preset in ("on-demand", "cache-only") else None
+            found[how] = tokens, counted(worker) if preset == "on-demand" else None
             assert all(layer.forwards > TOKENS for layer in worker.engine.cache.live_stats().layers)
             assert seen.count(1) >= TOKENS - 2 if how == "observed" else not seen
             # where a configurator has moved experts the next step may run one by one

@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 import time
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -60,7 +60,7 @@ def test_tls_of_http_and_of_channels_and_what_else_listens(tmp_path: Path) -> No
         assert set().union(*off_loopback(served.process.pid).values()) == {port}
 
 
-def _status(path: str, connection: HTTPConnection) -> object:
+def _status(path: str, connection: HTTPSConnection) -> object:
     """The status of one request on a new connection, or its error."""
     try:
         body = json.dumps(_ASKED).encode() if path.endswith("completions") else None
@@ -75,28 +75,21 @@ def _status(path: str, connection: HTTPConnection) -> object:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
-def test_after_the_first_ready_no_request_fails(tmp_path: Path, tls: bool) -> None:
+def test_after_the_first_ready_no_request_fails(tmp_path: Path) -> None:
     """From many new connections at once, through the whole start: two server processes before two leads."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
+    server, key = certificate(tmp_path, "server")
     options = [*ON_CPU, "--port", str(port), "--budget", "25%", "--replicas", "2", "--edge-replicas", "2"]
-    context = None
-    if tls:
-        server, key = certificate(tmp_path, "server")
-        options += ["--ssl-certfile", server, "--ssl-keyfile", key]
-        context = _trusts(server)
+    options += ["--ssl-certfile", server, "--ssl-keyfile", key]
+    context = _trusts(server)
     came: list[tuple[float, float, str, object]] = []  # begin and end of each request
     over = threading.Event()
 
     def poll(path: str) -> None:
         while not over.is_set():
             begin_s = time.monotonic()
-            status = _status(
-                path,
-                HTTPConnection("127.0.0.1", port, timeout=WAIT_S) if context is None
-                else HTTPSConnection("127.0.0.1", port, timeout=WAIT_S, context=context),
-            )  # fmt: skip
+            status = _status(path, HTTPSConnection("127.0.0.1", port, timeout=WAIT_S, context=context))
             came.append((begin_s, time.monotonic(), path, status))
             if status != 200:
                 over.wait(0.02)

@@ -120,6 +120,14 @@ def test_every_preset_is_frozen(file: str, golden: Golden) -> None:
     assert sorted({preset(name) for name in golden.read(file)}) == wanted or golden.renews(file, "")
 
 
+def test_lossless_presets_are_frozen_with_one_output(golden: Golden) -> None:
+    """The model's own: tests/e2e/test_identity.py compares those of each mechanism with transformers'."""
+    frozen = golden.read("emulated")
+    lossless = [name for name in frozen if rig.is_lossless(name.split("@")[0])]
+    assert len(lossless) > 30
+    assert [name for name in lossless if frozen[name]["tokens"] != frozen["on-demand"]["tokens"]] == []
+
+
 @pytest.mark.parametrize(
     "preset", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
 )

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tiermoe.actors.store.format import Manifest, read_manifest
+
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +26,23 @@ def copies_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     from tiermoe.actors.engine.cache import make_link
 
     monkeypatch.setattr(make_link, "linkable", lambda *args: False)
+
+
+@pytest.fixture
+def replica_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores pretend to have replicas of 1 to 4 bits: losses halve with each bit, expert 0 is the most popular."""
+    import numpy as np
+
+    from tiermoe.actors.store.replicas import ReplicaTables
+
+    def tables(manifest: Manifest) -> ReplicaTables:
+        shape = (len(manifest.layers), manifest.experts.num_experts)
+        losses = np.broadcast_to(np.float32([8, 4, 2, 1]), (*shape, 4))
+        counts = np.broadcast_to(np.arange(shape[1], 0, -1), shape)
+        return ReplicaTables((1, 2, 3, 4), losses, losses, losses < 0, counts, counts.astype(np.float64))
+
+    monkeypatch.setattr("tiermoe.actors.gpu_worker.describe_replicas", lambda path, **how: read_manifest(Path(path)))
+    monkeypatch.setattr("tiermoe.actors.gpu_worker.read_tables", tables)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ The NDP placements in the engine, with a worker that computes exactly and dies w
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from fake_engine import FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
-from quick import quick
 from serving import greedy, prepared, reference_greedy, serving, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
@@ -32,7 +30,6 @@ from tiermoe.actors.policies.sharding import reassigned, spread_by_bytes
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import LinkSettings, NdpSettings
 from tiermoe.actors.store.files import ExpertStore, StoreView
-from tiermoe.actors.store.replicas import ReplicaTables
 from tiermoe.cluster.config import load_hardware
 from tiermoe.errors import ConfigError, RuntimeFailure
 
@@ -198,14 +195,12 @@ def _serving(
 
 @pytest.mark.parametrize(
     ("kind", "together"),
-    quick(
-        itertools.product(("context", "monde", "auto", "llama-cpp-cache", "freetoken", "hybrimoe"), (False, True)),
-        fast=[("context", False), ("monde", True), ("auto", True), ("hybrimoe", True)],
-    ),
+    [("context", False), ("monde", True), ("auto", True), ("hybrimoe", True)],
 )
 def test_full_precision_placements_are_lossless(
     store: ExpertStore, expected: list[list[int]], kind: str, together: bool
 ) -> None:
+    """The others on the default model: tests/golden/test_golden.py."""
     link, policy = FakeLink(store.describe()), _policy(kind)
     # planners go by what they measure: near data is cheaper by far, also on a busy machine
     slow = LinkSettings(gbps=1e-3) if policy.placement.planned else None
@@ -239,20 +234,8 @@ def test_decode_loads_nothing_after_the_one_migration(store: ExpertStore) -> Non
         assert held == hot * slot  # the hot set, and nothing besides
 
 
-@pytest.fixture
-def tables(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> ReplicaTables:
-    """Replicas that the store pretends to have: losses halve with each bit, expert 0 is the most popular."""
-    manifest = store.describe().manifest
-    shape = (len(manifest.layers), manifest.experts.num_experts)
-    losses = np.broadcast_to(np.float32([8, 4, 2, 1]), (*shape, 4))
-    counts = np.broadcast_to(np.arange(shape[1], 0, -1), shape)
-    found = ReplicaTables((1, 2, 3, 4), losses, losses, losses < 0, counts, counts.astype(np.float64))
-    monkeypatch.setattr("tiermoe.actors.gpu_worker.describe_replicas", lambda path, **how: object())
-    monkeypatch.setattr("tiermoe.actors.gpu_worker.read_tables", lambda view: found)
-    return found
-
-
-def test_widths_are_those_of_the_prefix_split(store: ExpertStore, tables: ReplicaTables) -> None:
+@pytest.mark.usefixtures("replica_tables")
+def test_widths_are_those_of_the_prefix_split(store: ExpertStore) -> None:
     link = FakeLink(store.describe())
     policy = _policy("context", PrecisionOptions(kind="prefix-split", bits=2), hot_per_layer=1)
     with _serving(store, link, policy=policy) as worker:
@@ -269,9 +252,8 @@ def test_widths_are_those_of_the_prefix_split(store: ExpertStore, tables: Replic
             assert sorted(widths.values()) == counts
 
 
-def test_static_placement_never_loads(
-    store: ExpertStore, tables: ReplicaTables, expected: list[list[int]]
-) -> None:
+@pytest.mark.usefixtures("replica_tables")
+def test_static_placement_never_loads(store: ExpertStore, expected: list[list[int]]) -> None:
     link = FakeLink(store.describe())
     with _serving(store, link, policy=_policy("static")) as worker:
         assert greedy(worker, _PROMPTS, _NEW) == expected

@@ -58,14 +58,11 @@ def cases() -> list[object]:
 def test_a_release_gives_the_tokens_of_its_dequantized_self(release: Release, tmp_path: Path) -> None:
     published, oracle = write(release, tmp_path)
     store = ExpertStore(prepare(published, tmp_path / "store", progress=False))
-    expected = reference(oracle)
-    for budget in (1.0, 0.25):
-        with serving(store, settings(budget)) as worker:
-            assert greedy(worker, PROMPTS, TOKENS) == expected
-            stats = worker.stats()
-            loaded = sum(layer.bytes_loaded for layer in stats.layers)
-            assert loaded > 0
-            assert loaded % store.manifest.expert_nbytes() == 0
+    with serving(store, settings(0.25)) as worker:
+        assert greedy(worker, PROMPTS, TOKENS) == reference(oracle)
+        loaded = sum(layer.bytes_loaded for layer in worker.stats().layers)
+        assert loaded > 0
+        assert loaded % store.manifest.expert_nbytes() == 0
 
 
 def q8_and_q6(name: str) -> str:
@@ -150,13 +147,10 @@ def test_gpt_oss_as_gguf(tmp_path: Path) -> None:
     check(prepare(locate(str(file)), tmp_path / "store", progress=False), oracle)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", pytest.param("RedHatAI/Qwen3-30B-A3B-NVFP4", marks=pytest.mark.slow)],
-)
-def test_ndp_workers_compute_the_published_form(name: str, tmp_path: Path) -> None:
+def test_ndp_workers_compute_the_published_form(tmp_path: Path) -> None:
     """Cold experts are computed near data from the mapped checkpoint, without replicas."""
-    published, oracle = write(next(release for release in RELEASES if release.name == name), tmp_path)
+    fp8 = next(release for release in RELEASES if release.name == "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8")
+    published, oracle = write(fp8, tmp_path)
     store = ExpertStore(prepare(published, tmp_path / "store", progress=False))
     board, ndp_settings = LocalDirectory(), NdpSettings(hardware=vars(load_hardware("paper-ndp")), deadline_s=5.0)
     policy = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind="context", hot_per_layer=1))

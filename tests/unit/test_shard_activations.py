@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from contextlib import closing
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeCompute
-from quick import quick
 from serving import greedy, prepared, serving_group, settings
 from tiny_models import save_tiny_checkpoint
 
@@ -53,10 +51,7 @@ def expected(store: ExpertStore) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("most_bytes", "transport"),
-    quick(
-        itertools.product((1 << 20, 64 * _KIB, 0), ("shm", "grpc")),
-        fast=[(1 << 20, "grpc"), (64 * _KIB, "shm"), (0, "shm")],
-    ),
+    [(1 << 20, "grpc"), pytest.param(1 << 20, "shm", marks=pytest.mark.slow), (64 * _KIB, "shm"), (0, "shm")],
 )
 def test_tokens_are_those_of_the_plain_way(
     most_bytes: int, transport: str, store: ExpertStore, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
