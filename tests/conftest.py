@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 # beside tests/cluster and tests/multinode
 _STARTS_RAY = ("e2e/test_api", "e2e/test_cli", "e2e/test_readme", "e2e/test_write_a_policy", "install/test_wheel")
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Any:
+    """`commands.Command`: `tiermoe ARGS` in this process."""
+    from commands import Command
+
+    return Command(capsys)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

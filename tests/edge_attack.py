@@ -150,7 +150,6 @@ def measure(
     bystander = Bystander(url, _headers(key_file))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attacker:
         assert attacker.stdin is not None
-        assert attacker.stdout is not None
         attacker.stdout.readline()  # it is ready: the start of its interpreter is no part of the attack
         bystander.start()
         before = {path: len(times) for path, times in bystander.answered_s.items()}, len(bystander.gaps_s)
@@ -266,7 +265,6 @@ async def chats(rounds: int = 5, count: int = 500) -> Figures:
 
     source = (configs_dir() / "serve" / "plain-chat.jinja").read_text(encoding="utf-8")
     template, offload, here = templates.ChatTemplate(source, {}), Offload(), Worker()
-    assert templates._HELPER._process is not None
     spent = psutil.Process(templates._HELPER._process.pid).cpu_times()
     messages = [{"role": "user", "content": "What is the value?"}]
     here.answer({"template": {"source": source, "tokens": {}}})

@@ -230,9 +230,7 @@ class FakeGpu:
     def elapsed_s(self, earlier: FakeEvent, later: FakeEvent) -> float:
         assert earlier.timing
         assert later.timing
-        assert earlier.record is not None
         assert earlier.record.done
-        assert later.record is not None
         assert later.record.done
         return later.record.at_s - earlier.record.at_s
 

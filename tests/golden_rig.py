@@ -297,17 +297,6 @@ def _rounded(value: Any) -> Any:
 # -- the command line ----------------------------------------------------------------------------------------------
 
 
-def command(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of `tiermoe ARGS` in this process."""
-    capsys.readouterr()
-    code = 0
-    try:
-        main([str(arg) for arg in args])
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    return (code, *capsys.readouterr())
-
-
 def command_line() -> dict[str, str]:
     """Arguments and options of every command, sorted; a command's options are in the module that it is forwarded to."""
     found: dict[str, str] = {}

@@ -130,7 +130,6 @@ class Stack:
         shared = NativeLayers()
         for layer in layers:
             found = NativeLayer.of(layer, cast(DeviceBackend, layer.backend), shared)
-            assert found is not None
             found.run = self._counted(found.run)  # type: ignore[method-assign]
             layer.run_natively(found)
 

@@ -287,7 +287,6 @@ class RemoteRuntime:
                 raise ConnectionError("the driver has ended")
             number = next(self._ids)
             self._answers[number] = answers
-            assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({"id": number, "do": do, **fields}) + "\n")
             self._process.stdin.flush()
         return answers

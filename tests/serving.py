@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -186,6 +187,27 @@ def _generated(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, ig
         **({"eos_token_id": None} if ignore_eos else {}),
     )  # fmt: skip
     return tokens[:, ids.shape[1] :].tolist()
+
+
+class Tiny:
+    """A tiny model, its store, and what it gives for a few prompts."""
+
+    PROMPTS = ([5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2])
+    TOKENS = 12
+
+    def __init__(self, model_type: str, folder: Path) -> None:
+        from tiny_models import save_tiny_checkpoint
+
+        self.checkpoint = save_tiny_checkpoint(model_type, folder / "checkpoint")
+        self.store = prepared(self.checkpoint, folder / "store")
+
+    @functools.cached_property
+    def expected(self) -> list[list[int]]:
+        """The tokens that the unmodified model gives for `PROMPTS`."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32).eval()
+        return reference_greedy(model, self.PROMPTS, self.TOKENS)
 
 
 @dataclass

@@ -35,7 +35,6 @@ def _free_port() -> int:
 @pytest.mark.timeout(400)
 def test_one_node_as_written(tmp_path: Path) -> None:
     match = _BLOCK.search(_PAGE.read_text(encoding="utf-8"))
-    assert match is not None
     port = _free_port()
     lines = match[1].replace("6379", str(port)).splitlines()
     assert lines[-1].startswith("ray stop")  # it would end the Rays of others, too: this one ends with its folder

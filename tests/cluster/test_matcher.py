@@ -33,7 +33,6 @@ def test_commands_reach_both_gpus(runtime: Deployment) -> None:
     account, stats = runtime.actor_health("matcher"), runtime.stats()
     assert account["shards_connected"] == 1
     assert account["maps"] >= _TOKENS
-    assert stats.matcher is not None
     assert stats.matcher["commands"] > 0
 
 

@@ -107,7 +107,6 @@ def up(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
 def _generate(cluster: Cluster, kill: int | None = None) -> str:
     """The text of a request that the runtime serves; `kill` is a process that is killed once some of it is there."""
     driver = cluster.begin("run", "import os", "--attach", cluster.address, "--max-tokens", "200")
-    assert driver.stdout is not None
     first = driver.stdout.read(60)
     if kill is not None:
         os.kill(kill, signal.SIGKILL)

@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from commands import Command
 from serving import Reference, default_model_greedy
 from tiny_models import save_byte_tokenizer
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.serving.scoring import score_with
-from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.host import usable_cores
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
@@ -32,19 +32,6 @@ from tiermoe.errors import RequestError
 TIERMOE = str(Path(sys.executable).with_name("tiermoe"))
 MAIN = "from tiermoe.cluster.cli import main; main()"
 needs_model = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Exit code, standard output and standard error of `tiermoe ARGS` in this process."""
-
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(arg) for arg in args])
-        return (int(ended.value.code or 0), *capsys.readouterr())
-
-    return call
 
 
 # -- refusals: exit code 2, one line that says what is wrong and what to do, no traceback, and no Ray started ----------
@@ -58,15 +45,7 @@ def refusal(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         raise AssertionError("Ray was started for input that should have been refused")
 
     monkeypatch.setattr(ray, "init", refuse)
-
-    def call(*args: object) -> str:
-        code, out, err = command(*args)
-        assert (code, out) == (2, "")
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
-        return err
-
-    return call
+    return command.refusal
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +244,6 @@ def test_a_signal_while_text_streams_ends_in_order(number: signal.Signals, code:
     with _streaming() as process:
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        assert process.stderr is not None
         assert process.wait(timeout=60) == code, process.stderr.read()
         assert not psutil.wait_procs(family, timeout=10)[1]
         assert "Traceback" not in process.stderr.read()
@@ -374,7 +352,6 @@ scoring.score_with = score_with
     args = [sys.executable, "-c", program, "eval", "--policy", "on-demand"]
     with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "scoring\n"
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=30)

@@ -99,7 +99,6 @@ def test_presets(name: str, budget: float, reference: Reference, request: pytest
         _check_budget(worker)
         stats, total, made = worker.stats(), worker.stats().total(), load_policy(name)
         if name.startswith("fmoe"):
-            assert stats.matcher is not None
             assert stats.matcher["published"] > 0
             assert "expert-map" in stats.prefetch_sources or budget < 0.25  # no slot may be left for a prefetch
         else:
@@ -401,7 +400,6 @@ def test_the_configurator_splits_anew_in_mid_generation(
     """Asked in mid-generation, it changes the split before the next forward; the sequence goes on as if nothing was."""
     with serving(store, preset("moepic", tau=1 << 30)) as worker:
         configuring, cache = worker.engine.configuring, worker.engine.cache
-        assert configuring is not None
         before, apply, forwards = cache.cut, configuring.begin_forward, [0]
 
         def ask_after_twenty() -> None:
@@ -413,20 +411,16 @@ def test_the_configurator_splits_anew_in_mid_generation(
         configuring.begin_forward = ask_after_twenty  # type: ignore[method-assign]
         reference.check(worker, 1, 32)
         after, found = cache.cut, worker.stats().configurator
-        assert found is not None
         assert found.problem is None
         assert (found.configurations, found.reconfigurations) == (1, 1)
         assert found.expected_after_s < found.expected_before_s
         assert found.record_s > 0
         [times] = slow_link
-        assert times is not None
         assert min(times.moe_s, times.attention_s) > 0
-        assert after is not None
         assert after != before
         assert after.total_neurons <= cache.pool.total_neurons
         assert worker.stats().total().bytes_loaded_migration > 0
         reference.check(worker, 3, 32)
         worker.reset_stats()
         again = worker.stats().configurator
-        assert again is not None
         assert again.reconfigurations == 0

@@ -24,6 +24,7 @@ from typing import Any
 import decision_rig
 import golden_rig as rig
 import pytest
+from commands import Command
 from golden_rig import PRESETS, ExpertStore
 
 FIRST = {  # in `make test`; the others take a minute more, and hobbit's replicas another
@@ -173,11 +174,11 @@ def test_command_line(golden: Golden) -> None:
 
 
 REPORTS = {
-    "plan": ("plan", "--config", "laptop", "--policy", "next-gate", "--json"),
-    "plan-ndp": ("plan", "--config", "laptop", "--policy", "context-ndp-2bit", "--json"),
-    "plan-cluster": ("plan", "--config", "multi-node", "--nodes", "NODES", "--json"),
-    "replay": ("replay", "TRACE", "--policy", "moepic", "--json"),
-    "replay-recall": ("replay", "TRACE", "--recall", "--json"),
+    "plan": ("plan", "--config", "laptop", "--policy", "next-gate"),
+    "plan-ndp": ("plan", "--config", "laptop", "--policy", "context-ndp-2bit"),
+    "plan-cluster": ("plan", "--config", "multi-node", "--nodes", "NODES"),
+    "replay": ("replay", "TRACE", "--policy", "moepic"),
+    "replay-recall": ("replay", "TRACE", "--recall"),
 }
 NODES = """
 nodes:
@@ -188,13 +189,11 @@ nodes:
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_json_keys(name: str, golden: Golden, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_keys(name: str, golden: Golden, trace: Path, tmp_path: Path, command: Command) -> None:
     nodes = tmp_path / "nodes.yaml"
     nodes.write_text(NODES)
     args = [{"TRACE": trace, "NODES": nodes}.get(arg, arg) for arg in REPORTS[name]]
-    code, out, err = rig.command(capsys, *args)
-    assert code == 0, err
-    golden.check_none_lost("json_keys", name, sorted(rig.keys_of(json.loads(out))))
+    golden.check_none_lost("json_keys", name, sorted(rig.keys_of(command.json(*args))))
 
 
 @pytest.mark.parametrize("preset", ["fmoe", pytest.param("hobbit", marks=pytest.mark.slow), "moepic"])
@@ -208,10 +207,9 @@ def test_json_keys_of_a_worker(preset: str, golden: Golden, store_of: StoreOf) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("benchmark", ["substitute"])
-def test_json_keys_of_a_benchmark(benchmark: str, golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = rig.command(capsys, "bench", benchmark, "--repeats", "1", "--json")
-    assert code == 0, err
-    golden.check_none_lost("json_keys", f"bench-{benchmark}", sorted(rig.keys_of(json.loads(out))))
+def test_json_keys_of_a_benchmark(benchmark: str, golden: Golden, command: Command) -> None:
+    found = command.json("bench", benchmark, "--repeats", "1")
+    golden.check_none_lost("json_keys", f"bench-{benchmark}", sorted(rig.keys_of(found)))
 
 
 TIERMOE = Path(sys.executable).with_name("tiermoe")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tiermoe.actors.store.format import Manifest, read_manifest
+
+if TYPE_CHECKING:
+    from serving import Tiny
 
 
 @pytest.fixture(autouse=True)
@@ -56,18 +61,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model of random weights; tests that change it take a copy."""
-    from tiny_models import save_tiny_checkpoint  # torch
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    """A tiny model with its store and its tokens, by type; made once. Tests that change one take a copy."""
+    from serving import Tiny  # torch
 
-    return save_tiny_checkpoint("mixtral", tmp_path_factory.mktemp("tiny") / "mixtral")
+    return functools.cache(lambda model_type: Tiny(model_type, tmp_path_factory.mktemp(model_type)))
 
 
 @pytest.fixture(scope="session")
-def mixtral_store(mixtral: Path) -> Any:
-    from serving import prepared  # torch
+def mixtral(tiny: Callable[[str], Tiny]) -> Path:
+    return tiny("mixtral").checkpoint
 
-    return prepared(mixtral, mixtral.with_name("mixtral-store"))
+
+@pytest.fixture(scope="session")
+def mixtral_store(tiny: Callable[[str], Tiny]) -> Any:
+    return tiny("mixtral").store
 
 
 @pytest.fixture(scope="session")

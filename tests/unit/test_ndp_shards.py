@@ -5,19 +5,16 @@ Placements with NDP workers on several GPUs: each GPU holds its part of the hot 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from channel_peer import DROP, REPEAT, Fault, FaultInjector
 from fake_engine import FakeLink
-from serving import Group, greedy, prepared, reference_greedy, serving_group, settings, struck_greedy
-from tiny_models import save_tiny_checkpoint
+from serving import Group, Tiny, greedy, serving_group, settings, struck_greedy
 
 from tiermoe.actors.engine.peers.shards import owners
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -34,7 +31,6 @@ from tiermoe.proto.messages import ExpertBatch, PlacementCommand
 from tiermoe.proto.options import ChannelOptions, ServerOptions
 from tiermoe.proto.peers import LocalDirectory, PeerLink
 
-_PROMPT, _NEW = [5, 9, 2, 7, 1, 3], 10
 _FAULTS = {"lost": DROP, "late": Fault(delay_s=0.6), "repeated": REPEAT}
 _NDP = NdpSettings(hardware=vars(load_hardware("paper-ndp")), deadline_s=5.0)
 
@@ -50,12 +46,6 @@ class _FaultyLink(PeerLink):
         return open_channel(address, ChannelOptions(transport=self.transport, faults=self.faults))  # type: ignore
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    folder = tmp_path_factory.mktemp("faults")
-    return prepared(save_tiny_checkpoint("mixtral", folder / "checkpoint"), folder / "store")
-
-
 @contextmanager
 def _serving(store: ExpertStore, link: PeerLink) -> Iterator[GpuWorker]:
     policy = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind="context", hot_per_layer=1))
@@ -67,17 +57,6 @@ def _serving(store: ExpertStore, link: PeerLink) -> Iterator[GpuWorker]:
         worker.close()
 
 
-@pytest.fixture(scope="module")
-def expected(store: ExpertStore) -> list[list[int]]:
-    board = LocalDirectory()
-    ndp = NdpWorker(_NDP, store.describe().path, board)
-    try:
-        with _serving(store, PeerLink(board, name="ndp/0")) as worker:
-            return greedy(worker, [_PROMPT], _NEW)
-    finally:
-        ndp.close()
-
-
 @pytest.mark.parametrize(
     ("fault", "side", "transport"),  # every two of their values together
     [
@@ -86,9 +65,8 @@ def expected(store: ExpertStore) -> list[list[int]]:
         pytest.param("repeated", "reply", "shm", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_one_bad_message(
-    fault: str, side: str, transport: str, store: ExpertStore, expected: list[list[int]]
-) -> None:
+def test_one_bad_message(fault: str, side: str, transport: str, tiny: Callable[[str], Tiny]) -> None:
+    store, expected = tiny("mixtral").store, tiny("mixtral").expected[:1]
     injector = FaultInjector({3: _FAULTS[fault]})
     board = LocalDirectory()
     server = ServerOptions(faults=injector if side == "reply" else None)
@@ -98,7 +76,7 @@ def test_one_bad_message(
             board, name="ndp/0", transport=transport, faults=injector if side == "request" else None
         )
         with _serving(store, link) as worker:
-            assert greedy(worker, [_PROMPT], _NEW) == expected
+            assert greedy(worker, Tiny.PROMPTS[:1], Tiny.TOKENS) == expected
             assert injector.sent > 4  # the fault was met
             stats = worker.stats()
             assert stats.ndp_losses == 0
@@ -107,27 +85,23 @@ def test_one_bad_message(
         ndp.close()
 
 
-_PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
-_TOKENS = 12
+_PROMPTS, _TOKENS = Tiny.PROMPTS, Tiny.TOKENS
 _EXPERTS = 8
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint("olmoe", tmp_path_factory.mktemp("model") / "checkpoint")
+def olmoe(tiny: Callable[[str], Tiny]) -> Tiny:
+    return tiny("olmoe")
 
 
 @pytest.fixture(scope="module")
-def shared_store(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return prepared(checkpoint, tmp_path_factory.mktemp("shared_store") / "shared_store")
+def shared_store(olmoe: Tiny) -> ExpertStore:
+    return olmoe.store
 
 
 @pytest.fixture(scope="module")
-def expected_tokens(checkpoint: Path) -> list[list[int]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    return reference_greedy(model, _PROMPTS, _TOKENS)
+def expected_tokens(olmoe: Tiny) -> list[list[int]]:
+    return olmoe.expected
 
 
 @pytest.fixture

@@ -226,7 +226,6 @@ def test_replicas_come_after_the_order(store: Path, checkpoint: Path, text: Path
     assert result.exit_code == 0, result.output
     assert read_manifest(store).neuron_order is not None
     view = describe_replicas(store)
-    assert view is not None
     assert view.widths == (2,)
     again = files(store)
     assert again[REPLICAS_NAME] != before[REPLICAS_NAME]

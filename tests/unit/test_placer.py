@@ -6,18 +6,17 @@ The NDP placements in the engine, with a worker that computes exactly and dies w
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from fake_engine import FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import greedy, prepared, reference_greedy, serving, settings, struck_greedy
+from serving import Tiny, greedy, prepared, serving, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.peers import auto
@@ -29,7 +28,7 @@ from tiermoe.actors.policies.context_ndp import PrecisionOptions, prefix_split
 from tiermoe.actors.policies.sharding import reassigned, spread_by_bytes
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import LinkSettings, NdpSettings
-from tiermoe.actors.store.files import ExpertStore, StoreView
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_hardware
 from tiermoe.errors import ConfigError, RuntimeFailure
 
@@ -37,14 +36,18 @@ _KEYS = range(8)
 
 
 @pytest.fixture(scope="module")
-def view(tmp_path_factory: pytest.TempPathFactory) -> StoreView:
-    folder = tmp_path_factory.mktemp("pool")
-    return prepared(save_tiny_checkpoint("mixtral", folder / "checkpoint"), folder / "store").describe()
+def store(tiny: Callable[[str], Tiny]) -> ExpertStore:
+    return tiny("mixtral").store
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Callable[[str], Tiny]) -> list[list[int]]:
+    return tiny("mixtral").expected
 
 
 @pytest.fixture
-def links(view: StoreView) -> list[FakeLink]:
-    return [FakeLink(view, index) for index in range(3)]
+def links(store: ExpertStore) -> list[FakeLink]:
+    return [FakeLink(store.describe(), index) for index in range(3)]
 
 
 @pytest.fixture
@@ -146,8 +149,7 @@ def test_nobody_to_give_it_to() -> None:
         reassigned((0, 1), [1], (0,))
 
 
-_PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
-_NEW = 12
+_PROMPTS, _NEW = Tiny.PROMPTS, Tiny.TOKENS
 
 
 def _policy(kind: str, precision: PrecisionOptions | None = None, **placement: Any) -> PolicySettings:
@@ -156,24 +158,6 @@ def _policy(kind: str, precision: PrecisionOptions | None = None, **placement: A
         name="test", lossless=precision.kind == "full", eviction="worth" if kind in ("auto", "hybrimoe") else "lru",
         placement={"kind": kind, **placement}, precision=precision,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint("mixtral", tmp_path_factory.mktemp("model") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def store(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return prepared(checkpoint, tmp_path_factory.mktemp("store") / "store")
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[list[int]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    return reference_greedy(model, _PROMPTS, _NEW)
 
 
 @contextmanager

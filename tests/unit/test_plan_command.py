@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Command
 from safetensors.numpy import save_file
 from topology_cases import FACTS, a_node, places_of
 
 from tiermoe.actors.store.format import MANIFEST_NAME, Manifest
-from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.jobs.plan import model_facts
 from tiermoe.cluster.report.tables import size
@@ -73,7 +73,6 @@ def test_today_s_presets_plan_as_deploy_places_them() -> None:
 def test_replicas_count_every_width() -> None:
     config = load_run_config(None, {"policy": "context-ndp-3bit", "device": "cpu", "threads": 1})
     spec = cluster_spec(config, engine_settings(config), FACTS, [])
-    assert spec.ndp is not None
     assert spec.ndp.widths == (1, 2, 3, 4)
     # 48 weights of 10 bits in all, and for each width 12 groups of 4 bytes
     assert spec.ndp.replica_bytes == 48 * 10 // 8 + 4 * 12 * 4
@@ -148,22 +147,8 @@ def nodes(tmp_path: Path) -> Path:
     return path
 
 
-def _run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *map(str, args)])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
-
-
-def _json(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
-    code, out, err = _run(capsys, *args, "--json")
-    assert (code, err) == (0, "")
-    record: dict[str, Any] = json.loads(out)
-    return record
-
-
-def test_json_of_a_cluster_from_a_file(capsys: pytest.CaptureFixture[str], model: Path, nodes: Path) -> None:
-    record = _json(capsys, "--config", "multi-node", "--model", model, "--nodes", nodes)
+def test_json_of_a_cluster_from_a_file(command: Command, model: Path, nodes: Path) -> None:
+    record = command.json("plan", "--config", "multi-node", "--model", model, "--nodes", nodes)
     placed = [(actor["name"], actor["node"]) for actor in record["topology"]["actors"]]
     assert placed == [("lead", "g"), ("shard-1", "h"), ("store-0", "m"), ("ndp-0", "m"), ("directory", "g")]
     assert record["prediction"]["label"] == "predicted"
@@ -176,10 +161,10 @@ def test_json_of_a_cluster_from_a_file(capsys: pytest.CaptureFixture[str], model
 
 
 def test_tables_name_actors_bytes_and_that_it_is_predicted(
-    capsys: pytest.CaptureFixture[str], model: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, model: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    code, out, err = _run(capsys, "--config", "multi-node", "--model", model, "--nodes", nodes)
+    code, out, err = command("plan", "--config", "multi-node", "--model", model, "--nodes", nodes)
     assert (code, err) == (0, "")
     for text in ("Planned, not started", "shard-1", "Predicted, not measured", "H100-class, assumed", "1 CPU, 1 store"):
         assert text in out
@@ -198,7 +183,6 @@ def _on_terminal(columns: int, *args: str) -> str:
         while part := os.read(lead, 1 << 16):
             parts.append(part)
     os.close(lead)
-    assert process.stderr is not None
     assert (process.wait(60), process.stderr.read()) == (0, b"")
     return re.sub(r"\x1b\[[0-9;]*m", "", b"".join(parts).decode())
 
@@ -213,35 +197,35 @@ def test_a_narrow_terminal_breaks_no_name_and_no_path(columns: int, model: Path,
     assert {"context-ndp-full", "directory", "store-0", "shard-1", "H100-class,"} <= words
 
 
-def test_this_machine_as_a_local_ray_would_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_as_a_local_ray_would_have_it(command: Command) -> None:
     """The default model, which is there with its weights: exact sizes."""
-    record = _json(capsys, "--config", "laptop", "--policy", "context-ndp-2bit")
+    record = command.json("plan", "--config", "laptop", "--policy", "context-ndp-2bit")
     assert [actor["name"] for actor in record["topology"]["actors"]] == ["lead", "store-0", "ndp-0", "directory"]
     assert record["nodes_from"].startswith("this machine")
     assert record["model"]["dense_estimated"] is False
     assert record["spec"]["slot_bytes"] == 3 * 256 * 64 * 4
 
 
-def test_options_override_the_file(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    record = _json(capsys, "--model", model, "--device", "cpu", "--budget", "2304B", "--policy", "on-demand")
+def test_options_override_the_file(command: Command, model: Path) -> None:
+    record = command.json("plan", "--model", model, "--device", "cpu", "--budget", "2304B", "--policy", "on-demand")
     assert record["spec"]["budget_bytes"] == 2304
     assert record["topology"]["actors"][0]["nbytes"]["slots"] == 1536  # one whole slot
     assert record["spec"]["policy"] == "on-demand"
 
 
 def test_replicas_of_a_low_bit_policy_are_counted_and_shown(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default model: 16 layers of 32 experts, hidden 256, 64 neurons."""
     monkeypatch.setenv("COLUMNS", "250")
     args = ("--device", "cpu", "--policy", "hobbit")
-    record, plain = _json(capsys, *args), _json(capsys, "--device", "cpu", "--policy", "next-gate")
+    record, plain = command.json("plan", *args), command.json("plan", "--device", "cpu", "--policy", "next-gate")
     model, replicas = record["model"], record["topology"]["actors"][0]["nbytes"]["replicas"]
     assert replicas == model["layers"] * model["experts"] * PackedShape(256, 64, 4, 64).nbytes()
     (load,), (without,) = record["topology"]["loads"], plain["topology"]["loads"]
     assert load["kinds"]["replicas"] == replicas
     assert load["host_bytes"] - load["device_bytes"] == without["host_bytes"] - without["device_bytes"] + replicas
-    code, out, _ = _run(capsys, *args)
+    code, out, _ = command("plan", *args)
     assert code == 0
     assert "slots for replicas" in out
     assert "25% of it for replicas of 27.00 KiB, the rest for experts in full of 192.00 KiB" in out
@@ -265,12 +249,12 @@ def test_replicas_of_a_low_bit_policy_are_counted_and_shown(
     ],
 )  # fmt: skip
 def test_what_it_refuses(
-    capsys: pytest.CaptureFixture[str], model: Path, nodes: Path, args: list[str], says: str, code: int
+    command: Command, model: Path, nodes: Path, args: list[str], says: str, code: int
 ) -> None:
     config = nodes.with_name("cluster.yaml")
     config.write_text(args[1])
     given = [{"NODES": str(nodes)}.get(arg, str(config) if arg.endswith("}") else arg) for arg in args]
-    found, out, err = _run(capsys, *([] if "--model" in given else ["--model", model]), *given)
+    found, out, err = command("plan", *([] if "--model" in given else ["--model", model]), *given)
     assert (found, out) == (code, "")
     assert err.startswith("error: ")
     assert says in err
@@ -369,11 +353,11 @@ def test_moe_layers_are_counted_by_the_configuration(model: Path, fields: dict[s
     ],
 )
 def test_a_configuration_of_no_use(
-    capsys: pytest.CaptureFixture[str], model: Path, fields: dict[str, Any], says: str
+    command: Command, model: Path, fields: dict[str, Any], says: str
 ) -> None:
     config = {name: value for name, value in (_CONFIG | fields).items() if value is not ...}
     (model / "config.json").write_text(json.dumps(config))
-    code, _, err = _run(capsys, "--model", model)
+    code, _, err = command("plan", "--model", model)
     assert code == 2
     assert says in err
 

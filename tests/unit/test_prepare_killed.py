@@ -73,7 +73,6 @@ def test_a_killed_preparation_with_replicas_finishes(
     assert [path.name for path in out.parent.iterdir()] == ["store"]
     ExpertStore(out, verify="full")
     view = describe_replicas(out, verify="full")
-    assert view is not None
     assert view.widths == (2,)
     whole = prepare(checkpoint, tmp_path / "whole", progress=False)
     text = calibration if calibrated else None

@@ -107,7 +107,6 @@ def test_sums_are_those_of_direct_loops(
             for i, weight in zip(ids[t].tolist(), w[t].double().tolist(), strict=True):
                 dots[i] += weight**2 * (y[t] @ y[t, i]).numpy()
                 norms[i] += weight**2 * y[t].square().sum(1).numpy()
-        assert found.outputs is not None
         assert found.outputs.dots[layer] == pytest.approx(dots, rel=1e-4, abs=1e-6)
         assert found.outputs.norms[layer] == pytest.approx(norms, rel=1e-4, abs=1e-6)
         routing = RoutingCounts(count)
@@ -208,7 +207,6 @@ def test_sums_of_no_use_are_thrown_away(damage: str, tmp_path: Path) -> None:
     assert partial.load(like) is None
     Partial(tmp_path / "work", "key").save({"a": np.full(like["a"].shape, 3.0)}, 6)
     found = Partial(tmp_path / "work", "key").load(like)
-    assert found is not None
     assert found[1] == 6
     assert (found[0]["a"] == 3).all()
 

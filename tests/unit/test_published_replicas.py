@@ -145,7 +145,6 @@ def test_replicas_below_the_published_width_and_the_form_from_there_on(form: str
     store = prepare(published, tmp_path / "store", progress=False)
     ensure_replicas(store, published, (1, 2, 3, 4), GROUP, progress=False)
     view = describe_replicas(store)
-    assert view is not None
     assert view.widths == BELOW[form]
     assert view.manifest.method == "data-free"
     reference = Reference(oracle)
@@ -208,7 +207,6 @@ def test_what_is_refused_and_what_is_said(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     assert run.invoke(app, ["prepare", str(published), str(store), "--bits", "2"]).exit_code == 0
     view = describe_replicas(store)
-    assert view is not None
     assert view.widths == (2,)
     preset = load_policy("context-ndp-2bit")
     lacking = pytest.raises(ConfigError, match=r"needs replicas of 1, 2, 3 bits, the store has \(2,\)")

@@ -10,21 +10,13 @@ from typing import Any
 
 import pytest
 import traces
+from commands import Command
 
 import tiermoe
-from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import DEFAULT_LINK
 from tiermoe.cluster.jobs.prepare import ensure_prepared
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RequestError, RuntimeFailure
-
-
-def _json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
-    with pytest.raises(SystemExit) as ended:
-        main([*args, "--json"])
-    captured = capsys.readouterr()
-    assert ended.value.code == 0, captured.err
-    return json.loads(captured.out)
 
 
 def _trace(tmp_path: Path) -> Path:
@@ -44,10 +36,10 @@ def test_the_package_is_imported_in_no_time() -> None:
         _ = tiermoe.llm  # type: ignore[attr-defined]
 
 
-def test_a_plan_is_the_command_s(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_the_command_s(checkpoint: Path, command: Command) -> None:
     found = tiermoe.plan(str(checkpoint), policy="on-demand", budget=0.5, cluster={"shards": 2})
     args = ("--model", str(checkpoint), "--policy", "on-demand", "--budget", "0.5", "--shards", "2")
-    theirs = _json(capsys, "plan", *args)
+    theirs = command.json("plan", *args)
     for record in (found, theirs):
         for load in record["topology"]["loads"]:
             load.pop("host_total")  # what is free now
@@ -55,14 +47,14 @@ def test_a_plan_is_the_command_s(checkpoint: Path, capsys: pytest.CaptureFixture
     assert json.loads(json.dumps(found)) == theirs
 
 
-def test_a_replay_is_the_command_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_is_the_command_s(tmp_path: Path, command: Command) -> None:
     trace = _trace(tmp_path)
     ours = tiermoe.replay(trace, "next-gate", budget="50%")
     args = (str(trace), "--policy", "next-gate", "--budget", "50%")
-    assert json.loads(json.dumps(ours)) == _json(capsys, "replay", *args)
+    assert json.loads(json.dumps(ours)) == command.json("replay", *args)
     assert ours["machine"]["link_gbps"] == DEFAULT_LINK.gbps
     assert ours["blocked_io_s"] > 0
-    table = _json(capsys, "replay", str(trace), "--policies", "on-demand, next-gate", "--budget", "50%")["rows"]
+    table = command.json("replay", str(trace), "--policies", "on-demand, next-gate", "--budget", "50%")["rows"]
     assert [row["policy"] for row in table] == ["on-demand", "next-gate"]
     assert table[1] == json.loads(json.dumps(ours))
 
@@ -77,12 +69,11 @@ def test_a_replay_is_the_command_s(tmp_path: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_policies_are_all_refused_before_the_first_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+    tmp_path: Path, command: Command, args: list[str], message: str
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["replay", str(_trace(tmp_path)), *args])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    code, _, err = command("replay", _trace(tmp_path), *args)
+    assert code == 2
+    assert message in err
 
 
 @pytest.mark.parametrize(

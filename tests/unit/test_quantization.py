@@ -130,7 +130,6 @@ def test_the_configuration_may_be_nested(tmp_path: Path) -> None:
     assert scheme_of(tmp_path, config) == INT4
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"compression_config": config}}))
     found = quantization_of(tmp_path)
-    assert found is not None
     assert found.of(EXPERT) == INT4
 
 
@@ -149,7 +148,6 @@ def test_groups_go_by_names_then_patterns_then_classes(tmp_path: Path) -> None:
     config["config_groups"] = {name: group | {"targets": targets[name]} for name, group in args.items()}
     assert scheme_of(tmp_path, config) == Scheme("packed", bits=8, group=32)
     found = quantization_of(tmp_path)
-    assert found is not None
     assert found.of("model.layers.1.mlp.experts.0.up_proj") == Scheme("packed", bits=8, group=64)
     assert found.of("model.layers.1.self_attn.q_proj") == Scheme("packed", bits=4, group=128)
     assert found.of("model.embed_tokens") == Scheme("packed", bits=4, group=32)

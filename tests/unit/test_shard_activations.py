@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeCompute
-from serving import greedy, prepared, serving_group, settings
-from tiny_models import save_tiny_checkpoint
+from serving import Tiny, greedy, serving_group, settings
 
 from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
@@ -22,8 +22,7 @@ from tiermoe.proto.messages import ExpertBatch, ExpertResult
 from tiermoe.proto.peers import LocalDirectory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux only")
-_PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
-_NEW = 8
+_PROMPTS, _NEW = Tiny.PROMPTS, Tiny.TOKENS
 _KIB = 1024
 
 
@@ -37,16 +36,13 @@ class _Shard(FakeCompute):
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    folder = tmp_path_factory.mktemp("olmoe")
-    return prepared(save_tiny_checkpoint("olmoe", folder / "checkpoint"), folder / "store")
+def store(tiny: Callable[[str], Tiny]) -> ExpertStore:
+    return tiny("olmoe").store
 
 
 @pytest.fixture(scope="module")
-def expected(store: ExpertStore) -> list[list[int]]:
-    """Of shards whose rows and sums take the plain way."""
-    with serving_group(store, settings(0.5, shards=ShardSettings(count=2))) as group:
-        return greedy(group.lead, _PROMPTS, _NEW)
+def expected(tiny: Callable[[str], Tiny]) -> list[list[int]]:
+    return tiny("olmoe").expected
 
 
 @pytest.mark.parametrize(

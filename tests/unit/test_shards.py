@@ -8,6 +8,7 @@ Buddies over two GPUs in this process, with integrity checks: what the lead deci
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,7 @@ import torch
 from fake_engine import virtual_cache
 from fake_gpu import FakeGpu
 from quick import quick
-from serving import Group, add_random_profile, greedy, policy, prepared, reference_greedy, serving_group, settings
-from tiny_models import save_tiny_checkpoint
+from serving import Group, Tiny, add_random_profile, greedy, policy, prepared, serving_group, settings
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cuda.device import CudaDevice
@@ -37,25 +37,12 @@ from tiermoe.errors import ConfigError, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthRequest, PlacementCommand, PrefetchCommand
 from tiermoe.proto.peers import LocalDirectory
 
-_PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
-_NEW = 12
-
-
-class Tiny:
-    """A store of a tiny model, and what the unmodified model generates."""
-
-    def __init__(self, model_type: str, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        checkpoint = save_tiny_checkpoint(model_type, folder / "checkpoint")
-        self.store = prepared(checkpoint, folder / "store")
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        self.expected = reference_greedy(model, _PROMPTS, _NEW)
+_PROMPTS, _NEW = Tiny.PROMPTS, Tiny.TOKENS
 
 
 @pytest.fixture(scope="module")
-def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return Tiny("olmoe", tmp_path_factory.mktemp("olmoe"))
+def olmoe(tiny: Callable[[str], Tiny]) -> Tiny:
+    return tiny("olmoe")
 
 
 def _settings(count: int, budget: float = 0.25, prefetch: str = "none", **shards: object) -> EngineSettings:
@@ -64,10 +51,10 @@ def _settings(count: int, budget: float = 0.25, prefetch: str = "none", **shards
 
 # qwen2_moe: shared experts. gpt_oss: biases and a gating of its own. nemotron_h: no gate. lfm2_moe: served serially.
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "nemotron_h", "lfm2_moe"])
-def test_same_tokens(model_type: str, tmp_path: Path) -> None:
-    tiny = Tiny(model_type, tmp_path)
-    with serving_group(tiny.store, _settings(2, prefetch="next-gate")) as group:
-        assert greedy(group.lead, _PROMPTS, _NEW) == tiny.expected
+def test_same_tokens(model_type: str, tiny: Callable[[str], Tiny]) -> None:
+    model = tiny(model_type)
+    with serving_group(model.store, _settings(2, prefetch="next-gate")) as group:
+        assert greedy(group.lead, _PROMPTS, _NEW) == model.expected
         assert group.lead.stats().total().shard_tokens > 0
         assert group.lead.stats().shard_losses == 0
 
@@ -351,14 +338,12 @@ def test_an_encoded_residency_is_decoded(resting: bool) -> None:
     packed = ShardResidency.encode(cache.residency, resting)
     assert packed.nbytes == 2
     held = ShardResidency.decode(packed, L * E)
-    assert held is not None
     assert np.flatnonzero(held.here).tolist() == [1, 7, 11]
     assert (held.vacant, held.resting) == (True, resting)
     cache.prefetch([2])  # on its way
     cache.leave([7], 1)
     cache.prefetch([3])
     held = ShardResidency.decode(ShardResidency.encode(cache.residency, resting), L * E)
-    assert held is not None
     assert np.flatnonzero(held.here).tolist() == [1, 2, 3, 11]
     assert not held.vacant
     cache.check_integrity()
@@ -386,8 +371,6 @@ def shards() -> Any:
 
 def _seen(caches: PeerCaches, layer: int, *own: int) -> tuple[list[int], list[int], list[bool]]:
     view = caches.join(layer, RerouteView(np.isin(np.arange(E), own), 1, 2, 0))
-    assert view.shard_of is not None
-    assert view.filling is not None
     return np.flatnonzero(view.available).tolist(), view.shard_of.tolist(), view.filling.tolist()
 
 
@@ -443,10 +426,9 @@ _LOSSY_NEW = 16
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+def store(olmoe: Tiny, tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
     """2 layers of 8 experts, of which a token takes 2."""
-    folder = tmp_path_factory.mktemp("shard-substitution")
-    out = prepared(save_tiny_checkpoint("olmoe", folder / "checkpoint"), folder / "store")
+    out = prepared(olmoe.checkpoint, tmp_path_factory.mktemp("shard-substitution") / "store")
     add_random_profile(Path(out.describe().path), 2)
     return out
 

@@ -65,7 +65,6 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another replica, with three choices of key a and one of key b, two of them with the runtime."""
     command = [sys.executable, "-c", _OTHER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
         process.kill()

@@ -5,7 +5,6 @@ Hit rates of eviction policies on routing made by hand, and Belady's against eve
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import traces
+from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,6 @@ from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.prefetch import LayerwisePrefetch, NextGatePrefetch, PopularityPrefetch
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.store.artifacts import encode_predictors
-from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.simulate.backend import Compute, RecordedForward, RecordedLayer, see, spans_of
 from tiermoe.cluster.simulate.executor import SimulatedEngine
@@ -276,33 +275,23 @@ def test_machines(trace: Trace, tmp_path: Path) -> None:
         load_machine(trace.header, None, -1.0, None)
 
 
-def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(list(args))
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out, captured.err
-
-
 @pytest.mark.parametrize(
     "kind", ["none", "next-gate", "popularity", "expert-map", "activation-matrix", "stride", "layerwise"]
 )
-def test_replay_command(trace: Trace, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    code, out, err = command(
-        capsys, "replay", str(trace.path), "--prefetch", kind, "--learn", "0.5", "--budget", "0.5", "--link-gbps", "1",
-        "--at-once", "2", "--json",
+def test_replay_command(trace: Trace, command: Command, kind: str) -> None:
+    record = command.json(
+        "replay", trace.path, "--prefetch", kind, "--learn", "0.5", "--budget", "0.5", "--link-gbps", "1",
+        "--at-once", "2",
     )  # fmt: skip
-    assert code == 0, err
-    record = json.loads(out)
     assert (record["executor"], record["prefetch"], record["requests"]) == ("simulated", kind, 2)
     assert record["hits"] + record["misses"] > 0
     assert (record["bytes_loaded_prefetch"] > 0) == (kind != "none")
     assert record["machine"]["link_gbps"] == 1
 
 
-def test_recall_command(trace: Trace, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = command(capsys, "replay", str(trace.path), "--recall", "--json")
-    assert code == 0, err
-    rows = {(row["source"], row["distance"]): row["overall"] for row in json.loads(out)["rows"]}
+def test_recall_command(trace: Trace, command: Command) -> None:
+    found = command.json("replay", trace.path, "--recall")["rows"]
+    rows = {(row["source"], row["distance"]): row["overall"] for row in found}
     assert set(rows) == {(s, d) for s in ("next-gate", "popularity", "activation-matrix", "stride") for d in (1, 2)}
     assert rows["next-gate", 2] == 1.0
 
@@ -323,17 +312,12 @@ def test_recall_command(trace: Trace, capsys: pytest.CaptureFixture[str]) -> Non
         (["--predictors", "x"], "are for stride"),
     ],
 )
-def test_replay_refuses(trace: Trace, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
-    code, out, err = command(capsys, "replay", str(trace.path), *args)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert len(err.strip().splitlines()) == 1
+def test_replay_refuses(trace: Trace, command: Command, args: list[str], message: str) -> None:
+    assert message in command.refusal("replay", trace.path, *args)
 
 
-def test_replay_without_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = command(capsys, "replay", str(tmp_path))
-    assert code == 2
-    assert "is not a routing trace" in err
+def test_replay_without_a_trace(tmp_path: Path, command: Command) -> None:
+    assert "is not a routing trace" in command.refusal("replay", tmp_path)
 
 
 def test_shipped_machines() -> None:

@@ -153,7 +153,6 @@ def test_small_experts_share_a_request_and_two_requests_are_under_way(make: Make
     with stores.reader() as reader:
         monkeypatch.setattr(reader, "_per_request", 2)
         (holder,) = reader._holders.values()
-        assert holder.current is not None
         ask = holder.current.ask
 
         def noted(layer: int, experts: Sequence[int], deadline_s: float) -> Any:

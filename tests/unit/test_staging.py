@@ -99,7 +99,6 @@ def test_layers_of_one_file_are_registered_together() -> None:
     mapped = file_of(7)
     found, report = cuda.pin(mapped, CopySettings())
     assert found == mapped
-    assert report is not None
     assert (report.registered, report.staged, report.problem) == (7 * BYTES, 0, None)
     assert all(cuda.is_pinned(one.tensors) for one in mapped)
     assert len(gpu.registered) == 1
@@ -114,7 +113,6 @@ def test_layers_whose_tensors_lie_between_each_others() -> None:
     parts = [slice(i * FLOATS, (i + 1) * FLOATS) for i in range(5)]
     mapped = [LayerWeights((first[part].view(1, FLOATS), second[part].view(1, FLOATS))) for part in parts]
     _, report = cuda.pin(mapped, CopySettings())
-    assert report is not None
     assert (report.registered, report.staged) == (5 * 2 * FLOATS * 2, 0)
     assert len(gpu.registered) == 2
 
@@ -125,7 +123,6 @@ def test_one_page_that_is_refused_costs_no_more_than_its_neighbours() -> None:
     bad = mapped[4].tensors[0].data_ptr() + PAGE  # no other layer has this page
     gpu.refuse = lambda address, nbytes: address <= bad < address + nbytes
     _, report = cuda.pin(mapped, CopySettings())
-    assert report is not None
     assert report.problem == "refused"
     pinned = [cuda.is_pinned(one.tensors) for one in mapped]
     assert not pinned[4]
@@ -139,7 +136,6 @@ def test_the_limit_takes_a_file_in_part() -> None:
     cuda = device()[1]
     mapped = file_of(4)
     _, report = cuda.pin(mapped, CopySettings(pinned_gib=2.5 * BYTES / 2**30))
-    assert report is not None
     assert (report.registered, report.staged) == (2 * BYTES, 2 * BYTES)
     assert [cuda.is_pinned(one.tensors) for one in mapped] == [True, True, False, False]
 
@@ -168,7 +164,6 @@ def test_all_is_registered_where_the_driver_allows_it() -> None:
     mapped = layers(3)
     found, report = cuda.pin(mapped, CopySettings())
     assert found == mapped
-    assert report is not None
     assert (report.registered, report.copied, report.staged, report.problem) == (3 * BYTES, 0, 0, None)
     assert all(cuda.is_pinned(one.tensors) for one in mapped)
     assert len(gpu.registered) == 3
@@ -180,7 +175,6 @@ def test_all_is_registered_where_the_driver_allows_it() -> None:
 def test_what_is_pinned_already_is_left_alone() -> None:
     gpu, cuda = device(pin_all=True)
     _, report = cuda.pin(layers(2), CopySettings())
-    assert report is not None
     assert report.registered == 2 * BYTES
     assert not gpu.registered
 
@@ -189,13 +183,11 @@ def test_the_limit_holds() -> None:
     cuda = device()[1]
     mapped = layers(3)
     _, report = cuda.pin(mapped, CopySettings(pinned_gib=2.5 * BYTES / 2**30))
-    assert report is not None
     assert (report.registered, report.staged) == (2 * BYTES, BYTES)
     assert report.problem is not None
     assert "limit" in report.problem
     assert [cuda.is_pinned(one.tensors) for one in mapped] == [True, True, False]
     _, none = device()[1].pin(mapped, CopySettings(pinned_gib=0))
-    assert none is not None
     assert none.staged == 3 * BYTES
 
 
@@ -205,18 +197,15 @@ def test_a_refused_layer_is_staged_or_copied() -> None:
     first = mapped[0].tensors[0].data_ptr()
     gpu.refuse = lambda address, nbytes: address <= first < address + nbytes
     found, report = cuda.pin(mapped, CopySettings())
-    assert report is not None
     assert (report.registered, report.staged, report.problem) == (BYTES, BYTES, "refused")
     assert found == mapped
     found, report = cuda.pin(mapped, CopySettings(unpinned="copy"))
-    assert report is not None
     assert (report.registered, report.copied, report.staged) == (BYTES, BYTES, 0)
     assert found[1] is mapped[1]
     assert all(torch.equal(a, b) for a, b in zip(found[0].tensors, mapped[0].tensors, strict=True))
     assert cuda.is_pinned(found[0].tensors)
     gpu.refuse, fresh = lambda address, nbytes: True, layers(1)
     found, report = cuda.pin(fresh, CopySettings(unpinned="copy"))
-    assert report is not None
     assert (report.copied, report.staged) == (0, BYTES)
     assert found == fresh
     assert found[0].tensors[0].data_ptr() != first
@@ -227,7 +216,6 @@ def test_layers_are_copied_where_that_is_asked_for(monkeypatch: pytest.MonkeyPat
     cuda = device()[1]
     mapped = layers(3)
     found, report = cuda.pin(mapped, CopySettings(pin="copy", pinned_gib=2.5 * BYTES / 2**30))
-    assert report is not None
     assert (report.registered, report.copied, report.staged) == (0, 2 * BYTES, BYTES)
     assert found[2] is mapped[2]
     for copy, one in zip(found[:2], mapped, strict=False):
@@ -241,7 +229,6 @@ def test_layers_are_copied_where_that_is_asked_for(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(mmap, "mmap", full)
     found, report = cuda.pin(mapped[2:], CopySettings(pin="copy"))
-    assert report is not None
     assert (report.registered, report.copied, report.problem) == (BYTES, 0, None)
     assert found == mapped[2:]
 
@@ -258,7 +245,6 @@ def test_a_layer_of_which_the_host_holds_no_copy_is_staged(monkeypatch: pytest.M
         patch.setattr(mmap, "mmap", full)
         found, report = cuda.pin(mapped, CopySettings(unpinned="copy"))
     assert found == mapped
-    assert report is not None
     assert (report.copied, report.staged) == (0, BYTES)
 
 
@@ -270,7 +256,6 @@ def test_a_layer_refused_in_part_stays_pinned_in_no_part() -> None:
     last = one.tensors[1].data_ptr()
     gpu.refuse = lambda address, nbytes: address <= last < address + nbytes
     _, report = cuda.pin([one], CopySettings())
-    assert report is not None
     assert (report.registered, report.staged) == (0, 2 * FLOATS * 2)
     assert not gpu.registered
     assert not cuda.is_pinned(one.tensors[:1])
@@ -292,7 +277,6 @@ def test_replicas_are_pinned_within_what_experts_leave_of_the_limit() -> None:
     settings = CopySettings(pinned_gib=3.5 * BYTES / 2**30)
     _, experts = cuda.pin(layers(2), settings)
     replicas, both = ReplicaWeights(PackedShape(32, 32, 4, 32), layers(2)).pinned_by(cuda, settings, experts)
-    assert both is not None
     assert (both.registered, both.staged) == (3 * BYTES, BYTES)
     assert both.problem is not None
     assert len(gpu.registered) == 3
@@ -308,7 +292,6 @@ def test_sources_give_the_copies_from_then_on() -> None:
     gpu.refuse = lambda address, nbytes: any(address <= first < address + nbytes for first in theirs)
     sources = Sources(list(mapped), list(mapped), None)
     report = sources.pin(cuda, CopySettings(unpinned="copy"))
-    assert report is not None
     assert report.copied == 2 * BYTES
     assert [id(layer) for layer in sources.weights] == [id(layer) for layer in sources.mapped]
     assert not {id(layer) for layer in sources.mapped} & {id(layer) for layer in mapped}

@@ -356,7 +356,6 @@ def test_the_end_is_bounded(before: str, signals: list[signal.Signals], code: in
         [sys.executable, "-c", _STUCK.format(before=before)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         for i, number in enumerate(signals):
             assert i == 0 or process.stdout.readline() == "signal\n"  # two signals that are pending at once are one

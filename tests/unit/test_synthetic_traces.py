@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import Command
 
-from tiermoe.cluster.cli import main
 from tiermoe.cluster.simulate.shapes import shapes
 from tiermoe.cluster.simulate.statistics import map_recall, routing_of
 from tiermoe.cluster.simulate.synthetic import CALIBRATIONS, FAMILIES, Generator, calibrated
@@ -47,12 +46,9 @@ def test_similar_trajectories_predict_later_layers() -> None:
     assert map_recall(ids[:3], request, 32) is None
 
 
-def test_a_synthetic_trace_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["trace", "make", str(tmp_path / "t"), "--family", "sticky", "--shape", "mixtral-8x7b", "--requests", "3"]
-    with pytest.raises(SystemExit) as ended:
-        main([*args, "--prompt-tokens", "9", "--max-tokens", "4", "--distances", "2", "--json"])
-    assert not ended.value.code
-    record = json.loads(capsys.readouterr().out)
+def test_a_synthetic_trace_on_disk(tmp_path: Path, command: Command) -> None:
+    args = ["trace", "make", tmp_path / "t", "--family", "sticky", "--shape", "mixtral-8x7b", "--requests", "3"]
+    record = command.json(*args, "--prompt-tokens", "9", "--max-tokens", "4", "--distances", "2")
     assert record["figures"]["next router 1"] > record["figures"]["next router 2"] > 0.5
     trace = Trace(tmp_path / "t")
     header, shape = trace.header, shapes()["mixtral-8x7b"]
@@ -62,8 +58,6 @@ def test_a_synthetic_trace_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture
     routing = routing_of(header, trace.requests())
     assert (routing.decode.sum(), len(routing.decode)) == (12, 39)
     for wrong, message in ((["--family", "x"], "--family is 'x'"), (["--shape", "x"], "--shape is 'x'")):
-        with pytest.raises(SystemExit) as ended:
-            main(["trace", "make", str(tmp_path / "u"), "--family", "flat", "--shape", "phi-3.5-moe", *wrong])
-        assert ended.value.code == 2
-        assert message in capsys.readouterr().err
+        args = ["trace", "make", tmp_path / "u", "--family", "flat", "--shape", "phi-3.5-moe", *wrong]
+        assert message in command.refusal(*args)
     assert not (tmp_path / "u").exists()

@@ -166,7 +166,6 @@ def test_a_processors_template_counts_where_there_is_no_other(tmp_path: Path) ->
 
 def _rendered(folder: Path) -> str:
     template = load_chat_template(folder, None)
-    assert template is not None
     return template.render([USER])
 
 
@@ -174,7 +173,6 @@ def test_a_file_of_ones_own_has_the_models_tokens(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", {"tokenizer_config.json": {"bos_token": "<s>", "chat_template": _NAMED}})
     (tmp_path / "own.jinja").write_text("{{ bos_token }}own")
     template = load_chat_template(folder, tmp_path / "own.jinja")
-    assert template is not None
     assert template.render([USER]) == template.render([USER], tools=TOOLS) == "<s>own"
     (tmp_path / "bad").write_text("{% for %}")
     with pytest.raises(ConfigError, match="does not compile"):
@@ -188,7 +186,6 @@ def test_a_file_of_ones_own_has_the_models_tokens(tmp_path: Path) -> None:
 
 def test_the_plain_template_that_ships() -> None:
     template = load_chat_template(default_model_dir(), configs_dir() / "serve" / "plain-chat.jinja")
-    assert template is not None
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert template.render(messages) == "system: Be brief.\nuser: hi\nassistant:"
 
@@ -270,8 +267,6 @@ def test_a_template_that_never_ends_is_refused_by_name(monkeypatch: pytest.Monke
     """A nested loop froze the event loop of a server for good, and its start."""
     monkeypatch.setattr(templates, "RENDER_S", 0.5)
     template = load_chat_template(checkpoint(tmp_path / "model", {"chat_template.jinja": _LOOP}), None)
-    assert template is not None
-    assert template.problem is not None
     assert template.problem.startswith("the chat template of 'model' was not rendered within 0.5 s; send less")
     for tools in ([], TOOLS):
         with pytest.raises(ApiError, match="the chat template of 'model' was not rendered") as caught:
@@ -335,7 +330,6 @@ def test_processes_that_die_are_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     os.kill(worker.pid, signal.SIGKILL)
     assert template.render([USER]) == USER["content"]
     helper = templates._HELPER._process
-    assert helper is not None
     helper.kill()
     helper.wait()
     assert template.render([USER]) == USER["content"]
@@ -384,7 +378,6 @@ def test_rendering_imports_no_torch_and_ends_with_its_server(tmp_path: Path) -> 
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         helper = psutil.Process(int(server.stdout.readline()))
         workers = [child for child in helper.children() if child.status() != psutil.STATUS_ZOMBIE]
         family = [helper, *workers]

@@ -14,12 +14,12 @@ import serving
 import tiny_models
 import torch
 import traces
+from commands import Command
 from safetensors.numpy import load, save
 
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
-from tiermoe.cluster import cli
 from tiermoe.cluster.jobs.record.job import record_with
 from tiermoe.cluster.jobs.replay import replay_policy
 from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_cut
@@ -86,7 +86,6 @@ def test_equal_probabilities_keep_their_order(tmp_path: Path) -> None:
     writer.add(rows, decode=False)
     writer.close(True)
     scores = next(Trace(tmp_path / "t").requests()).iterations[0].lookahead(0, 1)
-    assert scores is not None
     assert np.argsort(-scores[0])[:2].tolist() == [3, 1]
 
 
@@ -252,7 +251,7 @@ def test_a_trace_allocates_no_more_expert_maps_than_it_has_forwards(tmp_path: Pa
 
 
 def test_a_lack_of_memory_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     traces.write(tmp_path, traces.header(), PROMPTS)
 
@@ -260,11 +259,8 @@ def test_a_lack_of_memory_is_one_line(
         raise MemoryError("Unable to allocate 7.28 TiB for an array")
 
     monkeypatch.setattr("tiermoe.cluster.jobs.replay.replay", lacking)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["replay", str(tmp_path)])
-    assert ended.value.code == 1
     said = "error: there is not enough memory (Unable to allocate 7.28 TiB for an array); give less at a time\n"
-    assert capsys.readouterr().err == said
+    assert command("replay", tmp_path) == (1, "", said)
 
 
 RECORDED = [list(range(3, 40)), [5, 9, 70], list(range(60, 20, -1))]
@@ -403,7 +399,6 @@ def test_simulated_counters_equal_the_engine_s(recorded: tuple[Path, Path, dict]
 def test_header_states_costs_and_bytes(recorded: tuple[Path, Path, dict]) -> None:
     _, path, _ = recorded
     header = Trace(path).header
-    assert header.costs is not None
     assert header.costs.expert_s > 0
     held = sum(chunk.bytes for chunk in header.chunks)
     assert held > header.rows * header.row_bytes

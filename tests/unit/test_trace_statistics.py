@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import traces
+from commands import Command
 
 from tiermoe.actors.policies.eviction import Lru
-from tiermoe.cluster.cli import main
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import hit_rates, policies, result, serve
 from tiermoe.cluster.simulate.machine import Machine
@@ -96,18 +95,14 @@ def test_prefill_predicts_decode_where_requests_reuse_their_experts() -> None:
     ids = np.array([[[0], [0], [1], [1], [1], [0]]])
     request, later = np.array([0, 0, 0, 1, 1, 1]), np.array([False, False, True] * 2)
     found = phase_cosines(ids, request, later, 2)
-    assert found is not None
     assert (found[0].tolist(), found[1].tolist()) == ([0.0], [1.0])
     assert phase_cosines(ids, request, np.zeros(6, bool), 2) is None
 
 
-def test_statistics_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_of_a_trace(tmp_path: Path, command: Command) -> None:
     """The look-ahead of these traces is the later layers' own routing, so its recall is 1."""
     traces.write(tmp_path / "t", traces.header(), [[1, 2, 3], [4, 5]], decodes=6)
-    with pytest.raises(SystemExit) as ended:
-        main(["trace", "stats", str(tmp_path / "t"), "--slots", "2,3", "--json"])
-    assert not ended.value.code
-    record = json.loads(capsys.readouterr().out)
+    record = command.json("trace", "stats", tmp_path / "t", "--slots", "2,3")
     assert (record["tokens"], record["decode_tokens"], record["requests"]) == (17, 12, 2)
     assert record["next_router"] == [1.0, 1.0]
     assert 0 < record["token_entropy"] < 1
@@ -116,10 +111,7 @@ def test_statistics_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str
         for cache in CACHES:
             whole = (5 * line[f"{cache}_prefill"] + 12 * line[f"{cache}_decode"]) / 17
             assert line[cache] == pytest.approx(whole)
-    with pytest.raises(SystemExit) as ended:
-        main(["trace", "stats", str(tmp_path / "t"), "--slots", "1"])
-    assert ended.value.code == 2
-    assert "--slots is '1'" in capsys.readouterr().err
+    assert "--slots is '1'" in command.refusal("trace", "stats", tmp_path / "t", "--slots", "1")
 
 
 def test_a_trace_without_decode(tmp_path: Path) -> None:
