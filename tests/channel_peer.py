@@ -31,7 +31,7 @@ def batch(rows: int = 2, width: int = 8, layer: int = 3) -> ExpertBatch:
     )
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Ask again and again until it holds; fails when it takes too long."""
     until = time.monotonic() + timeout_s
     while not holds():

@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from channel_peer import wait_until
 from decision_rig import COUNTERS as DECIDED
 from fake_api import FakeBackend
 from fake_api import serving as serving_api
@@ -258,10 +258,7 @@ def _together(worker: GpuWorker, prompts: Sequence[Sequence[int]]) -> list[list[
 
 def _until_idle(worker: GpuWorker) -> None:
     """The batcher ends a request after its last token was read; what it does then comes before the next request."""
-    until_s = time.monotonic() + 30
-    while worker.health()["running"]:
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
+    wait_until(lambda: not worker.health()["running"], 30.0)
 
 
 # -- loads ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import truncated
+from channel_peer import wait_until
 from numpy.typing import NDArray
 from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
@@ -63,13 +64,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "LOOK_S", 0.01)
 
 
-def _until(reached: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 20
-    while not reached():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("change", ["written in place", "replaced", "removed"])
 def test_a_change_stays_known_while_the_file_is_mapped(tmp_path: Path, change: str) -> None:
@@ -86,7 +80,7 @@ def test_a_change_stays_known_while_the_file_is_mapped(tmp_path: Path, change: s
         (tmp_path / "new").replace(path)
     else:
         path.unlink()
-    _until(lambda: problem() is not None)
+    wait_until(lambda: problem() is not None)
     with pytest.raises(StoreError, match=str(path)):
         check_pages()
     path.write_bytes(_SAME)
@@ -108,7 +102,7 @@ def test_a_hard_link_or_another_mode_is_no_change(tmp_path: Path) -> None:
         assert problem() is None
     path.write_bytes(_OTHER)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    _until(lambda: problem() is not None)
+    wait_until(lambda: problem() is not None)
     del array
     assert problem() is None
 
@@ -128,14 +122,14 @@ def test_a_guard_says_when_the_files_verify_again(tmp_path: Path) -> None:
     guard = StoreGuard(verify)
     assert guard.state() == {"state": "serving"}
     path.write_bytes(_OTHER)
-    _until(lambda: guard.state()["state"] == "damaged")
+    wait_until(lambda: guard.state()["state"] == "damaged")
     assert str(path) in guard.state()["problem"]
-    _until(lambda: len(verified) == 1)
+    wait_until(lambda: len(verified) == 1)
     time.sleep(0.1)
     assert verified == [False]  # not again while it stays as it is
     path.unlink()
     path.write_bytes(_SAME)
-    _until(lambda: guard.state()["state"] == "mended")
+    wait_until(lambda: guard.state()["state"] == "mended")
     assert guard.state()["state"] == "mended"
     assert problem() is not None
     del array
@@ -170,9 +164,9 @@ def test_a_lead_stops_at_a_change_and_starts_again_with_the_file_put_back(
         with pytest.raises(NotServing, match=str(path)):
             worker.submit(GenerationRequest("next", (1,)))
         path.write_bytes(before)
-        _until(lambda: worker.health()["state"] == "mended")
+        wait_until(lambda: worker.health()["state"] == "mended")
     del worker, stream, events
-    _until(lambda: problem() is None)
+    wait_until(lambda: problem() is None)
     with closing(GpuWorker(settings(0.25), view)) as worker:  # as Ray makes it again
         worker.start()
         assert worker.health()["state"] == "serving"

@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import random
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cache_rigs import BIASED, EXPERTS, KEYS, LAYERS, SLOT_BYTES, Fixture, GatedDevice, Rig
+from channel_peer import wait_until
 from fake_gpu import FakeGpu, Hazard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -491,10 +491,7 @@ def rest(worker: GpuWorker, slots: int) -> None:
     """Blocks have been idle for long enough, until experts have so many slots."""
     rule: Any = worker.batcher._manager.memory.rule
     rule.PATIENCE, rule.KEEP = 3, 6
-    end_s = time.monotonic() + 30
-    while worker.stats().slots < slots:
-        assert time.monotonic() < end_s, worker.stats().shared
-        time.sleep(0.005)
+    wait_until(lambda: worker.stats().slots >= slots, 30.0)
     del rule.PATIENCE, rule.KEEP
     worker.engine.cache.check_integrity()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from channel_peer import wait_until
 from handmade_store import EXPERTS, HIDDEN, INTERMEDIATE, layer_values, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -141,10 +141,7 @@ def test_a_changed_file_is_not_served(
     health = worker.health()
     assert health["state"] == "damaged"
     assert layer_name(1) in health["problem"]
-    until_s = time.monotonic() + 30
-    while worker.health()["state"] != "mended":  # its bytes are the same; the guard's thread, which maps it, ends
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    wait_until(lambda: worker.health()["state"] == "mended", 30.0)  # its bytes are the same
 
 
 @given(
