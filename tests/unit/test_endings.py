@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -92,11 +93,15 @@ def test_a_second_signal_does_not_wait_for_the_end_in_order() -> None:
         assert process.stderr.read() == ""  # said once
 
 
-def test_a_background_job_of_a_script() -> None:
+def test_a_background_job_of_a_script(tmp_path: Path) -> None:
     """The case as it was found: no job control, so the shell starts the job with SIGINT ignored."""
-    script = f'"{sys.executable}" -c "$PROGRAM" waits & sleep 3; kill -INT $!; wait $!; echo "code $?"'
+    os.mkfifo(tmp_path / "said")
+    script = (
+        f'"{sys.executable}" -c "$PROGRAM" waits > said & '
+        'read -r line < said; kill -INT $!; wait $!; echo "$line, code $?"'
+    )
     done = subprocess.run(
         ["sh", "-c", script], env=os.environ | {"PROGRAM": _PROGRAM}, capture_output=True, text=True, timeout=60,
-        check=True,
+        check=True, cwd=tmp_path,
     )  # fmt: skip
-    assert (done.stdout, done.stderr) == ("there\ncode 130\n", "ending ...\n")
+    assert (done.stdout, done.stderr) == ("there, code 130\n", "ending ...\n")

@@ -121,10 +121,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def store(model: Path) -> Any:
+    return prepared(model, model.with_name("store"))
+
+
 @pytest.fixture
-def started(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[GpuWorker]:
-    """`start_worker` on a store of the test's own; every worker that it started."""
-    store, workers = prepared(model, tmp_path / "store"), list[GpuWorker]()
+def started(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[GpuWorker]:
+    """`start_worker` on a store of this module; every worker that it started."""
+    workers = list[GpuWorker]()
 
     def start(config: Any) -> GpuWorker:
         # `auto` measures at start and may choose another dense program, which differs in the last bit

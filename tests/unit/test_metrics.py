@@ -32,15 +32,20 @@ _VLLM = {
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    """After two requests, one refused."""
+    """After two requests, one refused. The runtime is not asked at every scrape."""
+    backend = FakeBackend(cached=1)
 
     async def call(http: httpx.AsyncClient) -> str:
         await http.post("/v1/completions", json={"prompt": "hi", "n": 2, "keep_alive": 5})
         await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2})
         await http.post("/v1/completions", json={"prompt": ""})
-        return (await http.get("/metrics")).text
+        first = await http.get("/metrics")
+        asked = backend.asked
+        assert (await http.get("/metrics")).status_code == 200
+        assert backend.asked == asked
+        return first.text
 
-    return ask(FakeBackend(cached=1), call)
+    return ask(backend, call)
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +70,24 @@ def test_vllms_names_have_its_types_and_labels_and_our_values(families: dict[str
     assert success == {"stop": 2, "length": 1}
 
 
-def test_histograms_of_requests(families: dict[str, Metric]) -> None:
-    def value(name: str, part: str) -> float:
-        (found,) = [s.value for s in families[f"tiermoe_{name}"].samples if s.name == f"tiermoe_{name}_{part}"]
-        return found
-
-    assert [value("request_prompt_tokens", part) for part in ("count", "sum")] == [3, 9]
-    assert [value("request_generation_tokens", part) for part in ("count", "sum")] == [3, 8]
-    for name in ("prefill_time", "decode_time", "time_per_output_token"):
-        assert value(f"request_{name}_seconds", "count") == 3
+def test_values(families: dict[str, Metric]) -> None:
+    values = {
+        ("request_success_total", "stop"): 2, ("request_success_total", "length"): 1, ("prompt_tokens_total",): 9,
+        ("generation_tokens_total",): 8, ("time_to_first_token_seconds_count",): 3,
+        ("inter_token_latency_seconds_count",): 5, ("e2e_request_latency_seconds_count",): 3,
+        ("request_queue_time_seconds_count",): 3, ("expert_hits_total",): 5,
+        ("expert_bytes_loaded_total", "prefetch"): 64, ("kv_cache_usage_ratio",): 0.25,
+        ("prefix_cache_queries_total",): 9, ("prefix_cache_hits_total",): 3,
+        ("request_prompt_tokens_count",): 3, ("request_prompt_tokens_sum",): 9,
+        ("request_generation_tokens_count",): 3, ("request_generation_tokens_sum",): 8,
+        ("request_prefill_time_seconds_count",): 3, ("request_decode_time_seconds_count",): 3,
+        ("request_time_per_output_token_seconds_count",): 3,
+    }  # fmt: skip
+    found = {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
+    assert {key: found[f"tiermoe_{key[0]}", *key[1:]] for key in values} == values
+    counters = ("expert_misses", "expert_bytes_wasted", "blocked_io_seconds", "ndp_tokens", "substitutions")
+    wanted = [*(f"{name}_total" for name in counters), "num_requests_running", "num_requests_waiting"]
+    assert {(f"tiermoe_{name}",) for name in wanted} <= set(found)
 
 
 def test_every_query_of_the_dashboard_is_of_a_metric_and_labels_that_are_there(page: str) -> None:
