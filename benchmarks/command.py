@@ -11,7 +11,7 @@ from rich.console import Console
 from tiermoe.cluster.jobs.bench.cases import command
 from tiermoe.cluster.jobs.bench.command import PageOut, experiment_command
 from tiermoe.cluster.jobs.bench.experiment import experiment_files, parts, read_experiment
-from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, check_folder, finish
+from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, file_or_folder, finish
 from tiermoe.cluster.report.tables import show
 from tiermoe.errors import ConfigError
 
@@ -42,9 +42,7 @@ def papers(
     """The papers' tables on synthetic routing and stated machines: published figure, ours, and their ratio."""
     from .papers import paper_names, run_papers
 
-    file, folder = (out, None) if out is None or out.suffix == ".json" else (None, out)
-    if folder is not None:
-        check_folder(folder)
+    file, folder = file_or_folder(out)
     names = list(parts(only)) if only else paper_names()
     finish(lambda progress: run_papers(names, quick, folder, jobs, progress), as_json, check, file)
 

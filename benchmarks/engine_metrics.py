@@ -76,8 +76,6 @@ def least_budget(points: Sequence[Point], target_ms: float) -> dict[str, Any]:
 
 # -- MoEpic: where a decode step's time goes ---------------------------------------------------------------------------
 
-Spans = list[tuple[float, float]]
-
 
 @dataclass(frozen=True)
 class Decode:
@@ -148,7 +146,7 @@ def decode_of(events: Iterable[dict[str, Any]], layers: int) -> Decode:
     Raises:
         RuntimeFailure: the timeline has no decode step.
     """
-    spans: dict[str, Spans] = {}
+    spans: dict[str, list[tuple[float, float]]] = {}
     last: list[float] = []
     rows = {1: "compute", 2: "wait", 3: "link", 4: "link"}
     for event in events:
@@ -160,38 +158,24 @@ def decode_of(events: Iterable[dict[str, Any]], layers: int) -> Decode:
                 last.append(begin + event["dur"] / 1e3)
     if len(last) < 2:
         raise RuntimeFailure("a timeline has no decode step", "generate at least two tokens")
-    last.sort()
-    begin, end = last[0], last[-1]
-    compute, wait, link = (joined(spans.get(kind, ()), begin, end) for kind in ("compute", "wait", "link"))
-    steps = len(last) - 1
-    waited = _length(wait)
+    begin, end, steps = min(last), max(last), len(last) - 1
+    clipped = {kind: np.clip(found, begin, end) for kind, found in spans.items()}  # [spans, 2]
+    edges = np.unique(np.concatenate([[begin, end], *(found.ravel() for found in clipped.values())]))
+
+    def active(kind: str) -> NDArray[np.bool_]:
+        """Whether such a span covers each time between two edges."""
+        covered = np.zeros(len(edges) - 1, np.bool_)
+        for first, past in np.searchsorted(edges, clipped.get(kind, np.empty((0, 2)))):
+            covered[first:past] = True
+        return covered
+
+    def each(when: NDArray[np.bool_]) -> float:
+        return float(np.diff(edges)[when].sum()) / steps
+
+    compute, wait, link = map(active, ("compute", "wait", "link"))
     return Decode(
-        steps, (end - begin) / steps, waited / steps, _length(link) / steps,
-        (waited - _length(common(wait, link))) / steps, (_length(compute) - _length(common(compute, wait))) / steps,
+        steps, (end - begin) / steps, each(wait), each(link), each(wait & ~link), each(compute & ~wait)
     )  # fmt: skip
-
-
-def joined(spans: Iterable[tuple[float, float]], begin: float, end: float) -> Spans:
-    """The same time without overlaps, in order, within [begin, end]."""
-    out: Spans = []
-    for start, stop in sorted((max(a, begin), min(b, end)) for a, b in spans):
-        if stop <= start:
-            continue
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], stop))
-        else:
-            out.append((start, stop))
-    return out
-
-
-def common(a: Spans, b: Spans) -> Spans:
-    """Time in both, of two results of `joined`."""
-    both = ((max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b)
-    return sorted((start, stop) for start, stop in both if start < stop)
-
-
-def _length(spans: Spans) -> float:
-    return sum(stop - start for start, stop in spans)
 
 
 # -- BuddyMoE: comparisons with paired intervals, redundancy -----------------------------------------------------------

@@ -18,10 +18,8 @@ from tiermoe.benchmarks import trace_metrics
 from tiermoe.benchmarks.engine_metrics import (
     Comparison,
     activation_similarity,
-    common,
     comparisons,
     decode_of,
-    joined,
     layer_times,
     least_budget,
     moepic_memory,
@@ -192,9 +190,8 @@ def test_a_decode_step_of_a_timeline_is_taken_apart() -> None:
     })  # fmt: skip
     with pytest.raises(RuntimeFailure, match="no decode step"):
         decode_of(events[:3], 2)
-    merged = joined([(5, 7), (0, 2), (1, 3), (8, 12)], 1, 10)
-    assert merged == [(1, 3), (5, 7), (8, 10)]
-    assert common(merged, [(2, 6), (9, 20)]) == [(2, 3), (5, 6), (9, 10)]
+    overlapping = [*events, _event(3, "L0 E4", 17, 20), _event(3, "L1 E5", 1, 12)]  # a time is counted once
+    assert decode_of(overlapping, 2).link_ms == pytest.approx((20 - 10 + 2) / 2)
 
 
 def test_hit_rates_by_size_policy_rho_and_omega(tmp_path: Path) -> None:

@@ -65,21 +65,20 @@ def measure(options: Options, progress: Progress | None = None) -> Report:
 def command(name: str, case: type[Options]) -> Callable[..., None]:
     """The function of `tiermoe bench NAME` for typer: the fields of the case, then --out, --json and --check."""
     from ..options import as_command  # typer: a GPU machine has none
-    from .finish import Check, Json, Out, check_folder, finish, say_overridden
+    from .finish import Check, Json, Out, file_or_folder, finish, say_overridden
     from .metrics import fill_report_page
 
     def run(out: Path | None, as_json: bool, check: bool, **given: Any) -> None:
         options = case(**given)
         if case.own_keys:
             say_overridden(given["config"], case.own_keys)
-        file, page = out, None
-        if out is not None and out.suffix != ".json":
-            check_folder(out)
-            file, page = out / f"{name}.json", out / f"{name}.md"
+        file, folder = file_or_folder(out)
+        if folder is not None:
+            file = folder / f"{name}.json"
 
         def written(report: Report) -> None:
-            if page is not None:
-                fill_report_page(page, report)
+            if folder is not None:
+                fill_report_page(folder / f"{name}.md", report)
 
         finish(lambda progress: measure(options, progress), as_json, check, file, written)
 

@@ -33,7 +33,7 @@ from .experiment import (
     options_of,
     read_experiment,
 )
-from .finish import Check, Config, Json, JsonCommand, Model, check_folder, finish, say_overridden
+from .finish import Check, Config, Json, JsonCommand, Model, file_or_folder, finish, say_overridden
 from .metrics import Report
 
 if TYPE_CHECKING:
@@ -135,9 +135,7 @@ def _run(
 
     say_overridden(config, experiment.own_keys)
     experiment = experiment.of_model(model)
-    file, folder = (out, None) if out is None or out.suffix == ".json" else (None, out)
-    if folder is not None:
-        check_folder(folder)
+    file, folder = file_or_folder(out)
     if html is not None:
         check_writable(html, "--html")
     result = file if folder is None else folder / f"{experiment.stem}.json"

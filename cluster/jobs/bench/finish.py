@@ -54,18 +54,21 @@ def finish(
         raise typer.Exit(1)
 
 
-def check_folder(folder: Path) -> None:
-    """Make a folder; refuse one that is not writable before anything is measured.
+def file_or_folder(out: Path | None) -> tuple[Path | None, Path | None]:
+    """`--out` as the file of the JSON object, or as the folder of page and data, which is made if it is absent.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: the folder cannot be made or written; this is said before anything is measured.
     """
+    if out is None or out.suffix == ".json":
+        return out, None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise ConfigError(f"'{folder}' cannot be written: {error.strerror}", "give another folder") from error
+        raise ConfigError(f"'{out}' cannot be written: {error.strerror}", "give another folder") from error
+    return None, out
 
 
 def say_overridden(config: str | None, fixed: Collection[str]) -> None:
