@@ -98,14 +98,6 @@ class TestHotSet:
         assert hot.order(0) == [1, 3, 0, 2]
         assert hot.active == ("a",)
 
-    def test_the_next_sequence_alone_gets_its_own_top(self) -> None:
-        hot = hot_set(1, 2)
-        hot.admit("a", counts([4, 3, 2, 1]))
-        hot.release("a")
-        assert hot.hot(0) == {0, 1}  # nothing moves at release
-        hot.admit("b", counts([1, 2, 3, 4]))
-        assert hot.hot(0) == {2, 3}
-
     def test_two_sequences_share_by_the_sum(self) -> None:
         hot = hot_set(1, 2)
         hot.admit("a", counts([6, 4, 0, 0]))
@@ -125,7 +117,7 @@ class TestHotSet:
         hot.admit("b", counts([0, 0, 52, 48]))  # sums .5 .5 .52 .48: 2 enters, 1 leaves
         assert hot.hot(0) == {0, 2}
         hot.release("a")  # now {2, 3} would be best
-        assert hot.hot(0) == {0, 2}
+        assert (hot.hot(0), hot.order(0)) == ({0, 2}, [2, 3, 0, 1])
         hot.admit("c", counts([40, 0, 60, 0]))  # its top 2 are hot already
         assert hot.hot(0) == {0, 2}
 
@@ -136,18 +128,6 @@ class TestHotSet:
         assert hot.hot(0) == {3}
         assert hot.order(0) == [3, 0, 1, 2]
         assert hot.active == ("a",)
-
-    def test_ties_go_to_the_lower_number(self) -> None:
-        hot = hot_set(1, 2)
-        hot.admit("a", counts([0, 1, 1, 1]))
-        assert hot.hot(0) == {1, 2}
-
-    @pytest.mark.parametrize("hot_slots", [0, E])
-    def test_none_and_all(self, hot_slots: int) -> None:
-        hot = hot_set(1, hot_slots)
-        for rows in ([1, 2, 3, 4], [4, 3, 2, 1]):
-            hot.admit("a", counts(rows))
-            assert hot.hot(0) == set(range(hot_slots))
 
     def test_each_gpu_ranks_its_own(self) -> None:
         hot = HotSet(HotSlots(np.array([[0, 1, 0, 1]]), np.array([[1, 1]])), 0.5)
