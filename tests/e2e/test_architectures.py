@@ -53,7 +53,7 @@ def test_serves_what_transformers_computes(architecture: str, tmp_path: Path) ->
 
     store = prepared(checkpoint, tmp_path / "store")
     slot_bytes = store.manifest.experts.nbytes(4)
-    for budget in (1.0, 0.5, slot_bytes):
+    for budget in (1.0, 0.5, slot_bytes) if architecture in ALWAYS else (0.5, slot_bytes):
         with serving(store, settings(budget, "next-gate")) as worker:
             found = logits(worker, prompts[3], reference.config._attn_implementation)
             assert (found - expected_logits).abs().max() <= 1e-4

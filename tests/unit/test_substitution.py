@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.policies.adapmoe import RerouteView
 from tiermoe.actors.policies.buddymoe import MissRule, RandomRule, no_buddies
-from tiermoe.actors.policies.buddymoe.buddies import activating_entropy
+from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, activating_entropy
 from tiermoe.actors.policies.buddymoe.substitution import (
     AdaptiveBeta,
     Buddies,
@@ -29,6 +30,7 @@ from tiermoe.actors.policies.buddymoe.substitution import (
     token_entropy,
 )
 from tiermoe.actors.policy_settings import PolicySettings
+from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.cluster.config import load_policy
 
 E = 8
@@ -328,6 +330,50 @@ def test_the_rule_feeds_its_adaptive_betas() -> None:
     rule.measured(10.0)
     assert betas[0].beta() == 0.0
     assert rule.reroute(0, ids, weights, None, view).substituted == 0
+
+
+def made(**options: object) -> MissRule:
+    """As an engine makes it, by a profile in which expert 0 is used with 5 in nine of ten cases, and with 6."""
+    pairs = np.full((2, E, E), 1e-3)
+    pairs[:, 0, 5], pairs[:, 0, 6] = 90, 10
+    entropies = np.ones((2, len(TEMPERATURES), BINS))
+    profile = ExpertProfile(pairs.sum(axis=2), pairs, pairs, entropies, None)
+    policy = PolicySettings(
+        name="test", lossless=False, on_miss="substitute", substitution={"epsilon": 0.0, **options}  # type: ignore
+    )
+    rule = make_rerouting(policy, 2, E, True, PolicyArtifacts(profile=profile), expert_bytes=10)
+    assert isinstance(rule, MissRule)
+    return rule
+
+
+def replaced(rule: MissRule, layer: int, *here: int) -> int:
+    """Of expert 0 beside 1, with even weights: by which expert."""
+    ids, weights = np.array([[0, 1]]), np.array([[0.5, 0.5]], np.float32)
+    return int(rule.reroute(layer, ids, weights, None, RerouteView(np.isin(np.arange(E), [1, *here]), 0, 2)).ids[0, 0])
+
+
+def test_lists_are_as_long_as_their_coverage_asks() -> None:
+    plain, growing = made(alpha=0.5), made(alpha=0.5, alpha_last=0.95)
+    assert [replaced(rule, layer, 5, 6) for rule in (plain, growing) for layer in (0, 1)] == [5] * 4
+    assert [replaced(plain, layer, 6) for layer in (0, 1)] == [0, 0]
+    assert [replaced(growing, layer, 6) for layer in (0, 1)] == [0, 6]  # the last layer's list is longer
+    assert replaced(made(alpha=0.95, max_buddies=1), 0, 6) == 0
+
+
+def test_gates_are_those_of_the_settings() -> None:
+    assert replaced(made(), 0, 5) == 5
+    assert [replaced(made(percentile=percentile), 0, 5) for percentile in (0, 100)] == [5, 0]
+    assert [replaced(made(gamma=gamma), 0, 5) for gamma in (0.5, 1e-9)] == [5, 5]  # even weights have no margin
+    assert [replaced(made(beta=beta), 0, 5) for beta in (0.5, 0.51)] == [0, 5]
+
+
+@pytest.mark.parametrize(("link_ms", "then"), [(1000, 0), (1, 5)])
+def test_the_share_that_is_replaced_follows_the_link(link_ms: float, then: int) -> None:
+    """An expert takes the link of 10 bytes a second a second: there is room for its load, or for none."""
+    rule = made(link_ms=link_ms)
+    assert replaced(rule, 0, 5) == 0  # nothing was seen yet
+    rule.measured(10.0)
+    assert replaced(rule, 0, 5) == then
 
 
 def test_random_replacement_is_uniform_and_repeats() -> None:
