@@ -330,7 +330,7 @@ def test_a_request_through_ray_is_measured(tmp_path: Path) -> None:
 def test_a_model_without_heldout_text_is_refused_at_once(tmp_path: Path) -> None:
     """Guards against workers that were started before the prompts were read, and kept the process alive."""
     shutil.copy(default_model_dir() / "tokenizer.json", tmp_path)
-    done = bench("prefetch", "--model", tmp_path)
+    done = bench("overhead", "--model", tmp_path)
     assert done.returncode == 2
     assert "held-out passages" in done.stderr
 
