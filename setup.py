@@ -4,6 +4,9 @@
 """
 
 import os
+import re
+from pathlib import Path
+from typing import Any
 
 try:
     from nanobind import include_dir, source_dir
@@ -11,9 +14,27 @@ except ModuleNotFoundError:  # pip and uv install what pyproject.toml names, unl
     raise SystemExit("nanobind is not installed: python -m pip install 'nanobind==3.1.0'") from None
 from setuptools import Extension, setup
 
+ROOT = Path(__file__).resolve().parent
+
+
+def extension(name: str, sources: list[str], include_dirs: list[str], **options: Any) -> Extension:
+    """Compiled again after a change of a header of this repository that a source includes, directly or not."""
+    found, queue = set[Path](), [ROOT / source for source in sources]
+    while queue:
+        file = queue.pop()
+        for included in re.findall(r'^#include "(.+)"', file.read_text(encoding="utf-8"), re.MULTILINE):
+            places = (folder / included for folder in (file.parent, *(ROOT / folder for folder in include_dirs)))
+            header = next((place.resolve() for place in places if place.is_file()), None)
+            if header is not None and header.is_relative_to(ROOT) and header not in found:
+                found.add(header)
+                queue.append(header)
+    depends = sorted(str(header.relative_to(ROOT)) for header in found)
+    return Extension(name, sources=sources, include_dirs=include_dirs, depends=depends, **options)
+
+
 setup(
     ext_modules=[
-        Extension(
+        extension(
             "tiermoe.kernels._cpu",
             sources=[
                 "kernels/cpu/decode_module.cpp",
@@ -34,60 +55,25 @@ setup(
                 "kernels/cpu/neuron_ffn.cpp",
                 "kernels/cpu/neuron_module.cpp",
                 "kernels/cpu/neuron_portable.cpp",
-                "kernels/cpu/order.cpp",
-                "kernels/cpu/order_module.cpp",
                 "kernels/cpu/pages_module.cpp",
                 "kernels/cpu/rank_module.cpp",
-                "kernels/cpu/split_order.cpp",
                 "kernels/cpu/substitute.cpp",
                 "kernels/cpu/substitute_module.cpp",
                 "kernels/cpu/threads.cpp",
-                "kernels/cpu/worth.cpp",
-            ],
-            depends=[
-                "kernels/cpu/bindings.hpp",
-                "kernels/cpu/cores.hpp",
-                "kernels/cpu/dense.hpp",
-                "kernels/cpu/exponential.hpp",
-                "kernels/cpu/expert_ffn.hpp",
-                "kernels/cpu/fit.hpp",
-                "kernels/cpu/fit_body.hpp",
-                "kernels/cpu/forms.hpp",
-                "kernels/cpu/forms_body.hpp",
-                "kernels/cpu/importance.hpp",
-                "kernels/cpu/lanes.hpp",
-                "kernels/cpu/lanes_avx2.hpp",
-                "kernels/cpu/lanes_avx512.hpp",
-                "kernels/cpu/lanes_portable.hpp",
-                "kernels/cpu/link.hpp",
-                "kernels/cpu/neuron_body.hpp",
-                "kernels/cpu/neuron_ffn.hpp",
-                "kernels/cpu/order.hpp",
-                "kernels/cpu/rank.hpp",
-                "kernels/cpu/sizes.hpp",
-                "kernels/cpu/split_order.hpp",
-                "kernels/cpu/substitute.hpp",
-                "kernels/cpu/table.hpp",
-                "kernels/cpu/threads.hpp",
-                "kernels/cpu/worth.hpp",
             ],
             include_dirs=["kernels/cpu"],
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-pthread"],
             language="c++",
         ),
-        Extension(  # apart, so that a change of the planner compiles in seconds
+        extension(  # apart, so that a change of the planner compiles in seconds
             "tiermoe.kernels._planner",
             sources=["kernels/cpu/planner_module.cpp"],
-            depends=[
-                "kernels/cpu/bindings.hpp", "kernels/cpu/planner.hpp", "kernels/cpu/planner_replay.hpp",
-                "kernels/cpu/sizes.hpp",
-            ],
             include_dirs=["kernels/cpu"],
             # no contraction: predicted seconds must not depend on the processor
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"],
             language="c++",
         ),
-        Extension(
+        extension(
             "tiermoe.actors.core._core",
             sources=[
                 "actors/core/core.cpp",
@@ -95,39 +81,17 @@ setup(
                 "actors/core/cpu_module.cpp",
                 "actors/core/module.cpp",
                 "actors/core/nanobind.cpp",
+                "actors/core/order_module.cpp",
                 "actors/core/thread_link.cpp",
                 "actors/core/virtual_link.cpp",
                 "actors/core/virtual_run.cpp",
-                # the orders of eviction, rules, and the copying thread; its own copies, compiled as the core is
+                # the orders of eviction, rules, and the copying thread: not those of _cpu, which are compiled otherwise
                 "kernels/cpu/importance.cpp",
                 "kernels/cpu/link.cpp",
                 "kernels/cpu/order.cpp",
                 "kernels/cpu/split_order.cpp",
                 "kernels/cpu/threads.cpp",
                 "kernels/cpu/worth.cpp",
-            ],
-            depends=[
-                "actors/core/bindings.hpp",
-                "actors/core/core.hpp",
-                "actors/core/cpu_layer.hpp",
-                "actors/core/orders.hpp",
-                "actors/core/python.hpp",
-                "actors/core/thread_link.hpp",
-                "actors/core/virtual_link.hpp",
-                "actors/core/virtual_run.hpp",
-                "kernels/cpu/cores.hpp",
-                "kernels/cpu/dense.hpp",
-                "kernels/cpu/expert_ffn.hpp",
-                "kernels/cpu/importance.hpp",
-                "kernels/cpu/link.hpp",
-                "kernels/cpu/order.hpp",
-                "kernels/cpu/rank.hpp",
-                "kernels/cpu/sizes.hpp",
-                "kernels/cpu/split_order.hpp",
-                "kernels/cpu/substitute.hpp",
-                "kernels/cpu/table.hpp",
-                "kernels/cpu/threads.hpp",
-                "kernels/cpu/worth.hpp",
             ],
             include_dirs=[
                 "kernels/cpu", source_dir(), include_dir(), os.path.join(source_dir(), "../ext/robin_map/include"),
@@ -140,10 +104,9 @@ setup(
             ],
             language="c++",
         ),
-        Extension(
+        extension(
             "tiermoe.proto._ring",
             sources=["proto/checks.cpp", "proto/frame.cpp", "proto/module.cpp", "proto/ring.cpp"],
-            depends=["proto/checks.hpp", "proto/frame.hpp", "proto/ring.hpp", "kernels/cpu/cores.hpp"],
             include_dirs=["proto", "kernels/cpu"],
             # a thread that the interpreter ends while it waits for the lock is unwound: no destructor may run then
             extra_compile_args=["-std=c++17", "-O3", "-fno-exceptions"],

@@ -16,12 +16,6 @@ class Pool:
 class Program:
     """A program of row operators: an opaque capsule, which ends its threads when it goes."""
 
-class Order:
-    """An order of eviction: an opaque capsule."""
-
-class SplitOrder:
-    """The order of eviction of split experts: an opaque capsule."""
-
 class KernelTable:
     """The kernels that the core's executor runs: an opaque capsule."""
 
@@ -49,61 +43,6 @@ def expert_ffn(
 
 def combine(y: int, weights: int, tokens: int, top_k: int, width: int, out: int, /) -> None: ...
 def table() -> KernelTable: ...
-def order(
-    kind: int,
-    layers: int,
-    experts: int,
-    least: float,
-    growth: float,
-    probabilities: int,
-    told: int,
-    importance: Importance | None,
-    /,
-) -> Order:
-    """kind: of `Order::Kind`. probabilities: the address of float64 [keys], 0: none. Raises ValueError: there is no
-    such order."""
-
-def order_admitted(order: Order, keys: list[int], /) -> None:
-    """Raises ValueError, as the next ones: there is no such expert."""
-
-def order_removed(order: Order, keys: list[int], /) -> None: ...
-def order_used(order: Order, keys: list[int], /) -> None: ...
-def order_routed(order: Order, keys: list[int], counts: list[int], /) -> None: ...
-def order_first(order: Order, count: int, /) -> list[int]:
-    """The first so many experts that hold a slot."""
-
-def worth_bind(order: Order, share: int, worth: int, /) -> None:
-    """share: slots of a layer. worth: the address of float64 [keys], 0: residents leave by last use; the caller keeps
-    it alive. Raises ValueError, as the next ones: the order is of another kind, or there is no such expert."""
-
-def worth_prompt(order: Order, uses: int, /) -> None:
-    """uses: the address of int64 [keys], 0: no prompt runs; the caller keeps it alive."""
-
-def worth_refuse(order: Order, key: int, /) -> None: ...
-def worth_admit(order: Order, key: int, /) -> None: ...
-def worth_refused(order: Order, /) -> list[int]: ...
-def worth_settled(order: Order, /) -> list[int]: ...
-def worth_victims(order: Order, count: int, may: bytes | bytearray, /) -> list[int]:
-    """may: uint8 [keys]. Raises ValueError: it has another length."""
-
-def worth_note(order: Order, /) -> None: ...
-def worth_noted(order: Order, /) -> list[tuple[int, bytes]]:
-    """(layer, int32 experts) of the experts used since `worth_note`, layers in rising order."""
-
-def split_order(layers: int, experts: int, rate: float, by_use: bool, /) -> SplitOrder: ...
-def split_routed(order: SplitOrder, keys: list[int], counts: list[int], tokens: int, /) -> None:
-    """Raises ValueError: keys of several layers, or of none."""
-
-def split_moved(order: SplitOrder, keys: list[int], admitted: bool, /) -> None:
-    """They got slots, or lost them. Raises ValueError: a segment has one, or none."""
-
-def split_used(order: SplitOrder, keys: list[int], /) -> None: ...
-def split_leaving(order: SplitOrder, slot_class: int, /) -> list[int]:
-    """The segments with slots of this class, in order of eviction."""
-
-def split_value(order: SplitOrder, key: int, /) -> float:
-    """The priority of an expert; -inf: it was never picked."""
-
 def instruction_sets() -> tuple[str, ...]:
     """What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable"."""
 

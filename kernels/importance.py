@@ -36,7 +36,7 @@ class NativeImportance:
     """As `activeevict.ImportanceState`, one native call for each method; sums differ in the last bits.
 
     Attributes:
-        handle: for `_cpu.order`.
+        handle: for `_core.WholeOrder`.
     """
 
     def __init__(self, layers: int, experts: int, alpha: float, gamma: float, window: int, top_k: int) -> None:

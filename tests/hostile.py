@@ -33,30 +33,12 @@ def refused(kind: type[Exception] = ValueError) -> Iterator[None]:
 
 
 def keys(cpu: Any) -> None:
-    """Orders of more experts than there can be."""
+    """States of more experts than there can be."""
     numbers = array("q", bytes(512))
     for number, experts in ((HALF, HALF), (HUGE, 4), (-1, 4), (4, -1)):
-        with refused():
-            cpu.order(0, number, experts, 0.0, 1.0, 0, 0, None)
-        with refused():
-            cpu.split_order(number, experts, 0.5, False)
         for window, top_k in ((1, 1), (HALF, HALF), (0, 1), (1, 0), (-1, 1), (1, -1)):
             with refused():
                 cpu.importance(number, experts, window, top_k, 0.5, *[at(numbers)] * 7)
-    worth, lru = cpu.order(5, 2, 4, 0.0, 1.0, 0, 0, None), cpu.order(0, 2, 4, 0.0, 1.0, 0, 0, None)
-    for share in (-1, HUGE):
-        with refused():
-            cpu.worth_bind(worth, share, at(numbers))
-    for call in (cpu.worth_refuse, cpu.worth_admit):
-        for order, key in ((worth, -1), (worth, 8), (worth, HUGE), (lru, 0)):
-            with refused():
-                call(order, key)
-    for size in (0, 7, 9):
-        with refused():
-            cpu.worth_victims(worth, 1, bytearray(size))
-    for call in (cpu.worth_refused, cpu.worth_settled, cpu.worth_note, cpu.worth_noted):
-        with refused():
-            call(lru)
     for window, top_k in ((HALF, HALF), (0, 1), (1, 0), (-1, 1)):
         with refused():
             cpu.importance(1, 4, window, top_k, 0.5, *[at(numbers)] * 7)

@@ -10,6 +10,11 @@ from numpy.typing import NDArray
 from typing_extensions import CapsuleType
 
 
+def takes(kernels: CapsuleType) -> bool:
+    """
+    Whether a table of kernels (`_cpu.table`) is of a build with these layouts.
+    """
+
 def errors(broken: object, no_slot: object, closed: object) -> None:
     """The classes of what the core raises; the last takes a remedy, too."""
 
@@ -69,10 +74,70 @@ class PythonOrder(Order):
     def tell(self) -> None: ...
 
 class WholeOrder(Order):
-    def __init__(self, order: CapsuleType) -> None: ...
+    def __init__(self, kind: int, layers: int, experts: int, least: float = 0.0, growth: float = 1.0, probabilities: Annotated[NDArray[numpy.float64], dict(order='C', device='cpu', writable=False)] | None = None, told: Annotated[NDArray[numpy.int64], dict(order='C', device='cpu', writable=False)] | None = None, importance: CapsuleType | None = None) -> None:
+        """
+        kind: of `Order::Kind`. probabilities [keys], told [layers] and what the state of importance has are read in place.
+        """
+
+    def admitted(self, key: int) -> None: ...
+
+    def removed(self, key: int) -> None: ...
+
+    def used(self, keys: Sequence[int]) -> None: ...
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None: ...
+
+    @property
+    def segments(self) -> int: ...
+
+    def victims(self, slot_class: int, count: int, may: Annotated[NDArray[numpy.uint8], dict(order='C', device='cpu', writable=False)]) -> list[int]:
+        """
+        Of the segments with slots of a class that may leave [segments] the first.
+        """
+
+    def bind(self, share: int, worths: Annotated[NDArray[numpy.float64], dict(order='C', device='cpu', writable=False)]) -> None:
+        """worths [keys] are read in place."""
+
+    def prompt(self, uses: Annotated[NDArray[numpy.int64], dict(order='C', device='cpu')] | None) -> None:
+        """uses [keys] are read, and added to, in place."""
+
+    def refuse(self, key: int) -> None: ...
+
+    def admit(self, key: int) -> None: ...
+
+    @property
+    def refused(self) -> list[int]: ...
+
+    def settled(self) -> list[int]: ...
+
+    def note(self) -> None: ...
+
+    def noted(self) -> list:
+        """
+        (layer, int32 experts) of what was used since `note`, layers in rising order.
+        """
 
 class TopsAndBottoms(Order):
-    def __init__(self, order: CapsuleType) -> None: ...
+    def __init__(self, layers: int, experts: int, rate: float, by_use: bool) -> None: ...
+
+    def admitted(self, key: int) -> None: ...
+
+    def removed(self, key: int) -> None: ...
+
+    def used(self, keys: Sequence[int]) -> None: ...
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None: ...
+
+    @property
+    def segments(self) -> int: ...
+
+    def victims(self, slot_class: int, count: int, may: Annotated[NDArray[numpy.uint8], dict(order='C', device='cpu', writable=False)]) -> list[int]:
+        """
+        Of the segments with slots of a class that may leave [segments] the first.
+        """
+
+    def value(self, key: int) -> float:
+        """The priority of an expert; -inf: it was never picked."""
 
 class Layout:
     def __init__(self, layers: int, experts: int, parts: int, class_of: Sequence[int], slots: Sequence[int], units: Sequence[int], bytes: Sequence[int], split: bool, most: int = 0, first_unit: Sequence[int] = []) -> None: ...

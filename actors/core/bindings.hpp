@@ -8,11 +8,12 @@
 namespace tiermoe::core {
 
 // What a capsule of this name holds. Throws nanobind::type_error: it is of another.
-inline void* named(const nanobind::capsule& of, const char* name) {
-    if (!of.name() || std::string(of.name()) != name) throw nanobind::type_error("it is another kind of object");
+inline void* named(const nanobind::capsule& of, const std::string& name) {
+    if (!of.name() || of.name() != name) throw nanobind::type_error("it is another kind of object");
     return of.data();
 }
 
-void bind_cpu(nanobind::module_& m);  // cpu_module.cpp
+void bind_orders(nanobind::module_& m);  // order_module.cpp
+void bind_cpu(nanobind::module_& m);     // cpu_module.cpp
 
 }  // namespace tiermoe::core

@@ -51,7 +51,7 @@ void ask_routers(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, st
 void release_slots(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, double threshold, std::int64_t most,
                    std::int64_t max_rows, const nb::capsule& state) {
     auto made = std::make_unique<ReleaseSlots>();
-    made->state = static_cast<Importance*>(named(state, "tiermoe.kernels.Importance"));
+    made->state = static_cast<Importance*>(named(state, kImportance));
     const Shape& shape = layer.shape();
     if (shape.index + 1 >= layer.core().layout().layers || most < 0 || made->state->experts != shape.experts ||
         made->state->layers != layer.core().layout().layers)
@@ -126,7 +126,7 @@ void bind_cpu(nb::module_& m) {
                               at<float>(out)}, static_cast<Asking>(asking)) == Stepped::ran;
         }, "hidden"_a, "ids"_a, "weights"_a, "tokens"_a, "top_k"_a, "out"_a, "asking"_a,
              nb::call_guard<nb::gil_scoped_release>())
-        .def_prop_ro("step", [](CpuLayer& layer) { return nb::capsule(&layer.step(), kLayerStep); })
+        .def_prop_ro("step", [](CpuLayer& layer) { return nb::capsule(&layer.step(), kLayerStep.c_str()); })
         .def("fail", [](CpuLayer& layer) {
             if (const std::exception_ptr failure = layer.failure()) std::rethrow_exception(failure);
         })

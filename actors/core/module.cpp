@@ -9,9 +9,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "../../kernels/cpu/table.hpp"
 #include "bindings.hpp"
 #include "core.hpp"
-#include "orders.hpp"
 #include "python.hpp"
 #include "thread_link.hpp"
 #include "virtual_link.hpp"
@@ -79,6 +79,8 @@ NB_MODULE(_core, m) {
     broken_class = PyExc_AssertionError, no_slot_class = PyExc_ValueError, closed_class = PyExc_RuntimeError;
     nb::set_leak_warnings(false);  // at the interpreter's end a cache may still be there
     nb::register_exception_translator(translate);
+    m.def("takes", [](nb::capsule of) { return of.name() && of.name() == tiermoe::kKernelTable; }, "kernels"_a,
+          "Whether a table of kernels (`_cpu.table`) is of a build with these layouts.");
     m.def("errors", [](nb::object broken, nb::object no_slot, nb::object closed) {
         broken_class = broken.release().ptr(), no_slot_class = no_slot.release().ptr(), closed_class = closed.release().ptr();
     }, "broken"_a, "no_slot"_a, "closed"_a, "The classes of what the core raises; the last takes a remedy, too.");
@@ -123,14 +125,7 @@ NB_MODULE(_core, m) {
         .def(nb::init<nb::object>(), "policy"_a)
         .def_rw("segments", &PythonOrder::segments)
         .def("tell", &PythonOrder::tell);
-    nb::class_<WholeOrder, Order>(m, "WholeOrder")
-        .def("__init__", [](WholeOrder* made, nb::capsule of) {
-            new (made) WholeOrder(*static_cast<tiermoe::Order*>(named(of, "tiermoe.kernels.Order")));
-        }, nb::keep_alive<1, 2>(), "order"_a);
-    nb::class_<TopsAndBottoms, Order>(m, "TopsAndBottoms")
-        .def("__init__", [](TopsAndBottoms* made, nb::capsule of) {
-            new (made) TopsAndBottoms(*static_cast<tiermoe::SplitOrder*>(named(of, "tiermoe.kernels.SplitOrder")));
-        }, nb::keep_alive<1, 2>(), "order"_a);
+    bind_orders(m);
     nb::class_<Layout>(m, "Layout")
         .def("__init__", [](Layout* made, std::int64_t layers, std::int64_t experts, std::int64_t parts,
                             std::vector<std::int64_t> class_of, std::vector<std::int64_t> slots,

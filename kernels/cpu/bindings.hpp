@@ -107,7 +107,6 @@ class Rows {
 // Each ends with a null entry.
 extern PyMethodDef neuron_methods[];    // neuron_module.cpp
 extern PyMethodDef measure_methods[];   // measure_module.cpp
-extern PyMethodDef order_methods[];     // order_module.cpp
 extern PyMethodDef dense_methods[];     // dense_module.cpp
 extern PyMethodDef importance_methods[];  // importance_module.cpp
 extern PyMethodDef rank_methods[];      // rank_module.cpp

@@ -188,7 +188,7 @@ PyObject* dense_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     std::vector<const LayerStep*> layers;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[2]); ++i)
-        layers.push_back(static_cast<LayerStep*>(PyCapsule_GetPointer(PyList_GET_ITEM(args[2], i), kLayerStep)));
+        layers.push_back(static_cast<LayerStep*>(PyCapsule_GetPointer(PyList_GET_ITEM(args[2], i), kLayerStep.c_str())));
     const long long segment = PyLong_AsLongLong(args[1]), rows = PyLong_AsLongLong(args[3]);
     const long long top_k = PyLong_AsLongLong(args[4]), asking = PyLong_AsLongLong(args[5]);
     const bool cpu = PyObject_IsTrue(args[6]) == 1;

@@ -6,20 +6,19 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "table.hpp"
 
 namespace tiermoe::bindings {
 namespace {
 
-constexpr const char* kImportance = "tiermoe.kernels.Importance";
-
 void delete_importance(PyObject* capsule) {
-    delete static_cast<Importance*>(PyCapsule_GetPointer(capsule, kImportance));
+    delete static_cast<Importance*>(PyCapsule_GetPointer(capsule, kImportance.c_str()));
 }
 
 }  // namespace
 
 Importance* importance_of(PyObject* capsule) {
-    return static_cast<Importance*>(PyCapsule_GetPointer(capsule, kImportance));
+    return static_cast<Importance*>(PyCapsule_GetPointer(capsule, kImportance.c_str()));
 }
 
 namespace {
@@ -44,7 +43,7 @@ PyObject* importance(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("a size is out of range", std::min({made->layers, made->experts, made->window, made->top_k}));
     if (!PyErr_Occurred() && check_product({made->layers, made->experts}, kMostKeys))
         check_product({made->layers, made->window, made->top_k});
-    PyObject* capsule = PyErr_Occurred() ? nullptr : PyCapsule_New(made, kImportance, delete_importance);
+    PyObject* capsule = PyErr_Occurred() ? nullptr : PyCapsule_New(made, kImportance.c_str(), delete_importance);
     if (!capsule) delete made;
     return capsule;
 }

@@ -117,7 +117,7 @@ PyObject* table(PyObject*, PyObject* const*, Py_ssize_t count) {
     static tiermoe::KernelTable kernels{
         tiermoe::expert_ffn_f32, tiermoe::combine_f32, tiermoe::router_scores, tiermoe::misses_fit, tiermoe::budget_top_k,
         tiermoe::importance_saw, tiermoe::importance_target, tiermoe::size_fault, tiermoe::replaceable, tiermoe::substitute};
-    return expect(count, 0) ? PyCapsule_New(&kernels, tiermoe::kKernelTable, nullptr) : nullptr;
+    return expect(count, 0) ? PyCapsule_New(&kernels, tiermoe::kKernelTable.c_str(), nullptr) : nullptr;
 }
 
 PyMethodDef methods[] = {
@@ -135,7 +135,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", "CPU kernels of tiermoe
 PyMODINIT_FUNC PyInit__cpu() {
     PyObject* module = PyModule_Create(&definition);
     for (PyMethodDef* more : {tiermoe::bindings::neuron_methods, tiermoe::bindings::measure_methods,
-                               tiermoe::bindings::order_methods, tiermoe::bindings::dense_methods,
+                               tiermoe::bindings::dense_methods,
                                tiermoe::bindings::importance_methods, tiermoe::bindings::rank_methods,
                                tiermoe::bindings::decode_methods, tiermoe::bindings::page_methods,
                                tiermoe::bindings::substitute_methods})

@@ -23,9 +23,10 @@ class Order {
           const double* probabilities = nullptr, const std::int64_t* told = nullptr, Importance* importance = nullptr);
     Order(const Order&) = delete;
 
+    std::int64_t layers() const { return layers_; }
+    std::int64_t experts() const { return experts_; }
     std::int64_t keys() const { return layers_ * experts_; }
-    Importance* importance() const { return importance_; }  // null: of another kind
-    Worth* worth() const { return worth_.get(); }            // null: of another kind
+    Worth* worth() const { return worth_.get(); }  // null: of another kind
     bool holds(std::int64_t key) const { return held_[key] != 0; }
     // An expert got a slot.
     void admitted(std::int64_t key);

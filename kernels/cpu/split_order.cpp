@@ -31,7 +31,7 @@ void SplitOrder::routed(std::int64_t layer, const std::int64_t* keys, const std:
 
 void SplitOrder::admitted(std::int64_t key) {
     present_[key] = 1;
-    if (key >= whole()) return link(key);
+    if (key >= keys()) return link(key);
     if (by_use_) return touch(key);
     const std::int64_t layer = key / experts_;
     held_[key] = std::max(static_cast<double>(tokens_[layer]) * rate_, value_[key]);  // of one pick now
@@ -40,12 +40,12 @@ void SplitOrder::admitted(std::int64_t key) {
 
 void SplitOrder::removed(std::int64_t key) {
     present_[key] = 0;
-    if (key >= whole()) return unlink(key);
+    if (key >= keys()) return unlink(key);
     if (by_use_) value_[key] = -std::numeric_limits<double>::infinity();
 }
 
 void SplitOrder::used(std::int64_t key) {
-    if (key < whole()) {
+    if (key < keys()) {
         if (by_use_) touch(key);
         return;
     }
@@ -65,7 +65,7 @@ void SplitOrder::sort(std::vector<std::int64_t>& keys, std::int64_t most) const 
 }
 
 void SplitOrder::link(std::int64_t key) {
-    const std::int64_t end = 2 * whole(), last = before_[end];
+    const std::int64_t end = 2 * keys(), last = before_[end];
     next_[last] = before_[end] = key;
     before_[key] = last;
     next_[key] = end;

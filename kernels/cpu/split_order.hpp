@@ -17,8 +17,8 @@ class SplitOrder {
 
     std::int64_t layers() const { return static_cast<std::int64_t>(tokens_.size()); }
     std::int64_t experts() const { return experts_; }
-    std::int64_t whole() const { return layers() * experts_; }
-    bool present(std::int64_t key) const { return present_[key] != 0; }
+    std::int64_t keys() const { return layers() * experts_; }
+    bool holds(std::int64_t key) const { return present_[key] != 0; }
 
     // A layer's experts (keys below N) are picked by `counts` of `tokens`.
     void routed(std::int64_t layer, const std::int64_t* keys, const std::int64_t* counts, std::int64_t count,
@@ -35,7 +35,7 @@ class SplitOrder {
         std::vector<std::int64_t> found;
         if (most <= 0) return found;
         if (slot_class == layers()) {
-            const std::int64_t end = 2 * whole();
+            const std::int64_t end = 2 * keys();
             for (std::int64_t key = next_[end]; key != end && static_cast<std::int64_t>(found.size()) < most;
                  key = next_[key])
                 if (wanted(key)) found.push_back(key);

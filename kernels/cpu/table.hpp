@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "dense.hpp"
 #include "expert_ffn.hpp"
@@ -11,7 +12,6 @@
 
 namespace tiermoe {
 
-inline constexpr const char* kKernelTable = "tiermoe.kernels.Table";
 struct KernelTable {
     decltype(&expert_ffn_f32) expert_ffn;
     decltype(&combine_f32) combine;
@@ -42,11 +42,22 @@ struct Spent {  // seconds of a pass; the kernels' only where they are timed: by
     double waited_s = 0.0, kernels_s = 0.0, kernels_cpu_s = 0.0;
 };
 
-inline constexpr const char* kLayerStep = "tiermoe.core.LayerStep";
 struct LayerStep {
     // Without the interpreter's lock.
     Stepped (*run)(void* self, const LayerInput& given, Asking asking, Spent& spent);
     void* self;
 };
+
+// Names of capsules with these. A module takes none of a build with other layouts: sizes are part of the names, and so is a
+// number that a change which leaves the sizes as they are raises.
+inline std::string capsule_name(const char* what) {
+    std::string name = std::string("tiermoe.") + what + ".1";
+    for (const std::size_t size : {sizeof(KernelTable), sizeof(LayerInput), sizeof(Spent), sizeof(LayerStep),
+                                   sizeof(Importance), sizeof(Substitution), sizeof(Group)})
+        name += "." + std::to_string(size);
+    return name;
+}
+inline const std::string kKernelTable = capsule_name("KernelTable"), kLayerStep = capsule_name("LayerStep");
+inline const std::string kImportance = capsule_name("Importance");
 
 }  // namespace tiermoe

@@ -450,11 +450,9 @@ class World {
         if (shape_.kind == Kind::whole && chance(80)) {
             constexpr tiermoe::Order::Kind kinds[] = {tiermoe::Order::Kind::lru, tiermoe::Order::Kind::sweep,
                                                       tiermoe::Order::Kind::lfu, tiermoe::Order::Kind::worth};
-            whole_ = std::make_unique<tiermoe::Order>(kinds[below(4)], shape_.layers, shape_.experts, 2.0, 1.01);
-            order = std::make_shared<WholeOrder>(*whole_);
+            order = std::make_shared<WholeOrder>(kinds[below(4)], shape_.layers, shape_.experts, 2.0, 1.01);
         } else if (shape_.kind == Kind::split && chance(80)) {
-            split_ = std::make_unique<tiermoe::SplitOrder>(shape_.layers, shape_.experts, 0.01, chance(50));
-            order = std::make_shared<TopsAndBottoms>(*split_);
+            order = std::make_shared<TopsAndBottoms>(shape_.layers, shape_.experts, 0.01, chance(50));
         } else {
             order = std::make_shared<Lru>(layout);
             own_order_ = true;
@@ -692,8 +690,6 @@ class World {
     Shape shape_;
     Ledger ledger_;
     Clock clock_;
-    std::unique_ptr<tiermoe::Order> whole_;
-    std::unique_ptr<tiermoe::SplitOrder> split_;
     std::shared_ptr<ThreadLink> thread_;
     std::shared_ptr<Watched> watched_;
     std::shared_ptr<Heard> heard_;

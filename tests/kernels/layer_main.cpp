@@ -191,15 +191,15 @@ int check_whole(Order::Kind kind, bool overrun, Rule rule = Rule::none) {
     state.layers = kLayers, state.experts = kExperts, state.window = kWindow, state.top_k = kTop, state.alpha = 0.5;
     state.powers = powers.data(), state.values = used.data(), state.picked = picked.data(), state.seen = seen.data();
     state.predicted = predicted.data(), state.resident = resident.data(), state.stamp = stamps.data();
-    Order order(kind, kLayers, kExperts, 2, kind == Order::Kind::lfu ? 1e100 : 1.0, predicted.data(),
-                told.data(), important ? &state : nullptr);
-    if (Worth* worth = order.worth()) worth->bind(kSlots / kLayers, predicted.data()), worth->note();
+    const auto order = std::make_shared<core::WholeOrder>(kind, kLayers, kExperts, 2, kind == Order::Kind::lfu ? 1e100 : 1.0,
+                                                          predicted.data(), told.data(), important ? &state : nullptr);
+    if (Worth* worth = order->of.worth()) worth->bind(kSlots / kLayers, predicted.data()), worth->note();
     core::Layout layout;
     layout.layers = kLayers, layout.experts = kExperts, layout.slots = {kSlots};
     layout.bytes.assign(kKeys, kNeurons * 3 * kWidth * 4);
-    core::Core made(layout, link, std::make_shared<core::WholeOrder>(order), core::Governor{0.2, 16, 4}, kind == Order::Kind::lru);
+    core::Core made(layout, link, order, core::Governor{0.2, 16, 4}, kind == Order::Kind::lru);
     int wrong = check(made, memory, rule == Rule::none, overrun, rule, important ? &state : nullptr);
-    for (std::int64_t key = 0; key < kKeys; ++key) wrong += order.holds(key) != (made.state(key) != core::State::absent);
+    for (std::int64_t key = 0; key < kKeys; ++key) wrong += order->of.holds(key) != (made.state(key) != core::State::absent);
     return wrong;
 }
 
@@ -222,8 +222,7 @@ int check_split(std::int64_t tops, std::int64_t bottoms, bool by_use) {
         unit += s < kLayers * tops ? kCut : kNeurons - kCut;
     }
     memory.place(*link, layout.first_unit, 1, kCut);
-    SplitOrder order(kLayers, kExperts, 0.01, by_use);
-    core::Core made(layout, link, std::make_shared<core::TopsAndBottoms>(order), core::Governor{}, false);
+    core::Core made(layout, link, std::make_shared<core::TopsAndBottoms>(kLayers, kExperts, 0.01, by_use), core::Governor{}, false);
     int wrong = check(made, memory, true, false, Rule::none, nullptr);
     std::int64_t waves = 0;
     for (const core::LayerCounts& c : made.counts()) waves += c.waves - c.forwards;

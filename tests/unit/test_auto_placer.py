@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native_rigs import Stack
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.native_order import NativeWorth
 from tiermoe.actors.engine.host_view import Routing
@@ -26,7 +27,7 @@ from tiermoe.actors.policies.auto import Action, Auto, Costs, LayerPlan, Part, W
 from tiermoe.actors.policies.plan import Remote
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.worth import WorthEviction, WorthOrder
-from tiermoe.kernels import _cpu, _planner
+from tiermoe.kernels import _planner
 
 COSTS = Costs(1.0, 0.1, 0.01, 0.2, 0.3, 4.0, 0.05, 0.5)
 CALLS = ["come", "come", "come", "leave", "use", "route", "refuse", "admit", "bind", "prompt"]  # of an order
@@ -548,14 +549,18 @@ def test_the_native_order_by_worth_is_the_policy(data: st.DataObject) -> None:
 
 def test_a_native_order_refuses_other_arrays_and_keys() -> None:
     order = NativeWorth(2, 3)
-    for worths in (np.zeros((3, 2)), np.zeros((2, 3), np.float32), np.zeros((2, 6))[:, ::2]):
-        with pytest.raises(ValueError, match="in one piece"):
+    for worths in (np.zeros((2, 3), np.float32), np.zeros((2, 6))[:, ::2]):
+        with pytest.raises(TypeError, match="float64"):
             order.bind(2, worths)
+    with pytest.raises(ValueError, match="by key"):
+        order.bind(2, np.zeros((2, 2)))
+    with pytest.raises(TypeError, match="int64"):
+        order.prompt(np.zeros((2, 3), np.int32))  # type: ignore[arg-type]
     for key in (-1, 6):
         with pytest.raises(ValueError, match="no such expert"):
             order.refuse(key)
     with pytest.raises(ValueError, match="not by worth"):
-        _cpu.worth_settled(_cpu.order(0, 2, 3, 0.0, 1.0, 0, 0, None))
+        _core.WholeOrder(0, 2, 3).settled()
 
 
 def test_worth_that_is_no_number_leaves_first() -> None:

@@ -11,11 +11,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ....kernels import _cpu
 from ....kernels.importance import NativeImportance, expect_map, lowest_products
 from ...core import _core
 from ...policies.activeevict import ImportanceEviction
-from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru, first_evictable, lowest_evictable
+from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru
 from ...policies.fmoe import ExpertMapDecay, ExpertMapEviction
 from ...policies.moepic import Lcp
 from ...policies.registry import PolicyContext, PolicyOptions, policy_class
@@ -25,38 +24,60 @@ from ...policies.worth import WorthEviction, WorthOrder
 _LRU, _SWEEP, _LFU, _MAP, _IMPORTANCE, _WORTH = range(6)  # `Order::Kind`
 
 
-class SplitOrder(EvictionPolicy):
-    """`split_eviction` of `Lcp`, or of `Lru`, with the state in native arrays.
+class NativeOrder(EvictionPolicy):
+    """An order of eviction in native code: a policy's decisions.
+
+    Attributes:
+        handle: the order, which a cache's core takes.
+
+    Args:
+        held: has the arrays that the order reads, where the order does not hold them. slot_class: whose victims.
+    """
+
+    def __init__(
+        self, handle: _core.WholeOrder | _core.TopsAndBottoms, held: object = None, slot_class: int = 0
+    ) -> None:
+        self.handle, self._held, self._class = handle, held, slot_class
+
+    def admitted(self, key: int) -> None:
+        self.handle.admitted(key)
+
+    def used(self, keys: Iterable[int]) -> None:
+        self.handle.used(list(keys))
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
+        self.handle.routed(list(keys), list(counts), tokens)
+
+    def removed(self, key: int) -> None:
+        self.handle.removed(key)
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        mask = getattr(evictable, "__self__", None)  # of `Residency.evictable`, which looks keys up in one
+        if not isinstance(mask, bytes | bytearray):
+            mask = bytes(map(bool, map(evictable, range(self.handle.segments))))
+        return self.handle.victims(self._class, count, np.frombuffer(mask, np.uint8))
+
+
+class SplitOrder(NativeOrder):
+    """`split_eviction` of `Lcp`, or of `Lru`.
 
     Args:
         layers, experts: L and E. rho, omega: of `Lcp`; None: `Lru`.
     """
 
-    learns_use = True
+    handle: _core.TopsAndBottoms
 
     def __init__(self, layers: int, experts: int, rho: float | None = None, omega: float = 1.0) -> None:
-        self._layers, self._keys = layers, layers * experts
+        self._layers, self._experts = layers, experts
         rate = 0.0 if rho is None else log(1 / rho) / omega
-        self.handle = _cpu.split_order(layers, experts, rate, rho is None)
-
-    def admitted(self, key: int) -> None:
-        _cpu.split_moved(self.handle, [key], True)
-
-    def used(self, keys: Iterable[int]) -> None:
-        _cpu.split_used(self.handle, list(keys))
-
-    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        _cpu.split_routed(self.handle, list(keys), list(counts), tokens)
-
-    def removed(self, key: int) -> None:
-        _cpu.split_moved(self.handle, [key], False)
+        super().__init__(_core.TopsAndBottoms(layers, experts, rate, rho is None))
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
         """Each layer's order; the first of every layer come before the second ones."""
-        values = [_cpu.split_value(self.handle, key) for key in keys]
-        experts, places, taken = self._keys // self._layers, dict[int, int](), [0] * self._layers
+        values = [self.handle.value(key) for key in keys]
+        places, taken = dict[int, int](), [0] * self._layers
         for at in sorted(range(len(keys)), key=lambda at: -values[at]):
-            layer = keys[at] // experts
+            layer = keys[at] // self._experts
             places[keys[at]], taken[layer] = taken[layer], taken[layer] + 1
         return sorted(keys, key=places.__getitem__)
 
@@ -64,74 +85,20 @@ class SplitOrder(EvictionPolicy):
         """Over all slot classes, the layers' tops first."""
         found: list[int] = []
         for slot_class in range(self._layers + 1):
-            found += self._leaving(slot_class, count - len(found), evictable)
+            found += self.of_class(slot_class).victims(count - len(found), evictable)
         return found
 
     def of_class(self, slot_class: int) -> EvictionPolicy:
-        return _OfClass(self, slot_class)
-
-    def _leaving(self, slot_class: int, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return first_evictable(_cpu.split_leaving(self.handle, slot_class), count, evictable) if count > 0 else []
-
-
-class _OfClass(EvictionPolicy):
-    """One slot class of a `SplitOrder`."""
-
-    def __init__(self, order: SplitOrder, slot_class: int) -> None:
-        self._order, self._class = order, slot_class
-
-    def admitted(self, key: int) -> None:
-        self._order.admitted(key)
-
-    def used(self, keys: Iterable[int]) -> None:
-        self._order.used(keys)
-
-    def removed(self, key: int) -> None:
-        self._order.removed(key)
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return self._order._leaving(self._class, count, evictable)
-
-
-class NativeOrder(EvictionPolicy):
-    """A policy in native code: the same decisions. For caches of whole experts.
-
-    Args:
-        least: experts of a layer that sweeps. growth: what a use counts more than one a pass earlier.
-        maps, importance: the policy, whose predictions the order reads.
-    """
-
-    def __init__(
-        self, kind: int, layers: int, experts: int, least: float = 0.0, growth: float = 1.0,
-        maps: ExpertMapEviction | None = None, importance: NativeImportance | None = None,
-    ) -> None:  # fmt: skip
-        probabilities = 0 if maps is None else maps.probabilities.ctypes.data
-        state = None if importance is None else importance.handle
-        told = 0 if maps is None else maps.told.ctypes.data
-        self.handle = _cpu.order(kind, layers, experts, least, growth, probabilities, told, state)
-        self._held = maps, importance
-
-    def admitted(self, key: int) -> None:
-        _cpu.order_admitted(self.handle, [key])
-
-    def used(self, keys: Iterable[int]) -> None:
-        _cpu.order_used(self.handle, list(keys))
-
-    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        _cpu.order_routed(self.handle, list(keys), list(counts))
-
-    def removed(self, key: int) -> None:
-        _cpu.order_removed(self.handle, [key])
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return lowest_evictable(partial(_cpu.order_first, self.handle), count, evictable)
+        return NativeOrder(self.handle, slot_class=slot_class)
 
 
 class NativeWorth(NativeOrder, WorthOrder):
     """`WorthOrder` in native code (`kernels/cpu/worth.hpp`), which notes what passes use for the planner to hear."""
 
+    handle: _core.WholeOrder
+
     def __init__(self, layers: int, experts: int) -> None:
-        super().__init__(_WORTH, layers, experts)
+        super().__init__(_core.WholeOrder(_WORTH, layers, experts))
         self._layers, self._experts, self._layer = layers, experts, 0
         self._worths: NDArray[np.float64] | None = None  # both are read in place
         self._uses: NDArray[np.int64] | None = None
@@ -151,49 +118,34 @@ class NativeWorth(NativeOrder, WorthOrder):
 
     @property
     def refused(self) -> Collection[int]:
-        return _cpu.worth_refused(self.handle)
+        return self.handle.refused
 
     def bind(self, slots: int, worths: NDArray[np.float64]) -> None:
-        """Raises ValueError: worths are not float64 [L, E], contiguous."""
-        _expect(worths, (self._layers, self._experts), np.dtype(np.float64))
-        _cpu.worth_bind(self.handle, slots // self._layers, worths.ctypes.data)
+        """Raises ValueError: worths are not of [L, E]; TypeError: not float64, or not contiguous."""
+        self.handle.bind(slots // self._layers, worths)
         self._worths = worths
 
     def prompt(self, uses: NDArray[np.int64] | None) -> None:
-        """Raises ValueError: uses are not int64 [L, E], contiguous."""
-        if uses is not None:
-            _expect(uses, (self._layers, self._experts), np.dtype(np.int64))
-        _cpu.worth_prompt(self.handle, 0 if uses is None else uses.ctypes.data)
+        """Raises ValueError: uses are not of [L, E]; TypeError: not int64, or not contiguous."""
+        self.handle.prompt(uses)
         self._uses = uses
 
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        # Shares make who goes depend on who may, so the order needs the whole mask. `Residency.evictable` looks one up.
-        mask = getattr(evictable, "__self__", None)
-        if not isinstance(mask, bytes | bytearray):
-            mask = bytearray(map(bool, map(evictable, range(self._layers * self._experts))))
-        return _cpu.worth_victims(self.handle, count, mask)
-
     def refuse(self, key: int) -> None:
-        _cpu.worth_refuse(self.handle, key)
+        self.handle.refuse(key)
 
     def admit(self, key: int) -> None:
-        _cpu.worth_admit(self.handle, key)
+        self.handle.admit(key)
 
     def settled(self) -> frozenset[int]:
-        return frozenset(_cpu.worth_settled(self.handle))
+        return frozenset(self.handle.settled())
 
     def note(self) -> None:
         """Note what passes use from now on."""
-        _cpu.worth_note(self.handle)
+        self.handle.note()
 
     def noted(self) -> list[tuple[int, NDArray[np.int32]]]:
         """The experts of each layer that were used since `note`, layers in rising order; noting ends."""
-        return [(layer, np.frombuffer(experts, np.int32)) for layer, experts in _cpu.worth_noted(self.handle)]
-
-
-def _expect(array: NDArray[np.generic], shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> None:
-    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"{array.dtype} {array.shape} is not {dtype} {shape} in one piece")
+        return [(layer, np.frombuffer(experts, np.int32)) for layer, experts in self.handle.noted()]
 
 
 def fast_eviction(
@@ -216,28 +168,29 @@ def core_order(
     policy: EvictionPolicy, layers: int, experts: int, parts: bool
 ) -> tuple[EvictionPolicy, _core.Order]:
     """The order of a policy in its first state, and as the core's. parts: the cache has several slot classes."""
-    if isinstance(policy, SplitOrder):
-        return policy, _core.TopsAndBottoms(cast(Any, policy.handle))
-    native = None if parts else native_order(policy, layers, experts)
-    if native is None:
-        return policy, _core.PythonOrder(policy)
-    return native, _core.WholeOrder(cast(Any, native.handle))
+    if not isinstance(policy, SplitOrder):
+        native = None if parts else native_order(policy, layers, experts)
+        if native is None:
+            return policy, _core.PythonOrder(policy)
+        policy = native
+    return policy, policy.handle
 
 
 def native_order(policy: EvictionPolicy, layers: int, experts: int) -> NativeOrder | None:
     """The order of a policy in its first state; None: native code has no such order."""
+    whole = partial(_core.WholeOrder, layers=layers, experts=experts)
     if type(policy) is Lru:
-        return NativeOrder(_LRU, layers, experts)
+        return NativeOrder(whole(_LRU))
     if type(policy) is SweepLru:
-        return NativeOrder(_SWEEP, layers, experts, least=policy.least)
+        return NativeOrder(whole(_SWEEP, least=policy.least))
     if type(policy) in (Lfu, LfuDecay):
         assert isinstance(policy, Lfu)
-        return NativeOrder(_LFU, layers, experts, growth=policy.growth)
+        return NativeOrder(whole(_LFU, growth=policy.growth))
     if type(policy) in (ExpertMapEviction, ExpertMapDecay):
         assert isinstance(policy, ExpertMapEviction)
-        return NativeOrder(_MAP, layers, experts, growth=policy.growth, maps=policy)
+        return NativeOrder(whole(_MAP, growth=policy.growth, probabilities=policy.probabilities, told=policy.told))
     if type(policy) is WorthEviction:
         return NativeWorth(layers, experts)
     if type(policy) is ImportanceEviction and isinstance(policy.state, NativeImportance):
-        return NativeOrder(_IMPORTANCE, layers, experts, importance=policy.state)
+        return NativeOrder(whole(_IMPORTANCE, importance=cast(Any, policy.state.handle)), held=policy.state)
     return None

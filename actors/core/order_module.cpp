@@ -1,0 +1,153 @@
+// Bindings of the native orders of eviction: what policies in Python and the planner of misses ask them, and what they tell
+// them. The core calls them without Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <utility>
+
+#include "../../kernels/cpu/sizes.hpp"
+#include "../../kernels/cpu/table.hpp"
+#include "bindings.hpp"
+#include "orders.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tiermoe::core {
+namespace {
+
+// By key.
+template <typename T>
+using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+
+std::int64_t segments(const tiermoe::Order& of) { return of.keys(); }
+std::int64_t segments(const SplitOrder& of) { return 2 * of.keys(); }
+
+void refuse(const char* what, std::int64_t given) {
+    throw std::invalid_argument(std::string(what) + ": " + std::to_string(given));
+}
+
+void check_keys(const Segments& keys, std::int64_t end) {
+    for (Segment s : keys)
+        if (s < 0 || s >= end) refuse("there is no such expert", s);
+}
+
+template <typename T>
+T* of_keys(const std::optional<Array<T>>& given, std::int64_t keys) {
+    if (given && static_cast<std::int64_t>(given->size()) != keys) refuse("an array is not by key, of which there are", keys);
+    return given ? given->data() : nullptr;
+}
+
+void check_sizes(std::int64_t layers, std::int64_t experts, std::int64_t parts) {
+    if (layers < 1 || experts < 1) refuse("a model has layers and experts", std::min(layers, experts));
+    if (!product_fits({layers, experts, parts}, kMostKeys)) refuse("a model has fewer experts than", kMostKeys);
+}
+
+void make(WholeOrder* made, int kind, std::int64_t layers, std::int64_t experts, double least, double growth,
+          const std::optional<Array<const double>>& probabilities, const std::optional<Array<const std::int64_t>>& told,
+          const std::optional<nb::capsule>& importance) {
+    using Kind = tiermoe::Order::Kind;
+    check_sizes(layers, experts, 1);
+    const auto of = static_cast<Kind>(kind);
+    auto* state = importance ? static_cast<Importance*>(named(*importance, kImportance)) : nullptr;
+    const bool fits = !state || (state->layers == layers && state->experts == experts);
+    if (kind < 0 || kind > static_cast<int>(Kind::worth) || !fits || (of == Kind::map) != probabilities.has_value() ||
+        probabilities.has_value() != told.has_value() || (of == Kind::importance) != (state != nullptr))
+        refuse("there is no such order", kind);
+    new (made) WholeOrder(of, layers, experts, least, growth, of_keys(probabilities, layers * experts),
+                          of_keys(told, layers), state);
+}
+
+// What a cache tells an order, and who leaves.
+template <typename T>
+nb::class_<T, Order> bind(nb::module_& m, const char* name) {
+    const auto change = [](T& order, const Segments& keys, bool in) {
+        check_keys(keys, segments(order.of));
+        for (Segment s : keys) {
+            if (order.of.holds(s) == in) refuse(in ? "a segment has a slot" : "a segment has no slot", s);
+            in ? order.admitted(s) : order.removed(s);
+        }
+    };
+    return nb::class_<T, Order>(m, name)
+        .def("admitted", [=](T& order, Segment key) { change(order, {key}, true); }, "key"_a)
+        .def("removed", [=](T& order, Segment key) { change(order, {key}, false); }, "key"_a)
+        .def("used", [](T& order, const Segments& keys) {
+            check_keys(keys, segments(order.of));
+            for (Segment s : keys)
+                if (!order.of.holds(s)) refuse("a segment has no slot", s);
+            order.used(keys);
+        }, "keys"_a)
+        .def("routed", [](T& order, const Segments& keys, const Segments& counts, std::int64_t tokens) {
+            check_keys(keys, order.of.keys());
+            if (keys.size() != counts.size()) refuse("counts are not those of the experts", static_cast<std::int64_t>(counts.size()));
+            if (keys.empty()) return order.routed(0, keys, counts, tokens);
+            const std::int64_t layer = keys[0] / order.of.experts();
+            for (Segment key : keys)
+                if (key / order.of.experts() != layer) refuse("not an expert of the layer", key);
+            order.routed(layer, keys, counts, tokens);
+        }, "keys"_a, "counts"_a, "tokens"_a)
+        .def_prop_ro("segments", [](const T& order) { return segments(order.of); })
+        .def("victims", [](T& order, std::int64_t slot_class, std::int64_t count, const Array<const std::uint8_t>& may) {
+            if (slot_class < 0 || slot_class > order.of.layers()) refuse("there is no such slot class", slot_class);
+            return order.victims(slot_class, count, of_keys(std::optional(may), segments(order.of)));
+        }, "slot_class"_a, "count"_a, "may"_a, "Of the segments with slots of a class that may leave [segments] the first.");
+}
+
+Worth& worth(WholeOrder& order) {
+    if (!order.of.worth()) refuse("the order is not by worth, and has so many experts", order.of.keys());
+    return *order.of.worth();
+}
+
+}  // namespace
+
+void bind_orders(nb::module_& m) {
+    bind<WholeOrder>(m, "WholeOrder")
+        .def("__init__", &make, nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), "kind"_a, "layers"_a,
+             "experts"_a, "least"_a = 0.0, "growth"_a = 1.0, "probabilities"_a.none().noconvert() = nb::none(),
+             "told"_a.none().noconvert() = nb::none(), "importance"_a = nb::none(),
+             "kind: of `Order::Kind`. probabilities [keys], told [layers] and what the state of importance has are read in place.")
+        .def("bind", [](WholeOrder& order, std::int64_t share, const Array<const double>& worths) {
+            Worth& of = worth(order);
+            if (share < 0 || share > kMostKeys) refuse("a share of the slots is 0 or more, not", share);
+            of.bind(share, of_keys(std::optional(worths), order.of.keys()));
+        }, "share"_a, "worths"_a.noconvert(), "worths [keys] are read in place.")
+        .def("prompt", [](WholeOrder& order, const std::optional<Array<std::int64_t>>& uses) {
+            worth(order).prompt(of_keys(uses, order.of.keys()));
+        }, "uses"_a.none().noconvert(), "uses [keys] are read, and added to, in place.")
+        .def("refuse", [](WholeOrder& order, Segment key) {
+            check_keys({key}, order.of.keys());
+            worth(order).refuse(key);
+        }, "key"_a)
+        .def("admit", [](WholeOrder& order, Segment key) {
+            check_keys({key}, order.of.keys());
+            worth(order).readmit(key);
+        }, "key"_a)
+        .def_prop_ro("refused", [](WholeOrder& order) { return worth(order).refused(); })
+        .def("settled", [](WholeOrder& order) { return worth(order).settled(); })
+        .def("note", [](WholeOrder& order) { worth(order).note(); })
+        .def("noted", [](WholeOrder& order) {
+            nb::list found;
+            std::int64_t layer = 0;
+            for (const auto& experts : worth(order).take_noted()) {
+                if (!experts.empty())
+                    found.append(nb::make_tuple(layer, nb::bytes(reinterpret_cast<const char*>(experts.data()),
+                                                                 sizeof(std::int32_t) * experts.size())));
+                ++layer;
+            }
+            return found;
+        }, "(layer, int32 experts) of what was used since `note`, layers in rising order.");
+    bind<TopsAndBottoms>(m, "TopsAndBottoms")
+        .def("__init__", [](TopsAndBottoms* made, std::int64_t layers, std::int64_t experts, double rate, bool by_use) {
+            check_sizes(layers, experts, 2);
+            new (made) TopsAndBottoms(layers, experts, rate, by_use);
+        }, "layers"_a, "experts"_a, "rate"_a, "by_use"_a)
+        .def("value", [](TopsAndBottoms& order, Segment key) {
+            check_keys({key}, order.of.keys());
+            return order.of.value(key);
+        }, "key"_a, "The priority of an expert; -inf: it was never picked.");
+}
+
+}  // namespace tiermoe::core

@@ -1,0 +1,64 @@
+"""Native orders of eviction and capsules of other builds refuse what would corrupt memory."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiermoe.actors import core
+from tiermoe.actors.core import _core
+from tiermoe.errors import RuntimeFailure
+from tiermoe.kernels import _cpu
+
+LRU, MAP, WORTH = 0, 3, 5
+HUGE, HALF = 2**62, 2**32
+
+
+def test_orders_of_impossible_sizes_are_refused() -> None:
+    for layers, experts in ((HALF, HALF), (HUGE, 4), (-1, 4), (4, -1)):
+        with pytest.raises(ValueError, match="a model has"):
+            _core.WholeOrder(LRU, layers, experts)
+        with pytest.raises(ValueError, match="a model has"):
+            _core.TopsAndBottoms(layers, experts, 0.5, False)
+    for kind in (-1, MAP, 6):
+        with pytest.raises(ValueError, match="no such order"):
+            _core.WholeOrder(kind, 2, 4)
+    told = np.zeros(2, np.int64)
+    with pytest.raises(ValueError, match="by key"):
+        _core.WholeOrder(MAP, 2, 4, probabilities=np.ones(7), told=told)
+
+
+def test_an_order_refuses_keys_and_masks_of_other_sizes() -> None:
+    worth, lru = _core.WholeOrder(WORTH, 2, 4), _core.WholeOrder(LRU, 2, 4)
+    with pytest.raises(ValueError, match="a share"):
+        worth.bind(-1, np.zeros(8))
+    for key in (-1, 8, HUGE):
+        for call in (worth.refuse, worth.admit, worth.admitted, lru.removed):
+            with pytest.raises(ValueError, match="no such expert"):
+                call(key)
+    for size in (0, 7, 9):
+        with pytest.raises(ValueError, match="by key"):
+            worth.victims(0, 1, np.zeros(size, np.uint8))
+    for ask in (lru.settled, lru.note, lru.noted, lambda: lru.refuse(0), lambda: lru.refused):
+        with pytest.raises(ValueError, match="not by worth"):
+            ask()
+    with pytest.raises(ValueError, match="has no slot"):
+        lru.used([0])
+
+
+def test_kernels_of_another_build_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale `_cpu` beside a new `_core` has called functions at the places of others."""
+    api = ctypes.pythonapi.PyCapsule_New
+    api.restype, api.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    other: Any = api(1, b"tiermoe.kernels.Table", None)
+    assert not _core.takes(other)
+    assert _core.takes(_cpu.table())  # type: ignore[arg-type]
+    monkeypatch.setattr(_cpu, "table", lambda: other)
+    with pytest.raises(RuntimeFailure, match="different builds"):
+        importlib.reload(core)
+    monkeypatch.undo()
+    importlib.reload(core)
