@@ -68,6 +68,14 @@ def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] 
     cache.close_pass()
 
 
+def place_of(cache: ExpertCache, segment: int, slot: int) -> tuple[int, int]:
+    """First neuron in the pool and number of neurons of a segment in this slot."""
+    if not cache.divided:
+        return slot * cache.neurons, cache.neurons
+    first, neurons = cache.layout
+    return first[slot], neurons[segment]
+
+
 def run_layer(
     cache: ExpertCache, layer: int, keys: Sequence[int], run: Callable[[int], object], guesses: Sequence[int] = (),
     low: Collection[int] = (),
@@ -267,7 +275,7 @@ class Rig(_Caching):
     def run(self, segment: int) -> None:
         """Enqueue a kernel on a segment's place, which must hold its neurons when the kernel's turn comes."""
         slot = self.residency.slot(segment)
-        first, count = self.cache.where.place(segment, slot)
+        first, count = place_of(self.cache, segment, slot)
         key, cut = segment % KEYS, self.cache.cut
         begin = cut.tops[key // EXPERTS] if cut is not None and segment >= KEYS else 0
         stored = self.weights[key // EXPERTS].expert(key % EXPERTS)

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "../../kernels/cpu/link.hpp"
-#include "../../kernels/cpu/rank.hpp"
 #include "../../kernels/cpu/sizes.hpp"
 
 namespace tiermoe::core {
@@ -243,27 +242,16 @@ void AskRouters::run(CpuLayer& layer, const Given& given, bool always, std::vect
     const std::int64_t experts = layer.shape().experts, outputs = layers * experts;
     const bool allowed = core.governor().allows();
     if (!layers || (!allowed && !always)) return;
-    const std::uint8_t* states = core.states().data() + first * experts;
-    if (!always && std::find(states, states + outputs, std::uint8_t{0}) == states + outputs) return;
+    if (!always && core.there(first * experts, first * experts + outputs)) return;
     std::vector<float>& scores = layer.all().scores;
     scores.resize(static_cast<std::size_t>(given.tokens * outputs));
     layer.kernels().router_scores(given.hidden, given.tokens, weight, layer.shape().width, outputs, bias,
-                                  soft ? experts : 0, scores.data());
-    nearer.clear();
-    for (std::int64_t at = 0; at < layers; ++at) {
-        const auto row = [&](std::int64_t t, std::vector<double>& out) {
-            const float* from = scores.data() + t * outputs + at * experts;
-            out.assign(from, from + experts);
-        };
-        Ranked found = rank_experts(given.tokens, experts, top, by_votes, row);
-        if (soft) found = positive(std::move(found));
-        if (!at) best.assign(found.best.begin(), found.best.end());
-        if (!allowed) return;
-        wanted.clear();
-        for (int expert : found.experts) wanted.push_back((first + at) * experts + expert);
-        core.prefetch(wanted, nearer, source);
-        nearer.insert(nearer.end(), wanted.begin(), wanted.end());
-    }
+                                  prefetch.by_votes ? 0 : experts, scores.data());
+    const auto read = [&](std::int64_t at, std::int64_t t, std::vector<double>& row) {
+        const float* from = scores.data() + t * outputs + at * experts;
+        row.assign(from, from + experts);
+    };
+    prefetch.run(core, first, layers, given.tokens, allowed, read, &best);
 }
 
 void ReleaseSlots::run(CpuLayer& layer, const Given& given, bool, std::vector<float>&) {

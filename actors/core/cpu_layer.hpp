@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../../kernels/cpu/table.hpp"
+#include "ahead.hpp"
 #include "core.hpp"
 
 namespace tiermoe::core {
@@ -159,15 +160,13 @@ struct ReplaceMissing : LayerRule {
     std::vector<std::int64_t> ids;
 };
 
-// `prefetch.NextGatePrefetch` and `moepic.SpeculativePrefetch`: the routers of the layers behind, on this layer's input.
+// Prefetch by the routers of the layers behind, on this layer's input.
 struct AskRouters : LayerAhead {
     bool takes(const CpuLayer&, const Given& given) const override { return given.tokens <= max_rows; }
     void run(CpuLayer& layer, const Given& given, bool always, std::vector<float>& best) override;
-    const float *weight, *bias;                 // [layers * E, H], [layers * E] or null
-    std::int64_t first, layers, top, max_rows;  // first: layer asked
-    bool by_votes, soft;                        // soft: by probabilities, of which those of 0 name nobody
-    std::uint8_t source;
-    Segments wanted, nearer;
+    const float *weight, *bias;            // [layers * E, H], [layers * E] or null
+    std::int64_t first, layers, max_rows;  // first: layer asked
+    RouterPrefetch prefetch;
 };
 
 // `activeevict.PreEviction`: slots that are freed for the next layer by its router's scores.

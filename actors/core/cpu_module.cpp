@@ -37,14 +37,14 @@ void make(CpuLayer* made, Core& core, const nb::capsule& kernels, std::int64_t i
 }
 
 void ask_routers(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, std::int64_t first, std::int64_t layers,
-                 std::int64_t top, bool by_votes, bool soft, std::int64_t max_rows, std::uint8_t source) {
+                 std::int64_t top, bool by_votes, std::int64_t max_rows, std::uint8_t source) {
     const Layout& layout = layer.core().layout();
     if (layers < 0 || first < 0 || first > layout.layers - layers || top < 1 || !source)
         throw std::invalid_argument("there is no such prefetch");
     auto made = std::make_unique<AskRouters>();
     made->weight = at<const float>(weight), made->bias = at<const float>(bias);
-    made->first = first, made->layers = layers, made->top = top, made->max_rows = max_rows;
-    made->by_votes = by_votes, made->soft = soft, made->source = source;
+    made->first = first, made->layers = layers, made->max_rows = max_rows;
+    made->prefetch = {by_votes, top, source, {}, {}};
     layer.ahead(std::move(made));
 }
 
@@ -108,8 +108,7 @@ void bind_cpu(nb::module_& m) {
         }, "narrowest"_a, "renormalise"_a)
         .def("replace_missing", &replace_missing, "weight"_a, "bias"_a, "draws"_a, "drawn"_a, "next"_a, "full"_a, "emptied"_a,
              "buddies"_a, "similarity"_a, "options"_a, "beta"_a, "max_rows"_a)
-        .def("ask_routers", &ask_routers, "weight"_a, "bias"_a, "first"_a, "layers"_a, "top"_a, "by_votes"_a, "soft"_a,
-             "max_rows"_a, "source"_a)
+        .def("ask_routers", &ask_routers, "weight"_a, "bias"_a, "first"_a, "layers"_a, "top"_a, "by_votes"_a, "max_rows"_a, "source"_a)
         .def("release_slots", &release_slots, "weight"_a, "bias"_a, "threshold"_a, "most"_a, "max_rows"_a, "state"_a,
              nb::keep_alive<1, 7>())
         .def("call", [](CpuLayer& layer, nb::callable hooks) {

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -128,13 +129,22 @@ class CarryingLink : public VirtualLink {
         of_.attr("fail")(t, layer);
         throw Broken("a carrier raises the error of a failed copy");
     }
+    void forget(Ticket t) override {
+        VirtualLink::forget(t);
+        if (!failed_.erase(t)) return;
+        nb::gil_scoped_acquire lock;
+        of_.attr("forget")(t);
+    }
 
   private:
     bool carry(const Copy& copy) override {
         nb::gil_scoped_acquire lock;
-        return nb::cast<bool>(of_.attr("carry")(copy.ticket, copy.segment, copy.slot));
+        const bool carried = nb::cast<bool>(of_.attr("carry")(copy.ticket, copy.segment, copy.slot));
+        if (!carried) failed_.insert(copy.ticket);
+        return carried;
     }
     nb::object of_;
+    std::unordered_set<Ticket> failed_;  // whose errors Python holds
 };
 
 }  // namespace tiermoe::core

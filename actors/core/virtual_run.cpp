@@ -4,7 +4,7 @@
 #include <limits>
 #include <utility>
 
-#include "../../kernels/cpu/rank.hpp"
+#include "ahead.hpp"
 
 namespace tiermoe::core {
 
@@ -70,7 +70,7 @@ double VirtualRun::kernels(std::int64_t first, std::int64_t stop) const {
     return seconds;
 }
 
-// False: the scores are not recorded.
+// False: nothing was asked.
 bool VirtualRun::prefetch(std::int64_t layer, const Recorded& recorded, const ByScores& scores) {
     const std::int64_t layers = core_.layout().layers, experts = core_.layout().experts;
     const std::int64_t stop = std::min(layer + 1 + scores.distance, layers);
@@ -79,26 +79,16 @@ bool VirtualRun::prefetch(std::int64_t layer, const Recorded& recorded, const By
         if (!allowed || layer + 1 >= stop) return false;
         if (!scores.synchronous && core_.there((layer + 1) * experts, stop * experts)) return false;
     }
-    Segments wanted, nearer;
-    const bool several = stop - layer > 2;
-    for (std::int64_t later = layer + 1; later < stop && later - layer <= recorded.distances; ++later) {
-        const std::int64_t distance = later - layer - 1;
-        const auto read = [&](std::int64_t t, std::vector<double>& row) {
-            std::fill(row.begin(), row.end(), -std::numeric_limits<double>::infinity());
-            const std::int64_t at = ((t * layers + layer) * recorded.distances + distance) * recorded.picks;
-            for (std::int64_t k = 0; k < recorded.picks; ++k)
-                row.at(static_cast<std::size_t>(recorded.next_ids[at + k])) = recorded.next_scores[at + k];
-        };
-        Ranked found = rank_experts(recorded.tokens, experts, scores.top, scores.by_votes, read);
-        if (!scores.by_votes) found = positive(std::move(found));
-        Segments run;
-        for (int e : found.experts) run.push_back(later * experts + e);
-        if (run.empty() || !allowed) continue;
-        core_.prefetch(run, nearer, scores.source);
-        wanted.insert(wanted.end(), run.begin(), run.end());
-        if (several) nearer.insert(nearer.end(), run.begin(), run.end());
-    }
-    if (scores.synchronous && allowed) core_.finish_prefetch(wanted, layer);
+    const auto read = [&](std::int64_t distance, std::int64_t t, std::vector<double>& row) {
+        std::fill(row.begin(), row.end(), -std::numeric_limits<double>::infinity());
+        const std::int64_t at = ((t * layers + layer) * recorded.distances + distance) * recorded.picks;
+        for (std::int64_t k = 0; k < recorded.picks; ++k)
+            row.at(static_cast<std::size_t>(recorded.next_ids[at + k])) = recorded.next_scores[at + k];
+    };
+    RouterPrefetch ahead{scores.by_votes, scores.top, scores.source, {}, {}};
+    if (allowed)
+        ahead.run(core_, layer + 1, std::min(stop - layer - 1, recorded.distances), recorded.tokens, allowed, read);
+    if (scores.synchronous && allowed) core_.finish_prefetch(ahead.nearer, layer);
     return true;
 }
 

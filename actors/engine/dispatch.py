@@ -38,7 +38,6 @@ class ExpertRunner:
 
     def run(
         self,
-        layer: int,
         plan: LayerPlan,
         spans: Spans,
         hidden: torch.Tensor,
@@ -171,7 +170,7 @@ class DeviceBackend:
         began_s = time.perf_counter() if timeline.enabled else 0.0
         size = (routing.starts[-1], hidden.shape[1])
         y = hidden.new_zeros(size) if tasks else hidden.new_empty(size)  # [N, H]; zero where no kernel writes
-        self.runner.run(step.index, plan, spans, hidden, routing.pairs, routing.top_k, kernel, y)
+        self.runner.run(plan, spans, hidden, routing.pairs, routing.top_k, kernel, y)
         elsewhere: list[int] = []
         partials: list[tuple[torch.Tensor, torch.Tensor]] = []
         for task in tasks:
@@ -226,6 +225,6 @@ class DeviceBackend:
         again = cache.plan(cache.core.segments(task.keys))
         cache.begin()
         cache.load()
-        self.runner.run(layer, again, spans, hidden, routing.pairs, routing.top_k, step.kernel, y)
+        self.runner.run(again, spans, hidden, routing.pairs, routing.top_k, step.kernel, y)
         pairs = sum(spans[key][1] - spans[key][0] for key in task.keys)
         cache.stats.layers[layer].count_recomputed(task.peer.kind, pairs)

@@ -17,7 +17,7 @@ from ..core import _core
 from ..policies.baselines import Predictor
 from ..policies.hobbit import MixedPrecision
 from ..policies.prefetch_trials import PrefetchTrials
-from ..policies.routing import Rerouting
+from ..policies.routing import Rerouting, SequenceRows
 from ..policy_settings import PolicySettings
 from ..settings import EngineSettings, check_combination, shared_bytes
 from ..store.artifacts import PolicyArtifacts
@@ -52,8 +52,7 @@ from .peers.shards import Shards, owners
 from .peers.start_costs import probe_costs
 from .pre_evicting import PreEvicting, last_rows
 from .prefetching import RouterPrefetching
-from .rerouting import LowBits, Rerouter, tell_link_speed
-from .serving.streams import SequenceRows
+from .rerouting import LowBits, Rerouter, report_link_speed
 from .split import Configuring, make_configuring
 from .stats import EngineStats, LayerResidency
 from .stepped import SteppedKernel
@@ -239,7 +238,7 @@ class ExpertEngine:
         if self.prefetching is not None:
             yield self._begin_prefetching
         if rule is not None:
-            yield lambda sequences: tell_link_speed(rule, self.cache)
+            yield lambda sequences: report_link_speed(rule, self.cache)
             yield lambda sequences: rule.begin_forward(sequences, self._placer.miss_costs)
         if ahead is not None:
             yield lambda sequences: ahead.begin_forward(last_rows(sequences))

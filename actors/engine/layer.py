@@ -25,11 +25,10 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
     from ...kernels.expert_ffn import ExpertKernel
-    from ..policies.routing import MissCosts
+    from ..policies.routing import MissCosts, SequenceRows
     from .dispatch import RemoteTask, Spans
     from .host_view import Routing
     from .native_layer import Budget, NativeLayer, ReleaseAhead, Replace, RoutersAhead
-    from .serving.streams import SequenceRows
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]

@@ -164,7 +164,7 @@ class NativeLayer:
         if isinstance(ahead, RoutersAhead):
             self.ahead = ahead.prefetching
             self.layer.ask_routers(
-                weight, bias, ahead.first, ahead.layers, ahead.top, ahead.by_votes, not ahead.by_votes, ahead.max_rows,
+                weight, bias, ahead.first, ahead.layers, ahead.top, ahead.by_votes, ahead.max_rows,
                 self._cache.number_of(self.ahead.policy.name),
             )  # fmt: skip
         else:

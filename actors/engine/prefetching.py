@@ -22,9 +22,9 @@ from ..core import _core
 from ..policies.moepic import SpeculativePrefetch
 from ..policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Ranking, Span, Wanted, runs
 from ..policies.prefetch_trials import DecodeForward, PrefetchTrials
+from ..policies.routing import SequenceRows
 from .cache.cache import ExpertCache
 from .host_view import Asked, Fetch, LayerView, share
-from .serving.streams import SequenceRows
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch

@@ -109,12 +109,11 @@ class Rerouter:
         return own if self._peers is None else self._peers.join(layer, own)
 
 
-def tell_link_speed(rule: Rerouting, cache: ExpertCache) -> None:
+def report_link_speed(rule: Rerouting, cache: ExpertCache) -> None:
     """Report the measured bytes per busy second of link to a rule; nothing before the first copy."""
-    sums = cache.core.summed
-    if sums.link_s > 0:
-        loaded = sums.bytes_loaded_demand + sums.bytes_loaded_prefetch + sums.bytes_loaded_migration
-        rule.measured(loaded / sums.link_s)
+    link_s = cache.core.summed.link_s
+    if link_s > 0:
+        rule.measured(cache.bytes_loaded / link_s)
 
 
 class LowBits:

@@ -140,8 +140,7 @@ class Configurator:
     def times(self) -> Times | None:
         """The measured times; None before the first decode and load."""
         sums = self._cache.core.summed
-        loaded = sums.bytes_loaded_demand + sums.bytes_loaded_prefetch + sums.bytes_loaded_migration
-        busy_s = sums.total_io_s
+        loaded, busy_s = self._cache.bytes_loaded, sums.total_io_s
         if not self._moe_s or not loaded or busy_s <= 0:
             return None
         attention_s = median(self._attention_s) if self._attention_s else 0.0

@@ -20,7 +20,7 @@ from .routing import (
     RerouteView,
     Rerouting,
     RoutingOptions,
-    RowsOf,
+    SequenceRows,
     Weights,
     take_ended,
 )
@@ -321,7 +321,7 @@ class QualityBudget(Rerouting):
         self._pairs = [0] * len(ACTIONS)
         self.reset()
 
-    def begin_forward(self, sequences: Sequence[RowsOf], costs: MissCosts | None) -> None:
+    def begin_forward(self, sequences: Sequence[SequenceRows], costs: MissCosts | None) -> None:
         self._set_price()
         for name in take_ended(self._over, sequences):
             self._end(name)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,23 +64,19 @@ class RerouteView(NamedTuple):  # made in each layer: a frozen dataclass takes t
     emptied: int = 0
 
 
-class RowsOf(Protocol):
-    """Rows `start` to `stop` of the next forward belong to the request `name`; decode: they are none of its prompt."""
+class SequenceRows(NamedTuple):
+    """The rows `start` to `stop` of the next forward belong to sequence `name`.
 
-    @property
-    def name(self) -> str: ...
+    decode: the sequence's prefill is over; False for every row of its prompt.
+    """
 
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-    @property
-    def decode(self) -> bool: ...
+    name: str
+    start: int
+    stop: int
+    decode: bool
 
 
-def take_ended(over: deque[str], sequences: Sequence[RowsOf]) -> list[str]:
+def take_ended(over: deque[str], sequences: Sequence[SequenceRows]) -> list[str]:
     """Take the names of sequences that are over. One that this forward still carries, since it was cancelled after its
     rows were chosen, stays for the next.
     """
@@ -209,7 +205,7 @@ class Rerouting(ABC):
         """Measured link speed, for rules that adapt to it."""
         return None
 
-    def begin_forward(self, sequences: Sequence[RowsOf], costs: MissCosts | None) -> None:
+    def begin_forward(self, sequences: Sequence[SequenceRows], costs: MissCosts | None) -> None:
         """The next forward carries these rows. costs: of misses; None: nobody plans them."""
         return None
 

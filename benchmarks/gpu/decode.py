@@ -27,7 +27,7 @@ from tiermoe.actors.engine.model.compile import CompiledDense
 from tiermoe.actors.engine.model.kernels import KernelPlan
 from tiermoe.actors.engine.model.profile import PARTS, device_calls, host_passes
 from tiermoe.actors.engine.peers.matcher import MatcherLink
-from tiermoe.actors.engine.serving.streams import SequenceRows
+from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.settings import CompileMode, EngineSettings, LinkSettings
 from tiermoe.actors.store.artifacts import MapShape, PolicyArtifacts
 from tiermoe.cluster.config import load_policy

@@ -227,7 +227,7 @@ class RecordedBackend:
         self._submitted = submitted
         if host_s:
             self._clock.advance(host_s)
-        self._runner.run(step.index, plan, spans, _NOWHERE, _NOWHERE, routing.top_k, step.kernel, _NOWHERE)
+        self._runner.run(plan, spans, _NOWHERE, _NOWHERE, routing.top_k, step.kernel, _NOWHERE)
         if tasks:
             join(tasks, self._clock, self.host, step.cache.stats.layers[step.index])
 

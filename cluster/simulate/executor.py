@@ -22,7 +22,7 @@ from ...actors.engine.dispatch import ExpertRunner
 from ...actors.engine.layer import Hooks, MoeLayer, Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
 from ...actors.engine.prefetching import Prefetching
-from ...actors.engine.rerouting import LowBits, Rerouter, tell_link_speed
+from ...actors.engine.rerouting import LowBits, Rerouter, report_link_speed
 from ...actors.engine.split import Configuring, make_configuring
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.activeevict import PreEviction
@@ -339,7 +339,7 @@ class SimulatedEngine:
         if self._pre_evicting is not None:
             self._pre_evicting.begin_forward(last_rows(spans))
         if self._rerouting is not None:
-            tell_link_speed(self._rerouting, self.cache)
+            report_link_speed(self._rerouting, self.cache)
         self._placer.begin_forward(cast(Any, rows_of(spans)))
         for shard in self._shards:
             shard.cache.begin_forward(self.cache.decode_only)

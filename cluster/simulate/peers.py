@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, exp
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
+from ...actors.policies.routing import SequenceRows
 from ...actors.policies.sharding import shard_of, spread_by_bytes
 from ...actors.policy_settings import PolicySettings
 from ...actors.store.replicas import ReplicaTables
@@ -39,15 +40,6 @@ from .trace import TraceHeader
 _ROW_ITEM = 4  # bytes of a number of a row between processes: float32
 _GROUP = 64  # inputs that share a replica's scale
 _NO_PAIRS: Any = None
-
-
-class Rows(NamedTuple):
-    """A sequence's rows, as placers see them (`serving.streams.SequenceRows`, which needs torch)."""
-
-    name: str
-    start: int
-    stop: int
-    decode: bool
 
 
 @dataclass
@@ -276,8 +268,8 @@ def join(tasks: Sequence[SimulatedTask], clock: Clock, host: LeadHost, stats: La
         stats.count_answer(task.kind, waited_s, len(task.keys), task.pairs, task.answer)
 
 
-def rows_of(spans: Sequence[Span]) -> list[Rows]:
-    return [Rows(span.sequence, span.start, span.stop, span.decode) for span in spans]
+def rows_of(spans: Sequence[Span]) -> list[SequenceRows]:
+    return [SequenceRows(span.sequence, span.start, span.stop, span.decode) for span in spans]
 
 
 def make_simulated_placer(

@@ -115,8 +115,8 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
         } else {
             auto ahead = std::make_unique<core::AskRouters>();
             ahead->weight = router.data() + first * kExperts * kWidth, ahead->bias = bias.data() + first * kExperts;
-            ahead->first = first, ahead->layers = count, ahead->top = kTop, ahead->max_rows = 8;
-            ahead->by_votes = l % 2 == 0, ahead->soft = l % 2 == 1, ahead->source = 1;
+            ahead->first = first, ahead->layers = count, ahead->max_rows = 8;
+            ahead->prefetch = {l % 2 == 0, kTop, 1, {}, {}};
             layers[l]->ahead(std::move(ahead));
         }
         layers[l]->hooks([&](const LayerInput&) { ++calls; });

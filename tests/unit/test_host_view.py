@@ -26,7 +26,7 @@ from tiermoe.actors.engine.cuda.tables import TableRing
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.host_view import Asked, HostViews
 from tiermoe.actors.engine.model.profile import PARTS, Calls, count_calls, device_calls, host_passes
-from tiermoe.actors.engine.serving.streams import SequenceRows
+from tiermoe.actors.policies.routing import SequenceRows
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 _AHEAD = {"kind": "release-target"}

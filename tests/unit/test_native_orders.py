@@ -1,4 +1,4 @@
-"""Native orders of eviction and capsules of other builds refuse what would corrupt memory."""
+"""The core's own objects: native orders and capsules of other builds refuse what would corrupt memory; a carrier."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from tiermoe.actors import core
 from tiermoe.actors.core import _core
+from tiermoe.actors.engine.cache.links import Carrier
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels import _cpu
 
@@ -62,3 +63,20 @@ def test_kernels_of_another_build_are_refused(monkeypatch: pytest.MonkeyPatch) -
         importlib.reload(core)
     monkeypatch.undo()
     importlib.reload(core)
+
+
+def test_a_carrier_keeps_no_error_of_a_prefetch_that_nobody_needed() -> None:
+    """Each failed prefetch left its error, with the tensors of its traceback, for ever."""
+    carrier, clock = Carrier(), _core.Clock()  # whose `where` is missing, so each copy fails
+    link = _core.CarryingLink(clock, lambda nbytes: 1.0, 0.0, carrier)
+    layout = _core.Layout(1, 2, 1, [], [1], [], [8, 8], False)
+    cache = _core.Core(layout, link, _core.WholeOrder(LRU, 1, 2), _core.Governor())
+    for _ in range(3):
+        assert cache.prefetch([0], [], 1) == 1
+        clock.advance(2.0)
+        cache.arrive()
+    assert cache.summed.failed_prefetches == 3
+    assert carrier._errors == {}
+    with pytest.raises(RuntimeFailure, match="copying an expert of MoE layer 0 failed"):
+        cache.preload([0])
+    assert carrier._errors == {}

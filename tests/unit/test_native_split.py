@@ -17,13 +17,13 @@ from native_rigs import HOLD_S, RATE_GBPS, Stack, routed, unhurried
 from tiermoe.actors.engine.cache.native_order import SplitOrder
 from tiermoe.actors.engine.layer import Hooks
 from tiermoe.actors.engine.prefetching import RouterPrefetching
-from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.engine.split import Configuring, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import Lcp, SpeculativePrefetch
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, RandomPrefetch
+from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.router import LinearRouter

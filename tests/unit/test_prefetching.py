@@ -32,7 +32,6 @@ from hypothesis.extra.numpy import arrays
 from tiermoe.actors.core._core import Governor
 from tiermoe.actors.engine.make_policies import gate_probes
 from tiermoe.actors.engine.prefetching import RouterPrefetching
-from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.policies.baselines import PreGate, PreGatedPrefetch
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.prefetch import (
@@ -46,6 +45,7 @@ from tiermoe.actors.policies.prefetch import (
     predicted_experts,
 )
 from tiermoe.actors.policies.registry import options
+from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.errors import ConfigError

@@ -14,8 +14,8 @@ from golden_rig import emulated
 from serving import prepared, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
-from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings, NdpSettings
 from tiermoe.cluster.config import load_hardware, load_policy

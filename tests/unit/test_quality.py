@@ -15,7 +15,6 @@ from serving import greedy, prepared, serving
 from serving import settings as local_settings
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.policies.quality import (
     ACTIONS,
     DROP,
@@ -30,7 +29,7 @@ from tiermoe.actors.policies.quality import (
     price_of,
 )
 from tiermoe.actors.policies.registry import PolicyContext, make
-from tiermoe.actors.policies.routing import MissCosts, RerouteView
+from tiermoe.actors.policies.routing import MissCosts, RerouteView, SequenceRows
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
 from tiermoe.actors.store.artifacts import LOSSES_NAME, encode_losses

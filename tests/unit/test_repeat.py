@@ -18,7 +18,7 @@ from tiermoe.actors.engine.serving import repeat
 from tiermoe.actors.engine.serving.batching import _batching_config, open_streams
 from tiermoe.actors.engine.serving.sampling import PromptScorer
 from tiermoe.actors.engine.serving.steps import Batch, StepManager, Steps
-from tiermoe.actors.engine.serving.streams import SequenceRows
+from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
 from tiermoe.kernels import _cpu

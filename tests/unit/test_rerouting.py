@@ -334,7 +334,7 @@ class Mixed:
         hidden = torch.linspace(-1, 1, HIDDEN)[None]
         y = torch.full((len(experts), HIDDEN), float("nan"))
         spans = {base + e: (i, i + 1) for i, e in enumerate(experts)}
-        self.runner.run(layer, plan, spans, hidden, torch.arange(len(experts)), len(experts), self.kernel, y)
+        self.runner.run(plan, spans, hidden, torch.arange(len(experts)), len(experts), self.kernel, y)
         cache.close_pass()
         cache.check_integrity()
         for i, expert in enumerate(experts):

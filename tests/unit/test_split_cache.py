@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import traces
-from cache_rigs import KnownLoader, run_layer
+from cache_rigs import KnownLoader, place_of, run_layer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_stack import Call, Case, agrees, calls_of, engine_for, make_case
@@ -67,7 +67,7 @@ class Split:
         cache = self.cache
 
         def check(segment: int) -> None:
-            first, count = cache.where.place(segment, self.residency.slot(segment))
+            first, count = place_of(cache, segment, self.residency.slot(segment))
             begin = cache.cut.tops[layer] if segment >= KEYS else 0  # type: ignore[union-attr]
             stored = self.weights[layer].expert(segment % EXPERTS)
             for found, whole in zip(cache.pool.neuron_range(first, count), stored, strict=True):

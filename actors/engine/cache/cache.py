@@ -114,6 +114,12 @@ class ExpertCache:
 
             place(self.link, self.where, self.where.whole_slots if self.memory is None else self.memory.most)
 
+    @property
+    def bytes_loaded(self) -> int:
+        """Of all layers, since the counters were reset."""
+        sums = self.core.summed
+        return sums.bytes_loaded_demand + sums.bytes_loaded_prefetch + sums.bytes_loaded_migration
+
     def begin_forward(self, decode: bool) -> None:
         """A forward begins. decode: it is known to hold no row of any prompt."""
         self.decode_only = self.core.decode_only = decode

@@ -145,7 +145,11 @@ class Carrier:
         return True
 
     def fail(self, ticket: int, layer: int) -> None:
-        fail(self._errors.pop(ticket), layer)
+        fail(self._errors[ticket], layer)
+
+    def forget(self, ticket: int) -> None:
+        """No one asks for a failed copy's error any more."""
+        del self._errors[ticket]
 
 
 def copy_now(dst: Tensors, src: Tensors | PendingExpert) -> None:

@@ -350,12 +350,6 @@ class SlotMap:
             [] if segments is None else segments.first,
         )  # fmt: skip
 
-    def place(self, segment: int, slot: int) -> tuple[int, int]:
-        """First neuron in the pool and number of neurons of a segment (no replica) in this slot."""
-        if self.segments is None:
-            return slot * self._neurons, self._neurons
-        return self.segments.first[slot], self.segments.neurons[segment]
-
     def source(self, segment: int) -> Tensors | PendingExpert:
         """Where a load of this segment comes from."""
         if segment in self._sources:

@@ -28,7 +28,7 @@ from ...policies.plan import LayerPlan, Remote
 from ...policies.registry import PolicyContext
 from ...policies.registry import make as make_policy
 from ...policies.residency import State
-from ...policies.routing import MissCosts, take_ended
+from ...policies.routing import MissCosts, SequenceRows, take_ended
 from ...policies.worth import WorthOrder
 from ..cache.native_order import NativeWorth
 from ..host_view import LayerView, Routing
@@ -38,7 +38,6 @@ from .placement import PeerPlacer
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ..cache.cache import ExpertCache
-    from ..serving.streams import SequenceRows
     from .remote import NdpPool
     from .shards import Shards
 

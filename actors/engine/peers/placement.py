@@ -30,6 +30,7 @@ from ...policies.context_ndp import (
 from ...policies.cost import FULL_BITS, NdpProfile, SplitCosts, Work, split_costs
 from ...policies.plan import LayerPlan, Remote
 from ...policies.residency import State
+from ...policies.routing import SequenceRows
 from ...policy_settings import PolicySettings
 from ...settings import EngineSettings
 from ...store.format import ExpertShape, Published
@@ -39,7 +40,6 @@ from ..host_view import LayerView, Routing
 from ..layer import Placer
 from ..model.kernels import expert_seconds, link_seconds
 from ..model.model import MoeBlock
-from ..serving.streams import SequenceRows
 from .remote import NdpPool
 from .shards import Shards, owners
 

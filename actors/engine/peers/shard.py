@@ -251,7 +251,7 @@ class _BatchBackend:
         rows = None if len(hidden) == 1 else receive(batch.rows).to(torch.int64)  # [P]
         x = hidden.expand(len(weights), -1) if rows is None else hidden[rows]  # [P, H]
         y = hidden.new_empty((len(weights), hidden.shape[1]))
-        self._runner.run(step.index, plan, spans, x, routing.pairs, 1, step.kernel, y)
+        self._runner.run(plan, spans, x, routing.pairs, 1, step.kernel, y)
         if step.post is not None:
             y = step.post(y)
         y = y.float()

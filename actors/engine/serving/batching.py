@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from transformers.generation.streamers import BaseStreamer
 
 from ....errors import PolicyError, RuntimeFailure, StoreError, TierMoeError, UnsupportedModelError
+from ...policies.routing import SequenceRows
 from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
 from ..cuda.runtime import runtime_of
@@ -34,7 +35,7 @@ from .logits import processor_of
 from .sampling import PromptScorer, pick_of, prompt_rows
 from .scheduler import NAME, used_share
 from .steps import StepManager, Steps
-from .streams import Outbox, SequenceRows, SequenceWatcher, Stream, Streams
+from .streams import Outbox, SequenceWatcher, Stream, Streams
 
 if TYPE_CHECKING:
     from .shared_memory import SharedMemory

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ....errors import RequestError, RuntimeFailure
+from ...policies.routing import SequenceRows
 from ..model.attention import plain_attention_of
 from ..model.lengths import lengths_of
-from .streams import SequenceRows
 
 _numbers = itertools.count()
 

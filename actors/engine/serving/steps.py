@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchingManager
 
+from ...policies.routing import SequenceRows
 from ..cuda.runtime import GpuRuntime
 from ..model.lengths import lengths_of
 from .repeat import Repeat
 from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows
-from .streams import SequenceRows, SequenceWatcher, Streams
+from .streams import SequenceWatcher, Streams
 
 if TYPE_CHECKING:
     from .shared_memory import SharedMemory

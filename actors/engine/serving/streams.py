@@ -13,23 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ....errors import RequestError, RuntimeFailure, TierMoeError
+from ...policies.routing import SequenceRows
 from ...requests import MAX_LOGPROBS, FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from ...store.pages import check_pages
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")  # of torch's allocator for CPUs, of C++
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceRows:
-    """The rows `start` to `stop` of the next forward belong to sequence `name`.
-
-    decode: the sequence's prefill is over; False for every row of its prompt.
-    """
-
-    name: str
-    start: int
-    stop: int
-    decode: bool
 
 
 class Outbox:
