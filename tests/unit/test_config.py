@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -22,7 +23,6 @@ from tiermoe.actors.settings import KvSettings, LinkSettings, NdpSettings, Shard
 from tiermoe.cluster import config as config_module
 from tiermoe.cluster import host as cores_module
 from tiermoe.cluster.api.settings import ApiSettings
-from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import (
     ClusterConfig,
     RunConfig,
@@ -459,10 +459,8 @@ def test_every_key_has_a_meaning_and_every_number_a_unit() -> None:
     assert found["link.gbps"].default == "16"  # of a run, not of the section's class
 
 
-def test_options_are_in_panels(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "--help"])
-    text = capsys.readouterr().out
+def test_options_are_in_panels(command: Command) -> None:
+    _, text, _ = command("run", "--help")
     panels = ["Options", "Model", "Memory", "Cluster", "Emulation", "Sampling"]
     places = [text.index(f"─ {panel} ─") for panel in panels]
     assert places == sorted(places)

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import Command
 from hub_server import HubServer, Served, hub_server
 from huggingface_hub import constants
 
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.checkpoints import hub
 from tiermoe.cluster.checkpoints.hub_cache import Repository
-from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import load_run_config
 from tiermoe.cluster.jobs.bench.serving import run_config
 from tiermoe.cluster.jobs.prepare import ensure_prepared
@@ -75,15 +75,12 @@ def test_only_what_is_needed_is_fetched_and_the_cache_comes_first(server: HubSer
 
 
 def test_a_plan_needs_no_weights(
-    server: HubServer, sharded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: HubServer, sharded: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.add(NAME, sharded)
 
     def plan(model: str) -> dict[str, object]:
-        with pytest.raises(SystemExit) as ended:
-            main(["plan", "--model", model, "--json"])
-        assert ended.value.code == 0
-        return json.loads(capsys.readouterr().out)["model"]
+        return command.json("plan", "--model", model)["model"]
 
     named, here = plan(NAME), plan(str(sharded))
     assert named | {"name": ""} == here | {"name": ""}  # dense bytes are exact: from the files' first bytes

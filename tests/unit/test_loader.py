@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cache_rigs import EXPERTS, LAYERS, begin_layer, end_layer
+from channel_peer import wait_until
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache import device as cpu_device
@@ -251,10 +252,7 @@ class Linked:
 
     def await_idle(self) -> None:
         """The link has copied all; nobody has looked yet."""
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while self.cache.loads_in_flight:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_until(lambda: not self.cache.loads_in_flight)
 
     def order(self) -> list[int]:
         return [key for key, *_ in self.copies()]

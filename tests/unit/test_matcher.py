@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from channel_peer import wait_until
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
 from tiermoe.actors.matcher import Matcher
@@ -163,10 +163,7 @@ class TestStore:
         settings = SETTINGS.model_copy(update={"snapshot_s": 0.02})
         with closing(matcher(snapshot=str(path), settings=settings)) as it:
             show(it, iteration(0))
-            until_s, tick = time.monotonic() + _PATIENCE_S, threading.Event()
-            while it.health()["snapshots"] == 0:
-                assert time.monotonic() < until_s
-                tick.wait(0.005)
+            wait_until(lambda: it.health()["snapshots"] > 0)
             assert path.exists()
 
     def test_an_unusable_snapshot_is_moved_aside(self, tmp_path: Path) -> None:

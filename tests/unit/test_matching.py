@@ -6,7 +6,6 @@ The lead's side of expert maps as a prefetch policy: what it publishes, and what
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from channel_peer import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
@@ -301,10 +301,7 @@ class TestSource:
         fake.provide()
         with closing(MatcherLink(fake, SETTINGS, SHAPE)) as link:  # type: ignore[arg-type]
             link.start()
-            until_s, tick = time.monotonic() + _PATIENCE_S, threading.Event()
-            while "experts 9" not in str(link.problem):
-                assert time.monotonic() < until_s
-                tick.wait(0.005)
+            wait_until(lambda: "experts 9" in str(link.problem))
             assert link.source == "next-gate"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from commands import Command
 
 from tiermoe.cluster.api.settings import LimitSettings
-from tiermoe.cluster.cli import main
 from tiermoe.cluster.jobs import serve
 
 
@@ -27,17 +27,13 @@ from tiermoe.cluster.jobs import serve
     ids=str,
 )
 def test_what_is_wrong_is_refused_in_one_line(
-    text: str, options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, options: list[str], words: str, tmp_path: Path, command: Command
 ) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(text)
     if text:
         options = ["--server-config", str(file)]
-    with pytest.raises(SystemExit, match="2"):
-        main(["serve", "--device", "cpu", *options])
-    said = capsys.readouterr().err
-    assert words in said
-    assert len(said.splitlines()) == 1
+    assert words in command.refusal("serve", "--device", "cpu", *options)
 
 
 def test_options_come_over_the_servers_configuration(tmp_path: Path) -> None:
