@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from serving import prepared, serving, settings
-from tiny_models import VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
+from serving import Tiny, prepared, serving, settings
+from tiny_models import save_byte_tokenizer
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.serving.scoring import score, score_continuations_with, score_with
@@ -39,10 +40,10 @@ def unmodified(checkpoint: Path, ids: Sequence[int]) -> torch.Tensor:
 
 # a plain one, sliding windows and sinks, an unpaged one, and one with a recurrent state
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v2", "jamba"])
-def test_equals_the_unmodified_model(architecture: str, tmp_path: Path) -> None:
-    checkpoint = save_tiny_checkpoint(architecture, tmp_path / "model")
+def test_equals_the_unmodified_model(architecture: str, tiny: Callable[[str], Tiny]) -> None:
+    checkpoint = tiny(architecture).checkpoint
     config = settings(0.5, kv=KvSettings(page_size=16, num_blocks=64, max_batch_tokens=7))
-    with serving(prepared(checkpoint, tmp_path / "store"), config) as worker:
+    with serving(tiny(architecture).store, config) as worker:
         before = worker._model.config._attn_implementation
         found = score_with(worker, IDS, 8)
         assert torch.allclose(found, unmodified(checkpoint, IDS)[7:-1], atol=1e-4)
@@ -53,10 +54,8 @@ def test_equals_the_unmodified_model(architecture: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuWorker]:
-    folder = tmp_path_factory.mktemp("scoring")
-    store = prepared(save_tiny_checkpoint("qwen3_moe", folder / "model"), folder / "store")
-    with serving(store, settings(0.5)) as started:
+def worker(tiny: Callable[[str], Tiny]) -> Iterator[GpuWorker]:
+    with serving(tiny("qwen3_moe").store, settings(0.5)) as started:
         yield started
 
 
@@ -111,10 +110,9 @@ def test_refusals_of_scoring(worker: GpuWorker) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model that reads bytes, with five documents."""
-    folder = save_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("bytes") / "model", vocab_size=VOCAB_SIZE)
-    save_byte_tokenizer(folder)
+    folder = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("bytes") / "model"))
     (folder / "heldout").mkdir()
     rows = [{"text": f"{name} and {name} again,\nand once more\n" * 20} for name in ("one", "two", "red", "sky", "end")]
     (folder / "heldout" / "notes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -160,8 +160,8 @@ def test_a_module_keeps_nothing_of_a_forward(checkpoints: Any) -> None:
     assert model.model.rotary_emb.max_seq_len_cached == BORDER
 
 
-def test_a_model_whose_embeddings_depend_on_positions_only_is_left_alone(tmp_path: Path) -> None:
-    model = fresh(save_tiny_checkpoint("qwen3_moe", tmp_path))
+def test_a_model_whose_embeddings_depend_on_positions_only_is_left_alone(checkpoint: Path) -> None:
+    model = fresh(checkpoint)
     lengths: SequenceLengths = lengths_of(model)
     assert not lengths.any
     assert "forward" not in vars(model.model.rotary_emb)
