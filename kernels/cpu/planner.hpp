@@ -66,8 +66,13 @@ class Planner {
     static constexpr double kFast = 0.7, kSlow = 0.93;
     static constexpr double kStep = 0.1;           // exponent of a correction of costs, and weight of a seen layer
     static constexpr double kDoubt = 0.5;          // a source is charged this share of its mean error
-    static constexpr double kTries = 0.01;         // share of the time that tries of a source may cost
-    static constexpr int kUnused = 64, kBurst = 16;  // layers after which a source may be tried, and layers of a try
+    // Tries of a source: after so many layers without it, for so much of the time. Each one that finds it as slow as
+    // expected doubles the former and halves the latter, at most kRarest times.
+    static constexpr int kUnused = 64, kRarest = 5;
+    static constexpr double kTries = 0.01;
+    // Layers of a try (link, near data, owners), and of one that finds its source faster than expected. One copy says what
+    // copies take; a process that was not asked for a while answers late at first.
+    static constexpr int kFirst[3] = {1, 4, 4}, kBurst = 16;
     static constexpr int kDisplaced = 12;            // residents whose worth is compared with what a layer loads
     static constexpr std::uint8_t kLoading = 1, kResident = 2;  // SlotState; 3: staged, here but outside the slots
 
@@ -142,6 +147,7 @@ class Planner {
         const std::size_t base = static_cast<std::size_t>(layer) * experts_;
         forget_pool(layer);
         released_ = 0;
+        judged_ = false;
         int hits = 0, flying = 0, missing = 0, away = 0;
         double here_s = 0.0;  // of all hits on the GPU
         for (int i = 0; i < n; ++i) {
@@ -427,6 +433,8 @@ class Planner {
         expected_sum_ = 0.999 * expected_sum_ + seen_s;
         error_sum_ = 0.999 * error_sum_ + std::abs(seen_s - expected_s_);
         if (off(Without::correction)) return;
+        if (judged_) faster_ |= expected_s_ - seen_s >= loss_s_ / 2;  // at most half of what it was expected to lose
+        judged_ = false;
         Seen& seen = seen_[static_cast<int>(planned_)];
         const double error = seen_s - modelled_s_ - seen.offset_s, step = std::max(kStep, 1.0 / ++seen.layers);
         // a pause of the host says little
@@ -470,27 +478,37 @@ class Planner {
     // Its offset, and more the more it errs.
     double charge(Source by) const { return offset(by) + kDoubt * seen_[static_cast<int>(by)].spread_s; }
     struct Split { double end = std::numeric_limits<double>::infinity(); int loads = 0, waits = 0; };
-    // The split of the least end. In decode, the link or near data is tried for kBurst layers where no layer with misses
-    // has used it for kUnused layers, and what tries may cost by now pays for the later end of the first.
+    // The split of the least end; in a decode, of the source that is tried.
     int choose(const Split* of, double now_s, bool decode) {
         const auto least = [&](int a, int b) { return of[b].end < of[a].end ? b : a; };
         const int best = least(least(0, 1), least(2, 3));
         if (!decode || best == 0 || off(Without::correction)) return best;
-        const double took = std::max(0.0, of[best].end - now_s);
-        tries_s_ = std::min(tries_s_ + kTries * took, kUnused * took);
+        int found = best;
         for (int i = 0; i < 2; ++i) {
             const int with = i == 0 ? least(1, 3) : least(2, 3);
             const double loss = of[with].end - of[best].end;
-            if (!std::isfinite(loss)) continue;
-            unused_[i] = (best >> i) & 1 ? 0 : unused_[i] + 1;
-            if (unused_[i] >= kUnused && !trying_ && loss <= tries_s_) trying_ = kBurst, tried_ = i;
-            if (!trying_ || tried_ != i) continue;
-            --trying_;
-            unused_[i] = 0;
-            tries_s_ -= loss;
-            return with;
+            if (std::isfinite(loss) && tries(i, (best >> i) & 1, loss, std::max(0.0, of[best].end - now_s))) found = with;
         }
-        return best;
+        return found;
+    }
+    // Whether a layer of a decode tries source i (link, near data, owners), though that is expected to end it `loss` later;
+    // used: it is the best choice. Whether a try's layer ended sooner than expected says `took`.
+    bool tries(int i, bool used, double loss, double took_s) {
+        Tries& of = tries_[i];
+        of.may_s = std::min(of.may_s + kTries * took_s / (1 << of.rarer), kUnused * took_s);
+        if (trying_ == i) faster_ |= used;
+        if (trying_ == i && tried_ >= (faster_ ? kBurst : kFirst[i])) {
+            trying_ = -1;
+            of.rarer = faster_ ? 0 : std::min(kRarest, of.rarer + 1);
+        }
+        of.unused = used ? 0 : of.unused + 1;
+        if (trying_ < 0 && of.unused >= kUnused << of.rarer && loss <= of.may_s) trying_ = i, tried_ = 0, faster_ = false;
+        if (trying_ != i) return false;
+        ++tried_;
+        of.unused = 0;
+        of.may_s -= loss;
+        judged_ = true, loss_s_ = loss;
+        return true;
     }
     static double together(double p, int rows) { return rows == 1 ? p : 1 - std::pow(1 - p, rows); }
     double recent(std::size_t k) const { return std::pow(kDiscount, static_cast<double>(steps_ - last_[k])); }
@@ -645,12 +663,9 @@ class Planner {
         };
         int moved = move(away);
         if (decode && best == away && !off(Without::correction)) {  // nothing would measure the owners
-            const double took = std::max(0.0, least_end - now_s), loss = end_without - least_end;
-            owner_tries_s_ = std::min(owner_tries_s_ + kTries * took, kUnused * took);
-            if (++owner_unused_ >= kUnused && !owner_trying_ && loss <= owner_tries_s_) owner_trying_ = kBurst;
-            if (owner_trying_) --owner_trying_, owner_tries_s_ -= loss, best = 0;
+            if (tries(2, false, end_without - least_end, std::max(0.0, least_end - now_s))) best = 0;
         } else if (decode) {
-            owner_unused_ = 0;
+            tries(2, true, 0.0, std::max(0.0, least_end - now_s));
         }
         if (moved != best) move(best);
         for (int i = 0; i < away; ++i) {
@@ -899,12 +914,14 @@ class Planner {
     Seen seen_[3];                        // by Source
     Source planned_ = Source::here;
     double modelled_s_ = 0.0;             // of the last plan, from its parts alone
-    double tries_s_ = 0.0;                // what tries may still cost
-    int unused_[2] = {}, trying_ = 0, tried_ = 0;  // by link, near data; layers that a try still has, and of what
+    struct Tries { double may_s = 0.0; int unused = 0, rarer = 0; };  // may_s: what tries may still cost
+    Tries tries_[3];                      // of link, near data, owners
+    int trying_ = -1, tried_ = 0;         // the source that is tried, and for how many layers by now
+    bool judged_ = false, faster_ = false;  // the last plan is a try's; the try had a layer that ended sooner than expected
+    double loss_s_ = 0.0;                 // what the last layer of a try was expected to lose
     double owner_ = 1.0;                  // seconds of a message to other GPUs and of their experts, over those expected
-    double owner_tries_s_ = 0.0;          // what tries of owners may still cost
     double owner_load_[kMaxOwners] = {};  // of the other GPUs that this layer asks
-    int owner_next_[kMaxOwners] = {}, owner_stop_[kMaxOwners] = {}, owner_unused_ = 0, owner_trying_ = 0;
+    int owner_next_[kMaxOwners] = {}, owner_stop_[kMaxOwners] = {};
     int counts_[8] = {};                  // by Part: how often it was seen
 };
 
