@@ -86,7 +86,7 @@ class NdpSettings(Settings):
 
     threads: int | None = Field(
         default=None, ge=1, le=1024, json_schema_extra=in_unit("threads"),
-        description="threads of each NDP worker; default: 1; on a GPU host, the remaining cores",
+        description="threads of each NDP worker; default: 1; on a GPU host, a share of the remaining cores",
     )  # fmt: skip
     cores: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = Field(
         default=(), description="cores that the NDP workers' threads are bound to, worker by worker; default: unbound",

@@ -106,8 +106,10 @@ class ClusterConfig(Settings):
         "each node: mutual TLS between tiermoe's processes; default: a token without encryption",
     )  # fmt: skip
     ndp_workers: Literal["per-node"] | Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1, description="NDP workers, for policies that use them; per-node: one on each node with the "
-        "Ray resource `ndp`", json_schema_extra=in_unit("workers"),
+        default=1, description="NDP workers, for policies that use them; policy auto starts those that are not asked "
+        "for only where a core is left, or where a joined Ray has the resource `ndp`; per-node: one on each node with "
+        "that resource",
+        json_schema_extra=in_unit("workers"),
     )  # fmt: skip
 
     @property
@@ -177,7 +179,10 @@ class RunConfig(EngineOptions):
         default=None,
         description="folder of prepared stores; default: tiermoe/stores in $XDG_CACHE_HOME, or in ~/.cache",
     )
-    policy: str = Field(default=AUTO, description="policy preset: a name in configs/policies, or a YAML file")
+    policy: str = Field(
+        default=AUTO, description="policy preset: a name in configs/policies, or a YAML file; where link.layer_us is "
+        f"given and this is not, {STEPPED}"
+    )  # fmt: skip
     quality: str = Field(
         default=LOSSLESS, description="quality that policy auto may trade for speed: lossless, or kl=NATS, the mean KL "
         "divergence from lossless a token, such as kl=0.01"

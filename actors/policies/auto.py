@@ -203,7 +203,7 @@ class Auto:
         6. Tries: link or near data, unused for 64 layers with misses, is taken for 1 and 4 where the first loses at
            most what its tries may cost: 1% of the time, less what earlier ones lost. If a layer ended so much sooner
            than predicted that at most half of its loss was left, the try goes on for 16; else the next one waits for
-           twice as many layers and may cost half as much, five times at most. Owners as near data, where all went there.
+           twice as many layers and may cost half as much, five times at most. Owners alike, where all went near data.
     A prompt's layer is planned alike, by its own worth of a load and without what follows a decode. Where it uses more
     than half of the experts, the next layer is streamed ahead: as many of its absent experts, those of greatest V
     first, as the link can copy before its plan and find room. That layer's end is predicted with and without them, its

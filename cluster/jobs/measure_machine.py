@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from ..config import RunConfig, load_policy
+from ..config import AUTO, RunConfig, load_policy
 from ..host import versions
 from ..topology.machine_costs import MachineCosts, PolicyCosts, machine_name
 from .bench.random_model import MoeShape, save_random_model
 from .bench.serving import ensure_artifacts, run_config, serve, start_worker
 
-PRESETS = ("all-resident", "on-demand", "next-gate", "mixtral-offloading", "moe-infinity", "hobbit")
+PRESETS = ("all-resident", "on-demand", "next-gate", "mixtral-offloading", "moe-infinity", "hobbit", AUTO)
 SMALL = MoeShape(layers=4, experts=64, top_k=4, hidden=256, intermediate=128, vocabulary=4096)
 LARGE = MoeShape(layers=2, experts=8, top_k=4, hidden=1024, intermediate=512, vocabulary=4096)
 PROMPTS, TOKENS = tuple(tuple(range(first, first + 32)) for first in (3, 103, 203, 303)), 32
@@ -163,10 +163,13 @@ def _model(shape: MoeShape, folder: Path) -> RunConfig:
 
 
 def probe(config: RunConfig, rounds: int, tokens: int = TOKENS) -> Probe:
-    """Serve `rounds` prompts with the step's parts timed, after one without."""
+    """Serve `rounds` prompts with the step's parts timed, after one without.
+
+    NDP workers that a policy can do without are not started: predictions count on loads alone.
+    """
     from ...actors.engine.model.profile import host_steps
 
-    with closing(start_worker(config)) as worker:
+    with closing(start_worker(config, optional_workers=False)) as worker:
         serve(worker.submit, [PROMPTS[-1]], tokens)
         worker.reset_stats()
         watch = _Watch(worker.engine)

@@ -1,4 +1,4 @@
-"""`tiermoe run`: one prompt, streamed, and four lines about it; with -v the plan before and all measurements after.
+"""`tiermoe run`: one prompt, streamed, and a few lines about it; with -v the plan before and all measurements after.
 
     check everything -> prepare the store -> deploy -> stream -> report
     --attach:           join the Ray of a runtime    -> stream -> report
@@ -74,7 +74,7 @@ def run_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate text for one prompt, and report time and bytes in four lines."""
+    """Generate text for one prompt, and report time and bytes in a few lines."""
     sampling = sampling_params(max_tokens, temperature, top_p, top_k, seed)
     report, text_out = results(as_json), sys.stderr if as_json else sys.stdout
     if attach is not None:

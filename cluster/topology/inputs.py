@@ -316,8 +316,8 @@ def local_notes(config: RunConfig, settings: EngineSettings) -> tuple[str, ...]:
     cpus, cores = local_ray(config, settings).cpus, usable_cores()
     if cpus <= cores:
         return ()
-    return (f"the actors take {cpus} CPUs, {cores} can be used here: they share them, so times are not those of a GPU "
-            "each",)  # fmt: skip
+    return (f"the actors reserve {cpus} CPUs and share the {cores} that can be used here, so they are slower than with "
+            "a core for each",)  # fmt: skip
 
 
 class _Node(Settings):

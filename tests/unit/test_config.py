@@ -39,7 +39,8 @@ from tiermoe.cluster.config import (
 from tiermoe.cluster.jobs.keys import filled, keys
 from tiermoe.cluster.jobs.options import RUNTIME, check_budget, with_options
 from tiermoe.cluster.jobs.prepare import default_store_dir
-from tiermoe.cluster.topology.inputs import LocalRay, local_ray, this_machine
+from tiermoe.cluster.topology import inputs as inputs_module
+from tiermoe.cluster.topology.inputs import LocalRay, local_notes, local_ray, this_machine
 from tiermoe.cluster.worker_process import Role
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError
 
@@ -513,3 +514,17 @@ def test_auto_takes_no_core_of_the_leads_and_shards(
     monkeypatch.setattr(config_module, "usable_cores", lambda: cores)
     monkeypatch.setattr(config_module, "has_gpu", lambda: gpu)
     assert load_run_config(None, given).ndp_workers(load_policy("auto")) == workers
+
+
+def test_help_and_notes_say_what_the_default_policy_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Help named neither exception, and on a CPU a note compared the times with those of a GPU."""
+    said = {key.name: key.meaning for key in keys(RunConfig())}
+    assert "link.layer_us" in said["policy"]
+    assert config_module.STEPPED in said["policy"]
+    assert "policy auto" in said["cluster.ndp_workers"]
+    monkeypatch.setattr(config_module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(inputs_module, "usable_cores", lambda: 2)
+    config = load_run_config(None, {})
+    (note,) = local_notes(config, engine_settings(config))
+    assert "reserve 3 CPUs and share the 2" in note
+    assert "GPU" not in note

@@ -76,8 +76,11 @@ def overridden(file: str, fixed: Collection[str]) -> list[str]:
     return sorted(load_run_config(file).model_fields_set & unused)
 
 
-def start_worker(config: RunConfig) -> Any:
-    """A started `LocalWorker` on the prepared store of the configured model, with NDP workers if it needs them."""
+def start_worker(config: RunConfig, *, optional_workers: bool = True) -> Any:
+    """A started `LocalWorker` on the prepared store of the configured model, with NDP workers if it needs them.
+
+    optional_workers: also those that the policy can do without, where there is room for them.
+    """
     from ...local import LocalWorker
 
     settings = engine_settings(on_this_machine(config))
@@ -86,7 +89,9 @@ def start_worker(config: RunConfig) -> Any:
     if isinstance(settings.budget, AutoBudget):
         nodes = this_machine(local_ray(config, settings))
         settings = with_terms(config, settings, facts_of_store(store, config.model_dir), nodes, here=True)
-    worker = LocalWorker(settings, store, config.ndp_workers(settings.policy))
+    policy = settings.policy
+    needed = optional_workers or not config.may_drop_workers(policy)
+    worker = LocalWorker(settings, store, config.ndp_workers(policy) if needed else 0)
     worker.start()
     return worker
 
