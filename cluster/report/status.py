@@ -31,9 +31,8 @@ def brief_table(result: Mapping[str, Any]) -> Facts:
         ("ran", f"{plan['model']} with {result['policy']} ({loss}); {plan['slots']} of {plan['experts']} experts, "
                 f"{size(plan['expert_budget_bytes'])}"),
         ("speed", f"{each}, the first after {seconds(result['ttft_s'])}"),
-        ("experts", f"{share(result['hit_rate'])} hits, {size(result['bytes_loaded'])} loaded, "
+        ("experts", f"{_needed(result)} {size(result['bytes_loaded'])} loaded, "
                     f"{seconds(result['blocked_io_s'])} lost to copies{whose}"),
-        *([("misses", _miss_shares(result))] if result.get("planner") else []),
         _executor_row(result),
     ])  # fmt: skip
 
@@ -289,19 +288,27 @@ def planner_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
     streamed = total.get("prefetch_sources", {}).get("streamed")
     copies += f"; {streamed['queued']} streamed ahead in prompts, {streamed['hits']} of them used" if streamed else ""
     return [
-        ("misses", f"{_miss_shares(total)}{copies}"),
+        ("needed experts", f"{_shares(total)}{copies}"),
         ("forwards", _forwards(planner)),
         ("planned by", f"{planned_by(planner)}; a layer's predicted time is off by {planner['error']:.0%}"),
     ]
 
 
-def _miss_shares(total: Mapping[str, Any]) -> str:
-    """What became of needed experts that were not there."""
+def _needed(total: Mapping[str, Any]) -> str:
+    """Where the needed experts were, or what became of them, where there are several ways."""
+    ways = total.get("planner") or total.get("ndp_experts")
+    return f"{_shares(total)};" if ways else f"{share(total['hit_rate'])} hits,"
+
+
+def _shares(total: Mapping[str, Any]) -> str:
+    """What became of the needed experts, in shares of all of them, which add up to 100%."""
     near, waited = total["ndp_experts"], total["late_prefetches"]
-    loaded, missing = total["misses"] - waited, total["misses"] + near
-    if not missing:
-        return "nothing was missing"
-    return f"{loaded / missing:.0%} loaded, {near / missing:.0%} computed near data, {waited / missing:.0%} waited for"
+    ways = {
+        "hits": total["hits"], "loaded on demand": total["misses"] - waited, "computed near data": near,
+        "waited for": waited,
+    }  # fmt: skip
+    needed = sum(ways.values())
+    return ", ".join(f"{share(count / needed)} {way}" for way, count in ways.items() if count) or "none needed"
 
 
 def _forwards(planner: Mapping[str, Any]) -> str:

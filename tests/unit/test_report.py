@@ -84,10 +84,11 @@ def test_a_run_is_reported_in_four_lines() -> None:
     _shows(lines[1], "2.0 ms a token (500.0 tokens/s), the first after 500.0 ms")
     _shows(lines[2], "75.0% hits, ", " lost to copies")
     assert " ".join(lines[3].split()) == "numbers are emulated: the CPU stands in for a GPU"
-    planned = _text(brief_table(stats | request | {"planner": {}}))
-    assert "misses" not in planned  # another policy's
-    planned = _text(brief_table(stats | request | {"planner": {"error": 0.0}, "misses": 4, "ndp_experts": 4}))
-    _shows(planned, "50% computed near data, 0% waited for")
+    # before, hits were a share of what ran here, and near data one of what did not hit: they did not add up
+    near = {"hits": 10, "misses": 4, "late_prefetches": 1, "ndp_experts": 6}
+    for more in (near, near | {"planner": {"error": 0.0}}):
+        line = " ".join(_text(brief_table(stats | request | more)).splitlines()[2].split())
+        _shows(line, "50.0% hits, 15.0% loaded on demand, 30.0% computed near data, 5.0% waited for; ")
     lossy = _text(brief_table(stats | request | {"lossless": False, "tpot_s": None, "attached_to": "d"}))
     _shows(lossy, "LOSSY: 0 substitutions, 0 dropped", "no rate", "of all its requests")
 
@@ -336,12 +337,12 @@ def test_how_memory_is_shared_is_said_in_words() -> None:
 def test_what_auto_chose_is_said_in_words() -> None:
     planner = {"error": 0.25, "copy_s": 1e-4, "near_s": 5e-5, "near_busy_s": 6e-5, "message_s": 2e-4}
     planner |= {"planned": 5, "local": 27, "planned_s": 0.011, "local_s": 0.005}
-    counters: dict[str, Any] = {"planner": planner, "misses": 50, "late_prefetches": 10, "ndp_experts": 50}
+    counters: dict[str, Any] = {"planner": planner, "misses": 50, "late_prefetches": 10, "ndp_experts": 50, "hits": 100}
     counters["prefetch_sources"] = {"background": {"queued": 7, "hits": 3}, "streamed": {"queued": 5, "hits": 4}}
     rows = dict(planner_rows(counters))
-    assert rows["misses"] == (
-        "40% loaded, 50% computed near data, 10% waited for; 7 copied in the background, 3 of them used; "
-        "5 streamed ahead in prompts, 4 of them used"
+    assert rows["needed experts"] == (
+        "50.0% hits, 20.0% loaded on demand, 25.0% computed near data, 5.0% waited for; "
+        "7 copied in the background, 3 of them used; 5 streamed ahead in prompts, 4 of them used"
     )
     assert rows["forwards"] == (
         "5 planned, 27 in native code, which loads every miss; a token takes 11.0 ms planned and 5.0 ms so"
