@@ -66,7 +66,13 @@ Attach = Annotated[str | None, typer.Option(help="Use the runtime at HOST:PORT, 
 DeploymentId = Annotated[str | None, typer.Option(help="Id of the runtime at --attach, if there are several.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
 Model = Annotated[str | None, option_of(RunConfig, "model")]
-Policy = Annotated[str, option_of(RunConfig, "policy")]
+Policy = Annotated[  # of commands whose default is not a run's
+    str,
+    typer.Option(
+        help="Policy preset: a name in configs/policies, or a YAML file.",
+        rich_help_panel=_panel(RunConfig, RunConfig.model_fields["policy"]),
+    ),
+]
 Quality = Annotated[str, option_of(RunConfig, "quality")]
 Budget = Annotated[str | None, option_of(RunConfig, "budget")]
 Threads = Annotated[int, typer.Option(help="CPU threads of the worker.", rich_help_panel=RunConfig.panel)]

@@ -37,7 +37,7 @@ from tiermoe.cluster.config import (
     policy_names,
 )
 from tiermoe.cluster.jobs.keys import filled, keys
-from tiermoe.cluster.jobs.options import RUNTIME, check_budget, with_options
+from tiermoe.cluster.jobs.options import RUNTIME, Policy, check_budget, with_options
 from tiermoe.cluster.jobs.prepare import default_store_dir
 from tiermoe.cluster.topology import inputs as inputs_module
 from tiermoe.cluster.topology.inputs import LocalRay, local_notes, local_ray, this_machine
@@ -521,6 +521,7 @@ def test_help_and_notes_say_what_the_default_policy_does(monkeypatch: pytest.Mon
     said = {key.name: key.meaning for key in keys(RunConfig())}
     assert "link.layer_us" in said["policy"]
     assert config_module.STEPPED in said["policy"]
+    assert "layer_us" not in Policy.__metadata__[0].help  # of replay and eval, whose defaults differ
     assert "policy auto" in said["cluster.ndp_workers"]
     monkeypatch.setattr(config_module, "usable_cores", lambda: 2)
     monkeypatch.setattr(inputs_module, "usable_cores", lambda: 2)
