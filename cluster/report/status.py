@@ -308,7 +308,8 @@ def _shares(total: Mapping[str, Any]) -> str:
         "waited for": waited,
     }  # fmt: skip
     needed = sum(ways.values())
-    return ", ".join(f"{share(count / needed)} {way}" for way, count in ways.items() if count) or "none needed"
+    seen = [(way, count / needed) for way, count in ways.items() if count > 0.0005 * needed]
+    return ", ".join(f"{share(part)} {way}" for way, part in seen) or "none needed"
 
 
 def _forwards(planner: Mapping[str, Any]) -> str:
