@@ -137,9 +137,17 @@ def test_native_calls_are_the_step_in_python(policy: str, slots: int) -> None:
     native.cache.close(), python.cache.close()
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("policy", ["lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "worth"])
-@pytest.mark.parametrize("slots", [EXPERTS, 9, KEYS - 2])
+NATIVE_ORDERS = ("lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "worth")
+
+
+@pytest.mark.parametrize(
+    ("policy", "slots", "ahead"),  # every two of their values together
+    [
+        (policy, slots, (i + j) % 3)
+        for i, policy in enumerate(NATIVE_ORDERS)
+        for j, slots in enumerate((EXPERTS, 9, KEYS - 2))
+    ],
+)
 def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: int) -> None:
     """The order of eviction, next-gate and its governor in native code: the same decisions as their references."""
     native = Stack(slots, policy, min_useful=0.4, hooks=next_gate(ahead))

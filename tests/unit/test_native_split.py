@@ -114,10 +114,17 @@ def forwards(seed: int, count: int, most: int) -> list[tuple[list[tuple[torch.Te
     return found
 
 
-@pytest.mark.parametrize("by_use", [False, True])
-@pytest.mark.parametrize("most", [8, 24])
-@pytest.mark.parametrize("prefetch", ["speculative", "next-gate", "random", "none"])
-@pytest.mark.parametrize("cut", CUTS)
+PREFETCHES = ("speculative", "next-gate", "random", "none")
+
+
+@pytest.mark.parametrize(
+    ("cut", "prefetch", "most", "by_use"),  # every two of their values together
+    [
+        (cut, prefetch, (8, 24)[(i + j) % 2], (i + j // 2) % 2 == 0)
+        for i, cut in enumerate(CUTS)
+        for j, prefetch in enumerate(PREFETCHES)
+    ],
+)
 def test_native_calls_are_the_step_in_python(cut: str, prefetch: str, most: int, by_use: bool) -> None:
     """Every decision is the same, forward by forward, at 8 rows all native, at more with single passes by the page."""
     native, python = (SplitStack(CUTS[cut], on, prefetch=prefetch, by_use=by_use) for on in (True, False))
