@@ -327,7 +327,7 @@ class MoeLayer:
         return low
 
     def _native(self, native: NativeLayer, inputs: tuple[Any, ...], view: Any) -> Any | None:
-        """The step in one native call; None: nothing was done that the page would not do."""
+        """The step in one native call; None: not run, and `forward` repeats what was done."""
         self._view = view
         try:
             out = native.run(*inputs)

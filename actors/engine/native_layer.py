@@ -129,7 +129,7 @@ class NativeLayer:
     Attributes:
         handle: for `kernels.dense.Program.run_layers`. layer: of the core. width: of rows, H.
         ahead: the prefetch that native code does; None: there is none, or its hook is called.
-        kernels_s: of the last pass, by the wall's clock and by the thread's CPU time, where they are timed.
+        kernels_s: of the last pass, wall-clock and CPU time of the thread, where they are timed.
     """
 
     @staticmethod
@@ -211,8 +211,8 @@ class NativeLayer:
         return ALWAYS if ahead.never_idle else ABSENT
 
     def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; None: the pass is for the page, and nothing has changed
-        that the page would not change.
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; None: not run, and the step in Python repeats what
+        was done.
 
         It is so for other dtypes than float32, where an expert has more than `CPU_MAX_ROWS` rows, and for many pairs.
         Raises ValueError: there is no such expert; else what `ExpertCache` and the hooks do, and nothing is pinned.

@@ -27,7 +27,7 @@ _NOWHERE = np.zeros(0, np.bool_)
 
 def reroute_view(cache: ExpertCache, layer: int, top_k: int) -> RerouteView:
     """One layer's cache as a rerouting rule sees it."""
-    available, slots = cache.standing(layer)
+    available, slots = cache.occupancy(layer)
     free = slots - int(np.count_nonzero(available))
     return RerouteView(available, free, top_k, cache.vacant(layer), None, None, cache.residency.emptied)
 

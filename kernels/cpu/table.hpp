@@ -36,9 +36,9 @@ struct LayerInput {
 // Who looks ahead once the loads are queued: the hooks in Python; routers, where an expert that they name may be absent;
 // routers in any case. A layer that asks none does what it does.
 enum class Asking : int { hooks, absent, always };
-// left: nothing was done that the page would not do. failed: the layer says why (`CpuLayer.fail`).
+// left: not run; the step in Python does it, and repeats what was done. failed: the layer says why (`CpuLayer.fail`).
 enum class Stepped : int { ran, left, failed };
-struct Spent {  // seconds of a pass; the kernels' only where they are timed: by the wall's clock and by the thread's
+struct Spent {  // seconds of a pass; the kernels' only where they are timed: wall-clock and CPU time of the thread
     double waited_s = 0.0, kernels_s = 0.0, kernels_cpu_s = 0.0;
 };
 

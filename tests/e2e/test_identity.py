@@ -299,7 +299,7 @@ def test_what_a_routing_rule_is_told_of_the_cache(
         reference.check(worker, 1, 12)
         cache, there = worker.engine.cache, 0
         for layer, residency in enumerate(worker.engine.residency()):
-            available, slots = cache.standing(layer)
+            available, slots = cache.occupancy(layer)
             assert available.tolist() == [state != State.ABSENT for state in residency.states]
             there += residency.states.count(State.RESIDENT)
             if theta is None:

@@ -62,6 +62,10 @@ def test_kernels_of_another_build_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeFailure, match="different builds"):
         importlib.reload(core)
     monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.delattr(_core, "takes")
+        with pytest.raises(RuntimeFailure, match="build both again"):
+            importlib.reload(core)
     importlib.reload(core)
 
 

@@ -185,7 +185,7 @@ class Cache:
         self.stats.substitutions += substituted
         self.stats.dropped += dropped
 
-    def standing(self, layer: int) -> tuple[Any, int]:
+    def occupancy(self, layer: int) -> tuple[Any, int]:
         return np.array([layer * 4 + expert in self.held for expert in range(4)]), 5
 
     def vacant(self, layer: int) -> int:

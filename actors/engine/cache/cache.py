@@ -406,7 +406,7 @@ class ExpertCache:
         stop = first + self.where.experts
         return range(first, stop) if segments is None else segments.shown[first:stop]
 
-    def standing(self, layer: int) -> tuple[NDArray[np.bool_], int]:
+    def occupancy(self, layer: int) -> tuple[NDArray[np.bool_], int]:
         """Which experts of a layer are resident or loading [E] (of split experts the tops), and the most that fit at
         once.
         """
