@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import queue
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import grpc
 import numpy as np
+import psutil
+import ray
 from rich.progress import Progress
 
 from tiermoe.actors.engine.peers.matcher import MatcherLink
+from tiermoe.actors.policies.fmoe import ExpertMapPrefetch
 from tiermoe.actors.policies.fmoe.maps import WIDTH as EMBEDDING_WIDTH
-from tiermoe.actors.policies.fmoe.maps import ExpertMapStore
+from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch, unit_rows
 from tiermoe.actors.settings import MatcherSettings
 from tiermoe.actors.store.artifacts import MapShape, save_maps
-from tiermoe.cluster.config import RaySettings, RunConfig, default_model_dir, engine_settings
-from tiermoe.cluster.deploy import Deployment
+from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.host import thread_limits
 from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, interleaved, ratio, rows_of
+from tiermoe.cluster.ray_session import leave, start_local
+from tiermoe.cluster.scratch import Scratch
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.errors import RuntimeFailure
 from tiermoe.proto import grpc_transport
 from tiermoe.proto.channel import Channel, open_channel
-from tiermoe.proto.messages import ExpertBatch, ExpertResult
+from tiermoe.proto.messages import ExpertBatch, ExpertResult, Message
 from tiermoe.proto.options import ChannelOptions, Limits
-
-from .peer import BARE_ECHO, DISTANCE, NO_MODEL, EchoWorker, NoStore, peer, random_maps, softmax
+from tiermoe.proto.server import ChannelServer
 
 if TYPE_CHECKING:
     from . import cases
@@ -41,14 +48,60 @@ HIDDEN, TOP_K = 2048, 8
 SIZES = {"8 KiB": 1, "1 MiB": 128}  # rows of float32
 TRIPS = {"8 KiB": 400, "1 MiB": 60}
 RAY_TRIPS = 40
+RAY_STORE_BYTES = 80_000_000
 
 LARGEST = 50_000  # maps
 CAPACITIES = (1000, 10_000, LARGEST)
+DISTANCE = 3  # of the matcher's forecasts
 LAYER_S = 1e-3  # of a layer of the publishing lead
 LATE_S = 1.0  # that the lead waits for one command
 ITERATIONS = 6  # of each repetition of publishing
 
 _DEADLINE_S = 30.0
+_BARE_ECHO = "/bench/Echo"
+
+Ask = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+# -- the other process -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def other_process(answers: Callable[[], contextlib.AbstractContextManager[Ask]], **environment: str) -> Iterator[Ask]:
+    """A process that enters `answers`, a function of a module; a call asks it and waits for what it says.
+
+    Raises:
+        RuntimeFailure: it ended before it answered.
+    """
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, answers), daemon=True)
+    with mock.patch.dict(os.environ, environment):  # read by numerical libraries when they are loaded
+        process.start()
+    theirs.close()
+
+    def ask(case: dict[str, Any]) -> dict[str, Any]:
+        mine.send(case)
+        try:
+            answer: dict[str, Any] = mine.recv()
+        except EOFError as error:
+            raise RuntimeFailure("the benchmark's other process ended", "its own words are above") from error
+        return answer
+
+    try:
+        yield ask
+    finally:
+        process.kill()  # it has nothing to save
+        process.join()
+
+
+def _answer(asked: Connection, answers: Callable[[], contextlib.AbstractContextManager[Ask]]) -> None:
+    with answers() as answer:
+        while True:
+            asked.send(answer(asked.recv()))
+
+
+# -- channel -----------------------------------------------------------------------------------------------------------
 
 
 def channel(options: cases.Channel, progress: Progress | None) -> Report:
@@ -67,16 +120,11 @@ def channel(options: cases.Channel, progress: Progress | None) -> Report:
     )  # fmt: skip
     report = Report("channel", "real", settings=settings)
     with contextlib.ExitStack() as stack:
-        config = RunConfig(threads=1, ray=RaySettings(num_cpus=2))
-        runtime = stack.enter_context(
-            Deployment(
-                config, engine_settings(config), "", worker_class=EchoWorker, store_class=NoStore, facts=NO_MODEL
-            )
-        )
+        echo = stack.enter_context(_echo_actor())
         if ours is not None:  # after Ray, whose processes would inherit it
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, {ours})
-        addresses = stack.enter_context(peer("channel"))({"core": theirs})
+        addresses = stack.enter_context(other_process(_echoes))({"core": theirs})
         channels = [
             stack.enter_context(open_channel(addresses["channel"], ChannelOptions(transport=transport)))
             for transport in ("shm", "grpc")
@@ -89,7 +137,7 @@ def channel(options: cases.Channel, progress: Progress | None) -> Report:
             cases += [
                 *(_trips(f"{one.transport} {size}", _expert_batch(one, rows), TRIPS[size]) for one in channels),
                 _trips(f"bare grpc {size}", lambda data=data: bare(data), TRIPS[size]),  # type: ignore[misc]
-                _trips(f"ray {size}", lambda text=text: runtime.cancel(text), RAY_TRIPS),  # type: ignore[misc]
+                _trips(f"ray {size}", lambda text=text: echo(text), RAY_TRIPS),  # type: ignore[misc]
             ]
         results = interleaved(cases, options.repeats, 1, progress)
     report.rows = rows_of(results)
@@ -142,11 +190,30 @@ def _expert_batch(channel: Channel, rows: int) -> Callable[[], object]:
     return trip
 
 
+class Echo:
+    """For Ray: an actor that returns its argument."""
+
+    def echo(self, text: str) -> str:
+        return text
+
+
+@contextlib.contextmanager
+def _echo_actor() -> Iterator[Callable[[str], str]]:
+    """A call of an actor of a Ray on this machine."""
+    with contextlib.closing(Scratch()) as scratch:
+        try:
+            start_local(scratch, 2, {}, RAY_STORE_BYTES, 1)
+            actor = ray.remote(num_cpus=0)(Echo).remote()
+            yield lambda text: ray.get(actor.echo.remote(text))
+        finally:
+            leave()
+
+
 @contextlib.contextmanager
 def _bare_stream(address: str) -> Iterator[Callable[[bytes], bytes]]:
     outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     with grpc.insecure_channel(address, options=grpc_transport.settings(Limits().max_message_bytes)) as connection:
-        replies = connection.stream_stream(BARE_ECHO)(iter(outgoing.get, None))
+        replies = connection.stream_stream(_BARE_ECHO)(iter(outgoing.get, None))
 
         def trip(data: bytes) -> bytes:
             outgoing.put(data)
@@ -157,6 +224,44 @@ def _bare_stream(address: str) -> Iterator[Callable[[bytes], bytes]]:
         finally:
             outgoing.put(None)
             replies.cancel()
+
+
+@contextlib.contextmanager
+def _echoes() -> Iterator[Ask]:
+    """A channel server and a bare gRPC stream with the channel's settings, which both echo.
+
+    The one question, {"core": number or None}, binds the process to that core; the answer is both addresses.
+    """
+
+    def answer(message: Message) -> Message | None:
+        assert isinstance(message, ExpertBatch)
+        return ExpertResult(message.hidden, 0.0, 0.0, 0.0)
+
+    def echo(incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        yield from incoming
+
+    class BareEcho:
+        def service(self, details: Any) -> Any:
+            return grpc.stream_stream_rpc_method_handler(echo) if details.method == _BARE_ECHO else None
+
+    with contextlib.ExitStack() as stack:
+
+        def ask(case: dict[str, Any]) -> dict[str, Any]:
+            if case["core"] is not None:  # before the servers, whose threads inherit it
+                os.sched_setaffinity(0, {case["core"]})
+            server = stack.enter_context(ChannelServer(answer))
+            options = grpc_transport.settings(Limits().max_message_bytes)
+            bare = grpc.server(futures.ThreadPoolExecutor(4), options=options)
+            bare.add_generic_rpc_handlers((BareEcho(),))
+            port = bare.add_insecure_port("127.0.0.1:0")
+            bare.start()
+            stack.callback(lambda: bare.stop(None).wait(2.0))
+            return {"channel": server.address, "bare": f"127.0.0.1:{port}"}
+
+        yield ask
+
+
+# -- matcher -----------------------------------------------------------------------------------------------------------
 
 
 def matcher(options: cases.Matcher, progress: Progress | None) -> Report:
@@ -178,7 +283,7 @@ def matcher(options: cases.Matcher, progress: Progress | None) -> Report:
     report = Report("matcher", "real", settings=settings, shown=("case", "measure", "median", "minimum", "maximum"))
     with contextlib.ExitStack() as stack:
         # another process: its numerical library can still be limited to one thread
-        ask = stack.enter_context(peer("matcher", **thread_limits(1)))
+        ask = stack.enter_context(other_process(_map_stores, **thread_limits(1)))
         cases = []
         for name, (shape, top_k) in shapes.items():
             for capacity in CAPACITIES:
@@ -225,7 +330,7 @@ def _matcher_process(settings: MatcherSettings, shape: MapShape, top_k: int, fol
     if not warm.exists():
         width = min(shape.hidden, settings.width)
         store = ExpertMapStore(shape.layers, shape.experts, width, settings.distance, settings.capacity)
-        save_maps(warm, random_maps(np.random.default_rng(0), store), shape)
+        save_maps(warm, _random_maps(np.random.default_rng(0), store), shape)
     with (
         WorkerProcess(Role.matcher(settings, shape, top_k, warm=warm)) as process,
         contextlib.closing(MatcherLink(process.link, settings, shape)) as link,
@@ -254,7 +359,7 @@ class _Lead:
         for _ in range(ITERATIONS):
             self._number += 1
             embedding = self._random.standard_normal((1, shape.hidden), np.float32)
-            maps = softmax(self._random, shape.layers, 1, shape.experts)
+            maps = _softmax(self._random, shape.layers, 1, shape.experts)
             for layer in range(-1, shape.layers):
                 begin_s = time.perf_counter()
                 if layer < 0:
@@ -269,3 +374,80 @@ class _Lead:
                         lags.append(time.perf_counter() - begin_s)
                         came = True
         return _percentiles("publish_", publishes) | _percentiles("lag_", lags)
+
+
+class _StoreCase:
+    """One full store of `capacity` expert maps of a model, and iterations to search and store."""
+
+    def __init__(self, layers: int, experts: int, hidden: int, top_k: int, capacity: int) -> None:
+        before = psutil.Process().memory_info().rss
+        self._random = np.random.default_rng(0)
+        self._sketch = Sketch(hidden)
+        self._hidden = hidden
+        self.store = ExpertMapStore(layers, experts, self._sketch.width, DISTANCE, capacity)
+        self.store.load(_random_maps(self._random, self.store))
+        self._policy = ExpertMapPrefetch(self.store, hidden, top_k, learn=False)
+        self._resident = psutil.Process().memory_info().rss - before
+
+    def measure(self) -> dict[str, float]:
+        """Microseconds, medians over the layers of one iteration of one sequence; megabytes."""
+        store, random = self.store, self._random
+        embedding = random.standard_normal((1, self._hidden), np.float32)
+        maps = _softmax(random, store.layers, 1, store.experts)
+
+        begin_us = _us(lambda: self._policy.begin(embedding))
+        forecasts = [_us(lambda i=i: self._policy.observe(i, maps[i])) for i in range(store.layers)]  # type: ignore[misc]
+        ahead = max(1, store.layers - 1 - DISTANCE)  # layers with one to forecast
+
+        search = MapSearch(store, self._sketch(embedding))
+
+        def one_layer(layer: int) -> None:
+            search.observe(layer, maps[layer])
+            search.trajectory()
+
+        searches = [_us(lambda i=i: one_layer(i)) for i in range(store.layers)]  # type: ignore[misc]
+        update_us = _us(search.commit)
+        entry = self._sketch(embedding)[0], np.ascontiguousarray(maps[:, 0])
+        return {
+            "layer_search_us": float(np.median(searches)),
+            "layer_forecast_us": float(np.median(forecasts[:ahead])),
+            "semantic_forecast_us": begin_us,
+            "update_us": update_us,
+            "update_without_search_us": _us(lambda: store.add(*entry)),
+            "store_mb": store.nbytes / 1e6,
+            "resident_mb": self._resident / 1e6,
+        }
+
+
+@contextlib.contextmanager
+def _map_stores() -> Iterator[Ask]:
+    """Search and update stores of expert maps; each is built for its first case, and stays."""
+    cases: dict[str, _StoreCase] = {}
+
+    def ask(case: dict[str, Any]) -> dict[str, Any]:
+        name = json.dumps(case)
+        if name not in cases:
+            cases[name] = _StoreCase(**case)
+        return cases[name].measure()
+
+    yield ask
+
+
+def _softmax(random: np.random.Generator, *shape: int) -> np.ndarray:
+    raw = np.exp(2 * random.standard_normal(shape, np.float32))
+    raw /= raw.sum(axis=-1, keepdims=True)
+    return raw
+
+
+def _random_maps(random: np.random.Generator, store: ExpertMapStore) -> dict[str, np.ndarray]:
+    """As many maps as an `ExpertMapStore` holds."""
+    return {
+        "embeddings": unit_rows(random.standard_normal((store.capacity, store.width), np.float32)),
+        "maps": _softmax(random, store.layers, store.capacity, store.experts),
+    }
+
+
+def _us(work: Callable[[], Any]) -> float:
+    begin_s = time.perf_counter()
+    work()
+    return (time.perf_counter() - begin_s) * 1e6
