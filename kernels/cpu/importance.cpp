@@ -75,56 +75,76 @@ std::int64_t importance_target(Importance& state, std::int64_t layer, const floa
 
 namespace {
 
-// Ranks a layer's residents: alpha of their share of the layer's use and 1 - alpha of what is predicted, then last use.
-void rank(Importance& state, std::int64_t layer) {
-    const std::int64_t first = layer * state.experts;
-    auto& ranked = state.ranked[layer];
-    ranked.clear();
-    double sum = 0.0;
+constexpr double kHeadroom = 1.25;  // of a layer's sum until its residents take other places
+
+// Alpha of the share in the use of the layer's residents, and 1 - alpha of what is predicted; falls as the sum rises.
+double importance(const Importance& state, std::int64_t key, double sum) {
+    const double hot = sum > 0 ? state.values[key] / sum : 0.0;
+    return state.alpha * hot + (1.0 - state.alpha) * state.predicted[key];
+}
+
+// Adds to a sum as if it had twice the digits, so that what is left after a resident has gone is not rounding alone.
+void add(Importance::Layer& layer, double value) {
+    const double sum = layer.sum + value, part = sum - layer.sum;
+    const double rest = layer.rest + ((layer.sum - (sum - part)) + (value - part));
+    layer.sum = sum + rest;
+    layer.rest = rest - (layer.sum - sum);
+}
+
+LazyHeap::Rank reach(const Importance& state, std::int64_t key) {
+    const auto& layer = state.layers_now[state.layer_of(key)];
+    // a sum of 0 makes all shares 0, below those of any other
+    return {importance(state, key, layer.sum > 0 ? layer.most : 0.0), state.stamp[key]};
+}
+
+// Places a layer's residents.
+void place(Importance& state, std::int64_t at) {
+    auto& layer = state.layers_now[static_cast<std::size_t>(at)];
+    const std::int64_t first = at * state.experts;
+    layer = {true, 0.0, 0.0, 0.0};
     for (std::int64_t key = first; key < first + state.experts; ++key)
-        if (state.resident[key]) {
-            sum += state.values[key];
-            ranked.push_back(key);
-        }
-    for (std::int64_t key : ranked) {
-        const double hot = sum > 0 ? state.values[key] / sum : 0.0;
-        state.score[key] = state.alpha * hot + (1.0 - state.alpha) * state.predicted[key];
-    }
-    std::sort(ranked.begin(), ranked.end(), [&state](auto a, auto b) { return state.before(a, b); });
-    state.known[layer] = 1;
+        if (state.resident[key]) add(layer, state.values[key]);
+    layer.most = layer.sum * kHeadroom;
+    for (std::int64_t key = first; key < first + state.experts; ++key)
+        if (state.resident[key]) state.ranks.lower(key, reach(state, key));
 }
 
 }  // namespace
 
+void Importance::admitted(std::int64_t key, bool before) {
+    if (layers_now.empty()) return;
+    auto& layer = layers_now[layer_of(key)];
+    if (!layer.known || before) return;
+    add(layer, values[key]);
+    if (layer.sum > layer.most)
+        changed(static_cast<std::int64_t>(layer_of(key)));
+    else
+        ranks.come(key);
+}
+
+void Importance::removed(std::int64_t key) {
+    if (layers_now.empty()) return;
+    ranks.remove(key);
+    auto& layer = layers_now[layer_of(key)];
+    if (layer.known) add(layer, -values[key]);
+}
+
 std::int64_t importance_lowest(Importance& state, std::int64_t count, const std::uint8_t* allowed) {
-    const auto layers = static_cast<std::size_t>(state.layers);
-    if (!state.follows || state.known.empty()) {
-        state.score.resize(layers * static_cast<std::size_t>(state.experts));
-        state.ranked.resize(layers);
-        state.known.assign(layers, 0);
+    if (!state.follows || state.layers_now.empty()) {
+        state.layers_now.assign(static_cast<std::size_t>(state.layers), {});
+        state.ranks = LazyHeap(state.layers * state.experts);
+        state.unknown.resize(state.layers_now.size());
+        std::iota(state.unknown.begin(), state.unknown.end(), 0);
     }
-    for (std::size_t layer = 0; layer < layers; ++layer)
-        if (!state.known[layer]) rank(state, static_cast<std::int64_t>(layer));
-    using At = std::pair<std::size_t, std::size_t>;  // place and layer
-    const auto key = [&state](const At& at) { return state.ranked[at.second][at.first]; };
-    const auto later = [&](const At& a, const At& b) { return state.before(key(b), key(a)); };
-    std::vector<At> heads;  // a heap, the first of all on top
-    const auto add = [&](std::size_t place, std::size_t layer) {
-        const auto& ranked = state.ranked[layer];
-        while (place < ranked.size() && allowed && !allowed[ranked[place]]) ++place;
-        if (place < ranked.size()) heads.push_back({place, layer});
-        return place < ranked.size();
-    };
-    for (std::size_t layer = 0; layer < layers; ++layer) add(0, layer);
-    std::make_heap(heads.begin(), heads.end(), later);
-    state.order.clear();
-    while (!heads.empty() && static_cast<std::int64_t>(state.order.size()) < count) {
-        std::pop_heap(heads.begin(), heads.end(), later);
-        const At at = heads.back();
-        heads.pop_back();
-        state.order.push_back(key(at));
-        if (add(at.first + 1, at.second)) std::push_heap(heads.begin(), heads.end(), later);
-    }
+    for (std::int64_t layer : state.unknown) place(state, layer);
+    state.unknown.clear();
+    state.ranks.first(
+        count, allowed, [&state](std::int64_t key) { return reach(state, key); },
+        [&state](std::int64_t key) {
+            const auto& layer = state.layers_now[state.layer_of(key)];
+            return LazyHeap::Rank{importance(state, key, layer.sum), state.stamp[key]};
+        },
+        state.order);
     return static_cast<std::int64_t>(state.order.size());
 }
 

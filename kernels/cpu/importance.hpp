@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "lazy_heap.hpp"
+
 namespace tiermoe {
 
 struct Importance {
@@ -17,23 +19,36 @@ struct Importance {
     double* predicted;             // p-hat [L, E]
     std::uint8_t* resident;        // [L * E]
     std::int64_t* stamp;           // of the last use [L * E]
-    // Whether `changed` is called for all that changes but by the functions below: who has a slot, and stamps.
+    // Whether the functions below and an order tell all that changes: `changed`, `admitted`, `removed`, `used`.
     bool follows = false;
+    // Values or predictions of the layer.
     void changed(std::int64_t layer) {
-        if (!known.empty()) known[static_cast<std::size_t>(layer)] = 0;
+        if (layers_now.empty() || !layers_now[static_cast<std::size_t>(layer)].known) return;
+        layers_now[static_cast<std::size_t>(layer)].known = false;
+        unknown.push_back(layer);
     }
-    // Least important first, then least recently used; by `score`.
-    bool before(std::int64_t a, std::int64_t b) const {
-        return score[a] != score[b] ? score[a] < score[b] : stamp[a] != stamp[b] ? stamp[a] < stamp[b] : a < b;
+    // A resident is one now, with a new stamp; before: it was one.
+    std::size_t layer_of(std::int64_t key) const {
+        return static_cast<std::uint32_t>(key) / static_cast<std::uint32_t>(experts);
     }
-    std::vector<double> score;  // [L * E], of residents when their layer was ranked
+    void admitted(std::int64_t key, bool before);
+    void removed(std::int64_t key);  // a resident is none any more
+
     // of one call
     std::vector<double> exponentials;
     std::vector<std::int64_t> order;
     std::vector<std::uint8_t> named;
-    // Residents of each layer, the first to leave first, as far as they are known [layers].
-    std::vector<std::vector<std::int64_t>> ranked;
-    std::vector<std::uint8_t> known;
+    // Of each layer, as far as it is known [layers].
+    struct Layer {
+        bool known = false;
+        double sum = 0.0, rest = 0.0;  // of its residents' values, and what rounding took of it
+        double most = 0.0;             // which the sum does not exceed while places in `ranks` hold
+    };
+    std::vector<Layer> layers_now;
+    std::vector<std::int64_t> unknown;
+    // Residents of known layers. A sum falls with each resident that leaves, so that importance rises: where a key stands
+    // is by the sum `most`, and its importance is found when it comes to the front.
+    LazyHeap ranks;
 };
 
 // Tokens of a layer picked these experts: ids [n, K], in range.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <limits>
 #include <numeric>
 
@@ -15,32 +14,16 @@ constexpr double kRescaleAt = 0x1p512;  // `eviction.RESCALE_AT`
 Order::Order(Kind kind, std::int64_t layers, std::int64_t experts, double least, double growth,
              const double* probabilities, const std::int64_t* told, Importance* importance)
     : kind_(kind), layers_(layers), experts_(experts), least_(least), growth_(growth), probabilities_(probabilities),
-      told_(told), ranks_(kind == Kind::lfu ? 1 : kind == Kind::map ? layers : 0),
-      placed_(ranks_.empty() ? 0 : layers * experts), known_(kind == Kind::map ? layers : 0), importance_(importance), own_held_(importance ? 0 : layers * experts), own_stamps_(own_held_.size()),
+      told_(told), ranks_(counts() ? layers * experts : 0), known_(kind == Kind::map ? layers : 0),
+      importance_(importance), own_held_(importance ? 0 : layers * experts), own_stamps_(counts() ? 0 : own_held_.size()),
       picked_(kind == Kind::sweep ? layers * experts : 0), held_(importance ? importance->resident : own_held_.data()),
       stamps_(importance ? importance->stamp : own_stamps_.data()),
-      worth_(kind == Kind::worth ? std::make_unique<Worth>(layers, experts, held_, stamps_) : nullptr),
-      freq_(counts() ? layers * experts : 0), credit_(freq_.size()),
-      next_(importance || counts() || worth_ ? 0 : keys() + 1), previous_(next_.size()) {
+      worth_(kind == Kind::worth ? std::make_unique<Worth>(layers, experts, held_, stamps_, next_) : nullptr),
+      uses_(counts() ? layers * experts : 0),
+      next_(importance || counts() ? 0 : keys() + (worth_ ? layers : 1)), previous_(next_.size()) {
     std::iota(next_.begin(), next_.end(), 0);
     std::iota(previous_.begin(), previous_.end(), 0);
     if (importance_) importance_->follows = true;
-}
-
-void Order::place(std::int64_t key) {
-    placed_[key] = value(key);
-    ranks_[ranks_.size() > 1 ? key / experts_ : 0].insert({placed_[key], stamps_[key], key});
-}
-
-void Order::unplace(std::int64_t key) {
-    ranks_[ranks_.size() > 1 ? key / experts_ : 0].erase({placed_[key], stamps_[key], key});
-}
-
-void Order::place_all(std::int64_t rank) {
-    ranks_[rank].clear();
-    const std::int64_t size = keys() / static_cast<std::int64_t>(ranks_.size());
-    for (std::int64_t key = rank * size; key < (rank + 1) * size; ++key)
-        if (held_[key]) place(key);
 }
 
 void Order::leave(std::int64_t key) {
@@ -53,54 +36,66 @@ void Order::leave(std::int64_t key) {
 void Order::join_last(std::int64_t key) {
     if (next_.empty()) return;
     leave(key);
-    const std::int64_t end = keys(), last = previous_[end];
+    const std::int64_t end = keys() + (worth_ ? key / experts_ : 0), last = previous_[end];
     next_[last] = previous_[end] = key;
     previous_[key] = last;
     next_[key] = end;
 }
 
 void Order::admitted(std::int64_t key) {
-    if (worth_ && !held_[key]) worth_->admitted(key);
-    if (importance_) importance_->changed(key / experts_);
-    if (counts() && held_[key]) unplace(key);
+    const bool before = held_[key] != 0;
     held_[key] = 1;
+    if (counts()) {
+        Use& use = uses_[key];
+        use.stamp = ++clock_;
+        use.credit = std::max(0.0, unit_ - use.freq);
+        use.freq += use.credit;
+        ranks_.come(key);
+        return;
+    }
+    if (worth_ && !before) worth_->admitted(key);
     stamps_[key] = ++clock_;
+    if (importance_) importance_->admitted(key, before);
     join_last(key);
-    if (!counts()) return;
-    credit_[key] = std::max(0.0, unit_ - freq_[key]);
-    freq_[key] += credit_[key];
-    place(key);
 }
 
 void Order::removed(std::int64_t key) {
+    if (counts()) {
+        ranks_.remove(key);
+        uses_[key].freq -= uses_[key].credit;
+        uses_[key].credit = 0.0;
+    }
     if (worth_ && held_[key]) worth_->removed(key);
-    if (importance_) importance_->changed(key / experts_);
-    if (counts() && held_[key]) unplace(key);
+    if (importance_ && held_[key]) importance_->removed(key);
     held_[key] = 0;
     leave(key);
-    if (!counts()) return;
-    freq_[key] -= credit_[key];
-    credit_[key] = 0.0;
 }
 
 void Order::used(const std::vector<std::int64_t>& keys) {
-    for (std::int64_t key : keys) {
-        if (importance_) importance_->changed(key / experts_);
-        if (counts() && held_[key]) unplace(key);
-        stamps_[key] = ++clock_;
-        if (held_[key]) join_last(key);
-        if (!counts()) continue;
-        freq_[key] += unit_ - credit_[key];
-        credit_[key] = 0.0;
-        if (held_[key]) place(key);
+    if (!counts()) {
+        for (std::int64_t key : keys) {
+            stamps_[key] = ++clock_;
+            if (held_[key]) join_last(key);
+        }
+        if (worth_) worth_->used(keys);
+        return;
     }
-    if (worth_) worth_->used(keys);
+    for (std::int64_t key : keys) {  // whose values rise
+        Use& use = uses_[key];
+        use.stamp = ++clock_;
+        use.freq += unit_ - use.credit;
+        use.credit = 0.0;
+    }
     unit_ *= growth_;
     if (unit_ <= kRescaleAt) return;
-    for (auto* counts : {&freq_, &credit_})
-        for (double& count : *counts) count /= unit_;
+    for (Use& use : uses_) {
+        use.freq /= unit_;
+        use.credit /= unit_;
+    }
     unit_ = 1.0;
-    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) place_all(static_cast<std::int64_t>(rank));
+    ranks_.clear();
+    for (std::int64_t key = 0; key < this->keys(); ++key)
+        if (held_[key]) ranks_.come(key);
 }
 
 void Order::routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts) {
@@ -114,34 +109,21 @@ void Order::routed(const std::vector<std::int64_t>& keys, const std::vector<std:
 }
 
 double Order::value(std::int64_t key) const {
-    const double found = kind_ == Kind::map ? probabilities_[key] * freq_[key] : freq_[key];
+    const double found = kind_ == Kind::map ? probabilities_[key] * uses_[key].freq : uses_[key].freq;
     return std::isnan(found) ? std::numeric_limits<double>::infinity() : found;
 }
 
 std::vector<std::int64_t> Order::ranked(std::int64_t count, const std::uint8_t* may) {
-    for (std::size_t layer = 0; layer < known_.size(); ++layer)
-        if (known_[layer] != told_[layer]) {
-            known_[layer] = told_[layer];
-            place_all(static_cast<std::int64_t>(layer));
-        }
-    using At = std::pair<Rank::const_iterator, const Rank*>;
-    const auto later = [](const At& a, const At& b) { return *b.first < *a.first; };
-    std::vector<At> heads;  // a heap, the first of all on top
-    const auto add = [&](Rank::const_iterator at, const Rank* rank) {
-        while (at != rank->end() && may && !may[at->key]) ++at;
-        if (at != rank->end()) heads.push_back({at, rank});
-        return at != rank->end();
-    };
-    for (const Rank& rank : ranks_) add(rank.begin(), &rank);
-    std::make_heap(heads.begin(), heads.end(), later);
-    std::vector<std::int64_t> found;
-    while (!heads.empty() && static_cast<std::int64_t>(found.size()) < count) {
-        std::pop_heap(heads.begin(), heads.end(), later);
-        const auto [at, rank] = heads.back();
-        heads.pop_back();
-        found.push_back(at->key);
-        if (add(std::next(at), rank)) std::push_heap(heads.begin(), heads.end(), later);
+    for (std::size_t layer = 0; layer < known_.size(); ++layer) {
+        if (known_[layer] == told_[layer]) continue;
+        known_[layer] = told_[layer];
+        const std::int64_t base = static_cast<std::int64_t>(layer) * experts_;
+        for (std::int64_t key = base; key < base + experts_; ++key)
+            if (held_[key]) ranks_.lower(key, rank(key));
     }
+    const auto present = [&](std::int64_t key) { return rank(key); };
+    std::vector<std::int64_t> found;
+    ranks_.first(count, may, present, present, found);
     return found;
 }
 

@@ -5,10 +5,10 @@
 
 #include <cstdint>
 #include <memory>
-#include <set>
 #include <vector>
 
 #include "importance.hpp"
+#include "lazy_heap.hpp"
 #include "worth.hpp"
 
 namespace tiermoe {
@@ -40,20 +40,8 @@ class Order {
     std::vector<std::int64_t> first(std::int64_t count, const std::uint8_t* may);
 
  private:
-    // A held key in the order by count. Stamps differ, so no two are alike.
-    struct Place {
-        double value;
-        std::int64_t stamp, key;
-        bool operator<(const Place& other) const {
-            return value != other.value ? value < other.value : stamp < other.stamp;
-        }
-    };
-    using Rank = std::set<Place>;
-
     double value(std::int64_t key) const;
-    void place(std::int64_t key);
-    void unplace(std::int64_t key);
-    void place_all(std::int64_t rank);
+    LazyHeap::Rank rank(std::int64_t key) const { return {value(key), uses_[key].stamp}; }
     std::vector<std::int64_t> ranked(std::int64_t count, const std::uint8_t* may);
     std::vector<std::int64_t> swept(std::int64_t count, const std::uint8_t* may) const;
     bool counts() const { return kind_ == Kind::lfu || kind_ == Kind::map; }
@@ -67,9 +55,7 @@ class Order {
     std::int64_t clock_ = 0, now_ = -1;  // now: the layer that sweeps
     const double* probabilities_;
     const std::int64_t* told_;
-    // By count: the held keys in order, of all layers together or, where a layer's values change at once, of each.
-    std::vector<Rank> ranks_;
-    std::vector<double> placed_;       // [keys]: the value at which a held key has its place
+    LazyHeap ranks_;                   // by count: the held keys
     std::vector<std::int64_t> known_;  // of `told_`
     Importance* importance_;
     std::vector<std::uint8_t> own_held_;
@@ -77,8 +63,14 @@ class Order {
     std::uint8_t* held_;    // [keys], of importance_ where there is one
     std::int64_t* stamps_;  // [keys], as held_
     std::unique_ptr<Worth> worth_;
-    std::vector<double> freq_, credit_;  // uses, and what of them admission lent until the first use
-    // Of lru and sweep the held keys by their stamps, a ring through keys(); a key that is not held is a ring of its own.
+    // By count: uses, what of them admission lent until the first use, and the stamp [keys].
+    struct Use {
+        double freq = 0.0, credit = 0.0;
+        std::int64_t stamp = 0;
+    };
+    std::vector<Use> uses_;
+    // Of lru and sweep the held keys by their stamps, a ring through keys(); of worth those of each layer, through
+    // keys() + layer. A key that is not held is a ring of its own.
     std::vector<std::int64_t> next_, previous_;
 };
 

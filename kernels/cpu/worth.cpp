@@ -4,12 +4,12 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <tuple>
 
 namespace tiermoe {
 
-Worth::Worth(std::int64_t layers, std::int64_t experts, const std::uint8_t* held, const std::int64_t* stamps)
-    : layers_(layers), experts_(experts), held_(held), stamps_(stamps), count_(static_cast<std::size_t>(layers)),
+Worth::Worth(std::int64_t layers, std::int64_t experts, const std::uint8_t* held, const std::int64_t* stamps,
+             const std::vector<std::int64_t>& next)
+    : layers_(layers), experts_(experts), held_(held), stamps_(stamps), next_(next), count_(static_cast<std::size_t>(layers)),
       is_refused_(static_cast<std::size_t>(layers * experts)), noted_(static_cast<std::size_t>(layers)) {}
 
 void Worth::admitted(std::int64_t key) { ++count_[key / experts_]; }
@@ -52,32 +52,37 @@ std::vector<std::vector<std::int32_t>> Worth::take_noted() {
     return std::exchange(noted_, std::vector<std::vector<std::int32_t>>(static_cast<std::size_t>(layers_)));
 }
 
-void Worth::rank(std::int64_t layer, std::vector<std::int64_t>& keys, std::int64_t count) const {
+template <typename Wanted>
+void Worth::rank(std::int64_t layer, std::int64_t count, const Wanted& wanted) const {
     const std::int64_t base = layer * experts_;
     const std::int64_t* uses = uses_ ? uses_ + base : nullptr;
     const bool prompt = uses && std::any_of(uses, uses + experts_, [](std::int64_t n) { return n != 0; });
     // by worth, ties by key, else by use; what is not a number is worth least, so that this is an order
-    const auto place = [&](std::int64_t key) {
-        if (prompt) return std::tuple(static_cast<double>(uses[key - base]), stamps_[key]);
-        if (!worth_) return std::tuple(0.0, stamps_[key]);
-        return std::tuple(std::isnan(worth_[key]) ? -std::numeric_limits<double>::infinity() : worth_[key], key);
+    const auto rank_of = [&](std::int64_t key) -> Rank {
+        if (prompt) return {static_cast<double>(uses[key - base]), stamps_[key], key};
+        if (!worth_) return {0.0, stamps_[key], key};
+        return {std::isnan(worth_[key]) ? -std::numeric_limits<double>::infinity() : worth_[key], key, key};
     };
-    const auto end = keys.begin() + std::min(count, static_cast<std::int64_t>(keys.size()));
-    std::partial_sort(keys.begin(), end, keys.end(),
-                      [&](std::int64_t a, std::int64_t b) { return place(a) < place(b); });
+    const std::int64_t end = keys() + layer;
+    const bool by_use = !prompt && !worth_;
+    ranks_.clear();
+    for (std::int64_t key = next_[end]; key != end; key = next_[key])
+        if (wanted(key)) {
+            if (by_use && static_cast<std::int64_t>(ranks_.size()) == count) return;
+            ranks_.push_back(rank_of(key));
+        }
+    const auto found = std::min(static_cast<std::size_t>(count), ranks_.size());
+    std::partial_sort(ranks_.begin(), ranks_.begin() + static_cast<std::ptrdiff_t>(found), ranks_.end(),
+                      [](const Rank& a, const Rank& b) { return a.value != b.value ? a.value < b.value : a.tie < b.tie; });
+    ranks_.resize(found);
 }
 
 void Worth::add_least(std::int64_t layer, std::int64_t count, const std::uint8_t* may,
                       std::vector<std::int64_t>& to) const {
-    const std::int64_t base = layer * experts_;
-    std::vector<std::int64_t> keys;
-    for (std::int64_t key = base; key < base + experts_; ++key)
-        if (held_[key] && !is_refused_[key] && (!may || may[key])) keys.push_back(key);
-    const auto taken = [&](std::int64_t key) { return std::find(to.begin(), to.end(), key) != to.end(); };
-    if (!to.empty()) keys.erase(std::remove_if(keys.begin(), keys.end(), taken), keys.end());
-    rank(layer, keys, count);
-    keys.resize(static_cast<std::size_t>(std::min(count, static_cast<std::int64_t>(keys.size()))));
-    to.insert(to.end(), keys.begin(), keys.end());
+    rank(layer, count, [&](std::int64_t key) {
+        return !is_refused_[key] && (!may || may[key]) && (to.empty() || std::find(to.begin(), to.end(), key) == to.end());
+    });
+    for (const Rank& one : ranks_) to.push_back(one.key);
 }
 
 std::vector<std::int64_t> Worth::first(std::int64_t count, const std::uint8_t* may) const {
@@ -102,12 +107,10 @@ std::vector<std::int64_t> Worth::settled() const {
     std::vector<std::int64_t> found;
     for (std::int64_t layer = 0; layer < layers_; ++layer) {
         if (layer == now_) continue;
-        std::vector<std::int64_t> keys;
+        rank(layer, std::max<std::int64_t>(count_[layer] - share_, 0), [](std::int64_t) { return true; });
         for (std::int64_t key = layer * experts_; key < (layer + 1) * experts_; ++key)
-            if (held_[key]) keys.push_back(key);
-        const std::int64_t over = count_[layer] - share_;
-        if (over > 0) rank(layer, keys, over);  // a partial order: those over the share come first
-        found.insert(found.end(), keys.begin() + std::max<std::int64_t>(over, 0), keys.end());
+            if (held_[key] && std::none_of(ranks_.begin(), ranks_.end(), [key](const Rank& out) { return out.key == key; }))
+                found.push_back(key);
     }
     return found;
 }

@@ -10,8 +10,10 @@ namespace tiermoe {
 
 class Worth {
   public:
-    // held, stamps [keys]: of the order, which outlives this: experts with a slot, and when each was last used or admitted.
-    Worth(std::int64_t layers, std::int64_t experts, const std::uint8_t* held, const std::int64_t* stamps);
+    // held, stamps [keys], next [keys + layers]: of the order, which outlives this: experts with a slot, when each was last
+    // used or admitted, and after which: of each layer a ring, the least recent one behind entry `keys + layer`.
+    Worth(std::int64_t layers, std::int64_t experts, const std::uint8_t* held, const std::int64_t* stamps,
+          const std::vector<std::int64_t>& next);
 
     // A layer's share of the slots, and what each expert is worth [keys]; null: residents leave by last use.
     void bind(std::int64_t share, const double* worth) { share_ = share, worth_ = worth; }
@@ -39,15 +41,22 @@ class Worth {
   private:
     std::int64_t keys() const { return layers_ * experts_; }
     void add_least(std::int64_t layer, std::int64_t count, const std::uint8_t* may, std::vector<std::int64_t>& to) const;
-    // Puts a layer's keys in order, as far as the first `count`.
-    void rank(std::int64_t layer, std::vector<std::int64_t>& keys, std::int64_t count) const;
+    // `ranks_`: the first `count` of the residents of a layer that are wanted, in order.
+    template <typename Wanted>
+    void rank(std::int64_t layer, std::int64_t count, const Wanted& wanted) const;
 
     std::int64_t layers_, experts_, share_ = 0, now_ = 0;
     const std::uint8_t* held_;
     const std::int64_t* stamps_;
+    const std::vector<std::int64_t>& next_;
     const double* worth_ = nullptr;
     std::int64_t* uses_ = nullptr;
     std::vector<std::int64_t> count_, refused_;  // held experts of each layer; refused ones, the first to go first
+    struct Rank {
+        double value;
+        std::int64_t tie, key;
+    };
+    mutable std::vector<Rank> ranks_;            // of one call
     std::vector<std::uint8_t> is_refused_;       // [keys]
     bool noting_ = false;
     std::vector<std::vector<std::int32_t>> noted_;  // [layers]
