@@ -104,7 +104,7 @@ def _random(kind: str, layers: int, experts: int) -> tuple[float, float]:
     spent_s, missed = 0.0, 0
     for number, ids in enumerate(forwards):
         before, begin_s = decides.summed.misses, time.thread_time()
-        run.forward(ids, 0.0, [], None, None, None, None, None, None, None)
+        run.forward(ids, 0.0, [], None, None, None, None, None, None)
         if number >= len(forwards) - FORWARDS:
             spent_s += time.thread_time() - begin_s
             missed += decides.summed.misses - before

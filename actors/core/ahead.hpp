@@ -22,14 +22,14 @@ struct RouterPrefetch {
     // score of each expert; null: nobody asks.
     template <typename Read>
     void run(Core& core, std::int64_t first, std::int64_t layers, std::int64_t tokens, bool allowed, const Read& read,
-             std::vector<float>* best = nullptr) {
+             std::vector<double>* best = nullptr) {
         const std::int64_t experts = core.layout().experts;
         nearer.clear();
         for (std::int64_t at = 0; at < layers; ++at) {
             const auto row = [&](std::int64_t t, std::vector<double>& out) { read(at, t, out); };
             Ranked found = rank_experts(tokens, experts, top, by_votes, row);
             if (!by_votes) found = positive(std::move(found));
-            if (!at && best) best->assign(found.best.begin(), found.best.end());
+            if (!at && best) *best = found.best;
             if (!allowed) return;
             wanted.clear();
             for (int expert : found.experts) wanted.push_back((first + at) * experts + expert);

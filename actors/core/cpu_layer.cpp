@@ -39,34 +39,22 @@ void keep(std::int64_t tokens, std::vector<std::int64_t>& ids, std::vector<float
 
 CpuLayer::CpuLayer(Core& core, const Shape& shape, const KernelTable& kernels, CpuLayers& all)
     : core_(core), shape_(shape), kernels_(kernels), all_(all), step_{step, this},
-      place_(static_cast<std::size_t>(shape.experts)), begun_(place_.size()) {
+      picked_(shape.experts), place_(static_cast<std::size_t>(shape.experts)), begun_(place_.size()) {
     if (shape.index < 0 || shape.index >= core.layout().layers || shape.experts != core.layout().experts)
         throw std::invalid_argument("there is no such layer");
     if (core.layout().split == core.layout().first_unit.empty()) throw std::invalid_argument("segments have places in the pool");
     all_.sums.resize(std::max(all_.sums.size(), static_cast<std::size_t>(kSumRows * shape.width)));
 }
 
-// By expert, in the order of `Routing.of`: as picked for a token of distinct experts, else rising. False: an expert has too
-// many rows.
+// Pairs by expert. False: an expert has too many rows.
 bool CpuLayer::sort_pairs(std::int64_t tokens, const Routed& routed) {
     const std::int64_t pairs = tokens * routed.top_k;
     const std::int64_t* ids = routed.ids;
-    counts_.assign(static_cast<std::size_t>(shape_.experts), 0);
-    bool distinct = true;
-    for (std::int64_t i = 0; i < pairs; ++i) {
-        if (++counts_[ids[i]] > shape_.max_rows) return false;
-        distinct &= counts_[ids[i]] == 1;
-    }
-    used_.clear();
-    if (tokens == 1 && distinct)
-        used_.assign(ids, ids + pairs);
-    else
-        for (std::int64_t e = 0; e < shape_.experts; ++e)
-            if (counts_[e]) used_.push_back(e);
+    if (!picked_.sort(ids, tokens, pairs, shape_.max_rows, key(0))) return false;
     starts_.assign(1, 0);
-    for (std::size_t i = 0; i < used_.size(); ++i) {
-        place_[used_[i]] = static_cast<std::int64_t>(i);
-        starts_.push_back(starts_.back() + counts_[used_[i]]);
+    for (std::size_t i = 0; i < picked_.experts.size(); ++i) {
+        place_[picked_.experts[i]] = static_cast<std::int64_t>(i);
+        starts_.push_back(starts_.back() + picked_.counts[i]);
     }
     next_.assign(starts_.begin(), starts_.end() - 1);
     order_.resize(static_cast<std::size_t>(pairs));
@@ -114,9 +102,7 @@ void CpuLayer::compute(const Given& given, const Routed& routed) {
 Stepped CpuLayer::run(const Given& given, Asking asking) {
     const std::int64_t tokens = given.tokens;
     if (tokens < 1 || given.top_k < 1 || !product_fits({tokens, given.top_k}, kMaxPairs)) return Stepped::left;
-    for (std::int64_t i = 0; i < tokens * given.top_k; ++i)
-        if (given.ids[i] < 0 || given.ids[i] >= shape_.experts)
-            throw std::invalid_argument("there is no such expert: " + std::to_string(given.ids[i]));
+    picked_.expect(given.ids, tokens * given.top_k);
     core_.arrive(shape_.index);
     Routed routed{given.ids, given.weights, given.top_k};
     if (rule_ && !rule_->apply(*this, given, routed)) return Stepped::left;
@@ -126,14 +112,8 @@ Stepped CpuLayer::run(const Given& given, Asking asking) {
     const double began_s = all_.records ? core_.link().now_s() : 0.0, waited_s = blocked_s;
     spent_ = Spent{};
     best_.clear();
-    keys_.clear();
-    rows_.clear();
-    for (std::int64_t expert : used_) {
-        keys_.push_back(key(expert));
-        rows_.push_back(counts_[expert]);
-    }
     try {
-        core_.plan(core_.open(shape_.index, keys_, rows_, tokens, {}), {});
+        core_.plan(core_.open(shape_.index, picked_.keys, picked_.counts, tokens, {}), {});
         core_.begin();
         core_.load();
         if (ahead_ && asking != Asking::hooks && ahead_->takes(*this, given)) {
@@ -153,8 +133,8 @@ Stepped CpuLayer::run(const Given& given, Asking asking) {
         Passed& passed = all_.add();
         passed.layer = shape_.index;
         passed.tokens = tokens;
-        passed.keys.assign(keys_.begin(), keys_.end());
-        passed.counts.assign(rows_.begin(), rows_.end());
+        passed.keys.assign(picked_.keys.begin(), picked_.keys.end());
+        passed.counts.assign(picked_.counts.begin(), picked_.counts.end());
         passed.began_s = began_s;
         passed.ended_s = core_.link().now_s();
         passed.waited_s = spent_.waited_s;
@@ -237,7 +217,7 @@ bool ReplaceMissing::apply(CpuLayer& layer, const Given& given, Routed& routed) 
     return true;
 }
 
-void AskRouters::run(CpuLayer& layer, const Given& given, bool always, std::vector<float>& best) {
+void AskRouters::run(CpuLayer& layer, const Given& given, bool always, std::vector<double>& best) {
     Core& core = layer.core();
     const std::int64_t experts = layer.shape().experts, outputs = layers * experts;
     const bool allowed = core.governor().allows();
@@ -254,7 +234,7 @@ void AskRouters::run(CpuLayer& layer, const Given& given, bool always, std::vect
     prefetch.run(core, first, layers, given.tokens, allowed, read, &best);
 }
 
-void ReleaseSlots::run(CpuLayer& layer, const Given& given, bool, std::vector<float>&) {
+void ReleaseSlots::run(CpuLayer& layer, const Given& given, bool, std::vector<double>&) {
     Core& core = layer.core();
     const std::int64_t experts = layer.shape().experts, following = layer.shape().index + 1;
     std::vector<float>& scores = layer.all().scores;

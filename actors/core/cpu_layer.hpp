@@ -15,6 +15,7 @@
 #include "../../kernels/cpu/table.hpp"
 #include "ahead.hpp"
 #include "core.hpp"
+#include "picked.hpp"
 
 namespace tiermoe::core {
 
@@ -42,7 +43,7 @@ struct LayerAhead {
     virtual bool takes(const CpuLayer& layer, const Given& given) const = 0;  // else the hooks are called
     // always: also where nothing that it may ask for is absent. best: the highest score of any row for each expert of the
     // next layer; empty: there are none.
-    virtual void run(CpuLayer& layer, const Given& given, bool always, std::vector<float>& best) = 0;
+    virtual void run(CpuLayer& layer, const Given& given, bool always, std::vector<double>& best) = 0;
     virtual ~LayerAhead() = default;
 };
 
@@ -53,35 +54,11 @@ struct Shape {
     Activation activation;
 };
 
-// A pass that has run. Moments are of the link's clock; waited_s: for copies, in between. scores: of `LayerAhead`.
-struct Passed {
-    std::int64_t layer, tokens;
-    Segments keys, counts;
-    double began_s, ended_s, waited_s;
-    std::vector<float> scores;
-};
-
-// What the layers of a cache share: memory of a pass, and the passes that have run until somebody takes them, once a
-// forward.
-class CpuLayers {
+// What the layers of a cache share: memory of a pass, and the passes that have run.
+class CpuLayers : public Passes {
   public:
-    bool records = false;  // passes
     std::vector<float> y, sums, scores;
     std::vector<Group> groups;
-
-    Passed& add() {
-        if (count_ == all_.size()) all_.emplace_back();
-        return all_[count_++];
-    }
-    template <typename Each>
-    void take(const Each& of) {
-        const std::size_t count = std::exchange(count_, 0);
-        for (std::size_t i = 0; i < count; ++i) of(all_[i]);
-    }
-
-  private:
-    std::vector<Passed> all_;
-    std::size_t count_ = 0;
 };
 
 class CpuLayer {
@@ -124,10 +101,10 @@ class CpuLayer {
     std::exception_ptr failure_;
     // of the present pass
     Spent spent_;
-    std::vector<std::int64_t> counts_, used_, order_, starts_, place_, next_;
-    Segments keys_, rows_;  // of each of `used_`
+    Picked picked_;
+    std::vector<std::int64_t> order_, starts_, place_, next_;
     std::vector<std::uint8_t> begun_;
-    std::vector<float> best_;
+    std::vector<double> best_;
 };
 
 // `activeevict.BudgetAwareTopK`: pairs are dropped whose experts do not fit.
@@ -163,7 +140,7 @@ struct ReplaceMissing : LayerRule {
 // Prefetch by the routers of the layers behind, on this layer's input.
 struct AskRouters : LayerAhead {
     bool takes(const CpuLayer&, const Given& given) const override { return given.tokens <= max_rows; }
-    void run(CpuLayer& layer, const Given& given, bool always, std::vector<float>& best) override;
+    void run(CpuLayer& layer, const Given& given, bool always, std::vector<double>& best) override;
     const float *weight, *bias;            // [layers * E, H], [layers * E] or null
     std::int64_t first, layers, max_rows;  // first: layer asked
     RouterPrefetch prefetch;
@@ -174,7 +151,7 @@ struct ReleaseSlots : LayerAhead {
     bool takes(const CpuLayer&, const Given& given) const override {
         return given.tokens <= max_rows && given.top_k == state->top_k;
     }
-    void run(CpuLayer& layer, const Given& given, bool always, std::vector<float>& best) override;
+    void run(CpuLayer& layer, const Given& given, bool always, std::vector<double>& best) override;
     const float *weight, *bias;  // [E, H], [E] or null
     double threshold;
     std::int64_t most, max_rows;

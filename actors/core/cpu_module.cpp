@@ -84,20 +84,20 @@ void replace_missing(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias
     layer.rule(std::move(made));
 }
 
-nb::list take(CpuLayers& layers) {
+}  // namespace
+
+nb::list take(Passes& passes) {
     nb::list found;
-    layers.take([&](const Passed& p) {
+    passes.take([&](const Passed& p) {
         const char* scores = reinterpret_cast<const char*>(p.scores.data());
         found.append(nb::make_tuple(p.layer, p.tokens, p.keys, p.counts, p.began_s, p.ended_s, p.waited_s,
-                                  nb::bytes(scores, sizeof(float) * p.scores.size())));
+                                  nb::bytes(scores, sizeof(double) * p.scores.size())));
     });
     return found;
 }
 
-}  // namespace
-
 void bind_cpu(nb::module_& m) {
-    nb::class_<CpuLayers>(m, "CpuLayers").def(nb::init<>()).def_rw("records", &CpuLayers::records).def("take", &take);
+    nb::class_<CpuLayers>(m, "CpuLayers").def(nb::init<>()).def_rw("records", &CpuLayers::records).def("take", [](CpuLayers& layers) { return take(layers); });
     nb::class_<CpuLayer>(m, "CpuLayer")
         .def("__init__", &make, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 12>(), "core"_a, "kernels"_a,
              "index"_a, "experts"_a, "neurons"_a, "width"_a, "max_rows"_a, "gate_up"_a, "down"_a, "activation"_a,

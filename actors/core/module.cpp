@@ -252,7 +252,7 @@ NB_MODULE(_core, m) {
            "expert_s"_a, "expert_row_s"_a, "share"_a, "load_byte_s"_a, "miss_s"_a, "neurons"_a)
         .def("forward", [](VirtualRun& run, Ids ids, double dense_s, const Segments& keep, std::optional<Next> next_ids,
                            std::optional<NextScores> next_scores, const ByScores* scores, decltype(Calls::routed) routed,
-                           decltype(Calls::ahead) ahead, decltype(Calls::scored) scored, decltype(Calls::ran) ran) {
+                           decltype(Calls::ahead) ahead, decltype(Calls::ran) ran) {
             Recorded recorded{ids.data(), static_cast<std::int64_t>(ids.shape(1)), static_cast<std::int64_t>(ids.shape(2)),
                               dense_s, nullptr, nullptr, 0, 0};
             const std::size_t layers = run.layers();
@@ -268,10 +268,13 @@ NB_MODULE(_core, m) {
                 recorded.distances = static_cast<std::int64_t>(next_ids->shape(2));
                 recorded.picks = static_cast<std::int64_t>(next_ids->shape(3));
             }
-            const Calls calls{std::move(routed), std::move(ahead), std::move(scored), std::move(ran)};
+            const Calls calls{std::move(routed), std::move(ahead), std::move(ran)};
             run.forward(recorded, keep, scores, calls);
         }, "ids"_a, "dense_s"_a, "keep"_a, "next_ids"_a.none(), "next_scores"_a.none(), "scores"_a.none(), "routed"_a.none(),
-           "ahead"_a.none(), "scored"_a.none(), "ran"_a.none());
+           "ahead"_a.none(), "ran"_a.none())
+        .def_prop_rw("records", [](const VirtualRun& run) { return run.passes.records; },
+                     [](VirtualRun& run, bool records) { run.passes.records = records; })
+        .def("take", [](VirtualRun& run) { return take(run.passes); });
     nb::class_<AskedLog>(m, "AskedLog").def(nb::init<>()).def("take", [](AskedLog& log) {
         nb::list found;
         for (const auto& a : log.asked) found.append(nb::make_tuple(std::string(1, a.what), a.segment, a.slot));

@@ -9,7 +9,7 @@
 namespace tiermoe::core {
 
 void VirtualRun::forward(const Recorded& recorded, const Segments& keep, const ByScores* scores, const Calls& calls) {
-    rows_.assign(static_cast<std::size_t>(core_.layout().experts), 0);
+    passes.drop();
     for (std::int64_t i = 0; i < core_.layout().layers; ++i) {
         try {
             layer(i, recorded, keep, scores, calls);
@@ -34,30 +34,12 @@ void VirtualRun::compute(double seconds) {
     if (seconds > 0) clock_.now_s += seconds;
 }
 
-// The experts that the layer needs, as `Routing.experts`: as picked for one token, else rising; and the rows of each.
-void VirtualRun::sort(std::int64_t layer, const Recorded& recorded) {
-    const std::int64_t experts = core_.layout().experts, pairs = recorded.tokens * recorded.top_k;
-    const std::int64_t* ids = recorded.ids + layer * pairs;
-    used_.clear();
-    for (std::int64_t i = 0; i < pairs; ++i) {
-        if (ids[i] < 0 || ids[i] >= experts) throw std::invalid_argument("there is no such expert: " + std::to_string(ids[i]));
-        if (!rows_[ids[i]]++) used_.push_back(ids[i]);
-    }
-    if (recorded.tokens > 1) std::sort(used_.begin(), used_.end());
-    keys_.clear();
-    counts_.clear();
-    for (std::int64_t e : used_) {
-        keys_.push_back(layer * experts + e);
-        counts_.push_back(rows_[e]);
-    }
-}
-
 double VirtualRun::kernels(std::int64_t first, std::int64_t stop) const {
     const Layout& layout = core_.layout();
     const auto experts = [this](std::int64_t count, std::int64_t rows) {
         return static_cast<double>(count) * costs_.expert_s + static_cast<double>(rows - count) * costs_.expert_row_s;
     };
-    const auto rows = [&](std::int64_t i) { return rows_[core_.present().run[i] % layout.experts]; };
+    const auto rows = [&](std::int64_t i) { return picked_.rows(core_.present().run[i] % layout.experts); };
     if (!layout.split || layout.units[core_.present().run[first]] == costs_.neurons) {
         std::int64_t pairs = 0;
         for (std::int64_t i = first; i < stop; ++i) pairs += rows(i);
@@ -70,14 +52,13 @@ double VirtualRun::kernels(std::int64_t first, std::int64_t stop) const {
     return seconds;
 }
 
-// False: nothing was asked.
-bool VirtualRun::prefetch(std::int64_t layer, const Recorded& recorded, const ByScores& scores) {
+void VirtualRun::prefetch(std::int64_t layer, const Recorded& recorded, const ByScores& scores) {
     const std::int64_t layers = core_.layout().layers, experts = core_.layout().experts;
     const std::int64_t stop = std::min(layer + 1 + scores.distance, layers);
     const bool allowed = core_.governor().allows();
     if (!scores.always) {
-        if (!allowed || layer + 1 >= stop) return false;
-        if (!scores.synchronous && core_.there((layer + 1) * experts, stop * experts)) return false;
+        if (!allowed || layer + 1 >= stop) return;
+        if (!scores.synchronous && core_.there((layer + 1) * experts, stop * experts)) return;
     }
     const auto read = [&](std::int64_t distance, std::int64_t t, std::vector<double>& row) {
         std::fill(row.begin(), row.end(), -std::numeric_limits<double>::infinity());
@@ -86,25 +67,31 @@ bool VirtualRun::prefetch(std::int64_t layer, const Recorded& recorded, const By
             row.at(static_cast<std::size_t>(recorded.next_ids[at + k])) = recorded.next_scores[at + k];
     };
     RouterPrefetch ahead{scores.by_votes, scores.top, scores.source, {}, {}};
-    if (allowed)
-        ahead.run(core_, layer + 1, std::min(stop - layer - 1, recorded.distances), recorded.tokens, allowed, read);
+    if (allowed || passes.records)
+        ahead.run(core_, layer + 1, std::min(stop - layer - 1, recorded.distances), recorded.tokens, allowed, read,
+                  passes.records ? &best_ : nullptr);
     if (scores.synchronous && allowed) core_.finish_prefetch(ahead.nearer, layer);
-    return true;
 }
 
 void VirtualRun::layer(std::int64_t layer, const Recorded& recorded, const Segments& keep, const ByScores* scores,
                        const Calls& calls) {
     compute(recorded.dense_s);
     core_.arrive(layer);
-    sort(layer, recorded);
-    const Segments& needed = core_.open(layer, keys_, counts_, recorded.tokens, {});
-    if (calls.routed) calls.routed(layer, used_, counts_);
+    const std::int64_t pairs = recorded.tokens * recorded.top_k;
+    const std::int64_t* ids = recorded.ids + layer * pairs;
+    picked_.expect(ids, pairs);
+    picked_.sort(ids, recorded.tokens, pairs, pairs, layer * core_.layout().experts);
+    const Segments& needed = core_.open(layer, picked_.keys, picked_.counts, recorded.tokens, {});
+    const double& blocked_s = core_.counts()[static_cast<std::size_t>(layer)].blocked_io_s;
+    const double began_s = clock_.now_s, waited_s = blocked_s;
+    best_.clear();
+    if (calls.routed) calls.routed(layer, picked_.experts, picked_.counts);
     const Plan& plan = core_.plan(needed, keep);
     const bool misses = plan.resident < static_cast<std::int64_t>(plan.run.size());
     core_.begin();
     core_.load();
     if (scores && (layer + 1 < core_.layout().layers || !calls.ahead)) {
-        if (prefetch(layer, recorded, *scores) && calls.scored) calls.scored(layer);
+        prefetch(layer, recorded, *scores);
     } else if (calls.ahead) {
         calls.ahead(layer);
     }
@@ -118,7 +105,9 @@ void VirtualRun::layer(std::int64_t layer, const Recorded& recorded, const Segme
         compute(kernels(first, stop));
     }
     core_.close();
-    for (std::int64_t e : used_) rows_[e] = 0;
+    if (passes.records)
+        passes.add() = {layer, recorded.tokens, picked_.keys, picked_.counts, began_s, clock_.now_s,
+                        std::max(0.0, blocked_s - waited_s), best_};
     if (calls.ran) calls.ran(layer);
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core.hpp"
+#include "picked.hpp"
 #include "virtual_link.hpp"
 
 namespace tiermoe::core {
@@ -46,24 +47,24 @@ struct ByScores {
 struct Calls {
     std::function<void(std::int64_t, const Segments& experts, const Segments& counts)> routed;  // before the plan
     std::function<void(std::int64_t)> ahead;   // the layer's loads are queued
-    std::function<void(std::int64_t)> scored;  // after a prefetch by scores
     std::function<void(std::int64_t)> ran;
 };
 
 class VirtualRun {
   public:
     VirtualRun(Core& core, VirtualLink& link, Clock& clock, const Costs& costs)
-        : core_(core), link_(link), clock_(clock), costs_(costs) {}
+        : core_(core), link_(link), clock_(clock), costs_(costs), picked_(core.layout().experts) {}
 
     std::size_t layers() const { return static_cast<std::size_t>(core_.layout().layers); }
+    Passes passes;  // of this forward; the next drops them
+
     // One forward. scores: what prefetches; null: `calls.ahead` does, as it does at the last layer of a policy that wraps.
     void forward(const Recorded& recorded, const Segments& keep, const ByScores* scores, const Calls& calls);
 
   private:
     void layer(std::int64_t layer, const Recorded& recorded, const Segments& keep, const ByScores* scores,
                const Calls& calls);
-    void sort(std::int64_t layer, const Recorded& recorded);
-    bool prefetch(std::int64_t layer, const Recorded& recorded, const ByScores& scores);
+    void prefetch(std::int64_t layer, const Recorded& recorded, const ByScores& scores);
     void compute(double seconds);
     double kernels(std::int64_t first, std::int64_t stop) const;
 
@@ -72,8 +73,8 @@ class VirtualRun {
     Clock& clock_;
     const Costs costs_;
     std::int64_t submitted_ = 0;  // bytes whose loads the host has paid for
-    Segments keys_, counts_, used_;
-    std::vector<std::int64_t> rows_;  // of each expert of the layer
+    Picked picked_;
+    std::vector<double> best_;  // predicted for the next layer
 };
 
 }  // namespace tiermoe::core

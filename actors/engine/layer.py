@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
     from ...kernels.expert_ffn import ExpertKernel
+    from ..core import _core
     from ..policies.routing import MissCosts, SequenceRows
     from .dispatch import RemoteTask, Spans
     from .host_view import Routing
@@ -36,7 +37,7 @@ NO_KEYS: frozenset[int] = frozenset()
 
 
 class Passed(NamedTuple):
-    """A pass that native code has run. began_s, ended_s: of `time.perf_counter`; waited_s: for copies, in between.
+    """A pass that native code has run. began_s, ended_s: of the link's clock; waited_s: for copies, in between.
 
     scores: predicted for the next layer's experts, the highest of any row [1, E]; None: there are none.
     """
@@ -48,7 +49,17 @@ class Passed(NamedTuple):
     began_s: float
     ended_s: float
     waited_s: float
-    scores: NDArray[np.float32] | None
+    scores: NDArray[np.float64] | None
+
+
+Told = Callable[[Passed], object]
+
+
+def tell(passes: _core.CpuLayers | _core.VirtualRun, told: Told) -> None:
+    """Tell of the passes that native code has run since the last time."""
+    for *known, scores in passes.take():
+        found = np.frombuffer(scores, np.float64)[None] if scores else None
+        told(Passed._make((*known, found)))
 
 
 class View(Protocol):

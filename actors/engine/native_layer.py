@@ -19,7 +19,7 @@ from ...kernels import _cpu
 from ...kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel
 from ...kernels.substitute import BuddyLists, Options, numbers
 from ..core import _core
-from .layer import Passed
+from .layer import Told, tell
 
 if TYPE_CHECKING:
     from .cache.cache import ExpertCache
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .layer import MoeLayer
     from .prefetching import Prefetching
 
-Told = Callable[[Passed], object]
 # Who looks ahead once a pass's loads are queued (`Asking` of kernels/cpu/table.hpp)
 HOOKS, ABSENT, ALWAYS = range(3)
 
@@ -118,9 +117,7 @@ class NativeLayers:
     def tell(self) -> None:
         """Tell of the passes so far."""
         if self.told is not None:
-            for *known, scores in self.shared.take():
-                found = np.frombuffer(scores, np.float32)[None] if scores else None
-                self.told(Passed._make((*known, found)))
+            tell(self.shared, self.told)
 
 
 class NativeLayer:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
@@ -151,13 +152,15 @@ class Configurator:
 
 
 def _picks(steps: Sequence[Step], layer: int, experts: int) -> Picks:
-    counts = np.zeros((len(steps), experts), np.int64)
-    scores = np.full((len(steps), experts), np.nan)
-    for i, step in enumerate(steps):
-        counts[i, step.experts[layer]] = step.counts[layer]
-        seen = step.scores[layer]
-        if seen is not None and len(seen):
-            scores[i] = seen[0] if len(seen) == 1 else seen.max(axis=0)
+    n, found = len(steps), [step.experts[layer] for step in steps]
+    counts, scores = np.zeros((n, experts), np.int64), np.full((n, experts), np.nan)
+    rows = np.repeat(np.arange(n), list(map(len, found)))
+    columns = np.fromiter(chain.from_iterable(found), np.int64)
+    counts[rows, columns] = np.fromiter(chain.from_iterable(step.counts[layer] for step in steps), np.int64)
+    predicted = [(i, seen) for i, step in enumerate(steps) if (seen := step.scores[layer]) is not None and len(seen)]
+    if predicted:
+        best = [seen if len(seen) == 1 else seen.max(axis=0, keepdims=True) for _, seen in predicted]
+        scores[[i for i, _ in predicted]] = np.concatenate(best)
     return Picks(counts, np.array([step.tokens for step in steps]), scores)
 
 

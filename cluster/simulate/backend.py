@@ -19,7 +19,7 @@ from ...actors.core._core import Clock, VirtualLink
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.dispatch import ExpertRunner, Spans
 from ...actors.engine.host_view import Asked, Routing
-from ...actors.engine.layer import Hooks, MoeLayer, Placer
+from ...actors.engine.layer import Hooks, MoeLayer, Placer, tell
 from ...actors.engine.prefetching import NATIVE, Prefetching
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, Span
@@ -241,12 +241,18 @@ class RecordedRun:
     def __init__(
         self, cache: ExpertCache, clock: Clock, machine: Machine, neurons: int, hooks: Hooks, placer: Placer
     ) -> None:
-        self._placer, self._hooks, self._last = placer, hooks, len(cache.stats.layers) - 1
+        self._placer, self._hooks = placer, hooks
+        # observers of passes are told once a forward, others in each layer
+        told = [watcher.passed for watcher in hooks.watch if hasattr(watcher, "passed")]
+        assert len(told) < 2
+        self._told = told[0] if told else None
+        self._watch = [watcher for watcher in hooks.watch if not hasattr(watcher, "passed")]
         self._prefetch = hooks.ahead[0] if len(hooks.ahead) == 1 and isinstance(hooks.ahead[0], Prefetching) else None
         self._run = _core.VirtualRun(
             cache.core, cast(VirtualLink, cache.link), clock, machine.expert_s, machine.expert_row_s,
             machine.kernel_share, machine.load_s / cache.residency.slot_bytes, machine.miss_s, neurons,
         )  # fmt: skip
+        self._run.records = self._told is not None
 
     def forward(self, forward: RecordedForward, dense_s: float) -> None:
         """All layers; the clock advances. dense_s: of the dense part of each."""
@@ -261,31 +267,29 @@ class RecordedRun:
 
         def routed(layer: int, experts: Sequence[int], counts: Sequence[int]) -> None:
             found = Routing(forward.tokens, forward.top_k, [*experts], [*counts], [], _NOWHERE, _NOWHERE)
-            for watcher in hooks.watch:
+            for watcher in self._watch:
                 watcher.routed(layer, found)
 
         def ahead(layer: int) -> None:
+            self._tell()  # before what is predicted now
             for hook in hooks.ahead:
                 hook.layer(layer, view(layer))
 
-        def scored(layer: int) -> None:
-            if prefetch is not None and prefetch.on_predicted is not None and layer < self._last:
-                found = forward.lookahead(layer, 1)
-                if found is not None:
-                    prefetch.on_predicted(layer + 1, found)
-
         def ran(layer: int) -> None:
-            for watcher in hooks.watch:
+            for watcher in self._watch:
                 watcher.ran(layer)
 
         calls_ahead = hooks.ahead and (scores is None or (prefetch is not None and prefetch.policy.wraps))
-        tells = prefetch is not None and prefetch.on_predicted is not None
         next_ids, next_scores = (None, None) if scores is None else forward.next_scores()
         self._run.forward(
             forward.ids, dense_s, list(self._placer.keep), next_ids, next_scores, scores,
-            routed if hooks.watch else None, ahead if calls_ahead else None, scored if tells else None,
-            ran if hooks.watch else None,
+            routed if self._watch else None, ahead if calls_ahead else None, ran if self._watch else None,
         )  # fmt: skip
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._told is not None:
+            tell(self._run, self._told)
 
 
 class ShardBackend(RecordedBackend):
