@@ -54,6 +54,13 @@ class Overhead(Served):
     layers: int = Field(2, ge=1, description="Layers of Qwen3-30B-A3B's shape: 5 GB of disk and of memory each.")
 
 
+class HostDevice(StrEnum):
+    """What `host` runs on."""
+
+    CPU = "cpu"
+    FAKE_GPU = "fake-gpu"
+
+
 class Host(Served):
     """What a decoded token's time consists of: the host's microseconds by part of a layer, a step and a request."""
 
@@ -64,7 +71,10 @@ class Host(Served):
     )
     batch: Batches = (1, 8)
     budget: str = Field("0.25", description="Device memory for experts, of presets that load them.")
-    ray: bool = Field(True, description="Also what a request through Ray costs.")
+    device: HostDevice = Field(
+        HostDevice.CPU, description="fake-gpu: the step beside a GPU whose kernels and copies take no time."
+    )
+    ray: bool = Field(True, description="Also what a request through Ray costs; not of a fake GPU.")
 
 
 class Ttft(Served):

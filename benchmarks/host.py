@@ -33,15 +33,21 @@ from tiermoe.cluster.jobs.bench.serving import (
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.prompt import load_tokenizer
 
-from .cases import Host
+from .cases import Host, HostDevice
 
 if TYPE_CHECKING:  # torch
     from tiermoe.actors.engine.model.profile import HostPass, HostStep
+
+    from .instant_gpu import Recorded
 
 # microseconds of the host in an MoE layer outside kernels and waits for copies, at batch 1
 LIMITS_US = {
     "all-resident": 10.0, "on-demand": 20.0, "next-gate": 35.0, "fmoe": 70.0, "moepic": 70.0, "activeevict": 70.0,
     "activeevict-lossless": 70.0, "buddymoe": 70.0, "auto, local": 20.0,
+}  # fmt: skip
+# the same beside a GPU whose kernels and copies take no time, launching included
+LIMITS_GPU_US = {
+    "all-resident": 30.0, "on-demand": 40.0, "next-gate": 45.0, "moepic": 80.0, "activeevict": 80.0,
 }  # fmt: skip
 LATENCY_US = 10.0
 PROMPT_TOKENS, MAX_TOKENS = 32, 48
@@ -60,6 +66,10 @@ def host(options: Host, progress: Progress | None) -> Report:
 
     Bars, at batch 1: `host` of a layer (outside kernels and waits for copies, by wall-clock) at most `LIMITS_US`.
 
+    On a fake GPU (`instant_gpu`) only the layers are measured, as they run on a GPU: `host` includes launching,
+    `kernels` and `combine` are that alone, and `LIMITS_GPU_US` are the bars. `loads awaited`: no copy has ended when
+    the host looks, so that each load has a wait and a launch of its own.
+
     Raises:
         ConfigError: an unknown preset. RuntimeFailure: a request failed.
     """
@@ -70,6 +80,8 @@ def host(options: Host, progress: Progress | None) -> Report:
     settings = options.settings(
         latency_us=LATENCY_US, prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, threads=1, budget=options.budget
     )
+    if options.device is HostDevice.FAKE_GPU:
+        return _beside_gpu(options, configs, prompts, settings, progress)
     report = Report("host", "", settings=settings)
     columns: dict[str, Column] = {}
     spreads: list[dict[str, Any]] = []
@@ -88,16 +100,87 @@ def host(options: Host, progress: Progress | None) -> Report:
                     spreads.append({"preset": column, "batch": batch, "matcher": worker.matcher_stats(), **spread})
     if service:
         columns.setdefault("all-resident", {}).update(service)
+    what = "microseconds of the host in a layer outside kernels and waits"
+    return _told(report, columns, spreads, LIMITS_US, what)
+
+
+def _told(
+    report: Report, columns: Mapping[str, Column], spreads: list[dict[str, Any]], limits_us: Mapping[str, float],
+    what: str,
+) -> Report:  # fmt: skip
+    """The report with its rows and bars."""
     for key in dict.fromkeys(key for found in columns.values() for key in found):
         values = {name: found.get(key, "") for name, found in columns.items()}
         if any(values.values()):
             report.rows.append({"batch": key[0], "per": key[1], "part": key[2], **values})
     report.figures["spread"] = spreads
     for name, found in columns.items():
-        if name in LIMITS_US and (1, "layer", "host") in found:
-            what = f"microseconds of the host in a layer outside kernels and waits, {name}, batch 1"
-            report.bars.append(Bar(what, found[1, "layer", "host"], "<=", LIMITS_US[name]))
+        if name in limits_us and (1, "layer", "host") in found:
+            report.bars.append(Bar(f"{what}, {name}, batch 1", found[1, "layer", "host"], "<=", limits_us[name]))
     return report
+
+
+def _beside_gpu(
+    options: Host, configs: Mapping[str, RunConfig], prompts: Sequence[Prompt], settings: dict[str, Any],
+    progress: Progress | None,
+) -> Report:  # fmt: skip
+    """The layers' host time on a fake GPU: of recorded decode forwards, run again without kernels and copies."""
+    from .instant_gpu import EXECUTOR, Recorded, instant_gpu
+
+    report = Report("host-gpu", EXECUTOR, settings=settings)
+    columns: dict[str, Column] = {}
+    spreads: list[dict[str, Any]] = []
+    for name, config in configs.items():
+        columns[name] = {}
+        for batch in options.batch:
+            config = config.model_copy(update={"dtype": "bfloat16"})  # as on GPUs; copies need no cast
+            with instant_gpu() as gpu, closing(start_worker(config)) as worker:
+                recorded = Recorded(worker, gpu)
+                recorded.record(partial(serve, worker.submit, prompts[:batch], MAX_TOKENS))
+                found, spread = _run_again(worker, recorded, batch, options.repeats, progress, f"{name}, {batch}")
+            columns[name] |= {(batch, *key): value for key, value in found.items()}
+            spreads.append({"preset": name, "batch": batch, **spread})
+    return _told(report, columns, spreads, LIMITS_GPU_US, "microseconds of the host in a layer, launching included")
+
+
+def _run_again(
+    worker: Any, recorded: Recorded, batch: int, repeats: int, progress: Progress | None, label: str
+) -> tuple[dict[tuple[str, str], float], dict[str, Any]]:
+    """Microseconds of a layer in decode forwards by (per what, part): means over its layers, medians over forwards."""
+    from tiermoe.actors.engine.model.profile import PARTS, host_passes
+
+    kinds: dict[str, tuple[bool, Sequence[str], Callable[[], float]]] = {
+        "layer": (False, (), time.perf_counter), "layer, by part": (False, PARTS, time.perf_counter),
+        "layer, CPU": (False, (), time.thread_time), "layer, loads awaited": (True, (), time.perf_counter),
+        "layer, loads awaited, by part": (True, PARTS, time.perf_counter),
+        "layer, loads awaited, CPU": (True, (), time.thread_time),
+    }  # fmt: skip
+    forwards: dict[str, list[list[HostPass]]] = {kind: [] for kind in kinds}
+    layers = len(worker.engine.layers)
+
+    def again(kind: str) -> Measures:
+        late, parts, now = kinds[kind]
+        with host_passes(worker.engine, parts, now) as passes:
+            recorded.run(late)
+        ran = [passes[at : at + layers] for at in range(0, len(passes), layers)]
+        forwards[kind] += [forward for forward in ran if forward[0].tokens == batch]
+        return {}
+
+    for late in (False, True):
+        recorded.run(late)  # warm up; not counted
+    interleaved([Case(kind, partial(again, kind)) for kind in kinds], repeats, 0, progress, label)
+
+    def us(kind: str, value: Callable[[HostPass], float]) -> Spread:
+        return Spread.of([fmean(map(value, forward)) * 1e6 for forward in forwards[kind]])
+
+    hosts = {kind: us(kind, _host_s) for kind, (_, parts, _) in kinds.items() if not parts}
+    found: dict[tuple[str, str], float] = {}
+    for kind in kinds:
+        if kind in hosts:
+            found[kind, "host"] = hosts[kind].median
+        else:
+            found |= {(kind, part): us(kind, partial(_part_s, part)).median for part in PARTS}
+    return found, {kind: asdict(spread) | {"values": None} for kind, spread in hosts.items()}
 
 
 def _columns(preset: str, worker: Any) -> Iterator[str]:
@@ -191,6 +274,10 @@ def _layer_us(steps: Sequence[HostStep], value: Callable[[HostPass], float]) -> 
 
 def _outside_s(layer: HostPass) -> float:
     return layer.outside_s
+
+
+def _host_s(layer: HostPass) -> float:
+    return layer.host_s
 
 
 def _kernel_s(layer: HostPass) -> float:

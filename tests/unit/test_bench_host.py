@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tiermoe.actors.engine import engine, make_device
 from tiermoe.actors.engine.model.profile import PARTS, STEP_PARTS, HostPass, HostStep
+from tiermoe.actors.engine.native_layer import NativeLayer
 from tiermoe.actors.policies.auto import Faster
 from tiermoe.benchmarks import host as host_bench
-from tiermoe.benchmarks.cases import Host
+from tiermoe.benchmarks.cases import Host, HostDevice
 from tiermoe.benchmarks.host import _columns, by_part, host
+from tiermoe.benchmarks.instant_gpu import InstantGpu
 from tiermoe.cluster.jobs.bench import command
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report
 
@@ -81,6 +84,36 @@ def test_the_parts_of_a_token_are_its_measured_time() -> None:
         assert ("layer, by part, CPU", "copies") not in table  # the thread sleeps
         assert abs(table["token", "rest"]) < 0.1 * table["token", "measured"]
     assert report.bars == []  # of batch 1 only
+
+
+@pytest.mark.slow
+def test_a_layer_beside_a_gpu_is_timed_without_kernels_and_copies() -> None:
+    """Also that the engine is its own again: a worker of the CPU runs natively after it."""
+    report = host(Host(preset=("on-demand",), batch=(1,), repeats=1, device=HostDevice.FAKE_GPU), None)
+    table = {(row["per"], row["part"]): row["on-demand"] for row in report.rows}
+    assert (report.name, report.executor) == ("host-gpu", "fake GPU: kernels and copies take no time")
+    for late in ("layer", "layer, loads awaited"):
+        parts = ("read", "plan", "begin", "issue", "await", "run", "kernels", "combine", "other")
+        assert all(table[f"{late}, by part", part] > 0 for part in parts)
+        assert table[late, "host"] > 0
+        assert table[f"{late}, CPU", "host"] > 0
+    assert table["layer, loads awaited", "host"] > table["layer", "host"]  # more launches
+    assert [bar.limit for bar in report.bars] == [40.0]
+    assert make_device.make_device.__module__ == make_device.__name__
+    assert engine.NativeLayer is NativeLayer
+
+
+def test_copies_of_a_fake_gpu_end_at_once_or_when_the_compute_behind_them_is_seen() -> None:
+    gpu, copies = InstantGpu(), InstantGpu().stream()
+    copied, ran = gpu.event(), gpu.event()
+    gpu.record(copied, copies)
+    assert gpu.query(copied)
+    gpu.late = True
+    gpu.record(copied, copies)
+    assert not gpu.query(copied)
+    gpu.record(ran, gpu.current())
+    assert gpu.query(ran)
+    assert gpu.query(copied)
 
 
 def test_bars_judge_the_presets_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,248 @@
+"""A GPU whose kernels and copies take no time, for what the host does beside one (`bench host --device fake-gpu`).
+
+The engine's own code for a GPU runs on it: `CudaDevice`, `StreamQueue`, `PinnedFetch`, `TableRing`, and what the Triton
+kernels do up to the launch. While `works`, the host does what a GPU would, so that a model's tokens are right; then
+recorded layers run again without. The driver's own calls cost nothing here: an enqueued copy, event or launch of CUDA
+costs the host 1 to 10 us each in addition.
+
+`tests/fake_gpu.py` finds hazards, at a cost that would hide the host's; this one finds none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+
+from tiermoe.actors.engine import engine as engine_module
+from tiermoe.actors.engine import host_view, make_device
+from tiermoe.actors.engine.cuda.activations import PinnedActivations, PinnedFetch
+from tiermoe.actors.engine.cuda.device import CudaDevice
+from tiermoe.actors.engine.cuda.tables import TableRing
+from tiermoe.actors.policies.prefetch_trials import PrefetchTrials
+from tiermoe.errors import ConfigError
+from tiermoe.kernels.expert_ffn import ExpertKernel, Group, Operands
+
+EXECUTOR = "fake GPU: kernels and copies take no time"
+
+
+class _Stream:
+    """Compared by identity."""
+
+
+class _Event:
+    __slots__ = ("compute", "serial")
+
+
+_ENTERED = nullcontext()
+
+
+class InstantGpu:
+    """`GpuRuntime` on the CPU.
+
+    Attributes:
+        works: whether experts are copied, and kernels run (`Launched`). Small arrays are always copied.
+        late: a copy has ended when the host sees the end of compute that was enqueued after it, so that a layer has to
+            wait for its loads, as for large experts; else at once.
+    """
+
+    device, mapped = torch.device("cpu"), True
+
+    def __init__(self) -> None:
+        self.works, self.late = True, False
+        self._compute = _Stream()
+        self._enqueued = self._seen = 0  # events
+
+    def enter(self) -> None: ...
+
+    def free_bytes(self) -> int:
+        return 80 << 30
+
+    def stream(self, urgent: bool = False) -> _Stream:
+        return _Stream()
+
+    def current(self) -> _Stream:
+        return self._compute
+
+    def on(self, stream: _Stream) -> Any:
+        return _ENTERED
+
+    def event(self, timing: bool = True) -> _Event:
+        return _Event()
+
+    def record(self, event: _Event, stream: _Stream) -> None:
+        self._enqueued += 1
+        event.serial, event.compute = self._enqueued, stream is self._compute
+
+    def wait_event(self, stream: _Stream, event: _Event) -> None: ...
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        if self.works:
+            dst.copy_(src)
+
+    def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+    def launch(self, act: Callable[[], None]) -> None:
+        act()
+
+    def query(self, event: _Event) -> bool:
+        if event.compute or not self.late:
+            self._seen = max(self._seen, event.serial)
+        return event.serial <= self._seen
+
+    def synchronize(self, event: _Event) -> None:
+        self._seen = max(self._seen, event.serial)
+
+    def elapsed_s(self, earlier: _Event, later: _Event) -> float:
+        return 0.0
+
+    def settle(self) -> None:
+        self._seen = self._enqueued
+
+    def page_driver(self) -> NoReturn:
+        raise RuntimeError("a fake GPU has no pages")
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        return None
+
+    def unregister(self, address: int) -> None: ...
+
+
+class _Handles(dict[Any, Any]):
+    """Compiled kernels of a `Launch`: each takes its arguments and does nothing."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*args: Any) -> None: ...
+
+
+class Launched:
+    """`ExpertKernel`: the host's part of a Triton kernel, then a kernel in the GPU's place while that works.
+
+    Raises:
+        ConfigError: Triton is not installed.
+    """
+
+    def __init__(self, kernel: ExpertKernel, operands: Operands, gpu: InstantGpu, ring: TableRing) -> None:
+        try:
+            from tiermoe.kernels.triton import expert_ffn
+        except ImportError:
+            raise ConfigError("a fake GPU runs the host's part of Triton kernels", "pip install triton") from None
+        self._kernel, self._gpu = kernel, gpu
+        self._triton = expert_ffn.TritonKernel(operands, "silu", kernel, ring)
+        launches = [launch for pair in self._triton._launches.values() for launch in pair]
+        most = expert_ffn._COMBINE_MOST
+        self._triton._combines[most] = expert_ffn.Launch(
+            expert_ffn._combine, MOST=most, BLOCK=expert_ffn._COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True
+        )
+        for launch in (*launches, *self._triton._combines.values()):
+            launch.handles, launch._loose = _Handles(), launch._loose or frozenset()  # also where Triton interprets
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        self._triton.run(hidden, pairs, groups, top_k, y)
+        if self._gpu.works:
+            self._kernel.run(hidden, pairs, groups, top_k, y)
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = self._triton.combine(y, weights)
+        return self._kernel.combine(y, weights) if self._gpu.works else out
+
+
+@contextmanager
+def instant_gpu() -> Iterator[InstantGpu]:
+    """Workers that are started within the context run on it, until it ends."""
+    gpu, before = InstantGpu(), list[tuple[Any, str, Any]]()
+    ring = TableRing(gpu)
+
+    def launching(layer: Any) -> Any:
+        pool = layer.cache.pool
+        layer.kernel = Launched(layer.kernel, Operands(pool.gate_up, pool.down, None, None), gpu, ring)
+
+    for owner, name, made in (
+        (make_device, "make_device", lambda *_: CudaDevice(gpu)),
+        (engine_module, "fetch_from", lambda _: PinnedFetch(gpu)),
+        (engine_module, "activations_of", lambda _: PinnedActivations(gpu)),
+        (engine_module, "NativeLayer", SimpleNamespace(of=lambda layer, *_: launching(layer))),  # none: it is a CPU's
+        (host_view, "upload", lambda array, _: ring.put(array)),
+    ):
+        before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, made)
+    try:
+        yield gpu
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+class Recorded:
+    """The forwards of a started worker on such a GPU while `record` serves, to be run again.
+
+    No request may be in flight.
+    """
+
+    def __init__(self, worker: Any, gpu: InstantGpu) -> None:
+        self._engine, self._gpu = worker.engine, gpu
+        self._embed = worker.model.get_input_embeddings()
+        self._forwards: list[tuple[Any, list[Any], list[Any]]] = []  # rows; ids; each layer's inputs
+        if self._engine.prefetching is not None:  # no trial: nothing here shows whether it pays
+            self._engine.prefetching.adapt(PrefetchTrials(first=1 << 62), float)
+
+    def record(self, serve: Callable[[], object]) -> None:
+        engine, forwards = self._engine, self._forwards
+        begin = engine.begin_forward
+
+        def began(rows: Any) -> None:
+            forwards.append((rows, [], []))
+            begin(rows)
+
+        def ran(layer: Any) -> Callable[..., Any]:
+            forward = layer.forward
+
+            def run(*inputs: torch.Tensor) -> Any:
+                forwards[-1][2].append([given.clone() for given in inputs])
+                return forward(*inputs)
+
+            return run
+
+        hook = self._embed.register_forward_pre_hook(lambda _, given: forwards[-1][1].append(given[0].clone()))
+        engine.begin_forward = began
+        for layer in engine.layers:
+            layer.forward = ran(layer)
+        try:
+            serve()
+        finally:
+            hook.remove()
+            del engine.begin_forward
+            for layer in engine.layers:
+                del layer.forward
+
+    def run(self, late: bool) -> None:
+        """Run all layers again; kernels and copies do nothing. late: as of `InstantGpu`."""
+        engine, self._gpu.works, self._gpu.late = self._engine, False, late
+        with torch.inference_mode():
+            for rows, ids, layers in self._forwards:
+                engine.begin_forward(rows)
+                for given in ids:
+                    self._embed(given)
+                for layer, inputs in zip(engine.layers, layers, strict=True):
+                    layer.forward(*inputs)
+        for name in {row.name for rows, *_ in self._forwards for row in rows}:
+            engine.end_sequence(name)
