@@ -68,7 +68,8 @@ def host(options: Host, progress: Progress | None) -> Report:
 
     On a fake GPU (`instant_gpu`) only the layers are measured, as they run on a GPU: `host` includes launching,
     `kernels` and `combine` are that alone, and `LIMITS_GPU_US` are the bars. `loads awaited`: no copy has ended when
-    the host looks, so that each load has a wait and a launch of its own.
+    the host looks, so that each load has a wait and a launch of its own. The number of calls that Python makes is the
+    same on a busy machine.
 
     Raises:
         ConfigError: an unknown preset. RuntimeFailure: a request failed.
@@ -180,6 +181,8 @@ def _run_again(
             found[kind, "host"] = hosts[kind].median
         else:
             found |= {(kind, part): us(kind, partial(_part_s, part)).median for part in PARTS}
+    for kind, late in (("layer", False), ("layer, loads awaited", True)):
+        found[kind, "calls of Python, number"] = recorded.calls(late)
     return found, {kind: asdict(spread) | {"values": None} for kind, spread in hosts.items()}
 
 

@@ -302,6 +302,7 @@ bool Core::take_pending(Segment s, std::int64_t SourceCounts::* outcome) {
 }
 
 void Core::await(const Flight& f, std::int64_t layer, bool overtaken) {
+    link_->look();
     if (link_->ending(f.ticket) != Ending::under_way) return;
     if (log) log->push_back({'w', f.segment, f.slot});
     const double start_s = link_->now_s();

@@ -80,8 +80,9 @@ class Link {
     [[noreturn]] virtual void fail(Ticket, std::int64_t layer) {
         throw std::runtime_error("copying an expert of MoE layer " + std::to_string(layer) + " failed");
     }
-    // How it has ended as far as the host may see, without waiting.
+    // How it has ended as far as the host may see, without waiting; of a link in Python at the last `poll` or `look`.
     virtual Ending ending(Ticket ticket) = 0;
+    virtual void look() {}
     // Compute of the layer issued from now on comes after it. True: the host has waited, so its seconds count.
     virtual bool join(Ticket ticket, std::int64_t layer) = 0;
     // Copies submitted from now on come after it. True: as `join`.

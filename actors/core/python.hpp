@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <tuple>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -71,8 +72,8 @@ class PythonOrder : public Order {
     std::vector<Event> events_;
 };
 
-// A link of Python (`actors.engine.cache.links.QueueLink`): copies from other nodes, casts, a GPU's streams. A copy is a
-// tuple of its fields, an ending a number.
+// A link of Python (`actors.engine.cache.links.QueueLink`): copies from other nodes, casts, a GPU's streams. It tells what
+// has ended since it told last, all tickets in one call, so that asking about one takes no lock.
 class PythonLink : public Link {
   public:
     explicit PythonLink(nb::object of) : of_(std::move(of)) {}
@@ -80,43 +81,85 @@ class PythonLink : public Link {
         nb::gil_scoped_acquire lock;
         nb::list given;
         for (const Copy& c : copies)
-            given.append(nb::make_tuple(c.ticket, c.segment, c.slot, c.bytes, static_cast<int>(c.cause), c.after, c.back));
+            given.append(nb::make_tuple(c.ticket, c.segment, c.slot, c.bytes, static_cast<int>(c.cause), c.back));
         return nb::cast<bool>(of_.attr("submit")(given, urgent));
     }
-    void promote(Ticket t) override { call<void>("promote", t); }
-    bool cancel(Ticket t) override { return call<bool>("cancel", t); }
-    double moved(Ticket t) override { return call<double>("moved", t); }
-    void poll() override { call<void>("poll"); }
+    void promote(Ticket t) override {
+        if (!ended_.count(t)) call<void>("promote", t);
+    }
+    bool cancel(Ticket t) override {
+        if (ended_.count(t)) return false;
+        nb::gil_scoped_acquire lock;
+        const nb::object share = of_.attr("cancel")(t);
+        if (share.is_none()) return false;
+        ended_[t] = {Ending::cancelled, false, {}, nb::cast<double>(share)};
+        return true;
+    }
+    double moved(Ticket t) override {
+        const auto found = ended_.find(t);
+        return found == ended_.end() ? 0.0 : found->second.moved;
+    }
+    void poll() override { tell("poll"); }
+    void look() override { tell("look"); }
     void fail(Ticket t, std::int64_t layer) override {
         call<void>("fail", t, layer);
         throw Broken("a link of Python raises the error of a failed copy");
     }
-    Ending ending(Ticket t) override { return static_cast<Ending>(call<int>("ending", t)); }
-    bool join(Ticket t, std::int64_t layer) override { return call<bool>("join", t, layer); }
-    bool overtake(Ticket t) override { return call<bool>("overtake", t); }
-    void wait(Ticket t) override { call<void>("wait", t); }
+    Ending ending(Ticket t) override {
+        const auto found = ended_.find(t);
+        return found == ended_.end() ? Ending::under_way : found->second.how;
+    }
+    bool join(Ticket t, std::int64_t layer) override { return tell("join", t, layer); }
+    bool overtake(Ticket t) override { return tell("overtake", t); }
+    void wait(Ticket t) override {
+        if (!ended_.count(t)) tell("wait", t);
+    }
     Mark mark() override { return call<Mark>("mark"); }
-    bool times(Ticket t, Times& found) override {
-        nb::gil_scoped_acquire lock;
-        const nb::object seen = of_.attr("times")(t);
-        if (seen.is_none()) return false;
-        const auto [start_s, end_s, link_s, back_s] = nb::cast<std::tuple<double, double, double, double>>(seen);
-        found = {start_s, end_s, link_s, back_s};
+    bool times(Ticket t, Times& times) override {
+        const auto found = ended_.find(t);
+        if (found == ended_.end() || !found->second.known) return false;
+        times = found->second.times;
         return true;
     }
     double now_s() override { return call<double>("now_s"); }
-    void forget(Ticket t) override { call<void>("forget", t); }
+    void forget(Ticket t) override {
+        if (ending(t) == Ending::failed) call<void>("forget", t);
+        ended_.erase(t);
+    }
     std::int64_t pending() override { return call<std::int64_t>("pending"); }
     void close() override { call<void>("close"); }
 
   private:
+    struct Ended {
+        Ending how;
+        bool known;  // its times
+        Times times;
+        double moved;
+    };
+
     template <typename T, typename... Args>
     T call(const char* name, Args... args) {
         nb::gil_scoped_acquire lock;
         const nb::object found = of_.attr(name)(args...);
         if constexpr (!std::is_void_v<T>) return nb::cast<T>(found);
     }
+    // Calls what gives (whether the host has waited, [(ticket, ending, times or None)]).
+    template <typename... Args>
+    bool tell(const char* name, Args... args) {
+        nb::gil_scoped_acquire lock;
+        const auto found = nb::cast<nb::tuple>(of_.attr(name)(args...));
+        for (const nb::handle one : nb::cast<nb::object>(found[1])) {
+            const nb::tuple told = nb::cast<nb::tuple>(one);
+            Ended& ended = ended_[nb::cast<Ticket>(told[0])];
+            ended = {static_cast<Ending>(nb::cast<int>(told[1])), !told[2].is_none(), {}, 0.0};
+            if (!ended.known) continue;
+            const auto [start_s, end_s, link_s, back_s] = nb::cast<std::tuple<double, double, double, double>>(told[2]);
+            ended.times = {start_s, end_s, link_s, back_s};
+        }
+        return nb::cast<bool>(found[0]);
+    }
     nb::object of_;
+    std::unordered_map<Ticket, Ended> ended_;  // told, and not forgotten
 };
 
 // A virtual link whose bytes Python moves (`actors.engine.cache.links.Carrier`), at the moment at which a copy ends.

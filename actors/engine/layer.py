@@ -364,11 +364,12 @@ class MoeLayer:
 
     def _close(self, tasks: Sequence[RemoteTask]) -> None:
         """Count the pass, of the GPU that waited longest and of the busiest link."""
-        if any(task.recomputed for task in tasks):
-            self.placer.displaced()
-        self.cache.close_pass(
-            max((task.blocked_s for task in tasks), default=0.0), max((task.link_s for task in tasks), default=0.0)
-        )
+        if tasks:
+            if any(task.recomputed for task in tasks):
+                self.placer.displaced()
+            self.cache.close_pass(max(task.blocked_s for task in tasks), max(task.link_s for task in tasks))
+        else:
+            self.cache.close_pass()
         for watcher in self.hooks.watch:
             watcher.ran(self.index)
         if self.check:

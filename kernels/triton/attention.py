@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ..device import on_device
-from .launch import Launch
+from .launch import Launch, ceil_div
 
 SPLIT = 512  # keys of a program
 _KEYS = 32  # of a step of it
@@ -161,7 +161,7 @@ def attend(
     query, k_new, v_new = query.contiguous(), k_new.contiguous(), v_new.contiguous()
     group, device = heads // kv_heads, query.device
     pairs = max(_DECODE, triton.next_power_of_2(group)) if packed.most_q == 1 else max(_PROMPT, group)
-    splits, rows = triton.cdiv(packed.most_k, SPLIT), count * heads
+    splits, rows = ceil_div(packed.most_k, SPLIT), count * heads
     partial = torch.empty((splits, rows, width), dtype=torch.float32, device=device)
     maxima = torch.full((splits, rows), float("-inf"), dtype=torch.float32, device=device)
     sums = torch.zeros((splits, rows), dtype=torch.float32, device=device)
@@ -180,7 +180,7 @@ def attend(
     first, second = _launches[key]
     with on_device(device):
         first(
-            (triton.cdiv(packed.most_q * group, pairs), (len(packed.starts_q) - 1) * kv_heads, splits),
+            (ceil_div(packed.most_q * group, pairs), (len(packed.starts_q) - 1) * kv_heads, splits),
             query, k_new, v_new, k_cache, v_cache, packed.index, packed.starts_q, packed.starts_k,
             query if sinks is None else sinks, partial, maxima, sums, heads, rows, kv_heads,
             (1 << 30) if window is None else window, scale,

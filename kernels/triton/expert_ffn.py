@@ -36,7 +36,7 @@ import triton.language as tl
 from ..device import on_device
 from ..expert_ffn import ExpertKernel, Group, Operands, PlainTables, RowClass, Tables, row_class
 from ..packed_ffn import ACTIVATIONS
-from .launch import Launch
+from .launch import Launch, ceil_div
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = tl.constexpr(8)  # of the table: start in pairs, rows, first neuron, neurons, row of `a`, added; 2 unused
@@ -260,7 +260,7 @@ class TritonKernel:
         self._pool_neurons = slots * self._neurons
         self._dtype, self._device = operands.gate_up.dtype, operands.gate_up.device
         self._activation = ACTIVATIONS[activation]
-        self._stride = triton.cdiv(self._neurons, PAD) * PAD
+        self._stride = ceil_div(self._neurons, PAD) * PAD
         self._widen = self._device.type == "cpu" and self._dtype == torch.bfloat16
         self.tables: Tables = PlainTables(self._device) if tables is None else tables
         defaults = {name: some[0] for name, some in shapes_for(self._dtype).items()}
@@ -304,12 +304,12 @@ class TritonKernel:
         y, weights = y.contiguous(), weights.contiguous()
         out = torch.empty((tokens, self._width), dtype=y.dtype, device=y.device)
         if tokens:
-            most = max(_COMBINE_MOST, triton.next_power_of_2(top_k))
+            most = _COMBINE_MOST if top_k <= _COMBINE_MOST else triton.next_power_of_2(top_k)
             if most not in self._combines:
                 self._combines[most] = Launch(
                     _combine, MOST=most, BLOCK=_COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True
                 )
-            grid = (tokens, triton.cdiv(self._width, _COMBINE_BLOCK), 1)
+            grid = (tokens, ceil_div(self._width, _COMBINE_BLOCK), 1)
             with on_device(self._device):
                 self._combines[most](grid, y, weights, out, top_k, self._width)
         return out
@@ -327,12 +327,12 @@ class TritonKernel:
         shape, width, stride = self.shapes[name], self._width, self._stride
         gate_up, down = self._launches[name]
         gate_up(
-            (sum(phases), triton.cdiv(widest, PAD) * PAD // shape.gate_up.N, 1),
+            (sum(phases), ceil_div(widest, PAD) * PAD // shape.gate_up.N, 1),
             hidden, pairs, self._gate_up, activations, table, first, top_k, width, stride,
         )  # fmt: skip
         for tiles in phases:
             down(
-                (tiles, triton.cdiv(width, shape.down.N), 1),
+                (tiles, ceil_div(width, shape.down.N), 1),
                 activations, pairs, self._down, y, table, first, width, stride,
             )  # fmt: skip
             first += tiles

@@ -13,6 +13,11 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 
+def ceil_div(count: int, size: int) -> int:
+    """`triton.cdiv` of the host's integers, without its way through Triton's own interpreter of constants."""
+    return -(-count // size)
+
+
 class Launch:
     """A kernel with fixed constants and options, for tensors of one device.
 

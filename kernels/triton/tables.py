@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch
+from .launch import Launch, ceil_div
 
 _BLOCK = 1024
 
@@ -34,4 +34,4 @@ def kernel_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
         launch = _launches.get(device)
         if launch is None:
             launch = _launches[device] = Launch(_copy, BLOCK=_BLOCK, num_warps=4)
-        launch((triton.cdiv(count, _BLOCK), 1, 1), src, dst, count)
+        launch((ceil_div(count, _BLOCK), 1, 1), src, dst, count)

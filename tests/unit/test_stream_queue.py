@@ -57,6 +57,27 @@ def test_arrivals_that_are_complete_run_together() -> None:
     rig.finish()
 
 
+def test_one_call_of_python_tells_the_core_of_all_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ticket was asked about four times: how it ended, its times, how again, and that it is forgotten."""
+    rig = Rig(4)
+    rig.gpu.idle = True
+    plan, link, calls = begin_layer(rig.cache, 0, [0, 1, 2, 3]), rig.cache._queue, list[str]()
+
+    def counted(name: str, method: Any) -> Any:
+        return lambda *given: (calls.append(name), method(*given))[1]
+
+    for name in ("poll", "look", "join", "now_s", "promote", "forget", "mark", "submit"):
+        monkeypatch.setattr(link, name, counted(name, getattr(link, name)))
+    assert rig.cache.next() == (0, 1)
+    assert calls == ["look", "now_s", "join"]
+    rig.gpu.finish()
+    calls.clear()
+    assert rig.cache.next() == (1, 4)
+    assert calls == ["look"]
+    end_layer(rig.cache, plan)
+    rig.finish()
+
+
 def test_a_layers_misses_are_one_batch() -> None:
     """One wait for the slots' last use, copies back to back, an event for each expert and one to begin with."""
     rig = Rig(4)

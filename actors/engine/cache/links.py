@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,7 +12,9 @@ if TYPE_CHECKING:
     from .device import Device, Tensors
     from .slots import PendingExpert, SlotMap
 
-_UNDER_WAY, _COPIED, _FAILED, _CANCELLED = range(4)  # `core::Ending`
+_COPIED, _FAILED, _CANCELLED = range(1, 4)  # `core::Ending`
+Ended = tuple[int, int, tuple[float, float, float, float] | None]
+Told = tuple[bool, Sequence[Ended]]
 CAUSES: tuple[Cause, ...] = ("demand", "prefetch", "migration", "demand")  # by `core::Cause`
 
 
@@ -29,7 +30,9 @@ def fail(error: BaseException, layer: int) -> NoReturn:
 class QueueLink:
     """A `CopyQueue` as the core's link (`core::Link`, through `_core.PythonLink`), on the forward's thread.
 
-    A copy's times may come after its layer (`ExpertCache.settle_times`).
+    `poll`, `look`, `join`, `overtake` and `wait` return whether the host has waited, and what has ended since one of
+    them told it last: (ticket, `core::Ending`, (start, end, seconds of the link, of these the copy back) or None). On a
+    stream a copy that the compute waits for has ended; its times come later (`ExpertCache.settle_times`).
 
     Args:
         where: gives the tensors of slots and of sources.
@@ -38,29 +41,25 @@ class QueueLink:
 
     def __init__(self, queue: CopyQueue, where: SlotMap, device: Device, clock: Callable[[], float]) -> None:
         self.queue, self._where, self._device, self.now_s = queue, where, device, clock
-        self.jobs: dict[int, LoadJob] = {}  # by ticket
-        self._marks = deque[tuple[int, Any]]()  # the device's marks of slots' last uses, by number
-        self._last = 0  # mark
-        self.poll = queue.poll
+        self.jobs: dict[int, LoadJob] = {}  # by ticket: under way
+        self._failed: dict[int, BaseException] = {}
+        self._after: Any = None  # the device's mark of slots' last uses
+        self._marks = 0
 
     def mark(self) -> int:
-        """Number of a new mark: what was enqueued before it comes first."""
-        oldest = min((job.mark for job in self.jobs.values()), default=self._last + 1)
-        while self._marks and self._marks[0][0] < oldest:
-            self._marks.popleft()
-        self._last += 1
-        self._marks.append((self._last, self._device.mark_use()))
-        return self._last
+        """Number of a new mark: what was enqueued before it comes before copies that are submitted after it."""
+        self._after = self._device.mark_use()
+        self._marks += 1
+        return self._marks
 
-    def submit(self, copies: Sequence[tuple[int, int, int, int, int, int, bool]], urgent: bool) -> bool:
-        """Queue these, of (ticket, segment, slot, bytes, cause, mark, back). False: the queue is closed."""
-        where, jobs, marks = self._where, list[LoadJob](), dict(self._marks)
-        for ticket, segment, slot, nbytes, cause, mark, back in copies:
-            job = LoadJob(
-                segment, slot, where.target(segment, slot), where.source(segment), marks[mark],
-                where.layer_of(segment), CAUSES[cause], self.queue.event(), nbytes, writeback=back, mark=mark,
+    def submit(self, copies: Sequence[tuple[int, int, int, int, int, bool]], urgent: bool) -> bool:
+        """Queue these, of (ticket, segment, slot, bytes, cause, back). False: the queue is closed."""
+        where, after, event, jobs = self._where, self._after, self.queue.event, list[LoadJob]()
+        for ticket, segment, slot, nbytes, cause, back in copies:
+            job = self.jobs[ticket] = LoadJob(
+                segment, slot, where.target(segment, slot), where.source(segment), after,
+                where.layer_of(segment), CAUSES[cause], event(), nbytes, writeback=back, ticket=ticket,
             )  # fmt: skip
-            self.jobs[ticket] = job
             jobs.append(job)
         try:
             self.queue.submit(jobs, DEMAND if urgent else PREFETCH)
@@ -71,50 +70,59 @@ class QueueLink:
     def promote(self, ticket: int) -> None:
         self.queue.promote(self.jobs[ticket])
 
-    def cancel(self, ticket: int) -> bool:
-        return self.queue.cancel(self.jobs[ticket])
-
-    def moved(self, ticket: int) -> float:
-        return self.jobs[ticket].moved_share
-
-    def ending(self, ticket: int) -> int:
-        """`core::Ending`. On a stream a copy that the compute waits for counts as copied."""
+    def cancel(self, ticket: int) -> float | None:
+        """The share of its bytes that had been moved; None: it has begun, and arrives."""
         job = self.jobs[ticket]
-        if job.joined or self.queue.arrived((job,)):
-            return _CANCELLED if job.cancelled or (job.copied is None and job.error is None) else (
-                _FAILED if job.copied is None else _COPIED
-            )
-        return _UNDER_WAY
+        if not self.queue.cancel(job):
+            return None
+        del self.jobs[ticket]
+        return job.moved_share
 
-    def join(self, ticket: int, layer: int) -> bool:
-        job = self.jobs[ticket]
-        waited = self.queue.join(job, layer)
-        job.joined = True
-        return waited
+    def poll(self) -> Told:
+        self.queue.poll()
+        return False, self._ended()
 
-    def overtake(self, ticket: int) -> bool:
-        job = self.jobs[ticket]
-        waited = self.queue.overtake(job)
-        job.joined = True
-        return waited
+    def look(self) -> Told:
+        return False, self._ended()
 
-    def wait(self, ticket: int) -> None:
+    def join(self, ticket: int, layer: int) -> Told:
+        return self._behind(ticket, self.queue.join(self.jobs[ticket], layer))
+
+    def overtake(self, ticket: int) -> Told:
+        return self._behind(ticket, self.queue.overtake(self.jobs[ticket]))
+
+    def wait(self, ticket: int) -> Told:
         self.queue.wait(self.jobs[ticket])
+        return self._behind(ticket, True)
+
+    def _behind(self, ticket: int, waited: bool) -> Told:
+        """What comes from now on comes after this copy. waited: the host has, so others may have ended."""
+        own = self._end(self.jobs[ticket])
+        return waited, [own, *self._ended()] if waited else [own]
+
+    def _ended(self) -> list[Ended]:
+        """What has ended and was not told."""
+        return [self._end(job) for job in self.queue.arrived(self.jobs.values())] if self.jobs else []
+
+    def _end(self, job: LoadJob) -> Ended:
+        ticket, copied = job.ticket, job.copied
+        del self.jobs[ticket]
+        if copied is not None and not job.cancelled:
+            times = None if copied.event is not None else (
+                copied.start_s, copied.end_s, copied.link_s, copied.writeback_s
+            )  # fmt: skip
+            return ticket, _COPIED, times
+        if job.error is None or job.cancelled:
+            return ticket, _CANCELLED, None
+        self._failed[ticket] = job.error
+        return ticket, _FAILED, None
 
     def fail(self, ticket: int, layer: int) -> None:
-        error = self.jobs[ticket].error
-        assert error is not None  # it failed
-        fail(error, layer)
-
-    def times(self, ticket: int) -> tuple[float, float, float, float] | None:
-        """Of a copy that has ended: start, end, seconds of the link, of these the copy back; None: not known yet."""
-        copied = self.jobs[ticket].copied
-        if copied is None or copied.event is not None:
-            return None
-        return copied.start_s, copied.end_s, copied.link_s, copied.writeback_s
+        fail(self._failed[ticket], layer)
 
     def forget(self, ticket: int) -> None:
-        del self.jobs[ticket]
+        """Of a failed copy."""
+        del self._failed[ticket]
 
     def pending(self) -> int:
         return self.queue.pending

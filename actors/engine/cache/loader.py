@@ -49,8 +49,7 @@ class LoadJob:
     started: bool = False
     cancelled: bool = False
     writeback: bool = False  # the expert that was in the slot is copied back to the host first
-    mark: int = 0  # number of `after` (`links.QueueLink`)
-    joined: bool = False  # what needs it comes after it, so it counts as over
+    ticket: int = 0  # of the core
     moved_share: float = 0.0  # of its bytes, where it was dropped on its way: what had been moved by then, for nothing
 
     @property

@@ -44,6 +44,11 @@ class StreamDone:
     def of_thread(self) -> bool:
         return self._event is not None
 
+    @property
+    def seen(self) -> bool:
+        """`is_set` as of the last look at the streams."""
+        return self._event.is_set() if self._event is not None else self.copy is not None and self.copy.ended
+
     def is_set(self) -> bool:
         if self._event is not None:
             return self._event.is_set()
@@ -178,12 +183,13 @@ class StreamQueue:
     def poll(self) -> None:
         """Enqueue what there is room for, and follow the compute to its present stream."""
         self._device.compute_stream()
-        self._demand.settle()
-        self._prefetch.settle()
         self._feed()
 
     def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
-        return [job for job in jobs if job.done.is_set()]
+        for lane in (self._demand, self._prefetch):
+            if lane.under_way:
+                lane.settle()
+        return [job for job in jobs if _done(job).seen]
 
     def tell(self, times: CopyTimes) -> None:
         """Report the events that are done, without waiting."""

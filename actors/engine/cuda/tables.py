@@ -6,6 +6,7 @@ cannot read host memory, the array is copied.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -21,6 +22,10 @@ TORCH_DTYPES = {
     np.dtype(np.float32): torch.float32, np.dtype(np.float16): torch.float16, np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32, np.dtype(np.int16): torch.int16, np.dtype(np.uint8): torch.uint8,
 }  # fmt: skip
+
+_INT32 = np.dtype(np.int32)
+_KINDS = 16  # shapes and types of a buffer whose views are kept: decode has few
+_Kind = tuple[tuple[int, ...], np.dtype[Any]]
 
 
 class TableRing:
@@ -40,7 +45,7 @@ class TableRing:
     def __init__(self, runtime: GpuRuntime, entries: int = 256, nbytes: int = 16384) -> None:
         self._runtime, self._lock = runtime, threading.Lock()
         self._buffers = list(runtime.pinned(entries * nbytes).view(entries, nbytes))
-        self._arrays = [buffer.numpy() for buffer in self._buffers]  # the same memory
+        self._views: list[dict[_Kind, tuple[NDArray[Any], torch.Tensor]]] = [{} for _ in range(entries)]
         self._events: list[Any] = [None] * entries
         self._next = self.waits = 0
 
@@ -51,10 +56,10 @@ class TableRing:
 
     def put(self, table: Sequence[int] | NDArray[Any]) -> torch.Tensor:
         """The array (numbers: as int32) on the device, for later work on the current stream."""
-        array = np.ascontiguousarray(table, None if isinstance(table, np.ndarray) else np.int32)
-        dtype, nbytes, runtime = TORCH_DTYPES[array.dtype], array.nbytes, self._runtime
-        target = torch.empty(array.shape, dtype=dtype, device=runtime.device)
-        if not nbytes:
+        shape, dtype = (table.shape, table.dtype) if isinstance(table, np.ndarray) else ((len(table),), _INT32)
+        runtime = self._runtime
+        target = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=runtime.device)
+        if 0 in shape:
             return target
         with self._lock:
             at = self._next
@@ -65,13 +70,24 @@ class TableRing:
             elif not runtime.query(event):
                 self.waits += 1
                 wait_for(runtime, event)
-            if len(self._arrays[at]) < nbytes:
-                self._buffers[at] = runtime.pinned(1 << (nbytes - 1).bit_length())
-                self._arrays[at] = self._buffers[at].numpy()
-            self._arrays[at][:nbytes] = array.reshape(-1).view(np.uint8)
-            runtime.kernel_copy(target, self._buffers[at][:nbytes].view(dtype).view(array.shape))
+            array, source = self._views[at].get((shape, dtype)) or self._view(at, shape, dtype)
+            array[...] = table
+            runtime.kernel_copy(target, source)
             runtime.record(event, runtime.current())
         return target
+
+    def _view(self, at: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[NDArray[Any], torch.Tensor]:
+        """A buffer as an array of this kind, on the host and for kernels; it grows where it is too small."""
+        nbytes, views = math.prod(shape) * dtype.itemsize, self._views[at]
+        if len(self._buffers[at]) < nbytes:
+            self._buffers[at] = self._runtime.pinned(1 << (nbytes - 1).bit_length())
+            views.clear()
+        elif len(views) >= _KINDS:
+            views.clear()
+        with torch.inference_mode(False):  # a forward may make it, and others use it
+            source = self._buffers[at][:nbytes].view(TORCH_DTYPES[dtype]).view(shape)
+        found = views[shape, dtype] = source.numpy(), source
+        return found
 
 
 @cache
