@@ -242,6 +242,7 @@ NB_MODULE(_core, m) {
     nb::class_<ByScores>(m, "ByScores")
         .def("__init__", [](ByScores* made, bool by_votes, std::int64_t distance, std::int64_t top, bool always,
                             bool synchronous, std::uint8_t source) {
+            if (distance < 0 || top < 1) throw std::invalid_argument("a prefetch by scores wants experts of a later layer");
             new (made) ByScores{by_votes, distance, top, always, synchronous, source};
         }, "by_votes"_a, "distance"_a, "top"_a, "always"_a, "synchronous"_a, "source"_a);
     nb::class_<VirtualRun>(m, "VirtualRun")

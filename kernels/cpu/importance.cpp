@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace tiermoe {
@@ -80,7 +81,8 @@ constexpr double kHeadroom = 1.25;  // of a layer's sum until its residents take
 // Alpha of the share in the use of the layer's residents, and 1 - alpha of what is predicted; falls as the sum rises.
 double importance(const Importance& state, std::int64_t key, double sum) {
     const double hot = sum > 0 ? state.values[key] / sum : 0.0;
-    return state.alpha * hot + (1.0 - state.alpha) * state.predicted[key];
+    const double found = state.alpha * hot + (1.0 - state.alpha) * state.predicted[key];
+    return std::isnan(found) ? std::numeric_limits<double>::infinity() : found;  // last, as NumPy sorts it
 }
 
 // Adds to a sum as if it had twice the digits, so that what is left after a resident has gone is not rounding alone.
@@ -126,7 +128,10 @@ void Importance::removed(std::int64_t key) {
     if (layers_now.empty()) return;
     ranks.remove(key);
     auto& layer = layers_now[layer_of(key)];
-    if (layer.known) add(layer, -values[key]);
+    if (!layer.known) return;
+    add(layer, -values[key]);
+    // of a far larger one that has gone, even twice the digits leave little
+    if (layer.sum < layer.most * 0x1p-40) changed(static_cast<std::int64_t>(layer_of(key)));
 }
 
 std::int64_t importance_lowest(Importance& state, std::int64_t count, const std::uint8_t* allowed) {

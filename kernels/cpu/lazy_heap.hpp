@@ -28,6 +28,9 @@ class LazyHeap {
         Key& of = keys_[key];
         live_ += !of.here;
         of = {kNew, of.entry + 1, true};
+        if (new_.size() > 2 * live_ + 64) {  // mostly dead ones, while nobody asks
+            new_.erase(std::remove_if(new_.begin(), new_.end(), [this](const Entry& one) { return !alive(one); }), new_.end());
+        }
         new_.push_back({0, static_cast<std::int32_t>(key), of.entry});
     }
     // The rank of a key that is here falls to this one, unless its place says less; one that rises needs no call.

@@ -51,6 +51,12 @@ def test_an_order_refuses_keys_and_masks_of_other_sizes() -> None:
         lru.used([0])
 
 
+@pytest.mark.parametrize(("distance", "top"), [(1, 0), (-1, 1)])
+def test_a_prefetch_of_nothing_is_refused(distance: int, top: int) -> None:
+    with pytest.raises(ValueError, match="experts of a later layer"):
+        _core.ByScores(True, distance, top, True, False, 1)
+
+
 def test_kernels_of_another_build_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stale `_cpu` beside a new `_core` has called functions at the places of others."""
     api = ctypes.pythonapi.PyCapsule_New

@@ -13,6 +13,7 @@ from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.actors.policies.slot_classes import make_eviction
+from tiermoe.kernels.importance import NativeImportance
 
 LAYERS, EXPERTS, TOP = 3, 7, 2
 KEYS = LAYERS * EXPERTS
@@ -65,3 +66,40 @@ def test_victims_are_those_of_the_reference(kind: str, seed: int) -> None:
             held.discard(key)
             for policy in both:
                 policy.removed(key)
+
+
+def _importance(gamma: float) -> tuple[list[EvictionPolicy], list[ImportanceEviction]]:
+    """The order of a policy whose window is 128, native and as it is; and what tells them of routing."""
+    told = [ImportanceEviction(2, 4, 0.5, gamma, 128, 2, *more) for more in ((NativeImportance,), ())]
+    native = native_order(told[0], 2, 4)
+    assert native is not None
+    return [native, told[1]], told
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_layer_is_evicted_again_after_logits_that_are_no_numbers(sign: int) -> None:
+    both, told = _importance(0.97)
+    for policy in both:
+        for key in range(8):
+            policy.admitted(key)
+    for logits in ([sign * np.nan] * 4, [-9.0, 3.0, 3.0, 0.0]):
+        for of in told:
+            of.state.target(0, np.array([logits], np.float32), np.ones(4, np.bool_), 0.02, 2)
+            of.state.target(1, np.zeros((1, 4), np.float32), np.ones(4, np.bool_), 0.02, 2)
+        native, reference = (policy.victims(8, lambda key: True) for policy in both)
+        assert native == reference
+
+
+def test_what_is_left_of_a_layer_has_its_shares_however_much_more_important_the_evicted_were() -> None:
+    both, told = _importance(0.5)
+    for of in told:
+        for pair in ([2, 3], *[[1, 3]] * 62, *[[0, 3]] * 62):
+            of.state.saw(0, np.array([pair]))
+        of.state.target(1, np.zeros((1, 4), np.float32), np.ones(4, np.bool_), 0.02, 2)
+    for policy in both:
+        for key in (0, 1, 2, 4, 5):
+            policy.admitted(key)
+        policy.victims(1, lambda key: True)
+        for key in (0, 1):
+            policy.removed(key)
+    assert [policy.victims(3, lambda key: True) for policy in both] == [[4, 5, 2]] * 2
