@@ -66,6 +66,8 @@ def redraw(
             experiment = read_experiment(name)
         else:
             raise ConfigError(f"'{file}' has no figures", "give the result of an experiment")
+        if file.name != f"{experiment.stem}.json":  # another result would be written over
+            raise ConfigError(f"'{file}' is a result of '{experiment.stem}'", f"name it {experiment.stem}.json")
         write_folder(experiment, judged_again(experiment, record), file.parent)
         show(Console(), str(file))
 

@@ -281,7 +281,8 @@ def verdict(published: float | str, ours: float, least: float, most: float) -> s
     if abs(ours - 1) <= _NONE or (abs(ours - 1) <= _EITHER and least < 1 < most):
         return "tie"
     above = published == "higher" if isinstance(published, str) else published > 1
-    effects = [math.log(ratio) if above else -math.log(ratio) for ratio in (ours, least, most)]
+    logs = [math.log(ratio) if ratio else -math.inf for ratio in (ours, least, most)]
+    effects = logs if above else [-log for log in logs]
     needed = math.log(_CLEAR) if isinstance(published, str) else _LEAST * abs(math.log(published))
     return "holds" if min(effects) >= 0 and effects[0] >= needed else "does not hold"
 
@@ -300,16 +301,22 @@ def compared(comparison: Comparison, rows: Sequence[Mapping[str, Any]]) -> Itera
                 where[comparison.by] = key
         fitting = [row for row in rows if row["section"] == comparison.section and _fits(row, where)]
         mine = [row for row in fitting if of is None or row["policy"] == of]
+        endless = False
         if over is None:
             values = [median_of(row, comparison.measure) for row in mine]
         else:
             base = {_cell(row): row for row in fitting if row["policy"] == over}
-            pairs = ((row, base[_cell(row)]) for row in mine if _cell(row) in base)
-            values = [v for pair in pairs if not math.isnan(v := paired(*pair, comparison.measure))]
+            pairs = [(row, base[_cell(row)]) for row in mine if _cell(row) in base]
+            ratios = [paired(*pair, comparison.measure) for pair in pairs]
+            values = [ratio for ratio in ratios if not math.isnan(ratio)]
+            endless = any(  # something over nothing
+                math.isnan(ratio) and median_of(row, comparison.measure) > 0
+                for ratio, (row, _) in zip(ratios, pairs, strict=True)
+            )
         ours, least, most = fmean(values) if values else None, min(values, default=None), max(values, default=None)
         ratio = None if ours is None or not value or isinstance(value, str) else ours / value
         above = value == "higher" if isinstance(value, str) else value > 1
-        judged = over is not None and least is not None and least > 0
+        judged = over is not None and least is not None and least >= 0
         agree = sum(one > 1 if above else one < 1 for one in values)
         why = comparison.why if isinstance(comparison.why, str) else comparison.why.get(key, "")
         yield {
@@ -319,7 +326,9 @@ def compared(comparison: Comparison, rows: Sequence[Mapping[str, Any]]) -> Itera
             "published": value, "ours": ours, "ratio": ratio, "headline": comparison.headline,
             "direction": None if over is None or ours is None else ours > 1 if above else ours < 1,
             "least": least, "most": most, "within": None if ratio is None else abs(ratio - 1) <= WITHIN,
-            "verdict": verdict(value, ours, least, most) if judged and ours and least and most else None, "why": why,
+            "verdict": None if not judged or ours is None or least is None or most is None else (
+                verdict(value, ours, least, math.inf if endless else most)
+            ), "why": why,
         }  # fmt: skip
 
 

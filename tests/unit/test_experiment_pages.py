@@ -157,6 +157,13 @@ def test_redraw_draws_beside_the_data_and_refuses_what_has_no_figure(tmp_path: P
         redraw([tmp_path / "ndp.json"])
 
 
+def test_redraw_writes_over_no_other_result(tmp_path: Path) -> None:
+    shutil.copy(_DOCS / "ndp.json", tmp_path)
+    shutil.copy(_DOCS / "ndp.json", tmp_path / "before.json")
+    with pytest.raises(ConfigError, match=r"name it ndp\.json"):
+        redraw([tmp_path / "before.json"])
+
+
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = builtins.__import__
 

@@ -115,6 +115,19 @@ def test_repeated_runs_are_compared_repetition_by_repetition() -> None:
     assert line["ours"] == 1.0  # the median of 0.5, 1 and 1, not the ratio of the medians
 
 
+@pytest.mark.parametrize(
+    ("own", "old", "said"), [(3.0, 0.0, "does not hold"), (0.0, 3.0, "holds"), (0.0, 0.0, "holds")]
+)
+def test_a_cell_of_something_over_nothing_counts(own: float, old: float, said: str) -> None:
+    rows = [
+        {"section": "a", "budget": budget, "link_gbps": 2.0, "policy": policy, "values": {"tpot_s": [value]}}
+        for budget, values in (("0.5", (1.0, 2.0)), ("0.25", (own, old)))
+        for policy, value in zip(("own", "old"), values, strict=True)
+    ]
+    (line,) = compared(Comparison(title="t", section="a", measure="tpot_s", published={"old": 0.5}, of="own"), rows)
+    assert line["verdict"] == said
+
+
 _PAGES = ("fmoe", "moepic", "activeevict", *(f"paper-{name}" for name in paper_names()))
 
 
