@@ -37,6 +37,8 @@ class _Stream:
 
 class _Event:
     __slots__ = ("compute", "serial")
+    compute: bool
+    serial: int
 
 
 _ENTERED = nullcontext()
@@ -145,18 +147,18 @@ class Launched:
 
     def __init__(self, kernel: ExpertKernel, operands: Operands, gpu: InstantGpu, ring: TableRing) -> None:
         try:
-            from tiermoe.kernels.triton import expert_ffn
+            from tiermoe.kernels.triton import expert_ffn, launch
         except ImportError:
             raise ConfigError("a fake GPU runs the host's part of Triton kernels", "pip install triton") from None
         self._kernel, self._gpu = kernel, gpu
         self._triton = expert_ffn.TritonKernel(operands, "silu", kernel, ring)
-        launches = [launch for pair in self._triton._launches.values() for launch in pair]
+        launches = [one for pair in self._triton._launches.values() for one in pair]
         most = expert_ffn._COMBINE_MOST
-        self._triton._combines[most] = expert_ffn.Launch(
+        self._triton._combines[most] = launch.Launch(
             expert_ffn._combine, MOST=most, BLOCK=expert_ffn._COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True
         )
-        for launch in (*launches, *self._triton._combines.values()):
-            launch.handles, launch._loose = _Handles(), launch._loose or frozenset()  # also where Triton interprets
+        for one in (*launches, *self._triton._combines.values()):
+            one.handles, one._loose = _Handles(), one._loose or frozenset()  # also where Triton interprets
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
         self._triton.run(hidden, pairs, groups, top_k, y)
