@@ -7,7 +7,6 @@ in rounding only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from enum import IntEnum, IntFlag
 from types import ModuleType
@@ -479,9 +478,3 @@ def router_shares(logits: NDArray[np.floating], top_k: int, softness: float = 0.
     ranks = np.argsort(np.argsort(-logits, axis=-1), axis=-1)
     asked = 1.0 / (1.0 + np.exp(np.minimum(60.0, (ranks + 0.5 - top_k) / (softness * top_k))))
     return np.asarray(1.0 - np.prod(1.0 - asked, axis=0), np.float32)
-
-
-def kept_keys(hot: Ids, experts: int) -> Sequence[int]:
-    """The keys of `Auto.prompt_end`'s answer, layer by layer."""
-    keys: list[int] = (hot + np.arange(len(hot), dtype=np.int64)[:, None] * experts).ravel().tolist()
-    return keys

@@ -19,7 +19,6 @@ from tiermoe.actors.policies.auto import (
     Part,
     Without,
     forward_seconds,
-    kept_keys,
     router_shares,
 )
 from tiermoe.kernels import _planner
@@ -377,7 +376,6 @@ def test_after_a_prompt_the_experts_that_it_used_most_stay() -> None:
     counts[0, [5, 7]] = 30, 40
     counts[1, [0, 3]] = 20, 10
     assert planner.prompt_end(counts, tokens=64, requests=1, batch=1).tolist() == [[7, 5], [0, 3]]
-    assert kept_keys(np.array([[7, 5], [0, 3]], np.int32), 8) == [7, 5, 8, 11]
 
 
 def test_a_prompt_beside_others_that_decode_leaves_what_they_use() -> None:
