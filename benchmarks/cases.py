@@ -76,6 +76,9 @@ class Host(Served):
     )
     ray: bool = Field(True, description="Also what a request through Ray costs; not of a fake GPU.")
 
+    def result(self, name: str) -> str:
+        return name if self.device is HostDevice.CPU else f"{name}-gpu"
+
 
 class Ttft(Served):
     """Time to the first token of long prompts, at a part of the experts and with all resident."""

@@ -86,6 +86,11 @@ def test_the_parts_of_a_token_are_its_measured_time() -> None:
     assert report.bars == []  # of batch 1 only
 
 
+def test_what_is_measured_beside_a_gpu_has_files_of_its_own() -> None:
+    assert Host().result("host") == "host"
+    assert Host(device=HostDevice.FAKE_GPU).result("host") == "host-gpu"
+
+
 @pytest.mark.slow
 def test_a_layer_beside_a_gpu_is_timed_without_kernels_and_copies() -> None:
     """Also that the engine is its own again: a worker of the CPU runs natively after it."""
@@ -97,7 +102,8 @@ def test_a_layer_beside_a_gpu_is_timed_without_kernels_and_copies() -> None:
         assert all(table[f"{late}, by part", part] > 0 for part in parts)
         assert table[late, "host"] > 0
         assert table[f"{late}, CPU", "host"] > 0
-    assert table["layer, loads awaited", "host"] > table["layer", "host"]  # more launches
+    calls = "calls of Python, number"
+    assert table["layer, loads awaited", calls] > table["layer", calls]  # more launches
     assert [bar.limit for bar in report.bars] == [40.0]
     assert make_device.make_device.__module__ == make_device.__name__
     assert engine.NativeLayer is NativeLayer

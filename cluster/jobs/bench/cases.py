@@ -37,6 +37,10 @@ class Options(BaseModel):
         """The settings of the report: the options, overridden by the case's fixed values."""
         return self.model_dump(mode="json", exclude={"model"}) | fixed
 
+    def result(self, name: str) -> str:
+        """The name of the files in a folder given by `--out`. name: of the case."""
+        return name
+
 
 class Serve(Options):
     """`tiermoe serve` against `transformers serve` over HTTP: throughput, TTFT and TPOT by the number of clients."""
@@ -73,18 +77,19 @@ def command(name: str, case: type[Options]) -> Callable[..., None]:
         if case.own_keys:
             say_overridden(given["config"], case.own_keys)
         file, folder = file_or_folder(out)
+        result = options.result(name)
         if folder is not None:
-            file = folder / f"{name}.json"
+            file = folder / f"{result}.json"
 
         def written(report: Report) -> None:
             if folder is not None:
-                fill_report_page(folder / f"{name}.md", report)
+                fill_report_page(folder / f"{result}.md", report)
 
         finish(lambda progress: measure(options, progress), as_json, check, file, written)
 
-    options = {field: _option(info) for field, info in case.model_fields.items()}
+    fields = {field: _option(info) for field, info in case.model_fields.items()}
     common = {"out": (Out, None), "as_json": (Json, False), "check": (Check, False)}
-    return as_command(run, name, case.__doc__, options | common)
+    return as_command(run, name, case.__doc__, fields | common)
 
 
 def _option(field: FieldInfo) -> tuple[Any, Any]:
