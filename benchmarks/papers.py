@@ -316,7 +316,8 @@ def compared(comparison: Comparison, rows: Sequence[Mapping[str, Any]]) -> Itera
         ours, least, most = fmean(values) if values else None, min(values, default=None), max(values, default=None)
         ratio = None if ours is None or not value or isinstance(value, str) else ours / value
         above = value == "higher" if isinstance(value, str) else value > 1
-        judged = over is not None and least is not None and least >= 0
+        judged = over is not None and bool(values) and min(values) >= 0
+        said = verdict(value, fmean(values), min(values), math.inf if endless else max(values)) if judged else None
         agree = sum(one > 1 if above else one < 1 for one in values)
         why = comparison.why if isinstance(comparison.why, str) else comparison.why.get(key, "")
         yield {
@@ -326,9 +327,7 @@ def compared(comparison: Comparison, rows: Sequence[Mapping[str, Any]]) -> Itera
             "published": value, "ours": ours, "ratio": ratio, "headline": comparison.headline,
             "direction": None if over is None or ours is None else ours > 1 if above else ours < 1,
             "least": least, "most": most, "within": None if ratio is None else abs(ratio - 1) <= WITHIN,
-            "verdict": None if not judged or ours is None or least is None or most is None else (
-                verdict(value, ours, least, math.inf if endless else most)
-            ), "why": why,
+            "verdict": said, "why": why,
         }  # fmt: skip
 
 
