@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError, EncodeError
@@ -176,7 +174,7 @@ def encode(message: messages.Message) -> Encoded:
     kind, make = encoder
     try:
         body, arrays = make(message)
-    except (TypeError, ValueError, OverflowError, AttributeError, EncodeError, struct.error) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError, EncodeError) as error:
         raise malformed(f"{type(message).__name__}: {error}") from error
     for array in arrays:
         if not isinstance(array, np.ndarray):
@@ -225,25 +223,37 @@ def _ids(name: str, array: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
 
 
 def _plain(
-    kind: int, message: Callable[..., messages.Message], body: Any, check: Callable[[Any, Limits], None] | None
+    kind: int, message: type[Any], body: Any, check: Callable[[Any, Limits], None] | None
 ) -> tuple[_Encode, _Decode]:
-    """For messages whose fields and arrays have the same names as in protobuf and in `_ARRAYS`."""
-    fields = tuple(body.DESCRIPTOR.fields_by_name)
+    """For messages whose fields and arrays have the same names as in protobuf and in `_ARRAYS`.
+
+    An array that may be left out is None in the message.
+    """
+    named = tuple(body.DESCRIPTOR.fields_by_name)
     names = tuple(name for name, *_ in _ARRAYS.get(kind, ()))
+    absent = [None] * _OPTIONAL.get(kind, 0)
+    places = [(*named, *names).index(field.name) for field in fields(message)]
 
     def encode(m: Any) -> Parts:
-        filled = body(**{name: getattr(m, name) for name in fields})
-        return filled.SerializeToString(), tuple([getattr(m, name) for name in names])
+        filled = body(**{name: getattr(m, name) for name in named})
+        return filled.SerializeToString(), tuple([a for name in names if (a := getattr(m, name)) is not None])
 
     def decode(data: bytes, arrays: Arrays, limits: Limits) -> messages.Message:
         read = body.FromString(data)
-        values = {name: getattr(read, name) for name in fields}
-        made = message(**values, **dict(zip(names, arrays, strict=True)))
+        parts = [*[getattr(read, name) for name in named], *arrays, *absent]
+        made = message(*[parts[place] for place in places])
         if check is not None:
             check(made, limits)
         return made
 
     return encode, decode
+
+
+def _check_result(m: messages.ExpertResult, limits: Limits) -> None:
+    for seconds in (m.measured_s, m.modelled_s, m.paced_s):
+        if not 0.0 <= seconds < math.inf:
+            raise malformed(f"a result took {seconds} seconds")
+    _finite("partial", m.partial)
 
 
 def _check_prefetch(m: messages.PrefetchCommand, limits: Limits) -> None:
@@ -330,50 +340,6 @@ def _decode_batch(body: bytes, arrays: Arrays, limits: Limits) -> messages.Exper
     return messages.ExpertBatch(layer, experts, bits, starts, rows, weights, hidden, activation, decode)
 
 
-class _Fixed:
-    """A body whose fields have fixed widths: its bytes are those of protobuf with every field present, in order.
-
-    Args:
-        body: the message, with fields 1, 2, ... of these kinds: `struct` letters of fixed64, fixed32, double and bool.
-    """
-
-    _WIRE_TYPES: ClassVar[dict[str, int]] = {"Q": 1, "I": 5, "d": 1, "?": 0}
-
-    def __init__(self, body: Any, kinds: str) -> None:
-        self._body, self._names = body, tuple(body.DESCRIPTOR.fields_by_name)
-        self._tags = tuple([number << 3 | self._WIRE_TYPES[kind] for number, kind in enumerate(kinds, start=1)])
-        self._struct = struct.Struct("<" + "".join(f"B{kind}" for kind in kinds))
-
-    def write(self, *values: Any) -> bytes:
-        return self._struct.pack(*chain.from_iterable(zip(self._tags, values, strict=True)))
-
-    def read(self, data: bytes) -> tuple[Any, ...]:
-        if len(data) == self._struct.size:
-            parts = self._struct.unpack(data)
-            if parts[::2] == self._tags:
-                return parts[1::2]
-        read = self._body.FromString(data)  # of another implementation
-        return tuple([getattr(read, name) for name in self._names])
-
-
-_RESULT, _CONTEXT = _Fixed(pb.ExpertResult, "ddd"), _Fixed(pb.Context, "QI")
-_PREFETCH = _Fixed(pb.PrefetchCommand, "QII?")
-
-
-def _encode_result(m: messages.ExpertResult) -> Parts:
-    body = _RESULT.write(m.measured_s, m.modelled_s, m.paced_s)
-    return body, (m.partial,) if m.resident is None else (m.partial, m.resident)
-
-
-def _decode_result(body: bytes, arrays: Arrays, limits: Limits) -> messages.ExpertResult:
-    measured_s, modelled_s, paced_s = seconds = _RESULT.read(body)
-    for value in seconds:
-        if not 0.0 <= value < math.inf:
-            raise malformed(f"a result took {value} seconds")
-    resident = arrays[1] if len(arrays) > 1 else None
-    return messages.ExpertResult(_finite("partial", arrays[0]), measured_s, modelled_s, paced_s, resident)
-
-
 def _encode_report(m: messages.HealthReport) -> Parts:
     report = pb.HealthReport(role=m.role)
     # bool before int, of which it is one
@@ -415,28 +381,6 @@ def _decode_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> messages
     return messages.StoreReply(layer, _ids("experts", experts, limits.experts), named, reply.first)
 
 
-def _encode_context(m: messages.Context) -> Parts:
-    return _CONTEXT.write(m.iteration, m.layer), (m.sequences, m.embedding, m.probabilities)
-
-
-def _decode_context(body: bytes, arrays: Arrays, limits: Limits) -> messages.Context:
-    made = messages.Context(*_CONTEXT.read(body), *arrays)
-    _check_context(made, limits)
-    return made
-
-
-def _encode_prefetch(m: messages.PrefetchCommand) -> Parts:
-    return _PREFETCH.write(m.iteration, m.layer, m.hints, m.mapped), (m.keys, m.priorities)
-
-
-def _decode_prefetch(body: bytes, arrays: Arrays, limits: Limits) -> messages.PrefetchCommand:
-    iteration, layer, hints, mapped = _PREFETCH.read(body)
-    keys, priorities = arrays
-    made = messages.PrefetchCommand(iteration, layer, keys, priorities, hints, mapped)
-    _check_prefetch(made, limits)
-    return made
-
-
 _ACKNOWLEDGED = messages.Acknowledged()
 
 
@@ -448,15 +392,15 @@ def _decode_acknowledged(body: bytes, arrays: Arrays, limits: Limits) -> message
 
 _SPECIAL: tuple[tuple[int, type, _Encode, _Decode], ...] = (
     (pb.KIND_EXPERT_BATCH, messages.ExpertBatch, _encode_batch, _decode_batch),
-    (pb.KIND_EXPERT_RESULT, messages.ExpertResult, _encode_result, _decode_result),
-    (pb.KIND_PREFETCH_COMMAND, messages.PrefetchCommand, _encode_prefetch, _decode_prefetch),
-    (pb.KIND_CONTEXT, messages.Context, _encode_context, _decode_context),
     (pb.KIND_ACKNOWLEDGED, messages.Acknowledged, lambda m: (b"", ()), _decode_acknowledged),
     (pb.KIND_HEALTH_REPORT, messages.HealthReport, _encode_report, _decode_report),
     (pb.KIND_STORE_REPLY, messages.StoreReply, _encode_store_reply, _decode_store_reply),
 )
 _PLAIN: tuple[tuple[int, type, Any, Callable[[Any, Limits], None] | None], ...] = (
     (pb.KIND_FAILURE, messages.Failure, pb.Failure, None),
+    (pb.KIND_EXPERT_RESULT, messages.ExpertResult, pb.ExpertResult, _check_result),
+    (pb.KIND_PREFETCH_COMMAND, messages.PrefetchCommand, pb.PrefetchCommand, _check_prefetch),
+    (pb.KIND_CONTEXT, messages.Context, pb.Context, _check_context),
     (pb.KIND_HEALTH_REQUEST, messages.HealthRequest, pb.HealthRequest, None),
     (pb.KIND_PLACEMENT_COMMAND, messages.PlacementCommand, pb.PlacementCommand, _check_placement),
     (pb.KIND_STORE_REQUEST, messages.StoreRequest, pb.StoreRequest, _check_store_request),
