@@ -184,9 +184,11 @@ class ImportanceEviction(EvictionPolicy):
     """
 
     class Options(PolicyOptions):
-        alpha: float = Field(default=0.5, ge=0, le=1, description="weight of recent use against predicted probability")
-        gamma: float = Field(default=0.97, gt=0, le=1, description="what a use counts after one further token")
-        window: int = Field(default=128, ge=1, le=1 << 16, description="tokens after which a use is forgotten")
+        alpha: float = Field(
+            default=0.5, ge=0, le=1, description="weight of recent use; the rest: predicted probability"
+        )
+        gamma: float = Field(default=0.97, gt=0, le=1, description="factor on a use for each later token")
+        window: int = Field(default=128, ge=1, le=1 << 16, description="tokens after which a use has no weight")
 
         def check(self, policy: PolicySettings) -> None:
             if policy.pre_evict.kind == "off":
@@ -282,8 +284,8 @@ class ReleaseOptions(PreEvictOptions):
     """Options of `PreEviction`."""
 
     kind: str = "release-target"
-    tau: float = Field(default=0.02, ge=0, le=1, description="gap between two probabilities that makes them uncertain")
-    r_max: int = Field(default=2, ge=0, le=64, description="slots freed for uncertainty at most")
+    tau: float = Field(default=0.02, ge=0, le=1, description="two probabilities are uncertain if they differ by less")
+    r_max: int = Field(default=2, ge=0, le=64, description="most slots freed because of uncertain probabilities")
 
     def check(self, policy: PolicySettings) -> None:
         if policy.uses_ndp or policy.preload != "none":

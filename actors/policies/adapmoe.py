@@ -52,7 +52,7 @@ class AdaptiveGating(Rerouting):
 
     class Options(RoutingOptions):
         refusal: ClassVar[str] = "routing {kind} takes no {keys}"
-        threshold: float = Field(ge=0, description="nats that a layer may cost a token, by its sensitivity")
+        threshold: float = Field(ge=0, description="most nats that a layer may cost a token, by its sensitivity")
 
         @property
         def needs(self) -> frozenset[str]:

@@ -37,9 +37,9 @@ class CachePrior(Rerouting):
     class Options(RoutingOptions):
         refusal: ClassVar[str] = "routing {kind} takes no {keys}"
         kind: str = "cache-prior"
-        strength: float = Field(ge=0, le=1, description="lambda: of cache-prior, in average ranges of a token's logits")
+        strength: float = Field(ge=0, le=1, description="lambda: bonus of cached experts, in average ranges of logits")
         guaranteed: int | None = Field(
-            default=None, ge=0, description="J: a token's best experts, always kept; none: half of top-k, 2 at most"
+            default=None, ge=0, description="J: best experts that every token keeps; default: half of top-k, at most 2"
         )
 
     name: ClassVar[str] = "cache-prior"

@@ -43,18 +43,22 @@ class PlacementOptions(PolicyOptions):
     prefetches: ClassVar[frozenset[str]] = frozenset({"none"})
 
     kind: str = "cache"
-    alpha: float = Field(default=0.5, ge=0, le=1, description="weight of activation counts against routing scores")
+    alpha: float = Field(default=0.5, ge=0, le=1, description="weight of activation counts; the rest: routing scores")
     hot_per_layer: int | None = Field(
-        default=None, ge=0, description="experts of a layer over all GPUs; none: as many as the budgets hold; 0 with "
-        "monde: none of those that it loads stays for the next forward, as in its paper"
+        default=None,
+        ge=0,
+        description="hot experts of a layer; default: as many as the budgets hold; 0, with "
+        "monde: no loaded expert stays for the next forward, as in its paper",
     )
     prompts: Literal["gpu", "ndp"] = Field(
         default="gpu",
-        description="of context, where a prompt runs what is not hot: ndp loads nothing and keeps the hot set of the "
-        "sequences before; lossy where replicas are",
+        description="with context: where a prompt runs experts that are not hot; ndp: nothing is loaded, and the hot "
+        "set of earlier sequences stays; this is lossy if NDP workers hold replicas",
     )
     renew: int | None = Field(
-        default=None, ge=1, description="of context: tokens of a decode after which they place again; none: never"
+        default=None,
+        ge=1,
+        description="with context: tokens after which a decode chooses the hot set again; default: never",
     )
 
     def check(self, policy: PolicySettings) -> None:

@@ -220,9 +220,7 @@ class SweepLru(Lru):
 
     class Options(PolicyOptions):
         kind: str = "lru-sweep"
-        share: float = Field(
-            default=SWEEP_SHARE, gt=0, le=1, description="of a layer's experts that a sweep needs at least"
-        )
+        share: float = Field(default=SWEEP_SHARE, gt=0, le=1, description="least share of a layer's experts in a sweep")
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> SweepLru:
@@ -335,7 +333,7 @@ class Lfu(EvictionPolicy):
     """
 
     class Options(PolicyOptions):
-        half_life: float | None = Field(default=None, gt=0, description="layers run until a use counts half")
+        half_life: float | None = Field(default=None, gt=0, description="layers after which a use has half its weight")
 
     counted_as: ClassVar[CacheOrder | None] = "lfu"
 
@@ -391,7 +389,9 @@ class LfuDecay(Lfu):
     """`Lfu` with a half-life of 128 tokens of a 32-layer model."""
 
     class Options(Lfu.Options):
-        half_life: float | None = Field(default=HALF_LIFE, gt=0, description="layers run until a use counts half")
+        half_life: float | None = Field(
+            default=HALF_LIFE, gt=0, description="layers after which a use has half its weight"
+        )
 
     counted_as = None
 

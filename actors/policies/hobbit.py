@@ -30,11 +30,11 @@ class LowBitOptions(MissOptions):
 
     refusal: ClassVar[str] = "on_miss {kind} does not use low_bit's {keys}"
     kind: str = "low-bit"
-    bits: Literal[1, 2, 3, 4, 8] = Field(default=4, description="of the replicas")
-    share: float = Field(default=0.25, gt=0, lt=1, description="of the expert memory, for slots of replicas")
+    bits: Literal[1, 2, 3, 4, 8] = Field(default=4, description="width of the replicas in bits")
+    share: float = Field(default=0.25, gt=0, lt=1, description="share of the expert memory for slots of replicas")
     t1: float = Field(default=0.6, ge=0, le=1)
     t2: float = Field(default=0.9, ge=0, le=1)
-    guesses: bool = Field(default=True, description="next-gate prefetch asks for replicas by the same thresholds")
+    guesses: bool = Field(default=True, description="next-gate prefetch loads replicas by the same thresholds")
 
     @model_validator(mode="after")
     def _consistent(self) -> LowBitOptions:

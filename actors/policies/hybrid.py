@@ -248,8 +248,8 @@ class HybriMoe(HybridRule):
         kind: str = "hybrimoe"
         ranks: ClassVar[bool] = True
         scored: ClassVar[bool] = True
-        alpha: float = Field(default=0.5, gt=0, le=1, description="of hybrimoe: weight of a router's last scores")
-        ahead: int = Field(default=3, ge=1, description="of hybrimoe: layers that its prefetch looks ahead")
+        alpha: float = Field(default=0.5, gt=0, le=1, description="with hybrimoe: weight of a router's last scores")
+        ahead: int = Field(default=3, ge=1, description="with hybrimoe: prefetch distance in layers")
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> HybridRule:

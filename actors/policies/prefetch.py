@@ -182,17 +182,17 @@ class PrefetchOptions(PolicyOptions):
     uses_maps: ClassVar[bool] = False
     kind: str = "none"
     distance: int = Field(
-        default=1, ge=0, le=8, description="layers ahead; 0, for layerwise only: the rest of the layer that runs"
+        default=1, ge=0, le=8, description="prefetch distance in layers; 0, with layerwise only: the rest of this layer"
     )
     top: int | None = Field(
-        default=None, ge=1, description="experts per token, or per layer and sequence; none: the router's top-k"
+        default=None, ge=1, description="experts per token, or per layer and sequence; default: the router's top-k"
     )
     min_useful: float = Field(
-        default=0.25, ge=0, le=1, description="share of prefetched experts that must be used; below it prefetch rests"
+        default=0.25, ge=0, le=1, description="least share of used prefetches; below it prefetch pauses"
     )
-    synchronous: bool = Field(default=False, description="the forward waits until what was asked for has arrived")
+    synchronous: bool = Field(default=False, description="the forward pass waits until prefetched experts have arrived")
     adaptive: bool | None = Field(
-        default=None, description="pause prefetch while it saves less than it costs; none: in lossless policies only"
+        default=None, description="pause prefetch while it saves less than it costs; default: in lossless policies only"
     )
 
     @model_validator(mode="after")

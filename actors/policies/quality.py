@@ -257,9 +257,9 @@ class QualityBudget(Rerouting):
     class Options(RoutingOptions):
         refusal: ClassVar[str] = "routing {kind} takes no {keys}"
         kind: str = "quality"
-        kl: float = Field(gt=0, description="of quality: nats of KL divergence from lossless that a token may cost")
+        kl: float = Field(gt=0, description="with quality: mean nats of KL from lossless that a token may cost")
         actions: tuple[str, ...] = Field(
-            default=ACTIONS, min_length=1, description="of quality: what may be done: substitute, narrow, drop"
+            default=ACTIONS, min_length=1, description="with quality: allowed actions: substitute, narrow, drop"
         )
 
         @field_validator("actions")
@@ -303,9 +303,7 @@ class QualityBudget(Rerouting):
             )
         return cls(options.kl, table, options.actions, context.renormalise)
 
-    def __init__(
-        self, kl: float, table: LossTable, actions: Sequence[str] = ACTIONS, renormalise: bool = True
-    ) -> None:
+    def __init__(self, kl: float, table: LossTable, actions: Sequence[str] = ACTIONS, renormalise: bool = True) -> None:
         layers = max((len(of) for of in table.nats.values()), default=0)
         self._amplitudes = [table.amplitudes(layer, actions) for layer in range(layers)]
         self._kl, self._renormalise = kl, renormalise

@@ -41,16 +41,16 @@ class DropOptions(MissOptions):
     refusal: ClassVar[str] = "on_miss {kind} does not use substitution's {keys}"
     kind: str = "drop"
     percentile: float | None = Field(
-        default=None, ge=0, le=100, description="of each layer's token entropies; tokens below it keep their experts"
+        default=None, ge=0, le=100, description="percentile of token entropies; tokens below it keep their experts"
     )
-    tau: float | None = Field(default=None, ge=0, le=1, description="the same as one entropy for all layers")
-    temperature: float = Field(default=1.0, ge=0.8, le=1.2, description="of the entropy")
-    gamma: float | None = Field(default=None, gt=0, description="tokens with that margin keep their experts")
+    tau: float | None = Field(default=None, ge=0, le=1, description="entropy; tokens below it keep their experts")
+    temperature: float = Field(default=1.0, ge=0.8, le=1.2, description="of the softmax for the entropy")
+    gamma: float | None = Field(default=None, gt=0, description="tokens with this margin or more keep their experts")
     beta: float | None = Field(
-        default=None, ge=0, le=1, description="share of the requested experts that miss; from it on all are loaded"
+        default=None, ge=0, le=1, description="share of misses among the requested experts at which all are loaded"
     )
     link_ms: float | None = Field(
-        default=None, ge=0, description="milliseconds of link for a layer's loads, to which beta adapts; instead of it"
+        default=None, ge=0, description="in place of beta: ms of link for a layer's loads, to which beta adapts"
     )
 
     @model_validator(mode="after")
@@ -91,28 +91,32 @@ class RandomOptions(DropOptions):
     """Of replacement by any expert."""
 
     kind: str = "random"
-    rho: int | None = Field(default=None, ge=1, description="replacements of a token in a layer; none: no limit")
-    reuse: float = Field(default=0.0, ge=0, lt=1, description="factor on a buddy that the token has already; 0: once")
-    fallback: Literal["load", "drop"] = Field(default="load", description="of a miss without a buddy on the device")
+    rho: int | None = Field(default=None, ge=1, description="most replacements of a token in a layer")
+    reuse: float = Field(
+        default=0.0, ge=0, lt=1, description="factor on a buddy that the token uses already; 0: never again"
+    )
+    fallback: Literal["load", "drop"] = Field(default="load", description="for a miss without a resident buddy")
 
 
 class SubstituteOptions(RandomOptions):
     """Of replacement by buddies."""
 
     kind: str = "substitute"
-    search: int | None = Field(default=None, ge=1, description="H, ranks of a buddy list that are tried; none: all")
-    eta: float = Field(default=0.0, ge=0, description="weight of the router's own probability of a buddy")
+    search: int | None = Field(default=None, ge=1, description="H: ranks of a buddy list that are tried; default: all")
+    eta: float = Field(default=0.0, ge=0, description="weight of the router's probability of the buddy")
     kappa: float = Field(default=0.0, ge=0, le=1, description="penalty of a buddy on another GPU than the lead's")
-    weights: Literal["slot", "buddy"] = Field(default="slot", description="whose routing weight a buddy gets")
-    by: Literal["coactivation", "output", "blend"] = Field(default="coactivation", description="ranking of buddies")
+    weights: Literal["slot", "buddy"] = Field(default="slot", description="expert whose routing weight is used")
+    by: Literal["coactivation", "output", "blend"] = Field(
+        default="coactivation", description="what buddies are ranked by"
+    )
     alpha: float = Field(default=0.95, gt=0, le=1, description="CFT: coverage of a buddy list")
     alpha_last: float | None = Field(
-        default=None, gt=0, le=1, description="of the last layer, in equal steps from alpha in the first; none: alike"
+        default=None, gt=0, le=1, description="alpha of the last layer, in equal steps; default: alpha"
     )
-    max_buddies: int = Field(default=16, ge=1, le=1 << 16, description="K_max")
-    weighted: bool = Field(default=False, description="co-activation weighted by probability")
+    max_buddies: int = Field(default=16, ge=1, le=1 << 16, description="K_max: most buddies in a list")
+    weighted: bool = Field(default=False, description="weight co-activation by probability")
     epsilon: float = Field(default=1.0, ge=0, description="Laplace smoothing of co-activation, in tokens")
-    mix: float = Field(default=0.5, ge=0, le=1, description="co-activation's part of a blend")
+    mix: float = Field(default=0.5, ge=0, le=1, description="share of co-activation in a blend")
 
     @model_validator(mode="after")
     def _ranking_agrees(self) -> SubstituteOptions:

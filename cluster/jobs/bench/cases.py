@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
     from .metrics import Report
 
-Model = Annotated[str | None, Field(description="Checkpoint folder; default: the model of the project.")]
+Model = Annotated[str | None, Field(description="Checkpoint folder; default: the built-in tiny model.")]
 Repeats = Annotated[int, Field(ge=1, description="Counted repetitions of each case.")]
-Config = Annotated[str | None, Field(description="YAML file, or a name in configs/clusters: what is not fixed here.")]
+Config = Annotated[
+    str | None,
+    Field(description="Configuration: a YAML file, or a name in configs/clusters."),
+]
 
 
 class Options(BaseModel):
@@ -48,15 +51,16 @@ class Serve(Options):
     measure = "serve.serve"
     model: Model = None
     repeats: Repeats = 5
-    streams: tuple[Annotated[int, Ge(1)], ...] = Field((1, 4, 8, 16), description="Clients at once; repeat it.")
+    streams: tuple[Annotated[int, Ge(1)], ...] = Field((1, 4, 8, 16), description="Clients at once; may be repeated.")
     budget: tuple[str, ...] = Field(
-        ("0.25", "0.5"), description="Device memory for experts; the bars judge the first and the last; repeat it."
+        ("0.25", "0.5"),
+        description="Device memory for experts; the bars judge the first and the last; may be repeated.",
     )
     policy: str = Field("next-gate", description="Of `tiermoe serve`.")
     requests: int = Field(2, ge=1, description="Of each client in a round, one after the other.")
     max_tokens: int = Field(48, ge=2, description="Tokens of each answer, at most.")
     threads: int = Field(1, ge=1, description="Compute threads of each server.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link of ours, 1e9 bytes per second.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link of `tiermoe serve` in 1e9 bytes per second.")
 
 
 def measure(options: Options, progress: Progress | None = None) -> Report:

@@ -39,11 +39,15 @@ from .metrics import Report
 if TYPE_CHECKING:
     from .cells import Cell, Cells, Measured
 
-PageOut = Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")]
-_Html = Annotated[Path | None, typer.Option(help="FILE.html: the page of `tiermoe report`.")]
+PageOut = Annotated[
+    Path | None, typer.Option(help="FILE.json: write the object; a folder: write page, data and plots.")
+]
+_Html = Annotated[Path | None, typer.Option(help="Write the HTML page of `tiermoe report` to this file.")]
 _Address = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT of a Ray cluster, or auto: cells run on its nodes. A Ray job uses its own."),
+    typer.Option(
+        help="HOST:PORT of a Ray cluster, or auto: run cells on its nodes; default in a Ray job: its cluster."
+    ),
 ]
 
 

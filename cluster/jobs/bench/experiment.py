@@ -69,22 +69,22 @@ class Variant(Settings):
 class TraceSizes(Settings):
     """The routing trace for simulated sections and metrics."""
 
-    learn: Count | None = Field(default=None, description="Prompts of the trace to learn from; none: 70% of all.")
-    measure: Count | None = Field(default=None, description="Prompts of the trace that count; none: 30% of all.")
-    tokens: Count = Field(default=64, description="Decoded after each prompt of the trace: its text, as it stands.")
-    distances: Count = Field(default=4, description="Layers ahead whose predictions the trace holds.")
+    learn: Count | None = Field(default=None, description="Prompts of the trace to learn from; default: 70% of all.")
+    measure: Count | None = Field(default=None, description="Prompts of the trace to measure; default: 30% of all.")
+    tokens: Count = Field(default=64, description="Tokens of the text that are decoded after each prompt of the trace.")
+    distances: Count = Field(default=4, description="Most layers ahead that the trace holds predictions for.")
 
 
 class Quality(Settings):
     """The held-out text that is scored; see `EvaluationOptions`."""
 
-    documents: Count | None = Field(default=None, description="Held-out documents to score; none: all.")
+    documents: Count | None = Field(default=None, description="Held-out documents to score; default: all.")
     windows: Count = Field(default=1, description="Windows of each document.")
-    items: Count = Field(default=1, description="Choices of each document at most.")
-    prefix: Count = Field(default=128, description="Tokens of a document before those that are scored.")
-    continuation: Count = Field(default=128, description="Tokens of each document that are scored.")
-    resamples: Count = Field(default=2000, description="Of the bootstrap.")
-    rows: Count | None = Field(default=None, description="Scored tokens in one forward at most; none: as many as fit.")
+    items: Count = Field(default=1, description="Most multiple-choice items of each document.")
+    prefix: Count = Field(default=128, description="Tokens that are prefilled in each window.")
+    continuation: Count = Field(default=128, description="Tokens that are scored after them.")
+    resamples: Count = Field(default=2000, description="Resamples of the bootstrap.")
+    rows: Count | None = Field(default=None, description="Most scored tokens of a forward pass; default: all that fit.")
 
     @property
     def options(self) -> EvaluationOptions:
@@ -95,20 +95,20 @@ class Workload(Settings):
     """The prompts that every variant serves: held-out text, of several lengths with `contexts`, or a file."""
 
     prompt_tokens: Count | None = Field(default=32, description="Tokens of each prompt.")
-    contexts: dict[str, Count] = Field(default_factory=dict, description="Tokens of the prompts by context.")
+    contexts: dict[str, Count] = Field(default_factory=dict, description="Tokens of each prompt, by context.")
     prompts_file: Path | None = Field(default=None, description="Text, one prompt a line, or JSON lines.")
     warm_file: Path | None = Field(
-        default=None, description="Prompts served first, uncounted. (one round of --prompts)"
+        default=None, description="Prompts served first, uncounted; default: one round of --prompts."
     )
     total_prompts: Count | None = Field(default=None, description="Held-out prompts, 70% of them to learn from.")
-    prompts: Count = Field(default=1, description="Held-out prompts of a repetition, each met once.")
+    prompts: Count = Field(default=1, description="Held-out prompts of a repetition, each served once.")
     warm: Count = Field(default=2, description="Prompts served first, uncounted.")
     max_tokens: Count = Field(default=32, description="Tokens to generate for each prompt.")
     repeats: Count = Field(default=5, description="Counted repetitions of each cell.")
     batch: Count = Field(default=1, description="Prompts in flight together.")
     fresh: bool = Field(default=True, description="Each repetition takes its own share of the prompts.")
     seed: int | None = Field(
-        default=None, ge=0, description="Sample tokens at temperature 1 with this seed; none: greedy."
+        default=None, ge=0, description="Sample tokens at temperature 1 with this seed; default: greedy."
     )
     tau: Count | None = Field(default=None, description="Tokens between two cache configurations.")
     trace: TraceSizes = TraceSizes()
@@ -132,9 +132,9 @@ class Grid(Settings):
     links: tuple[float | None, ...] = Field(
         default=(), description="Emulated links in 1e9 bytes per second, or none, separated by commas."
     )
-    ratios: tuple[float, ...] = Field(default=(), description="Of each emulated link: loading over computing.")
+    ratios: tuple[float, ...] = Field(default=(), description="Loading over computing on each emulated link.")
     link: float | None = Field(default=None, description="Emulated link in 1e9 bytes per second, in place of a ratio.")
-    latency_us: float | None = Field(default=None, description="Of each copy; none: the configuration's.")
+    latency_us: float | None = Field(default=None, description="Of each copy; default: the configuration's.")
     calibrate: Literal["resident", "trace", "off"] = "off"
 
     @field_validator("links", mode="before")
@@ -147,8 +147,8 @@ class RandomModel(Settings):
     """The random model that `--model` names by its shape, such as qwen3-30b-a3b. Its tokens are sampled."""
 
     name: str | None = None
-    form: Form | None = Field(default=None, description="Of the experts of a random --model; none: q4_0.")
-    layers: Count | None = Field(default=None, description=f"Of a random --model; none: {LAYERS}.")
+    form: Form | None = Field(default=None, description="Form of the experts of a random --model; default: q4_0.")
+    layers: Count | None = Field(default=None, description=f"Layers of a random --model; default: {LAYERS}.")
 
     @property
     def model(self) -> NamedModel | None:
@@ -172,7 +172,7 @@ class Section(Settings):
     simulation: Simulation | None = None
     variants: tuple[Variant, ...] = Field(default=(), description="Presets or YAML files, separated by commas.")
     qualities: tuple[str, ...] = Field(
-        default=(LOSSLESS,), description="What auto may give for speed: lossless, kl=0.01, .., separated by commas."
+        default=(LOSSLESS,), description="Quality that auto may trade: lossless, kl=0.01, .., separated by commas."
     )
     budgets: tuple[str, ...] | None = None
     ratios: tuple[float, ...] | None = None
@@ -329,7 +329,7 @@ class Experiment(Settings):
     grid: Grid = Grid()
     random: RandomModel = RandomModel()
     sections: tuple[Section, ...] = Field(min_length=1)
-    parts: tuple[str, ...] = Field(default=(), description="Sections to run, by name or executor; none: all.")
+    parts: tuple[str, ...] = Field(default=(), description="Sections to run, by name or executor; default: all.")
     regime: tuple[float, float] = (0.0, float("1e30"))
     metrics: tuple[Metric, ...] = ()
     bars: tuple[RatioBar, ...] = ()

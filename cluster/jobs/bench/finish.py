@@ -21,10 +21,17 @@ from ..options import option_of
 from .metrics import Report, print_report
 
 Model = Annotated[str | None, option_of(RunConfig, "model")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; --json FILE.json: as --out.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout; --json FILE.json: --out FILE.json.")
+]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
-Out = Annotated[Path | None, typer.Option(help="FILE.json: the JSON object; a folder: also the tables of NAME.md.")]
-Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters, of the other keys.")]
+Out = Annotated[
+    Path | None, typer.Option(help="FILE.json: write the object; a folder: also fill the tables of NAME.md.")
+]
+Config = Annotated[
+    str | None,
+    typer.Option(help="Configuration: a YAML file, or a name in configs/clusters."),
+]
 
 
 def finish(
