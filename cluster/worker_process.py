@@ -15,7 +15,6 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +23,7 @@ from typing import IO, Any
 from ..actors.settings import EngineSettings, MatcherSettings, NdpSettings
 from ..actors.store.artifacts import MapShape
 from ..errors import RuntimeFailure, TierMoeError
-from ..proto.options import ServerOptions
-from ..proto.peers import MATCHER, LocalDirectory, PeerLink, StoreLink, ndp_name, shard_name, store_name
+from ..proto.peers import MATCHER, LocalDirectory, PeerLink, ndp_name, shard_name
 from .host import thread_limits
 
 _START_S = 120.0
@@ -43,7 +41,6 @@ class Role:
         arguments: of the class, by name, besides the directory.
         store: name of the argument that is the store's folder; None: it reads no store.
         threads: of its numerical libraries.
-        layers: of a store.
     """
 
     name: str
@@ -52,7 +49,6 @@ class Role:
     arguments: dict[str, Any] = field(default_factory=dict)
     store: str | None = "store"
     threads: int = 1
-    layers: tuple[int, ...] = ()
 
     @staticmethod
     def ndp(settings: NdpSettings, index: int = 0) -> Role:
@@ -66,14 +62,6 @@ class Role:
         arguments = {"settings": settings, "index": index, "gpu": index}
         worker = "actors.shard_worker:ShardWorker"
         return Role(shard_name(index), f"shard {index}", worker, arguments, threads=settings.threads)
-
-    @staticmethod
-    def store_of(index: int, layers: Sequence[int], shared_memory: bool = True) -> Role:
-        """A store of these layers; without shared memory it is read as if it were on another host."""
-        options = ServerOptions(shared_memory=shared_memory)
-        arguments = {"index": index, "layers": list(layers), "verify": "stamp", "options": options}
-        worker = "actors.store.server:StoreWorker"
-        return Role(store_name(index), f"store {index}", worker, arguments, "path", layers=tuple(layers))
 
     @staticmethod
     def matcher(
@@ -122,11 +110,6 @@ class WorkerProcess:
         if self._process is None:
             raise RuntimeFailure(f"the {self._role.label} is not running", "start it first")
         return self._process.pid
-
-    @property
-    def store_link(self) -> StoreLink:
-        """Of a store: give it to those who read it."""
-        return StoreLink(self._role.name, self._role.layers, self.link)
 
     def restart(self) -> None:
         """Start the worker, after ending the one that may be there, and wait until it serves.

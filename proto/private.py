@@ -20,15 +20,14 @@ from pathlib import Path
 _LINKS = 8  # that are followed, one after the other
 
 
-def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
+def open_own(path: Path | str, flags: int) -> int:
     """Open a file by name, where it is this user's or root's; its descriptor.
 
     A symbolic link is followed where its owner is this user or root, too (such as Kubernetes makes for secrets). A file
     to be written has no second name: it could be any file of ours. A FIFO that nobody reads raises and does not block.
 
     Args:
-        flags: as those of `os.open`.
-        mode: of a file that is made.
+        flags: as those of `os.open`; a file that is made has mode 0600.
 
     Raises:
         PermissionError: it is another user's, a link of another user's, a file to be written that has several names, or
@@ -38,7 +37,7 @@ def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
     where = os.fspath(path)
     for _ in range(_LINKS):
         try:
-            opened = os.open(where, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+            opened = os.open(where, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise

@@ -41,7 +41,7 @@ from .make_policies import (
     scores_asked,
     unasked_layers,
 )
-from .model.kernels import expert_seconds
+from .model.kernels import SteppedKernel, expert_seconds
 from .model.model import MoeBlock, attach, detach
 from .native_layer import NativeLayer, NativeLayers
 from .peers.auto import AutoPlacer, make_auto
@@ -55,7 +55,6 @@ from .prefetching import RouterPrefetching
 from .rerouting import LowBits, Rerouter, report_link_speed
 from .split import Configuring, make_configuring
 from .stats import EngineStats, LayerResidency
-from .stepped import SteppedKernel
 
 _MATCHER_START_S = 5.0  # seconds to reach the matcher, which starts before the lead; serving works without it
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which start before the lead

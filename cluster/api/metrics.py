@@ -36,6 +36,7 @@ _EXPERTS = {
 }
 _CAUSES = ("demand", "prefetch", "migration")
 _RECENT = 512  # choices
+_EVERY_S = 1.0  # for which the runtime's answer is good, however often the server is scraped
 _LINK = "total_io_s"
 
 # ours -> vLLM's, where the names differ or an older one is in use too
@@ -63,7 +64,6 @@ class Metrics:
         ask: what a control method of the lead returns.
         sharded: whether other GPUs count as well.
         model_name: in the label that vLLM's metrics have.
-        every_s: seconds for which the runtime's answer is good, however often the server is scraped.
         shared: folder of the counters of all replicas of the server (`shared.share_counters`); None: there is one.
 
     Attributes:
@@ -71,9 +71,9 @@ class Metrics:
     """
 
     def __init__(
-        self, ask: Ask, *, sharded: bool, model_name: str = "", every_s: float = 1.0, shared: Path | None = None
+        self, ask: Ask, *, sharded: bool, model_name: str = "", shared: Path | None = None
     ) -> None:
-        self._ask, self._sharded, self._every_s = ask, sharded, every_s
+        self._ask, self._sharded = ask, sharded
         self._read_s: float | None = None
         self._lock = asyncio.Lock()
         self._registry = CollectorRegistry()
@@ -163,7 +163,7 @@ class Metrics:
         """
         self.runtime.waiting_here = waiting_here
         async with self._lock:
-            if self._read_s is not None and time.monotonic() - self._read_s < self._every_s:
+            if self._read_s is not None and time.monotonic() - self._read_s < _EVERY_S:
                 return
             stats, load = (await self._ask("stats")).as_dict(), await self._ask("load")
             links = {"shard/0": stats.get(_LINK, 0.0)}

@@ -290,9 +290,9 @@ def no_experts(file: Path | str, architecture: str) -> UnsupportedModelError:
     return UnsupportedModelError(what, "serve it with llama.cpp: tiermoe offloads routed experts")
 
 
-def read_experts(files: Sequence[Path], *, texts: bool = False) -> Header:
+def read_experts(files: Sequence[Path]) -> Header:
     """As `read_gguf`, of a model with routed experts. Raises UnsupportedModelError: it is dense."""
-    header = read_gguf(files, texts=texts)
+    header = read_gguf(files)
     if header.dense:
         raise no_experts(files[0], header.architecture)
     return header

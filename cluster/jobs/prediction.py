@@ -30,14 +30,10 @@ def shipped_routing(model_dir: Path) -> Path | None:
     return folder if (folder / "trace.json").is_file() else None
 
 
-def with_routing(planned: PlanResult, config: RunConfig, trace: Path | None = None) -> PlanResult:
-    """The plan with a prediction from a routing trace; the same plan if there is no trace, or it does not fit.
-
-    Args:
-        trace: in place of the model's own.
-    """
+def with_routing(planned: PlanResult, config: RunConfig) -> PlanResult:
+    """The plan with a prediction from the model's routing trace; the same plan if it has none, or it does not fit."""
     costs, source = known_costs()
-    trace = shipped_routing(config.model_dir) if trace is None else trace
+    trace = shipped_routing(config.model_dir)
     if costs is None or trace is None or planned.prediction.low is None or planned.spec.shards > 1:
         return planned
     try:

@@ -113,7 +113,7 @@ def all_at_once(requests: Iterable[Request]) -> Iterator[tuple[float, Request]]:
     return ((0.0, request) for request in requests)
 
 
-def arrivals_of(rate: float | None, file: Path | None, seed: int = 0) -> Iterable[Arrival] | None:
+def arrivals_of(rate: float | None, file: Path | None) -> Iterable[Arrival] | None:
     """The arrivals of two options; None: neither is given.
 
     Raises:
@@ -123,7 +123,7 @@ def arrivals_of(rate: float | None, file: Path | None, seed: int = 0) -> Iterabl
         raise ConfigError("--rate and --arrivals are both given", "give one of the two")
     if file is not None:
         return azure(file)
-    return None if rate is None else poisson(rate, seed)
+    return None if rate is None else poisson(rate)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

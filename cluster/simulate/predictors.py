@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.policies.baselines import Predictor, TrainingOptions, train_predictor
+from ...actors.policies.baselines import Predictor, train_predictor
 from ...actors.policies.buddymoe.buddies import ExpertProfile, RoutingCounts, renormalised, warmup_weights
 from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from ...actors.store.artifacts import PredictorsOf, read_predictors
@@ -24,11 +24,9 @@ def train_predictors(
     header: TraceHeader,
     requests: Iterable[Request],
     stride: int,
-    options: TrainingOptions | None = None,
-    limit: int = TRAINING_ROWS,
     advanced: Callable[[], None] | None = None,
 ) -> list[Predictor]:
-    """Train predictors of layers 0..L-stride-1 on a trace's first `limit` rows, which are in memory.
+    """Train predictors of layers 0..L-stride-1 on a trace's first `TRAINING_ROWS` rows, which are in memory.
 
     Args:
         advanced: called after each layer.
@@ -44,14 +42,14 @@ def train_predictors(
             probabilities.append(step.probabilities)
             ids.append(step.ids)
             rows += len(step.tokens)
-        if rows >= limit:
+        if rows >= TRAINING_ROWS:
             break
     if not rows:
         raise TraceError("the trace has no rows to train on", "record some")
-    seen, picked = np.concatenate(probabilities)[:limit], np.concatenate(ids)[:limit]
+    seen, picked = np.concatenate(probabilities)[:TRAINING_ROWS], np.concatenate(ids)[:TRAINING_ROWS]
     found = []
     for layer in range(header.layers - stride):
-        found.append(train_predictor(seen[:, layer], picked[:, layer + stride], options))
+        found.append(train_predictor(seen[:, layer], picked[:, layer + stride]))
         if advanced is not None:
             advanced()
     return found

@@ -431,10 +431,6 @@ class Topology:
         """Whether an actor of this role is on another node than the lead."""
         return any(actor.node != self.lead.node for actor in self.having(role))
 
-    def stores_of(self, layer: int) -> tuple[PlannedActor, ...]:
-        """The stores that hold a layer; never empty."""
-        return tuple(store for store in self.having("store") if layer in store.layers)
-
     def as_dict(self) -> dict[str, Any]:
         """Plain names and values for JSON, without the owner of each single expert."""
         record = asdict(self)

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from tiermoe.actors.settings import EngineSettings, KvSettings, ShardSettings, S
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.actors.store.files import ExpertStore, StoreView
 from tiermoe.cluster.worker_process import Role, WorkerProcess
-from tiermoe.proto.peers import LocalDirectory, PeerLink, shard_name
+from tiermoe.proto.options import ServerOptions
+from tiermoe.proto.peers import LocalDirectory, PeerLink, StoreLink, shard_name, store_name
 
 LAYERS = range(16)
 
@@ -34,13 +36,24 @@ def _config(budget: float = 0.25, deadline_s: float = 10.0, **more: Any) -> Engi
     return settings(budget, "next-gate", kv=kv, store=StoreSettings(deadline_s=deadline_s), **more)
 
 
+class StoreProcess(WorkerProcess):
+    """A store of these layers, read over gRPC as from another host."""
+
+    def __init__(self, index: int, layers: Sequence[int], path: Path) -> None:
+        options = ServerOptions(shared_memory=False)
+        arguments = {"index": index, "layers": list(layers), "verify": "stamp", "options": options}
+        worker = "actors.store.server:StoreWorker"
+        super().__init__(Role(store_name(index), f"store {index}", worker, arguments, "path"), path)
+        self.store_link = StoreLink(store_name(index), tuple(layers), self.link)
+
+
 @contextmanager
-def _stores(store: ExpertStore, *slices: Sequence[int]) -> Iterator[list[WorkerProcess]]:
-    """A process for each slice, read over gRPC as from another host."""
+def _stores(store: ExpertStore, *slices: Sequence[int]) -> Iterator[list[StoreProcess]]:
+    """A process for each slice."""
     with ExitStack() as stack:
         path = store.describe().path
         processes = [
-            stack.enter_context(closing(WorkerProcess(Role.store_of(i, layers, shared_memory=False), path)))  # type: ignore[arg-type]
+            stack.enter_context(closing(StoreProcess(i, layers, Path(path))))
             for i, layers in enumerate(slices)
         ]
         for process in processes:
@@ -51,7 +64,7 @@ def _stores(store: ExpertStore, *slices: Sequence[int]) -> Iterator[list[WorkerP
 
 
 @contextmanager
-def _lead(view: StoreView, config: EngineSettings, stores: Sequence[WorkerProcess], **more: Any) -> Iterator[GpuWorker]:
+def _lead(view: StoreView, config: EngineSettings, stores: Sequence[StoreProcess], **more: Any) -> Iterator[GpuWorker]:
     with closing(GpuWorker(config, view, stores=[process.store_link for process in stores], **more)) as lead:
         lead.start()
         yield lead

@@ -123,5 +123,6 @@ def test_a_started_process_imports_nothing_from_the_user_s_folder(
     for name in ("numpy", "pydantic", "trace", "profile"):
         (folder / f"{name}.py").write_text("raise SystemExit('imported from the folder of the user')")
     monkeypatch.chdir(folder)
-    with WorkerProcess(Role.store_of(0, [0]), store) as process:
+    role = Role("store/0", "store 0", "actors.store.server:StoreWorker", {"index": 0}, "path")
+    with WorkerProcess(role, store) as process:
         assert process.pid

@@ -24,6 +24,7 @@ import torch
 from ....errors import ConfigError
 from ....kernels.device import seconds_of
 from ....kernels.expert_ffn import ROW_CLASSES, ByRows, ExpertKernel, Group, Operands, RowClass, TorchKernel, row_class
+from ...core import _core
 from ...policies.cost import Link, load_s
 from ...settings import ExpertKernelName, LinkSettings
 from ..cache.slots import SlotPool
@@ -359,3 +360,17 @@ def fastest(times: Sequence[KernelTime]) -> str:
         return best.kernel
     mine = min(ours, key=lambda time: time.us)
     return best.kernel if best.us < _MARGIN * mine.us else mine.kernel
+
+
+class SteppedKernel:
+    """The kernel of a stepped link (`LinkSettings.layer_us`): it computes for real, and then advances the clock by
+    `layer_s`, whatever the number of rows. So what has arrived when a layer runs is the same on every machine.
+    """
+
+    def __init__(self, kernel: ExpertKernel, clock: _core.Clock, layer_s: float) -> None:
+        self.run, self._combine, self._clock, self._layer_s = kernel.run, kernel.combine, clock, layer_s
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = self._combine(y, weights)
+        self._clock.advance(self._layer_s)
+        return out

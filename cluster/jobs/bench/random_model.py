@@ -24,7 +24,7 @@ class MoeShape:
     head: int = 64
 
 
-def save_random_model(shape: MoeShape, folder: Path, seed: int = 0) -> Path:
+def save_random_model(shape: MoeShape, folder: Path) -> Path:
     """Write a Mixtral-like bfloat16 checkpoint; the folder."""
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
@@ -35,7 +35,7 @@ def save_random_model(shape: MoeShape, folder: Path, seed: int = 0) -> Path:
         num_local_experts=shape.experts, num_experts_per_tok=shape.top_k, num_attention_heads=heads,
         num_key_value_heads=heads, vocab_size=shape.vocabulary, max_position_embeddings=1024,
     )  # fmt: skip
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():  # else the mean over the context dominates, and all tokens take the same experts
         model.get_input_embeddings().weight.normal_()

@@ -13,7 +13,7 @@ On held-out text this is better at every width than the Hessian of A* alone (doc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.nn import functional
 from ....actors.engine.cache.sources import host_weights
 from ....actors.store.files import ExpertStore
 from ....actors.store.replicas import Calibration, ReplicaTables
-from ....kernels.pack import PackedShape, pack_expert, unpack_expert
+from ....kernels.pack import pack_expert
 from ....kernels.quantize import QuantizedBatch, damped, damping_for, gptq, round_to_nearest
 from ...host import usable_cores
 from ...report.tables import LineProgress
@@ -194,15 +194,6 @@ def output_losses(
     """float32 [B]: mean squared difference of the experts' outputs [n, H] on their rows [n, H] from `outputs`."""
     made = expert_outputs(experts, rows, activation)
     return np.array([float((y - out).square().mean()) for y, out in zip(outputs, made, strict=True)], dtype=np.float32)
-
-
-def unpacked(arrays: Mapping[str, NDArray[Any]], shape: PackedShape) -> Matrices:
-    """A layer's packed experts [E, ...] as matrices. Raises PackError: the arrays are not those of `shape`."""
-    experts = len(arrays["down"])
-    parts = [unpack_expert({name: array[e] for name, array in arrays.items()}, shape) for e in range(experts)]
-    gate_up = [np.concatenate([gate.dequantized(), up.dequantized()]) for gate, up, _ in parts]
-    down = [matrix.dequantized() for _, _, matrix in parts]
-    return Matrices(torch.from_numpy(np.stack(gate_up)), torch.from_numpy(np.stack(down)))
 
 
 def _activate(rows: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from tiny_models import TEXT, contents
 
@@ -21,10 +23,20 @@ from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas, open
 from tiermoe.actors.store.server import StoreWorker
 from tiermoe.cluster.jobs.prepare import ensure_replicas, is_store, prepare
 from tiermoe.cluster.jobs.prepare.calibration import WINDOW_TOKENS, read_windows
-from tiermoe.cluster.jobs.prepare.quantize import Matrices, unpacked
+from tiermoe.cluster.jobs.prepare.quantize import Matrices
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 from tiermoe.errors import StoreError
+from tiermoe.kernels.pack import PackedShape, unpack_expert
 from tiermoe.proto.peers import LocalDirectory, PeerLink, StoreLink
+
+
+def unpacked(arrays: Mapping[str, NDArray[Any]], shape: PackedShape) -> Matrices:
+    """A layer's packed experts [E, ...] as matrices."""
+    experts = len(arrays["down"])
+    parts = [unpack_expert({name: array[e] for name, array in arrays.items()}, shape) for e in range(experts)]
+    gate_up = [np.concatenate([gate.dequantized(), up.dequantized()]) for gate, up, _ in parts]
+    down = [matrix.dequantized() for _, _, matrix in parts]
+    return Matrices(torch.from_numpy(np.stack(gate_up)), torch.from_numpy(np.stack(down)))
 
 
 def test_replicas_reopen_as_the_experts_they_were(made: Path) -> None:
