@@ -22,6 +22,9 @@ split each layer at its best; the planner decides by its own rule. What a prompt
 
 `policies.hybrid` states four of the rules for the engine, in Python, where a layer takes 130 to 370 us; here it takes 2
 to 4, and half of the grid has 10^8 layers. hybrimoe there also gives cached experts to the CPU.
+
+Not modelled: host overheads of a copy or a wait, cores that the GPU's driver takes, NUMA, several near-data workers,
+kernels below the memory's bandwidth, prompts of over 64 tokens, requests that come and go one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -40,8 +44,10 @@ from numpy.typing import NDArray
 from tiermoe.actors.policies.auto import Auto, Costs, Without
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.simulate.shapes import shape_named
+from tiermoe.cluster.simulate.statistics import loads
 from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator, agreement, blurred, top
 from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.cluster.yaml_file import read_yaml
 from tiermoe.kernels import _planner
 
 SHAPES = {  # dense bytes of a layer, by our count of attention, shared experts and norms
@@ -60,20 +66,7 @@ RULES = (
 )  # fmt: skip
 PUBLISHED = RULES[:-1]
 STARTED = tuple(f"{name}+start" for name in ("on-demand", "next-gate", "llama-cpp-cache", "freetoken", "hybrimoe"))
-VARIANTS: dict[str, dict[str, Any]] = {
-    "full": {}, "link x0.7, CPU x1.4": {"belief": (0.7, 1.4)}, "link x1.4, CPU x0.7": {"belief": (1.4, 0.7)},
-    "both x0.7": {"belief": (0.7, 0.7)}, "both x1.4": {"belief": (1.4, 1.4)},
-    "link x0.7, CPU x1.4, no correction": {"belief": (0.7, 1.4), "without": Without.CORRECTION},
-    "link x1.4, CPU x0.7, no correction": {"belief": (1.4, 0.7), "without": Without.CORRECTION},
-    "no correction, costs right": {"without": Without.CORRECTION},
-    "contention unknown": {"contention": False}, "next router right for 0.6": {"recall": 0.6},
-    "no start from the prompt": {"start": False}, "no price": {"without": Without.PRICE},
-    "no background copies": {"without": Without.BACKGROUND}, "no prefetch": {"without": Without.PREFETCH},
-    "always waits": {"without": Without.REFUSAL}, "every miss to the CPU": {"without": Without.SPLIT},
-    "LRU victims, all admitted": {"without": Without.VALUES}, "fixed weights": {"without": Without.LEARNING},
-    "all admitted": {"without": Without.ADMISSION}, "residents stay": {"without": Without.RESIDENTS},
-    "no future in the choice": {"without": Without.FUTURE},
-}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("auto.yaml"))["variants"]
 
 
 @dataclass(frozen=True)
@@ -121,19 +114,20 @@ def chosen(share: float) -> list[Cell]:
     groups: dict[tuple[str, str, int], list[Cell]] = {}
     for cell in grid():
         groups.setdefault((cell.shape, cell.family, cell.batch), []).append(cell)
-    found = []
-    for cells in groups.values():
-        order = rng.permutation(len(cells))  # drawn for every group, so that a larger share adds cells
-        found += [cells[i] for i in sorted(order[: max(1, round(share * len(cells)))])]
-    return found
+    return [cell for cells in groups.values() for cell in _some(cells, share, rng)]
+
+
+def _some(cells: Sequence[Cell], share: float, rng: np.random.Generator) -> list[Cell]:
+    """At least one; a larger share adds cells."""
+    order = rng.permutation(len(cells))
+    return [cells[i] for i in sorted(order[: max(1, round(share * len(cells)))])]
 
 
 def recorded_cells(share: float) -> list[Cell]:
     """Of the recorded routing, one request at a time, experts and dense part of Qwen3-30B-A3B; drawn as `chosen`."""
-    values = itertools.product(BUDGETS, LINKS_GBPS, HOSTS_GBPS)
-    cells = [Cell("qwen3-30b-a3b", RECORDED, *machine, 1) for machine in values]
-    order = np.random.default_rng(2026).permutation(len(cells))
-    return [cells[i] for i in sorted(order[: max(1, round(share * len(cells)))])]
+    machines = itertools.product(BUDGETS, LINKS_GBPS, HOSTS_GBPS)
+    cells = [Cell("qwen3-30b-a3b", RECORDED, *machine, 1) for machine in machines]
+    return _some(cells, share, np.random.default_rng(2026))
 
 
 # -- routing -----------------------------------------------------------------------------------------------------------
@@ -164,18 +158,14 @@ def draw(
     count, experts, k = min(shape.moe_layers, layers or shape.moe_layers), shape.experts, shape.top_k
     generator, rng = Generator(FAMILIES[family], count, experts, k, seed), np.random.default_rng(100 + seed)
     named = min(2 * k, experts)
-
-    def uses(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.stack([np.bincount(ids[:, layer].ravel(), minlength=experts) for layer in range(count)])
-
     popular = np.zeros((count, experts), np.int64)
     for _ in range(OTHERS):
-        popular += uses(top(generator.logits(generator.tokens(PROMPT + decode)), k))
+        popular += _uses(top(generator.logits(generator.tokens(PROMPT + decode)), k), experts)
     ids, ranks, prompts = [], [], []
     predicted: dict[float, list[NDArray[np.int32]]] = {recall: [] for recall in recalls}
     for _ in range(requests):
         logits = generator.logits(generator.tokens(PROMPT + decode))
-        prompts.append(uses(top(logits[:PROMPT], k)))
+        prompts.append(_uses(top(logits[:PROMPT], k), experts))
         logits = logits[PROMPT:]
         order = np.argsort(-logits, axis=-1)
         ids.append(order[..., :k].astype(np.int32))
@@ -198,17 +188,11 @@ def recorded(others: int = 2) -> Drawn:
     trace = Trace(default_model_dir() / ROUTING)
     header, requests = trace.header, list(trace.requests())
     layers, experts, k = header.layers, header.experts, header.top_k
-
-    def uses(ids: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
-        picked = np.concatenate(ids)  # [t, L, K]
-        return np.stack([np.bincount(picked[:, layer].ravel(), minlength=experts) for layer in range(layers)])
-
-    popular = sum((uses([step.ids for step in one.iterations]) for one in requests[:others]), np.int64(0))
-    tokens = sum(len(step.ids) for one in requests[:others] for step in one.iterations)
+    others_ids = np.concatenate([step.ids for one in requests[:others] for step in one.iterations])  # [t, L, K]
     prompts, ids, ranks, predicted = [], [], [], []
     for one in requests[others:]:
         first, *rest = one.iterations
-        prompts.append(uses([first.ids]))
+        prompts.append(_uses(first.ids, experts))
         ids.append(np.concatenate([step.ids for step in rest]).astype(np.int32))
         scores = np.concatenate([step.probabilities for step in rest])
         ranks.append(np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1).astype(np.uint8))
@@ -216,8 +200,13 @@ def recorded(others: int = 2) -> Drawn:
         predicted.append(np.roll(ahead, 1, axis=1))
     return Drawn(
         layers, experts, k, np.stack(ids), np.stack(ranks), {RECALL: np.stack(predicted)}, np.stack(prompts),
-        np.asarray(popular), tokens, len(requests[0].iterations[0].ids),
+        _uses(others_ids, experts), len(others_ids), len(requests[0].iterations[0].ids),
     )  # fmt: skip
+
+
+def _uses(ids: NDArray[np.integer], experts: int) -> NDArray[np.int64]:
+    """Of each expert [L, E], by ids [t, L, K]."""
+    return loads(ids.transpose(1, 0, 2), experts).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +255,7 @@ def together(drawn: Drawn, batch: int) -> Steps:
 
 def replayed(
     drawn: Drawn, steps: Steps, cell: Cell, rule: str, planner_s: float, *, start: bool | None = None,
-    belief: tuple[float, float] = (1.0, 1.0), contention: bool = True, without: Without = Without.NOTHING,
+    belief: Sequence[float] = (1.0, 1.0), contention: bool = True, without: str = "NOTHING",
     recall: float = RECALL,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of a decoded token, of a prompt and of a request, and shares of the needed experts.
@@ -274,19 +263,18 @@ def replayed(
     Args:
         rule: one of RULES, or one with `+start`. start: whether residents are chosen after a prompt; None: auto does.
         belief: factors of the start values of link and CPU that the planner has. contention: it has `near_busy_s`, too.
+        without: name of a part of `Without`.
     """
     name, started = rule.removesuffix("+start"), rule.endswith("+start")
     costs = cell.costs()
-    near = costs.near_s * belief[1]
-    believed = Costs(
-        costs.copy_s * belief[0], costs.gpu_s, costs.gpu_row_s, near,
-        costs.near_busy_s * belief[1] if contention else near, costs.free_rows, costs.message_s, costs.dense_s,
-    )  # fmt: skip
+    near_s = costs.near_s * belief[1]
+    busy_s = costs.near_busy_s * belief[1] if contention else near_s
+    believed = replace(costs, copy_s=costs.copy_s * belief[0], near_s=near_s, near_busy_s=busy_s)
     slots = max(1, int(cell.budget * drawn.experts))
     shape = (drawn.layers, drawn.experts, drawn.top_k, cell.batch, steps.rounds, drawn.prompt)
     decode_s, prompt_s, error, tokens, prompts, needed, hits, loads, ran_near, waits, fills, fetched = _planner.replay(
         RULES.index(name), slots, shape, steps.needed, steps.rows, steps.count, steps.predicted[recall], steps.share,
-        steps.prompts, drawn.popular, float(drawn.tokens), astuple(costs), astuple(believed), int(without),
+        steps.prompts, drawn.popular, float(drawn.tokens), astuple(costs), astuple(believed), int(Without[without]),
         (started or name == "auto") if start is None else start, planner_s, steps.first,
     )  # fmt: skip
     token_s = decode_s / tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 from pydantic import Field
@@ -14,9 +14,13 @@ from tiermoe.actors.policies.sharding import Ownership
 from tiermoe.cluster.jobs.bench.cases import Config, Model, Options, Repeats
 from tiermoe.cluster.jobs.bench.random_model import Form
 
-Budget = Annotated[str, Field(description="Device memory for experts.")]
+if TYPE_CHECKING:
+    from tiermoe.cluster.config import RunConfig
+
+Budget = Annotated[str, Field(description="Device memory for experts, of policies that load them.")]
 Gbps = Annotated[float, Field(ge=0.001, description="Emulated link, 1e9 bytes per second.")]
 Batches = Annotated[tuple[Annotated[int, Ge(1)], ...], Field(description="Prompts in flight together; repeat it.")]
+LATENCY_US = 10.0  # of a copy on an emulated link
 Tokens = Annotated[int, Field(ge=2, description="Tokens generated after each prompt.")]
 
 
@@ -38,6 +42,15 @@ class Served(Options):
     link_gbps: Gbps = 16.0
     config: Config = None
 
+    def run_of(self, policy: str) -> RunConfig:
+        """The run of a policy: with all experts and no link where it loads all at start, else with budget and link."""
+        from tiermoe.cluster.config import load_policy
+        from tiermoe.cluster.jobs.bench.serving import run_config
+
+        whole = load_policy(policy).preload == "all"
+        link = {"gbps": None if whole else self.link_gbps, "latency_us": 0.0 if whole else LATENCY_US}
+        return run_config(self.model, self.config, policy=policy, budget="1.0" if whole else self.budget, link=link)
+
 
 class Overhead(Served):
     """Decode time against transformers' continuous batching and llama.cpp, and what prefetch adds to it."""
@@ -49,8 +62,6 @@ class Overhead(Served):
         description="What to compare with; repeat it. The last: llama.cpp on random layers of Qwen3-30B-A3B's shape.",
     )
     pairs: int = Field(8, ge=1, description="Counted rounds against llama.cpp.")
-    budget: str = Field("0.25", description="Device memory for experts, of the policies that load them.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link of these, 1e9 bytes per second.")
     layers: int = Field(2, ge=1, description="Layers of Qwen3-30B-A3B's shape: 5 GB of disk and of memory each.")
 
 
@@ -70,7 +81,6 @@ class Host(Served):
         description="Policy; repeat it.",
     )
     batch: Batches = (1, 8)
-    budget: str = Field("0.25", description="Device memory for experts, of presets that load them.")
     device: HostDevice = Field(
         HostDevice.CPU, description="fake-gpu: the step beside a GPU whose kernels and copies take no time."
     )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import multiprocessing
+import functools
 import os
 import queue
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
-from multiprocessing.connection import Connection
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -31,8 +30,11 @@ from tiermoe.actors.store.artifacts import MapShape, save_maps
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.host import thread_limits
 from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, interleaved, ratio, rows_of
+from tiermoe.cluster.jobs.prediction import ROUTING
 from tiermoe.cluster.ray_session import leave, start_local
 from tiermoe.cluster.scratch import Scratch
+from tiermoe.cluster.simulate.shapes import shape_named
+from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.errors import RuntimeFailure
 from tiermoe.proto import grpc_transport
@@ -50,6 +52,7 @@ TRIPS = {"8 KiB": 400, "1 MiB": 60}
 RAY_TRIPS = 40
 RAY_STORE_BYTES = 80_000_000
 
+_OF_TABLE = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "deepseek-v2-lite")  # models of configs/shapes
 LARGEST = 50_000  # maps
 CAPACITIES = (1000, 10_000, LARGEST)
 DISTANCE = 3  # of the matcher's forecasts
@@ -60,45 +63,17 @@ ITERATIONS = 6  # of each repetition of publishing
 _DEADLINE_S = 30.0
 _BARE_ECHO = "/bench/Echo"
 
-Ask = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-# -- the other process -------------------------------------------------------------------------------------------------
-
 
 @contextlib.contextmanager
-def other_process(answers: Callable[[], contextlib.AbstractContextManager[Ask]], **environment: str) -> Iterator[Ask]:
-    """A process that enters `answers`, a function of a module; a call asks it and waits for what it says.
+def other_process(**environment: str) -> Iterator[Executor]:
+    """A process that runs functions of this module; a submitted one that ends it raises `BrokenProcessPool`.
 
-    Raises:
-        RuntimeFailure: it ended before it answered.
+    environment: read by numerical libraries when they are loaded.
     """
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_answer, args=(theirs, answers), daemon=True)
-    with mock.patch.dict(os.environ, environment):  # read by numerical libraries when they are loaded
-        process.start()
-    theirs.close()
-
-    def ask(case: dict[str, Any]) -> dict[str, Any]:
-        mine.send(case)
-        try:
-            answer: dict[str, Any] = mine.recv()
-        except EOFError as error:
-            raise RuntimeFailure("the benchmark's other process ended", "its own words are above") from error
-        return answer
-
-    try:
-        yield ask
-    finally:
-        process.kill()  # it has nothing to save
-        process.join()
-
-
-def _answer(asked: Connection, answers: Callable[[], contextlib.AbstractContextManager[Ask]]) -> None:
-    with answers() as answer:
-        while True:
-            asked.send(answer(asked.recv()))
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        with mock.patch.dict(os.environ, environment):
+            process.submit(os.getpid).result()  # it is started
+        yield process
 
 
 # -- channel -----------------------------------------------------------------------------------------------------------
@@ -124,7 +99,9 @@ def channel(options: cases.Channel, progress: Progress | None) -> Report:
         if ours is not None:  # after Ray, whose processes would inherit it
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, {ours})
-        addresses = stack.enter_context(other_process(_echoes))({"core": theirs})
+        process = stack.enter_context(other_process())
+        addresses = process.submit(_echoes, theirs).result()
+        stack.callback(lambda: process.submit(_close_servers).result())
         channels = [
             stack.enter_context(open_channel(addresses["channel"], ChannelOptions(transport=transport)))
             for transport in ("shm", "grpc")
@@ -226,11 +203,13 @@ def _bare_stream(address: str) -> Iterator[Callable[[bytes], bytes]]:
             replies.cancel()
 
 
-@contextlib.contextmanager
-def _echoes() -> Iterator[Ask]:
-    """A channel server and a bare gRPC stream with the channel's settings, which both echo.
+_servers = contextlib.ExitStack()  # of the other process
 
-    The one question, {"core": number or None}, binds the process to that core; the answer is both addresses.
+
+def _echoes(core: int | None) -> dict[str, str]:
+    """In the other process: a channel server and a bare gRPC stream with the channel's settings, which both echo.
+
+    core: to which the process is bound first. Returns both addresses.
     """
 
     def answer(message: Message) -> Message | None:
@@ -244,21 +223,20 @@ def _echoes() -> Iterator[Ask]:
         def service(self, details: Any) -> Any:
             return grpc.stream_stream_rpc_method_handler(echo) if details.method == _BARE_ECHO else None
 
-    with contextlib.ExitStack() as stack:
+    if core is not None:  # before the servers, whose threads inherit it
+        os.sched_setaffinity(0, {core})
+    server = _servers.enter_context(ChannelServer(answer))
+    options = grpc_transport.settings(Limits().max_message_bytes)
+    bare = grpc.server(ThreadPoolExecutor(4), options=options)
+    bare.add_generic_rpc_handlers((BareEcho(),))
+    port = bare.add_insecure_port("127.0.0.1:0")
+    bare.start()
+    _servers.callback(lambda: bare.stop(None).wait(2.0))
+    return {"channel": server.address, "bare": f"127.0.0.1:{port}"}
 
-        def ask(case: dict[str, Any]) -> dict[str, Any]:
-            if case["core"] is not None:  # before the servers, whose threads inherit it
-                os.sched_setaffinity(0, {case["core"]})
-            server = stack.enter_context(ChannelServer(answer))
-            options = grpc_transport.settings(Limits().max_message_bytes)
-            bare = grpc.server(futures.ThreadPoolExecutor(4), options=options)
-            bare.add_generic_rpc_handlers((BareEcho(),))
-            port = bare.add_insecure_port("127.0.0.1:0")
-            bare.start()
-            stack.callback(lambda: bare.stop(None).wait(2.0))
-            return {"channel": server.address, "bare": f"127.0.0.1:{port}"}
 
-        yield ask
+def _close_servers() -> None:
+    _servers.close()
 
 
 # -- matcher -----------------------------------------------------------------------------------------------------------
@@ -283,13 +261,12 @@ def matcher(options: cases.Matcher, progress: Progress | None) -> Report:
     report = Report("matcher", "real", settings=settings, shown=("case", "measure", "median", "minimum", "maximum"))
     with contextlib.ExitStack() as stack:
         # another process: its numerical library can still be limited to one thread
-        ask = stack.enter_context(other_process(_map_stores, **thread_limits(1)))
+        process = stack.enter_context(other_process(**thread_limits(1)))
         cases = []
         for name, (shape, top_k) in shapes.items():
             for capacity in CAPACITIES:
-                store = {"layers": shape.layers, "experts": shape.experts, "hidden": shape.hidden, "top_k": top_k}
-                store["capacity"] = capacity
-                cases.append(Case(f"{name} {capacity}", lambda store=store: ask(store)))  # type: ignore[misc]
+                of = shape.layers, shape.experts, shape.hidden, top_k, capacity
+                cases.append(Case(f"{name} {capacity}", lambda of=of: process.submit(_store_measures, *of).result()))  # type: ignore[misc]
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiermoe-bench-")))
         for name, (shape, top_k) in shapes.items():
             for transport in ("shm", "grpc"):
@@ -312,15 +289,10 @@ def matcher(options: cases.Matcher, progress: Progress | None) -> Report:
 
 def model_shapes() -> dict[str, tuple[MapShape, int]]:
     """Shape and top-k of three models of the literature and of the default model."""
-    config = json.loads((default_model_dir() / "config.json").read_text(encoding="utf-8"))
-    own = config["num_hidden_layers"], config["num_experts"] if "num_experts" in config else config["num_local_experts"]
-    numbers = {
-        "mixtral-8x7b": (32, 8, 4096, 2),
-        "qwen1.5-moe": (24, 60, 2048, 4),
-        "deepseek-v2-lite": (26, 64, 2048, 6),
-        "default": (*own, config["hidden_size"], config["num_experts_per_tok"]),
-    }
-    return {name: (MapShape(name, n[0], n[1], n[2]), n[3]) for name, n in numbers.items()}
+    table = {name.removesuffix("-a2.7b"): shape_named(name) for name in _OF_TABLE}
+    found = {name: (MapShape(name, of.moe_layers, of.experts, of.hidden), of.top_k) for name, of in table.items()}
+    own = Trace(default_model_dir() / ROUTING).header
+    return found | {"default": (MapShape("default", own.layers, own.experts, own.hidden), own.top_k)}
 
 
 @contextlib.contextmanager
@@ -419,18 +391,12 @@ class _StoreCase:
         }
 
 
-@contextlib.contextmanager
-def _map_stores() -> Iterator[Ask]:
-    """Search and update stores of expert maps; each is built for its first case, and stays."""
-    cases: dict[str, _StoreCase] = {}
+_store_case = functools.cache(_StoreCase)  # each is built for its first repetition, and stays
 
-    def ask(case: dict[str, Any]) -> dict[str, Any]:
-        name = json.dumps(case)
-        if name not in cases:
-            cases[name] = _StoreCase(**case)
-        return cases[name].measure()
 
-    yield ask
+def _store_measures(*of: int) -> Measures:
+    """In the other process: search and update the store of expert maps of such a `_StoreCase`."""
+    return _store_case(*of).measure()
 
 
 def _softmax(random: np.random.Generator, *shape: int) -> np.ndarray:

@@ -32,7 +32,7 @@ for _name in EXPERIMENTS:
 
 @app.command(cls=JsonCommand)
 def papers(
-    only: Annotated[str, typer.Option(help="Papers, separated by commas; default: all of benchmarks/papers.")] = "",
+    only: Annotated[str, typer.Option(help="Papers, separated by commas; default: all.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A small slice of each, to try it.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Papers at a time.")] = 2,
     out: PageOut = None,
@@ -55,17 +55,13 @@ def redraw(
     from tiermoe.cluster.jobs.bench.table import write_folder
     from tiermoe.cluster.report.results import read_json
 
-    from .papers import judged_again, load_paper, paper_names
+    from .papers import judged_again
 
     for file in results:
         record = dict(read_json(file))
-        name = str(record.get("name"))
-        if (paper := name.removeprefix("paper-")) in paper_names() and paper != name:
-            experiment = load_paper(paper)
-        elif name in experiment_files() and "rows" in record:
-            experiment = read_experiment(name)
-        else:
+        if record.get("name") not in experiment_files() or "rows" not in record:
             raise ConfigError(f"'{file}' has no figures", "give the result of an experiment")
+        experiment = read_experiment(record["name"])
         if file.name != f"{experiment.stem}.json":  # another result would be written over
             raise ConfigError(f"'{file}' is a result of '{experiment.stem}'", f"name it {experiment.stem}.json")
         write_folder(experiment, judged_again(experiment, record), file.parent)

@@ -94,13 +94,10 @@ def _random(kind: str, layers: int, experts: int) -> tuple[float, float]:
     run = _core.VirtualRun(decides, link, clock, 1e-6, 0.0, 1.0, 0.0, 0.0, 1)
     rng = np.random.default_rng(0)
 
-    def forward() -> None:
-        ids = np.argsort(rng.random((layers, experts)), axis=1)[:, None, :TOP].astype(np.int64, "C")
-        forwards.append(ids)
-
-    forwards = list[np.ndarray]()
-    for _ in range(FORWARDS + 2 * slots // (layers * TOP)):
-        forward()
+    forwards = [
+        np.argsort(rng.random((layers, experts)), axis=1)[:, None, :TOP].astype(np.int64, "C")
+        for _ in range(FORWARDS + 2 * slots // (layers * TOP))
+    ]
     spent_s, missed = 0.0, 0
     for number, ids in enumerate(forwards):
         before, begin_s = decides.summed.misses, time.thread_time()

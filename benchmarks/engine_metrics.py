@@ -121,11 +121,7 @@ def trace_decode(config: RunConfig, warm: Sequence[Prompt], prompts: Sequence[Pr
     Raises:
         RuntimeFailure: a request failed.
     """
-    from tiermoe.cluster.local import LocalWorker
-
-    settings = engine_settings(config, trace=True)
-    with closing(LocalWorker(settings, prepared_store(config, settings))) as worker:
-        worker.start()
+    with closing(start_worker(config, trace=True)) as worker:
         for prompt in warm:
             serve(worker.submit, [prompt], max_tokens)
         found = []

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
+from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +27,13 @@ from tiermoe.cluster.jobs.bench.serving import (
     Prompt,
     ensure_artifacts,
     heldout_prompts,
-    run_config,
     serve,
     start_worker,
 )
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.prompt import load_tokenizer
 
-from .cases import Host, HostDevice
+from .cases import LATENCY_US, Host, HostDevice
 
 if TYPE_CHECKING:  # torch
     from tiermoe.actors.engine.model.profile import HostPass, HostStep
@@ -49,7 +49,6 @@ LIMITS_US = {
 LIMITS_GPU_US = {
     "all-resident": 30.0, "on-demand": 40.0, "next-gate": 45.0, "moepic": 80.0, "activeevict": 80.0,
 }  # fmt: skip
-LATENCY_US = 10.0
 PROMPT_TOKENS, MAX_TOKENS = 32, 48
 CALLS, DETOKENIZED = 50, 20  # actor calls, and runs of a detokenizer over the generated tokens, in one repetition
 
@@ -74,7 +73,7 @@ def host(options: Host, progress: Progress | None) -> Report:
     Raises:
         ConfigError: an unknown preset. RuntimeFailure: a request failed.
     """
-    configs = {name: _config(options, name) for name in options.preset}
+    configs = {name: options.run_of(name) for name in options.preset}
     base = next(iter(configs.values()))
     ensure_artifacts(base, [load_policy(name) for name in configs])
     prompts = heldout_prompts(base.model_dir, max(options.batch), PROMPT_TOKENS)
@@ -86,7 +85,7 @@ def host(options: Host, progress: Progress | None) -> Report:
     report = Report("host", "", settings=settings)
     columns: dict[str, Column] = {}
     spreads: list[dict[str, Any]] = []
-    whole = _config(options, "all-resident")
+    whole = options.run_of("all-resident")
     service = _service(whole, prompts[0], options.repeats) if options.ray else {}  # first: Ray may fail to start
     for name, config in configs.items():
         with closing(start_worker(config)) as worker:
@@ -156,7 +155,7 @@ def _run_again(
         "layer, loads awaited, by part": (True, PARTS, time.perf_counter),
         "layer, loads awaited, CPU": (True, (), time.thread_time),
     }  # fmt: skip
-    forwards: dict[str, list[list[HostPass]]] = {kind: [] for kind in kinds}
+    forwards: dict[str, list[Sequence[HostPass]]] = {kind: [] for kind in kinds}
     layers = len(worker.engine.layers)
 
     def again(kind: str) -> Measures:
@@ -171,16 +170,13 @@ def _run_again(
         recorded.run(late)  # warm up; not counted
     interleaved([Case(kind, partial(again, kind)) for kind in kinds], repeats, 0, progress, label)
 
-    def us(kind: str, value: Callable[[HostPass], float]) -> Spread:
-        return Spread.of([fmean(map(value, forward)) * 1e6 for forward in forwards[kind]])
-
-    hosts = {kind: us(kind, _host_s) for kind, (_, parts, _) in kinds.items() if not parts}
+    hosts = {kind: _layer_us(forwards[kind], _HOST_S) for kind, (_, parts, _) in kinds.items() if not parts}
     found: dict[tuple[str, str], float] = {}
     for kind in kinds:
         if kind in hosts:
             found[kind, "host"] = hosts[kind].median
         else:
-            found |= {(kind, part): us(kind, partial(_part_s, part)).median for part in PARTS}
+            found |= {(kind, part): _layer_us(forwards[kind], _part_s(part)).median for part in PARTS}
     for kind, late in (("layer", False), ("layer, loads awaited", True)):
         found[kind, "calls of Python, number"] = recorded.calls(late)
     return found, {kind: asdict(spread) | {"values": None} for kind, spread in hosts.items()}
@@ -196,14 +192,6 @@ def _columns(preset: str, worker: Any) -> Iterator[str]:
     for way, kind in enumerate(("planned", "local")):
         faster.only = way
         yield f"{preset}, {kind}"
-
-
-def _config(options: Host, preset: str) -> RunConfig:
-    whole = load_policy(preset).preload == "all"
-    return run_config(
-        options.model, options.config, policy=preset, budget="1.0" if whole else options.budget,
-        link={"gbps": None if whole else options.link_gbps, "latency_us": 0.0 if whole else LATENCY_US},
-    )  # fmt: skip
 
 
 def _measure(
@@ -250,17 +238,18 @@ def by_part(
     for clock in ("", "CPU "):
         words = ", CPU" if clock else ""
         totals, parts = steps[f"{clock}totals"], steps[f"{clock}parts"]
-        spreads = {"host": _layer_us(totals, _outside_s), "kernels": _layer_us(totals, _kernel_s)}
+        layers = [step.layers for step in totals]
+        spreads = {"host": _layer_us(layers, _OUTSIDE_S), "kernels": _layer_us(layers, _KERNEL_S)}
         brief |= {f"{part}{words}": asdict(spread) | {"values": None} for part, spread in spreads.items()}
         found |= {(f"layer{words}", part): spread.median for part, spread in spreads.items()}
         for part in parts[0].layers[0].parts:
-            found[f"layer, by part{words}", part] = _layer_us(parts, partial(_part_s, part)).median
+            found[f"layer, by part{words}", part] = _layer_us([s.layers for s in parts], _part_s(part)).median
         token = {part: fmean(step.parts[part] for step in totals) * 1e6 for part in totals[0].parts}
         of_layers: dict[str, Callable[[HostPass], float]] = {
-            "kernels": _kernel_s, "waits for copies": partial(_part_s, "copies"), "host": _outside_s,
+            "kernels": _KERNEL_S, "waits for copies": _part_s("copies"), "host": _OUTSIDE_S,
         }  # fmt: skip
         for name, value in of_layers.items():
-            token[f"layers, {name}"] = fmean(sum(map(value, step.layers)) for step in totals) * 1e6
+            token[f"layers, {name}"] = fmean(sum(map(value, step)) for step in layers) * 1e6
         token["sum"] = sum(token.values())
         if not clock:
             token["measured"] = tpot_s["totals"] * 1e6
@@ -270,25 +259,16 @@ def by_part(
     return found, brief
 
 
-def _layer_us(steps: Sequence[HostStep], value: Callable[[HostPass], float]) -> Spread:
+_HOST_S, _OUTSIDE_S, _KERNEL_S = map(attrgetter, ("host_s", "outside_s", "kernel_s"))  # of a `HostPass`
+
+
+def _part_s(part: str) -> Callable[[HostPass], float]:
+    return lambda layer: layer.parts[part]
+
+
+def _layer_us(steps: Sequence[Sequence[HostPass]], value: Callable[[HostPass], float]) -> Spread:
     """Microseconds of a layer, the mean over the layers of a step."""
-    return Spread.of([fmean(map(value, step.layers)) * 1e6 for step in steps])
-
-
-def _outside_s(layer: HostPass) -> float:
-    return layer.outside_s
-
-
-def _host_s(layer: HostPass) -> float:
-    return layer.host_s
-
-
-def _kernel_s(layer: HostPass) -> float:
-    return layer.kernel_s
-
-
-def _part_s(part: str, layer: HostPass) -> float:
-    return layer.parts[part]
+    return Spread.of([fmean(map(value, layers)) * 1e6 for layers in steps])
 
 
 def _service(config: RunConfig, prompt: Prompt, repeats: int) -> Column:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import json
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'tiermoe[peers]' (compiles llama.cpp: ten minutes and more)"
 _CONTEXT = 512  # tokens
 _F32 = 0  # GGML's number of the type
+_PLACES = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}  # GGUF's names
 
 
 def missing() -> list[str]:
@@ -49,37 +52,18 @@ def write_gguf(model_dir: Path, file: Path) -> Path:
             stack.enter_context(safe_open(path, framework="pt")) for path in sorted(model_dir.glob("*.safetensors"))
         ]
         held = {name: opened for opened in files for name in opened.keys()}  # noqa: SIM118 (no mapping)
-        parts = _parts(config, held)
-        shapes = {name: held[first].get_slice(first).get_shape() for name, (first, *_) in parts.items()}
-        shapes = {name: (*([len(parts[name])] if len(parts[name]) > 1 else []), *of) for name, of in shapes.items()}
 
-        def arrays() -> Iterator[NDArray[Any]]:
-            for sources in parts.values():
-                loaded = [held[source].get_tensor(source).float().numpy() for source in sources]
-                yield loaded[0] if len(loaded) == 1 else np.stack(loaded)
+        def tensor(name: str) -> Any:
+            return held[name].get_tensor(name)
 
-        _write(file, config, [(name, shape, None) for name, shape in shapes.items()], arrays())
+        def experts() -> Iterator[tuple[int, Mapping[str, Any]]]:
+            for number in itertools.count():
+                layer, expert = divmod(number, _experts_of(config))
+                prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+                yield number, {name: tensor(f"{prefix}.{name}.weight") for name in _PLACES}
+
+        save_gguf_blocks(config, {n: tensor(n) for n in held if ".experts." not in n}, experts(), file, "F32")
     return file
-
-
-def _write(
-    file: Path, config: dict[str, Any], tensors: Sequence[tuple[str, Sequence[int], Any]],
-    arrays: Iterable[NDArray[Any]],
-) -> None:  # fmt: skip
-    """Write a file: of each tensor name, shape and GGML's type (None: 32-bit floats), then their data in this order."""
-    import gguf
-
-    writer = gguf.GGUFWriter(file, "qwen3moe")
-    _add_shape(writer, config)
-    for name, shape, kind in tensors:
-        dtype = np.dtype(np.float32 if kind is None else np.uint8)
-        writer.add_tensor_info(name, shape, dtype, dtype.itemsize * int(np.prod(shape)), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for array in arrays:
-        writer.write_tensor_data(array)
-    writer.close()
 
 
 def save_gguf_blocks(
@@ -91,33 +75,44 @@ def save_gguf_blocks(
     Args:
         dense: tensors by transformers' name. experts: as `random_model` makes them, for each layer in turn; one that
             comes again is quantized once. blocks: GGML's name of the type.
+
+    Raises:
+        UnsupportedModelError: GGUF has no place for a tensor.
     """
     import gguf
 
-    kind, stack = gguf.GGMLQuantizationType[blocks], config["num_experts"]
-    places = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+    kind, count, layers = gguf.GGMLQuantizationType[blocks], _experts_of(config), config["num_hidden_layers"]
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, layers)
+    places = {name: known.get_name(name, try_suffixes=(".weight",)) for name in sorted(dense)}
+    if None in places.values():
+        homeless = next(name for name, place in places.items() if place is None)
+        raise UnsupportedModelError(f"GGUF has no place for the tensor {homeless}", "use the default model")
+    parts = {place: dense[name].float().numpy() for name, place in places.items()}
     hidden, width = config["hidden_size"], config["moe_intermediate_size"]
     sizes = dict.fromkeys(("gate_proj", "up_proj"), (width, hidden)) | {"down_proj": (hidden, width)}
-    parts = {target: dense[source].float().numpy() for target, (source,) in _parts(config, dense).items()}
-    tensors: list[tuple[str, Sequence[int], Any]] = [(name, array.shape, None) for name, array in parts.items()]
-    for layer in range(config["num_hidden_layers"]):
-        for name, place in places.items():
-            shape = gguf.quant_shape_to_byte_shape((stack, *sizes[name]), kind)
-            tensors.append((f"blk.{layer}.{place}.weight", shape, kind))
-
-    def arrays() -> Iterator[NDArray[Any]]:
-        yield from parts.values()
-        known: dict[int, dict[str, Any]] = {}  # experts that come again
-        for _ in range(config["num_hidden_layers"]):
-            chosen = [next(experts) for _ in range(stack)]
-            for key, matrices in chosen:
-                if key not in known:
-                    known[key] = {name: gguf.quantize(m.float().numpy(), kind) for name, m in matrices.items()}
-            for name in places:
-                yield np.stack([known[key][name] for key, _ in chosen])
-            known = {key: known[key] for key, _ in chosen}
-
-    _write(file, config, tensors, arrays())
+    writer = gguf.GGUFWriter(file, "qwen3moe")
+    _add_shape(writer, config)
+    for name, array in parts.items():
+        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes)
+    for layer, (name, place) in itertools.product(range(layers), _PLACES.items()):
+        shape = gguf.quant_shape_to_byte_shape((count, *sizes[name]), kind)
+        writer.add_tensor_info(f"blk.{layer}.{place}.weight", shape, np.dtype(np.uint8), math.prod(shape), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for array in parts.values():
+        writer.write_tensor_data(array)
+    quantized: dict[int, dict[str, Any]] = {}
+    for _ in range(layers):
+        chosen = [next(experts) for _ in range(count)]
+        for key, matrices in chosen:
+            if key not in quantized:
+                quantized[key] = {name: gguf.quantize(m.float().numpy(), kind) for name, m in matrices.items()}
+        for name in _PLACES:
+            writer.write_tensor_data(np.stack([quantized[key][name] for key, _ in chosen]))
+        if len(quantized) == count:  # none came again
+            quantized.clear()
+    writer.close()
 
 
 def _silence(lib: Any) -> Any:
@@ -134,7 +129,7 @@ def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    writer.add_expert_count(_experts_of(config))
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
@@ -147,24 +142,9 @@ def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_file_type(0)  # all 32-bit floats
 
 
-def _parts(config: dict[str, Any], names: Iterable[str]) -> dict[str, list[str]]:
-    """The checkpoint's tensors of each GGUF tensor: one, or those of a layer's experts, which are stacked."""
-    import gguf
-
-    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config["num_hidden_layers"])
-    parts: dict[str, list[str]] = {}
-
-    def place(name: str) -> tuple[str, int]:  # experts by number, not by name
-        head, found, tail = name.partition(".experts.")
-        number, _, rest = tail.partition(".")
-        return (f"{head}{found}{rest}", int(number)) if number.isdigit() else (name, 0)
-
-    for name in sorted(names, key=place):
-        target = known.get_name(place(name)[0], try_suffixes=(".weight",))
-        if target is None:
-            raise UnsupportedModelError(f"GGUF has no place for the tensor {name}", "use the default model")
-        parts.setdefault(target, []).append(name)
-    return parts
+def _experts_of(config: dict[str, Any]) -> int:
+    """Of a layer."""
+    return int(config.get("num_experts") or config["num_local_experts"])
 
 
 class LlamaCpp:

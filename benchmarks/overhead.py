@@ -52,7 +52,6 @@ PROMPT_TOKENS, MAX_TOKENS = 32, 48  # against transformers
 LLAMA, NEXT_GATE, ON_DEMAND = "llama.cpp", "tiermoe next-gate", "tiermoe on-demand"
 LLAMA_PROMPTS, LLAMA_TOKENS = 4, 24  # prompts, and generated tokens of each, against llama.cpp
 MODEL_BAR, LAYERS_BAR, POLICY_BAR = 2.5, 1.15, 1.15
-LATENCY_US = 10.0
 _NO_LINK = {"gbps": None, "latency_us": 0.0}
 
 Generate = Callable[[Prompt, int], tuple[Measures, list[int]]]
@@ -74,7 +73,7 @@ def overhead(options: Overhead, progress: Progress | None) -> Report:
     """
     settings = options.settings(prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, threads=1)
     report = Report("overhead", "", settings=settings)
-    config = run_config(options.model, options.config, policy="all-resident", budget="1.0", link=_NO_LINK)
+    config = options.run_of("all-resident")
     if Against.TRANSFORMERS in options.against:
         _against_transformers(options, config, report, progress)
     if Against.LLAMA_CPP in options.against:
@@ -115,12 +114,7 @@ def _against_transformers(options: Overhead, config: RunConfig, report: Report, 
 def _against_llama(options: Overhead, config: RunConfig, report: Report, progress: Progress | None) -> None:
     """The model on llama.cpp and under three policies; bars on time, and on the tokens of each policy."""
     prompts = heldout_prompts(config.model_dir, LLAMA_PROMPTS, PROMPT_TOKENS)
-    link = {"gbps": options.link_gbps, "latency_us": LATENCY_US}
-    loading = {name: name.removeprefix("tiermoe ") for name in (NEXT_GATE, ON_DEMAND)}
-    configs = {OURS: config} | {
-        name: run_config(options.model, options.config, policy=policy, budget=options.budget, link=link)
-        for name, policy in loading.items()
-    }
+    configs = {name: options.run_of(name.removeprefix("tiermoe ")) for name in (OURS, NEXT_GATE, ON_DEMAND)}
     generated: dict[str, list[list[int]]] = {}
     found = _pairs(options, report, config.model_dir, configs, prompts, LLAMA_TOKENS, generated, progress)
     report.rows += rows_of(found, batch=1)

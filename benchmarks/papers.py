@@ -18,7 +18,14 @@ from rich.progress import Progress
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import budget_bytes
 from tiermoe.cluster.config import parse_budget
-from tiermoe.cluster.jobs.bench.experiment import Experiment, Section, Variant, load_experiment, require_each_once
+from tiermoe.cluster.jobs.bench.experiment import (
+    Experiment,
+    Section,
+    Variant,
+    experiment_files,
+    load_experiment,
+    require_each_once,
+)
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, median_of, metric, paired, rounded
 from tiermoe.cluster.jobs.bench.nodes import over_processes
 from tiermoe.cluster.jobs.bench.run import Study, run_experiment
@@ -35,7 +42,7 @@ from tiermoe.cluster.simulate.synthetic import CALIBRATIONS, FAMILIES, write_syn
 from tiermoe.cluster.yaml_file import explain
 from tiermoe.errors import ConfigError
 
-_PAPERS = Path(__file__).with_name("papers")
+PAPER = "paper-"  # how names of papers' experiments begin
 WITHIN = 0.25  # of the published figure
 _LEAST, _CLEAR, _NONE, _EITHER = 0.25, 1.02, 0.02, 0.05  # see `verdict`
 _MEASURES = (
@@ -348,20 +355,8 @@ def _fits(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
 
 
 def paper_names() -> list[str]:
-    """The papers of `benchmarks/papers`, sorted."""
-    return sorted(path.stem for path in (_PAPERS).glob("*.yaml"))
-
-
-def load_paper(name: str, quick: bool = False) -> Experiment:
-    """A paper's experiment; quick: a small slice of it.
-
-    Raises:
-        ConfigError: there is no such paper, or a value is refused.
-    """
-    if name not in paper_names():
-        raise ConfigError(f"there is no paper '{name}'", f"give some of {', '.join(paper_names())}")
-    found = load_experiment(str(_PAPERS / f"{name}.yaml"))
-    return quick_of(found) if quick else found
+    """The papers, sorted; the experiment of each is `paper-NAME`."""
+    return sorted(name.removeprefix(PAPER) for name in experiment_files() if name.startswith(PAPER))
 
 
 def quick_of(experiment: Experiment) -> Experiment:
@@ -397,7 +392,9 @@ def run_paper(name: str, quick: bool, folder: Path | None, progress: Progress | 
     """
     from tiermoe.cluster.jobs.bench.table import write_folder
 
-    experiment = load_paper(name, quick)
+    experiment = load_experiment(f"{PAPER}{name}")
+    if quick:
+        experiment = quick_of(experiment)
     out = None if folder is None else folder / f"{experiment.name}.json"
     report, journal = run_experiment(experiment, out=out, progress=progress)
     if folder is not None:
@@ -415,8 +412,10 @@ def run_papers(
         ConfigError: see `run_paper`; no name is given, or one twice.
     """
     require_each_once("only", names)
+    if unknown := [name for name in names if name not in paper_names()]:
+        raise ConfigError(f"there is no paper '{unknown[0]}'", f"give some of {', '.join(paper_names())}")
     for name in names:
-        load_paper(name)  # all are refused before the first runs
+        load_experiment(f"{PAPER}{name}")  # all are refused before the first runs
     advance, reports = advancing(progress, "papers", len(names)), dict[int, Report]()
     for number, report in over_processes(partial(run_paper, quick=quick, folder=folder), names, jobs):
         reports[number] = report

@@ -167,6 +167,13 @@ def qwen3_layers(layers: int) -> MoeShape:
     return NamedModel("qwen3-30b-a3b", layers=layers).shape
 
 
+_COMPRESSED: dict[Form, tuple[str, dict[str, Any]]] = {  # layout of compressed-tensors, and its weights but for bits
+    Form.INT4: ("pack-quantized", {"type": "int", "strategy": "group", "group_size": 64}),
+    Form.MXFP4: ("mxfp4-pack-quantized", {"type": "float", "strategy": "group", "group_size": 32}),
+    Form.NVFP4: ("nvfp4-pack-quantized", {"type": "float", "strategy": "tensor_group", "group_size": 16}),
+}
+
+
 def _quantizer(form: Form) -> tuple[Quantize, dict[str, Any]]:
     """The function that quantizes a matrix, and what config.json says of it."""
 
@@ -175,21 +182,16 @@ def _quantizer(form: Form) -> tuple[Quantize, dict[str, Any]]:
     def plain(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         return {".weight": matrix.bfloat16()}, matrix
 
-    def of(found: tuple[Quantize, dict[str, Any]]) -> tuple[Quantize, dict[str, Any]]:
-        return found[0], {"quantization_config": found[1]}
-
     if form is Form.BF16:
         return plain, {}
-    if form is Form.FP8:
-        return of((fp8_block, FP8_CONFIG))
+    quantize: Quantize = fp8_block
+    config: dict[str, Any] = FP8_CONFIG
     if form is Form.GPTQ:
-        return of((gptq(4, 128, False, True), gptq_config(4, 128, False, True)))
-    floats = {"num_bits": 4, "type": "float"}
-    if form is Form.MXFP4:
-        return of(compressed("mxfp4-pack-quantized", strategy="group", group_size=32, **floats))
-    if form is Form.NVFP4:
-        return of(compressed("nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **floats))
-    return of(compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64))
+        quantize, config = gptq(4, 128, False, True), gptq_config(4, 128, False, True)
+    elif form is not Form.FP8:
+        layout, options = _COMPRESSED[form]
+        quantize, config = compressed(layout, num_bits=4, **options)
+    return quantize, {"quantization_config": config}
 
 
 def _qwen3_config(shape: MoeShape) -> dict[str, Any]:

@@ -34,9 +34,8 @@ from tiermoe.cluster.jobs.bench.metrics import (
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, long_prompts, run_config, serve, start_worker
 from tiermoe.errors import BudgetError, RuntimeFailure
 
-from .cases import Scale, Ttft, Turns
+from .cases import LATENCY_US, Scale, Ttft, Turns
 
-LATENCY_US = 10.0
 BALANCE, SPEED = 1.1, 1.7  # bars of `scale`
 RESIDENT, DECODED, TTFT_BAR = "all-resident", 8, 1.5  # of `ttft`; tokens generated after each prompt
 STREAMS, STARTED, REST = 4, 32, 320  # of `turns`: streams that run, tokens of their prompts and of their answers
@@ -59,13 +58,7 @@ def ttft(options: Ttft, progress: Progress | None) -> Report:
     Raises:
         RuntimeFailure: the tokens differ.
     """
-    link: dict[str, float | None] = {"gbps": options.link_gbps, "latency_us": LATENCY_US}
-    kinds: dict[str, tuple[str, dict[str, float | None]]] = dict.fromkeys(options.policy, (options.budget, link))
-    kinds[RESIDENT] = ("1.0", {"gbps": None, "latency_us": 0.0})
-    configs = {
-        name: run_config(options.model, options.config, policy=name, budget=budget, link=given)
-        for name, (budget, given) in kinds.items()
-    }
+    configs = {name: options.run_of(name) for name in (*options.policy, RESIDENT)}
     prompts = long_prompts(configs[RESIDENT].model_dir, options.repeats + 1, options.prompt_tokens)
     known: dict[int, list[int]] = {}
 

@@ -28,15 +28,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tiermoe.actors.engine.stats import EngineStats
-from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.cluster.config import RunConfig, default_model_dir, engine_settings, load_policy
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
 from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
 from tiermoe.cluster.jobs.bench.serving import (
     Prompt,
+    Split,
     ensure_artifacts,
     heldout_prompts,
+    record_served,
     run_config,
     serve,
     start_worker,
@@ -55,9 +56,9 @@ from tiermoe.cluster.topology.inputs import facts_of_store, local_ray, this_mach
 from tiermoe.cluster.topology.machine_costs import MachineCosts
 from tiermoe.cluster.topology.spec import ClusterSpec, ModelFacts
 
-from .cases import Predict, Simulate, Validation
+from .cases import LATENCY_US, Predict, Simulate, Validation
 
-LATENCY_US, PROMPT_TOKENS, DISTANCES = 10.0, 32, 4
+PROMPT_TOKENS, DISTANCES = 32, 4
 CONTROL = "on-demand"
 STEPS = 20_000  # layer steps a second
 TPOT_WITHIN, HITS_WITHIN, DRIFT, DIFFER, MIN_KEPT = 0.15, 0.01, 0.05, 0.05, 0.5
@@ -145,10 +146,7 @@ def _config(base: RunConfig, preset: str, budget: str, gbps: float) -> RunConfig
 
 
 def _record(base: RunConfig, prompts: Sequence[Prompt], tokens: int, out: Path, progress: Progress | None) -> Trace:
-    from tiermoe.cluster.jobs.record.job import record  # torch
-
-    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    record(_config(base, CONTROL, "1.0", 0.0), prompts, out, sampling, DISTANCES, progress)
+    record_served(base, Split(tuple(prompts), ()), tokens, DISTANCES, out, progress)
     return Trace(out)
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import gc
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,7 +36,7 @@ from tiermoe.cluster.host import usable_cores
 from tiermoe.cluster.simulate.hit_rates import hit_rates, policies
 from tiermoe.cluster.simulate.synthetic import FAMILIES
 from tiermoe.cluster.worker_process import Role, WorkerProcess
-from tiermoe.errors import TierMoeError
+from tiermoe.cluster.yaml_file import read_yaml
 
 from .job import NO_TIME, Context, Record
 from .models import REAL, TOY, HostExperts, RandomModel, RealShape, build_random_model, moe_layers
@@ -43,17 +44,7 @@ from .near_data import NearData, random_tables
 from .routing import FAMILY, Replay, RoutingTrace, draw, profile_of
 from .transfers import Peaks, record_peaks, spread_of
 
-PRESETS = (
-    "on-demand", "next-gate", "moepic", "mixtral-offloading", "context-ndp-3bit", "activeevict", "fmoe", "hobbit",
-)  # fmt: skip
-MORE = (
-    "buddymoe", "random-replacement", "drop", "activeevict-lossless", "moe-offloading", "moe-apex", "buddymoe-rho4",
-    "buddymoe-own-weight", "buddymoe-cft75",
-)  # fmt: skip
 LRU_SHARES = (0.1, 0.25, 0.5, 0.75)  # of a layer's experts in an LRU cache, whose hit rate the trace's row has
-BUDGETS = (0.5, 0.1, 0.25, 1.0, 0.75, 0.375)  # the order of importance
-BATCHED, BATCH = ("on-demand", "next-gate", "moepic"), 8
-ALL = "all-resident"  # ours with everything loaded before the first token; at budget 1.0 only
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 GOALS = {0.5: 0.8, 0.1: 0.65}
 OURS = "tiermoe"
@@ -88,23 +79,17 @@ class Cell:
 
 
 def cells_by_worth(toy: bool, every_preset: bool = True) -> list[Cell]:
-    """The cells of a shape, the most important first: time runs out before they do, and a later call resumes.
+    """The cells of a shape, by cells.yaml.
 
     Args:
         every_preset: of a toy run, which tries each preset on one shape.
     """
-    if toy:
-        presets = (*PRESETS, *MORE) if every_preset else BATCHED
-        return [*(Cell(preset, 0.5) for preset in presets), Cell(ALL, 1.0), Cell(BATCHED[1], 0.5, BATCH)]
-    half, *rest = BUDGETS
-    order = [Cell(preset, half) for preset in PRESETS]
-    order += [Cell(ALL, 1.0), *(Cell(preset, 0.25) for preset in PRESETS[:4])]
-    order += [Cell(ALL, 1.0, BATCH), *(Cell(preset, half, BATCH) for preset in BATCHED)]
-    order += [Cell(preset, half) for preset in MORE]
-    order += [Cell(preset, budget) for budget in rest for preset in PRESETS]
-    order += [Cell(preset, budget) for budget in rest if budget < 1.0 for preset in MORE]
-    order += [Cell(preset, budget, BATCH) for budget in rest if budget < 1.0 for preset in BATCHED]
-    return list(dict.fromkeys(order))
+    table = read_yaml(Path(__file__).with_name("cells.yaml"))
+    groups = table["real" if not toy else "toy" if every_preset else "toy of another shape"]
+    return list(dict.fromkeys(
+        Cell(preset, budget, group.get("batch", 1))
+        for group in groups for budget, preset in product(group["budgets"], group["presets"])
+    ))  # fmt: skip
 
 
 class Session:
@@ -240,8 +225,9 @@ def free_memory(context: Context) -> None:
         torch.cuda.empty_cache()
 
 
-def run(context: Context, record: Record, name: str) -> None:
-    shape = (TOY if context.toy else REAL)[name]
+def run(context: Context, record: Record) -> None:
+    """The model that the part is named after."""
+    shape = (TOY if context.toy else REAL)[record.part]
     torch.set_num_threads(1)
     begin_s = time.monotonic()
     layers = moe_layers(shape, context)
@@ -259,7 +245,7 @@ def run(context: Context, record: Record, name: str) -> None:
         built = bench.built
         bench.replay.attach(built.modules)
         record.row(
-            "shape", shape=shape.name, moe_layers=layers, all_moe_layers=shape.layers - shape.dense_layers,
+            "shape", shape=shape.name, moe_layers=layers, all_moe_layers=shape.moe_layers,
             experts=shape.experts, top_k=shape.top_k, expert_bytes=shape.expert.nbytes(context.dtype.itemsize),
             expert_memory_bytes=host.nbytes, dense_bytes=built.dense_bytes, host_memory=sorted(set(host.how)),
             dtype=str(context.dtype).removeprefix("torch."), setup_s=time.monotonic() - begin_s,
@@ -279,17 +265,14 @@ def _references(bench: Bench) -> str:
     shape, record = bench.shape, bench.record
     found: dict[str, float] = {}
     for name in IMPLEMENTATIONS:
-        try:
+        with record.trying(f"{shape.name}, transformers {name}"):  # what this machine cannot run is no reference
             bench.built.use(name)
             session = Session(bench.built.model, bench.replay, bench.context, name)
             session.prefill([1] * PROMPT)
             session.decode(3)
             values = [session.decode(TOKENS // 2) * 1e3 for _ in range(3)]
-        except Exception as error:  # an implementation that this machine cannot run is no reference
-            record.note(f"transformers' {name} does not run {shape.name} here: {type(error).__name__}: {error}"[:300])
-            continue
-        found[name] = median(values)
-        record.row("reference", shape=shape.name, case=f"transformers {name}", tpot_ms=spread_of(values))
+            found[name] = median(values)
+            record.row("reference", shape=shape.name, case=f"transformers {name}", tpot_ms=spread_of(values))
     if not found:
         raise RuntimeError("none of transformers' experts implementations runs")
     return min(found, key=lambda name: found[name])
@@ -311,21 +294,11 @@ def _cases(bench: Bench, near_data: NearData, reference: str, peaks: Peaks) -> N
         if context.left_s < (took_s[-1] if len(took_s) > 1 else _FIRST_S) + reserve_s:
             skipped.append(str(cell))
             continue
-        begin_s = time.monotonic()
-        try:
+        begin_s, speed = time.monotonic(), 0.0
+        with record.trying(case, must_run=True):
             speed = _case(bench, cell, near_data, reference, peaks)
-        except (TierMoeError, torch.OutOfMemoryError) as error:
-            record.note(f"{case}: {str(error)[:400]}")
-            continue
-        except Exception as error:  # fails the run; the other cases still run
-            if "CUDA error" in str(error):  # the context is gone, for every later case too
-                raise
-            record.note(f"{case} failed: {''.join(traceback.format_exception(error)[-3:])[-700:]}")
-            record.check(f"{case}: ran", 0, ">=", 1, always=True)
-            continue
-        finally:
-            free_memory(bench.context)
-            took_s.append(time.monotonic() - begin_s)
+        free_memory(bench.context)
+        took_s.append(time.monotonic() - begin_s)
         if cell.batch == 1 and load_policy(cell.preset).lossless and speed > best.get(cell.budget, (0.0, ""))[0]:
             best[cell.budget] = speed, cell.preset
     if skipped:
@@ -413,23 +386,18 @@ def _ndp_times(engine: ExpertEngine, tokens: int) -> dict[str, Any]:
 
 def _offload(bench: Bench, reference: str) -> None:
     """Measure accelerate's offload of the experts, the common way to run a model that does not fit."""
-    context, record = bench.context, bench.record
-    problem = "accelerate is not installed" if find_spec("accelerate") is None else None
-    if problem is None and context.left_s < _OFFLOAD_S / 2:
-        problem = NO_TIME
-    if problem is not None:
-        record.note(f"{bench.shape.name}: accelerate's CPU offload was not measured: {problem}")
+    context, record, case = bench.context, bench.record, f"{bench.shape.name}, accelerate's CPU offload"
+    if find_spec("accelerate") is None:
+        record.note(f"{case} was not measured: accelerate is not installed")
+        return
+    if not record.has_time(context, _OFFLOAD_S / 2, case):
         return
     bench.built.use(reference)
-    try:
-        with _offloaded(bench):
-            session = bench.session("offload")
-            session.decode(1)
-            values = [session.decode(_OFFLOAD_TOKENS) * 1e3 for _ in range(2)]
-    except Exception as error:  # what this machine cannot run is no reference
-        record.note(f"{bench.shape.name}: accelerate's CPU offload failed: {type(error).__name__}: {error}"[:400])
-        return
-    record.row("offload", shape=bench.shape.name, case="accelerate CPU offload", tpot_ms=spread_of(values))
+    with record.trying(case), _offloaded(bench):  # what this machine cannot run is no reference
+        session = bench.session("offload")
+        session.decode(1)
+        values = [session.decode(_OFFLOAD_TOKENS) * 1e3 for _ in range(2)]
+        record.row("offload", shape=bench.shape.name, case="accelerate CPU offload", tpot_ms=spread_of(values))
 
 
 @contextmanager
@@ -461,11 +429,9 @@ def host(context: Context, record: Record) -> None:
     torch.set_num_threads(1)
     for name, cases in (("mixtral", HOST_CASES[:1]), ("qwen3", HOST_CASES[:4]), ("qwen", HOST_CASES)):
         shape = (TOY if context.toy else REAL)[name]
-        if context.left_s < 2 * _CASE_S:
-            record.note(f"{shape.name}: {NO_TIME}")
-            continue
-        _host_shape(context, record, shape, min(HOST_LAYERS[name], shape.layers - shape.dense_layers), cases)
-        free_memory(context)
+        if record.has_time(context, 2 * _CASE_S, shape.name):
+            _host_shape(context, record, shape, min(HOST_LAYERS[name], shape.moe_layers), cases)
+            free_memory(context)
 
 
 def _host_shape(
@@ -480,18 +446,10 @@ def _host_shape(
             if mode == "graphs" and context.device.type != "cuda":
                 record.note("CUDA graphs need a GPU: the compiled cases are left out")
                 continue
-            if context.left_s < (_CASE_S if mode == "off" else _COMPILED_S):
-                record.note(f"{case}: {NO_TIME}")
-                continue
-            try:
-                _host_case(bench, preset, budget, mode, table=number == 0)
-            except (TierMoeError, torch.OutOfMemoryError) as error:
-                record.note(f"{case}: {str(error)[:400]}")
-            except Exception as error:
-                if mode == "off":
-                    raise
-                record.note(f"{shape.name}, {preset}, compile {mode} failed: {type(error).__name__}: {error}"[:500])
-            free_memory(bench.context)
+            if record.has_time(context, _CASE_S if mode == "off" else _COMPILED_S, case):
+                with record.trying(case, must_run=mode == "off"):
+                    _host_case(bench, preset, budget, mode, table=number == 0)
+                free_memory(bench.context)
 
 
 def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, table: bool) -> None:

@@ -11,10 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -40,16 +41,27 @@ _EMPTY: dict[str, Any] = {"rows": [], "checks": [], "goals": [], "notes": []}
 
 @dataclass(frozen=True)
 class Part:
-    """One child process. seconds: its limit at real sizes unless earlier parts leave it more; a toy run has `TOY_S`."""
+    """One child process. seconds: its limit at real sizes unless earlier parts leave it more; a toy run has `TOY_S`.
+
+    measure: module beside this one, and its function of (context, record).
+    """
 
     name: str
     seconds: float
+    measure: str = "decode.run"
+
+    def load(self) -> Callable[[Context, Record], None]:
+        """The function; imported only in the child that runs it."""
+        module, _, function = self.measure.partition(".")
+        found: Callable[[Context, Record], None] = getattr(import_module(f".{module}", __package__), function)
+        return found
 
 
 # most important first, in case the run is cut off
 PARTS = (
-    Part("machine", 25), Part("loads", 45), Part("tests", 120), Part("host", 45), Part("qwen", 80), Part("qwen3", 70),
-    Part("mixtral", 45), Part("deepseek", 40), Part("resident", 20), Part("ndp", 15),
+    Part("machine", 25, "transfers.machine"), Part("loads", 45, "transfers.loads"), Part("tests", 120, "checks.run"),
+    Part("host", 45, "decode.host"), Part("qwen", 80), Part("qwen3", 70), Part("mixtral", 45), Part("deepseek", 40),
+    Part("resident", 20, "resident.run"), Part("ndp", 15, "near_data.run"),
 )  # fmt: skip
 TOTAL_S, TOY_S = 500.0, 500.0
 BUILD_S = 30.0  # of the build before it; what it takes beyond that is the parts' loss
@@ -117,6 +129,30 @@ class Record:
             self.notes.append(text)
             self.write()
 
+    def has_time(self, context: Context, seconds: float, what: str) -> bool:
+        """Whether so much time is left for it; if not, a note says so."""
+        if context.left_s < seconds:
+            self.note(f"{what}: {NO_TIME}")
+        return context.left_s >= seconds
+
+    @contextlib.contextmanager
+    def trying(self, case: str, must_run: bool = False) -> Iterator[None]:
+        """A case whose error is a note and costs only itself.
+
+        Args:
+            must_run: an error fails the run, unless it is a refusal or a lack of memory.
+        """
+        try:
+            yield
+        except (TierMoeError, torch.OutOfMemoryError) as error:
+            self.note(f"{case}: {str(error)[:400]}")
+        except Exception as error:
+            if "CUDA error" in str(error):  # the context is gone, for every later case too
+                raise
+            self.note(f"{case} failed: {''.join(traceback.format_exception(error)[-3:])[-700:]}")
+            if must_run:
+                self.check(f"{case}: ran", 0, ">=", 1, always=True)
+
     def check(self, name: str, value: float, op: str, limit: float, always: bool = False) -> None:
         """Judge a limit that must hold. always: on the stand-in too."""
         if self.judged or always:
@@ -168,17 +204,6 @@ def chosen_parts(names: str) -> tuple[Part, ...]:
     return tuple(part for part in PARTS if not wanted or part.name in wanted)
 
 
-def runs() -> dict[str, Callable[[Context, Record], None]]:
-    """The function of each part; imported only in the child that runs it."""
-    from . import checks, decode, near_data, resident, transfers
-
-    shapes = ("qwen", "qwen3", "mixtral", "deepseek")
-    return {
-        "machine": transfers.machine, "loads": transfers.loads, "tests": checks.run, "host": decode.host,
-        "ndp": near_data.run, "resident": resident.run, **{name: partial(decode.run, name=name) for name in shapes},
-    }  # fmt: skip
-
-
 def run_part(name: str, device: str, sizes: Sizes, deadline_s: float, record_file: Path) -> None:
     """In a child: run one part, with results and errors in `record_file`.
 
@@ -190,7 +215,8 @@ def run_part(name: str, device: str, sizes: Sizes, deadline_s: float, record_fil
     try:
         context = Context(device_of(device), sizes, deadline_s, ROOT)
         record.write()
-        runs()[name](context, record)
+        (part,) = chosen_parts(name)
+        part.load()(context, record)
     except TierMoeError as error:
         record.note(f"the part ended early: {error}")
         record.check(f"{name}: ran to its end", 0, ">=", 1, always=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from pydantic import ConfigDict
 from torch import nn
 
 from tiermoe.actors.budget import host_free_bytes
@@ -24,7 +24,8 @@ from tiermoe.actors.engine.model.attention import attention_for
 from tiermoe.actors.engine.model.model import MoeBlock, assign_dense, blocks_at, register_implementation
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.host import usable_cores
-from tiermoe.cluster.simulate.shapes import shape_named
+from tiermoe.cluster.simulate.shapes import ModelShape, shape_named
+from tiermoe.cluster.yaml_file import read_yaml
 from tiermoe.errors import ConfigError, UnsupportedModelError
 from tiermoe.kernels.pack import PackedShape
 from tiermoe.kernels.packed_slots import packed_shapes
@@ -33,24 +34,18 @@ from .job import Context
 from .near_data import DISTINCT_LAYERS
 
 
-@dataclass(frozen=True)
-class RealShape:
+class RealShape(ModelShape):
     """One model.
 
     Attributes:
-        model_type: transformers' name of the architecture.
-        layers: decoder layers, `dense_layers` of which have no experts.
+        model_type: transformers' name of the architecture. options: of its configuration.
         shrinks: whether fewer layers may run where memory is short.
     """
 
+    model_config = ConfigDict(protected_namespaces=())  # `model_type` is transformers' word
+
     name: str
     model_type: str
-    layers: int
-    dense_layers: int
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
     options: dict[str, Any]
     shrinks: bool = False
 
@@ -74,16 +69,12 @@ class RealShape:
 def _shapes() -> tuple[dict[str, RealShape], dict[str, RealShape]]:
     """The models of models.yaml by name, at their real and at their toy sizes."""
     real, toy = dict[str, RealShape](), dict[str, RealShape]()
-    for key, of in yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")).items():
-        found, small, shrinks = shape_named(of["shape"]), of["toy"], of.get("shrinks", False)
-        real[key] = RealShape(
-            of["name"], of["model_type"], found.layers, found.dense_layers, found.experts, found.top_k, found.hidden,
-            found.intermediate, of["options"], shrinks,
-        )  # fmt: skip
-        toy[key] = RealShape(
-            f"toy {of['name']}", of["model_type"], small["layers"], found.dense_layers, small["experts"], 2, 64, 96,
-            of["options"] | _SMALL | small["options"], shrinks,
-        )  # fmt: skip
+    for key, of in read_yaml(Path(__file__).with_name("models.yaml")).items():
+        small = of.pop("toy")
+        real[key] = RealShape(**shape_named(of.pop("shape")).model_dump() | of)
+        options = of["options"] | _SMALL | small.pop("options")
+        changes = {"name": f"toy {of['name']}", "top_k": 2, "hidden": 64, "intermediate": 96, "options": options}
+        toy[key] = real[key].model_copy(update=changes | small)
     return real, toy
 
 
@@ -331,7 +322,7 @@ def moe_layers(shape: RealShape, context: Context) -> int:
     Raises:
         ConfigError: all must fit, and do not.
     """
-    wanted = shape.layers - shape.dense_layers
+    wanted = shape.moe_layers
     if context.toy:
         return wanted
     layer_bytes = shape.experts * shape.expert.nbytes(context.dtype.itemsize)

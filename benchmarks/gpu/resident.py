@@ -17,7 +17,7 @@ from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.kernels.device import seconds_of
 
-from .job import NO_TIME, Context, Record
+from .job import Context, Record
 from .models import REAL, TOY, HostExperts, RealShape
 from .transfers import record_peaks
 
@@ -32,10 +32,7 @@ def run(context: Context, record: Record) -> None:
     peak = record_peaks(context, record).h2d
     for name in ("qwen3", "qwen"):
         shape = (TOY if context.toy else REAL)[name]
-        if context.left_s < _FILL_S:
-            record.note(f"{shape.name}: {NO_TIME}")
-            continue
-        for share in SHARES:
+        for share in SHARES if record.has_time(context, _FILL_S, shape.name) else ():
             _measure(context, record, shape, share, peak)
 
 

@@ -23,7 +23,7 @@ from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.host import cpu, usable_cores
 from tiermoe.cluster.jobs.bench.metrics import Spread
 
-from .job import NO_TIME, ROOT, Context, Record
+from .job import ROOT, Context, Record
 from .models import REAL, TOY, HostExperts
 
 _PEAK_BYTES = 1 << 30
@@ -168,10 +168,8 @@ def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> 
             share = measured(host.layers, size, f"huge pages ({host.how[0]})", host.pin_s[0])
             if limit is not None:
                 record.check(f"expert loads over the link's peak, {shape.name}, {size} at a time", share, ">=", limit)
-        if context.left_s > _FILE_S or context.toy:
+        if context.toy or record.has_time(context, _FILE_S, f"{shape.name}, loads from a mapped file"):
             _loads_of_a_file(host.layers[0], batches[-1], measured, device, record, shape.name)
-        else:
-            record.note(f"{shape.name}: {NO_TIME} for loads from a mapped file")
         # written to: pages that never were are all the same one, which the processor's caches hold
         plain = [LayerWeights(tuple(tensor.clone() for tensor in host.layers[0].tensors))]
         measured(plain, batches[-1][0], "pageable (staged)")

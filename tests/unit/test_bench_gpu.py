@@ -16,7 +16,7 @@ import torch
 
 from tiermoe.actors.engine.model.kernels import KernelPlan, KernelTime
 from tiermoe.benchmarks.gpu import build, checks, job, models, page
-from tiermoe.benchmarks.gpu.decode import ALL, BATCH, Cell, cells_by_worth, record_kernels
+from tiermoe.benchmarks.gpu.decode import Cell, cells_by_worth, record_kernels
 from tiermoe.benchmarks.gpu.job import Part, Record
 from tiermoe.benchmarks.gpu.models import REAL, TOY, HostExperts
 from tiermoe.benchmarks.gpu.routing import Replay, RoutingTrace
@@ -78,7 +78,8 @@ def test_cells_are_in_the_order_of_worth_and_each_is_there_once() -> None:
     cells = cells_by_worth(False)
     assert len(set(cells)) == len(cells)
     assert cells[:2] == [Cell("on-demand", 0.5), Cell("next-gate", 0.5)]
-    assert cells.index(Cell(ALL, 1.0)) < cells.index(Cell("moepic", 0.5, BATCH)) < cells.index(Cell("moepic", 0.75))
+    order = (Cell("all-resident", 1.0), Cell("moepic", 0.5, 8), Cell("moepic", 0.75))
+    assert [cell for cell in cells if cell in order] == list(order)
     assert {cell.budget for cell in cells} == {0.1, 0.25, 0.375, 0.5, 0.75, 1.0}
     for preset in {cell.preset for cell in cells}:
         load_policy(preset)
@@ -257,7 +258,7 @@ def test_no_part_imports_ray_or_typer() -> None:
     """A GPU machine has neither. Guards against modules of the package that import them for all of their users."""
     program = (
         "import sys; sys.modules |= dict.fromkeys(('ray', 'typer', 'click', 'fastapi', 'matplotlib'));"
-        "from tiermoe.benchmarks.gpu import job; print(*job.runs());"
+        "from tiermoe.benchmarks.gpu import job; print(*(part.name for part in job.PARTS if part.load()));"
         "from tiermoe.benchmarks.kernels import kernel_threads"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -385,3 +386,21 @@ def test_a_test_file_that_does_not_end_has_failed(
     assert why in record.notes[0]
     found = record.as_dict() | {"outcome": "done"}
     assert job.failures({"parts": {"tests": found}}, (Part("tests", 1),)) == ["test_it.py: ran to its end"]
+
+
+def test_an_error_of_a_case_costs_that_case_only() -> None:
+    record = Record("qwen", None)
+    with record.trying("a refusal", must_run=True):
+        raise ConfigError("it is too large", "make it smaller")
+    with record.trying("a reference"):
+        raise ValueError("it does not run")
+    assert record.checks == []
+    with record.trying("a cell", must_run=True):
+        raise ValueError("it does not run")
+    assert [(check["name"], check["ok"]) for check in record.checks] == [("a cell: ran", False)]
+    assert [note.split(":")[0] for note in record.notes] == ["a refusal", "a reference failed", "a cell failed"]
+    with pytest.raises(RuntimeError, match="CUDA error"), record.trying("a fault"):  # the context is gone
+        raise RuntimeError("CUDA error: an illegal access")
+    context = job.Context(torch.device("cpu"), "toy", time.monotonic() + 60.0, _ROOT)
+    assert (record.has_time(context, 5.0, "short"), record.has_time(context, 600.0, "long")) == (True, False)
+    assert record.notes[-1] == f"long: {job.NO_TIME}"

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.benchmarks.command import EXPERIMENTS
+from tiermoe.benchmarks.papers import paper_names
 from tiermoe.benchmarks.random_model import NamedModel, save_published
 from tiermoe.cluster.config import RunConfig, default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench import cells, command, run, serving
@@ -317,7 +318,8 @@ def test_counters_are_flat_and_layers_add_up() -> None:
 
 
 def test_every_shipped_experiment_is_a_command_with_a_sound_file() -> None:
-    assert {*EXPERIMENTS, "compare"} == set(experiment_files())
+    papers = {f"paper-{name}" for name in paper_names()}  # of `bench papers`
+    assert {*EXPERIMENTS, "compare", *papers} == set(experiment_files())
     for name in experiment_files():
         if name != "compare":  # which names no policies
             experiment = load_experiment(name)

@@ -13,7 +13,6 @@ from tiermoe.benchmarks.papers import (
     changed,
     compared,
     judged_again,
-    load_paper,
     paper_names,
     run_papers,
     verdict,
@@ -35,7 +34,7 @@ _FAST = "buddymoe"  # the others take eight to eleven seconds each
 )
 def test_a_slice_of_each_paper_fills_its_page(name: str, tmp_path: Path) -> None:
     report = run_papers([name], True, tmp_path, 1)
-    experiment = load_paper(name, quick=True)
+    experiment = load_experiment(f"paper-{name}")
     assert report.rows
     assert all(row["published"] is not None for row in report.rows)
     compared_sections = {comparison.section for comparison in experiment.comparisons}
@@ -134,8 +133,7 @@ _PAGES = ("fmoe", "moepic", "activeevict", *(f"paper-{name}" for name in paper_n
 @pytest.mark.parametrize("name", _PAGES)
 def test_the_claims_of_a_page_are_those_of_its_data_and_counted_in_the_readme(name: str) -> None:
     """`tiermoe bench redraw docs/results/NAME.json` writes them again; the README's counts are by hand."""
-    paper = name.removeprefix("paper-")
-    experiment = load_paper(paper) if paper != name else load_experiment(name)
+    experiment = load_experiment(name)
     record = json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     assert small(judged_again(experiment, record)) == record
     page = (_RESULTS / f"{name}.md").read_text(encoding="utf-8")

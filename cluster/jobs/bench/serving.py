@@ -76,14 +76,14 @@ def overridden(file: str, fixed: Collection[str]) -> list[str]:
     return sorted(load_run_config(file).model_fields_set & unused)
 
 
-def start_worker(config: RunConfig, *, optional_workers: bool = True) -> Any:
+def start_worker(config: RunConfig, *, optional_workers: bool = True, trace: bool = False) -> Any:
     """A started `LocalWorker` on the prepared store of the configured model, with NDP workers if it needs them.
 
-    optional_workers: also those that the policy can do without, where there is room for them.
+    optional_workers: also those that the policy can do without, where there is room for them. trace: with a timeline.
     """
     from ...local import LocalWorker
 
-    settings = engine_settings(on_this_machine(config))
+    settings = engine_settings(on_this_machine(config), trace=trace)
     check_artifacts(settings.policy, config)
     store = prepared_store(config, settings)
     if isinstance(settings.budget, AutoBudget):

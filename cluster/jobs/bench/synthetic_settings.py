@@ -1,6 +1,6 @@
 """What an experiment states in place of a model: synthetic routing on a stated machine, and a paper's figures.
 
-`benchmarks/papers` of a clone has one file for each paper; `benchmarks/papers.py` runs them and such sections.
+`benchmarks/experiments/paper-NAME.yaml` of a clone states a paper; `benchmarks/papers.py` runs such sections.
 """
 
 from __future__ import annotations
