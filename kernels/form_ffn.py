@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..errors import FormError
 from . import _cpu
 from .forms import FLOATS, ExpertForm, MatrixForm, Parts
-from .packed_ffn import ACTIVATIONS, RowGroup, Threads
+from .packed_ffn import ACTIVATIONS, HostLayer, Threads
 
 # `gpt_oss`: x * sigmoid(1.702 x) * (up + 1) with x = min(gate, 7), and up within -7 to 7
 FORM_ACTIVATIONS = {**ACTIVATIONS, "gpt_oss": 4}
@@ -34,11 +34,10 @@ _Numbers = tuple[int, ...]
 _PARTS = ("weight", "scale", "zero", "global_scale", "order")
 
 
-class FormLayer:
+class FormLayer(HostLayer):
     """Experts of one layer, of one form or of several.
 
-    Results do not depend on the threads, the other rows or the other experts of a call. Values are not checked here
-    (`ExpertForm.verify`); an `order` that is none is refused in each call.
+    Values are not checked here (`ExpertForm.verify`); an `order` that is no permutation is refused in each call.
 
     Args:
         experts: the parts of each expert, C-contiguous and aligned.
@@ -55,37 +54,15 @@ class FormLayer:
     ) -> None:
         if not experts or len(experts) != len(forms):
             raise FormError(f"{len(experts)} experts with {len(forms)} forms", "give each expert its form")
-        self.hidden, self.intermediate, self.experts = forms[0].hidden, forms[0].intermediate, len(experts)
+        hidden, intermediate = forms[0].hidden, forms[0].intermediate
         for form in forms:
-            if (form.hidden, form.intermediate) != (self.hidden, self.intermediate):
-                raise FormError(f"experts of {form.hidden} x {form.intermediate} and {self.hidden} x "
-                                f"{self.intermediate}", "a layer has experts of one size")  # fmt: skip
+            if (form.hidden, form.intermediate) != (hidden, intermediate):
+                raise FormError(f"experts of {form.hidden} x {form.intermediate} and {hidden} x {intermediate}",
+                                "a layer has experts of one size")  # fmt: skip
         self._arrays = [dict(parts) for parts in experts]  # kept alive
         described = [_expert(parts, form) for parts, form in zip(self._arrays, forms, strict=True)]
-        layer = _cpu.form_layer(self.hidden, self.intermediate, described)
-        self._layer = (*threads.handle, form_activation(activation), layer)
-
-    def run(
-        self,
-        groups: list[RowGroup],
-        rows: NDArray[np.int32],
-        weights: NDArray[np.float32],
-        hidden: NDArray[np.float32],
-        out: NDArray[np.float32],
-    ) -> None:
-        """out = 0; then out[rows[p]] += weights[p] * FFN_expert(hidden[rows[p]]), group by group in their order.
-
-        Args:
-            groups: (expert, start, stop): entries start to stop of `rows` and `weights`.
-            rows: int32 [P], rows of `hidden`; a row may occur in several groups.
-            weights: float32 [P].
-            hidden: float32 [T, H].
-            out: float32 [T, H], overwritten; not the memory of `hidden`.
-
-        Raises:
-            ValueError: shapes, types or memory layouts differ, or a group, expert, row or `order` is out of range.
-        """
-        _cpu.form_ffn(*self._layer, groups, rows, weights, hidden, out)
+        layer = (*threads.handle, form_activation(activation), _cpu.form_layer(hidden, intermediate, described))
+        super().__init__(_cpu.form_ffn, layer, len(experts), hidden)
 
 
 def form_linear(form: MatrixForm, parts: Parts, x: NDArray[np.float32], threads: Threads) -> NDArray[np.float32]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -17,6 +16,7 @@ from .expert_ffn import Gate, Group
 from .form_ffn import FormLayer
 from .forms import BLOCKS, DTYPES, E2M1, FLOATS, ExpertForm, MatrixForm, layout_bytes
 from .packed_ffn import Threads
+from .packed_slots import run_pairs
 
 TorchParts = Mapping[str, torch.Tensor]
 
@@ -140,16 +140,8 @@ class CpuFormKernel:
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
         whole = check_call(self._form, self._slots, hidden, pairs, groups, top_k, y)
-        if not whole:
-            return
-        chosen = torch.cat([pairs[start:stop] for start, stop, _ in whole])
-        x = hidden[chosen // top_k].float().contiguous().numpy()  # [n, H]: each pair is a row of its own
-        found, out, first = [], np.empty_like(x), 0
-        for start, stop, slot in whole:
-            found.append((slot, first, first + stop - start))
-            first += stop - start
-        self._layer.run(found, np.arange(first, dtype=np.int32), np.ones(first, np.float32), x, out)
-        y[chosen] = torch.from_numpy(out).to(y.dtype)
+        if whole:
+            run_pairs(self._layer, hidden, pairs, whole, top_k, y)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return combined(y, weights)

@@ -7,7 +7,7 @@ Without torch, so that the NDP worker starts in a second. The arrays may be mapp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,34 +55,18 @@ class Threads:
         return self._pool, self._set
 
 
-class PackedLayer:
-    """Quantized experts of one layer and one width, as `pack.pack_expert` lays them out.
+class HostLayer:
+    """Experts of one layer, in arrays of this host.
 
-    The hidden rows, and the neurons between the projections, are quantized to int8 with a scale per group (largest
-    absolute value: 127); besides, only the order of additions differs from `dequantized()` weights. Results do not
-    depend on the threads, the other rows or the other experts of a call. A group of inputs below 1e-30 counts as zero;
-    a row with a value that is not finite gives NaN.
+    Results do not depend on the threads, the other rows or the other experts of a call.
 
     Args:
-        arrays: of `PackedShape.tensors()`, each with the experts in front; C-contiguous.
-        activation: a key of `ACTIVATIONS`.
-
-    Raises:
-        PackError: the arrays are not those of `shape`.
-        ValueError: the activation is unknown.
+        ffn: the function of the extension that runs them. layer: its arguments, before those of a call.
+        experts: E. hidden: H.
     """
 
-    def __init__(
-        self, arrays: Mapping[str, NDArray[Any]], shape: PackedShape, activation: str, threads: Threads
-    ) -> None:
-        shape.check(arrays, leading=1)
-        self._arrays = [_contiguous(name, arrays[name]) for name in shape.tensors()]
-        self.experts, self.hidden = len(self._arrays[0]), shape.hidden
-        gate_up, gate_up_scales, down, down_scales = (_address(array) for array in self._arrays)
-        self._layer = (
-            *threads.handle, _code(activation), shape.hidden, shape.intermediate, self.experts, shape.bits, shape.group,
-            gate_up, gate_up_scales, down, down_scales,
-        )  # fmt: skip
+    def __init__(self, ffn: Callable[..., None], layer: tuple[Any, ...], experts: int, hidden: int) -> None:
+        self._ffn, self._layer, self.experts, self.hidden = ffn, layer, experts, hidden
 
     def run(
         self,
@@ -102,15 +86,40 @@ class PackedLayer:
             out: float32 [T, H], overwritten; not the memory of `hidden`.
 
         Raises:
-            ValueError: shapes, types or memory layouts differ, or a group, expert or row is out of range.
+            ValueError: shapes, types or memory layouts differ, or a group, expert, row or `order` is out of range.
         """
-        _cpu.packed_ffn(*self._layer, groups, rows, weights, hidden, out)
+        self._ffn(*self._layer, groups, rows, weights, hidden, out)
 
 
-class FullLayer:
+class PackedLayer(HostLayer):
+    """Quantized experts of one layer and one width, as `pack.pack_expert` lays them out.
+
+    The hidden rows, and the neurons between the projections, are quantized to int8 with a scale per group (largest
+    absolute value: 127); besides, only the order of additions differs from `dequantized()` weights. A group of inputs
+    below 1e-30 counts as zero; a row with a value that is not finite gives NaN.
+
+    Args:
+        arrays: of `PackedShape.tensors()`, each with the experts in front; C-contiguous.
+        activation: a key of `ACTIVATIONS`.
+
+    Raises:
+        PackError: the arrays are not those of `shape`.
+        ValueError: the activation is unknown.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, NDArray[Any]], shape: PackedShape, activation: str, threads: Threads
+    ) -> None:
+        shape.check(arrays, leading=1)
+        self._arrays = [_contiguous(name, arrays[name]) for name in shape.tensors()]
+        experts, addresses = len(self._arrays[0]), map(_address, self._arrays)
+        sizes = shape.hidden, shape.intermediate, experts, shape.bits, shape.group
+        layer = (*threads.handle, _code(activation), *sizes, *addresses)
+        super().__init__(_cpu.packed_ffn, layer, experts, shape.hidden)
+
+
+class FullLayer(HostLayer):
     """Full-precision experts of one layer, neuron-major as in the expert store; float32 arithmetic.
-
-    Results do not depend on the threads, the other rows or the other experts of a call.
 
     Args:
         gate_up: [E, I, 2, H], C-contiguous; bfloat16 as its bits, uint16.
@@ -138,20 +147,9 @@ class FullLayer:
             if array.dtype != element:
                 raise PackError(f"{name} must be {np.dtype(element)} for {dtype}, not {array.dtype}")
         self._arrays = _contiguous("gate_up", gate_up), _contiguous("down", down)
-        self.experts, self.hidden = experts, hidden
         addresses = _address(gate_up), _address(down)
-        self._layer = (*threads.handle, _code(activation), hidden, neurons, experts, code, *addresses)
-
-    def run(
-        self,
-        groups: list[RowGroup],
-        rows: NDArray[np.int32],
-        weights: NDArray[np.float32],
-        hidden: NDArray[np.float32],
-        out: NDArray[np.float32],
-    ) -> None:
-        """As `PackedLayer.run`."""
-        _cpu.full_ffn(*self._layer, groups, rows, weights, hidden, out)
+        layer = (*threads.handle, _code(activation), hidden, neurons, experts, code, *addresses)
+        super().__init__(_cpu.full_ffn, layer, experts, hidden)
 
 
 def _code(activation: str) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .pack import INPUTS, OUTPUTS, PackedShape, PackError, code_vectors
-from .packed_ffn import ACTIVATIONS, PackedLayer, Threads
+from .packed_ffn import ACTIVATIONS, HostLayer, PackedLayer, Threads
 
 PackedGroup = tuple[int, int, int]  # pairs `start` to `stop` of the sorted pair list go through the expert in a slot
 _DTYPES = {"U8": torch.uint8, "F16": torch.float16}
@@ -135,14 +135,22 @@ class CpuPackedKernel:
         self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
     ) -> None:
         check_call(self._shape, self._count, hidden, pairs, groups, top_k, y)
-        chosen = torch.cat([pairs[start:stop] for start, stop, _ in groups])
-        x = hidden[chosen // top_k].float().contiguous().numpy()  # [n, H]: each pair is a row of its own
-        found, out, first = [], np.empty_like(x), 0
-        for start, stop, slot in groups:
-            found.append((slot, first, first + stop - start))
-            first += stop - start
-        self._layer.run(found, np.arange(first, dtype=np.int32), np.ones(first, np.float32), x, out)
-        y[chosen] = torch.from_numpy(out).to(y.dtype)
+        run_pairs(self._layer, hidden, pairs, groups, top_k, y)
+
+
+def run_pairs(
+    layer: HostLayer, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int,
+    y: torch.Tensor,
+) -> None:  # fmt: skip
+    """`PackedKernel.run` by experts whose numbers are their slots; the arguments are checked."""
+    chosen = torch.cat([pairs[start:stop] for start, stop, _ in groups])
+    x = hidden[chosen // top_k].float().contiguous().numpy()  # [n, H]: each pair is a row of its own
+    found, out, first = [], np.empty_like(x), 0
+    for start, stop, slot in groups:
+        found.append((slot, first, first + stop - start))
+        first += stop - start
+    layer.run(found, np.arange(first, dtype=np.int32), np.ones(first, np.float32), x, out)
+    y[chosen] = torch.from_numpy(out).to(y.dtype)
 
 
 def _dequantized(codes: torch.Tensor, affine: torch.Tensor, shape: PackedShape) -> torch.Tensor:

@@ -41,9 +41,14 @@ def score(
     Raises:
         RequestError: the prefix leaves no token before it or after it.
     """
+    return score_continuations(model, engine, *_divided(ids, prefix), attention, chunk, rows)[0]
+
+
+def _divided(ids: Sequence[int], prefix: int) -> tuple[Sequence[int], list[Sequence[int]]]:
+    """The prefix and its one continuation. Raises RequestError: one of them is empty."""
     if not 0 < prefix < len(ids):
         raise RequestError(f"a prefix of {prefix} of {len(ids)} tokens", "leave at least one token on either side")
-    return score_continuations(model, engine, ids[:prefix], [ids[prefix:]], attention, chunk, rows)[0]
+    return ids[:prefix], [ids[prefix:]]
 
 
 @torch.no_grad()
@@ -91,10 +96,7 @@ def score_with(worker: Any, ids: Sequence[int], prefix: int, rows: int | None = 
     Raises:
         RequestError: see `score`. RuntimeFailure: the worker serves a request.
     """
-    _refuse_while_serving(worker)
-    model, chunk = worker.model, worker.settings.kv.max_batch_tokens
-    with worker.engine.alone:
-        return score(model, worker.engine, ids, prefix, plain_attention_of(model), chunk, rows)
+    return score_continuations_with(worker, *_divided(ids, prefix), rows)[0]
 
 
 def score_continuations_with(
