@@ -79,6 +79,8 @@ setup(
                 "actors/core/core.cpp",
                 "actors/core/cpu_layer.cpp",
                 "actors/core/cpu_module.cpp",
+                "actors/core/maps.cpp",
+                "actors/core/maps_module.cpp",
                 "actors/core/module.cpp",
                 "actors/core/nanobind.cpp",
                 "actors/core/order_module.cpp",

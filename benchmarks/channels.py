@@ -24,7 +24,7 @@ from rich.progress import Progress
 from tiermoe.actors.engine.peers.matcher import MatcherLink
 from tiermoe.actors.policies.fmoe import ExpertMapPrefetch
 from tiermoe.actors.policies.fmoe.maps import WIDTH as EMBEDDING_WIDTH
-from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch, unit_rows
+from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, Sketch, unit_rows
 from tiermoe.actors.settings import MatcherSettings
 from tiermoe.actors.store.artifacts import MapShape, save_maps
 from tiermoe.cluster.config import default_model_dir
@@ -371,11 +371,11 @@ class _StoreCase:
         forecasts = [_us(lambda i=i: self._policy.observe(i, maps[i])) for i in range(store.layers)]  # type: ignore[misc]
         ahead = max(1, store.layers - 1 - DISTANCE)  # layers with one to forecast
 
-        search = MapSearch(store, self._sketch(embedding))
+        search = store.search(self._sketch(embedding))
 
         def one_layer(layer: int) -> None:
             search.observe(layer, maps[layer])
-            search.trajectory()
+            search.match(semantic=False)
 
         searches = [_us(lambda i=i: one_layer(i)) for i in range(store.layers)]  # type: ignore[misc]
         update_us = _us(search.commit)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.fmoe import ExpertMapEviction, ExpertMapPolicy, ExpertMapPrefetch
-from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch
+from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, Sketch
 from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.prefetch import PrefetchPolicy, most_probable
 from tiermoe.actors.policies.registry import make
@@ -322,21 +322,21 @@ class Maps:
         sketch, pairs = Sketch(header.hidden), dict[tuple[str, str], list[tuple[float, float]]]()
         for request in self.recorded.measure:
             for step in (step for step in request.iterations if step.decode):
-                search = MapSearch(store, sketch(step.embedding[None]))
-                match = search.semantic()
+                search = store.search(sketch(step.embedding[None]))
+                match = search.match(semantic=True)
                 assert match is not None  # the store has learnt
                 first = range(min(self.distance, header.layers))
-                shares = [_share(store, match.entries, step.ids[0], layer) for layer in first]
-                pairs.setdefault(("semantic", "-"), []).append((float(match.scores[0]), float(np.mean(shares))))
+                shares = [_share(store, match[0], step.ids[0], layer) for layer in first]
+                pairs.setdefault(("semantic", "-"), []).append((float(match[1][0]), float(np.mean(shares))))
                 for layer in range(header.layers - 1 - self.distance):
                     search.observe(layer, _mean(step, layer))
-                    match = search.trajectory()
+                    match = search.match(semantic=False)
                     assert match is not None
-                    share = _share(store, match.entries, step.ids[0], layer + 1 + self.distance)
+                    share = _share(store, match[0], step.ids[0], layer + 1 + self.distance)
                     for key in (("trajectory", str(layer + 1)), ("trajectory", "all")):
-                        pairs.setdefault(key, []).append((float(match.scores[0]), share))
+                        pairs.setdefault(key, []).append((float(match[1][0]), share))
                 if learns:
-                    whole = MapSearch(store, sketch(step.embedding[None]))
+                    whole = store.search(sketch(step.embedding[None]))
                     for layer in range(store.layers):
                         whole.observe(layer, _mean(step, layer))
                     whole.commit()
@@ -412,7 +412,7 @@ def _mean(step: Iteration, layer: int) -> NDArray[np.float32]:
     return found
 
 
-def _share(store: ExpertMapStore, entries: NDArray[np.int64], ids: NDArray[Any], layer: int) -> float:
+def _share(store: ExpertMapStore, entries: Sequence[int], ids: NDArray[Any], layer: int) -> float:
     """Share of the layer's experts ids[layer] [K] that are among the K most probable of the matched map."""
-    row = store.maps_of(entries, range(layer, layer + 1))[0, 0]
+    row = store.maps_of(entries, layer)[0]
     return len(set(most_probable(row, ids.shape[1])) & set(ids[layer].tolist())) / ids.shape[1]

@@ -401,12 +401,12 @@ class Watched:
     def take(self) -> list: ...
 
 class ByScores:
-    def __init__(self, by_votes: bool, distance: int, top: int, always: bool, synchronous: bool, source: int) -> None: ...
+    def __init__(self, by_votes: bool, distance: int, top: int, always: bool, synchronous: bool, wraps: bool, source: int) -> None: ...
 
 class VirtualRun:
     def __init__(self, core: Core, link: VirtualLink, clock: Clock, expert_s: float, expert_row_s: float, share: float, load_byte_s: float, miss_s: float, neurons: int) -> None: ...
 
-    def forward(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], dense_s: float, keep: Sequence[int], next_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None, next_scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None, scores: ByScores | None, routed: Callable[[int, Sequence[int], Sequence[int]], None] | None, ahead: Callable[[int], None] | None, ran: Callable[[int], None] | None) -> None: ...
+    def forward(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], dense_s: float, keep: Sequence[int], next_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None, next_scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None, scores: ByScores | None, routed: Callable[[int, Sequence[int], Sequence[int]], None] | None, ahead: Callable[[int], None] | None, ran: Callable[[int], None] | None, last_rows: Sequence[int] = []) -> None: ...
 
     @property
     def records(self) -> bool: ...
@@ -463,3 +463,46 @@ class CpuLayer:
 
     @property
     def kernels_s(self) -> tuple[float, float]: ...
+
+class MapStore:
+    def __init__(self, embeddings: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], maps: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')], squares: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu')], share: float) -> None:
+        """The arrays are read and written in place."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    def add(self, embedding: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], map: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> int: ...
+
+    def fill(self, entries: int) -> None:
+        """The arrays hold these entries, but for their squares."""
+
+class MapSearch:
+    def __init__(self, store: MapStore, embeddings: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> None: ...
+
+    @property
+    def sequences(self) -> int: ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer was seen."""
+
+    def match(self, semantic: bool) -> tuple[list[int], Annotated[NDArray[numpy.float64], dict(shape=(None,))]] | None:
+        """
+        The most similar entry of each sequence, and its score; semantic: by embedding, without unknown ones.
+        """
+
+    def scores(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None, None))]:
+        """Cosine of the layers seen with those of each entry [S, n]."""
+
+    def observe(self, layer: int, probabilities: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> None:
+        """Of this layer and those behind it [S, n * J]."""
+
+    def forecast(self, semantic: bool, first: int, stop: int, now: int, top_k: int, dynamic: bool) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.float32], dict(shape=(None,))], int, Annotated[NDArray[numpy.float64], dict(shape=(None,))]] | None:
+        """
+        (keys, priorities, how many are wanted, score of each match) of the layers from `first` to before `stop`.
+        """
+
+    def commit(self) -> list[int]: ...

@@ -2,8 +2,12 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 
+#include <initializer_list>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "picked.hpp"
 
@@ -15,10 +19,22 @@ inline void* named(const nanobind::capsule& of, const std::string& name) {
     return of.data();
 }
 
-// The passes so far: (layer, tokens, keys, counts, began_s, ended_s, waited_s, scores as bytes of float64).
+// An array that Python owns from now on.
+template <typename T, int Axes = 1>
+using Made = nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<Axes>>;
+
+template <typename T, int Axes = 1>
+Made<T, Axes> owned(std::vector<T>&& values, std::initializer_list<std::size_t> shape) {
+    auto* held = new std::vector<T>(std::move(values));
+    return Made<T, Axes>(held->data(), shape, nanobind::capsule(held, [](void* of) noexcept { delete static_cast<std::vector<T>*>(of); }));
+}
+
+// The passes so far, layers that follow each other together: (first layer, tokens, counts [n, E], scores [n, E] with NaN in
+// rows of none, or None, began_s, ended_s, waited_s).
 nanobind::list take(Passes& passes);
 
 void bind_orders(nanobind::module_& m);  // order_module.cpp
 void bind_cpu(nanobind::module_& m);     // cpu_module.cpp
+void bind_maps(nanobind::module_& m);    // maps_module.cpp
 
 }  // namespace tiermoe::core

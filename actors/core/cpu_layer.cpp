@@ -43,6 +43,7 @@ CpuLayer::CpuLayer(Core& core, const Shape& shape, const KernelTable& kernels, C
     if (shape.index < 0 || shape.index >= core.layout().layers || shape.experts != core.layout().experts)
         throw std::invalid_argument("there is no such layer");
     if (core.layout().split == core.layout().first_unit.empty()) throw std::invalid_argument("segments have places in the pool");
+    all_.experts = shape.experts;
     all_.sums.resize(std::max(all_.sums.size(), static_cast<std::size_t>(kSumRows * shape.width)));
 }
 

@@ -5,6 +5,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
+#include <utility>
+
 #include "../../kernels/cpu/sizes.hpp"
 #include "bindings.hpp"
 #include "cpu_layer.hpp"
@@ -87,12 +90,35 @@ void replace_missing(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias
 }  // namespace
 
 nb::list take(Passes& passes) {
-    nb::list found;
+    struct Run {
+        std::int64_t first, tokens;
+        std::vector<std::int64_t> counts;
+        std::vector<double> scores, began_s, ended_s, waited_s;
+        bool scored = false;
+    };
+    std::vector<Run> runs;
+    const auto experts = static_cast<std::size_t>(passes.experts);
     passes.take([&](const Passed& p) {
-        const char* scores = reinterpret_cast<const char*>(p.scores.data());
-        found.append(nb::make_tuple(p.layer, p.tokens, p.keys, p.counts, p.began_s, p.ended_s, p.waited_s,
-                                  nb::bytes(scores, sizeof(double) * p.scores.size())));
+        if (runs.empty() || p.layer != runs.back().first + static_cast<std::int64_t>(runs.back().began_s.size()) ||
+            p.tokens != runs.back().tokens)
+            runs.push_back({p.layer, p.tokens, {}, {}, {}, {}, {}});
+        Run& run = runs.back();
+        run.counts.resize(run.counts.size() + experts);
+        for (std::size_t i = 0; i < p.keys.size(); ++i)
+            (run.counts.end() - experts)[p.keys[i] - p.layer * passes.experts] = p.counts[i];
+        run.scores.insert(run.scores.end(), p.scores.begin(), p.scores.end());
+        if (p.scores.empty()) run.scores.resize(run.scores.size() + experts, std::numeric_limits<double>::quiet_NaN());
+        run.scored |= !p.scores.empty();
+        run.began_s.push_back(p.began_s), run.ended_s.push_back(p.ended_s), run.waited_s.push_back(p.waited_s);
     });
+    nb::list found;
+    for (Run& run : runs) {
+        const std::size_t count = run.began_s.size();
+        nb::object scores = nb::none();
+        if (run.scored) scores = nb::cast(owned<double, 2>(std::move(run.scores), {count, experts}));
+        found.append(nb::make_tuple(run.first, run.tokens, owned<std::int64_t, 2>(std::move(run.counts), {count, experts}),
+                                    scores, run.began_s, run.ended_s, run.waited_s));
+    }
     return found;
 }
 

@@ -241,10 +241,10 @@ NB_MODULE(_core, m) {
     });
     nb::class_<ByScores>(m, "ByScores")
         .def("__init__", [](ByScores* made, bool by_votes, std::int64_t distance, std::int64_t top, bool always,
-                            bool synchronous, std::uint8_t source) {
+                            bool synchronous, bool wraps, std::uint8_t source) {
             if (distance < 0 || top < 1) throw std::invalid_argument("a prefetch by scores wants experts of a later layer");
-            new (made) ByScores{by_votes, distance, top, always, synchronous, source};
-        }, "by_votes"_a, "distance"_a, "top"_a, "always"_a, "synchronous"_a, "source"_a);
+            new (made) ByScores{by_votes, distance, top, always, synchronous, wraps, source};
+        }, "by_votes"_a, "distance"_a, "top"_a, "always"_a, "synchronous"_a, "wraps"_a, "source"_a);
     nb::class_<VirtualRun>(m, "VirtualRun")
         .def("__init__", [](VirtualRun* made, Core& core, VirtualLink& link, Clock& clock, double expert_s,
                             double expert_row_s, double share, double load_byte_s, double miss_s, std::int64_t neurons) {
@@ -253,9 +253,9 @@ NB_MODULE(_core, m) {
            "expert_s"_a, "expert_row_s"_a, "share"_a, "load_byte_s"_a, "miss_s"_a, "neurons"_a)
         .def("forward", [](VirtualRun& run, Ids ids, double dense_s, const Segments& keep, std::optional<Next> next_ids,
                            std::optional<NextScores> next_scores, const ByScores* scores, decltype(Calls::routed) routed,
-                           decltype(Calls::ahead) ahead, decltype(Calls::ran) ran) {
+                           decltype(Calls::ahead) ahead, decltype(Calls::ran) ran, const Segments& last_rows) {
             Recorded recorded{ids.data(), static_cast<std::int64_t>(ids.shape(1)), static_cast<std::int64_t>(ids.shape(2)),
-                              dense_s, nullptr, nullptr, 0, 0};
+                              dense_s, nullptr, nullptr, 0, 0, last_rows};
             const std::size_t layers = run.layers();
             if (ids.shape(0) != layers) throw std::invalid_argument("ids are [layers, tokens, top_k]");
             if (scores) {
@@ -268,11 +268,13 @@ NB_MODULE(_core, m) {
                 recorded.next_scores = next_scores->data();
                 recorded.distances = static_cast<std::int64_t>(next_ids->shape(2));
                 recorded.picks = static_cast<std::int64_t>(next_ids->shape(3));
+                for (Segment row : last_rows)
+                    if (row < 0 || row >= recorded.tokens || !recorded.distances) throw std::invalid_argument("there is no such row");
             }
             const Calls calls{std::move(routed), std::move(ahead), std::move(ran)};
             run.forward(recorded, keep, scores, calls);
         }, "ids"_a, "dense_s"_a, "keep"_a, "next_ids"_a.none(), "next_scores"_a.none(), "scores"_a.none(), "routed"_a.none(),
-           "ahead"_a.none(), "ran"_a.none())
+           "ahead"_a.none(), "ran"_a.none(), "last_rows"_a = Segments())
         .def_prop_rw("records", [](const VirtualRun& run) { return run.passes.records; },
                      [](VirtualRun& run, bool records) { run.passes.records = records; })
         .def("take", [](VirtualRun& run) { return take(run.passes); });
@@ -283,4 +285,5 @@ NB_MODULE(_core, m) {
         return found;
     });
     bind_cpu(m);
+    bind_maps(m);
 }

@@ -61,6 +61,7 @@ struct Passed {
 class Passes {
   public:
     bool records = false;
+    std::int64_t experts = 0;  // of a layer
 
     Passed& add() {
         if (count_ == all_.size()) all_.emplace_back();

@@ -54,21 +54,24 @@ double VirtualRun::kernels(std::int64_t first, std::int64_t stop) const {
 
 void VirtualRun::prefetch(std::int64_t layer, const Recorded& recorded, const ByScores& scores) {
     const std::int64_t layers = core_.layout().layers, experts = core_.layout().experts;
-    const std::int64_t stop = std::min(layer + 1 + scores.distance, layers);
+    const bool wraps = scores.wraps && layer + 1 == layers;
+    const std::int64_t first = wraps ? 0 : layer + 1, stop = wraps ? 1 : std::min(first + scores.distance, layers);
     const bool allowed = core_.governor().allows();
     if (!scores.always) {
-        if (!allowed || layer + 1 >= stop) return;
-        if (!scores.synchronous && core_.there((layer + 1) * experts, stop * experts)) return;
+        if (!allowed || first >= stop) return;
+        if (!scores.synchronous && core_.there(first * experts, stop * experts)) return;
     }
     const auto read = [&](std::int64_t distance, std::int64_t t, std::vector<double>& row) {
         std::fill(row.begin(), row.end(), -std::numeric_limits<double>::infinity());
+        if (wraps) t = recorded.last_rows[static_cast<std::size_t>(t)];
         const std::int64_t at = ((t * layers + layer) * recorded.distances + distance) * recorded.picks;
         for (std::int64_t k = 0; k < recorded.picks; ++k)
             row.at(static_cast<std::size_t>(recorded.next_ids[at + k])) = recorded.next_scores[at + k];
     };
     RouterPrefetch ahead{scores.by_votes, scores.top, scores.source, {}, {}};
-    if (allowed || passes.records)
-        ahead.run(core_, layer + 1, std::min(stop - layer - 1, recorded.distances), recorded.tokens, allowed, read,
+    const std::int64_t tokens = wraps ? static_cast<std::int64_t>(recorded.last_rows.size()) : recorded.tokens;
+    if (tokens && (allowed || passes.records))
+        ahead.run(core_, first, std::min(stop - first, recorded.distances), tokens, allowed, read,
                   passes.records ? &best_ : nullptr);
     if (scores.synchronous && allowed) core_.finish_prefetch(ahead.nearer, layer);
 }
@@ -90,7 +93,7 @@ void VirtualRun::layer(std::int64_t layer, const Recorded& recorded, const Segme
     const bool misses = plan.resident < static_cast<std::int64_t>(plan.run.size());
     core_.begin();
     core_.load();
-    if (scores && (layer + 1 < core_.layout().layers || !calls.ahead)) {
+    if (scores) {
         prefetch(layer, recorded, *scores);
     } else if (calls.ahead) {
         calls.ahead(layer);

@@ -32,14 +32,16 @@ struct Recorded {
     const std::int64_t* next_ids;
     const double* next_scores;
     std::int64_t distances, picks;
+    const Segments& last_rows;  // of which the last layer's next one, the first of the next forward, was recorded
 };
 
-// Prefetch by the recorded scores: `prefetch.NextGatePrefetch`, or `moepic.SpeculativePrefetch` but for the last layer.
+// Prefetch by the recorded scores: `prefetch.NextGatePrefetch`, or `moepic.SpeculativePrefetch`.
 struct ByScores {
     bool by_votes;
     std::int64_t distance, top;
     bool always;  // also where every expert in reach is in a slot
     bool synchronous;
+    bool wraps;  // the last layer prefetches for the first one
     std::uint8_t source;
 };
 
@@ -53,12 +55,14 @@ struct Calls {
 class VirtualRun {
   public:
     VirtualRun(Core& core, VirtualLink& link, Clock& clock, const Costs& costs)
-        : core_(core), link_(link), clock_(clock), costs_(costs), picked_(core.layout().experts) {}
+        : core_(core), link_(link), clock_(clock), costs_(costs), picked_(core.layout().experts) {
+        passes.experts = core.layout().experts;
+    }
 
     std::size_t layers() const { return static_cast<std::size_t>(core_.layout().layers); }
     Passes passes;  // of this forward; the next drops them
 
-    // One forward. scores: what prefetches; null: `calls.ahead` does, as it does at the last layer of a policy that wraps.
+    // One forward. scores: what prefetches; null: `calls.ahead` does.
     void forward(const Recorded& recorded, const Segments& keep, const ByScores* scores, const Calls& calls);
 
   private:

@@ -37,19 +37,20 @@ NO_KEYS: frozenset[int] = frozenset()
 
 
 class Passed(NamedTuple):
-    """A pass that native code has run. began_s, ended_s: of the link's clock; waited_s: for copies, in between.
+    """Passes of n layers, one behind the other, that native code has run.
 
-    scores: predicted for the next layer's experts, the highest of any row [1, E]; None: there are none.
+    layer: the first. tokens: of each. counts: rows of each expert [n, E]. scores: predicted for the next layer's
+    experts, the highest of any row [n, E], NaN where there are none; None: there are none at all. began_s, ended_s: of
+    the link's clock [n]; waited_s: for copies, in between [n].
     """
 
     layer: int
     tokens: int
-    keys: list[int]
-    counts: list[int]
-    began_s: float
-    ended_s: float
-    waited_s: float
+    counts: NDArray[np.int64]
     scores: NDArray[np.float64] | None
+    began_s: list[float]
+    ended_s: list[float]
+    waited_s: list[float]
 
 
 Told = Callable[[Passed], object]
@@ -57,9 +58,8 @@ Told = Callable[[Passed], object]
 
 def tell(passes: _core.CpuLayers | _core.VirtualRun, told: Told) -> None:
     """Tell of the passes that native code has run since the last time."""
-    for *known, scores in passes.take():
-        found = np.frombuffer(scores, np.float64)[None] if scores else None
-        told(Passed._make((*known, found)))
+    for found in passes.take():
+        told(Passed._make(found))
 
 
 class View(Protocol):

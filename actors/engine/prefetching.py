@@ -148,16 +148,13 @@ class Prefetching:
         return not any(starmap(self._cache.residency.absent, reach))
 
     def by_scores(self) -> _core.ByScores | None:
-        """What native code needs to prefetch by recorded scores of later routers; None: the policy does otherwise.
-
-        At the last layer a policy that wraps is asked itself.
-        """
+        """What native code needs to prefetch by recorded scores of later routers; None: the policy does otherwise."""
         policy, votes = self.policy, type(self.policy) is NextGatePrefetch
         if self._shards is not None or not (type(policy) is NextGatePrefetch or type(policy) is SpeculativePrefetch):
             return None
         always = self.on_predicted is not None or self._loads_bottoms
         number = self._cache.number_of(policy.name)
-        return _core.ByScores(votes, policy.distance, policy.top, always, policy.synchronous, number)
+        return _core.ByScores(votes, policy.distance, policy.top, always, policy.synchronous, policy.wraps, number)
 
     @property
     def _loads_bottoms(self) -> bool:

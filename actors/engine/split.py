@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
@@ -35,14 +34,14 @@ _TIMES = 4096  # forwards whose times are stored
 
 @dataclass(slots=True)
 class Step:
-    """One forward; lists have an entry a layer."""
+    """One forward."""
 
     decode: bool  # it carried no row of a prompt
     tokens: int
     head_s: float | None  # from the last layer of the forward before to the first routing; None: not of two decodes
-    experts: list[list[int]] = field(default_factory=list)  # as `Routing.experts`
-    counts: list[list[int]] = field(default_factory=list)  # as `Routing.counts`
-    scores: list[NDArray[np.floating] | None] = field(default_factory=list)  # predictions [rows, E]
+    counts: NDArray[np.int64]  # rows of each expert [L, E]
+    scores: NDArray[np.float64]  # predictions, the highest of any row [L, E]; NaN: there are none
+    layers: int = 0  # recorded so far
     attention_s: float = 0.0  # between layers, summed
     moe_s: float = 0.0  # in layers without waits for copies, summed
 
@@ -72,10 +71,10 @@ class Configurator:
         assert cache.cut is not None
         self.layers = len(cache.cut.tops)
         self._cache, self._settings, self._order = cache, settings, order
-        self._experts, self._prefetched, self._expert_bytes = experts, prefetched, expert_bytes
+        self.experts, self._prefetched, self._expert_bytes = experts, prefetched, expert_bytes
         self._room = Room(cache.cut.neurons, cache.pool.total_neurons, top_k, settings.buffer)
-        self._statistics = [LayerStatistics.none(experts) for _ in range(self.layers)]
-        self._priorities = [Priorities.none(experts) for _ in range(self.layers)]
+        self._statistics = LayerStatistics.none(self.layers, experts)
+        self._priorities = Priorities.none(self.layers, experts)
         self._attention_s, self._moe_s, self._head_s = list[float](), list[float](), list[float]()
         self._tokens = 0  # since the last configuration
         cache.stats.configurator = ConfiguratorStats()
@@ -94,12 +93,11 @@ class Configurator:
 
     def add(self, steps: Sequence[Step]) -> None:
         """Count these forwards."""
+        counts, scores = np.stack([step.counts for step in steps]), np.stack([step.scores for step in steps])
+        picks = Picks(counts, np.array([step.tokens for step in steps]), scores)
         counted = np.array([step.decode for step in steps])
-        for layer in range(self.layers):
-            picks = _picks(steps, layer, self._experts)
-            found, after = observe(picks, self._order, self._priorities[layer], counted)
-            self._statistics[layer] += found
-            self._priorities[layer] = after
+        found, self._priorities = observe(picks, self._order, self._priorities, counted)
+        self._statistics += found
         for step in steps:
             self._tokens += step.tokens
             if step.decode:
@@ -122,7 +120,7 @@ class Configurator:
         stats.head_s, stats.load_s = times.head_s, times.load_s
         try:
             found = configure(
-                self._statistics, times, self._room, present, zeta=split.zeta, min_gain=split.min_gain,
+                self._statistics.by_layer(), times, self._room, present, zeta=split.zeta, min_gain=split.min_gain,
                 allocation=split.allocation, prefetched=self._prefetched,
             )  # fmt: skip
         except ValueError as error:
@@ -151,89 +149,89 @@ class Configurator:
         )
 
 
-def _picks(steps: Sequence[Step], layer: int, experts: int) -> Picks:
-    n, found = len(steps), [step.experts[layer] for step in steps]
-    counts, scores = np.zeros((n, experts), np.int64), np.full((n, experts), np.nan)
-    rows = np.repeat(np.arange(n), list(map(len, found)))
-    columns = np.fromiter(chain.from_iterable(found), np.int64)
-    counts[rows, columns] = np.fromiter(chain.from_iterable(step.counts[layer] for step in steps), np.int64)
-    predicted = [(i, seen) for i, step in enumerate(steps) if (seen := step.scores[layer]) is not None and len(seen)]
-    if predicted:
-        best = [seen if len(seen) == 1 else seen.max(axis=0, keepdims=True) for _, seen in predicted]
-        scores[[i for i, _ in predicted]] = np.concatenate(best)
-    return Picks(counts, np.array([step.tokens for step in steps]), scores)
-
-
 class Recorder:
-    """Records each forward's layers as a `Step`; stores the lists and computes nothing.
+    """Records each forward's layers as a `Step`.
 
     Args:
-        ended: called with each step of which all layers were recorded.
+        layers, experts: L and E. ended: called with each step of which all layers were recorded.
 
     Attributes:
         spent_s: time of recording.
     """
 
     def __init__(
-        self, cache: ExpertCache, layers: int, ended: Callable[[Step], None],
+        self, cache: ExpertCache, layers: int, experts: int, ended: Callable[[Step], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        self._cache, self._ended, self._clock, self._last = cache, ended, clock, layers - 1
+        self._cache, self._ended, self._clock, self._layers = cache, ended, clock, layers
         self.spent_s = 0.0
-        self._scores: list[NDArray[np.floating] | None] = [None] * layers
+        self._predicted = np.full((layers, experts), np.nan)  # of layers that were not recorded since
         self._step: Step | None = None
         self._follows = False  # the forward before was a decode
         self._entered_s, self._left_s, self._blocked_s = 0.0, 0.0, 0.0
 
     def routed(self, layer: int, routing: Routing) -> None:
         """A layer's routing is known, as its experts will run."""
-        now_s = self._clock()
-        self._began(layer, routing.tokens, routing.experts, routing.counts, now_s)
+        self._entered_s = now_s = self._clock()
+        step = self._enter(layer, 1, routing.tokens, now_s)
+        if step is not None:
+            step.counts[layer, routing.experts] = routing.counts
         self._blocked_s = self._cache.counts(layer).blocked_io_s
-        self.spent_s += self._clock() - now_s
-
-    def passed(self, found: Passed) -> None:
-        """A layer's pass that native code has run; in place of `routed`, `predicted` and `ran`."""
-        now_s, base = self._clock(), found.layer * (len(self._cache.uses) // (self._last + 1))
-        experts = [key - base for key in found.keys]
-        self._began(found.layer, found.tokens, experts, found.counts, found.began_s)
-        if found.scores is not None:
-            self.predicted((found.layer + 1) % (self._last + 1), found.scores)
-        self._ended_pass(found.layer, found.ended_s, found.waited_s)
         self.spent_s += self._clock() - now_s
 
     def predicted(self, layer: int, scores: NDArray[np.floating]) -> None:
         """A layer's predicted scores [rows, E], of this forward or (layer 0) of the next."""
-        self._scores[layer] = scores
+        if len(scores):
+            self._predicted[layer] = scores[0] if len(scores) == 1 else scores.max(axis=0)
 
     def ran(self, layer: int) -> None:
         """A layer's experts have run."""
         now_s = self._clock()
-        self._ended_pass(layer, now_s, max(0.0, self._cache.counts(layer).blocked_io_s - self._blocked_s))
+        waited_s = max(0.0, self._cache.counts(layer).blocked_io_s - self._blocked_s)
+        self._leave(layer, (self._entered_s,), (now_s,), (waited_s,))
         self.spent_s += self._clock() - now_s
 
-    def _began(self, layer: int, tokens: int, experts: list[int], counts: list[int], now_s: float) -> None:
-        self._entered_s = now_s
+    def passed(self, found: Passed) -> None:
+        """Layers' passes that native code has run; in place of `routed`, `predicted` and `ran`."""
+        now_s, first, stop = self._clock(), found.layer, found.layer + len(found.counts)
+        step = self._enter(first, len(found.counts), found.tokens, found.began_s[0])
+        if step is not None:
+            step.counts[first:stop] = found.counts
+        if found.scores is not None:
+            known = ~np.isnan(found.scores[:, :1])
+            if step is not None:
+                np.copyto(step.scores[first + 1 : stop], found.scores[:-1], where=known[:-1])
+            if known[-1, 0]:
+                self._predicted[stop % self._layers] = found.scores[-1]
+        self._leave(first, found.began_s, found.ended_s, found.waited_s)
+        self.spent_s += self._clock() - now_s
+
+    def _enter(self, layer: int, count: int, tokens: int, now_s: float) -> Step | None:
+        """The step of which these layers are the next; None: others are."""
         if layer == 0:
-            self._step = Step(self._cache.decode_only, tokens, now_s - self._left_s if self._follows else None)
+            shape, head_s = self._predicted.shape, now_s - self._left_s if self._follows else None
+            counts, scores = np.zeros(shape, np.int64), np.empty(shape)
+            self._step = Step(self._cache.decode_only, tokens, head_s, counts, scores)
             self._follows = False
         step = self._step
-        if step is None or len(step.experts) != layer:
-            return
+        if step is None or step.layers != layer:
+            return None
         if layer:
             step.attention_s += now_s - self._left_s
-        step.experts.append(experts)
-        step.counts.append(counts)
-        step.scores.append(self._scores[layer])
-        self._scores[layer] = None
+        step.layers += count
+        step.scores[layer : step.layers] = self._predicted[layer : step.layers]
+        self._predicted[layer : step.layers] = np.nan
+        return step
 
-    def _ended_pass(self, layer: int, now_s: float, waited_s: float) -> None:
-        self._left_s = now_s
-        step = self._step
-        if step is None or len(step.experts) != layer + 1:
+    def _leave(self, layer: int, began_s: Sequence[float], ended_s: Sequence[float], waited_s: Sequence[float]) -> None:
+        step, before_s, self._left_s = self._step, began_s[0], ended_s[-1]
+        if step is None or step.layers != layer + len(ended_s):
             return
-        step.moe_s += max(0.0, now_s - self._entered_s - waited_s)
-        if layer == self._last:
+        for began, ended, waited in zip(began_s, ended_s, waited_s, strict=True):
+            step.attention_s += began - before_s
+            step.moe_s += max(0.0, ended - began - waited)
+            before_s = ended
+        if step.layers == self._layers:
             self._step, self._follows = None, step.decode
             self._ended(step)
 
@@ -255,7 +253,7 @@ class Configuring:
         clock: Callable[[], float] = time.perf_counter, threaded: bool = True, batch: int = 128,
     ) -> None:  # fmt: skip
         self._configurator, self._tau, self._batch = configurator, tau, batch
-        self._recorder = recorder = Recorder(cache, configurator.layers, self._add, clock)
+        self._recorder = recorder = Recorder(cache, configurator.layers, configurator.experts, self._add, clock)
         self.routed, self.predicted, self.ran = recorder.routed, recorder.predicted, recorder.ran
         self.passed = recorder.passed
         self._lock = Lock()  # of `_steps`: handed over by the forward's thread or by `ask`

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -129,6 +130,13 @@ class RecordedForward:
         ids, probabilities = self._next
         scores = probabilities - 1e-10 * np.arange(ids.shape[-1])
         return ids.astype(np.int64, "C"), np.ascontiguousarray(scores, np.float64)
+
+    def last_rows(self) -> list[int]:
+        """The last row of each sequence, where the routers of the next forward's first layer were recorded."""
+        _, parts = zip(*self.parts, strict=True)
+        if not all(part.next_probabilities[0, -1, :1].any() for part in parts):
+            return []
+        return [stop - 1 for stop in accumulate(len(part.tokens) for part in parts)]
 
     def lookahead(self, layer: int, distance: int) -> NDArray[np.float64] | None:
         """`Iteration.lookahead` [T, E]; past the last layer of each sequence's last row [S, E]."""
@@ -279,11 +287,12 @@ class RecordedRun:
             for watcher in self._watch:
                 watcher.ran(layer)
 
-        calls_ahead = hooks.ahead and (scores is None or (prefetch is not None and prefetch.policy.wraps))
+        calls_ahead = hooks.ahead and scores is None
         next_ids, next_scores = (None, None) if scores is None else forward.next_scores()
+        last_rows = [] if scores is None or prefetch is None or not prefetch.policy.wraps else forward.last_rows()
         self._run.forward(
             forward.ids, dense_s, list(self._placer.keep), next_ids, next_scores, scores,
-            routed if self._watch else None, ahead if calls_ahead else None, ran if self._watch else None,
+            routed if self._watch else None, ahead if calls_ahead else None, ran if self._watch else None, last_rows,
         )  # fmt: skip
         self._tell()
 

@@ -70,6 +70,7 @@ PROGRAMS = {
     "importance": Program("importance", CPU, ("importance.cpp",)),
     "core": Program("core", CORE, CORES, flags=CORE_FLAGS),
     "core, threads": Program("core", CORE, CORES, sanitizers="thread", flags=CORE_FLAGS),
+    "maps": Program("maps", CORE, ("maps.cpp",), flags=CORE_FLAGS),
     "link": Program("link", CPU, ("link.cpp",)),
     "link, threads": Program("link", CPU, ("link.cpp",), sanitizers="thread"),
     "layers": Program("layer", CPU, LAYER),

@@ -1,12 +1,16 @@
-"""fMoE: every formula against a transcription of the paper's equations; store, search, sketch and blend."""
+"""fMoE: every formula against a transcription of the paper's equations, and the native search against NumPy; store,
+sketch and blend.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from map_contexts import SHAPE, TOP_K, forecasts, iteration, reference
+from map_reference import NumpyMaps, select, threshold
 from numpy.typing import NDArray
 
+from tiermoe.actors.core._core import MapSearch
 from tiermoe.actors.policies.fmoe import (
     GATE,
     MAP,
@@ -17,10 +21,8 @@ from tiermoe.actors.policies.fmoe import (
     Forecast,
     prefetch_priority,
     probability_of,
-    select,
-    threshold,
 )
-from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch, unit_rows
+from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, Sketch, unit_rows
 from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted
 
 L, J, D, K = 6, 5, 7, 2
@@ -102,27 +104,32 @@ class TestSelection:
         assert probability_of(priorities, np.array([5, 5], np.int32), 3).tolist() == pytest.approx([0.5, 0.25])
 
 
+def matched(search: MapSearch, by_embedding: bool) -> tuple[list[int], list[float]] | None:
+    """The most similar entry of each sequence and its score."""
+    found = search.match(by_embedding)
+    return None if found is None else (found[0], found[1].tolist())
+
+
 class TestSearch:
     @pytest.mark.parametrize("count", [1, 3, 40])
     def test_incremental_equals_direct(self, count: int) -> None:
         random = np.random.default_rng(count)
         store, e, m = store_of(random, count)
         new_e, new_m = embeddings(random, 3), softmax(random, 3, L, J)
-        search = MapSearch(store, new_e)
-        semantic = search.semantic()
-        assert semantic is not None
+        search = store.search(new_e)
+        found = matched(search, True)
+        assert found is not None
+        entries, best = found
         for s in range(3):
             scores = [cosine(new_e[s], e[y]) for y in range(count)]
-            assert semantic.scores[s] == pytest.approx(max(scores), abs=1e-6)
-            assert semantic.entries[s] == int(np.argmax(scores))
+            assert best[s] == pytest.approx(max(scores), abs=1e-6)
+            assert entries[s] == int(np.argmax(scores))
         for layer in range(L):
             search.observe(layer, new_m[:, layer])
             direct = np.array([[cosine(new_m[s, : layer + 1], m[y, : layer + 1]) for y in range(count)]
                                for s in range(3)])  # fmt: skip
-            np.testing.assert_allclose(search.trajectory_scores(), direct, atol=1e-6)
-            match = search.trajectory()
-            assert match is not None
-            assert match.entries.tolist() == direct.argmax(axis=1).tolist()
+            np.testing.assert_allclose(search.scores(), direct, atol=1e-6)
+            assert matched(search, False) == (direct.argmax(axis=1).tolist(), search.scores().max(axis=1).tolist())
 
     def test_many_layers_lose_no_precision(self) -> None:
         random = np.random.default_rng(0)
@@ -131,34 +138,34 @@ class TestSearch:
         for i in range(200):
             store.add(np.zeros(D, np.float32), m[i])
         new = softmax(random, 1, 60, 64)
-        search = MapSearch(store, np.zeros((1, D), np.float32))
+        search = store.search(np.zeros((1, D), np.float32))
         for layer in range(60):
             search.observe(layer, new[:, layer])
         direct = [cosine(new[0], m[y]) for y in range(200)]
-        np.testing.assert_allclose(search.trajectory_scores()[0], direct, atol=1e-6)
+        np.testing.assert_allclose(search.scores()[0], direct, atol=1e-6)
 
     def test_a_layer_that_was_not_seen_is_left_out_on_both_sides(self) -> None:
         random = np.random.default_rng(1)
         store, _, m = store_of(random, 8)
         new = softmax(random, 1, L, J)
-        search = MapSearch(store, embeddings(random, 1))
+        search = store.search(embeddings(random, 1))
         for layer in (0, 3):
             search.observe(layer, new[:, layer])
         direct = [cosine(new[0, [0, 3]], m[y][[0, 3]]) for y in range(8)]
-        np.testing.assert_allclose(search.trajectory_scores()[0], direct, atol=1e-6)
+        np.testing.assert_allclose(search.scores()[0], direct, atol=1e-6)
         assert not search.complete
         with pytest.raises(ValueError, match="not seen"):
             search.commit()
 
     def test_empty_store_matches_nothing(self) -> None:
-        search = MapSearch(ExpertMapStore(L, J, D, 2, 4), np.ones((1, D), np.float32))
-        assert search.semantic() is None
+        search = ExpertMapStore(L, J, D, 2, 4).search(np.ones((1, D), np.float32))
+        assert matched(search, True) is None
         search.observe(0, np.full((1, J), 0.2, np.float32))
-        assert search.trajectory() is None
+        assert matched(search, False) is None
 
     def test_nothing_seen_is_no_trajectory(self) -> None:
         random = np.random.default_rng(2)
-        assert MapSearch(store_of(random, 3)[0], embeddings(random, 1)).trajectory() is None
+        assert matched(store_of(random, 3)[0].search(embeddings(random, 1)), False) is None
 
     def test_ties_go_to_the_lowest_row(self) -> None:
         store = ExpertMapStore(L, J, D, 2, 8)
@@ -166,32 +173,26 @@ class TestSearch:
         m[:, 0] = 1.0
         for _ in range(3):
             store.add(e, m)
-        search = MapSearch(store, e[None])
+        search = store.search(e[None])
         search.observe(0, m[None, 0])
-        semantic, trajectory = search.semantic(), search.trajectory()
-        assert semantic is not None
-        assert trajectory is not None
-        assert semantic.entries.tolist() == trajectory.entries.tolist() == [0]
-        assert semantic.scores.tolist() == trajectory.scores.tolist() == [1.0]
+        assert matched(search, True) == matched(search, False) == ([0], [1.0])
 
     def test_zero_vectors_score_zero(self) -> None:
         random = np.random.default_rng(3)
         store, _, _ = store_of(random, 2)
         store.add(np.zeros(D, np.float32), np.zeros((L, J), np.float32))
-        search = MapSearch(store, np.zeros((1, D), np.float32))
+        search = store.search(np.zeros((1, D), np.float32))
         search.observe(0, np.zeros((1, J), np.float32))
-        semantic, trajectory = search.semantic(), search.trajectory()
-        assert semantic is not None
-        assert trajectory is not None
-        assert semantic.scores.tolist() == trajectory.scores.tolist() == [0.0]
-        other = MapSearch(store, embeddings(random, 1))
+        assert matched(search, True) is None  # an unknown embedding
+        assert matched(search, False) == ([0], [0.0])
+        other = store.search(embeddings(random, 1))
         other.observe(0, softmax(random, 1, J))
-        assert other.trajectory_scores()[0, 2] == 0.0
+        assert other.scores()[0, 2] == 0.0
 
     def test_a_store_that_changed_is_noticed(self) -> None:
         random = np.random.default_rng(4)
         store, e, m = store_of(random, 3)
-        search = MapSearch(store, embeddings(random, 1))
+        search = store.search(embeddings(random, 1))
         store.add(e[0], m[0])
         with pytest.raises(ValueError, match="changed"):
             search.observe(0, softmax(random, 1, J))
@@ -200,8 +201,8 @@ class TestSearch:
         random = np.random.default_rng(5)
         store, _, _ = store_of(random, 3)
         with pytest.raises(ValueError, match="embeddings"):
-            MapSearch(store, np.zeros((1, D + 1), np.float32))
-        search = MapSearch(store, embeddings(random, 2))
+            store.search(np.zeros((1, D + 1), np.float32))
+        search = store.search(embeddings(random, 2))
         with pytest.raises(ValueError, match="probabilities"):
             search.observe(0, softmax(random, 1, J))
         with pytest.raises(ValueError, match="no layer"):
@@ -209,6 +210,39 @@ class TestSearch:
         search.observe(0, softmax(random, 2, J))
         with pytest.raises(ValueError, match="seen before"):
             search.observe(0, softmax(random, 2, J))
+        for first, stop, now in ((0, 1, 1), (2, 1, 1), (L, L + 1, 1)):
+            with pytest.raises(ValueError, match="layers ahead"):
+                search.forecast(False, first, stop, now, K, True)
+
+
+class TestNative:
+    """Whole streams of iterations against NumPy: what is forecast, in its order, and the rows that are replaced."""
+
+    @pytest.mark.parametrize("experts", [3, 16, 37])
+    @pytest.mark.parametrize(("sequences", "distance", "dynamic"), [(1, 3, True), (4, 1, True), (3, 2, False)])
+    def test_equals_numpy(self, experts: int, sequences: int, distance: int, dynamic: bool) -> None:
+        random = np.random.default_rng(experts + sequences)
+        store = ExpertMapStore(L, experts, D, distance, 5)
+        native = ExpertMapPrefetch(store, D, K, dynamic=dynamic)
+        direct = NumpyMaps(L, distance, 5, K, dynamic)
+        for number in range(9):
+            e, m = embeddings(random, sequences), softmax(random, sequences, L, experts)
+            e[0] *= number % 3 > 0  # an unknown embedding
+            m[:, number % L, : experts // 2] = 0
+            pairs, layer = [(native.begin(e), direct.begin(e))], int(number == 4)  # a layer that was lost
+            while layer < L:
+                seen = m[:, layer : layer + 1 + number % 2]  # also two layers at once
+                pairs.append((native.observe(layer, seen.reshape(sequences, -1)), direct.observe(layer, seen)))
+                layer += seen.shape[1]
+            for mine, other in pairs:
+                assert (mine is None) == (other is None)
+                if mine is not None and other is not None:
+                    assert (mine.now, mine.wanted, mine.semantic) == (other.now, other.wanted, other.semantic)
+                    assert mine.keys.tolist() == other.keys.tolist()
+                    assert mine.priorities.tolist() == other.priorities.tolist()
+                    np.testing.assert_allclose(mine.scores, other.scores, atol=1e-6)
+            assert native.end() == len(direct.end())
+            np.testing.assert_array_equal(store.arrays()["maps"], np.stack(direct.maps, axis=1))
 
 
 class DirectStore:
@@ -246,7 +280,7 @@ class TestReplacement:
         store, direct = ExpertMapStore(L, J, D, 2, capacity), DirectStore(capacity, 2)
         for _ in range(5):
             e, m = embeddings(random, sequences), softmax(random, sequences, L, J)
-            search = MapSearch(store, e)
+            search = store.search(e)
             for layer in range(L):
                 search.observe(layer, m[:, layer])
             assert search.commit() == [direct.add(e[i], m[i]) for i in range(sequences)]
@@ -256,7 +290,7 @@ class TestReplacement:
         random = np.random.default_rng(0)
         store, _, _ = store_of(random, 4, capacity=4)
         e, m = embeddings(random, 1).repeat(3, axis=0), softmax(random, 1, L, J).repeat(3, axis=0)
-        search = MapSearch(store, e)
+        search = store.search(e)
         for layer in range(L):
             search.observe(layer, m[:, layer])
         assert len(set(search.commit())) == 1
@@ -281,8 +315,12 @@ class TestArrays:
         other = ExpertMapStore(L, J, D, 2, 100)
         other.load(store.arrays())
         e, m = embeddings(random, 1)[0], softmax(random, L, J)
-        np.testing.assert_array_equal(other.map_scores(m), store.map_scores(m))
-        np.testing.assert_array_equal(other.semantic_scores(e), store.semantic_scores(e))
+        found = []
+        for of in (store, other):
+            search = of.search(e[None])
+            search.observe(0, m.reshape(1, -1))
+            found.append((search.scores().tolist(), matched(search, True)))
+        assert found[0] == found[1]
 
     def test_the_last_of_too_many(self) -> None:
         random = np.random.default_rng(1)

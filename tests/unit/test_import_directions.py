@@ -1,7 +1,7 @@
 """The architecture, held by the imports.
 
 cluster -> actors -> {proto, kernels}; inside actors: gpu_worker -> engine -> policies, and policies import nothing of
-the rest.
+the rest, but for fMoE its native search.
 """
 
 from __future__ import annotations
@@ -118,6 +118,12 @@ def _within(module: str, part: str) -> bool:
 )
 def test_direction(inside: str | tuple[str, ...], forbidden: tuple[str, ...]) -> None:
     assert _offenders(inside, forbidden) == []
+
+
+def test_one_policy_is_native() -> None:
+    """Others are Python, and get what is native from who makes them."""
+    users = {line.split()[0] for line in _offenders("actors.policies", ("actors.core",))}
+    assert users == {"actors.policies.fmoe", "actors.policies.fmoe.maps"}
 
 
 def test_policies_touch_no_device_clock_channel_or_ray() -> None:

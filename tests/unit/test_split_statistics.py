@@ -155,6 +155,25 @@ class TestOtherOrders:
         np.testing.assert_allclose(found.hit_rate, np.arange(E + 1) / E, atol=0.03)
 
 
+@pytest.mark.parametrize("order", ["lcp", "lru", "lfu", "random"])
+def test_layers_together_are_as_each_alone(order: CacheOrder) -> None:
+    """Also where some have no prediction, and over two windows of which steps do not count."""
+    drawn = [Picks.of_tokens(*_with_experts(draw(seed, 40, scored=True))) for seed in range(3)]
+    counts, scores = (np.stack([getattr(of, name) for of in drawn], axis=1) for name in ("counts", "scores"))
+    scores[::3, 1] = np.nan
+    counted, tokens = np.arange(40) % 5 > 0, 1 + np.arange(40) % 2
+    whole, after = observe(Picks(counts[:25], tokens[:25], scores[:25]), order, None, counted[:25])
+    then, after = observe(Picks(counts[25:], tokens[25:], scores[25:]), order, after, counted[25:])
+    for layer, found in enumerate((whole + then).by_layer()):
+        alone = [Picks(counts[part, layer], tokens[part], scores[part, layer]) for part in (np.s_[:25], np.s_[25:])]
+        first, end = observe(alone[0], order, None, counted[:25])
+        second, end = observe(alone[1], order, end, counted[25:])
+        for name in ("steps", "needed", "hits", "predicted", "named", "held"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(first + second, name))
+        np.testing.assert_array_equal(after.last[layer], end.last)
+        np.testing.assert_array_equal(after.counts[layer], end.counts)
+
+
 class TestPicks:
     def test_steps_that_do_not_count(self) -> None:
         """They age the others and are in no figure."""

@@ -1,11 +1,11 @@
 """fMoE: expert maps of similar iterations guide prefetch (sections 4.1 to 4.4) and eviction (4.5).
 
-    ExpertMapPrefetch   the method: forecasts from the maps that `maps.MapSearch` finds
+    ExpertMapPrefetch   the method: forecasts from the maps that `_core.MapSearch` finds
     ExpertMapPolicy     the method as a prefetch policy that searches during the forward
     ExpertMapEviction   eviction by 1 / (probability x frequency)
     BlendPrefetch       maps combined with the next layers' routers (ours)
 
-`maps` has the store, the sketch of embeddings and the search.
+`maps` has the store and the sketch of embeddings.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from ...core import _core
 from ..eviction import (
     RESCALE_AT,
     CacheOrder,
@@ -30,7 +31,7 @@ from ..eviction import (
 )
 from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, WantedKeys, predicted_experts
 from ..registry import PolicyContext, register
-from .maps import WIDTH, ExpertMapStore, MapSearch, Match, Sketch
+from .maps import WIDTH, ExpertMapStore, Sketch
 
 if TYPE_CHECKING:
     from ...policy_settings import PolicySettings
@@ -220,9 +221,16 @@ class ExpertMapPrefetch:
             trajectory of l = 1 is empty.
         n > 0: the trajectory match of layers 0..n-1 forecasts layer n + d; layers seen together, a layer each.
 
-    So each layer gets one forecast. `select` takes the experts of each sequence's map; their union is prefetched, each
-    expert at its highest probability p over the sequences, with priority p / (l - l_now) = p / (layer + 1 - n), l_now
-    the last layer whose router has run. `end` stores the iteration's maps.
+    So each layer gets one forecast. Semantic (equation 4): score_sem = cos(embedding, embedding_y). Trajectory
+    (equation 5): score_map = cos of the flattened probabilities of the layers seen so far with the same layers of
+    map_y; each layer adds to the dots [S, n] and the squared lengths, so a layer costs O(S * n * J). A layer that was
+    not seen (a lost message) counts on neither side. The best match is the lowest of equal entries.
+
+    Of a match's map experts are taken by descending probability, ties by number, until their sum exceeds delta =
+    clip(1 - score, 0, 1) and at least K are taken (equations 6 to 8); of a layer of zeros none. The union over the
+    sequences is prefetched, each expert at its highest probability p over them, with priority p / (l - l_now) =
+    p / (layer + 1 - n), l_now the last layer whose router has run. `end` stores the iteration's maps; later sequences
+    are compared with earlier ones' entries too, so equal ones share a row once the store is full.
 
     Args:
         store: searched, and extended by each whole iteration.
@@ -248,7 +256,7 @@ class ExpertMapPrefetch:
         if self._sketch.width != store.width:
             raise ValueError(f"embeddings of {hidden} are kept in {self._sketch.width}, the store's in {store.width}")
         self._top_k, self._semantic, self._dynamic, self._learn = top_k, semantic, dynamic, learn
-        self._search: MapSearch | None = None
+        self._search: _core.MapSearch | None = None
 
     @property
     def sequences(self) -> int | None:
@@ -262,12 +270,9 @@ class ExpertMapPrefetch:
         Returns:
             The forecast of layers 0..d; None if there is none.
         """
-        self._search = MapSearch(self.store, self._sketch(embeddings))
-        match = self._search.semantic() if self._semantic else None
-        known = embeddings.any(axis=1)
-        if match is not None and not known.all():  # similarity 0 would ask for everything
-            match = Match(match.entries[known], match.scores[known]) if known.any() else None
-        return self._forecast(0, match, range(min(self.store.distance + 1, self.store.layers)), True)
+        store = self.store
+        self._search = store.search(self._sketch(embeddings))
+        return self._forecast(0, 0, min(store.distance + 1, store.layers), True) if self._semantic else None
 
     def observe(self, layer: int, probabilities: NDArray[np.float32]) -> Forecast | None:
         """The router's probabilities of a layer and the n - 1 behind it [S, n*J], averaged over each sequence's tokens.
@@ -280,13 +285,11 @@ class ExpertMapPrefetch:
         """
         if self._search is None:
             raise ValueError("no iteration has begun")
-        store, now = self.store, layer
-        for at in range(0, probabilities.shape[1], store.experts):
-            self._search.observe(now, probabilities[:, at : at + store.experts])
-            now += 1
-        first = max(layer + 1 + store.distance, now)
-        targets = range(first, min(now + 1 + store.distance, store.layers))
-        return self._forecast(now, self._search.trajectory(), targets, False) if targets else None
+        self._search.observe(layer, probabilities)
+        store = self.store
+        now = layer + probabilities.shape[1] // store.experts
+        first, stop = max(layer + 1 + store.distance, now), min(now + 1 + store.distance, store.layers)
+        return self._forecast(now, first, stop, False) if first < stop else None
 
     def end(self) -> int:
         """End the iteration and store its maps if all layers were seen; the number of stored maps."""
@@ -295,54 +298,10 @@ class ExpertMapPrefetch:
             return 0
         return len(search.commit())
 
-    def _forecast(self, now: int, match: Match | None, targets: range, semantic: bool) -> Forecast | None:
-        if match is None:
-            return None
-        store = self.store
-        maps = store.maps_of(match.entries, targets)  # [T, S, J]
-        scores = match.scores if len(targets) == 1 else np.tile(match.scores, len(targets))
-        picked = select(maps.reshape(len(scores), -1), scores, self._top_k, self._dynamic)
-        picked = picked.reshape(maps.shape).any(axis=1).ravel()  # [T * J]
-        layers = np.arange(targets.start, targets.stop)[:, None]
-        priorities = prefetch_priority(maps.max(axis=1), layers, now).ravel()
-        order = np.lexsort((-priorities, ~picked))  # stable: then by key
-        keys = order.astype(np.int32) + np.int32(targets.start * store.experts)
-        return Forecast(now, keys, priorities[order], int(picked.sum()), match.scores, semantic)
-
-
-def threshold(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """delta = clip(1 - score, 0, 1) (fMoE section 4.3)."""
-    return np.minimum(np.maximum(1.0 - scores, 0.0), 1.0)  # np.clip takes three times as long on few numbers
-
-
-def select(
-    probabilities: NDArray[np.float32], scores: NDArray[np.float64], top_k: int, dynamic: bool = True
-) -> NDArray[np.bool_]:
-    """Similarity-aware selection (fMoE equations 6 to 8): which experts to prefetch.
-
-    Experts are taken by descending probability, ties by number, until their sum exceeds delta = clip(1 - score, 0, 1)
-    and at least K are taken. A row of zeros selects nothing.
-
-    Args:
-        probabilities: of one layer [S, J]. scores: of the matches that they come from [S]. top_k: K.
-        dynamic: False: exactly K.
-
-    Returns:
-        Whether each expert is taken [S, J].
-    """
-    sequences, experts = probabilities.shape
-    least = min(top_k, experts)
-    order = (-probabilities).argsort(axis=1, kind="stable")
-    order += np.arange(0, sequences * experts, experts)[:, None]  # places in the flat array
-    sums = probabilities.take(order).cumsum(axis=1, dtype=np.float64)
-    by_rank = sums[:, -1:].repeat(experts, axis=1) > 0
-    if dynamic:  # the sums rise, so an expert is taken where the sum before it is not above delta
-        by_rank[:, least:] &= sums[:, least - 1 : -1] <= threshold(scores)[:, None]
-    else:
-        by_rank[:, least:] = False
-    taken = np.empty((sequences, experts), np.bool_)
-    taken.put(order, by_rank)
-    return taken
+    def _forecast(self, now: int, first: int, stop: int, semantic: bool) -> Forecast | None:
+        assert self._search is not None
+        found = self._search.forecast(semantic, first, stop, now, self._top_k, self._dynamic)
+        return None if found is None else Forecast(now, *found, semantic)
 
 
 def prefetch_priority(probabilities: NDArray[np.float32], layers: NDArray[np.integer], now: int) -> NDArray[np.float32]:

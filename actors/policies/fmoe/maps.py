@@ -1,15 +1,18 @@
-"""The expert maps of past iterations: sketches of embeddings, the bounded store (fMoE section 4.4) and the search of
-one iteration, layer by layer (4.2).
+"""The expert maps of past iterations: sketches of embeddings, and the bounded store (fMoE section 4.4).
+
+The search of one iteration, layer by layer (4.2), is `_core.MapSearch`, native as the store's record (`core/maps.hpp`):
+with NumPy a layer took 120 us, most of it in calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ...core import _core
 
 WIDTH = 512  # of a stored embedding at most
 
@@ -75,7 +78,7 @@ class ExpertMapStore:
         RDY_y = (d/L) * score_sem_y + ((L-d)/L) * score_map_y
 
     the cosines of the embeddings and of the flattened maps (of a zero vector: 0); ties to the lowest row. Cost: `add`
-    O(C + LJ + D) with known scores (`MapSearch` has them), else O(C * (LJ + D)).
+    O(C + LJ + D) with known scores (a search has them), else O(C * (LJ + D)).
 
     Args:
         layers, experts: L MoE layers of J experts. width: D, of stored embeddings. capacity: C.
@@ -92,90 +95,55 @@ class ExpertMapStore:
             )
         self.layers, self.experts, self.width, self.capacity = layers, experts, width, capacity
         self.distance = distance
-        self.semantic_share = min(distance, layers) / layers  # d/L
         self._embeddings = np.zeros((capacity, width), np.float32)
         self._maps = np.zeros((layers, capacity, experts), np.float32)
         self._squares = np.zeros((layers, capacity), np.float64)
-        self._count = 0
-        self.generation = 0
+        share = min(distance, layers) / layers  # d/L
+        self._native = _core.MapStore(self._embeddings, self._maps, self._squares, share)
 
     def __len__(self) -> int:
-        return self._count
+        return self._native.count
+
+    @property
+    def generation(self) -> int:
+        return self._native.generation
 
     @property
     def full(self) -> bool:
-        return self._count == self.capacity
+        return len(self) == self.capacity
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays at full capacity."""
         return self._embeddings.nbytes + self._maps.nbytes + self._squares.nbytes
 
-    def layer(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-        """P_layer of all n entries [n, J] and their squared lengths [n]; views."""
-        return self._maps[layer, : self._count], self._squares[layer, : self._count]
+    def maps_of(self, entries: Sequence[int], layer: int) -> NDArray[np.float32]:
+        """P_layer of these entries [S, J]."""
+        return self._maps[layer, entries]
 
-    def maps_of(self, entries: NDArray[np.integer], layers: range) -> NDArray[np.float32]:
-        """P_l of these entries [S] in consecutive layers [T]: [T, S, J]."""
-        return self._maps[layers.start : layers.stop, entries]
+    def search(self, embeddings: NDArray[np.float32]) -> _core.MapSearch:
+        """A search for S sequences by their embeddings [S, D], of unit length or zero (`Sketch`).
 
-    def semantic_scores(self, embedding: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Cosine (fMoE equation 4) of a unit or zero embedding [D] with each of the n entries [n]."""
-        scores: NDArray[np.float32] = self._embeddings[: self._count] @ embedding
-        return scores
+        It ends when the store changes. Raises ValueError: the shape is wrong.
+        """
+        return _core.MapSearch(self._native, embeddings)
 
-    def map_scores(self, maps: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Cosine (fMoE equation 5, over all layers) of a map [L, J] with each of the n entries [n]."""
-        dots = np.zeros(self._count)
-        for layer in range(self.layers):
-            dots += self._maps[layer, : self._count] @ maps[layer]
-        return cosines(dots, self._squares[:, : self._count].sum(axis=0), squared(maps))
-
-    def redundancy(self, semantic: NDArray[Any], maps: NDArray[Any]) -> NDArray[np.float64]:
-        """RDY from both scores, of any equal shape."""
-        share = self.semantic_share
-        return np.asarray(share * semantic + (1.0 - share) * maps, np.float64)
-
-    def add(
-        self,
-        embedding: NDArray[np.float32],
-        maps: NDArray[np.float32],
-        redundancy: NDArray[np.float64] | None = None,
-    ) -> int:
-        """Store one entry; the row that it took.
+    def add(self, embedding: NDArray[np.float32], maps: NDArray[np.float32]) -> int:
+        """Store one entry without a search; the row that it took.
 
         Args:
             embedding: [D], of unit length or zero. maps: [L, J].
-            redundancy: RDY with each of the n entries [n]; None: computed if needed.
 
         Raises:
             ValueError: a shape is wrong, or a number is not finite.
         """
-        if embedding.shape != (self.width,) or maps.shape != (self.layers, self.experts):
-            raise ValueError(
-                f"an entry of {embedding.shape} and {maps.shape} does not fit a store of "
-                f"({self.width},) and ({self.layers}, {self.experts})"
-            )
-        if not (np.isfinite(embedding).all() and np.isfinite(maps).all()):
-            raise ValueError("an entry has numbers that are not finite")
-        if not self.full:
-            row = self._count
-            self._count += 1
-        else:
-            if redundancy is None:
-                redundancy = self.redundancy(self.semantic_scores(embedding), self.map_scores(maps))
-            row = int(np.argmax(redundancy))
-        self._embeddings[row] = embedding
-        self._maps[:, row] = maps
-        self._squares[:, row] = np.einsum("lj,lj->l", maps, maps, dtype=np.float64)
-        self.generation += 1
-        return row
+        return self._native.add(embedding, maps)
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         """A copy of the entries: embeddings [n, D], maps [L, n, J]; for files and replicas."""
         return {
-            "embeddings": self._embeddings[: self._count].copy(),
-            "maps": np.ascontiguousarray(self._maps[:, : self._count]),
+            "embeddings": self._embeddings[: len(self)].copy(),
+            "maps": self._maps[:, : len(self)].copy(),
         }
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -184,18 +152,14 @@ class ExpertMapStore:
         Raises:
             ValueError: the store is not empty, or the arrays are not valid (`checked_arrays`).
         """
-        if self._count:
-            raise ValueError(f"the store holds {self._count} maps already")
+        if len(self):
+            raise ValueError(f"the store holds {len(self)} maps already")
         embeddings, maps = checked_arrays(arrays, self.layers, self.experts, self.width)
         count = min(len(embeddings), self.capacity)
         if count:
             self._embeddings[:count] = embeddings[-count:]
             self._maps[:, :count] = maps[:, -count:]
-            for layer in range(self.layers):
-                rows = self._maps[layer, :count]
-                self._squares[layer, :count] = np.einsum("cj,cj->c", rows, rows, dtype=np.float64)
-        self._count = count
-        self.generation += 1
+        self._native.fill(count)
 
 
 def checked_arrays(
@@ -222,139 +186,3 @@ def checked_arrays(
     if not (np.isclose(squares, 1.0, atol=1e-3) | (squares == 0)).all():
         raise ValueError("an embedding is neither of unit length nor zero")
     return embeddings, maps
-
-
-def squared(array: NDArray[Any]) -> float:
-    """The squared length of an array as one vector."""
-    flat = array.ravel().astype(np.float64)
-    return float(flat @ flat)
-
-
-def cosines(
-    dots: NDArray[np.float64], old_squares: NDArray[np.float64], new_squares: NDArray[np.float64] | float
-) -> NDArray[np.float64]:
-    """dots / (lengths of old and new) where both are above zero, else 0; shapes broadcast to that of `dots`."""
-    lengths = np.sqrt(old_squares * new_squares)
-    return np.divide(dots, lengths, out=np.zeros(dots.shape), where=lengths > 0)
-
-
-@dataclass(frozen=True, eq=False)
-class Match:
-    """The most similar entry for each sequence.
-
-    Attributes:
-        entries: row in the store [S], the lowest of equals. scores: its cosine similarity [S], in [-1, 1].
-    """
-
-    entries: NDArray[np.int64]
-    scores: NDArray[np.float64]
-
-
-class MapSearch:
-    """S sequences of one iteration against the n entries of the store.
-
-    Semantic (equation 4): score_sem = cos(embedding, embedding_y). Trajectory (equation 5): score_map = cos of the
-    flattened probabilities of the layers seen so far with the same layers of map_y. Each layer adds to the dots [S, n]
-    and the squared lengths, so a layer costs O(S * n * J). A layer that was not seen (a lost message) counts on neither
-    side. After the last layer these are the scores of whole maps, which `commit` needs.
-
-    Args:
-        store: not changed by others before the search ends. embeddings: [S, D], of unit length or zero (`Sketch`).
-    """
-
-    def __init__(self, store: ExpertMapStore, embeddings: NDArray[np.float32]) -> None:
-        sequences, width = embeddings.shape
-        if width != store.width or sequences < 1:
-            raise ValueError(f"embeddings of shape {embeddings.shape} are not [S, {store.width}]")
-        self._store, self._generation, self._embeddings = store, store.generation, embeddings
-        entries = len(store)
-        self._semantic = np.empty((sequences, entries), np.float32)
-        for i, embedding in enumerate(embeddings):
-            self._semantic[i] = store.semantic_scores(embedding)
-        self._dots = np.zeros((sequences, entries))
-        self._old_squares = np.zeros(entries)
-        self._new_squares = np.zeros((sequences, 1))
-        self._maps = np.zeros((sequences, store.layers, store.experts), np.float32)
-        self._seen = [False] * store.layers
-
-    @property
-    def sequences(self) -> int:
-        return len(self._embeddings)
-
-    @property
-    def complete(self) -> bool:
-        return all(self._seen)
-
-    def semantic(self) -> Match | None:
-        """By embedding; None: the store is empty."""
-        return _best(self._semantic)
-
-    def observe(self, layer: int, probabilities: NDArray[np.float32]) -> None:
-        """Add a layer's router probabilities [S, J].
-
-        Raises:
-            ValueError: the shape is wrong, the layer was seen before, or the store changed.
-        """
-        shape = (self.sequences, self._store.experts)
-        if probabilities.shape != shape:
-            raise ValueError(f"probabilities of shape {probabilities.shape}, not {shape}")
-        if not 0 <= layer < self._store.layers or self._seen[layer]:
-            raise ValueError(f"there is no layer {layer}, or it was seen before")
-        self._check_unchanged()
-        self._seen[layer] = True
-        self._maps[:, layer] = probabilities
-        maps, squares = self._store.layer(layer)
-        self._old_squares += squares
-        for i, row in enumerate(self._maps[:, layer]):  # one product each: BLAS is slower on few rows at once
-            self._dots[i] += maps @ row
-        self._new_squares += np.einsum("sj,sj->s", probabilities, probabilities, dtype=np.float64)[:, None]
-
-    def trajectory_scores(self) -> NDArray[np.float64]:
-        """score_map of the layers seen [S, n]."""
-        return cosines(self._dots, self._old_squares, self._new_squares)
-
-    def trajectory(self) -> Match | None:
-        """By the layers seen; None: the store is empty or nothing was seen."""
-        return _best(self.trajectory_scores()) if any(self._seen) else None
-
-    def commit(self) -> list[int]:
-        """Store one entry for each sequence and end the search; the rows that they took.
-
-        Later sequences are compared with earlier ones' entries too, so equal ones share a row once the store is full.
-
-        Raises:
-            ValueError: a layer was not seen, or the store changed.
-        """
-        self._check_unchanged()
-        if not self.complete:
-            raise ValueError("a map with layers that were not seen is not stored")
-        store, before = self._store, len(self._store)
-        after = min(store.capacity, before + self.sequences)
-        if after < store.capacity:  # none gives way
-            return [store.add(e, m) for e, m in zip(self._embeddings, self._maps, strict=True)]
-        redundancy = np.zeros((self.sequences, after))
-        redundancy[:, :before] = store.redundancy(self._semantic, self.trajectory_scores())
-        among = self._redundancy_among()
-        rows = []
-        for i in range(self.sequences):
-            row = store.add(self._embeddings[i], self._maps[i], redundancy[i, : len(store)])
-            redundancy[i + 1 :, row] = among[i + 1 :, i]
-            rows.append(row)
-        return rows
-
-    def _redundancy_among(self) -> NDArray[np.float64]:
-        """RDY of the sequences with each other [S, S]."""
-        flat = self._maps.reshape(self.sequences, -1).astype(np.float64)
-        maps = cosines(flat @ flat.T, self._new_squares.T, self._new_squares)
-        return self._store.redundancy(self._embeddings @ self._embeddings.T, maps)
-
-    def _check_unchanged(self) -> None:
-        if self._store.generation != self._generation:
-            raise ValueError("the store changed under the search")
-
-
-def _best(scores: NDArray[np.floating]) -> Match | None:
-    if scores.shape[1] == 0:
-        return None
-    entries = scores.argmax(axis=1)
-    return Match(entries, scores[np.arange(len(entries)), entries].astype(np.float64))

@@ -6,6 +6,7 @@ choose the division: hits at every cache size, and prediction accuracy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -215,10 +216,10 @@ _CHUNK_BYTES = 1 << 22  # of one array [steps, E] at work: what a step costs in 
 
 @dataclass(frozen=True, eq=False)
 class Picks:
-    """Routing of one layer, step by step. A step is a token, or the tokens of one forward.
+    """Routing of one layer, or of L at once, step by step. A step is a token, or the tokens of one forward.
 
-    counts [n, E]: tokens of each step that picked each expert. tokens [n]: of each step, at least 1. scores [n, E]:
-    predicted before the routing was known, NaN in rows without a prediction; None: no predictions.
+    counts [n, E] or [n, L, E]: tokens of each step that picked each expert. tokens [n]: of each step, at least 1.
+    scores, as counts: predicted before the routing was known, NaN in rows without a prediction; None: no predictions.
 
     Raises:
         ValueError: the shapes are inconsistent.
@@ -230,7 +231,7 @@ class Picks:
 
     def __post_init__(self) -> None:
         n = len(self.counts)
-        if self.counts.ndim != 2 or self.tokens.shape != (n,) or (n and int(self.tokens.min()) < 1):
+        if self.counts.ndim not in (2, 3) or self.tokens.shape != (n,) or (n and int(self.tokens.min()) < 1):
             raise ValueError(f"counts {self.counts.shape} and tokens {self.tokens.shape} are not of the same steps")
         if self.scores is not None and self.scores.shape != self.counts.shape:
             raise ValueError(f"scores {self.scores.shape} are not of counts {self.counts.shape}")
@@ -245,10 +246,10 @@ class Picks:
 
 @dataclass(frozen=True, eq=False)
 class Priorities:
-    """The order of a layer's experts before a step.
+    """The order of a layer's experts before a step, or of those of L layers.
 
-    counts [E]: tokens that picked each one so far (mu of LCP). last [E]: step clock, in tokens, of its last pick;
-    negative: never. now: tokens so far.
+    counts [E] or [L, E]: tokens that picked each one so far (mu of LCP). last, as counts: step clock, in tokens, of its
+    last pick; negative: never. now: tokens so far.
     """
 
     counts: Ints
@@ -256,14 +257,16 @@ class Priorities:
     now: int
 
     @staticmethod
-    def none(experts: int) -> Priorities:
-        """Before the first token."""
-        return Priorities(np.zeros(experts, np.int64), np.full(experts, -1, np.int64), 0)
+    def none(*shape: int) -> Priorities:
+        """Before the first token. shape: E, or L and E."""
+        return Priorities(np.zeros(shape, np.int64), np.full(shape, -1, np.int64), 0)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
     """H(C), P(y) and PH(y, C) of one layer (MoEpic section 3.4), as counts, which add up over windows.
+
+    Of L layers at once each but `steps` has an axis of layers before its others.
 
     steps: observed. needed: experts needed in all of them together. hits [E + 1]: of these, those among the C that rank
     highest, C = 0..E. predicted: steps with a prediction. named [E]: steps in which the expert with the y-th highest
@@ -271,17 +274,24 @@ class LayerStatistics:
     """
 
     steps: int
-    needed: int
+    needed: Ints
     hits: Ints
-    predicted: int
+    predicted: Ints
     named: Ints
     held: Ints
 
     @staticmethod
-    def none(experts: int) -> LayerStatistics:
-        """Of no step."""
-        zeros = np.zeros(experts + 1, np.int64)
-        return LayerStatistics(0, 0, zeros, 0, zeros[1:], np.zeros((experts, experts + 1), np.int64))
+    def none(*shape: int) -> LayerStatistics:
+        """Of no step. shape: E, or L and E."""
+        *layers, experts = shape
+        counts, zeros = np.zeros(layers, np.int64), np.zeros((*layers, experts + 1), np.int64)
+        held = np.zeros((*layers, experts, experts + 1), np.int64)
+        return LayerStatistics(0, counts, zeros, counts, zeros[..., 1:], held)
+
+    def by_layer(self) -> list[LayerStatistics]:
+        """Those of each of L layers."""
+        each = zip(self.needed, self.hits, self.predicted, self.named, self.held, strict=True)
+        return [LayerStatistics(self.steps, *of_layer) for of_layer in each]
 
     def __add__(self, other: LayerStatistics) -> LayerStatistics:
         return LayerStatistics(
@@ -296,22 +306,22 @@ class LayerStatistics:
     @property
     def per_step(self) -> float:
         """K: experts needed in a step, on average."""
-        return self.needed / self.steps if self.steps else 0.0
+        return float(self.needed / self.steps) if self.steps else 0.0
 
     @property
     def hit_rate(self) -> Floats:
         """H(C): share of the needed experts in a cache of C = 0..E experts [E + 1]."""
-        return self.hits / max(1, self.needed)
+        return self.hits / max(1, int(self.needed))
 
     @property
     def accuracy(self) -> Floats:
         """P(y): how often the expert with the (y + 1)-th highest score is needed [E]; zeros without predictions."""
-        return self.named / max(1, self.predicted)
+        return self.named / max(1, int(self.predicted))
 
     @property
     def predicted_hit_rate(self) -> Floats:
         """PH(y, C): how often the expert with the (y + 1)-th highest score is cached [E, E + 1]."""
-        return self.held / max(1, self.predicted)
+        return self.held / max(1, int(self.predicted))
 
 
 def observe(
@@ -326,64 +336,76 @@ def observe(
 
     A cache of C experts holds those that rank highest before the step, in `order`: an access hits at every C above the
     expert's rank (its stack distance). This is exact for LRU; for LCP and LFU it is what the priorities prescribe;
-    random draws ranks for each step. Ties rank by number. O(n E log E).
+    random draws ranks for each step, those of all layers. Ties rank by number. O(n L E log E).
 
     Args:
         before: priorities before the first step; None: no picks yet.
         counted: steps to count [n], the others only change priorities; None: all. rho, omega: of LCP.
     """
-    experts = picks.counts.shape[1]
-    priorities = Priorities.none(experts) if before is None else before
-    found, step = LayerStatistics.none(experts), max(1, _CHUNK_BYTES // (8 * experts))
+    shape = picks.counts.shape[1:]
+    priorities = Priorities.none(*shape) if before is None else before
+    found, step = LayerStatistics.none(*shape), max(1, _CHUNK_BYTES // (8 * math.prod(shape)))
     for start in range(0, len(picks.counts), step):
         part = slice(start, start + step)
         counts, tokens = picks.counts[part].astype(np.int64), picks.tokens[part].astype(np.int64)
         keys, priorities = _values(counts, tokens, priorities, order, rho, omega)
         shown = slice(None) if counted is None else counted[part]
         scores = None if picks.scores is None else picks.scores[part][shown]
-        found += _counted(counts[shown] > 0, _ranks(keys[shown]), scores)
+        found += _counted(counts[shown] > 0, keys[shown], scores)
     return found, priorities
 
 
 def _values(
     counts: Ints, tokens: Ints, before: Priorities, order: CacheOrder, rho: float, omega: float
 ) -> tuple[Floats, Priorities]:
-    """Values that order the experts before each step [n, E], highest first, and the priorities after the last."""
+    """Values that order the experts before each step, as counts, highest first; the priorities after the last."""
     clock = before.now + np.cumsum(tokens)  # [n]
-    marks = np.where(counts > 0, clock[:, None], -1)
-    last = np.maximum.accumulate(np.concatenate([before.last[None], marks]), axis=0)  # [n + 1, E]
-    total = before.counts + np.concatenate([np.zeros_like(counts[:1]), np.cumsum(counts, axis=0)])  # [n + 1, E]
+    marks = np.where(counts > 0, clock.reshape(-1, *[1] * (counts.ndim - 1)), -1)
+    last = np.maximum.accumulate(np.concatenate([before.last[None], marks]), axis=0)  # [n + 1, (L,) E]
+    total = before.counts + np.concatenate([np.zeros_like(counts[:1]), np.cumsum(counts, axis=0)])  # [n + 1, (L,) E]
     after = Priorities(total[-1], last[-1], int(clock[-1]))
     if order == "lru":
         return last[:-1].astype(np.float64), after
     if order == "lfu":
         return total[:-1].astype(np.float64), after
     if order == "random":
-        return np.random.default_rng(before.now).random(counts.shape), after
+        n, *layers, experts = counts.shape
+        drawn = np.random.default_rng(before.now).random((n, *[1] * len(layers), experts))
+        return np.broadcast_to(drawn, counts.shape), after
     with np.errstate(divide="ignore"):  # log 0: never picked, so last of all
         return np.log(total[:-1]) + last[:-1] * (log(1 / rho) / omega), after
 
 
-def _ranks(values: Floats) -> Ints:
-    places = np.argsort(-values, axis=1, kind="stable")
+def _places(values: NDArray[np.floating]) -> Ints:
+    """Numbers by descending value along the last axis."""
+    return np.argsort(-values, axis=-1, kind="stable")
+
+
+def _histogram(cells: Ints, wanted: NDArray[np.bool_], layers: int, count: int) -> Ints:
+    """How many of the wanted cells [n, L, ...] have each number below `count`, by layer [L, count]."""
+    of_layer = np.arange(0, layers * count, count).reshape(-1, *[1] * (cells.ndim - 2))
+    return np.bincount((cells + of_layer)[wanted].ravel(), minlength=layers * count).reshape(layers, count)
+
+
+def _counted(needed: NDArray[np.bool_], values: Floats, scores: NDArray[np.floating] | None) -> LayerStatistics:
+    """needed, values, scores: [n, E] or [n, L, E]."""
+    steps, *shape, experts = needed.shape
+    layers = math.prod(shape)
+    needed, places = needed.reshape(-1, layers, experts), _places(values).reshape(-1, layers, experts)
     ranks = np.empty_like(places)
-    np.put_along_axis(ranks, places, np.arange(values.shape[1])[None], axis=1)
-    return ranks
-
-
-def _counted(needed: NDArray[np.bool_], ranks: Ints, scores: NDArray[np.floating] | None) -> LayerStatistics:
-    steps, experts = needed.shape
-    hits = np.zeros(experts + 1, np.int64)
-    hits[1:] = np.bincount(ranks[needed], minlength=experts).cumsum()
-    none = LayerStatistics.none(experts)
-    predicted, named, held = 0, none.named, none.held
-    rows = np.zeros(steps, bool) if scores is None else ~np.isnan(scores[:, 0])
-    if scores is not None and rows.any():
-        predicted = int(rows.sum())
-        by_score = np.argsort(-scores[rows], axis=1, kind="stable")  # [g, y]: the expert with the y-th highest score
-        named = np.take_along_axis(needed[rows], by_score, axis=1).sum(axis=0, dtype=np.int64)
-        rank_of = np.take_along_axis(ranks[rows], by_score, axis=1)  # [g, y]
-        cells = (np.arange(experts) * experts + rank_of).ravel()
-        by_rank = np.bincount(cells, minlength=experts * experts).reshape(experts, experts)
-        held = np.concatenate([np.zeros((experts, 1), np.int64), by_rank.cumsum(axis=1)], axis=1)
-    return LayerStatistics(steps, int(needed.sum()), hits, predicted, named, held)
+    np.put_along_axis(ranks, places, np.arange(experts)[None, None], axis=-1)
+    none = LayerStatistics.none(layers, experts)
+    hits, predicted, named, held = none.hits.copy(), none.predicted, none.named, none.held
+    hits[:, 1:] = _histogram(ranks, needed, layers, experts).cumsum(axis=1)
+    if scores is not None:
+        scores = scores.reshape(-1, layers, experts)
+        rows = ~np.isnan(scores[:, :, 0])  # [n, L]
+        predicted = rows.sum(axis=0)
+        by_score = _places(scores)  # [n, L, y]: the expert with the y-th highest score
+        named = (np.take_along_axis(needed, by_score, axis=-1) & rows[:, :, None]).sum(axis=0, dtype=np.int64)
+        rank_of = np.take_along_axis(ranks, by_score, axis=-1)  # [n, L, y]
+        cells = np.arange(experts) * experts + rank_of
+        by_rank = _histogram(cells, rows, layers, experts * experts).reshape(layers, experts, experts)
+        held[:, :, 1:] = by_rank.cumsum(axis=-1)
+    sums = needed.sum(axis=(0, 2)), hits, predicted, named, held
+    return LayerStatistics(steps, *[of.reshape((*shape, *of.shape[1:])) for of in sums])
