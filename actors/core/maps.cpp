@@ -14,20 +14,20 @@ constexpr std::int64_t kLanes = 16;
 
 float dot(const float* a, const float* b, std::int64_t count) {
     Four sums[4] = {};
-    const auto add = [&sums](const float* x, const float* y) {
-        for (int i = 0; i < 4; ++i) {
-            Four of_x, of_y;
-            std::memcpy(&of_x, x + 4 * i, sizeof of_x);
-            std::memcpy(&of_y, y + 4 * i, sizeof of_y);
-            sums[i] += of_x * of_y;
-        }
+    const auto add = [](Four& sum, const float* x, const float* y) {
+        Four of_x, of_y;
+        std::memcpy(&of_x, x, sizeof of_x);
+        std::memcpy(&of_y, y, sizeof of_y);
+        sum += of_x * of_y;
     };
-    for (; count >= kLanes; count -= kLanes, a += kLanes, b += kLanes) add(a, b);
+    for (; count >= kLanes; count -= kLanes, a += kLanes, b += kLanes)
+        for (int i = 0; i < 4; ++i) add(sums[i], a + 4 * i, b + 4 * i);
+    Four* last = sums;
+    for (; count >= 4; count -= 4, a += 4, b += 4) add(*last++, a, b);
     if (count) {
-        float rest[2][kLanes] = {};
-        std::memcpy(rest[0], a, sizeof(float) * static_cast<std::size_t>(count));
-        std::memcpy(rest[1], b, sizeof(float) * static_cast<std::size_t>(count));
-        add(rest[0], rest[1]);
+        float rest[2][4] = {};
+        for (std::int64_t i = 0; i < count; ++i) rest[0][i] = a[i], rest[1][i] = b[i];
+        add(*last, rest[0], rest[1]);
     }
     const Four sum = (sums[0] + sums[2]) + (sums[1] + sums[3]);
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
@@ -110,9 +110,9 @@ void MapSearch::check_unchanged() const {
 
 void MapSearch::observe(std::int64_t layer, std::int64_t layers, const float* probabilities) {
     const std::int64_t experts = store_.experts;
-    for (std::int64_t l = layer; l < layer + layers; ++l)
-        if (l < 0 || l >= store_.layers || layers_[size(l)])
-            throw std::invalid_argument("there is no layer " + std::to_string(l) + ", or it was seen before");
+    const auto seen = layers_.begin() + std::clamp<std::int64_t>(layer, 0, store_.layers);
+    if (layer < 0 || layers > layers_.end() - seen || std::any_of(seen, seen + layers, [](std::uint8_t of) { return of != 0; }))
+        throw std::invalid_argument("there is no layer " + std::to_string(layer) + ", or it was seen before");
     check_unchanged();
     for (std::int64_t at = 0; at < layers; ++at) {
         const std::int64_t l = layer + at;
@@ -178,21 +178,18 @@ bool MapSearch::match(bool semantic) {
         const float* embedding = embeddings_.data() + s * store_.width;
         const auto zero = [](float x) { return x == 0; };
         if (semantic && std::all_of(embedding, embedding + store_.width, zero)) continue;  // unknown: 0 asks for everything
-        std::int64_t best = 0;
-        double highest = -2;
-        for (std::int64_t y = 0; y < count_; ++y) {
-            const double score = semantic ? semantic_[size(s * count_ + y)] : trajectory(s, y);
-            if (score > highest) highest = score, best = y;
-        }
-        entries_.push_back(best);
-        best_.push_back(highest);
+        std::vector<double> of(size(count_));
+        for (std::int64_t y = 0; y < count_; ++y) of[size(y)] = semantic ? semantic_[size(s * count_ + y)] : trajectory(s, y);
+        const auto best = std::max_element(of.begin(), of.end());
+        entries_.push_back(best - of.begin());
+        best_.push_back(*best);
     }
     return !entries_.empty();
 }
 
 bool MapSearch::forecast(bool semantic, std::int64_t first, std::int64_t stop, std::int64_t now, std::int64_t top_k,
                          bool dynamic, MapForecast& found) {
-    if (now > first || first > stop || stop > store_.layers) throw std::invalid_argument("there are no such layers ahead");
+    if (now < 0 || now > first || first > stop || stop > store_.layers) throw std::invalid_argument("there are no such layers ahead");
     if (!match(semantic)) return false;
     const std::int64_t experts = store_.experts;
     std::vector<std::pair<float, std::int32_t>> wanted, others;  // negative priority, key

@@ -54,7 +54,18 @@ def test_an_order_refuses_keys_and_masks_of_other_sizes() -> None:
 @pytest.mark.parametrize(("distance", "top"), [(1, 0), (-1, 1)])
 def test_a_prefetch_of_nothing_is_refused(distance: int, top: int) -> None:
     with pytest.raises(ValueError, match="experts of a later layer"):
-        _core.ByScores(True, distance, top, True, False, 1)
+        _core.ByScores(True, distance, top, True, False, False, 1)
+
+
+def test_maps_of_other_shapes_are_refused() -> None:
+    for rows, capacity, layers in ((3, 2, 1), (2, 2, 2), (0, 0, 1)):
+        arrays = np.zeros((rows, 4), np.float32), np.zeros((1, capacity, 5), np.float32), np.zeros((layers, capacity))
+        with pytest.raises(ValueError, match="a store has"):
+            _core.MapStore(*arrays, 0.5)
+    store = _core.MapStore(np.zeros((2, 4), np.float32), np.zeros((1, 2, 5), np.float32), np.zeros((1, 2)), 0.5)
+    for entries in (-1, 3):
+        with pytest.raises(ValueError, match="fewer entries"):
+            store.fill(entries)
 
 
 def test_kernels_of_another_build_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,10 @@ class TestSearch:
         search.observe(0, softmax(random, 2, J))
         with pytest.raises(ValueError, match="seen before"):
             search.observe(0, softmax(random, 2, J))
-        for first, stop, now in ((0, 1, 1), (2, 1, 1), (L, L + 1, 1)):
+        for layer in (-1, L, 2**62, -(2**62)):
+            with pytest.raises(ValueError, match="no layer"):
+                search.observe(layer, softmax(random, 2, 2 * J))
+        for first, stop, now in ((0, 1, 1), (2, 1, 1), (L, L + 1, 1), (-1, 1, -1), (2**62, 2**62, 0)):
             with pytest.raises(ValueError, match="layers ahead"):
                 search.forecast(False, first, stop, now, K, True)
 
