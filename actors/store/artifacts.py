@@ -23,7 +23,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -115,10 +115,13 @@ def _layered(layers: Sequence[object], names: Sequence[str]) -> Arrays:
     return {f"{i}.{name}": getattr(one, name) for i, one in enumerate(layers) for name in names}
 
 
+def _tag(manifest: Manifest, tokens: int, sha256: str) -> dict[str, object]:
+    return {"fingerprint": model_fingerprint(manifest), "tokens": tokens, "sha256": sha256}
+
+
 def encode_gates(gates: Sequence[PreGate], manifest: Manifest, tokens: int, sha256: str = "") -> bytes:
     """The gates of layers 0..L-2 as a file; tokens, sha256: of the training text."""
-    tag = {"fingerprint": model_fingerprint(manifest), "tokens": tokens, "sha256": sha256}
-    return _GATES.encode(_layered(gates, ("weight", "bias")), tag)
+    return _GATES.encode(_layered(gates, ("weight", "bias")), _tag(manifest, tokens, sha256))
 
 
 def gates_of(store: Path, manifest: Manifest) -> tuple[PreGate, ...]:
@@ -131,8 +134,8 @@ def gates_of(store: Path, manifest: Manifest) -> tuple[PreGate, ...]:
 
 def encode_sensitivity(sensitivity: Sequence[float], manifest: Manifest, tokens: int, sha256: str = "") -> bytes:
     """The sensitivities [L] as a file; tokens, sha256: of the calibration text."""
-    tag = {"fingerprint": model_fingerprint(manifest), "tokens": tokens, "sha256": sha256}
-    return _SENSITIVITY.encode({"sensitivity": np.array(sensitivity, np.float64)}, tag)
+    arrays = {"sensitivity": np.array(sensitivity, np.float64)}
+    return _SENSITIVITY.encode(arrays, _tag(manifest, tokens, sha256))
 
 
 def sensitivity_of(store: Path, manifest: Manifest) -> tuple[float, ...]:
@@ -152,8 +155,8 @@ def sensitivity_of(store: Path, manifest: Manifest) -> tuple[float, ...]:
 
 def encode_losses(table: LossTable, manifest: Manifest, tokens: int, sha256: str = "") -> bytes:
     """The measured losses as a file; tokens, sha256: of the calibration text."""
-    tag = {"fingerprint": model_fingerprint(manifest), "tokens": tokens, "sha256": sha256}
-    return _LOSSES.encode({name: np.asarray(of, np.float64) for name, of in table.nats.items()}, tag)
+    arrays = {name: np.asarray(of, np.float64) for name, of in table.nats.items()}
+    return _LOSSES.encode(arrays, _tag(manifest, tokens, sha256))
 
 
 def losses_of(store: Path, manifest: Manifest) -> LossTable:
@@ -404,11 +407,12 @@ class PolicyArtifacts:
     losses: LossTable | None = None
 
 
+# by need of a policy (`PolicySettings.needs`); `predictors`, of a stride, are read by who makes the prefetch policy
+READERS: Mapping[str, Callable[[Path, Manifest], Any]] = {
+    "sensitivity": sensitivity_of, "gates": gates_of, "profile": read_profile, "losses": losses_of,
+}  # fmt: skip
+
+
 def read_policy_artifacts(policy: PolicySettings, store: Path, manifest: Manifest) -> PolicyArtifacts:
     """Read what a policy needs from a store's folder. Raises StoreError: a file is missing, damaged or foreign."""
-    return PolicyArtifacts(
-        sensitivity=sensitivity_of(store, manifest) if "sensitivity" in policy.needs else None,
-        gates=gates_of(store, manifest) if "gates" in policy.needs else None,
-        profile=read_profile(store, manifest) if "profile" in policy.needs else None,
-        losses=losses_of(store, manifest) if "losses" in policy.needs else None,
-    )
+    return PolicyArtifacts(**{need: READERS[need](store, manifest) for need in READERS.keys() & policy.needs})

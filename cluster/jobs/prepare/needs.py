@@ -22,7 +22,7 @@ from ....actors.policies.baselines import TrainingOptions
 from ....actors.policies.quality import ACTIONS
 from ....actors.policy_settings import PolicySettings
 from ....actors.settings import EngineSettings
-from ....actors.store.artifacts import gates_of, losses_of, predictors_of, read_profile, sensitivity_of
+from ....actors.store.artifacts import READERS, predictors_of
 from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
 from ....errors import CheckpointError, StoreError, TierMoeError
@@ -265,14 +265,8 @@ def _missing(policy: PolicySettings, store: Path) -> dict[str, TierMoeError]:
     for need in sorted(policy.needs):
         try:
             manifest = read_manifest(store)
-            if need == "gates":
-                gates_of(store, manifest)
-            elif need == "sensitivity":
-                sensitivity_of(store, manifest)
-            elif need == "losses":
-                losses_of(store, manifest)
-            elif need == "profile":
-                read_profile(store, manifest)
+            if need in READERS:
+                READERS[need](store, manifest)
             else:
                 predictors_of(store, manifest, policy.prefetch.distance)
         except TierMoeError as error:

@@ -211,28 +211,15 @@ def record(
     sampling: SamplingParams,
     distances: int = 4,
     progress: Progress | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
     continuations: Sequence[Sequence[int]] | None = None,
 ) -> TraceHeader:
-    """Record the routing of each prompt and of what comes after it.
-
-    After any error or Ctrl-C, `out` holds a valid trace of the finished forwards.
-
-    Args:
-        config: its policy must load on demand.
-        distances: D, layers ahead for which next-gate predictions are recorded.
-        continuations: tokens after each prompt, which are decoded one by one (teacher-forced); None: sampled ones.
-
-    Raises:
-        UnsupportedModelError: a layer exposes no router. ConfigError: `out` is not empty.
-        RuntimeFailure: a request failed.
-    """
+    """`record_with` on a worker that is started for it. config: its policy must load on demand."""
     settings = engine_settings(config)
     store = prepared_store(config, settings)
     with closing(LocalWorker(settings, store)) as worker:
         worker.start()
         return record_with(
-            worker, read_manifest(store), prompts, out, sampling, distances, progress, chunk_bytes, continuations
+            worker, read_manifest(store), prompts, out, sampling, distances, progress, continuations=continuations
         )
 
 
@@ -247,7 +234,18 @@ def record_with(
     chunk_bytes: int = CHUNK_BYTES,
     continuations: Sequence[Sequence[int]] | None = None,
 ) -> TraceHeader:
-    """`record` on a started, idle `GpuWorker`. Raises like `record`."""
+    """Record the routing of each prompt and of what comes after it, on a started, idle `GpuWorker`.
+
+    After any error or Ctrl-C, `out` holds a valid trace of the finished forwards.
+
+    Args:
+        distances: D, layers ahead for which next-gate predictions are recorded.
+        continuations: tokens after each prompt, which are decoded one by one (teacher-forced); None: sampled ones.
+
+    Raises:
+        UnsupportedModelError: a layer exposes no router. ConfigError: `out` is not empty.
+        RuntimeFailure: a request failed.
+    """
     model, engine = worker.model, worker.engine
     routers = router_probes(model, manifest, "record")
     embedding = model.get_input_embeddings()
