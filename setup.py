@@ -15,6 +15,9 @@ except ModuleNotFoundError:  # pip and uv install what pyproject.toml names, unl
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
+NANOBIND = [source_dir(), include_dir(), os.path.join(source_dir(), "../ext/robin_map/include")]
+# as nb_combined.cpp asks; without the first, types of _cpu with the same names would be mixed up
+NANOBIND_FLAGS = ["-fvisibility=hidden", "-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS"]
 
 
 def extension(name: str, sources: list[str], include_dirs: list[str], **options: Any) -> Extension:
@@ -74,6 +77,13 @@ setup(
             language="c++",
         ),
         extension(
+            "tiermoe.kernels._launch",
+            sources=["kernels/triton/launch.cpp", "kernels/triton/nanobind.cpp"],
+            include_dirs=[*NANOBIND],
+            extra_compile_args=["-std=c++17", "-O3", "-Wno-psabi", "-pthread", *NANOBIND_FLAGS],
+            language="c++",
+        ),
+        extension(
             "tiermoe.actors.core._core",
             sources=[
                 "actors/core/core.cpp",
@@ -95,14 +105,10 @@ setup(
                 "kernels/cpu/threads.cpp",
                 "kernels/cpu/worth.cpp",
             ],
-            include_dirs=[
-                "kernels/cpu", source_dir(), include_dir(), os.path.join(source_dir(), "../ext/robin_map/include"),
-            ],
-            # no contraction: virtual seconds and scores must not depend on the processor. The rest as nanobind's
-            # nb_combined.cpp asks; without -fvisibility=hidden, types of _cpu with the same names would be mixed up
+            include_dirs=["kernels/cpu", *NANOBIND],
+            # no contraction: virtual seconds and scores must not depend on the processor
             extra_compile_args=[
-                "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-pthread",
-                "-fvisibility=hidden", "-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS",
+                "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-pthread", *NANOBIND_FLAGS,
             ],
             language="c++",
         ),

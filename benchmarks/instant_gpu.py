@@ -1,9 +1,10 @@
 """A GPU whose kernels and copies take no time, for what the host does beside one (`bench host --device fake-gpu`).
 
 The engine's own code for a GPU runs on it: `CudaDevice`, `StreamQueue`, `PinnedFetch`, `TableRing`, and what the Triton
-kernels do up to the launch. While `works`, the host does what a GPU would, so that a model's tokens are right; then
-recorded layers run again without. The driver's own calls cost nothing here: an enqueued copy, event or launch of CUDA
-costs the host 1 to 10 us each in addition.
+kernels do up to the driver's call, in whose place a function in C is called that does nothing, or copies the few bytes
+of a table. While `works`, the host does what a GPU would, so that a model's tokens are right; then recorded layers run
+again without. The driver's own calls cost nothing here: an enqueued copy, event or launch of CUDA costs the host 1 to
+10 us each in addition.
 
 `tests/fake_gpu.py` finds hazards, at a cost that would hide the host's; this one finds none.
 """
@@ -26,6 +27,7 @@ from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.tables import TableRing
 from tiermoe.actors.policies.prefetch_trials import PrefetchTrials
 from tiermoe.errors import ConfigError
+from tiermoe.kernels import _launch
 from tiermoe.kernels.expert_ffn import ExpertKernel, Group, Operands
 
 EXECUTOR = "fake GPU: kernels and copies take no time"
@@ -56,6 +58,7 @@ class InstantGpu:
     device, mapped = torch.device("cpu"), True
 
     def __init__(self) -> None:
+        self.copier: Any = None  # of `instant_gpu`
         self.works, self.late = True, False
         self._compute = _Stream()
         self._enqueued = self._seen = 0  # events
@@ -88,7 +91,9 @@ class InstantGpu:
             dst.copy_(src)
 
     def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        dst.copy_(src)
+        from tiermoe.kernels.triton.tables import kernel_copy
+
+        kernel_copy(dst, src)
 
     def launch(self, act: Callable[[], None]) -> None:
         act()
@@ -125,40 +130,13 @@ class InstantGpu:
     def unregister(self, address: int) -> None: ...
 
 
-class _Handles(dict[Any, Any]):
-    """Compiled kernels of a `Launch`: each takes its arguments and does nothing."""
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return _nothing
-
-
-def _nothing(*args: Any) -> None: ...
-
-
 class Launched:
-    """`ExpertKernel`: the host's part of a Triton kernel, then a kernel in the GPU's place while that works.
-
-    Raises:
-        ConfigError: Triton is not installed.
-    """
+    """`ExpertKernel`: the host's part of a Triton kernel, then a kernel in the GPU's place while that works."""
 
     def __init__(self, kernel: ExpertKernel, operands: Operands, gpu: InstantGpu, ring: TableRing) -> None:
-        try:
-            from tiermoe.kernels.triton import expert_ffn, launch
-        except ImportError:
-            raise ConfigError("a fake GPU runs the host's part of Triton kernels", "pip install triton") from None
-        self._kernel, self._gpu = kernel, gpu
-        self._triton = expert_ffn.TritonKernel(operands, "silu", kernel, ring)
-        launches = [one for pair in self._triton._launches.values() for one in pair]
-        most = expert_ffn._COMBINE_MOST
-        self._triton._combines[most] = launch.Launch(
-            expert_ffn._combine, MOST=most, BLOCK=expert_ffn._COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True
-        )
-        for one in (*launches, *self._triton._combines.values()):
-            one.handles, one._loose = _Handles(), one._loose or frozenset()  # also where Triton interprets
+        from tiermoe.kernels.triton.expert_ffn import TritonKernel
+
+        self._kernel, self._gpu, self._triton = kernel, gpu, TritonKernel(operands, "silu", kernel, ring)
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
         self._triton.run(hidden, pairs, groups, top_k, y)
@@ -170,10 +148,29 @@ class Launched:
         return self._kernel.combine(y, weights) if self._gpu.works else out
 
 
+def _first(driver: _launch.Driver, launch: Any, grid: object, *args: Any) -> tuple[Any, ...]:
+    """As `Launch.first`, of a kernel that the driver does not run; launches nothing itself but a copy."""
+    copies = launch.name == "_copy"
+    packed = bytes(1 if isinstance(arg, torch.Tensor) else 3 if isinstance(arg, float) else 2 for arg in args)
+    if copies:
+        args[1].view(-1)[: args[2]].copy_(args[0].view(-1))
+    return driver, args[0].element_size() if copies else 0, 0, 128, 0, packed, 2, int
+
+
 @contextmanager
 def instant_gpu() -> Iterator[InstantGpu]:
-    """Workers that are started within the context run on it, until it ends."""
+    """Workers that are started within the context run on it, until it ends.
+
+    Raises:
+        ConfigError: Triton is not installed.
+    """
+    try:
+        from tiermoe.kernels.triton import launch, tables
+    except ImportError:
+        raise ConfigError("a fake GPU runs the host's part of Triton kernels", "pip install triton") from None
     gpu, before = InstantGpu(), list[tuple[Any, str, Any]]()
+    driver, copying = _launch.Driver(_launch.nothing()), tables.copying()
+    gpu.copier = tables.Copier(copying, tables.BLOCK, int)
     ring = TableRing(gpu)
 
     def launching(layer: Any) -> Any:
@@ -181,6 +178,8 @@ def instant_gpu() -> Iterator[InstantGpu]:
         layer.kernel = Launched(layer.kernel, Operands(pool.gate_up, pool.down, None, None), gpu, ring)
 
     for owner, name, made in (
+        (launch.Launch, "first", lambda of, grid, *args: _first(driver, of, grid, *args)),
+        (tables, "copying", lambda *_: copying),
         (make_device, "make_device", lambda *_: CudaDevice(gpu)),
         (engine_module, "fetch_from", lambda _: PinnedFetch(gpu)),
         (engine_module, "activations_of", lambda _: PinnedActivations(gpu)),

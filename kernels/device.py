@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` the current GPU, to which Triton launches wherever its tensors are. Does nothing on the CPU."""
     elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
     return torch.cuda.device(device) if elsewhere else nullcontext()
+
+
+def stream_of(device: torch.device) -> Callable[[], int]:
+    """A function that gives the address of the calling thread's current stream. No index: of the current GPU."""
+    if device.type == "cpu":
+        return int
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return partial(torch._C._cuda_getCurrentRawStream, index)
 
 
 def seconds_of(device: torch.device, call: Callable[[int], None], repeats: int) -> tuple[float, float]:

@@ -24,6 +24,7 @@ RowClass = Literal["decode", "short", "prefill"]
 ROW_CLASSES: tuple[RowClass, ...] = get_args(RowClass)
 DECODE_ROWS = 16  # at most: one tensor-core tile, bound by the bytes of weights
 SHORT_ROWS = 64
+MOST_ROWS: dict[RowClass, int] = {"decode": DECODE_ROWS, "short": SHORT_ROWS, "prefill": 1 << 62}
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 # (start, stop, first, neurons, add): pairs start to stop of the sorted pair list go through these neurons of the pool,

@@ -127,6 +127,8 @@ class FakeGpu:
 
     # -- GpuRuntime --------------------------------------------------------------------------------------
 
+    copier = None  # so that all copies are seen
+
     def enter(self) -> None:
         self._count("enter")
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from .layer import MoeLayer
     from .peers.remote import RemoteCall, RemoteExperts
 
+_FEW_PAIRS = 64  # of a decode step
 Spans = Mapping[int, tuple[int, int]]  # key -> first and end of its pairs
 
 
@@ -132,6 +133,8 @@ class DeviceBackend:
     ) -> None:
         self.cache, self.views, self.runner = cache, views, ExpertRunner(cache, low_bit)
         self._activations, self._peer_named = activations, peer_named
+        self._kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._stream: Callable[[], int] | None = None
 
     def look(
         self, layer: int, weighed: bool, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -168,8 +171,9 @@ class DeviceBackend:
         """The layer's output [T, H]. Raises RuntimeFailure: a copy failed."""
         hidden, kernel, timeline = view.hidden, step.kernel, self.cache.timeline
         began_s = time.perf_counter() if timeline.enabled else 0.0
-        size = (routing.starts[-1], hidden.shape[1])
-        y = hidden.new_zeros(size) if tasks else hidden.new_empty(size)  # [N, H]; zero where no kernel writes
+        count = routing.starts[-1]
+        # [N, H]; zero where no kernel writes
+        y = hidden.new_zeros((count, hidden.shape[1])) if tasks else self._rows(hidden, count)
         self.runner.run(plan, spans, hidden, routing.pairs, routing.top_k, kernel, y)
         elsewhere: list[int] = []
         partials: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -192,6 +196,25 @@ class DeviceBackend:
             if step.index == len(self.cache.stats.layers) - 1:
                 timeline.end("forward")
         return out if out.dtype == hidden.dtype else out.to(hidden.dtype)
+
+    def _rows(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
+        """[N, H] with any content. Layers of decode get the same memory: each reads it before the next one writes."""
+        if count > _FEW_PAIRS:
+            return hidden.new_empty((count, hidden.shape[1]))
+        if self._stream is None:
+            from ...kernels.device import stream_of
+
+            self._stream = stream_of(hidden.device)
+        key = (count, self._stream(), hidden.dtype)  # of another stream nothing says which is first
+        found = self._kept.get(key)
+        if found is None:
+            import torch
+
+            with torch.inference_mode(False):  # a forward may make it, and others use it
+                found = self._kept[key] = torch.empty(
+                    (count, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device
+                )
+        return found
 
     def _join(self, layer: int, task: RemoteTask) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Wait for a peer's answer: its rows [R] and their partial sums [R, H]; None: no answer."""

@@ -71,7 +71,7 @@ class Routing(NamedTuple):
         """Sort the pairs of ids [T, K], for compute on `device`."""
         tokens, top_k = ids.shape
         if tokens == 1:
-            experts = ids[0].tolist()
+            (experts,) = ids.tolist()
             if len(set(experts)) == top_k:
                 return Routing(1, top_k, experts, *_in_order(top_k, device))
         flat = ids.ravel()
@@ -248,6 +248,8 @@ class HostViews:
         """View a layer: hidden [T, H], ids [T, K], weights [T, K]. weighed: this layer's weights are read."""
         if not self._ahead:
             return LayerView(self.fetch, hidden, ids, weights)
-        tokens = hidden.shape[0]
-        asked = dict.fromkeys(one for asker in self._askers for one in asker(layer, tokens))
+        asked: Iterable[Asked] = ()
+        if self._askers:
+            tokens = hidden.shape[0]
+            asked = dict.fromkeys(one for asker in self._askers for one in asker(layer, tokens))
         return LayerView(self.fetch, hidden, ids, weights, self._weighed or weighed, tuple(asked))

@@ -28,19 +28,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from ..device import on_device
-from ..expert_ffn import ExpertKernel, Group, Operands, PlainTables, RowClass, Tables, row_class
+from .. import _launch
+from ..device import on_device, stream_of
+from ..expert_ffn import MOST_ROWS, ExpertKernel, Group, Operands, PlainTables, RowClass, Tables
 from ..packed_ffn import ACTIVATIONS
 from .launch import Launch, ceil_div
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = tl.constexpr(8)  # of the table: start in pairs, rows, first neuron, neurons, row of `a`, added; 2 unused
 _COMBINE_BLOCK = 1024
+_KEPT_BYTES = 2 << 20  # of activations that are kept between calls, for each stream: decode's
 _COMBINE_MOST = 8  # top-k of the narrowest combining kernel: rules that drop experts make no other
 PAD = 128  # neurons: activations are zero up to a multiple of it, which every K of down and N of gate_up divides
 
@@ -257,7 +260,6 @@ class TritonKernel:
             raise ValueError(f"the Triton kernel does not support activation {activation} on these operands")
         self._gate_up, self._down, self._reference = operands.gate_up, operands.down, reference
         slots, self._neurons, _, self._width = operands.gate_up.shape
-        self._pool_neurons = slots * self._neurons
         self._dtype, self._device = operands.gate_up.dtype, operands.gate_up.device
         self._activation = ACTIVATIONS[activation]
         self._stride = ceil_div(self._neurons, PAD) * PAD
@@ -265,7 +267,12 @@ class TritonKernel:
         self.tables: Tables = PlainTables(self._device) if tables is None else tables
         defaults = {name: some[0] for name, some in shapes_for(self._dtype).items()}
         self.shapes: dict[RowClass, Shape] = {**defaults, **(shapes or {})}
-        self._launches = {name: self._launches_of(shape) for name, shape in self.shapes.items()}
+        self._native = _launch.Experts(
+            self._gate_up, self._down, [self._class_of(name, shape) for name, shape in self.shapes.items()],
+            (slots * self._neurons, self._neurons, self._width, self._stride, PAD), self.tables,
+            partial(_scratch, self._stride, self._dtype, self._device),
+            _KEPT_BYTES // (self._stride * self._dtype.itemsize), stream_of(self._device), DTYPES, torch.int64,
+        )  # fmt: skip
         self._combines: dict[int, Launch] = {}  # by the most experts of a token
 
     @staticmethod
@@ -281,115 +288,40 @@ class TritonKernel:
         Raises:
             ValueError: shapes do not fit together, or a group lies outside the pairs or the pool.
         """
-        if hidden.dtype != self._dtype or y.dtype != self._dtype:
+        with on_device(self._device):
+            ran = self._native.run(hidden, pairs, groups, top_k, y)
+        if not ran:  # another dtype
             self._reference.run(hidden, pairs, groups, top_k, y)
-            return
-        self._refuse(hidden, pairs, top_k, y)
-        tiles, launches, rows = self._tiles(groups, pairs.numel())
-        if not tiles:
-            return
-        hidden, device = hidden.contiguous(), self._device
-        with on_device(device):
-            table = self.tables.put(tiles)
-            activations = torch.empty((rows, self._stride), dtype=self._dtype, device=device)
-            for name, first, phases, widest in launches:
-                self._launch(name, first, phases, widest, hidden, pairs, top_k, y, table, activations)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        tokens, top_k = weights.shape
-        if y.shape != (tokens * top_k, self._width):
-            raise ValueError(f"y is {tuple(y.shape)} for {tokens} tokens, top-{top_k} and width {self._width}")
-        if y.dtype not in DTYPES or weights.dtype not in DTYPES:
-            return self._reference.combine(y, weights)
-        y, weights = y.contiguous(), weights.contiguous()
-        out = torch.empty((tokens, self._width), dtype=y.dtype, device=y.device)
-        if tokens:
-            most = _COMBINE_MOST if top_k <= _COMBINE_MOST else triton.next_power_of_2(top_k)
-            if most not in self._combines:
-                self._combines[most] = Launch(
-                    _combine, MOST=most, BLOCK=_COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True
-                )
-            grid = (tokens, ceil_div(self._width, _COMBINE_BLOCK), 1)
-            with on_device(self._device):
-                self._combines[most](grid, y, weights, out, top_k, self._width)
-        return out
+        top_k = weights.shape[1]
+        most = _COMBINE_MOST if top_k <= _COMBINE_MOST else triton.next_power_of_2(top_k)
+        launch = self._combines.get(most)
+        if launch is None:
+            launch = Launch(_combine, MOST=most, BLOCK=_COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True)
+            self._combines[most] = launch
+        with on_device(self._device):
+            out = self._native.combine(launch, _COMBINE_BLOCK, y, weights)
+        return self._reference.combine(y, weights) if out is None else out
 
-    def _launch(
-        self, name: RowClass, first: int, phases: list[int], widest: int, hidden: torch.Tensor, pairs: torch.Tensor,
-        top_k: int, y: torch.Tensor, table: torch.Tensor, activations: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Run one class: gate_up of all tiles from `first` on, then down, phase after phase.
-
-        Args:
-            phases: number of tiles of each phase.
-            widest: the most neurons of a tile.
-        """
-        shape, width, stride = self.shapes[name], self._width, self._stride
-        gate_up, down = self._launches[name]
-        gate_up(
-            (sum(phases), ceil_div(widest, PAD) * PAD // shape.gate_up.N, 1),
-            hidden, pairs, self._gate_up, activations, table, first, top_k, width, stride,
-        )  # fmt: skip
-        for tiles in phases:
-            down(
-                (tiles, ceil_div(width, shape.down.N), 1),
-                activations, pairs, self._down, y, table, first, width, stride,
-            )  # fmt: skip
-            first += tiles
-
-    def _launches_of(self, shape: Shape) -> tuple[Launch, Launch]:
-        """Of gate_up and down."""
+    def _class_of(self, name: RowClass, shape: Shape) -> tuple[int, int, Launch, int, Launch, int]:
+        """As `_launch.Experts` takes it: the most rows, rows of a tile, gate_up and down with their columns."""
         width, up, down = self._width, shape.gate_up, shape.down
-        return Launch(
+        gate_up = Launch(
             _gate_up, ACTIVATION=self._activation, M=shape.M, N=up.N, K=up.K, EVEN=width % up.K == 0, PADDED=PAD,
             WIDEN=self._widen, num_warps=up.warps, num_stages=up.stages, enable_fp_fusion=True,
-        ), Launch(
+        )  # fmt: skip
+        low = Launch(
             _down, M=shape.M, N=down.N, K=down.K, EVEN=width % down.N == 0,
             WIDEN=self._widen, num_warps=down.warps, num_stages=down.stages, enable_fp_fusion=True,
         )  # fmt: skip
+        return MOST_ROWS[name], shape.M, gate_up, up.N, low, down.N
 
-    def _tiles(
-        self, groups: list[Group], pairs: int
-    ) -> tuple[list[int], list[tuple[RowClass, int, list[int], int]], int]:
-        """The table, the launches (class, first tile, tiles of each phase, most neurons), and rows of activations.
 
-        Segments of one expert are in different phases, the added one in the later.
-        """
-        parts: dict[tuple[RowClass, int], list[int]] = {}  # rows of the table by class and phase
-        widest: dict[RowClass, int] = {}
-        seen: dict[int, int] = {}
-        total, most, pool_neurons, shapes = 0, self._neurons, self._pool_neurons, self.shapes
-        for start, stop, first, neurons, add in groups:
-            if not (0 <= start <= stop <= pairs and 0 <= neurons <= most):
-                raise ValueError(f"group {(start, stop, first, neurons)} has more pairs or neurons than there are")
-            if first < 0 or first + neurons > pool_neurons:
-                raise ValueError(f"neurons {first} to {first + neurons} are out of range 0 to {pool_neurons}")
-            if start == stop:
-                continue
-            name = row_class(stop - start)
-            phase = seen[start] = seen.get(start, -1) + 1
-            part = parts.setdefault((name, phase), [])
-            if neurons > widest.get(name, -1):
-                widest[name] = neurons
-            rows = shapes[name].M
-            for begin in range(start, stop, rows):
-                part += (begin, min(rows, stop - begin), first, neurons, total + begin - start, add, 0, 0)
-            total += stop - start
-        table: list[int] = []
-        launches: list[tuple[RowClass, int, list[int], int]] = []
-        for name, phase in sorted(parts):
-            part = parts[name, phase]
-            if not launches or launches[-1][0] != name:
-                launches.append((name, len(table) // 8, [], widest[name]))
-            launches[-1][2].append(len(part) // 8)
-            table += part
-        return table, launches, total
-
-    def _refuse(self, hidden: torch.Tensor, pairs: torch.Tensor, top_k: int, y: torch.Tensor) -> None:
-        count, width = pairs.numel(), self._width
-        if hidden.shape != (count // top_k, width):
-            raise ValueError(f"hidden is {tuple(hidden.shape)} for {count} pairs, top-{top_k} and width {width}")
-        if pairs.dtype != torch.int64 or not pairs.is_contiguous():
-            raise ValueError(f"pairs must be contiguous int64, not {pairs.dtype} with strides {pairs.stride()}")
-        if not y.is_contiguous() or y.shape != (count, width):
-            raise ValueError(f"y must be contiguous [{count}, {width}], not {tuple(y.shape)}")
+def _scratch(
+    stride: int, dtype: torch.dtype, device: torch.device, rows: int, numbers: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations, and a table."""
+    with torch.inference_mode(False):  # a forward may make them, and others use them
+        table = torch.empty(numbers, dtype=torch.int32, device=device)
+        return torch.empty((rows, stride), dtype=dtype, device=device), table

@@ -8,13 +8,18 @@ or writes pinned host memory in a few microseconds.
 # the types of a kernel's arguments are those of its launch
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from ..device import stream_of
 from .launch import Launch, ceil_div
 
-_BLOCK = 1024
+BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["source", "target"])
@@ -23,15 +28,31 @@ def _copy(source, target, count, BLOCK: tl.constexpr):
     tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
 
 
-_launches: dict[int, Launch] = {}  # by GPU; -1: interpreted
+class Copier(NamedTuple):
+    """The kernel of `kernel_copy` for native code (`_launch.Ring`).
+
+    launch: takes source, target and the number of items, of which a program copies `block`. stream: gives the address
+    of the current one.
+    """
+
+    launch: Launch
+    block: int
+    stream: Callable[[], int]
+
+
+@cache
+def copying(device: int = -1) -> Launch:
+    """The launch of a copy (source, target, count), a GPU's; -1: interpreted."""
+    return Launch(_copy, BLOCK=BLOCK, num_warps=4)
+
+
+def copier_of(device: torch.device) -> Copier:
+    """Of a GPU."""
+    return Copier(copying(device.index), BLOCK, stream_of(device))
 
 
 def kernel_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
     """dst <- src on the current stream; contiguous, of one dtype and number of elements. The host's are pinned."""
     count = dst.numel()
     if count:
-        device = max(dst.get_device(), src.get_device())
-        launch = _launches.get(device)
-        if launch is None:
-            launch = _launches[device] = Launch(_copy, BLOCK=_BLOCK, num_warps=4)
-        launch((ceil_div(count, _BLOCK), 1, 1), src, dst, count)
+        copying(max(dst.get_device(), src.get_device()))((ceil_div(count, BLOCK), 1, 1), src, dst, count)

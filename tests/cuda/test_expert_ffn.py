@@ -27,6 +27,8 @@ from tiermoe.kernels.expert_ffn import (
 
 pytest.importorskip("triton")
 
+from tiermoe.kernels.triton import launch
+from tiermoe.kernels.triton import tables as triton_tables
 from tiermoe.kernels.triton.expert_ffn import TritonKernel, shapes_for
 
 HALF = [torch.bfloat16, torch.float16]
@@ -117,6 +119,37 @@ def test_neither_neighbours_nor_slot_nor_copies_change_a_bit(gpu: torch.device) 
     for group in groups_of(sizes, [3, 3, 1, 2], neurons):
         kernel.run(hidden, pairs, [group], 1, apart)
     assert torch.equal(together, apart)
+
+
+def test_native_launches_give_the_bits_of_tritons_own(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every kernel of a layer, its table's copy included; all of them can be launched natively here."""
+    width, neurons = REAL
+    pool = pool_of(3, neurons, width, torch.bfloat16, device=gpu)
+    sizes = [1, SHORT_ROWS, SHORT_ROWS + 1]
+    hidden, pairs = rows_for(sizes, 1, width, torch.bfloat16, device=gpu)
+    groups = groups_of(sizes, [1, 2, 0], neurons)
+    weights = torch.rand(len(pairs), 1, device=gpu)
+    address_of, found, results = launch.address_of, list[object](), []
+    for natively in (True, False):
+
+        def address(*args: Any, natively: bool = natively) -> Any:
+            found.append(address_of(*args))
+            return found[-1] if natively else None
+
+        monkeypatch.setattr(launch, "address_of", address)
+        triton_tables.copying.cache_clear()
+        kernel = TritonKernel(pool, "silu", Forbidden(), TableRing(TorchRuntime(gpu.index or 0)))
+        for _ in range(3):  # the first launch is Triton's
+            y = nans(pairs, width, torch.bfloat16)
+            kernel.run(hidden, pairs, groups, 1, y)
+            out = kernel.combine(y, weights)
+        results.append((y, out))
+    triton_tables.copying.cache_clear()
+    assert found
+    assert None not in found
+    assert_near(results[0][0], exact(pool, "silu", hidden, pairs, groups, 1))
+    for native, own in zip(*results, strict=True):
+        assert torch.equal(native, own)
 
 
 def test_nothing_waits_for_the_gpu(gpu: torch.device, forbid_waits: Any) -> None:

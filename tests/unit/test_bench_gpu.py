@@ -214,7 +214,8 @@ def test_missing_packages_and_the_extensions_to_build_are_known_without_the_pack
     assert build.missing({"numpy": "numpy", "no_such": "no-such", "no.such": "other"}) == ["no-such", "other"]
     assert build.missing(build.NEEDED) == []
     assert [ext.name for ext in build.extensions(_ROOT)] == [
-        "tiermoe.kernels._cpu", "tiermoe.kernels._planner", "tiermoe.actors.core._core", "tiermoe.proto._ring",
+        "tiermoe.kernels._cpu", "tiermoe.kernels._planner", "tiermoe.kernels._launch", "tiermoe.actors.core._core",
+        "tiermoe.proto._ring",
     ]  # fmt: skip
 
 
@@ -224,8 +225,9 @@ def test_the_build_finds_each_source_header_and_folder() -> None:
         names = (*extension.sources, *extension.depends, *extension.include_dirs)
         assert [name for name in names if not (_ROOT / name).exists()] == []
         assert not [name for name in (*extension.sources, *extension.depends) if Path(name).is_absolute()]
-    core = next(extension for extension in build.extensions(_ROOT) if extension.name.endswith("_core"))
-    assert any((_ROOT / folder / "nb_combined.cpp").is_file() for folder in core.include_dirs)
+    for name in ("_core", "_launch"):
+        bound = next(extension for extension in build.extensions(_ROOT) if extension.name.endswith(name))
+        assert any((_ROOT / folder / "nb_combined.cpp").is_file() for folder in bound.include_dirs)
 
 
 def test_headers_that_a_source_includes_are_watched() -> None:

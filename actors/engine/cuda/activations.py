@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....kernels import _launch
+from ....kernels.device import on_device
 from ..cache.device import Outgoing
 from .runtime import GpuRuntime, wait_for
 from .tables import TORCH_DTYPES
@@ -191,7 +193,7 @@ class PinnedFetch:
         self._runtime = runtime
         self._written = runtime.event(timing=False)
         self._buffer = runtime.pinned(_FIRST_BYTES)
-        self._views: dict[_Layout, tuple[list[torch.Tensor], list[NDArray[Any]]]] = {}
+        self._views: dict[_Layout, tuple[list[Callable[[torch.Tensor], None]], list[NDArray[Any]]]] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
         runtime = self._runtime
@@ -200,9 +202,10 @@ class PinnedFetch:
         if known is None:
             with torch.inference_mode(False):  # else only a forward in that mode could write into what it makes
                 known = self._lay_out(layout)
-        places, arrays = known
-        for place, tensor in zip(places, tensors, strict=True):
-            runtime.kernel_copy(place, tensor.contiguous())
+        copies, arrays = known
+        with on_device(runtime.device):
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy(tensor)
         runtime.record(self._written, runtime.current())
         self.wait()
         return [np.array(array) for array in arrays]
@@ -211,8 +214,8 @@ class PinnedFetch:
         """Wait for this call's tensors; a method of its own so that it can be timed."""
         wait_for(self._runtime, self._written)
 
-    def _lay_out(self, layout: _Layout) -> tuple[list[torch.Tensor], list[NDArray[Any]]]:
-        """Views of the buffer for tensors of these shapes and dtypes; grows the buffer if needed."""
+    def _lay_out(self, layout: _Layout) -> tuple[list[Callable[[torch.Tensor], None]], list[NDArray[Any]]]:
+        """Copies to views of the buffer for tensors of these kinds, and the views; grows the buffer if needed."""
         starts, end = [], 0
         for shape, dtype in layout:
             starts.append(end)
@@ -226,8 +229,14 @@ class PinnedFetch:
             self._buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             for start, (shape, dtype) in zip(starts, layout, strict=True)
         ]
-        found = self._views[layout] = places, [place.numpy() for place in places]
+        found = self._views[layout] = [self._copying(place) for place in places], [place.numpy() for place in places]
         return found
+
+    def _copying(self, place: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        copier, runtime = self._runtime.copier, self._runtime
+        if copier is None or not place.numel():
+            return lambda tensor: runtime.kernel_copy(place, tensor.contiguous())
+        return _launch.CopyTo(copier.launch, copier.block, place, place.numel())
 
 
 _AT_ONCE = 256 * 1024  # bytes of rows that go to the host before the routing is known: 10 us of a slow link

@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ....kernels.device import on_device
 from .arena import CudaDriver, PageDriver
+
+if TYPE_CHECKING:  # triton, which need not be there
+    from ....kernels.triton.tables import Copier
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: the memory is mapped read-only, as the store's files are
 _PLAIN = 0
@@ -33,6 +36,11 @@ class GpuRuntime(Protocol):
     @property
     def mapped(self) -> bool:
         """Whether kernels read and write pinned host memory."""
+        ...
+
+    @property
+    def copier(self) -> Copier | None:
+        """What `kernel_copy` launches, for native code; None: native code has to call `kernel_copy`."""
         ...
 
     def enter(self) -> None:
@@ -162,6 +170,14 @@ class TorchRuntime:
         else:
             dst.copy_(src, non_blocking=True)
 
+    @property
+    def copier(self) -> Copier | None:
+        if not self.mapped:
+            return None
+        from ....kernels.triton.tables import copier_of
+
+        return copier_of(self.device)
+
     def launch(self, act: Callable[[], None]) -> None:
         act()
 
@@ -260,6 +276,8 @@ def wait_for(runtime: Events, event: Any, spin_s: float = _SPIN_S) -> None:
 
     `synchronize` gives the lock to any other thread, which keeps it for up to 5 ms.
     """
+    if runtime.query(event):
+        return
     until_s = time.perf_counter() + spin_s
     while not runtime.query(event):
         if time.perf_counter() > until_s:

@@ -6,8 +6,6 @@ cannot read host memory, the array is copied.
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -16,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....kernels import _launch
+from ....kernels.device import on_device
 from .runtime import GpuRuntime, runtime_of, wait_for
 
 TORCH_DTYPES = {
@@ -23,12 +23,10 @@ TORCH_DTYPES = {
     np.dtype(np.int32): torch.int32, np.dtype(np.int16): torch.int16, np.dtype(np.uint8): torch.uint8,
 }  # fmt: skip
 
-_INT32 = np.dtype(np.int32)
-_KINDS = 16  # shapes and types of a buffer whose views are kept: decode has few
-_Kind = tuple[tuple[int, ...], np.dtype[Any]]
+_SECTIONS = 8  # of a ring, marked as a whole: an event for each buffer would cost as much as the copy
 
 
-class TableRing:
+class TableRing(_launch.Ring):
     """A ring of pinned host buffers; one is reused only after the GPU has read it. Thread-safe.
 
     The buffers are allocated at once, since allocating pinned memory may wait for the GPU; a larger array replaces its
@@ -39,15 +37,19 @@ class TableRing:
         nbytes: of a buffer.
 
     Attributes:
-        waits: how often `put` waited for the GPU.
+        waits: how often a table waited for the GPU.
     """
 
     def __init__(self, runtime: GpuRuntime, entries: int = 256, nbytes: int = 16384) -> None:
-        self._runtime, self._lock = runtime, threading.Lock()
+        self._runtime, copier = runtime, runtime.copier
         self._buffers = list(runtime.pinned(entries * nbytes).view(entries, nbytes))
-        self._views: list[dict[_Kind, tuple[NDArray[Any], torch.Tensor]]] = [{} for _ in range(entries)]
-        self._events: list[Any] = [None] * entries
-        self._next = self.waits = 0
+        self._streams: list[list[Any]] = [[] for _ in range(_SECTIONS)]  # that read from a section since it was entered
+        self._events: list[list[Any]] = [[] for _ in range(_SECTIONS)]  # of these, once it was left
+        self._spare: list[Any] = []
+        self.waits = 0
+        launch, block, stream = (None, 0, None) if copier is None else copier
+        buffers = [buffer.data_ptr() for buffer in self._buffers]
+        super().__init__(buffers, nbytes, _SECTIONS, launch, block, stream)
 
     @property
     def mapped(self) -> bool:
@@ -56,38 +58,48 @@ class TableRing:
 
     def put(self, table: Sequence[int] | NDArray[Any]) -> torch.Tensor:
         """The array (numbers: as int32) on the device, for later work on the current stream."""
-        shape, dtype = (table.shape, table.dtype) if isinstance(table, np.ndarray) else ((len(table),), _INT32)
-        runtime = self._runtime
-        target = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=runtime.device)
-        if 0 in shape:
-            return target
-        with self._lock:
-            at = self._next
-            self._next = (at + 1) % len(self._buffers)
-            event = self._events[at]
-            if event is None:
-                event = self._events[at] = runtime.event(timing=False)
-            elif not runtime.query(event):
-                self.waits += 1
-                wait_for(runtime, event)
-            array, source = self._views[at].get((shape, dtype)) or self._view(at, shape, dtype)
-            array[...] = table
-            runtime.kernel_copy(target, source)
-            runtime.record(event, runtime.current())
+        array = np.ascontiguousarray(table, None if isinstance(table, np.ndarray) else np.int32)
+        device = self._runtime.device
+        target = torch.empty(array.shape, dtype=TORCH_DTYPES[array.dtype], device=device)
+        with on_device(device):
+            self.write(target, array)
         return target
 
-    def _view(self, at: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[NDArray[Any], torch.Tensor]:
-        """A buffer as an array of this kind, on the host and for kernels; it grows where it is too small."""
-        nbytes, views = math.prod(shape) * dtype.itemsize, self._views[at]
-        if len(self._buffers[at]) < nbytes:
-            self._buffers[at] = self._runtime.pinned(1 << (nbytes - 1).bit_length())
-            views.clear()
-        elif len(views) >= _KINDS:
-            views.clear()
-        with torch.inference_mode(False):  # a forward may make it, and others use it
-            source = self._buffers[at][:nbytes].view(TORCH_DTYPES[dtype]).view(shape)
-        found = views[shape, dtype] = source.numpy(), source
-        return found
+    # what `launch.cpp` calls
+
+    def turned(self, left: int, entered: int) -> None:
+        """A section is left and another entered, once what was read from that has been read."""
+        runtime, events = self._runtime, self._events[entered]
+        for stream in self._streams[left]:
+            event = self._spare.pop() if self._spare else runtime.event(timing=False)
+            runtime.record(event, stream)
+            self._events[left].append(event)
+        self._streams[left].clear()
+        while events:
+            if not runtime.query(events[-1]):
+                self.waits += 1
+                wait_for(runtime, events[-1])
+            self._spare.append(events.pop())
+
+    def read_by_this_stream(self, section: int) -> None:
+        """The current stream is about to read from a section."""
+        stream = self._runtime.current()
+        if stream not in self._streams[section]:
+            self._streams[section].append(stream)
+
+    def grown(self, at: int, nbytes: int) -> int:
+        """The address of a buffer that has room for so many bytes."""
+        self._buffers[at] = self._runtime.pinned(nbytes)
+        return self._buffers[at].data_ptr()
+
+    def source(self, at: int, nbytes: int, target: torch.Tensor) -> torch.Tensor:
+        """A buffer's first bytes as a tensor of the target's type."""
+        return self._buffers[at][:nbytes].view(target.dtype)
+
+    def copied(self, at: int, nbytes: int, target: torch.Tensor) -> None:
+        """Copy from a buffer where native code cannot."""
+        source = self.source(at, nbytes, target)
+        self._runtime.kernel_copy(target.view(-1)[: len(source)], source)
 
 
 @cache

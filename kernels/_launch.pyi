@@ -1,0 +1,69 @@
+"""Launches of compiled Triton kernels from native code (`kernels/triton/launch.cpp`). Tensors are torch's."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+def nothing() -> int:
+    """The address of a function in the place of a driver's that launches nothing but copies."""
+
+class Driver:
+    """Functions of the GPU's driver by address: cuLaunchKernel, cuGetErrorString, cuCtxSetCurrent; 0: none."""
+
+    def __init__(self, launch: int, text: int = 0, current: int = 0) -> None: ...
+
+class Launch:
+    """A kernel's compiled forms. loose: numbers of its integers that Triton does not specialise.
+
+    A subclass has `first(grid, *args)`, which launches once and returns a function (grid, *args), or (driver, function,
+    context, threads, shared, packed, nulls, () -> stream).
+    """
+
+    def __init__(self, loose: Sequence[int]) -> None: ...
+    def __call__(self, grid: tuple[int, int, int], /, *args: Any) -> None: ...
+    @property
+    def known(self) -> int: ...
+
+class Ring:
+    """Pinned buffers, taken in turn. A subclass has `turned`, `read_by_this_stream`, `grown`, `copied`, `source`."""
+
+    def __init__(
+        self,
+        buffers: Sequence[int],
+        nbytes: int,
+        sections: int,
+        copy: Launch | None,
+        block: int,
+        stream: Callable[[], int] | None,
+    ) -> None: ...
+    def write(self, target: Any, array: Any) -> None:
+        """Bring a contiguous array to a tensor, for later work on the current stream."""
+
+class CopyTo:
+    """Copies tensors to one: source -> None. items: of both. block: of the kernel's."""
+
+    def __init__(self, launch: Launch, block: int, target: Any, items: int) -> None: ...
+    def __call__(self, source: Any) -> None: ...
+
+class Experts:
+    """The launches that run experts.
+
+    classes: (most rows, rows of a tile, gate_up, its columns, down, its columns), ascending. sizes: neurons of the pool
+    and of a slot, H, items of a row of activations, and what divides them. scratch: (rows, numbers of a table) -> two
+    tensors. kept: rows up to which these are kept, for each stream.
+    """
+
+    def __init__(
+        self,
+        gate_up: Any,
+        down: Any,
+        classes: Sequence[tuple[int, int, Launch, int, Launch, int]],
+        sizes: tuple[int, int, int, int, int],
+        tables: Any,
+        scratch: Callable[[int, int], tuple[Any, Any]],
+        kept: int,
+        stream: Callable[[], int],
+        dtypes: tuple[Any, ...],
+        int64: Any,
+    ) -> None: ...
+    def run(self, hidden: Any, pairs: Any, groups: Sequence[Any], top_k: int, y: Any) -> bool: ...
+    def combine(self, launch: Launch, block: int, y: Any, weights: Any) -> Any: ...

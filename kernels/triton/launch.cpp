@@ -1,0 +1,727 @@
+// tiermoe.kernels._launch: launches of compiled Triton kernels without Python (kernels/triton/launch.py).
+//
+//   Driver    the GPU driver's functions, by address: this module links with neither CUDA nor torch
+//   Launch    a kernel: its compiled forms, one for each combination of what Triton specialises
+//   Ring      pinned buffers through which small arrays go to the GPU (actors/engine/cuda/tables.py)
+//   Experts   the table of a layer's tiles, and the launches that run it (kernels/triton/expert_ffn.py)
+//
+// The interpreter's lock is kept throughout: a thread that gets it may keep it for milliseconds. What Python does in
+// between (a kernel's first launch, a wait for a buffer) may give it up, so no state is half changed there.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tiermoe::launch {
+namespace {
+
+constexpr std::size_t kMostArgs = 32;
+constexpr std::int64_t kColumns = 8;  // of a table of tiles: `_COLUMNS` of expert_ffn.py
+constexpr int kNoContext = 201;       // CUDA_ERROR_INVALID_CONTEXT
+
+using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                             unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** parameters, void** extra);
+using ErrorText = int (*)(int code, const char** text);
+using SetContext = int (*)(void* context);
+
+struct Driver {
+    LaunchKernel launch;
+    ErrorText text;      // null: codes have none
+    SetContext current;  // null: any thread may launch
+};
+
+// In a driver's place, for what the host does beside a GPU: launches nothing, except that a `function` of 1 to 8 is the
+// kernel (source, target, count) that copies items of so many bytes.
+int launch_nothing(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void** parameters,
+                   void**) {
+    const auto bytes = reinterpret_cast<std::uintptr_t>(function);
+    if (bytes > 0 && bytes <= 8) {
+        void *source, *target;
+        std::int32_t count;
+        std::memcpy(&source, parameters[0], sizeof source);
+        std::memcpy(&target, parameters[1], sizeof target);
+        std::memcpy(&count, parameters[2], sizeof count);
+        std::memcpy(target, source, bytes * static_cast<std::size_t>(count));
+    }
+    return 0;
+}
+
+PyObject* not_null(PyObject* found) {
+    if (!found) nb::raise_python_error();
+    return found;
+}
+
+PyObject* name_of(const char* text) { return not_null(PyUnicode_InternFromString(text)); }
+
+nb::object attribute(PyObject* of, const char* text, PyObject*& name) {
+    if (!name) name = name_of(text);
+    return nb::steal(not_null(PyObject_GetAttr(of, name)));
+}
+
+nb::object called(PyObject* of, const char* text, PyObject*& name) {
+    if (!name) name = name_of(text);
+    return nb::steal(not_null(PyObject_CallMethodNoArgs(of, name)));
+}
+// The method or attribute of a Python object, whose name is interned once.
+#define TIERMOE_ATTRIBUTE(of, text) ([&] { static PyObject* name; return attribute(of, text, name); }())
+#define TIERMOE_CALLED(of, text) ([&] { static PyObject* name; return called(of, text, name); }())
+
+std::int64_t number(PyObject* value) {
+    const long long found = PyLong_AsLongLong(value);
+    if (found == -1 && PyErr_Occurred()) nb::raise_python_error();
+    return found;
+}
+
+std::uint64_t address(PyObject* tensor) {
+    const nb::object found = TIERMOE_CALLED(tensor, "data_ptr");
+    const std::uint64_t at = PyLong_AsUnsignedLongLong(found.ptr());
+    if (at == static_cast<std::uint64_t>(-1) && PyErr_Occurred()) nb::raise_python_error();
+    return at;
+}
+
+const void* dtype(PyObject* tensor) { return TIERMOE_ATTRIBUTE(tensor, "dtype").ptr(); }  // torch keeps each forever
+
+enum class Kind : std::uint8_t { tensor, int32, int64, uint64, real };
+
+struct Arg {
+    Kind kind;
+    std::uint64_t bits;          // an address, a number, or a double
+    const void* type = nullptr;  // a tensor's dtype
+    PyObject* object = nullptr;  // for Triton's own launch; null: a number
+};
+
+Arg integer(std::int64_t value) {
+    const bool small = value == static_cast<std::int32_t>(value);
+    return {small ? Kind::int32 : Kind::int64, static_cast<std::uint64_t>(value)};
+}
+
+Arg tensor(PyObject* object) { return {Kind::tensor, address(object), dtype(object), object}; }
+
+Arg argument(PyObject* value) {
+    if (PyBool_Check(value)) throw nb::type_error("a kernel takes tensors and numbers, not bool");
+    if (PyLong_Check(value)) {
+        int overflow = 0;
+        const long long found = PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (!overflow) return integer(found);
+        const std::uint64_t wide = PyLong_AsUnsignedLongLong(value);
+        if (PyErr_Occurred()) nb::raise_python_error();
+        return {Kind::uint64, wide, nullptr, value};
+    }
+    if (PyFloat_Check(value)) {
+        const double real = PyFloat_AS_DOUBLE(value);
+        Arg arg{Kind::real, 0, nullptr, value};
+        std::memcpy(&arg.bits, &real, sizeof real);
+        return arg;
+    }
+    return tensor(value);
+}
+
+// What Triton specialises: a tensor's type and whether 16 divides its address, an integer's width and, unless the kernel
+// says that it does not matter, its value. A float's value is never specialised.
+struct Key {
+    std::size_t count = 0;
+    std::uint64_t words[kMostArgs];
+    Kind kinds[kMostArgs];
+    bool operator==(const Key& other) const {
+        return count == other.count && std::memcmp(words, other.words, count * sizeof *words) == 0 &&
+               std::memcmp(kinds, other.kinds, count * sizeof *kinds) == 0;
+    }
+};
+
+struct Hash {
+    std::size_t operator()(const Key& key) const {
+        std::uint64_t found = 14695981039346656037u;
+        for (std::size_t i = 0; i < key.count; ++i) found = (found ^ key.words[i]) * 1099511628211u;
+        return found ^ (found >> 29);
+    }
+};
+
+enum class Packed : std::uint8_t { left_out, eight, four, float32 };  // how an argument is passed; the first: compiled in
+
+struct Handle {
+    nb::object fallback;  // (grid, *args); where there is no address
+    nb::object keeps;     // the driver
+    const Driver* driver = nullptr;
+    void *function = nullptr, *context = nullptr;
+    unsigned threads = 0, shared = 0;
+    std::string packed;        // a `Packed` for each argument
+    std::size_t nulls = 0;     // pointers after them that Triton adds for scratch memory that the kernel does not use
+    nb::object stream;         // () -> the current stream's address
+};
+
+struct Grid {
+    std::int64_t x, y, z;
+};
+
+class Launch {
+  public:
+    explicit Launch(const std::vector<std::size_t>& loose) {
+        for (const std::size_t i : loose)
+            if (i < kMostArgs) loose_ |= std::uint64_t{1} << i;
+    }
+
+    std::size_t known() const { return handles_.size(); }
+
+    const Handle* find(const Arg* args, std::size_t count) {
+        if (count > kMostArgs) throw nb::type_error("a kernel takes at most 32 arguments");
+        Key key;
+        key.count = count;
+        for (std::size_t i = 0; i < count; ++i) {
+            const Arg& arg = args[i];
+            key.kinds[i] = arg.kind;
+            switch (arg.kind) {
+                case Kind::tensor: key.words[i] = reinterpret_cast<std::uintptr_t>(arg.type) | ((arg.bits & 15) == 0); break;
+                case Kind::real: key.words[i] = 0; break;
+                default: key.words[i] = (loose_ >> i & 1) != 0 ? 0 : arg.bits;
+            }
+        }
+        if (last_ && last_->first == key) return &last_->second;
+        const auto found = handles_.find(key);
+        if (found == handles_.end()) {
+            asked_ = key;
+            return nullptr;
+        }
+        last_ = &*found;
+        return &found->second;
+    }
+
+    // Enqueue the kernel. stream: the current one; none: it is asked for.
+    void launch(const Grid& grid, const Arg* args, std::size_t count, std::optional<std::uint64_t> stream = {}) {
+        const Handle* handle = find(args, count);
+        if (!handle) {
+            begin(grid, args, count);
+        } else if (handle->fallback.is_valid()) {
+            call(handle->fallback, grid, args, count);
+        } else if (grid.x > 0 && grid.y > 0 && grid.z > 0) {
+            enqueue(*handle, grid, args, count, stream);
+        }
+    }
+
+  private:
+    static nb::object call(nb::handle function, const Grid& grid, const Arg* args, std::size_t count) {
+        nb::list given;
+        given.append(nb::make_tuple(grid.x, grid.y, grid.z));
+        for (std::size_t i = 0; i < count; ++i) {
+            if (args[i].object)
+                given.append(nb::handle(args[i].object));
+            else
+                given.append(static_cast<std::int64_t>(args[i].bits));
+        }
+        return nb::steal(not_null(PyObject_CallObject(function.ptr(), nb::tuple(given).ptr())));
+    }
+
+    // The first launch for a key is Triton's own, which compiles.
+    void begin(const Grid& grid, const Arg* args, std::size_t count) {
+        const Key key = asked_;
+        const nb::object found = call(nb::find(this).attr("first"), grid, args, count);
+        Handle handle;
+        if (nb::isinstance<nb::tuple>(found)) {
+            auto [driver, function, context, threads, shared, packed, nulls, stream] =
+                nb::cast<std::tuple<nb::object, std::uint64_t, std::uint64_t, unsigned, unsigned, nb::bytes, std::size_t, nb::object>>(
+                    found);
+            if (packed.size() != count || count + nulls > kMostArgs) throw nb::type_error("it packs other arguments");
+            handle.driver = nb::cast<const Driver*>(driver);
+            handle.keeps = driver, handle.stream = stream;
+            handle.function = reinterpret_cast<void*>(function), handle.context = reinterpret_cast<void*>(context);
+            handle.threads = threads, handle.shared = shared, handle.nulls = nulls;
+            handle.packed.assign(packed.c_str(), packed.size());
+        } else {
+            handle.fallback = found;
+        }
+        handles_.emplace(key, std::move(handle));  // another thread may have been here
+    }
+
+    static void enqueue(const Handle& handle, const Grid& grid, const Arg* args, std::size_t count,
+                        std::optional<std::uint64_t> stream) {
+        std::uint64_t values[kMostArgs];
+        void* parameters[kMostArgs];
+        std::size_t used = 0;
+        for (std::size_t i = 0; i < count; ++i) {
+            const auto packed = static_cast<Packed>(handle.packed[i]);
+            if (packed == Packed::left_out) continue;
+            values[used] = args[i].bits;  // of four bytes the lower are read
+            if (packed == Packed::float32) {
+                double real;
+                std::memcpy(&real, &args[i].bits, sizeof real);
+                const auto narrow = static_cast<float>(real);
+                std::memcpy(&values[used], &narrow, sizeof narrow);
+            }
+            parameters[used] = &values[used];
+            ++used;
+        }
+        for (std::size_t i = 0; i < handle.nulls; ++i, ++used) values[used] = 0, parameters[used] = &values[used];
+        if (!stream) stream = static_cast<std::uint64_t>(number(handle.stream().ptr()));
+        const auto size = [](std::int64_t value) { return static_cast<unsigned>(value); };
+        const Driver& driver = *handle.driver;
+        const auto launched = [&] {
+            return driver.launch(handle.function, size(grid.x), size(grid.y), size(grid.z), handle.threads, 1, 1, handle.shared,
+                                 reinterpret_cast<void*>(*stream), parameters, nullptr);
+        };
+        int code = launched();
+        if (code == kNoContext && driver.current && driver.current(handle.context) == 0) code = launched();  // a new thread
+        if (code == 0) return;
+        const char* text = nullptr;
+        if (driver.text) driver.text(code, &text);
+        throw std::runtime_error("the GPU's driver refused a kernel: " + std::string(text ? text : "error") + " (" +
+                                 std::to_string(code) + ")");
+    }
+
+    std::uint64_t loose_ = 0;
+    std::unordered_map<Key, Handle, Hash> handles_;
+    const std::pair<const Key, Handle>* last_ = nullptr;
+    Key asked_;
+};
+
+// Buffers are taken in turn. They form sections: one that is left is marked by an event on each stream that read from it,
+// and is entered again only when these are done.
+class Ring {
+  public:
+    Ring(const std::vector<std::uint64_t>& buffers, std::size_t bytes, std::size_t sections, Launch* copy, std::int64_t block,
+         nb::object stream)
+        : copy_(copy), block_(block), stream_(std::move(stream)) {
+        if (buffers.empty() || sections < 1 || (copy && block < 1)) throw std::invalid_argument("a ring has buffers and sections");
+        for (const std::uint64_t at : buffers) buffers_.push_back({reinterpret_cast<char*>(at), bytes});
+        per_ = (buffers.size() + sections - 1) / sections;
+        sections_.resize((buffers.size() + per_ - 1) / per_);
+    }
+
+    // Brings `bytes` bytes, which `fill` writes, to a tensor of `items` items on the device, for later work on this stream.
+    template <typename Fill>
+    void put(const Arg& target, std::size_t items, std::size_t bytes, std::optional<std::uint64_t> stream, Fill&& fill) {
+        if (items == 0) return;
+        if (!stream && copy_) stream = static_cast<std::uint64_t>(number(stream_().ptr()));
+        const std::size_t at = take();
+        Section& section = sections_[at / per_];
+        const Held held(section);
+        if (buffers_[at].size < bytes) {
+            buffers_[at].at = reinterpret_cast<char*>(nb::cast<std::uint64_t>(nb::find(this).attr("grown")(at, bytes)));
+            buffers_[at].size = bytes;
+        }
+        fill(buffers_[at].at);
+        if (!copy_ || std::find(section.streams.begin(), section.streams.end(), *stream) == section.streams.end()) {
+            nb::find(this).attr("read_by_this_stream")(at / per_);
+            if (copy_) section.streams.push_back(*stream);
+        }
+        const nb::handle object(target.object);
+        if (!copy_) {
+            nb::find(this).attr("copied")(at, bytes, object);
+            return;
+        }
+        const auto count = static_cast<std::int64_t>(items);
+        Arg args[] = {{Kind::tensor, reinterpret_cast<std::uintptr_t>(buffers_[at].at), target.type}, target, integer(count)};
+        nb::object source;
+        const Handle* known = copy_->find(args, 3);
+        if (!known || known->fallback.is_valid()) {
+            source = nb::find(this).attr("source")(at, bytes, object);
+            args[0].object = source.ptr();
+        }
+        copy_->launch({(count + block_ - 1) / block_, 1, 1}, args, 3, stream);
+    }
+
+  private:
+    struct Buffer {
+        char* at;
+        std::size_t size;
+    };
+    struct Section {
+        std::size_t held = 0;  // buffers taken whose copy is not enqueued yet
+        std::vector<std::uint64_t> streams;
+    };
+    struct Held {
+        explicit Held(Section& section) : of(section) { ++of.held; }
+        Held(const Held&) = delete;
+        ~Held() { --of.held; }
+        Section& of;
+    };
+
+    static void let_others_run() {
+        nb::gil_scoped_release unlocked;
+        std::this_thread::yield();
+    }
+
+    std::size_t take() {
+        while (turning_) let_others_run();
+        if (next_ % per_ == 0) {
+            const std::size_t entered = next_ / per_, left = (entered + sections_.size() - 1) % sections_.size();
+            turning_ = true;
+            struct Turned {
+                bool& turning;
+                ~Turned() { turning = false; }
+            } turned{turning_};
+            while (sections_[left].held > 0) let_others_run();
+            nb::find(this).attr("turned")(left, entered);
+            sections_[left].streams.clear();
+        }
+        const std::size_t at = next_;
+        next_ = (next_ + 1) % buffers_.size();
+        return at;
+    }
+
+    Launch* copy_;
+    std::int64_t block_;
+    nb::object stream_;
+    std::vector<Buffer> buffers_;
+    std::vector<Section> sections_;
+    std::size_t per_ = 1, next_ = 0;
+    bool turning_ = false;
+};
+
+void put_array(Ring& ring, nb::handle target, nb::handle array) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) nb::raise_python_error();
+    const std::unique_ptr<Py_buffer, void (*)(Py_buffer*)> held(&view, PyBuffer_Release);
+    const auto bytes = static_cast<std::size_t>(view.len);
+    ring.put(tensor(target.ptr()), view.itemsize ? bytes / static_cast<std::size_t>(view.itemsize) : 0, bytes, {},
+             [&](char* to) { std::memcpy(to, view.buf, bytes); });
+}
+
+bool is_contiguous(PyObject* of) { return TIERMOE_CALLED(of, "is_contiguous").ptr() == Py_True; }
+
+nb::object contiguous(nb::handle of) { return is_contiguous(of.ptr()) ? nb::borrow(of) : of.attr("contiguous")(); }
+
+// Copies to one tensor of so many items, a kernel's.
+class CopyTo {
+  public:
+    CopyTo(Launch& copy, std::int64_t block, nb::object target, std::int64_t items)
+        : copy_(copy), target_(std::move(target)), to_(tensor(target_.ptr())), items_(items),
+          blocks_((items + block - 1) / block) {}
+
+    void operator()(nb::handle source) const {
+        const nb::object from = contiguous(source);
+        const Arg args[] = {tensor(from.ptr()), to_, integer(items_)};
+        copy_.launch({blocks_, 1, 1}, args, 3);
+    }
+
+  private:
+    Launch& copy_;
+    nb::object target_;
+    Arg to_;
+    std::int64_t items_, blocks_;
+};
+
+nb::object shape_of(PyObject* of) {
+    nb::object shape = TIERMOE_ATTRIBUTE(of, "shape");
+    if (!PyTuple_Check(shape.ptr())) throw nb::type_error("a tensor's shape is a tuple");
+    return shape;
+}
+
+bool is_shape(PyObject* shape, std::int64_t rows, std::int64_t columns) {
+    return PyTuple_GET_SIZE(shape) == 2 && number(PyTuple_GET_ITEM(shape, 0)) == rows &&
+           number(PyTuple_GET_ITEM(shape, 1)) == columns;
+}
+
+std::string text_of(nb::handle value) { return nb::str(value).c_str(); }
+
+std::string text_of_shape(nb::handle shape) { return text_of(nb::steal(PySequence_Tuple(shape.ptr()))); }
+
+struct Group {
+    std::int64_t start, stop, first, neurons, add;
+};
+
+std::vector<Group> groups_of(nb::handle given) {
+    const nb::object fast = nb::steal(not_null(PySequence_Fast(given.ptr(), "groups are a sequence")));
+    std::vector<Group> groups(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr())));
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+        PyObject* one = PySequence_Fast_GET_ITEM(fast.ptr(), static_cast<Py_ssize_t>(i));
+        if (!PyTuple_Check(one) || PyTuple_GET_SIZE(one) != 5)
+            throw nb::type_error("each group is a tuple (start, stop, first, neurons, add)");
+        const auto item = [one](Py_ssize_t n) { return number(PyTuple_GET_ITEM(one, n)); };
+        groups[i] = {item(0), item(1), item(2), item(3), item(4)};
+    }
+    return groups;
+}
+
+// Experts of up to so many rows: rows of a tile, and the launches with their blocks' columns.
+struct RowClass {
+    std::int64_t most, tile;
+    Launch *up, *down;
+    std::int64_t up_columns, down_columns;
+};
+
+struct Sizes {  // of the pool: neurons of all slots, and of one; H; items between rows of activations, and what divides them
+    std::int64_t pool, slot, width, stride, padded;
+};
+
+struct Tiles {
+    struct Phase {
+        std::size_t row_class;
+        std::int64_t phase;
+        std::vector<std::int32_t> rows;  // of the table
+    };
+    std::vector<Phase> phases;  // by class, then phase
+    std::vector<std::int64_t> widest;
+    std::int64_t rows = 0, numbers = 0;  // of activations; of the table
+};
+
+// The table of tiles. Segments of one expert are in different phases, the added one in the later.
+Tiles tiles_of(const std::vector<Group>& groups, std::int64_t pairs, const Sizes& sizes, const std::vector<RowClass>& classes) {
+    Tiles tiles;
+    tiles.widest.assign(classes.size(), -1);
+    std::vector<std::int32_t> seen(static_cast<std::size_t>(pairs) + 1);
+    for (const auto& [start, stop, first, neurons, add] : groups) {
+        if (!(0 <= start && start <= stop && stop <= pairs && 0 <= neurons && neurons <= sizes.slot))
+            throw std::invalid_argument("group " + text_of(nb::make_tuple(start, stop, first, neurons)) +
+                                        " has more pairs or neurons than there are");
+        if (first < 0 || first > sizes.pool - neurons)
+            throw std::invalid_argument("neurons " + std::to_string(first) + " to " + std::to_string(first + neurons) +
+                                        " are out of range 0 to " + std::to_string(sizes.pool));
+        if (start == stop) continue;
+        std::size_t row_class = 0;
+        while (classes[row_class].most < stop - start) ++row_class;
+        const std::int64_t phase = seen[static_cast<std::size_t>(start)]++;
+        auto part = tiles.phases.begin();
+        while (part != tiles.phases.end() && std::pair(part->row_class, part->phase) < std::pair(row_class, phase)) ++part;
+        if (part == tiles.phases.end() || part->row_class != row_class || part->phase != phase)
+            part = tiles.phases.insert(part, {row_class, phase, {}});
+        tiles.widest[row_class] = std::max(tiles.widest[row_class], neurons);
+        const std::int64_t size = classes[row_class].tile;
+        for (std::int64_t begin = start; begin < stop; begin += size)
+            for (const std::int64_t value : {begin, std::min(size, stop - begin), first, neurons, tiles.rows + begin - start,
+                                             std::int64_t{add != 0}, std::int64_t{0}, std::int64_t{0}})
+                part->rows.push_back(static_cast<std::int32_t>(value));
+        tiles.rows += stop - start;
+    }
+    for (const auto& part : tiles.phases) tiles.numbers += static_cast<std::int64_t>(part.rows.size());
+    return tiles;
+}
+
+class Experts {
+  public:
+    using Class = std::tuple<std::int64_t, std::int64_t, Launch*, std::int64_t, Launch*, std::int64_t>;
+
+    Experts(nb::object gate_up, nb::object down, const std::vector<Class>& classes,
+            const std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>& sizes, nb::object tables,
+            nb::object scratch, std::int64_t kept, nb::object stream, nb::tuple dtypes, nb::object int64)
+        : gate_up_(std::move(gate_up)), down_(std::move(down)), tables_(std::move(tables)), scratch_(std::move(scratch)),
+          stream_(std::move(stream)), up_(tensor(gate_up_.ptr())), low_(tensor(down_.ptr())), kept_rows_(kept),
+          int64_(int64.ptr()) {
+        for (const auto& [most, tile, up, up_columns, down_launch, down_columns] : classes) {
+            if (tile < 1 || up_columns < 1 || down_columns < 1) throw std::invalid_argument("a block has rows and columns");
+            classes_.push_back({most, tile, up, down_launch, up_columns, down_columns});
+        }
+        if (classes_.empty()) throw std::invalid_argument("there are no classes of rows");
+        classes_.back().most = std::numeric_limits<std::int64_t>::max();
+        std::tie(sizes_.pool, sizes_.slot, sizes_.width, sizes_.stride, sizes_.padded) = sizes;
+        if (sizes_.padded < 1) throw std::invalid_argument("rows of activations are padded to a size");
+        if (nb::isinstance<Ring>(tables_)) ring_ = nb::cast<Ring*>(tables_);
+        for (const nb::handle one : dtypes) dtypes_.push_back(one.ptr());
+    }
+
+    // False: not run, since hidden or y has another dtype than the slots.
+    bool run(nb::handle hidden, nb::handle pairs, nb::handle groups, std::int64_t top_k, nb::handle y) {
+        const std::int64_t width = sizes_.width;
+        const Seen order_seen = seen(order_, pairs), out_seen = seen(out_, y);
+        Arg x = tensor(hidden.ptr());
+        const Arg &order = order_seen.arg, &out = out_seen.arg, &up = up_, &low = low_;
+        if (x.type != up.type || out.type != up.type) return false;
+        refuse(hidden, order_seen, top_k, out_seen);
+        const Tiles tiles = tiles_of(groups_of(groups), order_seen.items, sizes_, classes_);
+        if (tiles.phases.empty()) return true;
+        nb::object rows = nb::borrow(hidden);
+        if (!is_contiguous(hidden.ptr())) rows = contiguous(hidden), x = tensor(rows.ptr());
+        const auto stream = static_cast<std::uint64_t>(number(stream_().ptr()));
+        const Scratch scratch = scratch_for(tiles, stream);
+        nb::object plain;
+        const Arg table = put(tiles, scratch, stream, plain), activations = scratch.activations;
+        const Arg h = integer(width), stride = integer(sizes_.stride);
+        std::int64_t first = 0;
+        for (auto part = tiles.phases.begin(); part != tiles.phases.end();) {
+            const RowClass& c = classes_[part->row_class];
+            auto end = part;
+            std::int64_t all = 0;
+            for (; end != tiles.phases.end() && end->row_class == part->row_class; ++end) all += tiles_in(*end);
+            const std::int64_t columns = divided(tiles.widest[part->row_class], sizes_.padded) * sizes_.padded / c.up_columns;
+            const Arg of_up[] = {x, order, up, activations, table, integer(first), integer(top_k), h, stride};
+            c.up->launch({all, columns, 1}, of_up, 9, stream);
+            for (; part != end; ++part) {
+                const Arg of_down[] = {activations, order, low, out, table, integer(first), h, stride};
+                c.down->launch({tiles_in(*part), divided(width, c.down_columns), 1}, of_down, 8, stream);
+                first += tiles_in(*part);
+            }
+        }
+        return true;
+    }
+
+    // The weighted sums [T, H]; none: of another dtype than the kernels'.
+    nb::object combine(Launch& launch, std::int64_t block, nb::handle y, nb::handle weights) {
+        const nb::object shape = shape_of(weights.ptr());
+        if (PyTuple_GET_SIZE(shape.ptr()) != 2) throw std::invalid_argument("weights are [T, K]");
+        const std::int64_t tokens = number(PyTuple_GET_ITEM(shape.ptr(), 0)), top_k = number(PyTuple_GET_ITEM(shape.ptr(), 1));
+        const Seen rows = seen(out_, y);
+        if (!is_shape(rows.shape.ptr(), tokens * top_k, sizes_.width))
+            throw std::invalid_argument("y is " + text_of_shape(rows.shape) + " for " + std::to_string(tokens) + " tokens, top-" +
+                                        std::to_string(top_k) + " and width " + std::to_string(sizes_.width));
+        Arg shares_arg = tensor(weights.ptr());
+        for (const void* type : {rows.arg.type, shares_arg.type})
+            if (std::find(dtypes_.begin(), dtypes_.end(), type) == dtypes_.end()) return nb::none();
+        const nb::object sums = rows.contiguous ? nb::borrow(y) : contiguous(y);
+        const Arg of_sums = rows.contiguous ? rows.arg : tensor(sums.ptr());
+        nb::object shares = nb::borrow(weights);
+        if (!is_contiguous(weights.ptr())) shares = contiguous(weights), shares_arg = tensor(shares.ptr());
+        nb::object out = fresh(tokens, y, rows.arg.type);
+        if (tokens > 0) {
+            const Arg args[] = {of_sums, shares_arg, tensor(out.ptr()), integer(top_k), integer(sizes_.width)};
+            launch.launch({tokens, divided(sizes_.width, block), 1}, args, 5,
+                          static_cast<std::uint64_t>(number(stream_().ptr())));
+        }
+        return out;
+    }
+
+  private:
+    struct Scratch {  // of one stream, whose launches follow each other
+        nb::object held;
+        Arg activations, table;
+    };
+    // What a tensor says of itself. Of decode's the last is remembered: layers get the same order of pairs and rows of y.
+    struct Seen {
+        nb::object object, shape;
+        Arg arg;
+        std::int64_t items;
+        bool contiguous;
+    };
+
+    Seen seen(std::optional<Seen>& last, nb::handle of) const {
+        if (last && last->object.is(of)) return *last;
+        Seen found{nb::borrow(of), shape_of(of.ptr()), tensor(of.ptr()), 1, is_contiguous(of.ptr())};
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(found.shape.ptr()); ++i)
+            found.items *= number(PyTuple_GET_ITEM(found.shape.ptr(), i));
+        if (found.items <= kept_rows_ * sizes_.width) last = found;
+        return found;
+    }
+
+    // [tokens, H] of y's type. `empty_like` takes half of what `new_empty` does.
+    nb::object fresh(std::int64_t tokens, nb::handle y, const void* type) {
+        const auto key = std::pair(tokens, type);
+        const auto like = likes_.find(key);
+        if (like == likes_.end()) {
+            nb::object made = y.attr("new_empty")(nb::make_tuple(tokens, sizes_.width));
+            if (tokens <= kept_rows_) likes_[key] = made;
+            return made;
+        }
+        if (!empty_like_.is_valid()) empty_like_ = nb::module_::import_("torch").attr("empty_like");
+        return nb::steal(not_null(PyObject_CallOneArg(empty_like_.ptr(), like->second.ptr())));
+    }
+
+    static std::int64_t divided(std::int64_t count, std::int64_t size) { return (count + size - 1) / size; }
+    static std::int64_t tiles_in(const Tiles::Phase& part) { return static_cast<std::int64_t>(part.rows.size()) / kColumns; }
+
+    void refuse(nb::handle hidden, const Seen& pairs, std::int64_t top_k, const Seen& y) const {
+        const std::int64_t width = sizes_.width, count = pairs.items;
+        const nb::object of_hidden = shape_of(hidden.ptr());
+        if (top_k < 1 || !is_shape(of_hidden.ptr(), count / top_k, width))
+            throw std::invalid_argument("hidden is " + text_of_shape(of_hidden) + " for " + std::to_string(count) + " pairs, top-" +
+                                        std::to_string(top_k) + " and width " + std::to_string(width));
+        if (pairs.arg.type != int64_ || !pairs.contiguous)
+            throw std::invalid_argument("pairs must be contiguous int64, not " + text_of(pairs.object.attr("dtype")) +
+                                        " with strides " + text_of(pairs.object.attr("stride")()));
+        if (!y.contiguous || !is_shape(y.shape.ptr(), count, width))
+            throw std::invalid_argument("y must be contiguous [" + std::to_string(count) + ", " + std::to_string(width) + "], not " +
+                                        text_of_shape(y.shape));
+        if (count > std::numeric_limits<std::int32_t>::max()) throw std::invalid_argument("there are more pairs than int32 counts");
+    }
+
+    Scratch scratch_for(const Tiles& tiles, std::uint64_t stream) {
+        const std::int64_t kept = kept_rows_ * kColumns;
+        const bool keeps = tiles.rows <= kept_rows_ && tiles.numbers <= kept;
+        if (keeps)
+            if (const auto found = kept_.find(stream); found != kept_.end()) return found->second;
+        const nb::object made = keeps ? scratch_(kept_rows_, kept) : scratch_(tiles.rows, tiles.numbers);
+        const nb::object activations = made[0], table = made[1];
+        const Scratch scratch{made, tensor(activations.ptr()), tensor(table.ptr())};
+        if (keeps) kept_[stream] = scratch;
+        return scratch;
+    }
+
+    // The table on the device; plain: what holds it where there is no ring.
+    Arg put(const Tiles& tiles, const Scratch& scratch, std::uint64_t stream, nb::object& plain) {
+        if (!ring_) {
+            nb::list numbers;
+            for (const auto& part : tiles.phases)
+                for (const std::int32_t value : part.rows) numbers.append(value);
+            plain = tables_.attr("put")(numbers);
+            return tensor(plain.ptr());
+        }
+        const auto items = static_cast<std::size_t>(tiles.numbers);
+        ring_->put(scratch.table, items, items * sizeof(std::int32_t), stream, [&](char* to) {
+            for (const auto& part : tiles.phases) {
+                std::memcpy(to, part.rows.data(), part.rows.size() * sizeof(std::int32_t));
+                to += part.rows.size() * sizeof(std::int32_t);
+            }
+        });
+        return scratch.table;
+    }
+
+    nb::object gate_up_, down_, tables_, scratch_, stream_;
+    Arg up_, low_;  // of these, which never move
+    std::optional<Seen> order_, out_;
+    Ring* ring_ = nullptr;
+    std::vector<RowClass> classes_;
+    std::vector<const void*> dtypes_;
+    Sizes sizes_{};
+    std::int64_t kept_rows_;
+    const void* int64_;
+    std::map<std::uint64_t, Scratch> kept_;
+    nb::object empty_like_;
+    std::map<std::pair<std::int64_t, const void*>, nb::object> likes_;  // results of these shapes, for their shape
+};
+
+}  // namespace
+}  // namespace tiermoe::launch
+
+NB_MODULE(_launch, m) {
+    using namespace tiermoe::launch;
+    m.doc() = "Launches of compiled Triton kernels from native code (kernels/triton/launch.cpp).";
+    nb::set_leak_warnings(false);  // at the interpreter's end kernels may still be there
+    m.def("nothing", [] { return reinterpret_cast<std::uint64_t>(&launch_nothing); },
+          "The address of a function in the place of a driver's that launches nothing but copies.");
+    nb::class_<Driver>(m, "Driver")
+        .def("__init__", [](Driver* made, std::uint64_t launch, std::uint64_t text, std::uint64_t current) {
+            if (!launch) throw std::invalid_argument("a driver launches");
+            new (made) Driver{reinterpret_cast<LaunchKernel>(launch), reinterpret_cast<ErrorText>(text),
+                              reinterpret_cast<SetContext>(current)};
+        }, "launch"_a, "text"_a = 0, "current"_a = 0);
+    nb::class_<Launch>(m, "Launch")
+        .def(nb::init<const std::vector<std::size_t>&>(), "loose"_a)
+        .def_prop_ro("known", &Launch::known)
+        .def("__call__", [](Launch& launch, const std::tuple<std::int64_t, std::int64_t, std::int64_t>& grid, nb::args given) {
+            Arg args[kMostArgs];
+            const std::size_t count = given.size();
+            if (count > kMostArgs) throw nb::type_error("a kernel takes at most 32 arguments");
+            for (std::size_t i = 0; i < count; ++i) args[i] = argument(PyTuple_GET_ITEM(given.ptr(), static_cast<Py_ssize_t>(i)));
+            launch.launch({std::get<0>(grid), std::get<1>(grid), std::get<2>(grid)}, args, count);
+        });
+    nb::class_<Ring>(m, "Ring")
+        .def(nb::init<const std::vector<std::uint64_t>&, std::size_t, std::size_t, Launch*, std::int64_t, nb::object>(), "buffers"_a,
+             "nbytes"_a, "sections"_a, "copy"_a.none(), "block"_a, "stream"_a.none(), nb::keep_alive<1, 5>())
+        .def("write", put_array, "target"_a, "array"_a);
+    nb::class_<CopyTo>(m, "CopyTo")
+        .def(nb::init<Launch&, std::int64_t, nb::object, std::int64_t>(), "launch"_a, "block"_a, "target"_a, "items"_a,
+             nb::keep_alive<1, 2>())
+        .def("__call__", &CopyTo::operator(), "source"_a);
+    nb::class_<Experts>(m, "Experts")
+        .def(nb::init<nb::object, nb::object, const std::vector<Experts::Class>&,
+                      const std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>&, nb::object, nb::object,
+                      std::int64_t, nb::object, nb::tuple, nb::object>(),
+             "gate_up"_a, "down"_a, "classes"_a, "sizes"_a, "tables"_a, "scratch"_a, "kept"_a, "stream"_a, "dtypes"_a, "int64"_a,
+             nb::keep_alive<1, 4>())
+        .def("run", &Experts::run, "hidden"_a, "pairs"_a, "groups"_a, "top_k"_a, "y"_a)
+        .def("combine", &Experts::combine, "launch"_a, "block"_a, "y"_a, "weights"_a);
+}

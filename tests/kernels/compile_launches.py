@@ -1,0 +1,54 @@
+"""Compiles kernels for a GPU that need not be there; prints how the driver has to launch them, as JSON by name.
+
+Each: threads, how arguments are packed, and pointers to scratch memory behind them (`launch.address_of`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tiermoe.kernels.triton import expert_ffn, resolve, tables
+from tiermoe.kernels.triton.expert_ffn import PAD
+from tiermoe.kernels.triton.launch import address_of
+
+
+def found(
+    kernel: Any, kinds: str, constants: dict[str, Any], warps: int = 4, compiled_in: dict[str, int] | None = None
+) -> list[Any]:
+    """kinds: of the arguments, in order. compiled_in: integers that Triton makes constants."""
+    names, fixed = kernel.arg_names, constants | (compiled_in or {})
+    given = dict(zip(names, kinds.split(), strict=False))
+    source = ASTSource(
+        fn=kernel, signature={name: "constexpr" if name in fixed else given[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in fixed.items()}, attrs={},
+    )  # fmt: skip
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 3})
+    address = address_of(compiled, len(names) - len(constants))
+    assert address is not None, kernel.__name__
+    return [address.threads, list(address.packed), address.nulls]
+
+
+def main() -> None:
+    x, blocks = "*bf16", {"M": 16, "N": 32, "K": 64, "EVEN": True, "WIDEN": False}
+    print(json.dumps({
+        "_copy": found(tables._copy, "*i32 *i32 i32", {"BLOCK": 1024}),
+        "_copy of one": found(tables._copy, "*i32 *i32 i32", {"BLOCK": 1024}, 4, {"count": 1}),
+        "_gate_up": found(
+            expert_ffn._gate_up, f"{x} *i64 {x} {x} *i32 i32 i32 i32 i32", {"ACTIVATION": 0, **blocks, "PADDED": PAD}
+        ),
+        "_down": found(expert_ffn._down, f"{x} *i64 {x} {x} *i32 i32 i32 i32", blocks),
+        "_combine": found(expert_ffn._combine, f"{x} *fp32 {x} i32 i32", {"MOST": 8, "BLOCK": 1024}),
+        "_resolve": found(
+            resolve._resolve, "*i64 *fp32 *i32 *i64 *i64 *i64 *i64 *i64 *fp32 i32 i32 i32 i32 i32 i64 i64 i64 i64",
+            {"PAIRS": 128, "WIDTH": 128, "HEAD": resolve.RING_HEAD}, 1,
+        ),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
