@@ -148,6 +148,7 @@ class Planner {
         forget_pool(layer);
         released_ = 0;
         judged_ = false;
+        plans_ += decode;
         int hits = 0, flying = 0, missing = 0, away = 0;
         double here_s = 0.0;  // of all hits on the GPU
         for (int i = 0; i < n; ++i) {
@@ -496,13 +497,14 @@ class Planner {
     bool tries(int i, bool used, double loss, double took_s) {
         Tries& of = tries_[i];
         of.may_s = std::min(of.may_s + kTries * took_s / (1 << of.rarer), kUnused * took_s);
-        if (trying_ == i) faster_ |= used;
+        if (trying_ >= 0 && trying_ != i && plans_ - asked_plan_ > kUnused) trying_ = -1;  // its source is gone
+        if (trying_ == i) faster_ |= used, asked_plan_ = plans_;
         if (trying_ == i && tried_ >= (faster_ ? kBurst : kFirst[i])) {
             trying_ = -1;
             of.rarer = faster_ ? 0 : std::min(kRarest, of.rarer + 1);
         }
         of.unused = used ? 0 : of.unused + 1;
-        if (trying_ < 0 && of.unused >= kUnused << of.rarer && loss <= of.may_s) trying_ = i, tried_ = 0, faster_ = false;
+        if (trying_ < 0 && of.unused >= kUnused << of.rarer && loss <= of.may_s) trying_ = i, tried_ = 0, faster_ = false, asked_plan_ = plans_;
         if (trying_ != i) return false;
         ++tried_;
         of.unused = 0;
@@ -917,6 +919,7 @@ class Planner {
     struct Tries { double may_s = 0.0; int unused = 0, rarer = 0; };  // may_s: what tries may still cost
     Tries tries_[3];                      // of link, near data, owners
     int trying_ = -1, tried_ = 0;         // the source that is tried, and for how many layers by now
+    std::int64_t plans_ = 0, asked_plan_ = 0;  // layers of decodes, and the last one that could go on with the try
     bool judged_ = false, faster_ = false;  // the last plan is a try's; the try had a layer that ended sooner than expected
     double loss_s_ = 0.0;                 // what the last layer of a try was expected to lose
     double owner_ = 1.0;                  // seconds of a message to other GPUs and of their experts, over those expected

@@ -253,6 +253,20 @@ def test_owners_are_tried_again_where_all_their_experts_go_near_data() -> None:
     assert tries * 8.2 <= 0.01 * 2000 * 4.0 + 16 * 8.2  # the first one's later end, and one burst
 
 
+def test_a_try_that_no_layer_goes_on_with_blocks_no_other() -> None:
+    """Before, the link was not tried again once another GPU was lost in the middle of its try, nor that GPU once all
+    misses of this one had become hits in a try of the link."""
+    without = Without.FUTURE | Without.BACKGROUND
+    gpu_gone = _slow_owners(auto(without=without))
+    while _owners(gpu_gone, [1])[0] != [OWNER]:
+        pass
+    assert any(LOAD in planned(gpu_gone, [0, 1]) for _ in range(600))
+    no_misses = _slow_owners(auto(replace(COSTS, copy_s=50.0), without=without))
+    while LOAD not in planned(no_misses, [0, 1]):
+        pass
+    assert any(_owners(no_misses, [1])[0] == [OWNER] for _ in range(600))
+
+
 def test_a_prompt_loads_what_it_will_keep_and_learns_nothing() -> None:
     """60 uses of expert 5 in 64 tokens: its load ends the layer later and pays in the request; one of 7 does not."""
     costs = replace(COSTS, copy_s=30.0)
