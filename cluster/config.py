@@ -189,8 +189,9 @@ class RunConfig(EngineOptions):
     )
     budget: str | StrictFloat | StrictInt | None = Field(
         default=None,
-        description="expert memory of each GPU: a share such as 25%, a size such as 512MiB, or auto: what "
-        "is left; default: auto on a GPU of this machine, else 25%",
+        description="expert memory of each GPU: a share of the experts such as 25%, a size such as 512MiB, or auto: "
+        "its free memory less dense weights, KV cache, activations and a margin; default: auto on a GPU of this "
+        "machine, else 25%",
         json_schema_extra=in_panel("Memory", "share or bytes"),
     )
     threads: int | None = Field(

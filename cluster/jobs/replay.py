@@ -72,7 +72,9 @@ def replay_command(
     predictors: Annotated[
         Path | None, typer.Option(help="Predictors of prefetch stride; default: trained on --learn.")
     ] = None,
-    budget: Annotated[str, typer.Option(help="Expert memory: 0.25, 25%, 512MiB.")] = "0.25",
+    budget: Annotated[
+        str, typer.Option(help="Expert memory: a share of the experts such as 25%, or a size such as 512MiB.")
+    ] = "0.25",
     link_gbps: Annotated[
         float | None, typer.Option(help="Link in 1e9 bytes/s; default: the machine's, else 16.")
     ] = None,

@@ -77,7 +77,9 @@ def record_command(
         int | None, typer.Option(help="Tokens to prefill; default: half the text; with --sample, all.")
     ] = None,
     distances: Annotated[int, typer.Option(help="Layers ahead to record next-gate predictions for.")] = 4,
-    budget: Annotated[str, typer.Option(help="Expert memory while recording.")] = "1.0",
+    budget: Annotated[
+        str, typer.Option(help="Expert memory while recording: as of run; 1.0: every expert stays loaded.")
+    ] = "1.0",
     sample: Annotated[
         float | None, typer.Option(help="Decode tokens sampled at this temperature, 0.8 or more, instead of the text.")
     ] = None,
