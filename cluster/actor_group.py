@@ -2,6 +2,8 @@
 
     directory -> stores, shards, NDP workers -> matcher -> the lead with its node's store -> all ready -> lead.start
 
+On one machine the lead's process is the first, since its libraries take longest.
+
 The actor classes are plain classes. Ray restarts them if they die, and they register again; the lead also has to
 be started (`supervision.py`). What Ray passes to a constructor again may not hold references, so workers get links
 (names in the directory), not handles.
@@ -101,18 +103,21 @@ class ActorGroup:
             TierMoeError, RayError: what an actor refused or died of. DeploymentEnded: see `Placement`.
         """
         topology = self._topology
-        for planned in topology.having("directory"):
+        if topology.having("directory"):
             name = f"{self.name}/{ENDPOINTS}"  # another deployment in the same cluster has its own
-            self._start(planned, EndpointDirectory)
             self.directory = Endpoints(name, LOOPBACK if self._local else None, self._tls)
         self._step("starting the store and its peers")
+        # Ray starts as many processes at a time as there are cores, in this order. The lead waits for the others, and
+        # its libraries take longer than they do.
+        early = self._local and self._worker_class is None
+        if early:
+            lead = self._start_lead([ExpertStore(self._store_path, "stamp").describe()])
+            lead.warm.remote()
+        for planned in topology.having("directory"):
+            self._start(planned, EndpointDirectory)
         views = [self._start_store(planned).describe.remote() for planned in topology.having("store")]
         peers = [*map(self._start_shard, topology.having("shard")), *map(self.start_ndp, topology.having("ndp"))]
         ready = [peer.health.remote() for peer in peers]
-        early = self._local and self._worker_class is None
-        if early:  # its process and its libraries take longer than the store's check of the files, which it waits for
-            lead = self._start_lead([ExpertStore(self._store_path, "stamp").describe()])
-            lead.warm.remote()
         self._wait(views, left)
         found = ray.get(views, timeout=left())
         ready += [self._start_matcher(planned, found[0]).health.remote() for planned in topology.having("matcher")]

@@ -1,19 +1,23 @@
-"""What a start says about the seconds left, and the server about what it waits for."""
+"""What a start says about the seconds left, and the server about what it waits for; what starts first."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
 from fake_api import FakeBackend, ask
 from rich.console import Console
 
-from tiermoe.cluster.config import RunConfig
+from tiermoe.cluster import actor_group
+from tiermoe.cluster.actor_group import ActorGroup
+from tiermoe.cluster.config import RunConfig, engine_settings
 from tiermoe.cluster.report import steps as module
 from tiermoe.cluster.report.steps import LastStart, Steps, left_s
+from tiermoe.cluster.topology.spec import PlannedActor, Role, Topology
 
 BEFORE = {"starting Ray": 4.0, "loading weights": 10.0, "probing": 1.0}
 
@@ -109,3 +113,26 @@ def test_ready_says_what_it_waits_for(plan: dict[str, Any], health: dict[str, An
         return response.status_code, response.json()["reason"], response.headers["retry-after"]
 
     assert ask(backend, call) == (503, reason, after)
+
+
+def test_the_lead_is_the_first_process_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray starts as many processes at a time as there are cores. Before, the lead's libraries, which take longest, were
+    read 2 s later where there was an NDP worker, whose directory and store came first."""
+    made: list[str] = []
+
+    def make(planned: PlannedActor, plain: type, *args: Any, **named: Any) -> Any:
+        made.append(plain.__name__)
+        return MagicMock()
+
+    def planned(role: Role, *layers: int) -> PlannedActor:
+        return PlannedActor(role, role, 0, "here", {}, layers=layers)
+
+    topology = Topology((planned("directory"), planned("store", 0), planned("ndp"), planned("lead", 0)), (), ())
+    monkeypatch.setattr(actor_group, "ExpertStore", MagicMock())
+    monkeypatch.setattr(actor_group, "ray", MagicMock())
+    settings, placement = engine_settings(RunConfig(policy="auto")), MagicMock(make=make)
+    group = ActorGroup("abcdef", topology, placement, settings, "store", True, top_k=2)
+    monkeypatch.setattr(group, "_wait", lambda *args: None)
+    group.start(lambda: 1.0)
+    assert made == ["GpuWorker", "EndpointDirectory", "StoreWorker", "NdpWorker"]
+    assert group.directory is not None
