@@ -137,8 +137,9 @@ class Rig:
         self.cache.begin_forward(all(decode for *_, decode in rows))
         self.placer.begin_forward(found)
 
-    def layer(self, layer: int, *ids: Sequence[int], answer_s: float = 0.0) -> Any:
-        """A layer's turn, as `MoeLayer` takes it; ids: of each row. answer_s: of an NDP worker's kernels."""
+    def layer(self, layer: int, *ids: Sequence[int], answer_s: float = 0.0, waited_s: float = 0.001) -> Any:
+        """A layer's turn, as `MoeLayer` takes it; ids: of each row. answer_s: of an NDP worker's kernels; waited_s: for
+        its answer."""
         cache, placer = self.cache, self.placer
         picked = np.array(ids, np.int64)
         routing, view = Routing.of(picked, torch.device("cpu")), SimpleNamespace(ids=picked)
@@ -153,7 +154,7 @@ class Rig:
             pass
         if answer_s:
             answer = SimpleNamespace(measured_s=answer_s, modelled_s=0.0)
-            self.stats.layers[layer].count_answer("ndp", 0.001, 1, 1, answer)  # type: ignore[arg-type]
+            self.stats.layers[layer].count_answer("ndp", waited_s, 1, 1, answer)  # type: ignore[arg-type]
         cache.close_pass()
         placer.ran(layer)
         cache.check_integrity()
@@ -318,6 +319,45 @@ def test_costs_are_corrected_by_what_was_measured_apart(rig: Rig) -> None:
     rig.begin(("a", 1, True))
     assert rig.stats.planner is not None
     assert rig.stats.planner.error == 0.25
+
+
+def test_a_layer_of_a_local_forward_that_comes_to_the_page_loads_every_miss(rig: Rig) -> None:
+    """Native code leaves layers with many rows of an expert to the page. Before, a local prompt was planned there, so
+    that the two ways were compared with themselves, and prompts of small experts waited for near data."""
+    rig.planner.actions = {1: Action.NEAR_DATA}
+    for local in (False, True):
+        rig.begin(("a", 4, False))
+        rig.placer.local = local
+        plan = rig.layer(0, *[[0, 1]] * 4)
+        assert [remote.key for remote in plan.remote] == ([] if local else [1])
+        assert len(rig.told("plan")) == 1
+        rig.cache.flush()
+
+
+def test_a_local_prompts_misses_find_slots_side_by_side(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a layer had its share of two slots: of four misses each waited for the one before it, and ran alone."""
+    rig.begin(("a", 1, True))
+    for layer in range(LAYERS):
+        rig.layer(layer, [0, 1])
+    kept, plan = list[frozenset[int]](), rig.cache.plan
+    monkeypatch.setattr(rig.cache, "plan", lambda needed, keep: kept.append(keep) or plan(needed, keep))
+    rig.planner.worths[:] = [[9.0] * EXPERTS, [1.0, 4.0, 0.0, 0.0], [2.0, 3.0, 0.0, 0.0]]
+    for local in (False, True):
+        rig.begin(("b", 4, False))
+        rig.placer.local = local
+        rig.layer(0, [0, 1], [2, 3], [0, 1], [2, 3])
+    assert kept == [{4, 5, 8, 9}, {5, 9}]  # of layers 1 and 2, then those of greater worth
+
+
+def test_a_layer_that_ends_with_its_experts_here_says_nothing_of_a_message(rig: Rig) -> None:
+    """Before, taking an answer that had come was a wait of a microsecond, and so the layer's time was the message's."""
+    rig.planner.costs = replace(COSTS, message_s=1e-9)
+    rig.planner.actions = {1: Action.NEAR_DATA}
+    rig.begin(("a", 1, True))
+    rig.layer(0, [0, 1], answer_s=1e-9, waited_s=1e-9)
+    assert Part.MESSAGE not in [part for part, *_ in rig.told("saw")]
+    rig.layer(1, [0, 1], answer_s=1e-9, waited_s=1.0)
+    assert Part.MESSAGE in [part for part, *_ in rig.told("saw")]
 
 
 def test_a_layers_dense_part_is_learned_by_the_planner_that_heard_the_prompt(rig: Rig) -> None:

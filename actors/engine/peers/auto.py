@@ -150,14 +150,16 @@ class AutoPlacer(PeerPlacer):
     planner names.
 
     Native code runs a layer in a fraction of this page's time, but it only loads. So a forward is planned here, or it
-    is `local`: native code loads every miss, residents of least worth leave, and the policy's prefetch runs. Without a
-    living NDP worker all forwards are local, else `Faster` says which. Both give the same tokens. Of local forwards the
-    planner hears what was used; in those with a prompt native code counts its experts.
+    is `local`: every miss is loaded, by native code or on this page (an expert of many rows), residents of least worth
+    leave, and the policy's prefetch runs. Without a living NDP worker all forwards are local, else `Faster` says which.
+    Both give the same tokens. Of local forwards the planner hears what was used; in those with a prompt native code
+    counts its experts.
 
     Costs are corrected by what was measured apart: each copy by the link's times of it, near-data work by the workers'
-    kernels, a message by the time from the plan to its answer without those, an expert here by the rest of the layer,
-    which is at most that. The whole time of a layer says what the parts do not (`Auto.took`). All of decodes; copies
-    on a GPU's stream have no times on the host, so there the layers alone say what a copy costs beyond its start value.
+    kernels, a message by the time from the plan to its answer without those where the layer waited for it, an expert
+    here by the rest of the layer, which is at most that. The whole time of a layer says what the parts do not
+    (`Auto.took`). All of decodes; copies on a GPU's stream have no times on the host, so there the layers alone say
+    what a copy costs beyond its start value.
 
     Args:
         pool: the NDP workers; None: there are none.
@@ -329,6 +331,8 @@ class AutoPlacer(PeerPlacer):
         prompts = announced and self._prompt is not None
         keep, self._spared = self._begin_prompt(layer, view) if prompts else frozenset[int](), None
         self._wanted, self._pass = (), None
+        if self.local:  # native code leaves layers with many rows of an expert to this page
+            return self._split(needed, (), self._all_at_once(planner, needed, keep))
         self._look()
         if prompts and self._order is not None:
             self._spared = keep.union(range(base, min(base + 2 * self._experts, len(self._seen))))
@@ -445,8 +449,8 @@ class AutoPlacer(PeerPlacer):
             part = Part.NEAR_MIXED if found.loaded or self._arrivals else Part.NEAR
             planner.saw(part, found.near_s, kernel_s)
             message_s = seen_s - kernel_s
-            last = near_wait_s > (_WAITED * message_s if found.owner_s else 0.0)
-            if last or message_s < planner.costs.message_s:  # the layer ended with the answer, or later
+            # taking an answer that has come is a short wait, too: then the layer's time is that of its experts here
+            if near_wait_s > _WAITED * message_s or message_s < planner.costs.message_s:
                 planner.saw(Part.MESSAGE, planner.costs.message_s, message_s)
         elif not found.near and found.here:
             here_s = (seen_s - copy_wait_s) / found.here
@@ -460,6 +464,19 @@ class AutoPlacer(PeerPlacer):
                 picked = view.ids[s.start : s.stop].ravel()
                 self._counting[s.name][layer] += np.bincount(picked, minlength=self._experts)
         return frozenset() if self._order is None else self._order.settled()
+
+    def _all_at_once(self, planner: Planner, needed: Sequence[int], keep: frozenset[int]) -> frozenset[int]:
+        """Less residents that are kept, those of least worth, so that the layer's misses find slots side by side.
+
+        In turns each expert runs alone. What leaves is at most what one layer needs beyond its share: the layers behind
+        it take these slots from one another.
+        """
+        short = len(needed) - (self._cache.residency.slots - len(keep))  # none of these is kept: it is this layer
+        if not 0 < short <= len(keep):
+            return keep
+        kept = np.fromiter(keep, np.int64, len(keep))
+        order = np.lexsort((kept, planner.worths.reshape(-1)[kept]))
+        return keep.difference(kept[order[:short]].tolist())
 
     def _show_scores(self, layer: int, view: LayerView, reader: ScoreReader, score: Score) -> None:
         for later in self.scored_at(layer):
