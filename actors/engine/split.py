@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isnan
 from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
@@ -34,16 +35,32 @@ _TIMES = 4096  # forwards whose times are stored
 
 @dataclass(slots=True)
 class Step:
-    """One forward."""
+    """One forward, as it was recorded: layers by themselves, and native passes."""
 
     decode: bool  # it carried no row of a prompt
     tokens: int
     head_s: float | None  # from the last layer of the forward before to the first routing; None: not of two decodes
-    counts: NDArray[np.int64]  # rows of each expert [L, E]
-    scores: NDArray[np.float64]  # predictions, the highest of any row [L, E]; NaN: there are none
+    routed: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # layer, its experts and their rows
+    predicted: list[tuple[int, NDArray[np.floating]]] = field(default_factory=list)  # layer, scores [rows, E]
+    passes: list[Passed] = field(default_factory=list)
     layers: int = 0  # recorded so far
     attention_s: float = 0.0  # between layers, summed
     moe_s: float = 0.0  # in layers without waits for copies, summed
+
+    def tables(self, layers: int, experts: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Rows of each expert, and the highest score of any row that was predicted, or NaN: both [L, E]."""
+        counts, scores = np.zeros((layers, experts), np.int64), np.full((layers, experts), np.nan)
+        for layer, chosen, rows in self.routed:
+            counts[layer, chosen] = rows
+        for layer, seen in self.predicted:
+            scores[layer] = seen[0] if len(seen) == 1 else seen.max(axis=0)
+        for found in self.passes:
+            stop = found.layer + len(found.counts)
+            counts[found.layer : stop] = found.counts
+            if found.scores is not None:
+                ahead = found.scores[:-1]
+                np.copyto(scores[found.layer + 1 : stop], ahead, where=~np.isnan(ahead[:, :1]))
+        return counts, scores
 
 
 class Configurator:
@@ -71,7 +88,7 @@ class Configurator:
         assert cache.cut is not None
         self.layers = len(cache.cut.tops)
         self._cache, self._settings, self._order = cache, settings, order
-        self.experts, self._prefetched, self._expert_bytes = experts, prefetched, expert_bytes
+        self._experts, self._prefetched, self._expert_bytes = experts, prefetched, expert_bytes
         self._room = Room(cache.cut.neurons, cache.pool.total_neurons, top_k, settings.buffer)
         self._statistics = LayerStatistics.none(self.layers, experts)
         self._priorities = Priorities.none(self.layers, experts)
@@ -93,8 +110,8 @@ class Configurator:
 
     def add(self, steps: Sequence[Step]) -> None:
         """Count these forwards."""
-        counts, scores = np.stack([step.counts for step in steps]), np.stack([step.scores for step in steps])
-        picks = Picks(counts, np.array([step.tokens for step in steps]), scores)
+        counts, scores = zip(*[step.tables(self.layers, self._experts) for step in steps], strict=True)
+        picks = Picks(np.stack(counts), np.array([step.tokens for step in steps]), np.stack(scores))
         counted = np.array([step.decode for step in steps])
         found, self._priorities = observe(picks, self._order, self._priorities, counted)
         self._statistics += found
@@ -150,22 +167,22 @@ class Configurator:
 
 
 class Recorder:
-    """Records each forward's layers as a `Step`.
+    """Records each forward's layers as a `Step`; stores what it gets and computes nothing.
 
     Args:
-        layers, experts: L and E. ended: called with each step of which all layers were recorded.
+        layers: L. ended: called with each step of which all layers were recorded.
 
     Attributes:
         spent_s: time of recording.
     """
 
     def __init__(
-        self, cache: ExpertCache, layers: int, experts: int, ended: Callable[[Step], None],
+        self, cache: ExpertCache, layers: int, ended: Callable[[Step], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._cache, self._ended, self._clock, self._layers = cache, ended, clock, layers
         self.spent_s = 0.0
-        self._predicted = np.full((layers, experts), np.nan)  # of layers that were not recorded since
+        self._scores: list[NDArray[np.floating] | None] = [None] * layers  # predicted for layers to come
         self._step: Step | None = None
         self._follows = False  # the forward before was a decode
         self._entered_s, self._left_s, self._blocked_s = 0.0, 0.0, 0.0
@@ -175,14 +192,13 @@ class Recorder:
         self._entered_s = now_s = self._clock()
         step = self._enter(layer, 1, routing.tokens, now_s)
         if step is not None:
-            step.counts[layer, routing.experts] = routing.counts
+            step.routed.append((layer, routing.experts, routing.counts))
         self._blocked_s = self._cache.counts(layer).blocked_io_s
         self.spent_s += self._clock() - now_s
 
     def predicted(self, layer: int, scores: NDArray[np.floating]) -> None:
         """A layer's predicted scores [rows, E], of this forward or (layer 0) of the next."""
-        if len(scores):
-            self._predicted[layer] = scores[0] if len(scores) == 1 else scores.max(axis=0)
+        self._scores[layer] = scores if len(scores) else None
 
     def ran(self, layer: int) -> None:
         """A layer's experts have run."""
@@ -193,25 +209,19 @@ class Recorder:
 
     def passed(self, found: Passed) -> None:
         """Layers' passes that native code has run; in place of `routed`, `predicted` and `ran`."""
-        now_s, first, stop = self._clock(), found.layer, found.layer + len(found.counts)
-        step = self._enter(first, len(found.counts), found.tokens, found.began_s[0])
+        now_s, count = self._clock(), len(found.counts)
+        step = self._enter(found.layer, count, found.tokens, found.began_s[0])
         if step is not None:
-            step.counts[first:stop] = found.counts
-        if found.scores is not None:
-            known = ~np.isnan(found.scores[:, :1])
-            if step is not None:
-                np.copyto(step.scores[first + 1 : stop], found.scores[:-1], where=known[:-1])
-            if known[-1, 0]:
-                self._predicted[stop % self._layers] = found.scores[-1]
-        self._leave(first, found.began_s, found.ended_s, found.waited_s)
+            step.passes.append(found)
+        if found.scores is not None and not isnan(found.scores[-1, 0]):
+            self._scores[(found.layer + count) % self._layers] = found.scores[-1:]
+        self._leave(found.layer, found.began_s, found.ended_s, found.waited_s)
         self.spent_s += self._clock() - now_s
 
     def _enter(self, layer: int, count: int, tokens: int, now_s: float) -> Step | None:
         """The step of which these layers are the next; None: others are."""
         if layer == 0:
-            shape, head_s = self._predicted.shape, now_s - self._left_s if self._follows else None
-            counts, scores = np.zeros(shape, np.int64), np.empty(shape)
-            self._step = Step(self._cache.decode_only, tokens, head_s, counts, scores)
+            self._step = Step(self._cache.decode_only, tokens, now_s - self._left_s if self._follows else None)
             self._follows = False
         step = self._step
         if step is None or step.layers != layer:
@@ -219,8 +229,10 @@ class Recorder:
         if layer:
             step.attention_s += now_s - self._left_s
         step.layers += count
-        step.scores[layer : step.layers] = self._predicted[layer : step.layers]
-        self._predicted[layer : step.layers] = np.nan
+        for at in range(layer, step.layers):
+            if (scores := self._scores[at]) is not None:
+                step.predicted.append((at, scores))
+                self._scores[at] = None
         return step
 
     def _leave(self, layer: int, began_s: Sequence[float], ended_s: Sequence[float], waited_s: Sequence[float]) -> None:
@@ -253,7 +265,7 @@ class Configuring:
         clock: Callable[[], float] = time.perf_counter, threaded: bool = True, batch: int = 128,
     ) -> None:  # fmt: skip
         self._configurator, self._tau, self._batch = configurator, tau, batch
-        self._recorder = recorder = Recorder(cache, configurator.layers, configurator.experts, self._add, clock)
+        self._recorder = recorder = Recorder(cache, configurator.layers, self._add, clock)
         self.routed, self.predicted, self.ran = recorder.routed, recorder.predicted, recorder.ran
         self.passed = recorder.passed
         self._lock = Lock()  # of `_steps`: handed over by the forward's thread or by `ask`

@@ -51,7 +51,7 @@ class Recording(Recorder):
 
     def __init__(self, cache: Any, clock: Clock) -> None:
         self.steps: list[Step] = []
-        super().__init__(cache, 2, 3, self.steps.append, clock)
+        super().__init__(cache, 2, self.steps.append, clock)
 
 
 def forward(recorder: Recording, cache: Any, clock: Clock, decode: bool, waits_s: float = 0.0) -> Step:
@@ -75,7 +75,7 @@ class TestRecorder:
         recorder = Recording(cache, clock)
         first = forward(recorder, cache, clock, decode=True, waits_s=7)
         assert (first.attention_s, first.moe_s, first.head_s) == (1, 6, None)  # waits for copies are no computing
-        assert (first.counts.tolist(), first.decode) == ([[1, 0, 1], [0, 1, 1]], True)
+        assert (first.tables(2, 3)[0].tolist(), first.decode) == ([[1, 0, 1], [0, 1, 1]], True)
         clock.now_s += 4
         # the head, and the first layer's attention; none after a prompt
         assert [forward(recorder, cache, clock, decode=decode).head_s for decode in (False, True)] == [5, None]
@@ -90,8 +90,8 @@ class TestRecorder:
         recorder.routed(1, routed(1, [0], [1]))
         recorder.ran(1)
         [step] = recorder.steps
-        assert step.scores.tolist() == [[1, 1, 1], [3, 1, 2]]  # the highest of any row
-        assert np.isnan(forward(recorder, cache, clock, decode=True).scores).all()
+        assert step.tables(2, 3)[1].tolist() == [[1, 1, 1], [3, 1, 2]]  # the highest of any row
+        assert np.isnan(forward(recorder, cache, clock, decode=True).tables(2, 3)[1]).all()
         recorder.routed(0, routed(1, [0], [1]))
         recorder.steps.clear()
         recorder.ran(1)
@@ -117,16 +117,17 @@ class TestRecorder:
         scores = np.array([[1.0, 2, 0], [np.nan] * 3, [0, 0, 4.0]])
         for stretches in ([(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)]):
             cache, clock, steps = fake_cache(3), Clock(), list[Step]()
-            recorder = Recorder(cache, 3, 3, steps.append, clock)
+            recorder = Recorder(cache, 3, steps.append, clock)
             for wait_s in (0.0, 0.5):
                 for first, stop in stretches:
                     began = [10.0 * layer for layer in range(first, stop)]
                     counts, ended = np.eye(3, dtype=np.int64)[first:stop], [at + 2 for at in began]
                     waited = [wait_s] * (stop - first)
                     recorder.passed(Passed(first, 1, counts, scores[first:stop], began, ended, waited))
-            assert [step.counts.tolist() for step in steps] == [np.eye(3).tolist()] * 2
+            tables = [step.tables(3, 3) for step in steps]
+            assert [counts.tolist() for counts, _ in tables] == [np.eye(3).tolist()] * 2
             assert [(step.attention_s, step.moe_s) for step in steps] == [(16, 6), (16, 4.5)]
-            first_step, second = (np.nan_to_num(step.scores, nan=-1).tolist() for step in steps)
+            first_step, second = (np.nan_to_num(seen, nan=-1).tolist() for _, seen in tables)
             assert first_step == [[-1] * 3, [1, 2, 0], [-1] * 3]
             assert second == [[0, 0, 4], [1, 2, 0], [-1] * 3]  # the last layer predicts the next forward's first
         recorder.passed(Passed(1, 1, counts[-1:], None, [0.0], [1.0], [0.0]))
@@ -139,7 +140,6 @@ class FakeConfigurator:
 
     tau: int
     layers: int = 2
-    experts: int = 3
     stats: ConfiguratorStats = field(default_factory=ConfiguratorStats)
     added: list[int] = field(default_factory=list)
     applied: list[str] = field(default_factory=list)

@@ -52,7 +52,7 @@ class SplitStack(Stack):
         generator = torch.Generator().manual_seed(6)
         self.steps: list[Step] = []
         configurator = SimpleNamespace(
-            layers=LAYERS, experts=EXPERTS, stats=ConfiguratorStats(), add=self.steps.extend, due=False,
+            layers=LAYERS, stats=ConfiguratorStats(), add=self.steps.extend, due=False,
         )  # fmt: skip
         self.configuring = Configuring(configurator, self.cache, 1, threaded=False)  # type: ignore[arg-type]
         blocks: Any = [
@@ -90,8 +90,8 @@ class SplitStack(Stack):
         known["order"] = [eviction.of_class(c).victims(KEYS, lambda key: True) for c in range(LAYERS + 1)]
         known["ranked"] = eviction.ranked(range(KEYS))
         known["steps"] = [
-            (step.decode, step.tokens, step.counts.tolist(), step.head_s is None,
-             np.nan_to_num(step.scores, nan=-1).tolist())
+            (step.decode, step.tokens, step.head_s is None,
+             [np.nan_to_num(table, nan=-1).tolist() for table in step.tables(LAYERS, EXPERTS)])
             for step in self.steps
         ]  # fmt: skip
         return known
