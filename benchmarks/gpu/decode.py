@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -54,11 +54,6 @@ _FIRST_S = 5.0  # estimate of a case before any has run
 _OFFLOAD_TOKENS = 2
 _OFFLOAD_S = 12.0  # reserved for it at the end
 
-HOST_LAYERS = {"qwen": 6, "mixtral": 2, "qwen3": 6}
-HOST_CASES: tuple[tuple[str, float, CompileMode], ...] = (
-    ("all-resident", 1.0, "off"), ("next-gate", 0.5, "off"), ("on-demand", 0.5, "off"), ("moepic", 0.5, "off"),
-    ("all-resident", 1.0, "graphs"), ("next-gate", 0.5, "graphs"),
-)  # fmt: skip
 HOST_PROMPT, HOST_WARM, HOST_TOKENS, HOST_PROFILED = 8, 16, 40, 4
 _CASE_S, _COMPILED_S = 3.0, 12.0  # a case of `host` with less time left does not start
 LIMIT_US = 150.0  # of the host for an MoE layer, launches included
@@ -84,12 +79,15 @@ def cells_by_worth(toy: bool, every_preset: bool = True) -> list[Cell]:
     Args:
         every_preset: of a toy run, which tries each preset on one shape.
     """
-    table = read_yaml(Path(__file__).with_name("cells.yaml"))
-    groups = table["real" if not toy else "toy" if every_preset else "toy of another shape"]
+    groups = _table()["real" if not toy else "toy" if every_preset else "toy of another shape"]
     return list(dict.fromkeys(
         Cell(preset, budget, group.get("batch", 1))
         for group in groups for budget, preset in product(group["budgets"], group["presets"])
     ))  # fmt: skip
+
+
+def _table() -> dict[str, Any]:
+    return read_yaml(Path(__file__).with_name("cells.yaml"))
 
 
 class Session:
@@ -427,15 +425,15 @@ def _offloaded(bench: Bench) -> Iterator[None]:
 def host(context: Context, record: Record) -> None:
     """Mixtral's kernels, Qwen3's small experts, then Qwen's shape in full; the compiled cases may take long."""
     torch.set_num_threads(1)
-    for name, cases in (("mixtral", HOST_CASES[:1]), ("qwen3", HOST_CASES[:4]), ("qwen", HOST_CASES)):
+    for name, of in _table()["host"].items():
         shape = (TOY if context.toy else REAL)[name]
         if record.has_time(context, 2 * _CASE_S, shape.name):
-            _host_shape(context, record, shape, min(HOST_LAYERS[name], shape.moe_layers), cases)
+            _host_shape(context, record, shape, min(of["layers"], shape.moe_layers), of["cases"])
             free_memory(context)
 
 
 def _host_shape(
-    context: Context, record: Record, shape: RealShape, layers: int, cases: tuple[tuple[str, float, CompileMode], ...]
+    context: Context, record: Record, shape: RealShape, layers: int, cases: Sequence[tuple[str, float, CompileMode]]
 ) -> None:
     trace_tokens = HOST_PROMPT + HOST_WARM + HOST_TOKENS + 2 * HOST_PROFILED
     trace = draw(trace_tokens, layers, shape.experts, shape.top_k, seed=11)

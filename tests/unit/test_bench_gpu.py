@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tiermoe.actors.engine.model.kernels import KernelPlan, KernelTime
-from tiermoe.benchmarks.gpu import build, checks, job, models, page
+from tiermoe.benchmarks.gpu import build, checks, decode, job, models, page
 from tiermoe.benchmarks.gpu.decode import Cell, cells_by_worth, record_kernels
 from tiermoe.benchmarks.gpu.job import Part, Record
 from tiermoe.benchmarks.gpu.models import REAL, TOY, HostExperts
@@ -81,7 +81,11 @@ def test_cells_are_in_the_order_of_worth_and_each_is_there_once() -> None:
     order = (Cell("all-resident", 1.0), Cell("moepic", 0.5, 8), Cell("moepic", 0.75))
     assert [cell for cell in cells if cell in order] == list(order)
     assert {cell.budget for cell in cells} == {0.1, 0.25, 0.375, 0.5, 0.75, 1.0}
-    for preset in {cell.preset for cell in cells}:
+    hosts = decode._table()["host"]
+    assert set(hosts) <= set(REAL)
+    of_hosts = [case for of in hosts.values() for case in of["cases"]]
+    assert {mode for _, _, mode in of_hosts} == {"off", "graphs"}  # not YAML's false
+    for preset in {cell.preset for cell in cells} | {preset for preset, _, _ in of_hosts}:
         load_policy(preset)
     assert {"buddymoe", "random-replacement", "drop", "activeevict-lossless", "moe-offloading", "moe-apex"} <= {
         cell.preset for cell in cells if cell.budget == 0.5
