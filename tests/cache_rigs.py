@@ -70,7 +70,7 @@ def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] 
 
 def place_of(cache: ExpertCache, segment: int, slot: int) -> tuple[int, int]:
     """First neuron in the pool and number of neurons of a segment in this slot."""
-    if not cache.divided:
+    if not cache.is_split:
         return slot * cache.neurons, cache.neurons
     first, neurons = cache.layout
     return first[slot], neurons[segment]
@@ -247,7 +247,7 @@ class Rig(_Caching):
 
     def __init__(
         self, slots: int = 3, seed: int = 0, dtype: torch.dtype = torch.bfloat16, ahead: float = 2,
-        pinned: Sequence[bool] = (True,) * LAYERS, cut: SplitLayout | None = None, writeback: bool = False,
+        pinned: Sequence[bool] = (True,) * LAYERS, split: SplitLayout | None = None, writeback: bool = False,
         most: int | None = None, shape: ExpertShape = SHAPE, low_bit: LowBitPart | None = None,
         eviction: EvictionPolicy | None = None,
     ) -> None:  # fmt: skip
@@ -256,10 +256,10 @@ class Rig(_Caching):
         self.device = CudaDevice(self.gpu, staging_bytes=24)
         self.queue = StreamQueue(self.device, pinned, int(ahead * CARRIED), casts=dtype != torch.bfloat16)
         if eviction is None:
-            eviction = Lru() if cut is None else split_eviction(Lru, LAYERS, EXPERTS)
+            eviction = Lru() if split is None else split_eviction(Lru, LAYERS, EXPERTS)
         self.make_cache(
             shape, slots, dtype, self.device, self.queue, eviction, seed,
-            None if most is None else SlotMemory(self.device, slots, most), cut=cut, writeback=writeback,
+            None if most is None else SlotMemory(self.device, slots, most), split=split, writeback=writeback,
             low_bit=low_bit,
         )  # fmt: skip
         for tensor in self.pool.tensors:
@@ -276,7 +276,7 @@ class Rig(_Caching):
         """Enqueue a kernel on a segment's place, which must hold its neurons when the kernel's turn comes."""
         slot = self.residency.slot(segment)
         first, count = place_of(self.cache, segment, slot)
-        key, cut = segment % KEYS, self.cache.cut
+        key, cut = segment % KEYS, self.cache.split
         begin = cut.tops[key // EXPERTS] if cut is not None and segment >= KEYS else 0
         stored = self.weights[key // EXPERTS].expert(key % EXPERTS)
         wanted = [whole[begin : begin + count].to(self.pool.gate_up.dtype) for whole in stored]

@@ -41,7 +41,7 @@ from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.simulate import executor
 from tiermoe.cluster.simulate.backend import RecordedBackend
-from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, eviction_of, first_cut
+from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, eviction_of, first_split
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.peers import SimulatedNdp, SimulatedTask
@@ -264,7 +264,7 @@ def engine_of(preset: str, trace: Trace, script: Script, check: bool = True, **m
     engine = SimulatedEngine(
         header, scripted, budget, eviction, prefetch,
         settings.prefetch.min_useful, check=check,
-        cut=None if settings.split.kind == "off" else first_cut(header, settings, budget),
+        split=None if settings.split.kind == "off" else first_split(header, settings, budget),
         pre_evict=make("pre_evict", settings.pre_evict, context), rerouting=rerouting, low_bit=settings.low_bit,
         writeback=settings.evict_writeback, adaptive=settings if settings.split.kind == "adaptive" else None,
         trials=PrefetchTrials() if settings.adapts_prefetch else None, placement=settings, evictions=others,

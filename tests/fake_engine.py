@@ -128,7 +128,7 @@ class FakeCache:
     finished: list[tuple[list[int], int]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     residency: FakeCache = field(init=False)
-    cut: None = None
+    split: None = None
 
     def __post_init__(self) -> None:
         self.residency = self

@@ -100,7 +100,7 @@ class Stack:
 
     def _begin(
         self, slots: int, eviction: EvictionPolicy, gbps: float | None, min_useful: float,
-        cut: SplitLayout | None = None, writeback: bool = False,
+        split: SplitLayout | None = None, writeback: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(5)
         self.weights = [
@@ -112,7 +112,7 @@ class Stack:
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
         self.cache = ExpertCache(
             self.pool, self.weights, CpuDevice(LinkSettings()), EXPERTS, slots, SHAPE.nbytes(4), eviction, self.stats,
-            Timeline(False), self.link, min_useful=min_useful, cut=cut, writeback=writeback,
+            Timeline(False), self.link, min_useful=min_useful, split=split, writeback=writeback,
         )  # fmt: skip
 
     def _attach(self, hooks: Hooks, native: bool) -> None:

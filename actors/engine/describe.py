@@ -84,15 +84,15 @@ def _slots(stats: EngineStats) -> int:
 
 def _split(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
     """How experts are split now; None: experts are whole."""
-    cut = engine.cache.cut
-    if cut is None:
+    split = engine.cache.split
+    if split is None:
         return None
     return {
         "kind": settings.policy.split.kind,
-        "top_ratio": [round(top / cut.neurons, 4) for top in cut.tops],
-        "top_slots": list(cut.slots),
-        "buffer_slots": cut.buffer_slots,
-        "buffer_bytes": cut.buffer_slots * cut.buffer_neurons * engine.slot_bytes // cut.neurons,
+        "top_ratio": [round(top / split.neurons, 4) for top in split.tops],
+        "top_slots": list(split.slots),
+        "buffer_slots": split.buffer_slots,
+        "buffer_bytes": split.buffer_slots * split.buffer_neurons * engine.slot_bytes // split.neurons,
     }
 
 

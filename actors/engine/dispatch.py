@@ -54,7 +54,7 @@ class ExpertRunner:
         """
         cache, whole, run = self._cache, self._cache.neurons, plan.run
         begun: set[int] = set()  # split experts of which one segment has run
-        layout = cache.layout if cache.divided else None
+        layout = cache.layout if cache.is_split else None
         while True:
             first, stop = cache.next()
             if first == stop:

@@ -64,7 +64,7 @@ class Prefetching:
     ) -> None:  # fmt: skip
         self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
         self._last, self.always = layers - 1, not policy.stateless or policy.synchronous
-        self._split = cache.cut is not None
+        self._split = cache.split is not None
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._spans: Sequence[Span] = ()
         self._reach = [self._keys_ahead(index) for index in range(layers)]
@@ -158,7 +158,7 @@ class Prefetching:
 
     @property
     def _loads_bottoms(self) -> bool:
-        return self._split and (cut := self._cache.cut) is not None and cut.buffer_slots > 0
+        return self._split and (split := self._cache.split) is not None and split.buffer_slots > 0
 
     @property
     def never_idle(self) -> bool:

@@ -71,7 +71,7 @@ class Configurator:
     all forwards, times are medians of the latest.
 
     Args:
-        cache: is split; `cache.cut` is the present split. order: eviction order of its tops. experts: of a layer.
+        cache: is split; `cache.split` is the present split. order: eviction order of its tops. experts: of a layer.
         top_k: experts of a token. prefetched: experts prefetched for a layer at most. expert_bytes: of a whole slot.
     """
 
@@ -85,11 +85,11 @@ class Configurator:
         prefetched: int,
         expert_bytes: int,
     ) -> None:
-        assert cache.cut is not None
-        self.layers = len(cache.cut.tops)
+        assert cache.split is not None
+        self.layers = len(cache.split.tops)
         self._cache, self._settings, self._order = cache, settings, order
         self._experts, self._prefetched, self._expert_bytes = experts, prefetched, expert_bytes
-        self._room = Room(cache.cut.neurons, cache.pool.total_neurons, top_k, settings.buffer)
+        self._room = Room(cache.split.neurons, cache.pool.total_neurons, top_k, settings.buffer)
         self._statistics = LayerStatistics.none(self.layers, experts)
         self._priorities = Priorities.none(self.layers, experts)
         self._attention_s, self._moe_s, self._head_s = list[float](), list[float](), list[float]()
@@ -129,7 +129,7 @@ class Configurator:
     def configure(self) -> Configured | None:
         """A better split than the present one; None: there is none yet. An error only sets `stats.problem`."""
         self._tokens = 0
-        times, present, split = self.times(), self._cache.cut, self._settings
+        times, present, split = self.times(), self._cache.split, self._settings
         if times is None or present is None:
             return None
         stats = self.stats
@@ -149,7 +149,7 @@ class Configurator:
     def apply(self, found: Configured) -> None:
         """Change the cache's split between two forwards, and load the highest-ranked experts."""
         cache, stats = self._cache, self.stats
-        cache.recut(found.layout, cache.eviction.ranked(range(len(cache.uses))))
+        cache.set_split(found.layout, cache.eviction.ranked(range(len(cache.uses))))
         stats.reconfigurations += 1
         stats.expected_before_s, stats.expected_after_s = found.before_s, found.after_s
 

@@ -24,7 +24,7 @@ from ..config import DEFAULT_LINK, load_policy, parse_budget
 from ..host import now, versions
 from ..report.tables import Facts, Grid, facts, grid, progress_on, results, seconds, share, show, size
 from ..simulate.arrivals import Arrival, arrivals_of
-from ..simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, first_cut, replays_routing
+from ..simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, first_split, replays_routing
 from ..simulate.hit_rates import result, serve
 from ..simulate.machine import Machine, load_machine
 from ..simulate.predictors import Recall, load_predictors, recall, routing_profile, split, train_predictors
@@ -264,7 +264,7 @@ def engine_for(
         BudgetError: it holds no expert, or not all experts, and all are preloaded.
         ConfigError: the preset needs what the trace or the machine lacks.
     """
-    split = None if settings.split.kind == "off" else first_cut(header, settings, budget)
+    split = None if settings.split.kind == "off" else first_split(header, settings, budget)
     eviction = eviction_of(settings, header) if eviction is None else eviction
     policy = checked_prefetch(settings, replace(context or context_of(header), eviction=eviction), header)
     requests = list(learn) if settings.needs_popularity or "profile" in settings.needs else []

@@ -93,7 +93,7 @@ def neurons_of(header: TraceHeader) -> int:
     return neurons
 
 
-def first_cut(header: TraceHeader, policy: PolicySettings, budget: float | int) -> SplitLayout:
+def first_split(header: TraceHeader, policy: PolicySettings, budget: float | int) -> SplitLayout:
     """The split that a preset begins with.
 
     Raises:
@@ -121,7 +121,7 @@ class SimulatedEngine:
             gap after it.
         rerouting: changes the recorded routing of each layer on its own; must not need probabilities.
         writeback: see `ExpertCache`.
-        cut: the split of the slots, with an `eviction` for split caches; None: a slot is a whole expert.
+        split: of the slots, with an `eviction` for split caches; None: a slot is a whole expert.
         adaptive: policy by which the split adapts; None: fixed.
         placement: preset that decides where experts run; None: all on one GPU. popularity: [L, E], for a static one.
         evictions: of the other GPUs of the machine.
@@ -148,7 +148,7 @@ class SimulatedEngine:
         pre_evict: PreEviction | None = None,
         rerouting: Rerouting | None = None,
         writeback: bool = False,
-        cut: SplitLayout | None = None,
+        split: SplitLayout | None = None,
         adaptive: PolicySettings | None = None,
         low_bit: LowBitOptions | None = None,
         trials: PrefetchTrials | None = None,
@@ -170,12 +170,12 @@ class SimulatedEngine:
             layers=[LayerStats() for _ in range(header.layers)], expert_budget_bytes=bought, slots=slots, experts=keys,
             executor="simulated",
         )  # fmt: skip
-        neurons = 1 if cut is None else cut.neurons
+        neurons = 1 if split is None else split.neurons
         memory = cast(Any, NoPool(slots * slot_bytes, neurons, slots * neurons))
         loader = virtual_link(self.clock, machine)
         self.cache = ExpertCache(
             memory, [memory] * header.layers, cast(Any, NoDevice()), header.experts, slots, slot_bytes, eviction,
-            self.stats, Timeline(False), loader, self.clock, min_useful, cut, writeback, replicas,
+            self.stats, Timeline(False), loader, self.clock, min_useful, split, writeback, replicas,
         )  # fmt: skip
         compute = Compute(self.clock, loader, machine.kernel_share)
         runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, TimedReplicas(compute, machine)))
@@ -404,7 +404,7 @@ def engine_of(
     budget: float | int,
     eviction: EvictionPolicy,
     prefetch: PrefetchPolicy | None,
-    cut: SplitLayout | None = None,
+    split: SplitLayout | None = None,
     adapts: bool = True,
     popularity: NDArray[np.int64] | None = None,
     profile: ExpertProfile | None = None,
@@ -412,7 +412,7 @@ def engine_of(
     """An engine with the preset's governor, trials of prefetch, pre-eviction, changes of routing and write-back.
 
     Args:
-        eviction, prefetch, cut: made from the preset; policies may be trained.
+        eviction, prefetch, split: made from the preset; policies may be trained.
         popularity: [L, E], for a static placement. profile: for buddies.
         adapts: False: the given split stays, also for an adaptive preset.
 
@@ -420,7 +420,7 @@ def engine_of(
         BudgetError, ValueError: as `SimulatedEngine`. ConfigError: the preset needs what there is not.
     """
     context, others = context_of(header), [eviction_of(settings, header) for _ in range(machine.gpus - 1)]
-    if others and (cut is not None or settings.low_bit is not None or settings.reroutes or settings.evict_writeback):
+    if others and (split is not None or settings.low_bit is not None or settings.reroutes or settings.evict_writeback):
         raise ConfigError(
             f"policy '{settings.name}' is simulated on one GPU, machine '{machine.name}' has {machine.gpus}",
             "replay it on a machine with one GPU",
@@ -435,7 +435,7 @@ def engine_of(
         artifacts = PolicyArtifacts(profile=profile)
         rerouting = make_rerouting(settings, header.layers, header.experts, True, artifacts, header.slot_bytes)
     return SimulatedEngine(
-        header, machine, budget, eviction, prefetch, settings.prefetch.min_useful, cut=cut,
+        header, machine, budget, eviction, prefetch, settings.prefetch.min_useful, split=split,
         pre_evict=make("pre_evict", settings.pre_evict, context), rerouting=rerouting,
         low_bit=settings.low_bit, writeback=settings.evict_writeback,
         adaptive=settings if adapts and settings.split.kind == "adaptive" else None,

@@ -305,7 +305,7 @@ def test_what_a_routing_rule_is_told_of_the_cache(
             if theta is None:
                 assert slots == cache.residency.slots
             else:
-                assert slots == cache.cut.slots[layer]
+                assert slots == cache.split.slots[layer]
         assert there > 0
 
 
@@ -352,7 +352,7 @@ def test_ordered_neurons(theta: float | None, ordered_store: ExpertStore, refere
 def test_one_buffer_slot_and_one_top_of_each_layer(store: ExpertStore, reference: Reference) -> None:
     slots = LAYERS // 2 + 1  # half an expert of each layer, and one buffer slot
     with serving(store, custom("next-gate", 0.5, slots / (LAYERS * EXPERTS), "lcp", buffer=1)) as worker:
-        worker.engine.cache.recut(SplitLayout(NEURONS, (NEURONS // 2,) * LAYERS, (1,) * LAYERS, 1))
+        worker.engine.cache.set_split(SplitLayout(NEURONS, (NEURONS // 2,) * LAYERS, (1,) * LAYERS, 1))
         reference.check(worker, 5)
 
 
@@ -369,7 +369,7 @@ def recut_every(engine: ExpertEngine, forwards: int) -> Callable[[], int]:
         seen[0] += 1
         turn, rest = divmod(seen[0], forwards)
         if rest == 0:
-            engine.cache.recut(CUTS[(turn - 1) % len(CUTS)], engine.cache.eviction.ranked(range(LAYERS * EXPERTS)))
+            engine.cache.set_split(CUTS[(turn - 1) % len(CUTS)], engine.cache.eviction.ranked(range(LAYERS * EXPERTS)))
             engine.cache.check_integrity()
         begin(sequences)
 
@@ -400,7 +400,7 @@ def test_the_configurator_splits_anew_in_mid_generation(
     """Asked in mid-generation, it changes the split before the next forward; the sequence goes on as if nothing was."""
     with serving(store, preset("moepic", tau=1 << 30)) as worker:
         configuring, cache = worker.engine.configuring, worker.engine.cache
-        before, apply, forwards = cache.cut, configuring.begin_forward, [0]
+        before, apply, forwards = cache.split, configuring.begin_forward, [0]
 
         def ask_after_twenty() -> None:
             forwards[0] += 1
@@ -410,7 +410,7 @@ def test_the_configurator_splits_anew_in_mid_generation(
 
         configuring.begin_forward = ask_after_twenty  # type: ignore[method-assign]
         reference.check(worker, 1, 32)
-        after, found = cache.cut, worker.stats().configurator
+        after, found = cache.split, worker.stats().configurator
         assert found.problem is None
         assert (found.configurations, found.reconfigurations) == (1, 1)
         assert found.expected_after_s < found.expected_before_s

@@ -142,11 +142,11 @@ def test_adapmoe_gives_layers_whole_experts(
     policy = policy.model_copy(update={"split": policy.split.model_copy(update={"tau": 1 << 30, "min_gain": 0.0})})
     with _served(store, policy, 0.25, link=LinkSettings(gbps=2.0, latency_us=10)) as worker:
         configuring, cache = worker.engine.configuring, worker.engine.cache
-        before = cache.cut
+        before = cache.split
         greedy(worker, reference.prompts[:1], 32)
         assert configuring.ask().wait(120)
         greedy(worker, reference.prompts[1:2], 32)
-        after, found = cache.cut, worker.stats().configurator
+        after, found = cache.split, worker.stats().configurator
         assert found.reconfigurations == 1
         assert after != before
         assert set(after.tops) == {after.neurons}

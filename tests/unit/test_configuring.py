@@ -20,7 +20,7 @@ from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy, with_prefetch
 from tiermoe.cluster.report.status import configurator_rows
-from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_cut, neurons_of
+from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_split, neurons_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
@@ -231,11 +231,11 @@ def machine(gbps: float) -> Machine:
 class TestSimulated:
     def test_the_cut_adapts(self, trace: Trace) -> None:
         """A slow link: the configurator finds a better cut, and whatever it does slots and budget hold."""
-        cut = first_cut(trace.header, POLICY, 0.5)
+        cut = first_split(trace.header, POLICY, 0.5)
         assert cut.neurons == 16
         eviction = split_eviction(lambda: Lcp(one_layer=True), 4, 8)
         engine = SimulatedEngine(
-            trace.header, machine(1e-3), 0.5, eviction, check=True, cut=cut, adaptive=POLICY
+            trace.header, machine(1e-3), 0.5, eviction, check=True, split=cut, adaptive=POLICY
         )
         served = serve(engine, trace.requests())
         found = engine.stats.configurator
@@ -244,9 +244,9 @@ class TestSimulated:
         assert served.forwards == 63
         assert found.configurations >= 2
         assert found.reconfigurations >= 1
-        assert engine.cache.cut != cut
-        assert engine.cache.cut is not None
-        assert engine.cache.cut.total_neurons <= 16 * 16
+        assert engine.cache.split != cut
+        assert engine.cache.split is not None
+        assert engine.cache.split.total_neurons <= 16 * 16
         assert found.moe_s == pytest.approx(2 * 2.1e-4, rel=0.3)
         assert found.load_s == pytest.approx(768e-6, rel=0.01)
         assert found.head_s > found.attention_s > 0
@@ -264,7 +264,7 @@ class TestSimulated:
 
     def test_refuses(self, trace: Trace) -> None:
         with pytest.raises(BudgetError, match="cannot be split"):
-            first_cut(trace.header, POLICY, 768)
+            first_split(trace.header, POLICY, 768)
         with pytest.raises(TraceError, match="not of gated neurons"):
             neurons_of(traces.header())
         policy = replay_policy("moepic-no-cca", "expert-map")

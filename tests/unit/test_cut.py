@@ -87,7 +87,7 @@ def test_uniform_keeps_the_budget(
 
 @pytest.mark.parametrize(("theta", "buffer"), [(-0.1, 1), (1.1, 1), (0.5, 0)])
 def test_uniform_refuses(theta: float, buffer: int) -> None:
-    with pytest.raises(ValueError, match="no cut"):
+    with pytest.raises(ValueError, match="no split"):
         SplitLayout.uniform(2, 2, 8, 100, theta, buffer)
 
 

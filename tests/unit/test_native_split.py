@@ -157,7 +157,7 @@ def test_a_new_cut_between_forwards(by_use: bool) -> None:
         if number % 6 == 5:
             for stack in (native, python):
                 cut = CUTS["uneven" if number % 12 == 5 else "halves"]
-                stack.cache.recut(cut, stack.cache.eviction.ranked(range(KEYS)))
+                stack.cache.set_split(cut, stack.cache.eviction.ranked(range(KEYS)))
                 stack.settle()
         for one, other in zip(native.forward(passes, spans), python.forward(passes, spans), strict=True):
             assert torch.equal(one, other)

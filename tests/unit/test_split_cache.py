@@ -54,7 +54,7 @@ class Split:
         self.cache = ExpertCache(
             SlotPool.allocate(SHAPE, 4, torch.float32, torch.device("cpu")), self.weights, device, EXPERTS, 4,
             SHAPE.nbytes(4), split_eviction(Lru, LAYERS, EXPERTS),
-            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), self.loader, cut=cut,
+            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), self.loader, split=cut,
         )  # fmt: skip
         self.residency = self.cache.residency
 
@@ -68,7 +68,7 @@ class Split:
 
         def check(segment: int) -> None:
             first, count = place_of(cache, segment, self.residency.slot(segment))
-            begin = cache.cut.tops[layer] if segment >= KEYS else 0  # type: ignore[union-attr]
+            begin = cache.split.tops[layer] if segment >= KEYS else 0  # type: ignore[union-attr]
             stored = self.weights[layer].expert(segment % EXPERTS)
             for found, whole in zip(cache.pool.neuron_range(first, count), stored, strict=True):
                 assert torch.equal(found, whole[begin : begin + count])
@@ -141,7 +141,7 @@ def test_a_prefill_of_all_experts_runs_in_waves(split: Split) -> None:
 def test_recut(split: Split) -> None:
     addresses = [tensor.data_ptr() for tensor in split.cache.pool.tensors]
     split.forward(0, 0, 1)
-    split.cache.recut(SplitLayout(NEURONS, (8, 0), (2, 0), 2), [5, 3, 3, 1, 0])
+    split.cache.set_split(SplitLayout(NEURONS, (8, 0), (2, 0), 2), [5, 3, 3, 1, 0])
     assert [split.residency.state(key) for key in (3, 1, 0)] == [State.LOADING, State.LOADING, State.ABSENT]
     split.settle()
     assert split.stats.total().bytes_loaded_migration == 2 * 8 * NEURON_BYTES
@@ -157,8 +157,8 @@ def test_recut(split: Split) -> None:
     ("cut", "message"),
     [
         (replace(CUT, neurons=16), "experts of 16 neurons"),
-        (SplitLayout(NEURONS, (2,), (2,), 2), "cut of 1 layers"),
-        (replace(CUT, buffer_slots=4), "a cut of 33 neurons, the pool has 32"),
+        (SplitLayout(NEURONS, (2,), (2,), 2), "split of 1 layers"),
+        (replace(CUT, buffer_slots=4), "a split of 33 neurons, the pool has 32"),
         (SplitLayout(NEURONS, (1, 1), (5, 1), 2), "5 slots for tops of 4"),
     ],
 )
@@ -166,8 +166,8 @@ def test_a_cut_of_another_pool_changes_nothing(split: Split, cut: SplitLayout, m
     split.forward(0, 0, 1)
     held = set(split.residency.held())
     with pytest.raises(ValueError, match=message):
-        split.cache.recut(cut)
-    assert (split.cache.cut, set(split.residency.held())) == (CUT, held)
+        split.cache.set_split(cut)
+    assert (split.cache.split, set(split.residency.held())) == (CUT, held)
     split.forward(0, 0, 1)
     assert split.stats.layers[0].hits == 2
     with pytest.raises(ValueError, match=message):
@@ -176,8 +176,8 @@ def test_a_cut_of_another_pool_changes_nothing(split: Split, cut: SplitLayout, m
 
 def test_whole_experts_stay_whole() -> None:
     case = make_case(0, 2, 4, 2, True, torch.float32)
-    with engine_for(case, 1.0) as engine, pytest.raises(ValueError, match="cannot be cut"):
-        engine.cache.recut(SplitLayout(16, (8, 8), (1, 1), 1))
+    with engine_for(case, 1.0) as engine, pytest.raises(ValueError, match="cannot be split"):
+        engine.cache.set_split(SplitLayout(16, (8, 8), (1, 1), 1))
 
 
 def test_what_cannot_be_split() -> None:
@@ -235,7 +235,7 @@ def simulated(trace: Trace, cut: SplitLayout, prefetch: bool, gbps: float | None
     return SimulatedEngine(
         header, Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps), 1.0,
         split_eviction(Lru, header.layers, header.experts),
-        NextGatePrefetch(header.layers, header.experts, header.top_k) if prefetch else None, check=True, cut=cut,
+        NextGatePrefetch(header.layers, header.experts, header.top_k) if prefetch else None, check=True, split=cut,
     )  # fmt: skip
 
 
@@ -320,10 +320,10 @@ def test_pressure_changes_no_bit(data: st.DataObject) -> None:
         prefetch = draw(st.sampled_from(["none", "next-gate"])) if pressed else "none"
         with engine_for(case, 1.0, prefetch, eviction=draw(st.sampled_from(["lru", "lcp"])), split=SPLIT) as engine:
             cache, out = engine.cache, list[torch.Tensor]()
-            cache.recut(roomy)
+            cache.set_split(roomy)
             for call in calls:
                 if pressed and draw(st.integers(0, 2)) == 0:
-                    cache.recut(a_cut(draw, case, tops), cache.eviction.ranked(range(case.layers * experts)))
+                    cache.set_split(a_cut(draw, case, tops), cache.eviction.ranked(range(case.layers * experts)))
                     cache.check_integrity()
                 if pressed:
                     disturb(engine, draw, call)
@@ -357,6 +357,6 @@ def test_any_cut_gives_the_layers_output(data: st.DataObject) -> None:
         out = []
         for call in calls:
             tops = [draw(st.integers(0, WHOLE)) for _ in range(case.layers)]
-            engine.cache.recut(a_cut(draw, case, tops), draw(st.permutations(range(case.layers * 4))))
+            engine.cache.set_split(a_cut(draw, case, tops), draw(st.permutations(range(case.layers * 4))))
             out.append(engine.layers[call.layer].forward(call.hidden, call.ids, call.weights))
     agrees(case, calls, out)

@@ -269,7 +269,7 @@ def disturb(rig: Rig, chance: random.Random, cuts: Sequence[SplitLayout] = ()) -
     elif what == 6 and chance.random() < 0.3:
         cache.flush()
     elif what == 7 and cuts:
-        cache.recut(chance.choice(cuts), chance.sample(range(KEYS), 3))
+        cache.set_split(chance.choice(cuts), chance.sample(range(KEYS), 3))
     cache.check_integrity()
 
 
@@ -304,7 +304,7 @@ def test_random_plans_with_split_experts(dtype: torch.dtype) -> None:
         SplitLayout(NEURONS, (3, 1, 2), (1, 1, 1), 3),
     ]  # fmt: skip
     for seed in range(12):
-        drive(Rig(5, seed, dtype, ahead=(1 / 3, 1)[seed % 2], cut=cuts[0]), seed, cuts)
+        drive(Rig(5, seed, dtype, ahead=(1 / 3, 1)[seed % 2], split=cuts[0]), seed, cuts)
 
 
 def test_random_plans_that_copy_back() -> None:

@@ -22,7 +22,7 @@ from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.jobs.record.job import record_with
 from tiermoe.cluster.jobs.replay import replay_policy
-from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_cut
+from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_split
 from tiermoe.cluster.simulate.hit_rates import result, serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.predictors import routing_profile
@@ -239,7 +239,7 @@ def test_a_profile_of_too_many_experts_is_refused() -> None:
 def test_counts_of_pairs_for_a_split_are_refused_before_they_are_made() -> None:
     """Guards 32 GiB a layer for a trace that names expert 65,535."""
     with pytest.raises(TraceError, match=r"pairs of 65536 experts in 1 layers take 64\.00 GiB; take a policy without"):
-        first_cut(traces.header(1, 65536), replay_policy("moepic", None), 0.25)
+        first_split(traces.header(1, 65536), replay_policy("moepic", None), 0.25)
 
 
 def test_a_trace_allocates_no_more_expert_maps_than_it_has_forwards(tmp_path: Path) -> None:

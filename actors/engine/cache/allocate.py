@@ -81,12 +81,12 @@ def make_cache(
         seconds = partial(load_s, link=Link(settings.link.gbps, settings.link.latency_us))
         copies = _core.CarryingLink(clock, seconds, 0.0, carrier)
     eviction = fast_eviction(
-        policy.eviction, PolicyContext(layers, shape.num_experts, top_k), split=bought.cut is not None,
+        policy.eviction, PolicyContext(layers, shape.num_experts, top_k), split=bought.split is not None,
         low_bit=bought.replica_slots > 0,
     )  # fmt: skip
     cache = ExpertCache(
         pool, weights, device, shape.num_experts, bought.slots, slot_bytes, eviction, stats, Timeline(settings.trace),
-        copies, time.perf_counter if clock is None else clock, policy.prefetch.min_useful, bought.cut,
+        copies, time.perf_counter if clock is None else clock, policy.prefetch.min_useful, bought.split,
         policy.evict_writeback, part, memory,
     )  # fmt: skip
     carrier.where = cache.where
@@ -104,7 +104,7 @@ class _Bought:
 
     budget: int
     slots: int  # of whole experts
-    cut: SplitLayout | None
+    split: SplitLayout | None
     replica_slots: int
 
 
@@ -122,15 +122,15 @@ def _divide(
             f"policy {policy.name} keeps all {owned} experts resident, the budget holds {slots}",
             f"use --budget {math.ceil(1e4 * owned / keys) / 1e4} or another policy",
         )
-    cut = None
+    split = None
     if policy.split.kind != "off":
-        cut = first_cut(policy.split, shape, layers, slots, top_k)
+        split = first_split(policy.split, shape, layers, slots, top_k)
         if policy.split.kind == "fixed":  # nothing will ever use more
-            slots = math.ceil(cut.total_neurons / shape.intermediate)
-    return _Bought(budget, slots, cut, replica_slots)
+            slots = math.ceil(split.total_neurons / shape.intermediate)
+    return _Bought(budget, slots, split, replica_slots)
 
 
-def first_cut(settings: SplitOptions, shape: ExpertShape, layers: int, slots: int, top_k: int) -> SplitLayout:
+def first_split(settings: SplitOptions, shape: ExpertShape, layers: int, slots: int, top_k: int) -> SplitLayout:
     """The initial split: every layer alike. `slots`: whole experts that the memory holds.
 
     Raises:

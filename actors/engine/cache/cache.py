@@ -52,7 +52,7 @@ class ExpertCache:
         min_useful: share of prefetches below which the governor pauses them (`core::Governor`).
         writeback: copy an evicted expert back to the host before its slot is used again, as systems that swap do; for
             comparison only. Replicas are not copied back.
-        cut: how slots are split between tops and bottoms; None: a slot is a whole expert, for good.
+        split: how slots are divided between tops and bottoms; None: a slot is a whole expert, for good.
         low_bit: further slots within the same budget, for low-bit replicas; not with a split.
         memory: of the pool, if its last slots come and go (`resize`): of whole experts, without write-back.
 
@@ -70,7 +70,7 @@ class ExpertCache:
         self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], device: Device, experts: int, slots: int,
         slot_bytes: int, eviction: EvictionPolicy, stats: EngineStats, timeline: Timeline,
         link: _core.Link | CopyQueue | None = None, clock: Callable[[], float] = time.perf_counter,
-        min_useful: float = 0.0, cut: SplitLayout | None = None, writeback: bool = False,
+        min_useful: float = 0.0, split: SplitLayout | None = None, writeback: bool = False,
         low_bit: LowBitPart | None = None, memory: SlotMemory | None = None,
     ) -> None:  # fmt: skip
         self.memory, self.low_bit, self.pool, self.device, self.clock = memory, low_bit, pool, device, clock
@@ -81,12 +81,12 @@ class ExpertCache:
         if low_bit is not None:
             stats.expert_bytes_peak += low_bit.pool.bytes
             stats.low_bit_slots = low_bit.slots
-        self.divided = cut is not None  # whether experts are cut in two; stays so
-        if cut is not None:
-            self.where.divide(cut)
+        self.is_split = split is not None  # for good: whether an expert is two segments
+        if split is not None:
+            self.where.divide(split)
         layout = self.where.layout(slots if memory is None else memory.most)
         self.policy = eviction
-        self._eviction, order = core_order(eviction, len(weights), experts, self.divided or low_bit is not None)
+        self._eviction, order = core_order(eviction, len(weights), experts, self.is_split or low_bit is not None)
         self._order = order if isinstance(order, _core.PythonOrder) else None
         if self._order is not None:
             self._order.segments = (2 if self.where.class_of else 1) * self.where.keys
@@ -138,18 +138,18 @@ class ExpertCache:
             self._order.tell()
 
     @property
-    def cut(self) -> SplitLayout | None:
+    def split(self) -> SplitLayout | None:
         """The present split of the slots; None where a slot is a whole expert."""
-        return self.where.cut
+        return self.where.split
 
     @property
     def layout(self) -> tuple[list[int], list[int]]:
         """Where experts are split: the first neuron of each slot in the pool, and the neurons of each segment."""
         segments = self.where.segments
-        assert segments is not None  # there is a cut
+        assert segments is not None  # there is a split
         return segments.first, segments.neurons
 
-    def recut(self, cut: SplitLayout, fill: Sequence[int] = ()) -> None:
+    def set_split(self, split: SplitLayout, fill: Sequence[int] = ()) -> None:
         """Split the same memory anew, between forwards; drops what is cached.
 
         Args:
@@ -159,12 +159,12 @@ class ExpertCache:
         Raises:
             ValueError: the split does not fit the pool; then nothing has changed.
         """
-        if not self.divided:
-            raise ValueError("a cache of whole experts cannot be cut")
-        self.where.check(cut)
+        if not self.is_split:
+            raise ValueError("a cache of whole experts cannot be split")
+        self.where.check(split)
         self.core.settle()
         self.flush()
-        self.where.divide(cut)
+        self.where.divide(split)
         self._place()
         self.core.divide(self.where.layout(0), list(fill))
         self.residency.laid_out(self.where)

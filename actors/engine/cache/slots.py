@@ -296,26 +296,26 @@ class SlotMap:
         self._shared: weakref.WeakValueDictionary[int, SharedPending] = weakref.WeakValueDictionary()
 
     @property
-    def cut(self) -> SplitLayout | None:
+    def split(self) -> SplitLayout | None:
         """The present division of the slots; None where a slot is a whole expert."""
-        return None if self.segments is None else self.segments.cut
+        return None if self.segments is None else self.segments.split
 
-    def check(self, cut: SplitLayout) -> None:
+    def check(self, split: SplitLayout) -> None:
         """Raise ValueError unless the pool can be divided so."""
-        if cut.neurons != self._neurons or len(cut.tops) != len(self._weights):
+        if split.neurons != self._neurons or len(split.tops) != len(self._weights):
             raise ValueError(
-                f"a cut of {len(cut.tops)} layers and experts of {cut.neurons} neurons; "
+                f"a split of {len(split.tops)} layers and experts of {split.neurons} neurons; "
                 f"there are {len(self._weights)} layers and {self._neurons} neurons"
             )
-        if cut.total_neurons > self.pool.total_neurons:
-            raise ValueError(f"a cut of {cut.total_neurons} neurons, the pool has {self.pool.total_neurons}")
-        if max(cut.slots) > self.experts:
-            raise ValueError(f"a layer has {max(cut.slots)} slots for tops of {self.experts} experts")
+        if split.total_neurons > self.pool.total_neurons:
+            raise ValueError(f"a split of {split.total_neurons} neurons, the pool has {self.pool.total_neurons}")
+        if max(split.slots) > self.experts:
+            raise ValueError(f"a layer has {max(split.slots)} slots for tops of {self.experts} experts")
 
-    def divide(self, cut: SplitLayout) -> None:
+    def divide(self, split: SplitLayout) -> None:
         """Divide the slots of an empty cache by a split. Raises ValueError, and changes nothing, as `check`."""
-        self.check(cut)
-        self.segments = segments = Segments(cut, self.experts)
+        self.check(split)
+        self.segments = segments = Segments(split, self.experts)
         self._bytes[:] = [n * self._expert_bytes // self._neurons for n in segments.neurons]
         self._sources.clear()
         self._targets.clear()

@@ -133,7 +133,7 @@ class SplitLayout:
             ValueError: theta is not 0 to 1, or the budget does not hold one slot of each kind.
         """
         if not 0 <= theta <= 1 or min(layers, experts, neurons) < 1 or buffer_experts < 1:
-            raise ValueError(f"no cut of {layers} x {experts} experts by theta {theta}, buffer {buffer_experts}")
+            raise ValueError(f"no split of {layers} x {experts} experts by theta {theta}, buffer {buffer_experts}")
         top = round(theta * neurons)
         bottom, every = neurons - top, layers * experts
         if top == 0:
@@ -164,7 +164,7 @@ def buffer_for(theta: float, top_k: int) -> int:
 
 def _least(slots: int, needed: int, budget: int) -> None:
     if slots < 1:
-        raise ValueError(f"the cut needs {needed} neurons at least, the budget holds {budget}")
+        raise ValueError(f"the split needs {needed} neurons at least, the budget holds {budget}")
 
 
 class Segments:
@@ -186,17 +186,17 @@ class Segments:
         ValueError: a layer has more slots than experts.
     """
 
-    def __init__(self, cut: SplitLayout, experts: int) -> None:
-        if max(cut.slots) > experts:
-            raise ValueError(f"a layer has {max(cut.slots)} slots for tops of {experts} experts")
-        layers, whole = range(len(cut.tops)), cut.neurons
-        self.cut, self.keys = cut, len(cut.tops) * experts
-        self.neurons = [n for n in cut.tops for _ in range(experts)]
+    def __init__(self, split: SplitLayout, experts: int) -> None:
+        if max(split.slots) > experts:
+            raise ValueError(f"a layer has {max(split.slots)} slots for tops of {experts} experts")
+        layers, whole = range(len(split.tops)), split.neurons
+        self.split, self.keys = split, len(split.tops) * experts
+        self.neurons = [n for n in split.tops for _ in range(experts)]
         self.neurons += [whole - n for n in self.neurons]
         self.begins = [0] * self.keys + self.neurons[: self.keys]
-        self.class_of = [layer for layer in layers for _ in range(experts)] + [len(cut.tops)] * self.keys
-        self.slots = [*cut.slots, cut.buffer_slots]
-        self.slot_neurons = [*cut.tops, cut.buffer_neurons]
+        self.class_of = [layer for layer in layers for _ in range(experts)] + [len(split.tops)] * self.keys
+        self.slots = [*split.slots, split.buffer_slots]
+        self.slot_neurons = [*split.tops, split.buffer_neurons]
         sizes = [n for n, count in zip(self.slot_neurons, self.slots, strict=True) for _ in range(count)]
         self.first = [0, *accumulate(sizes)][:-1]
         self.shown = [key if self.neurons[key] else self.keys + key for key in range(self.keys)]
