@@ -22,8 +22,8 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def stream_of(device: torch.device) -> Callable[[], int]:
-    """A function that gives the address of the calling thread's current stream. No index: of the current GPU."""
-    if device.type == "cpu":
+    """A function that gives the address of the calling thread's current stream on a GPU (no index: the current one)."""
+    if device.type != "cuda":
         return int
     index = torch.cuda.current_device() if device.index is None else device.index
     return partial(torch._C._cuda_getCurrentRawStream, index)

@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -360,6 +362,36 @@ def test_arrays_through_a_native_ring_stay_what_they_were(monkeypatch: pytest.Mo
     first, second = (stream.number for stream in streams)
     assert marked == [first] * 3 + [second, first] + [first] * 11 + [second]
     assert ring.put(np.zeros((0, 4), np.int32)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_threads_share_a_ring(natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may wait for a section, or be about to copy from it, while another takes a buffer."""
+    if natively:
+        _Native(monkeypatch)
+    gpu = FakeGpu()
+    gpu.eager = True
+    ring, wrong = TableRing(gpu, entries=3, nbytes=64), list[tuple[int, list[int]]]()
+    turned = ring.turned
+
+    def slowly(left: int, entered: int) -> None:
+        time.sleep(1e-4)  # gives up the interpreter's lock
+        turned(left, entered)
+
+    monkeypatch.setattr(ring, "turned", slowly)
+
+    def put(first: int) -> None:
+        for i in range(first, first + 60):
+            found = ring.put([i] * 16).tolist()
+            if found != [i] * 16:
+                wrong.append((i, found))
+
+    threads = [threading.Thread(target=put, args=(1000 * n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_what_the_host_reads_is_copied_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
