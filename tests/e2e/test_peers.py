@@ -129,6 +129,7 @@ def test_near_data_in_full_precision(policy: str, transport: str, reference: Ref
         assert stats.expert_bytes_peak <= stats.expert_budget_bytes
         if transport != "auto":
             assert worker.engine.peers["ndp/0"].transport == transport
+        assert (worker.engine.prefetching is not None) == (policy == "auto")  # in its local forwards
 
 
 @slow

@@ -479,6 +479,18 @@ def _local(slots: int, planner: Any) -> tuple[Stack, AutoPlacer, list[MoeLayer]]
     return stack, placer, layers
 
 
+def test_beside_workers_the_prefetch_of_local_forwards_is_made_before_there_are_layers() -> None:
+    """Before, it was asked of layers that were not made yet: beside a worker no local forward prefetched."""
+    stack, pool = Stack(6, "worth"), cast(Any, Pool())
+    order: Any = stack.cache.eviction
+    placer = AutoPlacer(stack.cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: Scripted())
+    stack.cache.native_steps = False  # as it is until layers are made
+    assert placer.may_prefetch
+    placer.faster.only = 0  # a rule that decides every layer
+    assert not placer.may_prefetch
+    stack.cache.close()
+
+
 def test_without_workers_prompts_are_local_too_and_native_code_counts_their_experts() -> None:
     """Before, every layer of a prompt ran on the page in Python: the first token of the default model took 1.2 to 2.0
     times as long as with next-gate.

@@ -211,8 +211,9 @@ class AutoPlacer(PeerPlacer):
 
     @property
     def may_prefetch(self) -> bool:
-        """Whether `prefetches` may be true at times."""
-        return self._pool is None or self.may_be_local
+        """Whether `prefetches` may be true at times. Asked before there are layers, which say `native_steps`."""
+        on_cpu = self._cache.pool.device.type == "cpu"
+        return self._pool is None or (on_cpu and self._notes is not None and self.faster.only != 0)
 
     @property
     def prefetches(self) -> bool:
