@@ -300,7 +300,7 @@ class Attachment:
         while living := [r for r in self.actors() if family(r.deployment) == deployment and r.state not in _ENDED]:
             if time.monotonic() > end_s:
                 names = ", ".join(f"{r.role} (pid {r.pid} on {r.host})" for r in living)
-                raise RuntimeFailure(f"still there: {names}", "look at their nodes with `ray status`")
+                raise RuntimeFailure(f"these actors have not ended: {names}", "look at their nodes with `ray status`")
             for record in living:
                 with contextlib.suppress(ValueError, ray.exceptions.RayError):
                     ray.kill(ray.get_actor(f"{record.deployment}/{record.role}"), no_restart=True)

@@ -485,7 +485,7 @@ class Channel:
 
 def _not_sent() -> DeadlinePassed:
     return DeadlinePassed(
-        "the request was not sent: the way to the peer stayed full", "give the call more time, or send less at once"
+        "the request was not sent: the queue to the peer stayed full", "give the call more time, or send less at once"
     )
 
 

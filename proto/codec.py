@@ -85,7 +85,7 @@ def _arrange(kind: int, shapes: Shapes) -> Arrangement:
     layout = pb.Layout()
     for dtype, shape in shapes:
         if dtype not in _CODES:
-            raise malformed(f"arrays of {dtype} do not travel")
+            raise malformed(f"arrays of {dtype} cannot be sent")
         tensor = layout.tensors.add()
         tensor.dtype = pb.DType.Name(_CODES[dtype])  # type: ignore[assignment]
         tensor.shape.extend(shape)
@@ -102,7 +102,7 @@ def _parse_layout(kind: int, serialized: bytes) -> Arrangement:
     try:
         layout = pb.Layout.FromString(serialized)
     except DecodeError:
-        raise malformed("the layout is none") from None
+        raise malformed("the layout cannot be parsed") from None
     if len(layout.tensors) > MAX_TENSORS:
         raise malformed(f"{len(layout.tensors)} arrays")
     shapes: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
@@ -201,7 +201,7 @@ def decode(kind: int, body: bytes, layout: bytes, payload: memoryview, limits: L
     try:
         return decoder(body, arrays, limits)
     except (DecodeError, UnicodeDecodeError):
-        raise malformed(f"the body is none of kind {kind}") from None
+        raise malformed(f"the body cannot be parsed as kind {kind}") from None
 
 
 def _below(name: str, value: int, limit: int) -> int:
@@ -484,6 +484,6 @@ def unpack(data: Received) -> Frame:
     try:  # other implementations leave fields out or reorder them; this copies the payload
         f = channel_pb2.Frame.FromString(bytes(data))
     except DecodeError:
-        raise malformed(f"{len(data)} bytes that are no frame") from None
+        raise malformed(f"{len(data)} bytes are not a frame") from None
     payload = memoryview(f.payload)
     return Frame(f.client, f.request, f.settled, f.deadline_ns, f.role, f.kind, f.body, f.layout, payload)

@@ -98,7 +98,7 @@ async def _grammar(service: Service, body: GenerationBody) -> str | None:
     if not forced:
         return await service.offload.run(_GRAMMAR_BYTES, lambda: compiled(body)) if body.constraint else None
     if body.constraint is not None:
-        raise refused(f"'{body.constraint[0]}' and a tool call that must come; leave one out", body.constraint[0])
+        raise refused(f"'{body.constraint[0]}' and a forced tool call; leave one out", body.constraint[0])
     assert isinstance(body, ChatBody)
     found, several = service.calling.format, service.calling.several and body.parallel_tool_calls is not False
     if found is None or found.grammar is None:

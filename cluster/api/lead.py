@@ -306,7 +306,7 @@ class LeadClient:
             async with asyncio.timeout(_CALL_DEADLINE_S):
                 await self._control("cancel", request_id)
         except (TimeoutError, ray.exceptions.RayError) as error:
-            raise RuntimeFailure("the worker did not take a cancellation", "look at its node") from error
+            raise RuntimeFailure("the worker did not confirm a cancellation", "look at its node") from error
 
     def _control(self, method: str, *args: Any) -> Any:
         return getattr(self._handle, method).options(concurrency_group=CONTROL).remote(*args)

@@ -283,7 +283,7 @@ class GenerationBody(SamplingBody):
         in a list.
         """
         if (self.min_tokens or 0) > max_tokens:
-            raise refused(f"min_tokens {self.min_tokens} exceeds the {max_tokens} tokens that may come", "min_tokens")
+            raise refused(f"min_tokens {self.min_tokens} exceeds the limit of {max_tokens} tokens", "min_tokens")
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else float(self.temperature),

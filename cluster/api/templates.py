@@ -120,7 +120,7 @@ class _Worker:
     def _take(self, due_s: float) -> Any:
         size = int.from_bytes(self._read(LENGTH_BYTES, due_s))
         if size > _ANSWER_BYTES:
-            raise ConnectionError("its answer has no bound")
+            raise ConnectionError("its answer is too long")
         return unpack(self._read(size, due_s))
 
     def _read(self, size: int, due_s: float) -> bytes:

@@ -393,7 +393,7 @@ def checked_prefetch(settings: PolicySettings, context: PolicyContext, header: T
         raise ConfigError(
             f"the trace holds the top {header.top_k} of {header.distances} layers ahead, not the top {top} of "
             f"{prefetch.distance}",
-            "record it with a greater --distances, or ask for less",
+            "record it with a greater --distances, or lower the policy's distance or top",
         )
     try:
         return settings.make_prefetch(context)

@@ -106,7 +106,7 @@ def first_split(header: TraceHeader, policy: PolicySettings, budget: float | int
     try:
         return SplitLayout.uniform(header.layers, header.experts, neurons, slots * neurons, split.theta, buffer)
     except ValueError as error:
-        raise BudgetError(f"the budget of {slots} experts cannot be split: {error}", "give more") from error
+        raise BudgetError(f"the budget of {slots} experts cannot be split: {error}", "give a larger budget") from error
 
 
 class SimulatedEngine:

@@ -307,7 +307,7 @@ def make_simulated_placer(
     bits, widest = engine.replica_bits(settings.precision, settings.name, tables, None)
     if kind == "monde":
         if shards is not None:
-            raise ConfigError("MoNDE has one GPU", "replay it on a machine with one")
+            raise ConfigError("policy monde runs on one GPU", "replay it on a machine with one")
         load = 0.0 if machine.link is None else load_s(header.slot_bytes, machine.link)
         row_bytes = _ROW_ITEM * header.hidden
         choose = engine.monde_choice(

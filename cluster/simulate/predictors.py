@@ -45,7 +45,7 @@ def train_predictors(
         if rows >= TRAINING_ROWS:
             break
     if not rows:
-        raise TraceError("the trace has no rows to train on", "record some")
+        raise TraceError("the trace has no rows to train on", "record a longer trace")
     seen, picked = np.concatenate(probabilities)[:TRAINING_ROWS], np.concatenate(ids)[:TRAINING_ROWS]
     found = []
     for layer in range(header.layers - stride):

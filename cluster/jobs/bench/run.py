@@ -363,7 +363,7 @@ def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> No
         return  # the running sections are independent of them
     if file is None:
         given = ",".join(study.experiment.parts)
-        raise ConfigError(f"--parts {given} needs rows from an earlier run", "give its --out")
+        raise ConfigError(f"--parts {given} needs rows from an earlier run", "pass the --out of that run")
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         rows = [row for row in record["rows"] if row["section"] in sections]

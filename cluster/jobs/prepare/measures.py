@@ -82,7 +82,7 @@ def add_gates(
     manifest = read_manifest(store)
     layers = len(manifest.layers)
     if layers < 2:
-        raise ConfigError("the model has one MoE layer, and gates foresee the next one", "prefetch with speculative")
+        raise ConfigError("the model has one MoE layer, and gates predict the next one", "use speculative prefetch")
     trained = []
     with _running(store, model_dir, text, "gates", console, most) as (blocks, windows, work, progress):
         for layer in progress.track(range(layers - 1), description="training gates"):

@@ -185,7 +185,8 @@ class ReplicaJob(ABC):
         try:
             made = self._quantize(opened, layer, left, folder, advance)
         except ValueError as error:
-            raise StoreError(f"layer {layer} cannot be quantized ({error})", "do without replicas") from error
+            what = f"layer {layer} cannot be quantized ({error})"
+            raise StoreError(what, "use a policy that needs no replicas") from error
         for bits in left:
             tensors, parts = self._shape(opened, bits).tensors(), made[bits].arrays
             experts = opened.manifest.experts.num_experts

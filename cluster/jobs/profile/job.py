@@ -235,7 +235,7 @@ def profile_trace(
     if header.fingerprint != model_fingerprint(manifest):
         raise TraceError(f"'{trace}' was recorded on another model than '{store}'", "record one on this model")
     if not header.rows:
-        raise TraceError(f"'{trace}' has no rows to profile", "record some")
+        raise TraceError(f"'{trace}' has no rows to profile", "record a longer trace")
     digest = hashlib.sha256((trace / HEADER_NAME).read_bytes()).hexdigest()
     source = options.source("trace", digest, header.rows, 0)
     with locked(store, console):
