@@ -94,6 +94,8 @@ setup(
                 "actors/core/module.cpp",
                 "actors/core/nanobind.cpp",
                 "actors/core/order_module.cpp",
+                "actors/core/stream_link.cpp",
+                "actors/core/stream_module.cpp",
                 "actors/core/thread_link.cpp",
                 "actors/core/virtual_link.cpp",
                 "actors/core/virtual_run.cpp",

@@ -1,6 +1,6 @@
 """A GPU whose kernels and copies take no time, for what the host does beside one (`bench host --device fake-gpu`).
 
-The engine's own code for a GPU runs on it: `CudaDevice`, `StreamQueue`, `PinnedFetch`, `TableRing`, and what the Triton
+The engine's own code for a GPU runs on it: `CudaDevice`, `StreamLink`, `PinnedFetch`, `TableRing`, and what the Triton
 kernels do up to the driver's call, in whose place a function in C is called that does nothing, or copies the few bytes
 of a table. While `works`, the host does what a GPU would, so that a model's tokens are right; then recorded layers run
 again without. The driver's own calls cost nothing here: an enqueued copy, event or launch of CUDA costs the host 1 to
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine import host_view, make_device
 from tiermoe.actors.engine.cuda.activations import PinnedActivations, PinnedFetch
@@ -31,16 +32,6 @@ from tiermoe.kernels import _launch
 from tiermoe.kernels.expert_ffn import ExpertKernel, Group, Operands
 
 EXECUTOR = "fake GPU: kernels and copies take no time"
-
-
-class _Stream:
-    """Compared by identity."""
-
-
-class _Event:
-    __slots__ = ("compute", "serial")
-    compute: bool
-    serial: int
 
 
 _ENTERED = nullcontext()
@@ -59,35 +50,57 @@ class InstantGpu:
 
     def __init__(self) -> None:
         self.copier: Any = None  # of `instant_gpu`
+        self._driver = _core.Instant()
+        self._compute = self._made = self._driver.compute
         self.works, self.late = True, False
-        self._compute = _Stream()
-        self._enqueued = self._seen = 0  # events
+
+    @property
+    def works(self) -> bool:
+        return self._works
+
+    @works.setter
+    def works(self, works: bool) -> None:
+        self._works = self._driver.works = works
+
+    @property
+    def late(self) -> bool:
+        return self._driver.late
+
+    @late.setter
+    def late(self, late: bool) -> None:
+        self._driver.late = late
 
     def enter(self) -> None: ...
 
     def free_bytes(self) -> int:
         return 80 << 30
 
-    def stream(self, urgent: bool = False) -> _Stream:
-        return _Stream()
+    def stream(self, urgent: bool = False) -> int:
+        self._made += 1
+        return self._made
 
-    def current(self) -> _Stream:
+    def current(self) -> int:
         return self._compute
 
-    def on(self, stream: _Stream) -> Any:
+    def on(self, stream: int) -> Any:
         return _ENTERED
 
-    def event(self, timing: bool = True) -> _Event:
-        return _Event()
+    def handle(self, stream: int) -> int:
+        return stream
 
-    def record(self, event: _Event, stream: _Stream) -> None:
-        self._enqueued += 1
-        event.serial, event.compute = self._enqueued, stream is self._compute
+    def driver(self) -> _core.Driver:
+        return self._driver.driver()
 
-    def wait_event(self, stream: _Stream, event: _Event) -> None: ...
+    def event(self, timing: bool = True) -> _core.InstantEvent:
+        return self._driver.event()
+
+    def record(self, event: _core.InstantEvent, stream: int) -> None:
+        event.record(stream == self._compute)
+
+    def wait_event(self, stream: int, event: _core.InstantEvent) -> None: ...
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        if self.works:
+        if self._works:
             dst.copy_(src)
 
     def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -98,19 +111,17 @@ class InstantGpu:
     def launch(self, act: Callable[[], None]) -> None:
         act()
 
-    def query(self, event: _Event) -> bool:
-        if event.compute or not self.late:
-            self._seen = max(self._seen, event.serial)
-        return event.serial <= self._seen
+    def query(self, event: _core.InstantEvent) -> bool:
+        return event.done()
 
-    def synchronize(self, event: _Event) -> None:
-        self._seen = max(self._seen, event.serial)
+    def synchronize(self, event: _core.InstantEvent) -> None:
+        event.synchronize()
 
-    def elapsed_s(self, earlier: _Event, later: _Event) -> float:
+    def elapsed_s(self, earlier: _core.InstantEvent, later: _core.InstantEvent) -> float:
         return 0.0
 
     def settle(self) -> None:
-        self._seen = self._enqueued
+        self._driver.settle()
 
     def page_driver(self) -> NoReturn:
         raise RuntimeError("a fake GPU has no pages")

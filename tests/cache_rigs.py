@@ -17,7 +17,7 @@ from tiermoe.actors.engine.cache.device import Copied, CpuDevice
 from tiermoe.actors.engine.cache.loader import Loader, LoadJob
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart, SlotMemory, SlotPool
 from tiermoe.actors.engine.cuda.device import CudaDevice
-from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
+from tiermoe.actors.engine.cuda.stream_link import StreamLinking
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout
@@ -254,14 +254,15 @@ class Rig(_Caching):
         self.gpu = FakeGpu(seed, RATE)
         self.gpu.pages.granularity = mmap.PAGESIZE
         self.device = CudaDevice(self.gpu, staging_bytes=24)
-        self.queue = StreamQueue(self.device, pinned, int(ahead * CARRIED), casts=dtype != torch.bfloat16)
+        self.linking = StreamLinking(self.device, pinned, int(ahead * CARRIED), casts=dtype != torch.bfloat16)
         if eviction is None:
             eviction = Lru() if split is None else split_eviction(Lru, LAYERS, EXPERTS)
         self.make_cache(
-            shape, slots, dtype, self.device, self.queue, eviction, seed,
+            shape, slots, dtype, self.device, self.linking, eviction, seed,
             None if most is None else SlotMemory(self.device, slots, most), split=split, writeback=writeback,
             low_bit=low_bit,
         )  # fmt: skip
+        self.link: Any = self.cache.link
         for tensor in self.pool.tensors:
             tensor[:slots].fill_(float("nan"))
         self.ran = self.looked = 0
@@ -298,4 +299,4 @@ class Rig(_Caching):
         self.cache.check_integrity()
         self.cache.close()
         self.device.close()
-        assert self.queue.pending == 0
+        assert self.link.pending == 0

@@ -15,14 +15,19 @@ host memory that was made here another; kernels have none.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from tiermoe.actors.core import _core
+from tiermoe.actors.engine.cuda.driver import CALLS
 
 Clock = dict[int, int]  # of each stream, how many of its operations are before
 
@@ -124,6 +129,7 @@ class FakeGpu:
         self.compute = self.stream(name="compute")
         self.default: FakeStream | None = None
         self.pages = FakePages(self)
+        self._calls = _Calls(self)
 
     # -- GpuRuntime --------------------------------------------------------------------------------------
 
@@ -138,6 +144,16 @@ class FakeGpu:
 
     def page_driver(self) -> FakePages:
         return self.pages
+
+    def handle(self, stream: FakeStream) -> int:
+        return stream.number + 1
+
+    def stream_of(self, handle: int) -> FakeStream:
+        return self._streams[handle - 1]
+
+    def driver(self) -> _core.Driver:
+        """The same GPU by calls of native code, each counted as the method of its kind."""
+        return self._calls.driver
 
     def settle(self) -> None:
         with self._lock:
@@ -360,6 +376,87 @@ class FakeGpu:
 
     def _count(self, name: str) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1
+
+
+_C, _OUT = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "enter": (_C,), "up": (ctypes.c_uint64, _C, ctypes.c_size_t, _C),
+    "down": (_C, ctypes.c_uint64, ctypes.c_size_t, _C), "create": (_OUT, ctypes.c_uint), "destroy": (_C,),
+    "record": (_C, _C), "wait": (_C, _C, ctypes.c_uint), "query": (_C,), "synchronize": (_C,),
+    "elapsed": (ctypes.POINTER(ctypes.c_float), _C, _C),
+    "describe": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+}  # fmt: skip
+_NOT_READY, _FAILED = 600, 999
+
+
+class _Calls:
+    """`core::Driver` of a fake GPU. A call that raises gives a code, and `describe` says the last exception."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu, self._events, self._made, self._said = gpu, dict[int, FakeEvent](), 0, b""
+        assert _SIGNATURES.keys() == CALLS.keys()
+        self._kept = [self._native(name) for name in CALLS]
+        addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in self._kept]
+        self.driver = _core.Driver(1, dict(zip(CALLS, addresses, strict=True)))
+
+    def _native(self, name: str) -> Any:
+        def call(*given: Any) -> int:
+            try:
+                return getattr(self, f"_{name}")(*given) or 0
+            except BaseException as error:  # it cannot pass through native code; a hazard is in `hazards`, too
+                self._said = str(error).encode()
+                return _FAILED
+
+        return ctypes.CFUNCTYPE(ctypes.c_int, *_SIGNATURES[name])(call)
+
+    def _enter(self, context: int) -> None:
+        assert context == 1
+
+    def _up(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        self._copy(_bytes_at(to, nbytes), _bytes_at(source, nbytes), stream)
+
+    def _down(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        assert _inside(self._gpu._on_host, _bytes_at(to, nbytes))
+        self._copy(_bytes_at(to, nbytes), _bytes_at(source, nbytes), stream)
+
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor, stream: int) -> None:
+        gpu = self._gpu
+        gpu._entered().append(gpu.stream_of(stream))
+        try:
+            gpu.copy(dst, src)
+        finally:
+            gpu._entered().pop()
+
+    def _create(self, event: Any, flags: int) -> None:
+        self._made += 1
+        self._events[self._made] = self._gpu.event(timing=flags == 0)
+        event[0] = self._made
+
+    def _destroy(self, event: int) -> None:
+        del self._events[event]
+
+    def _record(self, event: int, stream: int) -> None:
+        self._gpu.record(self._events[event], self._gpu.stream_of(stream))
+
+    def _wait(self, stream: int, event: int, flags: int) -> None:
+        self._gpu.wait_event(self._gpu.stream_of(stream), self._events[event])
+
+    def _query(self, event: int) -> int:
+        return 0 if self._gpu.query(self._events[event]) else _NOT_READY
+
+    def _synchronize(self, event: int) -> None:
+        self._gpu.synchronize(self._events[event])
+
+    def _elapsed(self, milliseconds: Any, earlier: int, later: int) -> None:
+        milliseconds[0] = self._gpu.elapsed_s(self._events[earlier], self._events[later]) * 1e3
+
+    def _describe(self, code: int, text: Any) -> None:
+        text[0] = self._said
+
+
+def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] of memory that somebody keeps."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 class FakePages:

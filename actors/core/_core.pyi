@@ -15,7 +15,7 @@ def takes(kernels: CapsuleType) -> bool:
     Whether a table of kernels (`_cpu.table`) is of a build with these layouts.
     """
 
-def errors(broken: object, no_slot: object, closed: object) -> None:
+def errors(broken: object, no_slot: object, failure: object) -> None:
     """The classes of what the core raises; the last takes a remedy, too."""
 
 class Clock:
@@ -55,7 +55,7 @@ class PythonLink(Link):
 class ThreadLink(Link):
     def __init__(self, bytes_per_s: float, latency_s: float) -> None: ...
 
-    def place(self, homes: Sequence[Sequence[tuple[int, int]]], home_of: Sequence[int], position: Sequence[int], sources: Sequence[tuple[int, int, bool]], tensors: int) -> None: ...
+    def place(self, homes: Sequence[Sequence[tuple[int, int]]], home_of: Sequence[int], position: Sequence[int], sources: Sequence[tuple[int, int, bool, int, int]], tensors: int) -> None: ...
 
     def hold(self, seconds: float) -> None: ...
 
@@ -335,6 +335,9 @@ class Core:
 
     def state(self, segment: int) -> int: ...
 
+    def there(self, first: int, stop: int) -> bool:
+        """Whether all of these are loading or resident."""
+
     def free_of(self, slot_class: int) -> int: ...
 
     def counts(self, layer: int) -> LayerCounts: ...
@@ -379,15 +382,18 @@ class Core:
 
     def prefetch(self, keys: Sequence[int], keep: Sequence[int], source: int) -> int: ...
 
+    def prefetch_by_scores(self, scores: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], first: int, by_votes: bool, top: int, source: int) -> None:
+        """
+        What a prefetch by later routers' scores [T, D, E] queues: of the layers from `first` on, nearer ones first.
+        """
+
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None: ...
 
     def vacate(self, slots: int, layer: int) -> None: ...
 
     def leave(self, victims: Sequence[int], layer: int) -> None: ...
 
-    def timed(self, layer: int, start_s: float, end_s: float, link_s: float, back_s: float) -> None: ...
-
-    def device_waited(self, layer: int, waited_s: float, writing_s: float) -> None: ...
+    def settle_times(self) -> None: ...
 
     def watch(self, seen: Watched) -> None: ...
 
@@ -506,3 +512,62 @@ class MapSearch:
         """
 
     def commit(self) -> list[int]: ...
+
+class Driver:
+    """
+    The calls of a GPU's driver that a link makes, by address (actors/core/driver.hpp).
+    """
+
+    def __init__(self, context: int, addresses: dict) -> None: ...
+
+class StreamLink(Link):
+    def __init__(self, driver: Driver, demand: int, prefetch: int, ahead_bytes: int, compute: Callable, cast: Callable, pinned: Callable, other: Link | None) -> None: ...
+
+    def place(self, homes: Sequence[Sequence[tuple[int, int]]], home_of: Sequence[int], position: Sequence[int], sources: Sequence[tuple[int, int, bool, int, int]], tensors: int) -> None: ...
+
+    def ahead(self, bytes: int, part: int) -> None: ...
+
+    def submit(self, ticket: int, segment: int, slot: int, bytes: int) -> bool:
+        """Queue a copy of nobody's, as a test wants it."""
+
+    @property
+    def waiting(self) -> list[int]:
+        """Segments of which not all is enqueued."""
+
+    def enqueued(self, urgent: bool) -> list:
+        """Parts that are not known to have ended: (segment, bytes)."""
+
+class Instant:
+    """
+    A driver whose calls take no time, in a GPU's place (actors/core/instant_driver.hpp).
+    """
+
+    def __init__(self) -> None: ...
+
+    def driver(self) -> Driver: ...
+
+    @property
+    def compute(self) -> int: ...
+
+    @property
+    def works(self) -> bool: ...
+
+    @works.setter
+    def works(self, arg: bool, /) -> None: ...
+
+    @property
+    def late(self) -> bool: ...
+
+    @late.setter
+    def late(self, arg: bool, /) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def event(self) -> InstantEvent: ...
+
+class InstantEvent:
+    def record(self, compute: bool) -> None: ...
+
+    def done(self) -> bool: ...
+
+    def synchronize(self) -> None: ...

@@ -6,10 +6,12 @@
 
 #include <initializer_list>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "picked.hpp"
+#include "places.hpp"
 
 namespace tiermoe::core {
 
@@ -33,8 +35,17 @@ Made<T, Axes> owned(std::vector<T>&& values, std::initializer_list<std::size_t> 
 // rows of none, or None, began_s, ended_s, waited_s).
 nanobind::list take(Passes& passes);
 
+// `Places` as Python gives them: of each form and tensor its address and the bytes from a slot to the next; of each segment
+// and tensor its address (0: another link has it), bytes, or elements where they are cast, whether they are, and the bytes
+// of an element there and in the slot.
+using Homes = std::vector<std::vector<std::pair<std::uintptr_t, std::int64_t>>>;
+using Sources = std::vector<std::tuple<std::uintptr_t, std::int64_t, bool, std::int64_t, std::int64_t>>;
+Places places(const Homes& homes, std::vector<std::int32_t> home_of, std::vector<std::int64_t> position,
+              const Sources& sources, std::int64_t tensors);
+
 void bind_orders(nanobind::module_& m);  // order_module.cpp
 void bind_cpu(nanobind::module_& m);     // cpu_module.cpp
 void bind_maps(nanobind::module_& m);    // maps_module.cpp
+void bind_streams(nanobind::module_& m);  // stream_module.cpp
 
 }  // namespace tiermoe::core

@@ -126,20 +126,27 @@ LayerCounts Core::summed() const {
     return sum;
 }
 
-void Core::timed(std::int64_t layer, const Times& times) {
-    LayerCounts& c = of(layer);
-    c.total_io_s += times.end_s - times.start_s;
-    c.link_s += times.link_s;
-    c.link_path_s += times.link_s;  // the pass itself counted what had ended while it ran
-    c.writeback_link_s += times.back_s;
-}
-
-void Core::device_waited(std::int64_t layer, double waited_s, double writing_s) {
-    LayerCounts& c = of(layer);
-    c.blocked_io_s += waited_s;
-    c.io_path_s += waited_s;
-    c.writeback_blocked_s += writing_s;
-    if (decode_only) totals_.decode_blocked_io_s += waited_s;
+void Core::settle_times() {
+    late_times_.clear();
+    link_->late(late_times_);
+    for (const Late& found : late_times_) {
+        const Times& t = found.times;
+        const std::int64_t layer = found.wait ? found.layer : layer_of(found.segment);
+        LayerCounts& c = of(layer);
+        if (found.wait) {
+            const double waited_s = t.end_s - t.start_s;
+            c.blocked_io_s += waited_s;
+            c.io_path_s += waited_s;
+            c.writeback_blocked_s += found.writing_s;
+            if (decode_only) totals_.decode_blocked_io_s += waited_s;
+        } else {
+            c.total_io_s += t.end_s - t.start_s;
+            c.link_s += t.link_s;
+            c.link_path_s += t.link_s;  // the pass itself counted what had ended while it ran
+            c.writeback_link_s += t.back_s;
+        }
+        if (seen) seen->push_back({found.wait, layer, found.segment, found.cause, t.start_s, t.end_s, t.link_s});
+    }
 }
 
 // -- slots ----------------------------------------------------------------------------------------------------------
@@ -352,6 +359,7 @@ std::int64_t Core::land_behind(std::int64_t first, std::int64_t stop) {
 }
 
 void Core::arrive(std::int64_t layer) {
+    settle_times();
     if (layer >= 0) {
         expect_layer(layer);
         blocked_s_ = of(layer).blocked_io_s;
@@ -560,6 +568,8 @@ void Core::preload(const Segments& keys) {
         flights_.erase(s);
         link_->forget(f.ticket);
     }
+    late_times_.clear();
+    link_->late(late_times_);  // counted in no layer
 }
 
 void Core::flush() {

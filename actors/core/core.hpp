@@ -46,6 +46,10 @@ struct NoSlot : std::runtime_error {
 struct Closed : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
+// A copy that is needed failed.
+struct CopyFailed : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
 
 struct Copy {
     Ticket ticket;
@@ -63,7 +67,17 @@ struct Times {
 };
 enum class Ending : std::uint8_t { under_way, copied, failed, cancelled };
 
-// What copies: a thread, a virtual clock, or Python (a GPU's streams, other nodes), which takes the interpreter's lock.
+// What is known of a copy only after its segment is in use, or (wait) what the compute of a layer waited for it.
+struct Late {
+    bool wait;
+    std::int64_t layer;  // of a wait
+    Segment segment;
+    Cause cause;
+    Times times;       // of a wait: from when to when
+    double writing_s;  // of a wait: its part in which the slot was copied back
+};
+
+// What copies: a thread, a virtual clock, a GPU's streams, or Python (other nodes), which takes the interpreter's lock.
 class Link {
   public:
     virtual ~Link() = default;
@@ -78,9 +92,10 @@ class Link {
     virtual void poll() {}
     // Throws what made a failed copy fail. layer: whose expert it was to bring.
     [[noreturn]] virtual void fail(Ticket, std::int64_t layer) {
-        throw std::runtime_error("copying an expert of MoE layer " + std::to_string(layer) + " failed");
+        throw CopyFailed("copying an expert of MoE layer " + std::to_string(layer) + " failed");
     }
-    // How it has ended as far as the host may see, without waiting; of a link in Python at the last `poll` or `look`.
+    // How it has ended as far as the host may see, without waiting; of streams and of Python at the last `poll` or `look`.
+    // On a stream a copy that the compute waits for has ended, too; its times come `late`.
     virtual Ending ending(Ticket ticket) = 0;
     virtual void look() {}
     // Compute of the layer issued from now on comes after it. True: the host has waited, so its seconds count.
@@ -90,8 +105,10 @@ class Link {
     // The host waits.
     virtual void wait(Ticket ticket) = 0;
     virtual Mark mark() { return 0; }
-    // False: they are not known yet (`Core::timed`).
+    // False: they are not known yet, and come `late`.
     virtual bool times(Ticket ticket, Times& found) = 0;
+    // Adds what has become known since the last call, each once.
+    virtual void late(std::vector<Late>&) {}
     virtual double now_s() = 0;
     // No longer asked about.
     virtual void forget(Ticket) {}
@@ -226,9 +243,8 @@ class Core {
     }
     std::int64_t resets() const { return resets_; }  // of the counters
     LayerCounts summed() const;                       // over layers
-    // A copy's times, or a wait on the device, that were not known when its layer ran.
-    void timed(std::int64_t layer, const Times& times);
-    void device_waited(std::int64_t layer, double waited_s, double writing_s);
+    // Count the times of copies, and the waits on the device, that were not known when their layers ran and are now.
+    void settle_times();
     std::shared_ptr<std::vector<Seen>> seen;  // for a timeline; null: there is none
     bool decode_only = false;
 
@@ -398,6 +414,7 @@ class Core {
     // of one call, so that none allocates
     Segments ended_, stale_, here_, ran_, fit_, wanted_, absent_, kept_, loads_, leaving_, missing_, class_run_, class_missing_;
     std::vector<Copy> copies_;
+    std::vector<Late> late_times_;
     std::vector<std::uint8_t> may_, flags_, classes_;  // [segments]; [experts], 0 between calls; [classes]
     std::vector<std::int64_t> room_;                   // [classes]
     std::vector<std::int32_t> place_;                  // [segments]: of those of the plan in its run

@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "../../kernels/cpu/table.hpp"
+#include "ahead.hpp"
 #include "bindings.hpp"
 #include "core.hpp"
 #include "python.hpp"
@@ -28,6 +29,7 @@ using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 
 using Ids = nb::ndarray<const std::int64_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;         // [L, T, K]
 using Next = nb::ndarray<const std::int64_t, nb::ndim<4>, nb::c_contig, nb::device::cpu>;        // [T, L, D, P]
+using Scores = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;                // [T, D, E]
 using NextScores = nb::ndarray<const double, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 
 template <typename T, typename V>
@@ -49,7 +51,7 @@ Layout layout(std::int64_t layers, std::int64_t experts, std::int64_t parts, std
 }
 
 // The classes of Python that stand for the core's errors (`errors`).
-PyObject *broken_class, *no_slot_class, *closed_class;
+PyObject *broken_class, *no_slot_class, *failure_class;
 
 void translate(const std::exception_ptr& error, void*) {
     try {
@@ -59,7 +61,9 @@ void translate(const std::exception_ptr& error, void*) {
     } catch (const NoSlot& e) {
         PyErr_SetString(no_slot_class, e.what());
     } catch (const Closed& e) {
-        PyErr_SetObject(closed_class, nb::make_tuple(e.what(), "start a new worker").ptr());
+        PyErr_SetObject(failure_class, nb::make_tuple(e.what(), "start a new worker").ptr());
+    } catch (const CopyFailed& e) {
+        PyErr_SetObject(failure_class, nb::make_tuple(e.what(), "run again, and report it if it stays").ptr());
     }
 }
 
@@ -76,14 +80,14 @@ struct Watched {
 NB_MODULE(_core, m) {
     using namespace tiermoe::core;
     m.doc() = "Decides and accounts for the expert memory of one device (actors/core/core.hpp).";
-    broken_class = PyExc_AssertionError, no_slot_class = PyExc_ValueError, closed_class = PyExc_RuntimeError;
+    broken_class = PyExc_AssertionError, no_slot_class = PyExc_ValueError, failure_class = PyExc_RuntimeError;
     nb::set_leak_warnings(false);  // at the interpreter's end a cache may still be there
     nb::register_exception_translator(translate);
     m.def("takes", [](nb::capsule of) { return of.name() && of.name() == tiermoe::kKernelTable; }, "kernels"_a,
           "Whether a table of kernels (`_cpu.table`) is of a build with these layouts.");
-    m.def("errors", [](nb::object broken, nb::object no_slot, nb::object closed) {
-        broken_class = broken.release().ptr(), no_slot_class = no_slot.release().ptr(), closed_class = closed.release().ptr();
-    }, "broken"_a, "no_slot"_a, "closed"_a, "The classes of what the core raises; the last takes a remedy, too.");
+    m.def("errors", [](nb::object broken, nb::object no_slot, nb::object failure) {
+        broken_class = broken.release().ptr(), no_slot_class = no_slot.release().ptr(), failure_class = failure.release().ptr();
+    }, "broken"_a, "no_slot"_a, "failure"_a, "The classes of what the core raises; the last takes a remedy, too.");
 
     nb::class_<Clock>(m, "Clock")
         .def(nb::init<>())
@@ -106,18 +110,9 @@ NB_MODULE(_core, m) {
     nb::class_<PythonLink, Link>(m, "PythonLink").def(nb::init<nb::object>(), "of"_a);
     nb::class_<ThreadLink, Link>(m, "ThreadLink")
         .def(nb::init<double, double>(), "bytes_per_s"_a, "latency_s"_a)
-        .def("place", [](ThreadLink& link, std::vector<std::vector<std::pair<std::uintptr_t, std::int64_t>>> homes,
-                         std::vector<std::int32_t> home_of, std::vector<std::int64_t> position,
-                         std::vector<std::tuple<std::uintptr_t, std::int64_t, bool>> sources, std::int64_t tensors) {
-            Places places;
-            for (const auto& home : homes) {
-                places.homes.emplace_back();
-                for (const auto& [base, stride] : home) places.homes.back().push_back({reinterpret_cast<char*>(base), stride});
-            }
-            places.home_of = std::move(home_of), places.position = std::move(position), places.tensors = tensors;
-            for (const auto& [at, count, widen] : sources)
-                places.sources.push_back({reinterpret_cast<const char*>(at), count, widen});
-            link.place(std::move(places));
+        .def("place", [](ThreadLink& link, const Homes& homes, std::vector<std::int32_t> home_of,
+                         std::vector<std::int64_t> position, const Sources& sources, std::int64_t tensors) {
+            link.place(places(homes, std::move(home_of), std::move(position), sources, tensors));
         }, "homes"_a, "home_of"_a, "position"_a, "sources"_a, "tensors"_a)
         .def("hold", &ThreadLink::hold, "seconds"_a);
     nb::class_<Order>(m, "Order");
@@ -179,6 +174,10 @@ NB_MODULE(_core, m) {
         .def_prop_ro("under_way", &Core::under_way)
         .def("state", [](Core& c, Segment s) { return static_cast<int>(c.states().at(static_cast<std::size_t>(s))); },
              "segment"_a)
+        .def("there", [](const Core& c, Segment first, Segment stop) {
+            if (first < 0 || stop > c.layout().segments()) throw std::out_of_range("there are no such segments");
+            return c.there(first, stop);
+        }, "first"_a, "stop"_a, "Whether all of these are loading or resident.")
         .def("free_of", [](const Core& c, std::int64_t slot_class) {
             if (slot_class < 0 || slot_class >= static_cast<std::int64_t>(c.layout().slots.size()))
                 throw std::out_of_range("there is no such slot class");
@@ -205,8 +204,9 @@ NB_MODULE(_core, m) {
             return found;
         }, "slots"_a)
         .def("arrive", &Core::arrive, "layer"_a = -1)
-        .def("drop_stale", &Core::drop_stale, "layer"_a, "needed"_a)
-        .def("open", &Core::open, "layer"_a, "keys"_a, "counts"_a, "tokens"_a, "low"_a)
+        .def("drop_stale", &Core::drop_stale, "layer"_a, "needed"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("open", &Core::open, "layer"_a, "keys"_a, "counts"_a, "tokens"_a, "low"_a,
+             nb::call_guard<nb::gil_scoped_release>())
         .def("plan", [](Core& c, const Segments& here, const Segments& keep) {
             const Plan& p = c.plan(here, keep);
             nb::list loads;
@@ -219,13 +219,27 @@ NB_MODULE(_core, m) {
         .def("close", &Core::close, "peer_blocked_s"_a = 0.0, "peer_link_s"_a = 0.0)
         .def("abandon", &Core::abandon)
         .def("prefetch", &Core::prefetch, "keys"_a, "keep"_a, "source"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("prefetch_by_scores", [](Core& c, Scores scores, std::int64_t first, bool by_votes, std::int64_t top,
+                                      std::uint8_t source) {
+            const Layout& layout = c.layout();
+            const auto tokens = static_cast<std::int64_t>(scores.shape(0)), layers = static_cast<std::int64_t>(scores.shape(1)),
+                       experts = static_cast<std::int64_t>(scores.shape(2));
+            if (experts != layout.experts || first < 0 || layers > layout.layers || first > layout.layers - layers || top < 1 ||
+                !source)
+                throw std::invalid_argument("there is no such prefetch");
+            const float* at = scores.data();
+            RouterPrefetch{by_votes, top, source, {}, {}}.run(c, first, layers, tokens, true, [&](std::int64_t layer, std::int64_t t,
+                                                                                                std::vector<double>& row) {
+                const float* from = at + (t * layers + layer) * experts;
+                row.assign(from, from + experts);
+            });
+        }, "scores"_a, "first"_a, "by_votes"_a, "top"_a, "source"_a,
+             "What a prefetch by later routers' scores [T, D, E] queues: of the layers from `first` on, nearer ones first.",
+             nb::call_guard<nb::gil_scoped_release>())
         .def("finish_prefetch", &Core::finish_prefetch, "keys"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("vacate", &Core::vacate, "slots"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("leave", &Core::leave, "victims"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("timed", [](Core& c, std::int64_t layer, double start_s, double end_s, double link_s, double back_s) {
-            c.timed(layer, {start_s, end_s, link_s, back_s});
-        }, "layer"_a, "start_s"_a, "end_s"_a, "link_s"_a, "back_s"_a)
-        .def("device_waited", &Core::device_waited, "layer"_a, "waited_s"_a, "writing_s"_a)
+        .def("settle_times", &Core::settle_times)
         .def("watch", [](Core& c, std::shared_ptr<Watched> seen) {
             c.seen = std::shared_ptr<std::vector<Seen>>(seen, &seen->seen);
         }, "seen"_a)
@@ -286,4 +300,5 @@ NB_MODULE(_core, m) {
     });
     bind_cpu(m);
     bind_maps(m);
+    bind_streams(m);
 }

@@ -72,7 +72,7 @@ class PythonOrder : public Order {
     std::vector<Event> events_;
 };
 
-// A link of Python (`actors.engine.cache.links.QueueLink`): copies from other nodes, casts, a GPU's streams. It tells what
+// A link of Python (`actors.engine.cache.links.QueueLink`): copies from other nodes, and of what is not pinned. It tells what
 // has ended since it told last, all tickets in one call, so that asking about one takes no lock.
 class PythonLink : public Link {
   public:

@@ -3,19 +3,13 @@
 #include <algorithm>
 
 namespace tiermoe::core {
-namespace {
-
-std::int64_t slot_bytes(const Places::Source& source) { return source.widen ? 4 * source.count : source.count; }
-
-}  // namespace
-
 void ThreadLink::place(Places places) {
     places_ = std::move(places);
     room_ = 0;
     for (std::size_t s = 0; s < places_.home_of.size(); ++s) {
         std::int64_t bytes = 0;
         for (std::size_t i = 0; i < places_.homes[places_.home_of[s]].size(); ++i)
-            bytes += slot_bytes(places_.sources[s * places_.tensors + i]);
+            bytes += places_.sources[s * places_.tensors + i].slot_bytes();
         room_ = std::max(room_, bytes);
     }
 }
@@ -42,7 +36,7 @@ ThreadLink::Known ThreadLink::made(const Copy& copy, bool urgent) {
         if (static_cast<std::int64_t>(scratch_.size()) < room_) scratch_.resize(static_cast<std::size_t>(room_));
         char* to = scratch_.data();
         for (std::size_t i = 0; i < home.size(); ++i) {
-            const std::int64_t bytes = slot_bytes(sources[i]);
+            const std::int64_t bytes = sources[i].slot_bytes();
             found->pieces.push_back({to, home[i].base + at * home[i].stride, bytes, Kind::bytes});
             to += bytes;
             back += bytes;
@@ -51,8 +45,8 @@ ThreadLink::Known ThreadLink::made(const Copy& copy, bool urgent) {
     for (std::size_t i = 0; i < home.size(); ++i) {
         const auto& source = sources[i];
         found->pieces.push_back({home[i].base + at * home[i].stride, source.at, source.count,
-                                 source.widen ? Kind::widen_bfloat16 : Kind::bytes});
-        up += source.widen ? 2 * source.count : source.count;
+                                 source.cast ? Kind::widen_bfloat16 : Kind::bytes});
+        up += source.bytes();
     }
     if (copy.back) known.back_share = static_cast<double>(back) / static_cast<double>(back + up);
     return known;

@@ -7,26 +7,9 @@
 
 #include "../../kernels/cpu/link.hpp"
 #include "core.hpp"
+#include "places.hpp"
 
 namespace tiermoe::core {
-
-// Where the bytes of segments lie, on the host and in slots.
-struct Places {
-    struct Target {  // one tensor of the pool: of the slot at position p it begins at base + p * stride
-        char* base;
-        std::int64_t stride;
-    };
-    struct Source {
-        const char* at;
-        std::int64_t count;  // bytes, or elements where they are widened
-        bool widen;          // bfloat16 to float
-    };
-    std::vector<std::vector<Target>> homes;  // of each form: the tensors of a slot
-    std::vector<std::int32_t> home_of;       // [segments]
-    std::vector<std::int64_t> position;      // [slots]: of a slot in its tensors, in their unit
-    std::vector<Source> sources;             // [segments, tensors]
-    std::int64_t tensors = 0;                // of a segment, at most
-};
 
 class ThreadLink : public Link {
   public:

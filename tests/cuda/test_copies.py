@@ -13,11 +13,11 @@ import pytest
 import torch
 from cache_rigs import begin_layer, end_layer, run_layer
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.cuda.device import CudaDevice
-from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import CopySettings, EngineSettings, LinkSettings
@@ -75,7 +75,6 @@ class Looker:
     def __init__(self, cache: ExpertCache, weights: Sequence[LayerWeights], device: torch.device) -> None:
         dtype = cache.pool.gate_up.dtype
         self.cache = cache
-        self.queue = cache._queue.queue if cache._queue is not None else None
         self.wanted = [[t.to(device=device, dtype=dtype) for t in layer.tensors] for layer in weights]
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -124,9 +123,8 @@ def test_kernels_see_the_right_bytes(
         print("a mapped file:", report)
     with looking(device, weights, slots, dtype, ahead_mib=1) as looker:
         cache = looker.cache
-        queue = looker.queue
-        assert isinstance(queue, StreamQueue)
-        assert place != "pinned" or all(queue._pinned)
+        assert isinstance(cache.link, _core.StreamLink)
+        assert place != "pinned" or all(cache._linking.pinned)
         looker.drive(0, 60)
         cache.flush()
         cache.check_integrity()

@@ -20,7 +20,7 @@ from rich.console import Console
 from serving import Reference, serving, serving_locally, settings
 
 from tiermoe.actors.budget import MARGIN_BYTES, MARGIN_SHARE, AutoBudget
-from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.policies.moepic.configure import Times
 from tiermoe.actors.policies.moepic.split import SplitLayout, SplitOptions
@@ -192,7 +192,7 @@ def test_through_a_gpus_streams(
         plan, cache, waits = worker.plan(), worker.engine.cache, fake_gpu.synchronized
         reference.check(worker, 2, 8)
         stats = worker.stats().total()
-        assert isinstance(cache._queue.queue, StreamQueue)
+        assert isinstance(cache.link, _core.StreamLink)
         assert plan["executor"] == "real"
         everything = sum(sum(t.nbytes for t in layer.tensors) for layer in worker._sources.mapped)
         assert plan["pinned_bytes"] + plan["staged_bytes"] == everything

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <list>
 #include <map>
 #include <memory>
 #include <random>
@@ -17,7 +18,9 @@
 #include <vector>
 
 #include "../../actors/core/core.hpp"
+#include "../../actors/core/instant_driver.hpp"
 #include "../../actors/core/orders.hpp"
+#include "../../actors/core/stream_link.hpp"
 #include "../../actors/core/thread_link.hpp"
 #include "../../actors/core/virtual_link.hpp"
 
@@ -130,6 +133,13 @@ class Memory {
     bool holds(Slot slot, Segment s) {
         const auto [first, second] = expected(s);
         return !std::memcmp(at(slot, 0), first.data(), first.size()) && !std::memcmp(at(slot, 1), second.data(), second.size());
+    }
+    // What a GPU's kernel casts: the first tensor of a segment, from bfloat16 to float.
+    void widen(Segment s, Slot slot, std::int64_t first, std::int64_t count) {
+        for (std::int64_t i = first; i < first + count; ++i) {
+            std::memset(at(slot, 0) + 4 * i, 0, 2);
+            std::memcpy(at(slot, 0) + 4 * i + 2, parts_[static_cast<std::size_t>(s)].first.data() + 2 * i, 2);
+        }
     }
     void move(Slot from, Slot to) {
         for (int t : {0, 1}) std::memcpy(at(to, t), at(from, t), static_cast<std::size_t>(stride(from, t)));
@@ -303,6 +313,17 @@ class Carrying : public VirtualLink {
     Ledger& ledger_;
 };
 
+// A GPU whose copies end at once or late, and some of which cannot be enqueued.
+int failing = 0;  // percent
+Driver driver() {
+    static const Driver instant = Instant::driver();
+    Driver made = instant;
+    made.up = [](std::uint64_t to, const void* from, std::size_t bytes, Driver::Handle stream) {
+        return chance(failing) ? 1 : instant.up(to, from, bytes, stream);
+    };
+    return made;
+}
+
 // Before another link: what the core may ask.
 class Watched : public Link {
   public:
@@ -337,6 +358,8 @@ class Watched : public Link {
     void wait(Ticket ticket) override { link_->wait(known(ticket)); }
     Mark mark() override { return link_->mark(); }
     bool times(Ticket ticket, Times& found) override { return link_->times(known(ticket), found); }
+    void late(std::vector<Late>& found) override { link_->late(found); }
+    void look() override { link_->look(); }
     double now_s() override { return link_->now_s(); }
     void forget(Ticket ticket) override {
         const Copy copy = ledger_.known[known(ticket)];
@@ -437,9 +460,10 @@ class World {
         const Layout layout = layout_of(shape_);
         remember(layout);
         std::shared_ptr<Link> link;
-        switch (below(3)) {
+        switch (below(4)) {
             case 0: link = std::make_shared<AnyOrder>(ledger_); break;
             case 1: link = std::make_shared<Carrying>(clock_, ledger_); break;
+            case 2: link = streams_ = streams(); break;
             default:
                 ledger_.fails = 0;
                 link = thread_ = std::make_shared<ThreadLink>(chance(50) ? 0.0 : 1e7, 1e-6 * static_cast<double>(below(5)));
@@ -640,7 +664,7 @@ class World {
             case 4:
                 if (!own_order_) divide(wanted);
                 break;
-            case 5: attempt("timed", [&] { core_->timed(below(shape_.layers), {1.0, 2.0, 1.0, 0.0}); }); break;
+            case 5: attempt("settle times", [&] { core_->settle_times(); }); break;
             case 6: attempt("arrive", [&] { core_->arrive(); }); break;
             default: {
                 Segments absent;
@@ -671,8 +695,27 @@ class World {
         const Layout layout = layout_of(shape_);
         remember(layout);
         if (thread_) thread_->place(ledger_.memory->places());
+        if (streams_) streams_->place(ledger_.memory->places());
         attempt("divide", [&] { core_->divide(layout, shape_.kind == Kind::split ? fill : Segments{}); });
         ++done_.divides;
+    }
+
+    std::shared_ptr<StreamLink> streams() {
+        Instant::late = chance(50);
+        failing = ledger_.fails;
+        const auto stream = [](std::uintptr_t number) { return reinterpret_cast<Driver::Handle>(number); };
+        const StreamLink::Calls calls{
+            [] { return reinterpret_cast<std::uintptr_t>(Instant::compute); },
+            [this](bool, Segment s, Slot slot, std::int64_t, std::int64_t first, std::int64_t count) {
+                ledger_.memory->widen(s, slot, first, count);
+            },
+            [this](std::int64_t bytes) {
+                scratch_.emplace_back(static_cast<std::size_t>(bytes));
+                return reinterpret_cast<std::uintptr_t>(scratch_.back().data());
+            }};
+        auto made = std::make_shared<StreamLink>(driver(), stream(2), stream(3), 8 + below(200), calls, nullptr);
+        made->place(ledger_.memory->places());
+        return made;
     }
 
     // Every queued prefetch has come to one end, and every byte is counted once.
@@ -691,6 +734,8 @@ class World {
     Ledger ledger_;
     Clock clock_;
     std::shared_ptr<ThreadLink> thread_;
+    std::shared_ptr<StreamLink> streams_;
+    std::list<std::vector<char>> scratch_;
     std::shared_ptr<Watched> watched_;
     std::shared_ptr<Heard> heard_;
     std::unique_ptr<Core> core_;

@@ -51,7 +51,7 @@ LAYER = (
     "threads.cpp", "worth.cpp", *(f"../../actors/core/{name}.cpp" for name in ("core", "cpu_layer", "thread_link")),
 )  # fmt: skip
 CORES = (
-    "core.cpp", "thread_link.cpp", "virtual_link.cpp",
+    "core.cpp", "stream_link.cpp", "thread_link.cpp", "virtual_link.cpp",
     *(f"../../kernels/cpu/{name}.cpp" for name in ("importance", "link", "order", "split_order", "worth")),
 )  # fmt: skip
 # also checks each index of a vector

@@ -16,8 +16,8 @@ from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cache.sources import Sources
 from tiermoe.actors.engine.cuda import device as cuda_device
 from tiermoe.actors.engine.cuda.device import CudaDevice, fill_pages
-from tiermoe.actors.engine.cuda.lane import Staging
-from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
+from tiermoe.actors.engine.cuda.staging import Staging
+from tiermoe.actors.engine.cuda.stream_link import StreamLinking
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.kernels.pack import PackedShape
@@ -70,7 +70,7 @@ def test_a_staged_copy_waits_for_the_slots_last_use() -> None:
         copied = cuda.copy(slot, (torch.ones(100),), cuda.mark_use())
         assert seen == [0.0]
         assert slot[0].sum() == 100.0
-        assert (copied.event, copied.link_s) == (None, copied.end_s - copied.start_s)
+        assert copied.link_s == copied.end_s - copied.start_s
 
 
 def test_pages_are_registered_once() -> None:
@@ -311,9 +311,8 @@ def test_the_queue_follows_the_device_and_what_is_pinned() -> None:
     gpu, cuda = device()
     gpu.refuse = lambda address, nbytes: len(gpu.registered) == 1
     cuda.pin(stores, CopySettings())
-    queue = make_link(cuda, pool, stores, CopySettings(ahead_mib=2))
-    assert isinstance(queue, StreamQueue)
-    assert queue._pinned == (True, False)
-    assert queue._ahead_bytes == 2 << 20
-    assert queue._demand.side.bytes > 0  # bfloat16 arrives, float32 is kept
-    queue.close()
+    linking = make_link(cuda, pool, stores, CopySettings(ahead_mib=2))
+    assert isinstance(linking, StreamLinking)
+    assert linking.pinned == (True, False)
+    assert linking.ahead_bytes == 2 << 20
+    assert linking.cast_bytes > 0  # bfloat16 arrives, float32 is kept

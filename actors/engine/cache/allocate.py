@@ -21,8 +21,8 @@ from ..stats import EngineStats, LayerStats, Timeline
 from .cache import ExpertCache
 from .device import Device
 from .form_slots import FormPool
-from .links import Carrier
-from .loader import CopyQueue
+from .links import Carrier, Linking
+from .loader import Loader
 from .low_bits import ReplicaWeights, make_part
 from .make_link import make_link
 from .native_order import fast_eviction
@@ -74,7 +74,7 @@ def make_cache(
             "give a smaller budget, or end what else uses the GPU",
         ) from error
     carrier = Carrier()
-    copies: CopyQueue | _core.Link
+    copies: Loader | Linking | _core.Link
     if clock is None or settings.link.gbps is None:
         copies = make_link(device, pool, weights, settings.copies, () if replicas is None else replicas.layers)
     else:  # a stepped link, on its own clock

@@ -23,14 +23,14 @@ from ...policies.moepic.split import SplitLayout
 from ...policies.plan import LayerPlan, Load
 from ...policies.residency import ResidencyError, State
 from ..stats import EngineStats, LayerResidency, LayerStats, Timeline
-from .links import CAUSES, QueueLink
-from .loader import CopyQueue, Loader, LoadJob
+from .links import CAUSES, Linking, QueueLink
+from .loader import Loader
 from .native_order import core_order
 from .residency import Residency
 from .slots import LowBitPart, SlotMap
 
 if TYPE_CHECKING:
-    from .device import Copied, Device
+    from .device import Device
     from .form_slots import FormPool
     from .slots import ExpertSource, SlotMemory, SlotPool
 
@@ -69,7 +69,7 @@ class ExpertCache:
     def __init__(
         self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], device: Device, experts: int, slots: int,
         slot_bytes: int, eviction: EvictionPolicy, stats: EngineStats, timeline: Timeline,
-        link: _core.Link | CopyQueue | None = None, clock: Callable[[], float] = time.perf_counter,
+        link: _core.Link | Linking | Loader | None = None, clock: Callable[[], float] = time.perf_counter,
         min_useful: float = 0.0, split: SplitLayout | None = None, writeback: bool = False,
         low_bit: LowBitPart | None = None, memory: SlotMemory | None = None,
     ) -> None:  # fmt: skip
@@ -90,10 +90,11 @@ class ExpertCache:
         self._order = order if isinstance(order, _core.PythonOrder) else None
         if self._order is not None:
             self._order.segments = (2 if self.where.class_of else 1) * self.where.keys
-        self._queue: QueueLink | None = None  # where Python makes the copies
-        if not isinstance(link, _core.Link):
-            self._queue = QueueLink(Loader(device) if link is None else link, self.where, device, clock)
-            link = _core.PythonLink(self._queue)
+        self._linking: Linking | None = None
+        if link is None or isinstance(link, Loader):
+            link = _core.PythonLink(QueueLink(link or Loader(device), self.where, device, clock))
+        elif not isinstance(link, _core.Link):
+            self._linking, link = link, link.link(self.where, clock)
         self.link: _core.Link = link
         self._place()
         self.core = _core.Core(layout, link, order, _core.Governor(min_useful), writeback)
@@ -108,11 +109,14 @@ class ExpertCache:
             self.core.watch(self._seen)
 
     def _place(self) -> None:
-        """Tell the stand-in's thread where experts and slots lie."""
-        if isinstance(self.link, _core.ThreadLink):
+        """Tell a link that copies by addresses where experts and slots lie."""
+        most = self.where.whole_slots if self.memory is None else self.memory.most
+        if self._linking is not None:
+            self._linking.place(self.link, self.where, most)
+        elif isinstance(self.link, _core.ThreadLink):
             from .places import place  # torch: the simulator uses this module without it
 
-            place(self.link, self.where, self.where.whole_slots if self.memory is None else self.memory.most)
+            place(self.link, self.where, most)
 
     @property
     def bytes_loaded(self) -> int:
@@ -173,14 +177,13 @@ class ExpertCache:
 
     def poll(self, layer: int = -1) -> None:
         """Make every arrived copy resident; a failed one frees its slot. layer: whose pass begins; -1: none does."""
-        self.settle_times()
         self.core.arrive(layer)
         self._draw()
 
     def settle_times(self) -> None:
         """Count the times of GPU copies that have ended by now."""
-        if self._queue is not None:
-            self._queue.queue.tell(self)
+        self.core.settle_times()
+        self._draw()
 
     def drop_stale(self, layer: int, needed: Sequence[int]) -> None:
         """The routing of `layer` is known: cancel its queued prefetches that are not needed."""
@@ -278,8 +281,6 @@ class ExpertCache:
     def preload(self, keys: Sequence[int]) -> None:
         """Load experts into free slots and wait; counted in `bytes_preloaded` and in no layer."""
         self.core.preload(list(keys))
-        if self._queue is not None:
-            self._queue.queue.tell(_NotCounted())
 
     def resize(self, slots: int) -> None:
         """Give the last slots' memory back, or take it again, between forwards; `memory` says how many there may be.
@@ -314,7 +315,6 @@ class ExpertCache:
         """Wait on the host for every copy under way; counted in no layer."""
         self.core.wait_all()
         self.settle_times()
-        self._draw()
 
     def flush(self) -> None:
         """Wait for every copy under way, then empty all slots."""
@@ -372,18 +372,6 @@ class ExpertCache:
     def loads_in_flight(self) -> int:
         return self.link.pending
 
-    def timed(self, job: LoadJob, copied: Copied) -> None:
-        """A copy on a GPU's stream has ended, maybe after its layer (`loader.CopyTimes`)."""
-        self.core.timed(job.layer, copied.start_s, copied.end_s, copied.link_s, copied.writeback_s)
-        if self.timeline.enabled:
-            self._draw_copy(job.layer, job.segment, job.cause, copied.start_s, copied.end_s, copied.link_s)
-
-    def device_waited(self, layer: int, start_s: float, end_s: float, writing_s: float) -> None:
-        """The compute of `layer` waited for a copy, on a GPU's stream (`loader.CopyTimes`)."""
-        self.core.device_waited(layer, end_s - start_s, writing_s)
-        if self.timeline.enabled:
-            self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
-
     def _draw(self) -> None:
         for wait, layer, segment, cause, start_s, end_s, link_s in () if self._seen is None else self._seen.take():
             if wait:
@@ -434,13 +422,3 @@ class ExpertCache:
 def _take(found: object, into: object, names: Sequence[str]) -> None:
     for name in names:
         setattr(into, name, getattr(found, name))
-
-
-class _NotCounted:
-    """Ignores the times of a preload, which no layer waits for."""
-
-    def timed(self, job: LoadJob, copied: Copied) -> None:
-        return None
-
-    def device_waited(self, layer: int, start_s: float, end_s: float, writing_s: float) -> None:
-        return None

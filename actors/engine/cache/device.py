@@ -40,14 +40,13 @@ Tensors = tuple[torch.Tensor, ...]
 class Copied:
     """A finished copy.
 
-    start_s, end_s: when it occupied the link, `time.perf_counter` seconds. event: of a copy on a GPU's stream, which is
-    timed later; None: the times are known. link_s: seconds by the link's own clock: on the stand-in latency and bytes
-    at the stated rate, on a GPU end - start. writeback_s: its first part, which copied the slot's old expert back.
+    start_s, end_s: when it occupied the link, `time.perf_counter` seconds. link_s: seconds by the link's own clock: on
+    the stand-in latency and bytes at the stated rate, on a GPU end - start. writeback_s: its first part, which copied
+    the slot's old expert back.
     """
 
     start_s: float
     end_s: float
-    event: Any
     link_s: float = 0.0
     writeback_s: float = 0.0
 
@@ -224,7 +223,7 @@ class CpuDevice:
         self._link_free_s = end_s
         while (left_s := end_s - time.perf_counter()) > 0:
             time.sleep(left_s)
-        return Copied(start_s, end_s, None, duration_s)
+        return Copied(start_s, end_s, duration_s)
 
     def pin(self, layers: Sequence[HostLayer], settings: CopySettings) -> tuple[Sequence[HostLayer], None]:
         return layers, None

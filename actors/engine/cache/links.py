@@ -1,14 +1,15 @@
-"""What carries copies for a cache's core: the stand-in's thread, a virtual clock, or a `CopyQueue` of Python."""
+"""What carries copies for a cache's core in Python: a loader's thread, or what a virtual clock moves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ....errors import RuntimeFailure, StoreError
-from .loader import DEMAND, PREFETCH, Cause, CopyQueue, LoadJob
+from .loader import DEMAND, PREFETCH, Cause, Loader, LoadJob
 
 if TYPE_CHECKING:
+    from ...core import _core
     from .device import Device, Tensors
     from .slots import PendingExpert, SlotMap
 
@@ -27,20 +28,31 @@ def fail(error: BaseException, layer: int) -> NoReturn:
     ) from error
 
 
+class Linking(Protocol):
+    """Makes a cache's link once its slots and sources are known (`cuda.stream_link.StreamLinking`)."""
+
+    def link(self, where: SlotMap, clock: Callable[[], float]) -> _core.Link:
+        """Arguments as of `QueueLink`."""
+        ...
+
+    def place(self, link: Any, where: SlotMap, most: int) -> None:
+        """Tell that link where all segments lie, now and after each new split. most: whole slots at some time."""
+        ...
+
+
 class QueueLink:
-    """A `CopyQueue` as the core's link (`core::Link`, through `_core.PythonLink`), on the forward's thread.
+    """A `Loader` as the core's link (`core::Link`, through `_core.PythonLink`), on the forward's thread.
 
     `poll`, `look`, `join`, `overtake` and `wait` return whether the host has waited, and what has ended since one of
-    them told it last: (ticket, `core::Ending`, (start, end, seconds of the link, of these the copy back) or None). On a
-    stream a copy that the compute waits for has ended; its times come later (`ExpertCache.settle_times`).
+    them told it last: (ticket, `core::Ending`, (start, end, seconds of the link, of these the copy back) or None).
 
     Args:
         where: gives the tensors of slots and of sources.
         clock: seconds, on the same scale as the times of the queue's copies.
     """
 
-    def __init__(self, queue: CopyQueue, where: SlotMap, device: Device, clock: Callable[[], float]) -> None:
-        self.queue, self._where, self._device, self.now_s = queue, where, device, clock
+    def __init__(self, loader: Loader, where: SlotMap, device: Device, clock: Callable[[], float]) -> None:
+        self.loader, self._where, self._device, self.now_s = loader, where, device, clock
         self.jobs: dict[int, LoadJob] = {}  # by ticket: under way
         self._failed: dict[int, BaseException] = {}
         self._after: Any = None  # the device's mark of slots' last uses
@@ -54,64 +66,56 @@ class QueueLink:
 
     def submit(self, copies: Sequence[tuple[int, int, int, int, int, bool]], urgent: bool) -> bool:
         """Queue these, of (ticket, segment, slot, bytes, cause, back). False: the queue is closed."""
-        where, after, event, jobs = self._where, self._after, self.queue.event, list[LoadJob]()
+        where, after, jobs = self._where, self._after, list[LoadJob]()
         for ticket, segment, slot, nbytes, cause, back in copies:
             job = self.jobs[ticket] = LoadJob(
                 segment, slot, where.target(segment, slot), where.source(segment), after,
-                where.layer_of(segment), CAUSES[cause], event(), nbytes, writeback=back, ticket=ticket,
+                where.layer_of(segment), CAUSES[cause], nbytes=nbytes, writeback=back, ticket=ticket,
             )  # fmt: skip
             jobs.append(job)
         try:
-            self.queue.submit(jobs, DEMAND if urgent else PREFETCH)
+            self.loader.submit(jobs, DEMAND if urgent else PREFETCH)
         except RuntimeFailure:  # it is closed: all are cancelled
             return False
         return True
 
     def promote(self, ticket: int) -> None:
-        self.queue.promote(self.jobs[ticket])
+        self.loader.promote(self.jobs[ticket])
 
     def cancel(self, ticket: int) -> float | None:
-        """The share of its bytes that had been moved; None: it has begun, and arrives."""
+        """The share of its bytes that had been moved: none; None: it has begun, and arrives."""
         job = self.jobs[ticket]
-        if not self.queue.cancel(job):
+        if not self.loader.cancel(job):
             return None
         del self.jobs[ticket]
-        return job.moved_share
+        return 0.0
 
     def poll(self) -> Told:
-        self.queue.poll()
         return False, self._ended()
 
     def look(self) -> Told:
         return False, self._ended()
 
     def join(self, ticket: int, layer: int) -> Told:
-        return self._behind(ticket, self.queue.join(self.jobs[ticket], layer))
+        return self.wait(ticket)
 
     def overtake(self, ticket: int) -> Told:
-        return self._behind(ticket, self.queue.overtake(self.jobs[ticket]))
+        return self.wait(ticket)
 
     def wait(self, ticket: int) -> Told:
-        self.queue.wait(self.jobs[ticket])
-        return self._behind(ticket, True)
-
-    def _behind(self, ticket: int, waited: bool) -> Told:
-        """What comes from now on comes after this copy. waited: the host has, so others may have ended."""
-        own = self._end(self.jobs[ticket])
-        return waited, [own, *self._ended()] if waited else [own]
+        job = self.jobs[ticket]
+        job.done.wait()
+        return True, [self._end(job), *self._ended()]
 
     def _ended(self) -> list[Ended]:
         """What has ended and was not told."""
-        return [self._end(job) for job in self.queue.arrived(self.jobs.values())] if self.jobs else []
+        return [self._end(job) for job in list(self.jobs.values()) if job.done.is_set()]
 
     def _end(self, job: LoadJob) -> Ended:
         ticket, copied = job.ticket, job.copied
         del self.jobs[ticket]
         if copied is not None and not job.cancelled:
-            times = None if copied.event is not None else (
-                copied.start_s, copied.end_s, copied.link_s, copied.writeback_s
-            )  # fmt: skip
-            return ticket, _COPIED, times
+            return ticket, _COPIED, (copied.start_s, copied.end_s, copied.link_s, copied.writeback_s)
         if job.error is None or job.cancelled:
             return ticket, _CANCELLED, None
         self._failed[ticket] = job.error
@@ -125,10 +129,10 @@ class QueueLink:
         del self._failed[ticket]
 
     def pending(self) -> int:
-        return self.queue.pending
+        return self.loader.pending
 
     def close(self) -> None:
-        self.queue.close()
+        self.loader.close()
 
 
 class Carrier:

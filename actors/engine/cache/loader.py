@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from ....errors import RuntimeFailure
 from .slots import PendingExpert
@@ -19,20 +18,11 @@ _LOOK_AHEAD = 64  # queued jobs whose bytes a source may ask for ahead; the sour
 Cause = Literal["demand", "prefetch", "migration"]
 
 
-class Done(Protocol):
-    """Set once a copy has ended or failed: a `threading.Event` or an equivalent."""
-
-    def is_set(self) -> bool: ...
-    def wait(self) -> object: ...
-    def set(self) -> None: ...
-
-
 @dataclass(eq=False, slots=True)
 class LoadJob:
     """One segment of an expert to be copied into one slot.
 
-    The loader's thread sets `copied`, or `error` where the copy raised, before `done`. A GPU's stream queue sets
-    `copied` when the copy is enqueued, without times.
+    The loader's thread sets `copied`, or `error` where the copy raised, before `done`.
     """
 
     segment: int
@@ -42,7 +32,7 @@ class LoadJob:
     after: Any
     layer: int
     cause: Cause  # why it was asked for; stays so when demand overtakes it
-    done: Done = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
     nbytes: int = 0  # that it moves into the slot
     copied: Copied | None = None
     error: BaseException | None = None
@@ -50,94 +40,13 @@ class LoadJob:
     cancelled: bool = False
     writeback: bool = False  # the expert that was in the slot is copied back to the host first
     ticket: int = 0  # of the core
-    moved_share: float = 0.0  # of its bytes, where it was dropped on its way: what had been moved by then, for nothing
 
     @property
     def prefetch(self) -> bool:
         return self.cause == "prefetch"
 
 
-class CopyTimes(Protocol):
-    """Receives the times of copies that are known only after their experts are in use."""
-
-    def timed(self, job: LoadJob, copied: Copied) -> None:
-        """A copy has ended; its expert may be evicted already."""
-        ...
-
-    def device_waited(self, layer: int, start_s: float, end_s: float, writing_s: float) -> None:
-        """The compute of `layer` waited for a copy, on the device; `writing_s` of it while the slot was copied back."""
-        ...
-
-
-class CopyQueue(Protocol):
-    """What the cache asks of a loader.
-
-    A copy is over at the latest when its `done` is set. With streams the compute can be enqueued before: it waits for
-    the copy itself (`join`), and so does a later copy into the same slot (`overtake`).
-    """
-
-    def event(self) -> Done: ...
-    def submit(self, jobs: list[LoadJob], priority: int) -> None: ...
-    def promote(self, job: LoadJob) -> None: ...
-    def cancel(self, job: LoadJob) -> bool: ...
-    def close(self) -> None: ...
-
-    def wait(self, job: LoadJob) -> None:
-        """Have the host wait until the copy has ended, failed or was dropped."""
-        ...
-
-    def join(self, job: LoadJob, layer: int) -> bool:
-        """Order the compute of `layer` enqueued from now on behind the copy. True: the host has waited.
-
-        After that `copied` is set, or the copy failed or was dropped.
-        """
-        ...
-
-    def overtake(self, job: LoadJob) -> bool:
-        """Order later copies behind this one, which is no longer needed. True: the host has waited."""
-        ...
-
-    def poll(self) -> None:
-        """A layer begins: enqueue what waits, and follow the compute to its present stream."""
-        ...
-
-    def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
-        """Those of these jobs whose `done` is set."""
-        ...
-
-    def tell(self, times: CopyTimes) -> None:
-        """Report the times of copies and waits that have ended by now, each once."""
-        ...
-
-    @property
-    def pending(self) -> int: ...
-
-
-class HostWaits:
-    """The part of a `CopyQueue` for copies that the host waits for, and that are timed when they end."""
-
-    def wait(self, job: LoadJob) -> None:
-        job.done.wait()
-
-    def join(self, job: LoadJob, layer: int) -> bool:
-        job.done.wait()
-        return True
-
-    def overtake(self, job: LoadJob) -> bool:
-        job.done.wait()
-        return True
-
-    def poll(self) -> None:
-        return None
-
-    def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
-        return [job for job in jobs if job.done.is_set()]
-
-    def tell(self, times: CopyTimes) -> None:
-        return None
-
-
-class Loader(HostWaits):
+class Loader:
     """A priority queue of copies in front of one device link.
 
     Order: demand before prefetch, then first come first served. A started copy is never interrupted. The thread
@@ -155,9 +64,6 @@ class Loader(HostWaits):
         self._scratch: Tensors | None = None  # of one expert, on the host
         self._thread = threading.Thread(target=self._run, name="tiermoe-loader", daemon=True)
         self._thread.start()
-
-    def event(self) -> Done:
-        return threading.Event()
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
         """Queue copies in this order. Raises RuntimeFailure after `close`."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from ...core import _core
 from ...settings import CopySettings
 from ..cuda.device import CudaDevice
-from ..cuda.stream_queue import StreamQueue
+from ..cuda.stream_link import StreamLinking
 from .device import CpuDevice, Device
 from .form_slots import FormPool, FormWeights
-from .loader import CopyQueue, Loader
+from .links import Linking
+from .loader import Loader
 from .places import linkable
 from .slots import ExpertSource, LayerWeights, SlotPool
 
@@ -18,7 +19,7 @@ from .slots import ExpertSource, LayerWeights, SlotPool
 def make_link(
     device: Device, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], settings: CopySettings | None = None,
     replicas: Sequence[LayerWeights] = (),
-) -> CopyQueue | _core.Link:  # fmt: skip
+) -> Loader | Linking | _core.Link:  # fmt: skip
     """A GPU's streams, the stand-in's link thread, or a Python thread for other sources.
 
     Args:
@@ -40,4 +41,4 @@ def make_link(
     pinned = [tensors is not None and device.is_pinned(tensors) for tensors in mapped]
     if replicas:
         pinned = [all_in and device.is_pinned(r.tensors) for all_in, r in zip(pinned, replicas, strict=True)]
-    return StreamQueue(device, pinned, settings.ahead_mib << 20, casts)
+    return StreamLinking(device, pinned, settings.ahead_mib << 20, casts)

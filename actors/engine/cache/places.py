@@ -1,8 +1,8 @@
-"""Where the bytes of experts lie, on the host and in slots: what the stand-in's link is told (`core::Places`)."""
+"""Where the bytes of experts lie, on the host and in slots: what a link that has addresses is told (`core::Places`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .slots import PendingExpert, SlotMap
 
 _Home = list[tuple[int, int]]  # of each tensor: its address, and the bytes from a slot to the next
-_Source = tuple[int, int, bool]  # address; bytes, or elements that are widened to float32
+# address (0: another link copies it); bytes, or elements that are cast; whether they are; bytes of one, here and there
+_Source = tuple[int, int, bool, int, int]
+_NONE: _Source = (0, 0, False, 1, 1)
 
 
 def linkable(pool: SlotPool | FormPool, weights: Sequence[ExpertSource]) -> bool:
@@ -29,8 +31,14 @@ def linkable(pool: SlotPool | FormPool, weights: Sequence[ExpertSource]) -> bool
     )
 
 
-def place(link: _core.ThreadLink, where: SlotMap, most: int) -> None:
-    """Tell a link of the sources and slots of all segments; no copy is under way. most: whole slots at some time."""
+def place(
+    link: _core.ThreadLink | _core.StreamLink, where: SlotMap, most: int, elsewhere: Collection[int] = ()
+) -> None:
+    """Tell a link of the sources and slots of all segments; no copy is under way.
+
+    Args:
+        most: whole slots at some time. elsewhere: layers whose experts another link copies.
+    """
     pool, segments, keys, part = where.pool, where.segments, where.keys, where.low_bit
     home_of, dtype = [0] * keys, None if isinstance(pool, FormPool) else pool.dtype
     if isinstance(pool, FormPool):
@@ -40,17 +48,21 @@ def place(link: _core.ThreadLink, where: SlotMap, most: int) -> None:
     else:
         homes = [_home(pool.tensors, 0 if segments is None else 1)]  # slots of segments are rows: neurons
     position = list(range(most)) if segments is None else list(segments.first)
-    sources = [_source(where.source(key), dtype) for key in range(keys) if segments is None]
+
+    def source(segment: int, kept: torch.dtype | None) -> list[_Source]:
+        return [] if where.layer_of(segment) in elsewhere else _source(where.source(segment), kept)
+
+    sources = [source(key, dtype) for key in range(keys) if segments is None]
     if segments is not None:
         home_of *= 2
-        sources = [_source(where.source(s), dtype) if n else [] for s, n in enumerate(segments.neurons)]
+        sources = [source(s, dtype) if n else [] for s, n in enumerate(segments.neurons)]
     elif part is not None:
         homes.append(_home(part.pool.tensors, 0))
         home_of += [len(homes) - 1] * keys
         position += range(part.slots)
-        sources += [_source(where.source(keys + key), None) for key in range(keys)]
+        sources += [source(keys + key, None) for key in range(keys)]
     tensors = max(map(len, sources))
-    flat = [one for found in sources for one in (*found, *[(0, 0, False)] * (tensors - len(found)))]
+    flat = [one for found in sources for one in (*found, *[_NONE] * (tensors - len(found)))]
     link.place(homes, home_of, position, flat, tensors)
 
 
@@ -61,8 +73,11 @@ def _home(tensors: Sequence[torch.Tensor], axis: int) -> _Home:
 def _source(found: Tensors | PendingExpert, dtype: torch.dtype | None) -> list[_Source]:
     """dtype: of the slots; None: that of the expert."""
     assert isinstance(found, tuple)  # `linkable`
-    widens = [dtype is not None and s.dtype != dtype for s in found]
-    return [(s.data_ptr(), s.numel() if w else s.nbytes, w) for s, w in zip(found, widens, strict=True)]
+    return [
+        (s.data_ptr(), s.nbytes, False, 1, 1) if dtype is None or s.dtype == dtype
+        else (s.data_ptr(), s.numel(), True, s.itemsize, dtype.itemsize)
+        for s in found
+    ]  # fmt: skip
 
 
 def _copies(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -20,8 +20,8 @@ from ...settings import CopySettings
 from ..cache.device import Copied, PinReport, Tensors
 from ..cache.slots import HostLayer
 from .arena import CudaArena, Pages
-from .lane import Staging
 from .runtime import GpuRuntime
+from .staging import Staging
 
 _log = logging.getLogger(__name__)
 _SAY_EVERY_S = 5.0
@@ -191,7 +191,7 @@ def _nbytes(tensors: Tensors) -> int:
 class CudaDevice:
     """One GPU: its compute stream, staged copies for a loader's thread, and registered host memory.
 
-    `StreamQueue` copies experts in pinned memory without a thread. The compute may change its stream (transformers'
+    A `StreamLink` copies experts in pinned memory without a thread. The compute may change its stream (transformers'
     batching has its own, probes use the default one); the new one then waits for the old one's work, so that one event
     stands for all compute.
 
@@ -257,7 +257,7 @@ class CudaDevice:
         start_s = time.perf_counter()
         self._staging.copy(dst, src, after)
         end_s = time.perf_counter()
-        return Copied(start_s, end_s, None, end_s - start_s)
+        return Copied(start_s, end_s, end_s - start_s)
 
     def pin(
         self, layers: Sequence[HostLayer], settings: CopySettings

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ....kernels.device import on_device
+from ...core import _core
 from .arena import CudaDriver, PageDriver
+from .driver import cuda_driver
 
 if TYPE_CHECKING:  # triton, which need not be there
     from ....kernels.triton.tables import Copier
@@ -101,6 +103,14 @@ class GpuRuntime(Protocol):
 
     def settle(self) -> None:
         """Make the host wait for all streams."""
+        ...
+
+    def handle(self, stream: Any) -> int:
+        """The driver's own name of a stream."""
+        ...
+
+    def driver(self) -> _core.Driver:
+        """The driver's calls, for a link in native code. Raises RuntimeError or OSError: there are none."""
         ...
 
     def page_driver(self) -> PageDriver:
@@ -212,6 +222,14 @@ class TorchRuntime:
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def handle(self, stream: torch.cuda.Stream) -> int:
+        return int(stream.cuda_stream)
+
+    def driver(self) -> _core.Driver:
+        with torch.cuda.device(self.device):
+            torch.zeros(1, device=self.device)  # the context is there, and current on this thread
+            return cuda_driver()
+
     def page_driver(self) -> CudaDriver:
         with torch.cuda.device(self.device):
             return CudaDriver(self.device)
@@ -283,35 +301,3 @@ def wait_for(runtime: Events, event: Any, spin_s: float = _SPIN_S) -> None:
         if time.perf_counter() > until_s:
             runtime.synchronize(event)
             return
-
-
-_RENEW_S = 1.0  # CUDA gives milliseconds as float32: over a second its steps are 0.06 us, over an hour 0.25 ms
-
-
-class EventClock:
-    """Places events on the host's `time.perf_counter` by their distance from an earlier event, the anchor.
-
-    The anchor moves on, so that distances stay short; the GPU's clock may drift from the host's. The constructor waits
-    for the GPU once.
-    """
-
-    def __init__(self, runtime: GpuRuntime, stream: Any) -> None:
-        self._runtime = runtime
-        self._anchor = runtime.event()
-        runtime.record(self._anchor, stream)
-        runtime.synchronize(self._anchor)
-        self._anchor_s = time.perf_counter()
-        self._spare: list[Any] = []
-
-    def event(self) -> Any:
-        """An event to be recorded, waited for, and given to `read` once."""
-        return self._spare.pop() if self._spare else self._runtime.event()
-
-    def read(self, event: Any) -> float:
-        """When a finished event happened, `time.perf_counter` seconds; the event is reused after that."""
-        since_s = self._runtime.elapsed_s(self._anchor, event)
-        at_s = self._anchor_s + since_s
-        if since_s > _RENEW_S:
-            self._anchor, self._anchor_s, event = event, at_s, self._anchor
-        self._spare.append(event)
-        return at_s

@@ -1,4 +1,4 @@
-"""The copy queue of a GPU, on one made of lists: what is enqueued when and behind what, and that no host waits.
+"""The link of a GPU, on one made of lists: what is enqueued when and behind what, and that no host waits.
 
 Random plans on the streams of a GPU made of lists: no slot is read too early or overwritten too early.
 """
@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cache_rigs import CARRIED, EXPERTS, KEYS, LAYERS, NEURONS, RATE, Rig, begin_layer, end_layer, run_layer
-from fake_gpu import Hazard
 
-from tiermoe.actors.engine.cache.loader import DEMAND, LoadJob
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
 from tiermoe.actors.engine.stats import LayerStats
@@ -28,8 +26,12 @@ from tiermoe.kernels.pack import PackedShape
 
 def under_way(rig: Rig, lane: str) -> list[int]:
     """Experts of which something is enqueued and not known to have ended."""
-    parts = rig.queue._demand.under_way if lane == "demand" else rig.queue._prefetch.under_way
-    return list(dict.fromkeys(part.copy.job.segment for part in parts))
+    return list(dict.fromkeys(segment for segment, _ in rig.link.enqueued(lane == "demand")))
+
+
+def bytes_under_way(rig: Rig) -> int:
+    """Of prefetches."""
+    return sum(nbytes for _, nbytes in rig.link.enqueued(False))
 
 
 def test_the_host_never_waits_on_a_forwards_way() -> None:
@@ -57,27 +59,6 @@ def test_arrivals_that_are_complete_run_together() -> None:
     rig.finish()
 
 
-def test_one_call_of_python_tells_the_core_of_all_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each ticket was asked about four times: how it ended, its times, how again, and that it is forgotten."""
-    rig = Rig(4)
-    rig.gpu.idle = True
-    plan, link, calls = begin_layer(rig.cache, 0, [0, 1, 2, 3]), rig.cache._queue, list[str]()
-
-    def counted(name: str, method: Any) -> Any:
-        return lambda *given: (calls.append(name), method(*given))[1]
-
-    for name in ("poll", "look", "join", "now_s", "promote", "forget", "mark", "submit"):
-        monkeypatch.setattr(link, name, counted(name, getattr(link, name)))
-    assert rig.cache.next() == (0, 1)
-    assert calls == ["look", "now_s", "join"]
-    rig.gpu.finish()
-    calls.clear()
-    assert rig.cache.next() == (1, 4)
-    assert calls == ["look"]
-    end_layer(rig.cache, plan)
-    rig.finish()
-
-
 def test_a_layers_misses_are_one_batch() -> None:
     """One wait for the slots' last use, copies back to back, an event for each expert and one to begin with."""
     rig = Rig(4)
@@ -85,7 +66,7 @@ def test_a_layers_misses_are_one_batch() -> None:
     rig.cache.poll()
     rig.gpu.calls.clear()
     begin_layer(rig.cache, 0, range(4), arrivals=False)
-    assert rig.gpu.calls == {"record": 1 + 1 + 4, "on": 1, "wait_event": 1, "copy": 4 * 2}
+    assert rig.gpu.calls == {"record": 1 + 1 + 4, "wait_event": 1, "copy": 4 * 2}
     rig.cache.close()
 
 
@@ -93,10 +74,10 @@ def test_only_so_much_is_prefetched_at_a_time() -> None:
     rig = Rig(8, ahead=2)
     rig.gpu.idle = True
     assert rig.cache.prefetch(range(6)) == 6
-    assert (len(rig.queue._prefetch.under_way), len(rig.queue._waiting)) == (2, 4)
+    assert (len(rig.link.enqueued(False)), len(rig.link.waiting)) == (2, 4)
     rig.gpu.finish()
     rig.cache.poll()
-    assert (len(rig.queue._prefetch.under_way), len(rig.queue._waiting)) == (2, 2)
+    assert (len(rig.link.enqueued(False)), len(rig.link.waiting)) == (2, 2)
     assert len(rig.resident()) == 2
     rig.gpu.finish()
     rig.cache.poll()
@@ -109,15 +90,15 @@ def test_only_so_much_is_prefetched_at_a_time() -> None:
 def test_a_large_guess_goes_in_parts_and_ends_where_it_proves_wrong() -> None:
     """What has been moved of it counts as loaded and wasted; its slot is written anew only after that."""
     rig = Rig(1)
-    rig.queue._ahead_bytes, rig.queue._part_bytes = 40, 32  # of 64 + 32
+    rig.link.ahead(40, 32)  # of 64 + 32
     rig.gpu.idle = True
     rig.cache.prefetch([4])
-    assert (under_way(rig, "prefetch"), rig.queue._prefetch.bytes) == ([4], 32)
+    assert (under_way(rig, "prefetch"), bytes_under_way(rig)) == ([4], 32)
     rig.cache.poll()
-    assert rig.queue._prefetch.bytes == 32
+    assert bytes_under_way(rig) == 32
     rig.gpu.finish()
     rig.cache.poll()
-    assert rig.queue._prefetch.bytes == 32  # the second part
+    assert bytes_under_way(rig) == 32  # the second part
     rig.forward(1, [2])  # of the same layer
     stats = rig.stats.layers[1]
     assert stats.bytes_wasted == stats.bytes_loaded_prefetch == 64
@@ -127,7 +108,7 @@ def test_a_large_guess_goes_in_parts_and_ends_where_it_proves_wrong() -> None:
 
 def test_the_rest_of_a_large_guess_is_demanded() -> None:
     rig = Rig(2)
-    rig.queue._ahead_bytes, rig.queue._part_bytes = 32, 32
+    rig.link.ahead(32, 32)
     rig.gpu.idle = True
     rig.cache.prefetch([4, 5])
     rig.forward(1, [0])
@@ -146,11 +127,11 @@ def test_demand_goes_before_what_waits() -> None:
     begin_layer(rig.cache, 0, [0])
     assert under_way(rig, "demand") == [0]
     assert under_way(rig, "prefetch") == [4]
-    assert [job.segment for job in rig.queue._waiting] == [5, 6]
+    assert rig.link.waiting == [5, 6]
     begin_layer(rig.cache, 1, [6])  # needed now: promoted
     assert under_way(rig, "demand") == [0, 6]
     assert under_way(rig, "prefetch") == [4]
-    assert not rig.queue._waiting
+    assert not rig.link.waiting
     assert rig.residency.state(5) == State.ABSENT
     assert rig.residency.state(4) == State.LOADING  # enqueued: it arrives
     rig.cache.abandon()
@@ -194,7 +175,7 @@ def test_preload_and_flush_wait_for_the_bytes() -> None:
     rig.gpu.idle = True
     rig.cache.preload([0, 1, 2])
     assert rig.stats.bytes_preloaded == 3 * CARRIED
-    assert rig.queue.pending == 0
+    assert rig.link.pending == 0
     rig.cache.settle_times()
     assert rig.stats.total() == LayerStats()
     rig.forward(0, [0, 1, 2])
@@ -228,11 +209,13 @@ def test_after_close_nothing_is_taken() -> None:
     rig = Rig(4, ahead=1)
     rig.gpu.idle = True
     rig.cache.prefetch([4, 5])
-    (waiting,), enqueued = rig.queue._waiting, rig.queue._prefetch.under_way[0].copy
+    assert (under_way(rig, "prefetch"), rig.link.waiting) == ([4], [5])
     rig.cache.close()
-    assert waiting.cancelled
-    assert waiting.done.is_set()
-    assert enqueued.ended  # it came to its end
+    assert (rig.link.pending, rig.link.waiting) == (0, [])  # one came to its end
+    with pytest.raises(RuntimeFailure, match="closed"):  # the other was dropped
+        rig.cache.poll()
+    assert rig.residency.state(4) == State.RESIDENT
+    assert rig.residency.state(5) == State.ABSENT
     with pytest.raises(RuntimeFailure, match="closed"):
         begin_layer(rig.cache, 0, [0], arrivals=False)
     rig.cache.close()
@@ -243,10 +226,9 @@ def test_the_fake_finds_what_is_in_no_order() -> None:
     rig = Rig(1)
     rig.gpu.idle = True
     rig.forward(0, [0])
-    target, source = rig.cache.where.target(5, 0), rig.cache.where.source(5)
-    job = LoadJob(5, 0, target, source, None, 1, "demand", rig.queue.event())  # no mark of the slot's last use
-    with pytest.raises(Hazard, match="writes what compute reads"):
-        rig.queue.submit([job], DEMAND)
+    rig.link.submit(1 << 40, 5, 0, CARRIED)  # no mark since the slot's last use
+    (found,) = rig.gpu.hazards
+    assert "writes what compute reads" in found
 
 
 def disturb(rig: Rig, chance: random.Random, cuts: Sequence[SplitLayout] = ()) -> None:
