@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tiermoe.actors.core._core import Clock, Governor, VirtualLink
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.host_view import HostViews, LayerView
-from tiermoe.actors.engine.prefetching import RouterPrefetching
+from tiermoe.actors.engine.prefetching import NATIVE, RouterPrefetching
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import PrefetchPolicy
@@ -121,20 +122,34 @@ LAYERS, EXPERTS, HIDDEN = 4, 6, 5
 
 @dataclass
 class FakeCache:
-    """Notes what is asked of it: (keys, keep, source)."""
+    """Notes what is asked of it, as cache and as core: (keys, keep, source)."""
 
     governor: Governor = field(default_factory=Governor)
     asked: list[tuple[list[int], set[int], str]] = field(default_factory=list)
     finished: list[tuple[list[int], int]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
-    residency: FakeCache = field(init=False)
+    sources: list[str] = field(default_factory=list)
+    core: FakeCache = field(init=False)
     split: None = None
 
     def __post_init__(self) -> None:
-        self.residency = self
+        self.core = self
 
-    def absent(self, first: int, stop: int) -> int:
-        return sum(key not in self.held for key in range(first, stop))
+    def there(self, first: int, stop: int) -> bool:
+        return self.held.issuperset(range(first, stop))
+
+    def number_of(self, source: str) -> int:
+        self.sources.append(source)
+        return len(self.sources)
+
+    def prefetch_by_scores(self, scores: NDArray[Any], first: int, by_votes: bool, top: int, source: int) -> None:
+        nearer = list[int]()
+        for at in range(scores.shape[1]):
+            of, base = scores[:, at], (first + at) * EXPERTS
+            keys = NATIVE.by_votes(of, top, base) if by_votes else NATIVE.by_score(of, top, base)[0]
+            if keys:
+                self.prefetch(keys, set(nearer), self.sources[source - 1])
+                nearer += keys
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int], source: str) -> int:
         self.asked.append((list(keys), set(keep), source))

@@ -65,6 +65,10 @@ class Prefetching:
         self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
         self._last, self.always = layers - 1, not policy.stateless or policy.synchronous
         self._split = cache.split is not None
+        # the policy, where native code has its rule (`core::RouterPrefetch`); a class derived from one has its own
+        self._by_routers: NextGatePrefetch | SpeculativePrefetch | None = None
+        if type(policy) is NextGatePrefetch or type(policy) is SpeculativePrefetch:
+            self._by_routers = policy
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._spans: Sequence[Span] = ()
         self._reach = [self._keys_ahead(index) for index in range(layers)]
@@ -116,7 +120,8 @@ class Prefetching:
         policy, allowed = self.policy, self._cache.governor.allows()
         if policy.stateless and self.idle(index, allowed):
             return
-        self._ask(index, policy.observed(self._see(index, self._spans, view)), allowed)
+        if not self._queued(index, view, allowed):
+            self._ask(index, policy.observed(self._see(index, self._spans, view)), allowed)
         if self.on_predicted is not None and policy.predicted is not None:
             self.on_predicted(0 if index == self._last else index + 1, policy.predicted)
         if index == self._last:
@@ -125,6 +130,10 @@ class Prefetching:
     def native(self, index: int) -> RoutersAhead | None:
         """What native code needs to prefetch at this layer; None: it cannot."""
         return None
+
+    def _queued(self, index: int, view: Any, allowed: bool) -> bool:
+        """Have native code rank the scores of this layer and queue the loads. False: the policy is to be asked."""
+        return False
 
     def idle(self, index: int, allowed: bool = True) -> bool:
         """Whether a stateless policy need not be asked: prefetch rests, or every expert in its reach is in a slot.
@@ -145,13 +154,14 @@ class Prefetching:
             return not allowed
         if self._loads_bottoms:
             return False
-        return not any(starmap(self._cache.residency.absent, reach))
+        return all(starmap(self._cache.core.there, reach))
 
     def by_scores(self) -> _core.ByScores | None:
         """What native code needs to prefetch by recorded scores of later routers; None: the policy does otherwise."""
-        policy, votes = self.policy, type(self.policy) is NextGatePrefetch
-        if self._shards is not None or not (type(policy) is NextGatePrefetch or type(policy) is SpeculativePrefetch):
+        policy = self._by_routers
+        if self._shards is not None or policy is None:
             return None
+        votes = type(policy) is NextGatePrefetch
         always = self.on_predicted is not None or self._loads_bottoms
         number = self._cache.number_of(policy.name)
         return _core.ByScores(votes, policy.distance, policy.top, always, policy.synchronous, policy.wraps, number)
@@ -245,6 +255,7 @@ class RouterPrefetching(Prefetching):
         self._embedded: torch.Tensor | None = None
         self._running = False  # the policy was told of the present forward
         self._ended: deque[str] = deque()
+        self._source = cache.number_of(policy.name) if self._by_routers else 0
 
     def watch_embeddings(self, model: torch.nn.Module) -> None:
         """Hook the model's input embeddings for a policy that needs them."""
@@ -281,11 +292,9 @@ class RouterPrefetching(Prefetching):
         from ...kernels.router import MOST_ROWS, LinearRouter
         from .native_layer import RoutersAhead
 
-        policy, layers, reach = self.policy, self._last + 1, self._reach[index]
+        policy, layers, reach = self._by_routers, self._last + 1, self._reach[index]
         by_votes = type(policy) is NextGatePrefetch
-        if not (type(policy) is NextGatePrefetch or type(policy) is SpeculativePrefetch):
-            return None
-        if policy.synchronous or self._shards is not None or (not by_votes and policy.distance > 1):
+        if policy is None or policy.synchronous or self._shards is not None or (not by_votes and policy.distance > 1):
             return None
         if not reach:
             return RoutersAhead(None, None, 0, 0, policy.top, by_votes, MOST_ROWS, self)
@@ -296,6 +305,25 @@ class RouterPrefetching(Prefetching):
         if operands is None:
             return None
         return RoutersAhead(*operands, first, len(asked), policy.top, by_votes, MOST_ROWS, self)
+
+    def _queued(self, index: int, view: LayerView, allowed: bool) -> bool:
+        policy = self._by_routers
+        if policy is None or policy.synchronous or self._shards is not None:
+            return False
+        by_votes = type(policy) is NextGatePrefetch
+        if not by_votes and (policy.distance > 1 or not self._announced(view.tokens)):
+            return False
+        asked = self._scores[index] or [self._lookahead(index, 1, view.tokens)]
+        if asked[0] is None or any(one is not asked[0] for one in asked):  # routers that are not one product
+            return False
+        scores = view.scores(asked[0])
+        if scores.ndim == 2:
+            scores = scores[:, None]
+        policy.predicted = scores[:, 0]
+        if allowed:
+            following = (index + 1) % (self._last + 1)
+            self._cache.core.prefetch_by_scores(scores, following, by_votes, policy.top, self._source)
+        return True
 
     def takes(self, index: int, tokens: int) -> bool:
         if not self.policy.wraps:

@@ -69,10 +69,6 @@ class Residency:
         """A snapshot of which keys from `first` to `stop` are LOADING or RESIDENT."""
         return self.states[first:stop] != 0
 
-    def absent(self, first: int, stop: int) -> int:
-        """How many keys from `first` to `stop` are ABSENT."""
-        return stop - first - int(np.count_nonzero(self.states[first:stop]))
-
     def class_of(self, key: int) -> int:
         return self._class_of[key] if self._class_of else 0
 
