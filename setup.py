@@ -16,8 +16,11 @@ from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
 NANOBIND = [source_dir(), include_dir(), os.path.join(source_dir(), "../ext/robin_map/include")]
-# as nb_combined.cpp asks; without the first, types of _cpu with the same names would be mixed up
-NANOBIND_FLAGS = ["-fvisibility=hidden", "-fno-strict-aliasing", "-DNB_COMPACT_ASSERTIONS"]
+# -g0: Python's own flags may have -g, with which an extension is ten times as large
+COMMON = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-Wno-psabi", "-pthread"]
+# as nanobind's nb_combined.cpp asks; without -fvisibility=hidden, types of two extensions with the same names would be
+# mixed up. What it asks besides for its own source alone is in kernels/cpu/nanobind.cpp
+BINDING = ["-fvisibility=hidden", "-DNB_COMPACT_ASSERTIONS"]
 
 
 def extension(name: str, sources: list[str], include_dirs: list[str], **options: Any) -> Extension:
@@ -53,6 +56,7 @@ setup(
                 "kernels/cpu/link.cpp",
                 "kernels/cpu/measure_module.cpp",
                 "kernels/cpu/module.cpp",
+                "kernels/cpu/nanobind.cpp",
                 "kernels/cpu/neuron_avx2.cpp",
                 "kernels/cpu/neuron_avx512.cpp",
                 "kernels/cpu/neuron_ffn.cpp",
@@ -64,23 +68,23 @@ setup(
                 "kernels/cpu/substitute_module.cpp",
                 "kernels/cpu/threads.cpp",
             ],
-            include_dirs=["kernels/cpu"],
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-pthread"],
+            include_dirs=["kernels/cpu", *NANOBIND],
+            extra_compile_args=[*COMMON, *BINDING, "-ffp-contract=fast"],
             language="c++",
         ),
-        extension(  # apart, so that a change of the planner compiles in seconds
+        extension(  # apart, so that a change of the planner compiles no kernels
             "tiermoe.kernels._planner",
-            sources=["kernels/cpu/planner_module.cpp"],
-            include_dirs=["kernels/cpu"],
+            sources=["kernels/cpu/nanobind.cpp", "kernels/cpu/planner_module.cpp"],
+            include_dirs=["kernels/cpu", *NANOBIND],
             # no contraction: predicted seconds must not depend on the processor
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"],
+            extra_compile_args=[*COMMON, *BINDING, "-ffp-contract=off"],
             language="c++",
         ),
         extension(
             "tiermoe.kernels._launch",
-            sources=["kernels/triton/launch.cpp", "kernels/triton/nanobind.cpp"],
+            sources=["kernels/cpu/nanobind.cpp", "kernels/triton/launch.cpp"],
             include_dirs=[*NANOBIND],
-            extra_compile_args=["-std=c++17", "-O3", "-Wno-psabi", "-pthread", *NANOBIND_FLAGS],
+            extra_compile_args=[*COMMON, *BINDING],
             language="c++",
         ),
         extension(
@@ -92,7 +96,6 @@ setup(
                 "actors/core/maps.cpp",
                 "actors/core/maps_module.cpp",
                 "actors/core/module.cpp",
-                "actors/core/nanobind.cpp",
                 "actors/core/order_module.cpp",
                 "actors/core/stream_link.cpp",
                 "actors/core/stream_module.cpp",
@@ -102,6 +105,7 @@ setup(
                 # the orders of eviction, rules, and the copying thread: not those of _cpu, which are compiled otherwise
                 "kernels/cpu/importance.cpp",
                 "kernels/cpu/link.cpp",
+                "kernels/cpu/nanobind.cpp",
                 "kernels/cpu/order.cpp",
                 "kernels/cpu/split_order.cpp",
                 "kernels/cpu/threads.cpp",
@@ -109,9 +113,7 @@ setup(
             ],
             include_dirs=["kernels/cpu", *NANOBIND],
             # no contraction: virtual seconds and scores must not depend on the processor
-            extra_compile_args=[
-                "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-pthread", *NANOBIND_FLAGS,
-            ],
+            extra_compile_args=[*COMMON, *BINDING, "-ffp-contract=off"],
             language="c++",
         ),
         extension(
@@ -119,7 +121,7 @@ setup(
             sources=["proto/checks.cpp", "proto/frame.cpp", "proto/module.cpp", "proto/ring.cpp"],
             include_dirs=["proto", "kernels/cpu"],
             # a thread that the interpreter ends while it waits for the lock is unwound: no destructor may run then
-            extra_compile_args=["-std=c++17", "-O3", "-fno-exceptions"],
+            extra_compile_args=["-std=c++17", "-O3", "-g0", "-fno-exceptions"],
             language="c++",
         ),
     ]

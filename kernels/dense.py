@@ -10,13 +10,16 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from . import _cpu
+
+if TYPE_CHECKING:
+    from typing_extensions import CapsuleType
 
 CODES = (
     "linear", "binary", "unary", "reduce", "softmax", "norm", "topk", "gather", "scatter", "copy", "select", "attend",
@@ -214,7 +217,7 @@ class Program:
         )  # fmt: skip
 
     def run_layers(
-        self, segment: int, layers: list[_cpu.LayerStep], inputs: Sequence[torch.Tensor], out: torch.Tensor,
+        self, segment: int, layers: list[CapsuleType], inputs: Sequence[torch.Tensor], out: torch.Tensor,
         last: torch.Tensor | None, asking: int, cpu: bool, spent: NDArray[np.float64],
     ) -> int:  # fmt: skip
         """Run layers of experts, and behind each the segment that follows it.

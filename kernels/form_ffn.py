@@ -85,7 +85,7 @@ def form_activation(activation: str) -> int:
 
 
 def _expert(parts: Parts, form: ExpertForm) -> tuple[_Numbers, _Numbers, _Numbers, _Numbers]:
-    """The arguments of `read_expert` in neuron_module.cpp."""
+    """An `Expert` of neuron_module.cpp."""
     form.check(parts)
     matrices = {name: _matrix(form.of(name, parts), matrix) for name, matrix in form.matrices.items()}
     down = matrices["down"]
@@ -98,7 +98,7 @@ def _expert(parts: Parts, form: ExpertForm) -> tuple[_Numbers, _Numbers, _Number
 
 
 def _matrix(parts: Parts, form: MatrixForm) -> _Numbers:
-    """The numbers of `read_matrix` in neuron_module.cpp."""
+    """A `Matrix` of neuron_module.cpp."""
     form.check(parts)
     kind = _INT_KINDS[form.bits] if form.kind == "int" else _KINDS[form.kind]
     block = {"fp8_block": form.block, "fp8_tensor": form.outputs}.get(form.kind, 1)

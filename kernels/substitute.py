@@ -47,6 +47,11 @@ class Options(Protocol):
     def renormalise(self) -> bool: ...
 
 
+Numbers = tuple[
+    int, int, int, int, int, int, float, float, float, float, float, float, bool, bool, bool
+]  # `tiermoe::Options`
+
+
 class BuddyLists(Protocol):
     """The fields of `Buddies`, one layer's buddy lists."""
 
@@ -130,7 +135,7 @@ def substitute_arrays(
     options: Options,
     tau: float | None = None,
 ) -> ReplacedArrays:
-    """Substitute in C++ without the interpreter lock.
+    """Substitute in C++.
 
     Raises:
         ValueError: an array has another layout, type or shape, an expert does not exist, or the router's probabilities
@@ -146,7 +151,7 @@ def substitute_arrays(
 
 def numbers(
     shape: tuple[int, ...], buddies: BuddyLists, options: Options, tau: float | None = None
-) -> tuple[int | float | bool, ...]:
+) -> Numbers:
     """Sizes and options as C++ reads them. shape: of the routing, (T, K)."""
     (tokens, top_k), (experts, ranks) = shape, buddies.ids.shape
     return (

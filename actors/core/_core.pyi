@@ -73,11 +73,8 @@ class PythonOrder(Order):
 
     def tell(self) -> None: ...
 
-class WholeOrder(Order):
-    def __init__(self, kind: int, layers: int, experts: int, least: float = 0.0, growth: float = 1.0, probabilities: Annotated[NDArray[numpy.float64], dict(order='C', device='cpu', writable=False)] | None = None, told: Annotated[NDArray[numpy.int64], dict(order='C', device='cpu', writable=False)] | None = None, importance: CapsuleType | None = None) -> None:
-        """
-        kind: of `Order::Kind`. probabilities [keys], told [layers] and what the state of importance has are read in place.
-        """
+class NativeOrder(Order):
+    """What a cache tells an order, and who leaves."""
 
     def admitted(self, key: int) -> None: ...
 
@@ -93,6 +90,12 @@ class WholeOrder(Order):
     def victims(self, slot_class: int, count: int, may: Annotated[NDArray[numpy.uint8], dict(order='C', device='cpu', writable=False)]) -> list[int]:
         """
         Of the segments with slots of a class that may leave [segments] the first.
+        """
+
+class WholeOrder(NativeOrder):
+    def __init__(self, kind: int, layers: int, experts: int, least: float = 0.0, growth: float = 1.0, probabilities: Annotated[NDArray[numpy.float64], dict(order='C', device='cpu', writable=False)] | None = None, told: Annotated[NDArray[numpy.int64], dict(order='C', device='cpu', writable=False)] | None = None, importance: CapsuleType | None = None) -> None:
+        """
+        kind: of `Order::Kind`. probabilities [keys], told [layers] and what the state of importance has are read in place.
         """
 
     def bind(self, share: int, worths: Annotated[NDArray[numpy.float64], dict(order='C', device='cpu', writable=False)]) -> None:
@@ -117,24 +120,8 @@ class WholeOrder(Order):
         (layer, int32 experts) of what was used since `note`, layers in rising order.
         """
 
-class TopsAndBottoms(Order):
+class TopsAndBottoms(NativeOrder):
     def __init__(self, layers: int, experts: int, rate: float, by_use: bool) -> None: ...
-
-    def admitted(self, key: int) -> None: ...
-
-    def removed(self, key: int) -> None: ...
-
-    def used(self, keys: Sequence[int]) -> None: ...
-
-    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None: ...
-
-    @property
-    def segments(self) -> int: ...
-
-    def victims(self, slot_class: int, count: int, may: Annotated[NDArray[numpy.uint8], dict(order='C', device='cpu', writable=False)]) -> list[int]:
-        """
-        Of the segments with slots of a class that may leave [segments] the first.
-        """
 
     def value(self, key: int) -> float:
         """The priority of an expert; -inf: it was never picked."""

@@ -1,7 +1,6 @@
 // What the source files of the module share.
 #pragma once
 
-#include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
 #include <initializer_list>
@@ -10,16 +9,13 @@
 #include <utility>
 #include <vector>
 
+#include "../../kernels/cpu/bindings.hpp"
 #include "picked.hpp"
 #include "places.hpp"
 
 namespace tiermoe::core {
 
-// What a capsule of this name holds. Throws nanobind::type_error: it is of another.
-inline void* named(const nanobind::capsule& of, const std::string& name) {
-    if (!of.name() || of.name() != name) throw nanobind::type_error("it is another kind of object");
-    return of.data();
-}
+using bindings::at, bindings::named, bindings::refuse;
 
 // An array that Python owns from now on.
 template <typename T, int Axes = 1>

@@ -18,12 +18,6 @@ using namespace nb::literals;
 namespace tiermoe::core {
 namespace {
 
-// Addresses are those of contiguous buffers that the caller keeps alive: of a pass while it runs, of a layer as long as it.
-template <typename T>
-T* at(std::uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
 void sizes_fit(std::initializer_list<std::int64_t> sizes) {
     if (!product_fits(sizes, kMostItems)) throw std::invalid_argument("sizes are negative, or their product is too large");
 }
@@ -64,18 +58,12 @@ void release_slots(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, 
     layer.ahead(std::move(made));
 }
 
-// options: as `kernels.substitute.numbers`
-using Options = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, double,
-                           double, double, double, float, float, bool, bool, bool>;
-
 void replace_missing(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, std::uintptr_t draws, std::int64_t drawn,
                      std::uintptr_t next, std::uintptr_t full, std::uintptr_t emptied, std::uintptr_t buddies,
                      std::uintptr_t similarity, const Options& options, double beta, std::int64_t max_rows) {
     auto made = std::make_unique<ReplaceMissing>();
     Substitution& of = made->problem;
-    of = {};
-    std::tie(of.tokens, of.top_k, of.experts, of.ranks, of.rho, of.search, of.tau, of.gamma, of.temperature, of.log_top_k,
-             of.eta, of.reuse, of.drop, of.by_buddy, of.renormalise) = options;
+    of = with(options);
     of.buddies = at<const std::int32_t>(buddies), of.similarity = at<const float>(similarity);
     made->weight = at<const float>(weight), made->bias = at<const float>(bias);
     made->draws = at<const float>(draws), made->drawn = drawn, made->next = at<std::int64_t>(next);

@@ -23,13 +23,6 @@ namespace {
 template <typename T>
 using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 
-std::int64_t segments(const tiermoe::Order& of) { return of.keys(); }
-std::int64_t segments(const SplitOrder& of) { return 2 * of.keys(); }
-
-void refuse(const char* what, std::int64_t given) {
-    throw std::invalid_argument(std::string(what) + ": " + std::to_string(given));
-}
-
 void check_keys(const Segments& keys, std::int64_t end) {
     for (Segment s : keys)
         if (s < 0 || s >= end) refuse("there is no such expert", s);
@@ -61,39 +54,20 @@ void make(WholeOrder* made, int kind, std::int64_t layers, std::int64_t experts,
                           of_keys(told, layers), state);
 }
 
-// What a cache tells an order, and who leaves.
-template <typename T>
-nb::class_<T, Order> bind(nb::module_& m, const char* name) {
-    const auto change = [](T& order, const Segments& keys, bool in) {
-        check_keys(keys, segments(order.of));
-        for (Segment s : keys) {
-            if (order.of.holds(s) == in) refuse(in ? "a segment has a slot" : "a segment has no slot", s);
-            in ? order.admitted(s) : order.removed(s);
-        }
-    };
-    return nb::class_<T, Order>(m, name)
-        .def("admitted", [=](T& order, Segment key) { change(order, {key}, true); }, "key"_a)
-        .def("removed", [=](T& order, Segment key) { change(order, {key}, false); }, "key"_a)
-        .def("used", [](T& order, const Segments& keys) {
-            check_keys(keys, segments(order.of));
-            for (Segment s : keys)
-                if (!order.of.holds(s)) refuse("a segment has no slot", s);
-            order.used(keys);
-        }, "keys"_a)
-        .def("routed", [](T& order, const Segments& keys, const Segments& counts, std::int64_t tokens) {
-            check_keys(keys, order.of.keys());
-            if (keys.size() != counts.size()) refuse("counts are not those of the experts", static_cast<std::int64_t>(counts.size()));
-            if (keys.empty()) return order.routed(0, keys, counts, tokens);
-            const std::int64_t layer = keys[0] / order.of.experts();
-            for (Segment key : keys)
-                if (key / order.of.experts() != layer) refuse("not an expert of the layer", key);
-            order.routed(layer, keys, counts, tokens);
-        }, "keys"_a, "counts"_a, "tokens"_a)
-        .def_prop_ro("segments", [](const T& order) { return segments(order.of); })
-        .def("victims", [](T& order, std::int64_t slot_class, std::int64_t count, const Array<const std::uint8_t>& may) {
-            if (slot_class < 0 || slot_class > order.of.layers()) refuse("there is no such slot class", slot_class);
-            return order.victims(slot_class, count, of_keys(std::optional(may), segments(order.of)));
-        }, "slot_class"_a, "count"_a, "may"_a, "Of the segments with slots of a class that may leave [segments] the first.");
+void change(NativeOrder& order, Segment s, bool in) {
+    check_keys({s}, order.segments());
+    if (order.holds(s) == in) refuse(in ? "a segment has a slot" : "a segment has no slot", s);
+    in ? order.admitted(s) : order.removed(s);
+}
+
+void routed(NativeOrder& order, const Segments& keys, const Segments& counts, std::int64_t tokens) {
+    check_keys(keys, order.keys());
+    if (keys.size() != counts.size()) refuse("counts are not those of the experts", static_cast<std::int64_t>(counts.size()));
+    if (keys.empty()) return order.routed(0, keys, counts, tokens);
+    const std::int64_t layer = keys[0] / order.experts();
+    for (Segment key : keys)
+        if (key / order.experts() != layer) refuse("not an expert of the layer", key);
+    order.routed(layer, keys, counts, tokens);
 }
 
 Worth& worth(WholeOrder& order) {
@@ -104,7 +78,22 @@ Worth& worth(WholeOrder& order) {
 }  // namespace
 
 void bind_orders(nb::module_& m) {
-    bind<WholeOrder>(m, "WholeOrder")
+    nb::class_<NativeOrder, Order>(m, "NativeOrder", "What a cache tells an order, and who leaves.")
+        .def("admitted", [](NativeOrder& order, Segment key) { change(order, key, true); }, "key"_a)
+        .def("removed", [](NativeOrder& order, Segment key) { change(order, key, false); }, "key"_a)
+        .def("used", [](NativeOrder& order, const Segments& keys) {
+            check_keys(keys, order.segments());
+            for (Segment s : keys)
+                if (!order.holds(s)) refuse("a segment has no slot", s);
+            order.used(keys);
+        }, "keys"_a)
+        .def("routed", &routed, "keys"_a, "counts"_a, "tokens"_a)
+        .def_prop_ro("segments", &NativeOrder::segments)
+        .def("victims", [](NativeOrder& order, std::int64_t slot_class, std::int64_t count, const Array<const std::uint8_t>& may) {
+            if (slot_class < 0 || slot_class > order.layers()) refuse("there is no such slot class", slot_class);
+            return order.victims(slot_class, count, of_keys(std::optional(may), order.segments()));
+        }, "slot_class"_a, "count"_a, "may"_a, "Of the segments with slots of a class that may leave [segments] the first.");
+    nb::class_<WholeOrder, NativeOrder>(m, "WholeOrder")
         .def("__init__", &make, nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), "kind"_a, "layers"_a,
              "experts"_a, "least"_a = 0.0, "growth"_a = 1.0, "probabilities"_a.none().noconvert() = nb::none(),
              "told"_a.none().noconvert() = nb::none(), "importance"_a = nb::none(),
@@ -139,7 +128,7 @@ void bind_orders(nb::module_& m) {
             }
             return found;
         }, "(layer, int32 experts) of what was used since `note`, layers in rising order.");
-    bind<TopsAndBottoms>(m, "TopsAndBottoms")
+    nb::class_<TopsAndBottoms, NativeOrder>(m, "TopsAndBottoms")
         .def("__init__", [](TopsAndBottoms* made, std::int64_t layers, std::int64_t experts, double rate, bool by_use) {
             check_sizes(layers, experts, 2);
             new (made) TopsAndBottoms(layers, experts, rate, by_use);

@@ -7,10 +7,23 @@
 
 namespace tiermoe::core {
 
+struct NativeOrder : Order {
+    virtual std::int64_t layers() const = 0;
+    virtual std::int64_t experts() const = 0;  // of a layer
+    virtual std::int64_t parts() const = 0;    // of an expert
+    virtual bool holds(Segment s) const = 0;
+    std::int64_t keys() const { return layers() * experts(); }
+    std::int64_t segments() const { return parts() * keys(); }
+};
+
 // Whole experts.
-struct WholeOrder : Order {
+struct WholeOrder : NativeOrder {
     template <typename... Args>
     explicit WholeOrder(Args... args) : of(args...) {}
+    std::int64_t layers() const override { return of.layers(); }
+    std::int64_t experts() const override { return of.experts(); }
+    std::int64_t parts() const override { return 1; }
+    bool holds(Segment s) const override { return of.holds(s); }
     void admitted(Segment s) override { of.admitted(s); }
     void removed(Segment s) override { of.removed(s); }
     void used(const Segments& segments) override { of.used(segments); }
@@ -21,9 +34,13 @@ struct WholeOrder : Order {
 };
 
 // Tops of each layer, and bottoms.
-struct TopsAndBottoms : Order {
+struct TopsAndBottoms : NativeOrder {
     template <typename... Args>
     explicit TopsAndBottoms(Args... args) : of(args...) {}
+    std::int64_t layers() const override { return of.layers(); }
+    std::int64_t experts() const override { return of.experts(); }
+    std::int64_t parts() const override { return 2; }
+    bool holds(Segment s) const override { return of.holds(s); }
     void admitted(Segment s) override { of.admitted(s); }
     void removed(Segment s) override { of.removed(s); }
     void used(const Segments& segments) override {

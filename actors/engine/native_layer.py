@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakMethod
 
 import numpy as np
@@ -22,6 +22,8 @@ from ..core import _core
 from .layer import Told, tell
 
 if TYPE_CHECKING:
+    from typing_extensions import CapsuleType
+
     from .cache.cache import ExpertCache
     from .dispatch import DeviceBackend
     from .layer import MoeLayer
@@ -66,7 +68,7 @@ class ReleaseAhead(NamedTuple):
     threshold: float
     most: int
     max_rows: int
-    state: _cpu.Importance
+    state: CapsuleType
 
     @property
     def reads_ids(self) -> bool:
@@ -148,10 +150,10 @@ class NativeLayer:
         self._cache, self._all = cache, all_layers
         gate_up, down, neurons, activation = kernel.parts
         self.layer = _core.CpuLayer(
-            cache.core, cast(Any, _cpu.table()), step.index, step.experts, neurons, kernel.width, CPU_MAX_ROWS,
+            cache.core, _cpu.table(), step.index, step.experts, neurons, kernel.width, CPU_MAX_ROWS,
             gate_up, down, activation, all_layers.shared,
         )  # fmt: skip
-        self.handle, self._run = cast("_cpu.LayerStep", self.layer.step), self.layer.run
+        self.handle, self._run = self.layer.step, self.layer.run
         self.ahead: Prefetching | None = None
         self._held: list[object] = [kernel]  # the layer's memory
 
@@ -165,8 +167,7 @@ class NativeLayer:
                 self._cache.number_of(self.ahead.policy.name),
             )  # fmt: skip
         else:
-            state = cast(Any, ahead.state)
-            self.layer.release_slots(weight, bias, ahead.threshold, ahead.most, ahead.max_rows, state)
+            self.layer.release_slots(weight, bias, ahead.threshold, ahead.most, ahead.max_rows, ahead.state)
         self._held.append(ahead)
 
     def call(self, hooks: Callable[[int, int, int, int], object]) -> None:
@@ -192,7 +193,7 @@ class NativeLayer:
         weight, bias = (0 if t is None else t.data_ptr() for t in (rule.weight, rule.bias))
         draws, after = rule.draws, rule.next
         read = (0, 0, 0) if draws is None or after is None else (draws.ctypes.data, len(draws), after.ctypes.data)
-        given: Any = numbers((0, rule.top_k), rule.buddies, rule.options, rule.tau)
+        given = numbers((0, rule.top_k), rule.buddies, rule.options, rule.tau)
         self.layer.replace_missing(
             weight, bias, *read, rule.full.ctypes.data, rule.emptied.ctypes.data, rule.buddies.ids.ctypes.data,
             rule.buddies.similarity.ctypes.data, given, math.inf if rule.beta is None else rule.beta, rule.max_rows,

@@ -1,8 +1,11 @@
 // Python bindings around a decode step: the inputs of the next step, the likeliest tokens of the last. Memory is given by
 // address: the caller keeps it alive. Short, so the interpreter lock is kept.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
+#include <utility>
+#include <vector>
 
 #include "bindings.hpp"
 
@@ -76,31 +79,19 @@ std::int64_t next_of(DecodeGroup& group, std::int64_t rows, const std::int32_t* 
     return longest;
 }
 
-// decode_next(inputs, tokens: list[int]) -> list[(keys read, the most of one request)], of each group
-PyObject* decode_next(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 2)) return nullptr;
-    DecodeInputs* inputs = address<DecodeInputs>(args[0]);
-    if (!PyList_Check(args[1]) || !inputs || PyList_GET_SIZE(args[1]) != inputs->rows) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "give a list of one token for each row");
-        return nullptr;
-    }
-    for (std::int64_t row = 0; row < inputs->rows; ++row) {
-        inputs->ids[row] = static_cast<std::int32_t>(PyLong_AsLong(PyList_GET_ITEM(args[1], row)));
-        ++inputs->positions[row];
-    }
-    if (PyErr_Occurred()) return nullptr;
-    PyObject* found = PyList_New(static_cast<Py_ssize_t>(inputs->groups));
-    for (std::int64_t i = 0; found && i < inputs->groups; ++i) {
+// Of each group the keys read, and the most of one request.
+std::vector<std::pair<std::int64_t, std::int64_t>> decode_next(std::uintptr_t address, const std::vector<std::int32_t>& tokens) {
+    DecodeInputs* inputs = at<DecodeInputs>(address);
+    if (!inputs || static_cast<std::int64_t>(tokens.size()) != inputs->rows)
+        throw std::invalid_argument("give a list of one token for each row");
+    std::copy(tokens.begin(), tokens.end(), inputs->ids);
+    for (std::int64_t row = 0; row < inputs->rows; ++row) ++inputs->positions[row];
+    std::vector<std::pair<std::int64_t, std::int64_t>> found;
+    for (std::int64_t i = 0; i < inputs->groups; ++i) {
         DecodeGroup& group = inputs->group[i];
         const std::int64_t longest = next_of(group, inputs->rows, inputs->positions);
-        if (longest < 0) {
-            refuse("no room for a step in the column", group.at);
-            Py_CLEAR(found);
-            break;
-        }
-        PyObject* sizes = Py_BuildValue("(iL)", static_cast<int>(group.starts[inputs->rows]), longest);
-        if (!sizes) Py_CLEAR(found);
-        else PyList_SET_ITEM(found, static_cast<Py_ssize_t>(i), sizes);
+        if (longest < 0) refuse("no room for a step in the column", group.at);
+        found.emplace_back(group.starts[inputs->rows], longest);
     }
     return found;
 }
@@ -132,32 +123,22 @@ TIERMOE_CLONES std::int64_t argmax_of(const float* scores, std::int64_t width) {
     return 0;
 }
 
-// argmax_rows(scores, rows, width) -> list[int]; scores are float32 [rows, width]
-PyObject* argmax_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 3)) return nullptr;
-    const float* scores = address<const float>(args[0]);
-    const long long rows = PyLong_AsLongLong(args[1]), width = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred()) return nullptr;
-    if (rows < 0 || width < 1) {
-        refuse("a size is out of range", rows < 0 ? rows : width);
-        return nullptr;
-    }
-    if (!check_product({rows, width})) return nullptr;
-    PyObject* found = PyList_New(static_cast<Py_ssize_t>(rows));
-    for (long long row = 0; found && row < rows; ++row) {
-        PyObject* token = PyLong_FromLongLong(argmax_of(scores + row * width, width));
-        if (!token) Py_CLEAR(found);
-        else PyList_SET_ITEM(found, static_cast<Py_ssize_t>(row), token);
-    }
+std::vector<std::int64_t> argmax_rows(std::uintptr_t scores, std::int64_t rows, std::int64_t width) {
+    if (rows < 0 || width < 1) refuse("a size is out of range", rows < 0 ? rows : width);
+    check_product({rows, width});
+    std::vector<std::int64_t> found;
+    for (std::int64_t row = 0; row < rows; ++row) found.push_back(argmax_of(at<const float>(scores) + row * width, width));
     return found;
 }
 
 }  // namespace
 
-PyMethodDef decode_methods[] = {
-    {"decode_next", fast(decode_next), METH_FASTCALL, "The inputs of the next decode step of the same requests."},
-    {"argmax_rows", fast(argmax_rows), METH_FASTCALL, "The place of each row's largest number."},
-    {nullptr, nullptr, 0, nullptr},
-};
+void bind_decode(nb::module_& m) {
+    m.def("decode_next", &decode_next, "inputs"_a, "tokens"_a,
+          "The inputs of the next decode step of the same requests: of each group the keys read, and the most of one request.\n\n"
+          "Raises ValueError: not one token for each row, or no column is left.");
+    m.def("argmax_rows", &argmax_rows, "scores"_a, "rows"_a, "width"_a,
+          "The place of each row's largest number. scores: float32 [rows, width].");
+}
 
 }  // namespace tiermoe::bindings

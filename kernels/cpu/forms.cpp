@@ -104,7 +104,7 @@ class Pass {
     }
 
     void check() const {
-        if (bad_order_) throw std::out_of_range("the order of a matrix names an input that is not there");
+        if (bad_order_) throw std::invalid_argument("the order of a matrix names an input that is not there");
     }
 
     void arrange_inputs(const Item& item) {
@@ -248,7 +248,7 @@ void form_linear(Threads& threads, int set, const FormMatrix& matrix, const floa
         for (int r = 0; r < count; ++r) {
             at[r] = arranged + r * padded;
             if (!kernels.arrange(matrix, x + (first + r) * matrix.inputs, arranged + r * padded))
-                throw std::out_of_range("the order of a matrix names an input that is not there");
+                throw std::invalid_argument("the order of a matrix names an input that is not there");
         }
         threads.run(ceil_div(matrix.outputs, kFormOutputs), [&](std::int64_t chunk, int thread) {
             const std::int64_t begin = chunk * kFormOutputs;

@@ -54,7 +54,7 @@ struct FormLayer {
     std::int64_t hidden, neurons;
 };
 
-// As packed_ffn. Throws std::out_of_range where `order` of a matrix names an input that is not there.
+// As packed_ffn. Throws std::invalid_argument where `order` of a matrix names an input that is not there.
 void form_ffn(Threads& threads, int set, const FormLayer& layer, Activation activation, const Batch& batch);
 
 // out [rows, outputs] = x [rows, inputs] times the transposed matrix. Throws as form_ffn.

@@ -28,50 +28,27 @@ std::uint64_t read_bytes(const void* data, std::int64_t bytes) {
     return total;
 }
 
-// read_bytes(address, size) -> int
-PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 2)) return nullptr;
-    const void* data = address<const void>(args[0]);
-    const long long size = PyLong_AsLongLong(args[1]);
-    if (PyErr_Occurred()) return nullptr;
-    if (size < 0) {
-        refuse("a size is out of range", size);
-        return nullptr;
-    }
-    std::uint64_t sum = 0;
-    Py_BEGIN_ALLOW_THREADS;
-    sum = read_bytes(data, size);
-    Py_END_ALLOW_THREADS;
-    return PyLong_FromUnsignedLongLong(sum);
-}
-
 // ggml's ggml_vec_dot_t
 using VecDot = void (*)(int n, float* s, std::size_t bs, const void* x, std::size_t bx, const void* y, std::size_t by,
                         int nrc);
 
-// dot_rows(function, n, rows, matrix, row_bytes, y, out): out[i] = function(row i of matrix, y)
-PyObject* dot_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 7)) return nullptr;
-    const auto function = reinterpret_cast<VecDot>(PyLong_AsVoidPtr(args[0]));
-    const int n = static_cast<int>(PyLong_AsLong(args[1]));
-    const long long rows = PyLong_AsLongLong(args[2]);
-    const char* matrix = address<const char>(args[3]);
-    const long long row_bytes = PyLong_AsLongLong(args[4]);
-    const void* y = address<const void>(args[5]);
-    float* out = address<float>(args[6]);
-    if (PyErr_Occurred() || !check_product({rows, row_bytes}) || !check_product({n})) return nullptr;
-    Py_BEGIN_ALLOW_THREADS;
-    for (long long i = 0; i < rows; ++i) function(n, out + i, 0, matrix + i * row_bytes, 0, y, 0, 1);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
 }  // namespace
 
-PyMethodDef measure_methods[] = {
-    {"read_bytes", fast(read), METH_FASTCALL, "Read a buffer once, for its bandwidth."},
-    {"dot_rows", fast(dot_rows), METH_FASTCALL, "Call ggml's dot product for each row of a matrix."},
-    {nullptr, nullptr, 0, nullptr},
-};
+void bind_measure(nb::module_& m) {
+    m.def("read_bytes", [](std::uintptr_t address, std::int64_t size) {
+        if (size < 0) refuse("a size is out of range", size);
+        const nb::gil_scoped_release free;
+        return read_bytes(at<const void>(address), size);
+    }, "address"_a, "size"_a, "Reads a buffer once, as fast as one thread can.");
+    m.def("dot_rows", [](std::uintptr_t function, int n, std::int64_t rows, std::uintptr_t matrix, std::int64_t row_bytes,
+                         std::uintptr_t y, std::uintptr_t out) {
+        check_product({rows, row_bytes}), check_product({n});
+        const auto dot = reinterpret_cast<VecDot>(function);
+        const nb::gil_scoped_release free;
+        for (std::int64_t i = 0; i < rows; ++i)
+            dot(n, at<float>(out) + i, 0, at<const char>(matrix) + i * row_bytes, 0, at<const void>(y), 0, 1);
+    }, "function"_a, "n"_a, "rows"_a, "matrix"_a, "row_bytes"_a, "y"_a, "out"_a,
+          "out[i] = function(row i of matrix, y), with ggml's `ggml_vec_dot_t`; for the benchmark alone.");
+}
 
 }  // namespace tiermoe::bindings

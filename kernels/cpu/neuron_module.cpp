@@ -1,491 +1,256 @@
-// Python bindings of neuron_ffn.hpp and forms.hpp. Weights are given by address: the caller (kernels/packed_ffn.py,
-// kernels/form_ffn.py) checked once that these are contiguous buffers of the sizes given, and keeps them alive. What changes from call to call comes as arrays,
-// which are checked here, and so is every number against the others, before a kernel runs.
+// Bindings of neuron_ffn.hpp, fit.hpp and forms.hpp. Weights are given by address: the caller (kernels/packed_ffn.py,
+// kernels/form_ffn.py) checked once that these are contiguous buffers of the sizes given, and keeps them alive. What changes
+// from call to call comes as arrays, which are checked here, and so is every number against the others, before a kernel runs.
+#include "neuron_ffn.hpp"
+
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
 #include <algorithm>
-#include <new>
-#include <stdexcept>
-#include <string>
-#include <system_error>
+#include <array>
+#include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
 #include "fit.hpp"
 #include "forms.hpp"
-#include "neuron_ffn.hpp"
 
 namespace tiermoe::bindings {
 namespace {
 
-constexpr const char* kThreads = "tiermoe.kernels.Threads";
-constexpr long long kSizeMax = 1ll << 31;  // of one axis
+constexpr std::int64_t kSizeMax = std::int64_t{1} << 31;  // of one axis
 
-void delete_threads(PyObject* capsule) { delete static_cast<Threads*>(PyCapsule_GetPointer(capsule, kThreads)); }
+using Groups = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>;  // expert, start, stop
+using Row = Array<const float, 1>;
+using Rows = Array<const float, 2>;
 
-// threads(count, cores: list[int]) -> capsule
-PyObject* threads(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 2)) return nullptr;
-    const long long size = PyLong_AsLongLong(args[0]);
-    if (PyErr_Occurred()) return nullptr;
-    if (size < 1 || size > 1024) {
-        refuse("the number of threads is not in 1..1024", size);
-        return nullptr;
-    }
-    if (!PyList_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "cores must be a list of numbers");
-        return nullptr;
-    }
-    std::vector<int> cores;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[1]); ++i) {
-        const long long core = PyLong_AsLongLong(PyList_GET_ITEM(args[1], i));
-        if (PyErr_Occurred()) return nullptr;
-        if (core < 0 || core >= 1024) {
-            refuse("a core is not in 0..1023", core);
-            return nullptr;
+Threads* threads(std::int64_t count, const std::vector<std::int64_t>& cores) {
+    if (count < 1 || count > 1024) refuse("the number of threads is not in 1..1024", count);
+    for (const std::int64_t core : cores)
+        if (core < 0 || core >= 1024) refuse("a core is not in 0..1023", core);
+    if (!cores.empty() && static_cast<std::int64_t>(cores.size()) != count)
+        refuse("there must be one core for each thread; cores given", static_cast<std::int64_t>(cores.size()));
+    return new Threads(static_cast<int>(count), std::vector<int>(cores.begin(), cores.end()));
+}
+
+// What kernels compute, as it was checked: other threads may write to the array of rows later.
+class Checked {
+  public:
+    Checked(const Groups& groups, const Array<const std::int32_t, 1>& rows, const Row& weights, const Rows& hidden,
+            const Array<float, 2>& out, std::int64_t experts, std::int64_t width)
+        : rows_(rows.begin(), rows.end()) {
+        const std::int64_t count = rows.size(), tokens = hidden.shape(0);
+        if (weights.size() != count) refuse("weights are not as many as rows", weights.size());
+        if (hidden.shape(1) != width) refuse("hidden has rows of another width", hidden.shape(1));
+        if (out.shape(0) != tokens || out.shape(1) != width)
+            refuse("out has not the shape of hidden, its rows are", out.shape(0));
+        if (tokens >= kSizeMax) refuse("hidden has too many rows", tokens);
+        check_product({tokens, width});
+        if (out.begin() < hidden.end() && hidden.begin() < out.end()) refuse("out overlaps hidden, of rows", tokens);
+        batch = {{}, rows_.data(), weights.data(), hidden.data(), tokens, out.data()};
+        for (const auto& [expert, start, stop] : groups) {
+            if (expert < 0 || expert >= experts) refuse("there is no such expert", expert);
+            if (start < 0 || start > stop) refuse("a group starts out of range", start);
+            if (stop > count) refuse("a group stops out of range", stop);
+            for (std::int64_t i = start; i < stop; ++i)
+                if (rows_[i] < 0 || rows_[i] >= tokens) refuse("there is no such row", rows_[i]);
+            batch.groups.push_back({expert, start, stop});
         }
-        cores.push_back(static_cast<int>(core));
     }
-    if (!cores.empty() && static_cast<long long>(cores.size()) != size) {
-        refuse("there must be one core for each thread; cores given", static_cast<long long>(cores.size()));
-        return nullptr;
-    }
-    Threads* made = nullptr;
-    try {
-        made = new Threads(static_cast<int>(size), cores);
-    } catch (const std::system_error& error) {
-        PyErr_SetString(PyExc_OSError, error.what());
-        return nullptr;
-    } catch (const std::bad_alloc&) {
-        return PyErr_NoMemory();
-    }
-    PyObject* capsule = PyCapsule_New(made, kThreads, delete_threads);
-    if (!capsule) delete made;
-    return capsule;
-}
-
-bool read_groups(PyObject* list, std::vector<RowGroup>& groups) {
-    if (!PyList_Check(list)) {
-        PyErr_SetString(PyExc_TypeError, "groups must be a list of (expert, start, stop)");
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
-        PyObject* item = PyList_GET_ITEM(list, i);
-        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3) {
-            PyErr_SetString(PyExc_TypeError, "each group must be a tuple (expert, start, stop)");
-            return false;
-        }
-        groups.push_back({PyLong_AsLongLong(PyTuple_GET_ITEM(item, 0)), PyLong_AsLongLong(PyTuple_GET_ITEM(item, 1)),
-                          PyLong_AsLongLong(PyTuple_GET_ITEM(item, 2))});
-        if (PyErr_Occurred()) return false;
-    }
-    return true;
-}
-
-// A contiguous array of one element type, held while a kernel runs.
-class Array {
-   public:
-    Array() = default;
-    ~Array() {
-        if (view_.obj) PyBuffer_Release(&view_);
-    }
-    Array(const Array&) = delete;
-    Array& operator=(const Array&) = delete;
-
-    // `type` is its letter in the struct module.
-    bool open(PyObject* object, const char* name, char type, int axes, bool writable) {
-        if (PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) < 0)
-            return false;
-        const char* format = view_.format ? view_.format : "B";
-        if (view_.ndim == axes && format[0] == type && format[1] == '\0') return true;
-        PyErr_Format(PyExc_ValueError, "%s must have %d axes and type '%c', not %d and '%s'", name, axes, type,
-                     view_.ndim, format);
-        return false;
-    }
-    Py_ssize_t size(int axis) const { return view_.shape[axis]; }
-    template <typename T>
-    T* data() const {
-        return static_cast<T*>(view_.buf);
-    }
-
-   private:
-    Py_buffer view_ = {};
-};
-
-// The arguments that both kernels share, in this order from `args`:
-//   groups, rows int32 [P], weights float32 [P], x float32 [T, H], out float32 [T, H]
-constexpr Py_ssize_t kBatchArgs = 5;
-struct Arrays {
-    Array rows, weights, x, out;
-    std::vector<std::int32_t> checked;  // rows, as they were checked: other threads may write to the array later
-};
-bool read_batch(PyObject* const* args, std::int64_t experts, std::int64_t hidden, Arrays& arrays, Batch& batch) {
-    if (!read_groups(args[0], batch.groups)) return false;
-    if (!arrays.rows.open(args[1], "rows", 'i', 1, false) || !arrays.weights.open(args[2], "weights", 'f', 1, false) ||
-        !arrays.x.open(args[3], "hidden", 'f', 2, false) || !arrays.out.open(args[4], "out", 'f', 2, true))
-        return false;
-    const Py_ssize_t count = arrays.rows.size(0), tokens = arrays.x.size(0);
-    if (arrays.weights.size(0) != count) return refuse("weights are not as many as rows", arrays.weights.size(0));
-    if (arrays.x.size(1) != hidden) return refuse("hidden has rows of another width", arrays.x.size(1));
-    if (arrays.out.size(0) != tokens || arrays.out.size(1) != hidden)
-        return refuse("out has not the shape of hidden, its rows are", arrays.out.size(0));
-    if (tokens >= kSizeMax) return refuse("hidden has too many rows", tokens);
-    if (!check_product({tokens, hidden})) return false;
-    const auto* rows = arrays.rows.data<const std::int32_t>();
-    arrays.checked.assign(rows, rows + count);
-    batch.rows = arrays.checked.data();
-    batch.weights = arrays.weights.data<const float>();
-    batch.hidden = arrays.x.data<const float>();
-    batch.tokens = tokens;
-    batch.out = arrays.out.data<float>();
-    if (batch.out < batch.hidden + tokens * hidden && batch.hidden < batch.out + tokens * hidden)
-        return refuse("out overlaps hidden, of rows", tokens);
-    for (const RowGroup& group : batch.groups) {
-        if (group.expert < 0 || group.expert >= experts) return refuse("there is no such expert", group.expert);
-        if (group.start < 0 || group.start > group.stop) return refuse("a group starts out of range", group.start);
-        if (group.stop > count) return refuse("a group stops out of range", group.stop);
-        for (std::int64_t at = group.start; at < group.stop; ++at)
-            if (batch.rows[at] < 0 || batch.rows[at] >= tokens) return refuse("there is no such row", batch.rows[at]);
-    }
-    return true;
-}
-
-// The arguments before them: threads, set, activation, hidden, neurons, experts
-struct Common {
-    Threads* threads;
-    int set;
-    Activation activation;
-    std::int64_t hidden, neurons, experts;
-};
-constexpr Py_ssize_t kCommonArgs = 6;
-bool read_common(PyObject* const* args, Common& common) {
-    common.threads = static_cast<Threads*>(PyCapsule_GetPointer(args[0], kThreads));
-    if (!common.threads) return false;
-    long long number[5];
-    for (int i = 0; i < 5; ++i) number[i] = PyLong_AsLongLong(args[i + 1]);
-    if (PyErr_Occurred()) return false;
-    if (number[0] < 0 || number[0] >= static_cast<long long>(instruction_sets().size()))
-        return refuse("there is no such instruction set", number[0]);
-    if (number[1] < 0 || number[1] > static_cast<int>(Activation::relu))
-        return refuse("there is no such activation", number[1]);
-    for (int i = 2; i < 5; ++i)
-        if (number[i] < 1 || number[i] >= kSizeMax) return refuse("a size is out of range", number[i]);
-    if (!check_product({number[2], number[3], number[4], 2})) return false;
-    common.set = static_cast<int>(number[0]);
-    common.activation = static_cast<Activation>(number[1]);
-    common.hidden = number[2];
-    common.neurons = number[3];
-    common.experts = number[4];
-    return true;
-}
-
-template <typename F>
-PyObject* released(F&& kernel) {
-    bool out_of_memory = false;
-    int failed = 0;
-    std::string refused;
-    Py_BEGIN_ALLOW_THREADS;
-    try {
-        kernel();
-    } catch (const std::bad_alloc&) {
-        out_of_memory = true;
-    } catch (const std::system_error& error) {
-        failed = error.code().value();
-    } catch (const std::out_of_range& error) {
-        refused = error.what();
-    }
-    Py_END_ALLOW_THREADS;
-    if (out_of_memory) return PyErr_NoMemory();
-    if (!refused.empty()) {
-        PyErr_SetString(PyExc_ValueError, refused.c_str());
-        return nullptr;
-    }
-    if (failed) {
-        errno = failed;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    Py_RETURN_NONE;
-}
-
-// packed_ffn(<common>, bits, group, gate_up, gate_up_scales, down, down_scales, <batch>)
-PyObject* packed(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, kCommonArgs + 6 + kBatchArgs)) return nullptr;
-    Common common;
-    if (!read_common(args, common)) return nullptr;
-    PyObject* const* own = args + kCommonArgs;
-    const long long bits = PyLong_AsLongLong(own[0]), group = PyLong_AsLongLong(own[1]);
-    PackedLayer layer = {common.hidden, common.neurons, common.experts, static_cast<int>(bits), static_cast<int>(group),
-                         address<const std::uint8_t>(own[2]), address<const std::uint16_t>(own[3]),
-                         address<const std::uint8_t>(own[4]), address<const std::uint16_t>(own[5])};
-    if (PyErr_Occurred()) return nullptr;
-    if (bits != 1 && bits != 2 && bits != 3 && bits != 4 && bits != 8) {
-        refuse("there is no such width", bits);
-        return nullptr;
-    }
-    if (group != 32 && group != 64 && group != 128) {
-        refuse("there is no such group size", group);
-        return nullptr;
-    }
-    Arrays arrays;
     Batch batch;
-    if (!read_batch(own + 6, common.experts, common.hidden, arrays, batch)) return nullptr;
-    return released([&] { packed_ffn(*common.threads, common.set, layer, common.activation, batch); });
+
+  private:
+    std::vector<std::int32_t> rows_;
+};
+
+void check_set(std::int64_t set) {
+    if (set < 0 || set >= static_cast<std::int64_t>(instruction_sets().size())) refuse("there is no such instruction set", set);
 }
 
-// full_ffn(<common>, element, gate_up, down, <batch>)
-PyObject* full(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, kCommonArgs + 3 + kBatchArgs)) return nullptr;
-    Common common;
-    if (!read_common(args, common)) return nullptr;
-    PyObject* const* own = args + kCommonArgs;
-    const long long element = PyLong_AsLongLong(own[0]);
-    const FullLayer layer = {common.hidden, common.neurons, common.experts, static_cast<Element>(element),
-                             address<const void>(own[1]), address<const void>(own[2])};
-    if (PyErr_Occurred()) return nullptr;
-    if (element < 0 || element > static_cast<int>(Element::bf16)) {
-        refuse("there is no such element type", element);
-        return nullptr;
-    }
-    Arrays arrays;
-    Batch batch;
-    if (!read_batch(own + 3, common.experts, common.hidden, arrays, batch)) return nullptr;
-    return released([&] { full_ffn(*common.threads, common.set, layer, common.activation, batch); });
+Activation activation_of(std::int64_t code, Activation last) {
+    if (code < 0 || code > static_cast<int>(last)) refuse("there is no such activation", code);
+    return static_cast<Activation>(code);
 }
 
-// fit(threads, set, hidden, neurons, experts, element, group, gate_up, down, powers,
-//     [(bits, gate_up, gate_up_scales, down, down_scales, errors), ..])
-PyObject* fit(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 11)) return nullptr;
-    auto* threads = static_cast<Threads*>(PyCapsule_GetPointer(args[0], kThreads));
-    if (!threads) return nullptr;
-    long long number[6];
-    for (int i = 0; i < 6; ++i) number[i] = PyLong_AsLongLong(args[i + 1]);
-    FitLayer layer = {};
-    layer.full.gate_up = address<const void>(args[7]);
-    layer.full.down = address<const void>(args[8]);
-    layer.powers = address<float>(args[9]);
-    if (PyErr_Occurred()) return nullptr;
-    const auto [set, hidden, neurons, experts, element, group] =
-        std::tuple(number[0], number[1], number[2], number[3], number[4], number[5]);
-    const bool known = 0 <= set && set < static_cast<long long>(instruction_sets().size()) && 0 <= element &&
-                       element <= static_cast<int>(Element::bf16) && (group == 32 || group == 64 || group == 128);
-    const bool sized = 1 <= hidden && hidden < kSizeMax && 1 <= neurons && neurons < kSizeMax && 1 <= experts &&
-                       experts < kSizeMax;
-    if (!known || !sized || !PyList_Check(args[10]) || PyList_GET_SIZE(args[10]) > kMostWidths) {
-        PyErr_SetString(PyExc_ValueError, "an argument is out of range");
-        return nullptr;
-    }
-    if (!check_product({hidden, neurons, experts, 2})) return nullptr;
-    layer.full.hidden = hidden;
-    layer.full.neurons = neurons;
-    layer.full.experts = experts;
-    layer.full.element = static_cast<Element>(element);
-    layer.group = static_cast<int>(group);
-    FitWidth widths[kMostWidths];
-    layer.widths = widths;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[10]); ++i) {
-        PyObject* item = PyList_GET_ITEM(args[10], i);
-        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 6) {
-            PyErr_SetString(PyExc_TypeError, "a width must be a tuple of 6");
-            return nullptr;
-        }
-        const long long bits = PyLong_AsLongLong(PyTuple_GET_ITEM(item, 0));
-        widths[layer.count++] = {static_cast<int>(bits), address<std::uint8_t>(PyTuple_GET_ITEM(item, 1)),
-                                 address<std::uint16_t>(PyTuple_GET_ITEM(item, 2)),
-                                 address<std::uint8_t>(PyTuple_GET_ITEM(item, 3)),
-                                 address<std::uint16_t>(PyTuple_GET_ITEM(item, 4)),
-                                 address<float>(PyTuple_GET_ITEM(item, 5))};
-        if (PyErr_Occurred()) return nullptr;
-        if (bits != 1 && bits != 2 && bits != 3 && bits != 4 && bits != 8) {
-            refuse("there is no such width", bits);
-            return nullptr;
-        }
-    }
-    return released([&] { fit_layer(*threads, static_cast<int>(set), layer); });
+Element element_of(std::int64_t code) {
+    if (code < 0 || code > static_cast<int>(Element::bf16)) refuse("there is no such element type", code);
+    return static_cast<Element>(code);
+}
+
+void check_sizes(std::int64_t hidden, std::int64_t neurons, std::int64_t experts) {
+    for (const std::int64_t size : {hidden, neurons, experts})
+        if (size < 1 || size >= kSizeMax) refuse("a size is out of range", size);
+    check_product({hidden, neurons, experts, 2});
+}
+
+int bits_of(std::int64_t bits) {
+    if (bits != 1 && bits != 2 && bits != 3 && bits != 4 && bits != 8) refuse("there is no such width", bits);
+    return static_cast<int>(bits);
+}
+
+int group_of(std::int64_t group) {
+    if (group != 32 && group != 64 && group != 128) refuse("there is no such group size", group);
+    return static_cast<int>(group);
+}
+
+void packed(Threads& threads, std::int64_t set, std::int64_t activation, std::int64_t width, std::int64_t neurons,
+            std::int64_t experts, std::int64_t bits, std::int64_t group, std::uintptr_t gate_up, std::uintptr_t gate_up_scales,
+            std::uintptr_t down, std::uintptr_t down_scales, const Groups& groups, const Array<const std::int32_t, 1>& rows,
+            const Row& weights, const Rows& hidden, const Array<float, 2>& out) {
+    check_set(set), check_sizes(width, neurons, experts);
+    const PackedLayer layer{width, neurons, experts, bits_of(bits), group_of(group), at<const std::uint8_t>(gate_up),
+                            at<const std::uint16_t>(gate_up_scales), at<const std::uint8_t>(down),
+                            at<const std::uint16_t>(down_scales)};
+    const Activation of = activation_of(activation, Activation::relu);
+    const Checked checked(groups, rows, weights, hidden, out, experts, width);
+    const nb::gil_scoped_release free;
+    packed_ffn(threads, static_cast<int>(set), layer, of, checked.batch);
+}
+
+void full(Threads& threads, std::int64_t set, std::int64_t activation, std::int64_t width, std::int64_t neurons,
+          std::int64_t experts, std::int64_t element, std::uintptr_t gate_up, std::uintptr_t down, const Groups& groups,
+          const Array<const std::int32_t, 1>& rows, const Row& weights, const Rows& hidden, const Array<float, 2>& out) {
+    check_set(set), check_sizes(width, neurons, experts);
+    const FullLayer layer{width, neurons, experts, element_of(element), at<const void>(gate_up), at<const void>(down)};
+    const Activation of = activation_of(activation, Activation::relu);
+    const Checked checked(groups, rows, weights, hidden, out, experts, width);
+    const nb::gil_scoped_release free;
+    full_ffn(threads, static_cast<int>(set), layer, of, checked.batch);
+}
+
+// bits, and the addresses of gate_up, gate_up_scales, down, down_scales, errors
+using Width = std::tuple<std::int64_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>;
+
+void fit(Threads& threads, std::int64_t set, std::int64_t hidden, std::int64_t neurons, std::int64_t experts,
+         std::int64_t element, std::int64_t group, std::uintptr_t gate_up, std::uintptr_t down, std::uintptr_t powers,
+         const std::vector<Width>& widths) {
+    check_set(set), check_sizes(hidden, neurons, experts);
+    if (widths.size() > kMostWidths) refuse("there are too many widths", static_cast<std::int64_t>(widths.size()));
+    FitLayer layer{};
+    layer.full = {hidden, neurons, experts, element_of(element), at<const void>(gate_up), at<const void>(down)};
+    layer.powers = at<float>(powers);
+    layer.group = group_of(group);
+    FitWidth made[kMostWidths];
+    layer.widths = made;
+    for (const auto& [bits, gate_up_codes, gate_up_scales, down_codes, down_scales, errors] : widths)
+        made[layer.count++] = {bits_of(bits), at<std::uint8_t>(gate_up_codes), at<std::uint16_t>(gate_up_scales),
+                               at<std::uint8_t>(down_codes), at<std::uint16_t>(down_scales), at<float>(errors)};
+    const nb::gil_scoped_release free;
+    fit_layer(threads, static_cast<int>(set), layer);
+}
+
+void gptq(Threads& threads, std::int64_t set, std::int64_t outputs, std::int64_t inputs, std::int64_t bits, std::uintptr_t left,
+          std::uintptr_t weights, std::uintptr_t factor, std::int64_t stride, std::uintptr_t pivots, std::uintptr_t codes,
+          std::uintptr_t rest, std::uintptr_t scales, std::uintptr_t offsets) {
+    check_set(set);
+    if (outputs < 1 || outputs >= kSizeMax || inputs < 1 || inputs > 128 || stride < inputs || stride >= kSizeMax)
+        refuse("a size is out of range, or that of a group, whose inputs are", inputs);
+    const GptqBlock block{outputs, static_cast<int>(inputs), bits_of(bits), at<float>(left), at<const float>(weights),
+                          at<const float>(factor), stride, at<const float>(pivots), at<float>(codes), at<float>(rest),
+                          at<float>(scales), at<float>(offsets)};
+    const nb::gil_scoped_release free;
+    gptq_block(threads, static_cast<int>(set), block);
 }
 
 // --- published forms ---------------------------------------------------------------------------------------
 
-constexpr const char* kFormLayer = "tiermoe.kernels.FormLayer";
-
-void delete_layer(PyObject* capsule) { delete static_cast<FormLayer*>(PyCapsule_GetPointer(capsule, kFormLayer)); }
-
-// A tuple of `count` integers.
-bool read_numbers(PyObject* tuple, Py_ssize_t count, long long* numbers) {
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != count) {
-        PyErr_Format(PyExc_TypeError, "a tuple of %zd numbers is expected", count);
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < count; ++i) numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
-    return !PyErr_Occurred();
-}
-
-template <typename T>
-const T* at_address(long long number) {
-    return reinterpret_cast<const T*>(static_cast<std::uintptr_t>(number));
-}
-
 // kind, scale_type, divides, outputs, inputs, group, block, and the addresses of weight, scale, zero, global_scale and
 // order, 0 for none
-bool read_matrix(PyObject* tuple, FormMatrix& matrix) {
-    long long n[12];
-    if (!read_numbers(tuple, 12, n)) return false;
-    for (int i = 3; i < 7; ++i)
-        if (n[i] < 1 || n[i] >= kSizeMax) return refuse("a size is out of range", n[i]);
-    if (!check_product({n[3], n[4]})) return false;
-    matrix = {static_cast<FormKind>(n[0]), static_cast<ScaleType>(n[1]), n[2] != 0, n[3], n[4], n[5], n[6],
-              at_address<std::uint8_t>(n[7]), at_address<std::uint8_t>(n[8]), at_address<std::uint8_t>(n[9]),
-              at_address<float>(n[10]), at_address<std::int32_t>(n[11])};
-    return matrix.fits() || refuse("the parts do not fit to a matrix of kind", n[0]);
+using Matrix = std::array<std::int64_t, 12>;
+// gate, up, down, (gate_first, gate_step, up_first, up_step, bias_type, gate_up_bias, down_bias)
+using Expert = std::tuple<Matrix, Matrix, Matrix, std::array<std::int64_t, 7>>;
+
+template <typename T>
+const T* part(std::int64_t address) {
+    return at<const T>(static_cast<std::uintptr_t>(address));
 }
 
-// gate, up, down, (gate_first, gate_step, up_first, up_step, bias_type, gate_up_bias, down_bias)
-bool read_expert(PyObject* tuple, const FormLayer& layer, FormExpert& expert) {
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 4) {
-        PyErr_SetString(PyExc_TypeError, "each expert must be a tuple (gate, up, down, numbers)");
-        return false;
-    }
-    long long n[7];
-    if (!read_matrix(PyTuple_GET_ITEM(tuple, 0), expert.gate) || !read_matrix(PyTuple_GET_ITEM(tuple, 1), expert.up) ||
-        !read_matrix(PyTuple_GET_ITEM(tuple, 2), expert.down) || !read_numbers(PyTuple_GET_ITEM(tuple, 3), 7, n))
-        return false;
-    const auto rows_fit = [&](const FormMatrix& matrix, long long first, long long step) {
+FormMatrix matrix_of(const Matrix& n) {
+    for (int i = 3; i < 7; ++i)
+        if (n[i] < 1 || n[i] >= kSizeMax) refuse("a size is out of range", n[i]);
+    check_product({n[3], n[4]});
+    const FormMatrix matrix{static_cast<FormKind>(n[0]), static_cast<ScaleType>(n[1]), n[2] != 0, n[3], n[4], n[5], n[6],
+                            part<std::uint8_t>(n[7]), part<std::uint8_t>(n[8]), part<std::uint8_t>(n[9]), part<float>(n[10]),
+                            part<std::int32_t>(n[11])};
+    if (!matrix.fits()) refuse("the parts do not fit to a matrix of kind", n[0]);
+    return matrix;
+}
+
+FormExpert expert_of(const Expert& given, const FormLayer& layer) {
+    const auto& [gate, up, down, n] = given;
+    const FormExpert expert{matrix_of(gate), matrix_of(up), matrix_of(down), n[0], n[1], n[2], n[3], element_of(n[4]),
+                            part<void>(n[5]), part<void>(n[6])};
+    const auto rows_fit = [&](const FormMatrix& matrix, std::int64_t first, std::int64_t step) {
         return first >= 0 && step >= 1 && step <= 2 && first + step * (layer.neurons - 1) < matrix.outputs;
     };
-    const bool fits = expert.gate.inputs == layer.hidden && expert.up.inputs == layer.hidden &&
-                      expert.down.inputs == layer.neurons && expert.down.outputs == layer.hidden &&
-                      rows_fit(expert.gate, n[0], n[1]) && rows_fit(expert.up, n[2], n[3]);
-    if (!fits) return refuse("the matrices are not those of an expert with neurons", layer.neurons);
-    if (n[4] < 0 || n[4] > static_cast<int>(Element::bf16)) return refuse("there is no such element type", n[4]);
-    expert.gate_first = n[0];
-    expert.gate_step = n[1];
-    expert.up_first = n[2];
-    expert.up_step = n[3];
-    expert.bias_type = static_cast<Element>(n[4]);
-    expert.gate_up_bias = at_address<void>(n[5]);
-    expert.down_bias = at_address<void>(n[6]);
-    return true;
+    if (expert.gate.inputs != layer.hidden || expert.up.inputs != layer.hidden || expert.down.inputs != layer.neurons ||
+        expert.down.outputs != layer.hidden || !rows_fit(expert.gate, n[0], n[1]) || !rows_fit(expert.up, n[2], n[3]))
+        refuse("the matrices are not those of an expert with neurons", layer.neurons);
+    return expert;
 }
 
-// form_layer(hidden, neurons, experts: list) -> capsule
-PyObject* form_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 3)) return nullptr;
-    if (!PyList_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "experts must be a list");
-        return nullptr;
-    }
-    FormLayer layer;
-    layer.hidden = PyLong_AsLongLong(args[0]);
-    layer.neurons = PyLong_AsLongLong(args[1]);
-    if (PyErr_Occurred()) return nullptr;
-    if (layer.hidden < 1 || layer.neurons < 1 || !check_product({layer.hidden, layer.neurons, 2})) {
-        if (!PyErr_Occurred()) refuse("a size is out of range", std::min(layer.hidden, layer.neurons));
-        return nullptr;
-    }
-    layer.experts.resize(static_cast<std::size_t>(PyList_GET_SIZE(args[2])));
-    for (std::size_t i = 0; i < layer.experts.size(); ++i)
-        if (!read_expert(PyList_GET_ITEM(args[2], static_cast<Py_ssize_t>(i)), layer, layer.experts[i])) return nullptr;
-    auto* made = new FormLayer(std::move(layer));
-    PyObject* capsule = PyCapsule_New(made, kFormLayer, delete_layer);
-    if (!capsule) delete made;
-    return capsule;
+FormLayer* form_layer(std::int64_t hidden, std::int64_t neurons, const std::vector<Expert>& experts) {
+    if (hidden < 1 || neurons < 1) refuse("a size is out of range", std::min(hidden, neurons));
+    check_product({hidden, neurons, 2});
+    auto layer = std::make_unique<FormLayer>();
+    layer->hidden = hidden, layer->neurons = neurons;
+    for (const Expert& expert : experts) layer->experts.push_back(expert_of(expert, *layer));
+    return layer.release();
 }
 
-// threads, set
-bool read_pool(PyObject* const* args, Threads*& threads, int& set) {
-    threads = static_cast<Threads*>(PyCapsule_GetPointer(args[0], kThreads));
-    const long long number = threads ? PyLong_AsLongLong(args[1]) : 0;
-    if (PyErr_Occurred()) return false;
-    set = static_cast<int>(number);
-    return (number >= 0 && number < static_cast<long long>(instruction_sets().size())) ||
-           refuse("there is no such instruction set", number);
+void form(Threads& threads, std::int64_t set, std::int64_t activation, const FormLayer& layer, const Groups& groups,
+          const Array<const std::int32_t, 1>& rows, const Row& weights, const Rows& hidden, const Array<float, 2>& out) {
+    check_set(set);
+    const Activation of = activation_of(activation, Activation::gpt_oss);
+    const Checked checked(groups, rows, weights, hidden, out, static_cast<std::int64_t>(layer.experts.size()), layer.hidden);
+    const nb::gil_scoped_release free;
+    form_ffn(threads, static_cast<int>(set), layer, of, checked.batch);
 }
 
-// form_ffn(threads, set, activation, layer, <batch>)
-PyObject* form(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Threads* threads;
-    int set;
-    if (!expect(count, 4 + kBatchArgs) || !read_pool(args, threads, set)) return nullptr;
-    const long long activation = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred()) return nullptr;
-    if (activation < 0 || activation > static_cast<int>(Activation::gpt_oss)) {
-        refuse("there is no such activation", activation);
-        return nullptr;
-    }
-    const auto* layer = static_cast<const FormLayer*>(PyCapsule_GetPointer(args[3], kFormLayer));
-    if (!layer) return nullptr;
-    Arrays arrays;
-    Batch batch;
-    if (!read_batch(args + 4, static_cast<std::int64_t>(layer->experts.size()), layer->hidden, arrays, batch))
-        return nullptr;
-    return released([&] { form_ffn(*threads, set, *layer, static_cast<Activation>(activation), batch); });
-}
-
-// form_linear(threads, set, matrix, x float32 [n, inputs], out float32 [n, outputs])
-PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Threads* threads;
-    int set;
-    FormMatrix matrix;
-    Array x, out;
-    if (!expect(count, 5) || !read_pool(args, threads, set) || !read_matrix(args[2], matrix)) return nullptr;
-    if (!x.open(args[3], "x", 'f', 2, false) || !out.open(args[4], "out", 'f', 2, true)) return nullptr;
-    if (x.size(1) != matrix.inputs || out.size(0) != x.size(0) || out.size(1) != matrix.outputs) {
+void linear(Threads& threads, std::int64_t set, const Matrix& numbers, const Rows& x, const Array<float, 2>& out) {
+    check_set(set);
+    const FormMatrix matrix = matrix_of(numbers);
+    if (x.shape(1) != matrix.inputs || out.shape(0) != x.shape(0) || out.shape(1) != matrix.outputs)
         refuse("x and out are not those of a matrix with inputs", matrix.inputs);
-        return nullptr;
-    }
-    return released([&] { form_linear(*threads, set, matrix, x.data<const float>(), x.size(0), out.data<float>()); });
-}
-
-// gptq_block(threads, set, outputs, inputs, bits, left, weights, factor, stride, pivots, codes, rest, scales, offsets)
-PyObject* gptq(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 14)) return nullptr;
-    auto* threads = static_cast<Threads*>(PyCapsule_GetPointer(args[0], kThreads));
-    if (!threads) return nullptr;
-    long long number[5];
-    const int at[5] = {1, 2, 3, 4, 8};
-    for (int i = 0; i < 5; ++i) number[i] = PyLong_AsLongLong(args[at[i]]);
-    const auto [set, outputs, inputs, bits, stride] =
-        std::tuple(number[0], number[1], number[2], number[3], number[4]);
-    const GptqBlock block = {outputs, static_cast<int>(inputs), static_cast<int>(bits), address<float>(args[5]),
-                             address<const float>(args[6]), address<const float>(args[7]), stride,
-                             address<const float>(args[9]), address<float>(args[10]), address<float>(args[11]),
-                             address<float>(args[12]), address<float>(args[13])};
-    if (PyErr_Occurred()) return nullptr;
-    if (set < 0 || set >= static_cast<long long>(instruction_sets().size()) || outputs < 1 || outputs >= kSizeMax ||
-        inputs < 1 || inputs > 128 || stride < inputs || stride >= kSizeMax) {
-        PyErr_SetString(PyExc_ValueError, "an argument is out of range");
-        return nullptr;
-    }
-    if (bits != 1 && bits != 2 && bits != 3 && bits != 4 && bits != 8) {
-        refuse("there is no such width", bits);
-        return nullptr;
-    }
-    return released([&] { gptq_block(*threads, static_cast<int>(set), block); });
-}
-
-PyObject* sets(PyObject*, PyObject*) {
-    const std::vector<std::string> names = instruction_sets();
-    PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(names.size()));
-    for (std::size_t i = 0; tuple && i < names.size(); ++i) {
-        PyObject* name = PyUnicode_FromString(names[i].c_str());
-        if (!name) Py_CLEAR(tuple);
-        else PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), name);
-    }
-    return tuple;
+    const nb::gil_scoped_release free;
+    form_linear(threads, static_cast<int>(set), matrix, x.data(), x.shape(0), out.data());
 }
 
 }  // namespace
 
-PyMethodDef neuron_methods[] = {
-    {"threads", fast(threads), METH_FASTCALL, "A pool of threads; see threads.hpp."},
-    {"packed_ffn", fast(packed), METH_FASTCALL, "Experts in packed weights; see neuron_ffn.hpp."},
-    {"full_ffn", fast(full), METH_FASTCALL, "Experts in full precision; see neuron_ffn.hpp."},
-    {"fit", fast(fit), METH_FASTCALL, "Data-free quantization of a layer; see fit.hpp."},
-    {"form_layer", fast(form_layer), METH_FASTCALL, "Experts in published forms; see forms.hpp."},
-    {"form_ffn", fast(form), METH_FASTCALL, "Runs them; see forms.hpp."},
-    {"form_linear", fast(linear), METH_FASTCALL, "One matrix in a published form; see forms.hpp."},
-    {"gptq_block", fast(gptq), METH_FASTCALL, "One group of a GPTQ sweep; see fit.hpp."},
-    {"instruction_sets", sets, METH_NOARGS, "Names of what this processor can run, best first."},
-    {nullptr, nullptr, 0, nullptr},
-};
+void bind_neurons(nb::module_& m) {
+    constexpr const char* kRaises = "Raises ValueError: an array of another shape, type or layout; a number out of range.";
+    m.def("instruction_sets", [] { return nb::tuple(nb::cast(instruction_sets())); },
+          nb::sig("def instruction_sets() -> tuple[str, ...]"),
+          "What this processor can run, best first: \"avx512\" (with VNNI), \"avx2\", \"portable\".");
+    nb::class_<Threads>(m, "Pool", "A pool of threads, which ends them when it goes; see threads.hpp.");
+    m.def("threads", &threads, "count"_a, "cores"_a,
+          "Raises ValueError: a number out of range; OSError: a thread cannot be started, or not on its core.");
+    m.def("packed_ffn", &packed, "threads"_a, "set_number"_a, "activation"_a, "hidden"_a, "neurons"_a, "experts"_a, "bits"_a,
+          "group"_a, "gate_up"_a, "gate_up_scales"_a, "down"_a, "down_scales"_a, "groups"_a, "rows"_a, "weights"_a,
+          "hidden_rows"_a, "out"_a, kRaises);
+    m.def("full_ffn", &full, "threads"_a, "set_number"_a, "activation"_a, "hidden"_a, "neurons"_a, "experts"_a, "element"_a,
+          "gate_up"_a, "down"_a, "groups"_a, "rows"_a, "weights"_a, "hidden_rows"_a, "out"_a, kRaises);
+    m.def("fit", &fit, "threads"_a, "set_number"_a, "hidden"_a, "neurons"_a, "experts"_a, "element"_a, "group"_a, "gate_up"_a,
+          "down"_a, "powers"_a, "widths"_a,
+          "widths: bits, and the addresses of gate_up, gate_up_scales, down, down_scales, errors.\n\n"
+          "Raises ValueError: a number out of range.");
+    m.def("gptq_block", &gptq, "threads"_a, "set_number"_a, "outputs"_a, "inputs"_a, "bits"_a, "left"_a, "weights"_a,
+          "factor"_a, "stride"_a, "pivots"_a, "codes"_a, "rest"_a, "scales"_a, "offsets"_a,
+          "One group of a GPTQ sweep; see fit.hpp. Raises ValueError: a number out of range.");
+    nb::class_<FormLayer>(m, "FormExperts", "The parts of a layer's experts in published forms, by address.");
+    m.def("form_layer", &form_layer, "hidden"_a, "neurons"_a, "experts"_a,
+          "Of each expert gate, up, down, and the numbers of `Expert` in neuron_module.cpp.\n\n"
+          "Raises ValueError: they do not fit together.");
+    m.def("form_ffn", &form, "threads"_a, "set_number"_a, "activation"_a, "layer"_a, "groups"_a, "rows"_a, "weights"_a,
+          "hidden_rows"_a, "out"_a,
+          "Raises ValueError: an array of another shape, type or layout; a number or an order out of range.");
+    m.def("form_linear", &linear, "threads"_a, "set_number"_a, "matrix"_a, "x"_a, "out"_a,
+          "Raises ValueError: an array of another shape, type or layout; a number or an order out of range.");
+}
 
 }  // namespace tiermoe::bindings

@@ -1,10 +1,16 @@
 // Mapped files whose pages cannot be read: the file was truncated, or its disk failed. Reading such a page raises SIGBUS,
 // in whatever thread copies or computes. Here it is replaced by a page of zeros and its file remembered, so that the
 // process lives and can say which file it was; nothing computed after that may leave the process.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
 #include <atomic>
+#include <cerrno>
 #include <csignal>
-#include <cstdint>
 #include <mutex>
+#include <optional>
+#include <system_error>
+#include <utility>
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -45,74 +51,51 @@ void on_bus_error(int signal, siginfo_t* info, void*) {
     sigaction(signal, &before, nullptr);  // not ours: the read is done again under the former handler
 }
 
-bool install() {
+void install() {
     static bool installed = false;
-    if (installed) return true;
+    if (installed) return;
     page_bytes = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
     struct sigaction action {};
     action.sa_sigaction = on_bus_error;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     sigemptyset(&action.sa_mask);
-    if (sigaction(SIGBUS, &action, &before) != 0) {
-        PyErr_SetFromErrno(PyExc_OSError);
-        return false;
-    }
-    return installed = true;
+    if (sigaction(SIGBUS, &action, &before) != 0) throw std::system_error(errno, std::generic_category(), "a handler of SIGBUS");
+    installed = true;
 }
 
-// guard_pages(address, size) -> the number of the file
-PyObject* guard_pages(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 2)) return nullptr;
-    const auto begin = reinterpret_cast<std::uintptr_t>(address<void>(args[0]));
-    const long long size = PyLong_AsLongLong(args[1]);
-    if (PyErr_Occurred()) return nullptr;
-    if (size < 1 || begin > UINTPTR_MAX - static_cast<std::uintptr_t>(size)) {
-        refuse("a size is out of range", size);
-        return nullptr;
-    }
+int guard_pages(std::uintptr_t begin, std::int64_t size) {
+    if (size < 1 || begin > UINTPTR_MAX - static_cast<std::uintptr_t>(size)) refuse("a size is out of range", size);
     const std::lock_guard<std::mutex> lock(changing);
-    if (!install()) return nullptr;
+    install();
     int place = 0;
     while (place < used && (ranges[place].end != 0 || place == bad_file)) ++place;
-    if (place == kFiles) {
-        refuse("too many mapped files", kFiles);
-        return nullptr;
-    }
+    if (place == kFiles) refuse("too many mapped files", kFiles);
     ranges[place].begin = begin;
     ranges[place].end = begin + static_cast<std::uintptr_t>(size);
     if (place == used) ++used;
-    return PyLong_FromLong(place);
+    return place;
 }
 
-// release_pages(number of the file)
-PyObject* release_pages(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 1)) return nullptr;
-    const long place = PyLong_AsLong(args[0]);
-    if (PyErr_Occurred()) return nullptr;
-    if (place < 0 || place >= used) {
-        refuse("there is no such file", place);
-        return nullptr;
-    }
+void release_pages(std::int64_t place) {
+    if (place < 0 || place >= used) refuse("there is no such file", place);
     const std::lock_guard<std::mutex> lock(changing);
     ranges[place].end = 0;
-    Py_RETURN_NONE;
 }
 
-// bad_page() -> (number of the file, offset of the first bad byte that was read) or None
-PyObject* bad_page(PyObject*, PyObject* const*, Py_ssize_t count) {
-    if (!expect(count, 0)) return nullptr;
+std::optional<std::pair<int, std::int64_t>> bad_page() {
     const int file = bad_file;
-    if (file < 0) Py_RETURN_NONE;
-    return Py_BuildValue("iL", file, static_cast<long long>(bad_offset));
+    if (file < 0) return std::nullopt;
+    return std::pair(file, bad_offset.load());
 }
 
 }  // namespace
 
-PyMethodDef page_methods[] = {
-    {"guard_pages", fast(guard_pages), METH_FASTCALL, "Remember bad pages of a mapped file instead of ending."},
-    {"release_pages", fast(release_pages), METH_FASTCALL, "The file is about to be unmapped."},
-    {"bad_page", fast(bad_page), METH_FASTCALL, "The first bad page of a mapped file."},
-    {nullptr, nullptr, 0, nullptr},
-};
+void bind_pages(nb::module_& m) {
+    m.def("guard_pages", &guard_pages, "address"_a, "size"_a,
+          "Survive bad pages of a mapped file; the file's number. Raises ValueError: too many files; OSError: no handler.");
+    m.def("release_pages", &release_pages, "file"_a,
+          "The file is about to be unmapped. Raises ValueError: there is no such file.");
+    m.def("bad_page", &bad_page, "The file and the offset of the first page that could not be read.");
+}
 
 }  // namespace tiermoe::bindings

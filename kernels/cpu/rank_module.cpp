@@ -1,109 +1,64 @@
 // Bindings of rank.hpp; rows are tokens.
-#include <cstdint>
-#include <cstring>
+#include "rank.hpp"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
-#include "rank.hpp"
 
 namespace tiermoe::bindings {
 namespace {
 
-// Scores [T, E] of float or double, rows at any distance.
-class Scores {
-   public:
-    ~Scores() {
-        if (held_) PyBuffer_Release(&view_);
-    }
-    bool take(PyObject* given) {
-        if (PyObject_GetBuffer(given, &view_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) return false;
-        held_ = true;
-        const char* kind = view_.format ? view_.format : "";
-        wide_ = std::strcmp(kind, "d") == 0;
-        if (view_.ndim != 2 || !(wide_ || std::strcmp(kind, "f") == 0))
-            return PyErr_Format(PyExc_ValueError, "scores are float32 or float64 [T, E], not '%s' with %d axes", kind,
-                                view_.ndim);
-        return true;
-    }
-    std::int64_t tokens() const { return view_.shape[0]; }
-    std::int64_t experts() const { return view_.shape[1]; }
-    // A row as doubles, which hold every float.
-    void row(std::int64_t t, std::vector<double>& out) const {
-        const char* from = static_cast<const char*>(view_.buf) + t * view_.strides[0];
-        const Py_ssize_t step = view_.strides[1];
-        for (std::size_t e = 0; e < out.size(); ++e, from += step) {
-            if (wide_) {
-                std::memcpy(&out[e], from, sizeof(double));
-            } else {
-                float value;
-                std::memcpy(&value, from, sizeof(value));
-                out[e] = value;
-            }
+using Scores = nb::ndarray<nb::ro, nb::device::cpu>;  // [T, E], rows at any distance
+using Keys = std::vector<std::int64_t>;
+
+template <typename T>
+Ranked ranked_as(const Scores& scores, std::int64_t top, bool by_votes) {
+    const auto* data = static_cast<const T*>(scores.data());
+    const auto read = [&](std::int64_t t, std::vector<double>& row) {
+        const T* from = data + t * scores.stride(0);
+        for (double& score : row) {
+            score = *from;
+            from += scores.stride(1);
         }
-    }
-
-   private:
-    Py_buffer view_{};
-    bool held_ = false, wide_ = false;
-};
-
-Ranked rank_experts(const Scores& scores, std::int64_t top, bool by_votes) {
-    return tiermoe::rank_experts(scores.tokens(), scores.experts(), top, by_votes,
-                    [&](std::int64_t t, std::vector<double>& row) { scores.row(t, row); });
+    };
+    const auto tokens = static_cast<std::int64_t>(scores.shape(0)), experts = static_cast<std::int64_t>(scores.shape(1));
+    return rank_experts(tokens, experts, top, by_votes, read);
 }
 
-PyObject* keys_of(const std::vector<int>& experts, long long base) {
-    PyObject* keys = PyList_New(static_cast<Py_ssize_t>(experts.size()));
-    for (std::size_t i = 0; keys && i < experts.size(); ++i) {
-        PyObject* key = PyLong_FromLongLong(base + experts[i]);
-        if (!key) Py_CLEAR(keys);
-        if (keys) PyList_SET_ITEM(keys, static_cast<Py_ssize_t>(i), key);
-    }
+Ranked ranked(const Scores& scores, std::int64_t top, bool by_votes) {
+    if (top < 1) refuse("a row names at least one expert", top);
+    if (scores.ndim() == 2 && scores.dtype() == nb::dtype<float>()) return ranked_as<float>(scores, top, by_votes);
+    if (scores.ndim() == 2 && scores.dtype() == nb::dtype<double>()) return ranked_as<double>(scores, top, by_votes);
+    throw std::invalid_argument("scores are float32 or float64 [T, E]");
+}
+
+Keys keys_of(const std::vector<int>& experts, std::int64_t base) {
+    Keys keys;
+    keys.reserve(experts.size());
+    for (const int expert : experts) keys.push_back(base + expert);
     return keys;
-}
-
-bool take(PyObject* const* args, Py_ssize_t count, Scores& scores, long long& top, long long& base) {
-    if (!expect(count, 3) || !scores.take(args[0])) return false;
-    top = PyLong_AsLongLong(args[1]);
-    base = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred()) return false;
-    return top >= 1 || refuse("a row names at least one expert", top);
-}
-
-// rank_by_votes(scores [T, E], top, base) -> keys, base added
-PyObject* rank_by_votes(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Scores scores;
-    long long top, base;
-    if (!take(args, count, scores, top, base)) return nullptr;
-    return keys_of(rank_experts(scores, top, true).experts, base);
-}
-
-// rank_by_score(scores [T, E], top, base) -> (keys, their highest scores), of positive scores
-PyObject* rank_by_score(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Scores scores;
-    long long top, base;
-    if (!take(args, count, scores, top, base)) return nullptr;
-    const Ranked found = positive(rank_experts(scores, top, false));
-    const auto& experts = found.experts;
-    PyObject* keys = keys_of(experts, base);
-    PyObject* best = keys ? PyList_New(static_cast<Py_ssize_t>(experts.size())) : nullptr;
-    for (std::size_t i = 0; best && i < experts.size(); ++i) {
-        PyObject* score = PyFloat_FromDouble(found.best[static_cast<std::size_t>(experts[i])]);
-        if (!score) Py_CLEAR(best);
-        if (best) PyList_SET_ITEM(best, static_cast<Py_ssize_t>(i), score);
-    }
-    PyObject* pair = best ? PyTuple_Pack(2, keys, best) : nullptr;
-    Py_XDECREF(keys);
-    Py_XDECREF(best);
-    return pair;
 }
 
 }  // namespace
 
-PyMethodDef rank_methods[] = {
-    {"rank_by_votes", fast(rank_by_votes), METH_FASTCALL, "`predicted_experts` of policies/prefetch.py."},
-    {"rank_by_score", fast(rank_by_score), METH_FASTCALL, "`by_score` of policies/prefetch.py."},
-    {nullptr, nullptr, 0, nullptr},
-};
+void bind_ranks(nb::module_& m) {
+    m.def("rank_by_votes", [](const Scores& scores, std::int64_t top, std::int64_t base) {
+        return keys_of(ranked(scores, top, true).experts, base);
+    }, "scores"_a, "top"_a, "base"_a,
+          "`predicted_experts` of scores [T, E], float32 or float64, with `base` added to each.");
+    m.def("rank_by_score", [](const Scores& scores, std::int64_t top, std::int64_t base) {
+        const Ranked found = positive(ranked(scores, top, false));
+        std::vector<double> best;
+        best.reserve(found.experts.size());
+        for (const int expert : found.experts) best.push_back(found.best[static_cast<std::size_t>(expert)]);
+        return std::pair(keys_of(found.experts, base), best);
+    }, "scores"_a, "top"_a, "base"_a,
+          "`by_score` of scores [T, E], float32 or float64: experts with `base` added, and their highest scores.");
+}
 
 }  // namespace tiermoe::bindings

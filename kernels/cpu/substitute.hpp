@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 
 namespace tiermoe {
 
@@ -23,6 +24,18 @@ struct Substitution {
     float* out_weights;
     std::int64_t substituted = 0, dropped = 0;
 };
+
+// Sizes and options: tokens, top_k, experts, ranks, rho, search, tau, gamma, temperature, log_top_k, eta, reuse, drop,
+// by_buddy, renormalise, as `kernels.substitute.numbers`.
+using Options = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, double,
+                           double, double, double, float, float, bool, bool, bool>;
+
+inline Substitution with(const Options& options) {
+    Substitution of{};
+    std::tie(of.tokens, of.top_k, of.experts, of.ranks, of.rho, of.search, of.tau, of.gamma, of.temperature, of.log_top_k,
+             of.eta, of.reuse, of.drop, of.by_buddy, of.renormalise) = options;
+    return of;
+}
 
 // What is wrong with an input, for people; empty where nothing is.
 using Fault = std::string;

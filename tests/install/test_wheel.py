@@ -67,6 +67,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def test_extensions_hold_no_debugging_information(wheel: Path) -> None:
+    """They were ten times as large: 30 MB of the installed package."""
+    files = [file for file in zipfile.ZipFile(wheel).infolist() if file.filename.endswith(".so")]
+    assert len(files) >= 4
+    assert [file.filename for file in files if file.file_size > 4 << 20] == []
+
+
 Run = Callable[..., str]
 
 

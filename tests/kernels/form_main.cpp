@@ -156,7 +156,7 @@ bool experts(Threads& one, Threads& three, std::int64_t hidden, std::int64_t neu
     gate_up.order[0] = static_cast<std::int32_t>(hidden);  // names what is not there
     try {
         form_linear(one, 0, gate_up.matrix, x.get(), 1, out.get());
-    } catch (const std::out_of_range&) {
+    } catch (const std::invalid_argument&) {
         return true;
     }
     return false;

@@ -147,7 +147,7 @@ def test_unsupported_operands_are_refused(pool: Operands, activation: str) -> No
     ("function", "arguments"),
     [
         (_cpu.expert_ffn, (0,) * 10),
-        (_cpu.expert_ffn, (0, 0, 0, 0, 1, (), 1, 1, 1, 0, 0)),  # not a list
+        (_cpu.expert_ffn, (0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0)),  # not a list
         (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 1, 0)], 1, 1, 1, 0, 0)),
         (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 0, "0", 1, False)], 1, 1, 1, 0, 0)),
         (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 0, 0, 1, 0)], 1, 1, 1, 0, 0)),  # not a bool

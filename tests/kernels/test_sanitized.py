@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from nanobind import include_dir, source_dir
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 CPU, CORE, PROTO = ROOT / "kernels" / "cpu", ROOT / "actors" / "core", ROOT / "proto"
@@ -110,7 +111,8 @@ Compile = Callable[..., list[str]]
 def compile_all(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     """Objects of sources, compiled two at a time; one with the same flags is compiled once for all tests."""
     folder = tmp_path_factory.mktemp("objects")
-    headers = [f"-I{place}" for place in (CPU, PROTO, sysconfig.get_paths()["include"])]
+    binding = source_dir(), include_dir(), f"{source_dir()}/../ext/robin_map/include"
+    headers = [f"-I{place}" for place in (CPU, PROTO, sysconfig.get_paths()["include"], *binding)]
 
     @functools.cache
     def compiled(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
@@ -139,7 +141,9 @@ def test_bindings_pages_rank_and_decode(tmp_path: Path, compile_all: Compile) ->
     module = str(tmp_path / "_cpu.so")
     linked = call(compiler, "-shared", *sanitizers, "-pthread", *objects, "-o", module)
     assert linked.returncode == 0, linked.stderr
-    runtimes = [call(compiler, f"-print-file-name={name}").stdout.strip() for name in ("libasan.so", "libubsan.so")]
+    # the C++ library, too: a sanitizer that starts without it finds no function that throws
+    names = ("libasan.so", "libubsan.so", "libstdc++.so")
+    runtimes = [call(compiler, f"-print-file-name={name}").stdout.strip() for name in names]
     # Python's own allocator would hide where a buffer ends; leaks are the interpreter's
     variables = ("env", f"LD_PRELOAD={' '.join(runtimes)}", "PYTHONMALLOC=malloc", "ASAN_OPTIONS=detect_leaks=0")
     script = (sys.executable, str(HERE.parent / "hostile.py"), module)

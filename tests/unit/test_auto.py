@@ -26,7 +26,7 @@ from tiermoe.kernels import _planner
 HERE, WAIT, LOAD, NEAR, OWNER = Action
 COSTS = Costs(10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)  # a copy takes 10, near data 4, the GPU 1
 _SECONDS = (10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)
-_NO_INTS, _NO_LONGS = np.zeros(0, np.int32), np.zeros(0, np.int64)
+_NO_INTS, _NO_LONGS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32)
 ABSENT, LOADING, RESIDENT = 0, 1, 2
 
 
@@ -568,8 +568,8 @@ def test_equal_calls_give_equal_plans() -> None:
         (lambda p: auto(slots=9), "at most its experts"),
         # beyond what an int holds, where each alone is fine; the last ones divided by zero
         (lambda p: _planner.planner(2**20, 4096, 1, 1, 0, _SECONDS, np.zeros(1, np.uint8), 0), "product"),
-        (lambda p: _planner.replay(0, 1, (2**20, 4096, 1, 1, 1, 1), *[_NO_INTS] * 5, *[_NO_LONGS] * 2, 1.0, _SECONDS,
-                                   _SECONDS, 0, False, 0.0, 0), "product"),
+        (lambda p: _planner.replay(0, 1, (2**20, 4096, 1, 1, 1, 1), *[_NO_INTS] * 4, _NO_FLOATS, *[_NO_LONGS] * 2, 1.0,
+                                   _SECONDS, _SECONDS, 0, False, 0.0, 0), "product"),
         (lambda p: p.prompt_end(np.zeros((2, 8), np.int64), 1, 2**32, 2**32), "a count is"),
         (lambda p: _planner.popularity(p._planner, np.zeros((2, 8), np.int64), 1.0, 2, 2**32), "a count is"),
         (lambda p: _planner.predict(p._planner, 0, _NO_INTS, 2**32), "a count is"),

@@ -74,7 +74,7 @@ def test_kernels_of_another_build_are_refused(monkeypatch: pytest.MonkeyPatch) -
     api.restype, api.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     other: Any = api(1, b"tiermoe.kernels.Table", None)
     assert not _core.takes(other)
-    assert _core.takes(_cpu.table())  # type: ignore[arg-type]
+    assert _core.takes(_cpu.table())
     monkeypatch.setattr(_cpu, "table", lambda: other)
     with pytest.raises(RuntimeFailure, match="different builds"):
         importlib.reload(core)

@@ -35,7 +35,7 @@ class NativeOrder(EvictionPolicy):
     """
 
     def __init__(
-        self, handle: _core.WholeOrder | _core.TopsAndBottoms, held: object = None, slot_class: int = 0
+        self, handle: _core.NativeOrder, held: object = None, slot_class: int = 0
     ) -> None:
         self.handle, self._held, self._class = handle, held, slot_class
 
