@@ -4,8 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
 #include <string>
+
+#include "core.hpp"
 
 namespace tiermoe::core {
 
@@ -33,7 +34,7 @@ struct Driver {
         if (!code) return;
         const char* text = nullptr;
         if (describe(code, &text) || !text) text = "unknown";
-        throw std::runtime_error(std::string(text) + " (error " + std::to_string(code) + " of the GPU's driver)");
+        throw CopyFailed(std::string(text) + " (error " + std::to_string(code) + " of the GPU's driver)");
     }
 };
 

@@ -23,7 +23,7 @@ StreamLink::StreamLink(const Driver& driver, Handle demand, Handle prefetch, std
     : driver_(driver), calls_(std::move(calls)), other_(std::move(other)), ahead_bytes_(ahead_bytes),
       part_bytes_(std::max<std::int64_t>(1, ahead_bytes / 2)),
       compute_(reinterpret_cast<Handle>(calls_.compute())), demand_{demand, true, {}}, prefetch_{prefetch, false, {}} {
-    driver_.check(driver_.enter(driver_.context));
+    enter();
     anchor_ = timed_event();
     driver_.check(driver_.record(anchor_, demand));
     driver_.check(driver_.synchronize(anchor_));
@@ -39,7 +39,6 @@ StreamLink::~StreamLink() {
 bool StreamLink::submit(const std::vector<Copy>& copies, bool urgent) {
     others_batch_.clear();
     batch_.clear();
-    if (!closed_) driver_.check(driver_.enter(driver_.context));
     for (const Copy& copy : copies) {
         const Places::Source* from = sources(copy);
         if (!from->at) {
@@ -63,6 +62,12 @@ bool StreamLink::submit(const std::vector<Copy>& copies, bool urgent) {
     others_ += static_cast<std::int64_t>(others_batch_.size());
     if (!others_batch_.empty()) other_->submit(others_batch_, urgent);  // closed with this one
     if (closed_) return false;
+    try {
+        enter();
+    } catch (const std::exception& error) {
+        for (const Next& next : batch_) failed(demand_, *next.copy, error);
+        return true;
+    }
     if (urgent) enqueue(demand_, batch_);
     feed();
     return true;
@@ -72,6 +77,7 @@ bool StreamLink::submit(const std::vector<Copy>& copies, bool urgent) {
 void StreamLink::promote(Ticket ticket) {
     const auto found = known_.find(ticket);
     if (found == known_.end()) return other_->promote(ticket);
+    enter();
     demand(found->second);
 }
 
@@ -79,6 +85,7 @@ bool StreamLink::cancel(Ticket ticket) {
     Moving* copy = own(ticket);
     if (!copy) return other_->cancel(ticket);
     if (!copy->waits) return false;
+    enter();
     unqueue(*copy);
     copy->cancelled = true;
     if (copy->begun) {
@@ -96,7 +103,7 @@ double StreamLink::moved(Ticket ticket) {
 }
 
 void StreamLink::poll() {
-    driver_.check(driver_.enter(driver_.context));
+    enter();
     compute_ = reinterpret_cast<Handle>(calls_.compute());
     feed();
     if (others_) other_->poll();
@@ -105,6 +112,7 @@ void StreamLink::poll() {
 }
 
 void StreamLink::look() {
+    enter();
     if (others_) other_->look();
     settle(demand_);
     settle(prefetch_);
@@ -121,38 +129,41 @@ Ending StreamLink::ending(Ticket ticket) {
     if (!copy) return other_->ending(ticket);
     if (copy->cancelled) return Ending::cancelled;
     if (copy->failed) return Ending::failed;
-    return copy->ended || copy->joined ? Ending::copied : Ending::under_way;
+    return copy->ended || (copy->joined && all_sent(*copy)) ? Ending::copied : Ending::under_way;
 }
 
 bool StreamLink::join(Ticket ticket, std::int64_t layer) {
     Moving* copy = own(ticket);
     if (!copy) return other_->join(ticket, layer);
+    enter();
     const Shared& shared = known_[ticket];
     demand(shared);
-    copy->joined = true;
-    if (!copy->last) return false;
-    const Handle before = timed_event(), after = timed_event();
-    driver_.check(driver_.record(before, compute_));
-    driver_.check(driver_.wait(compute_, copy->last->end, 0));
-    driver_.check(driver_.record(after, compute_));
-    holds_.push_back({layer, shared, before, after});
+    if (copy->last) {
+        const Handle before = timed_event(), after = timed_event();
+        driver_.check(driver_.record(before, compute_));
+        driver_.check(driver_.wait(compute_, copy->last->end, 0));
+        driver_.check(driver_.record(after, compute_));
+        holds_.push_back({layer, shared, before, after});
+    }
+    copy->joined = true;  // only now: where the driver refuses, the compute does not wait
     return false;
 }
 
 bool StreamLink::overtake(Ticket ticket) {
     Moving* copy = own(ticket);
     if (!copy) return other_->overtake(ticket);
+    enter();
+    const bool waited = copy->last && fence(*copy->last);
     copy->joined = true;
-    if (!copy->last || !fence(*copy->last)) return false;
-    look();  // the host has waited: others may have ended
-    return true;
+    if (waited) look();  // others may have ended, too
+    return waited;
 }
 
 // Makes the host wait; not for a forward's way.
 void StreamLink::wait(Ticket ticket) {
     Moving* copy = own(ticket);
     if (!copy) return other_->wait(ticket);
-    driver_.check(driver_.enter(driver_.context));
+    enter();
     demand(known_[ticket]);
     if (!copy->last) return;
     Lane& lane = *copy->last->lane;
@@ -162,7 +173,11 @@ void StreamLink::wait(Ticket ticket) {
 
 // The newest mark covers all earlier ones, so a copy takes that which is there when it is submitted.
 Mark StreamLink::mark() {
-    if (other_) other_->mark();
+    enter();
+    if (other_) {
+        other_->mark();
+        compute_ = reinterpret_cast<Handle>(calls_.compute());  // it may have followed the compute to a new stream
+    }
     if (!mark_ || mark_.use_count() > 1) {  // else no copy waits for it: what was enqueued keeps its own record
         mark_ = Event(event(spare_marks_, Driver::kUntimed), [this](Handle given) { spare_marks_.push_back(given); });
     }
@@ -173,6 +188,7 @@ Mark StreamLink::mark() {
 bool StreamLink::times(Ticket ticket, Times& found) { return own(ticket) ? false : other_->times(ticket, found); }
 
 void StreamLink::late(std::vector<Late>& found) {
+    enter();
     settle(demand_);
     settle(prefetch_);
     if (told_.size() > 1) std::stable_sort(told_.begin(), told_.end(), [](const Told& a, const Told& b) { return a.end_s < b.end_s; });
@@ -207,7 +223,7 @@ std::int64_t StreamLink::pending() { return pending_ + (other_ ? other_->pending
 void StreamLink::close() {
     if (closed_) return;
     closed_ = true;
-    driver_.check(driver_.enter(driver_.context));
+    enter();
     while (!waiting_.empty()) {
         const Shared copy = waiting_.front();
         unqueue(*copy);
@@ -306,7 +322,11 @@ void StreamLink::demand(const Shared& copy) {
     if (!copy->waits) return;
     const Shared kept = copy;
     unqueue(*kept);
-    if (kept->last) driver_.check(driver_.wait(demand_.stream, kept->last->end, 0));
+    try {
+        if (kept->last) driver_.check(driver_.wait(demand_.stream, kept->last->end, 0));
+    } catch (const std::exception& error) {
+        return failed(demand_, *kept, error);
+    }
     batch_.assign(1, {kept, true});
     enqueue(demand_, batch_);
     batch_.clear();
@@ -316,7 +336,8 @@ void StreamLink::demand(const Shared& copy) {
 void StreamLink::enqueue(Lane& lane, const std::vector<Next>& batch) {
     if (batch.empty()) return;
     Event after;
-    Handle start = timed_event();
+    Handle start = nullptr;  // of the first that is enqueued
+    bool begins = true;
     for (const Next& next : batch) {
         Moving& copy = *next.copy;
         if (copy.failed) continue;
@@ -328,7 +349,10 @@ void StreamLink::enqueue(Lane& lane, const std::vector<Next>& batch) {
                 after = copy.after;
                 driver_.check(driver_.wait(lane.stream, after.get(), 0));
             }
-            if (start) driver_.check(driver_.record(start, lane.stream));
+            if (begins) {
+                if (!start) start = timed_event();
+                driver_.check(driver_.record(start, lane.stream));
+            }
             if (first && copy.copy.back) {
                 write_back(lane, copy.copy);
                 written = timed_event();
@@ -337,10 +361,8 @@ void StreamLink::enqueue(Lane& lane, const std::vector<Next>& batch) {
             bytes = move(lane, copy, next.whole);
             end = timed_event();
             driver_.check(driver_.record(end, lane.stream));
-        } catch (const std::exception& error) {  // the core drops a prefetch and fails a forward that waits
-            copy.failed = copy.ended = true;
-            copy.error = error.what();
-            settle_failed(lane);
+        } catch (const std::exception& error) {
+            failed(lane, copy, error);
             for (Handle event : {written, end})
                 if (event) spare_.push_back(event);
             continue;
@@ -351,7 +373,7 @@ void StreamLink::enqueue(Lane& lane, const std::vector<Next>& batch) {
         copy.last = &lane.under_way.back();
         lane.bytes += bytes;
         ++pending_;
-        start = nullptr;
+        start = nullptr, begins = false;
     }
     if (start) spare_.push_back(start);
 }
@@ -374,8 +396,11 @@ void StreamLink::settle(Lane& lane) {
     }
 }
 
-// Makes the host wait for the stream: a part of a failed copy may be enqueued, and its slot is given away.
-void StreamLink::settle_failed(Lane& lane) {
+// The core drops a failed prefetch, and fails a forward that waits. The host waits for the stream: a part of the copy may
+// be enqueued, and its slot is given away.
+void StreamLink::failed(Lane& lane, Moving& copy, const std::exception& error) {
+    copy.failed = copy.ended = true;
+    copy.error = error.what();
     try {
         const Handle end = timed_event();
         driver_.check(driver_.record(end, lane.stream));

@@ -140,13 +140,14 @@ class StreamLink : public Link {
     void divide(Moving& copy) const;
     std::int64_t bytes_of(const Moving& copy, const Piece& piece) const;
     bool all_sent(const Moving& copy) const { return copy.begun && copy.sent == copy.pieces.size(); }
+    void enter() const { driver_.check(driver_.enter(driver_.context)); }  // any thread may be a lead's or a shard's
     void demand(const Shared& copy);
     void enqueue(Lane& lane, const std::vector<Next>& batch);
     std::int64_t move(Lane& lane, Moving& copy, bool whole);
     void move(Lane& lane, const Moving& copy, const Piece& piece);
     void write_back(Lane& lane, const Copy& copy);
     void settle(Lane& lane);
-    void settle_failed(Lane& lane);
+    void failed(Lane& lane, Moving& copy, const std::exception& error);
     void finish(Lane& lane);
     bool fence(const Part& part);
     void feed();

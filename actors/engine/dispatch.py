@@ -133,7 +133,7 @@ class DeviceBackend:
     ) -> None:
         self.cache, self.views, self.runner = cache, views, ExpertRunner(cache, low_bit)
         self._activations, self._peer_named = activations, peer_named
-        self._kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._kept: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self._stream: Callable[[], int] | None = None
 
     def look(
@@ -205,15 +205,14 @@ class DeviceBackend:
             from ...kernels.device import stream_of
 
             self._stream = stream_of(hidden.device)
-        key = (count, self._stream(), hidden.dtype)  # of another stream nothing says which is first
+        width = hidden.shape[1]
+        key = (count, width, self._stream(), hidden.dtype)  # of another stream nothing says which is first
         found = self._kept.get(key)
         if found is None:
             import torch
 
             with torch.inference_mode(False):  # a forward may make it, and others use it
-                found = self._kept[key] = torch.empty(
-                    (count, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device
-                )
+                found = self._kept[key] = torch.empty((count, width), dtype=hidden.dtype, device=hidden.device)
         return found
 
     def _join(self, layer: int, task: RemoteTask) -> tuple[torch.Tensor, torch.Tensor] | None:

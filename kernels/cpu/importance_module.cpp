@@ -51,7 +51,7 @@ void check_ids(const Ids& ids, std::int64_t experts) {
 // Rows of so many numbers.
 template <typename T>
 std::int64_t rows(const Array<T>& array, std::int64_t width) {
-    if (array.size() % width) refuse("an array has other rows than of", width);
+    if (array.size() % width) refuse("an array has another row length than", width);
     return array.size() / width;
 }
 

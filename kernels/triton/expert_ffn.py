@@ -52,7 +52,6 @@ PAD = 128  # neurons: activations are zero up to a multiple of it, which every K
 # in the same order on the same tensor-core instructions (below M = 64 the warp-level ones, from 64 on Hopper's warp
 # groups), so the choice changes no bit. Shared memory is stages * (M*K + K*N') * element bytes, N' being 2N for
 # gate_up: at most 96 KiB, so that two programs fit on an SM of Hopper.
-# programs fit on an SM of Hopper.
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ namespace {
 
 constexpr std::size_t kMostArgs = 32;
 constexpr std::int64_t kColumns = 8;  // of a table of tiles: `_COLUMNS` of expert_ffn.py
+constexpr std::int64_t kDecodeRows = 64;  // of a result that is kept for its shape
 constexpr int kNoContext = 201;       // CUDA_ERROR_INVALID_CONTEXT
 
 using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -312,8 +313,10 @@ class Ring {
         Section& section = sections_[at / per_];
         const Held held(section);
         if (buffers_[at].size < bytes) {
-            buffers_[at].at = reinterpret_cast<char*>(nb::cast<std::uint64_t>(nb::find(this).attr("grown")(at, bytes)));
-            buffers_[at].size = bytes;
+            std::size_t size = std::max<std::size_t>(buffers_[at].size, 1);
+            while (size < bytes) size *= 2;  // so that prompts that grow do not renew it each time
+            buffers_[at].at = reinterpret_cast<char*>(nb::cast<std::uint64_t>(nb::find(this).attr("grown")(at, size)));
+            buffers_[at].size = size;
         }
         fill(buffers_[at].at);
         if (!copy_ || std::find(section.streams.begin(), section.streams.end(), *stream) == section.streams.end()) {
@@ -613,7 +616,7 @@ class Experts {
         const auto like = likes_.find(key);
         if (like == likes_.end()) {
             nb::object made = y.attr("new_empty")(nb::make_tuple(tokens, sizes_.width));
-            if (tokens <= kept_rows_) likes_[key] = made;
+            if (tokens <= kDecodeRows) likes_[key] = made;
             return made;
         }
         if (!empty_like_.is_valid()) empty_like_ = nb::module_::import_("torch").attr("empty_like");

@@ -213,7 +213,8 @@ def test_a_run_keeps_its_contract(tmp_path: Path) -> None:
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
     copies = [event["args"] for event in spans if event["tid"] in (3, 4)]
     assert sum(copy["bytes"] for copy in copies) == result["bytes_loaded"]
-    assert {copy["cause"] for copy in copies} == {"demand", "prefetch"}
+    for cause in ("demand", "prefetch"):  # whether prefetch pays depends on the machine
+        assert sum(copy["bytes"] for copy in copies if copy["cause"] == cause) == result[f"bytes_loaded_{cause}"]
     tokens = [event for event in spans if event["name"].startswith("decode")]
     assert len(tokens) >= 2 * (result["generated_tokens"] - 1)  # the token, and its forward
 

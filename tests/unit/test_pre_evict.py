@@ -146,7 +146,7 @@ def test_the_native_state_refuses() -> None:
     with pytest.raises(ValueError, match="no rows, other experts"):
         state.target(0, np.zeros((1, E), np.float32), np.zeros(2 * E, bool), 0.0, 1)
     one, states = np.zeros((1, K), np.int64), np.zeros(2 * E, np.uint8)
-    with pytest.raises(ValueError, match="another row"):
+    with pytest.raises(ValueError, match="no rows, other experts"):
         state.release(0, one, 1, np.zeros((1, E), np.float32), states, np.zeros(E, np.uint8), 0, 0.0, 1)
     with pytest.raises(ValueError, match=f"no such expert: {E}"):
         NativeBudget().fits(np.array([[0, E]]), np.zeros(E, bool), 1)

@@ -201,8 +201,27 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_forward_alone(monkeypatch: pyt
     rig.finish()
 
 
-def _refuse(dst: Any, src: Any) -> None:
+def _refuse(*given: Any, **options: Any) -> None:
     raise RuntimeError("no such memory")
+
+
+@pytest.mark.parametrize("call", ["event", "wait_event", "record"])
+def test_where_the_driver_refuses_no_expert_without_its_weights_is_resident(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a copy that was joined before any of it was enqueued, and then told as one that had ended."""
+    rig = Rig(2)
+    rig.gpu.idle = True
+    rig.cache.poll()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.gpu, call, _refuse)
+        with pytest.raises(RuntimeFailure, match="no such memory"):
+            rig.forward(0, [1, 2])
+        rig.cache.abandon()
+    rig.cache.poll()
+    assert not rig.resident()
+    rig.forward(0, [1, 2])  # reads their bytes
+    rig.finish()
 
 
 def test_after_close_nothing_is_taken() -> None:
@@ -319,6 +338,11 @@ def test_random_plans_where_some_layers_are_not_pinned() -> None:
     """Their copies are a thread's; those of the streams and the thread's share the slots."""
     for seed in range(6):
         drive(Rig(3, seed, torch.float32, pinned=(True, False, True)), seed, layers=12)
+
+
+def test_no_layer_is_pinned() -> None:
+    """As where the driver registers no file's pages. Guards a table of sources of no entry, which was read."""
+    drive(Rig(3, 1, torch.float32, pinned=(False,) * LAYERS), 1, layers=6)
 
 
 class MixedRig(Rig):

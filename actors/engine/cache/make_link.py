@@ -38,7 +38,9 @@ def make_link(
     casts = isinstance(pool, SlotPool) and any(
         s.dtype != d.dtype for t in mapped if t is not None for s, d in zip(t, pool.tensors, strict=True)
     )
-    pinned = [tensors is not None and device.is_pinned(tensors) for tensors in mapped]
+    # bytes are copied as they lie, so an expert with gaps is the loader's
+    whole = [t is not None and all(one[0].is_contiguous() for one in t) for t in mapped]
+    pinned = [plain and device.is_pinned(t) for t, plain in zip(mapped, whole, strict=True)]  # type: ignore[arg-type]
     if replicas:
         pinned = [all_in and device.is_pinned(r.tensors) for all_in, r in zip(pinned, replicas, strict=True)]
     return StreamLinking(device, pinned, settings.ahead_mib << 20, casts)

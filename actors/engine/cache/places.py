@@ -61,7 +61,7 @@ def place(
         home_of += [len(homes) - 1] * keys
         position += range(part.slots)
         sources += [source(keys + key, None) for key in range(keys)]
-    tensors = max(map(len, sources))
+    tensors = max(1, *map(len, sources))  # one at least: it says that another link has the segment
     flat = [one for found in sources for one in (*found, *[_NONE] * (tensors - len(found)))]
     link.place(homes, home_of, position, flat, tensors)
 

@@ -36,6 +36,8 @@ from .tables import TORCH_DTYPES
 
 _SMALLEST = 64 * 1024  # bytes of a block; all are powers of two, as the allocator of pinned memory rounds up to them
 _REMEMBERED = 256  # tensors over arrays: a few kinds, in a few blocks
+
+
 class PinnedRuntime(Protocol):
     """What the pool needs of a GPU; see `cuda.runtime.GpuRuntime`."""
 

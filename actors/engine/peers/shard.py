@@ -188,7 +188,8 @@ class ShardEngine:
     def close(self) -> None:
         """Close the sources, which ends the loader's waits, and the cache. Safe to call twice."""
         self.sources.close()
-        self.cache.close()
+        with self._lock:  # a batch may be in native code, which gives up the interpreter's lock
+            self.cache.close()
         self.cache.device.close()
 
     def _pass_to(self, layer: int) -> None:

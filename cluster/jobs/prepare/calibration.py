@@ -65,7 +65,7 @@ def read_windows(path: Path, model_dir: Path, console: Console, most: int = MAX_
     if len(stream) < LEAST_TOKENS:
         raise ConfigError(
             f"calibration text '{path}' has {len(stream)} tokens",
-            f"give at least {LEAST_TOKENS}; ten thousand or more are better",
+            f"give at least {LEAST_TOKENS}, better ten thousand or more",
         )
     config = load_model_config(model_dir)
     vocabulary = config.get("vocab_size")
