@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -81,10 +82,14 @@ def serving_both(
 
 def greedy(worker: GpuWorker, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """All prompts in flight together; the generated tokens of each."""
-    sampling = SamplingParams(max_tokens=max_tokens)
-    streams = [
-        worker.submit(GenerationRequest(f"r{i}", tuple(prompt), sampling)) for i, prompt in enumerate(prompts)
-    ]
+    sampling, before_s = SamplingParams(max_tokens=max_tokens), sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # else, on a busy machine, the first step may not have all of them, and counters differ
+    try:
+        streams = [
+            worker.submit(GenerationRequest(f"r{i}", tuple(prompt), sampling)) for i, prompt in enumerate(prompts)
+        ]
+    finally:
+        sys.setswitchinterval(before_s)
     results = []
     for i, stream in enumerate(streams):
         generation = Generation(f"r{i}")
