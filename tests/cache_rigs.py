@@ -281,12 +281,15 @@ class Rig(_Caching):
         begin = cut.tops[key // EXPERTS] if cut is not None and segment >= KEYS else 0
         stored = self.weights[key // EXPERTS].expert(key % EXPERTS)
         wanted = [whole[begin : begin + count].to(self.pool.gate_up.dtype) for whole in stored]
-        found = self.pool.neuron_range(first, count)
+        self.read(self.pool.neuron_range(first, count), wanted, f"segment {segment} in slot {slot}")
+
+    def read(self, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], said: str) -> None:
+        """Enqueue a kernel that must find these when its turn comes. said: where it does not."""
 
         def act() -> None:
             self.looked += 1
             for have, want in zip(found, wanted, strict=True):
-                assert torch.equal(have, want), f"segment {segment} in slot {slot}"
+                assert torch.equal(have, want), said
 
         self.ran += 1
         self.gpu.kernel(found, act, seconds=0.0)
