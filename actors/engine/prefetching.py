@@ -65,9 +65,10 @@ class Prefetching:
         self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
         self._last, self.always = layers - 1, not policy.stateless or policy.synchronous
         self._split = cache.split is not None
-        # the policy, where native code has its rule (`core::RouterPrefetch`); a class derived from one has its own
+        # the policy, where native code has its rule (`core::RouterPrefetch`) and all loads are this device's; a class
+        # derived from one has its own
         self._by_routers: NextGatePrefetch | SpeculativePrefetch | None = None
-        if type(policy) is NextGatePrefetch or type(policy) is SpeculativePrefetch:
+        if shards is None and (type(policy) is NextGatePrefetch or type(policy) is SpeculativePrefetch):
             self._by_routers = policy
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._spans: Sequence[Span] = ()
@@ -159,7 +160,7 @@ class Prefetching:
     def by_scores(self) -> _core.ByScores | None:
         """What native code needs to prefetch by recorded scores of later routers; None: the policy does otherwise."""
         policy = self._by_routers
-        if self._shards is not None or policy is None:
+        if policy is None:
             return None
         votes = type(policy) is NextGatePrefetch
         always = self.on_predicted is not None or self._loads_bottoms
@@ -255,7 +256,11 @@ class RouterPrefetching(Prefetching):
         self._embedded: torch.Tensor | None = None
         self._running = False  # the policy was told of the present forward
         self._ended: deque[str] = deque()
-        self._source = cache.number_of(policy.name) if self._by_routers else 0
+        # as `_by_routers`, where the model's own routers make its scores and the forward does not wait
+        self._ranked, by_votes = self._by_routers, type(policy) is NextGatePrefetch
+        if self._ranked is not None and (policy.synchronous or (not by_votes and self._ranked.distance > 1)):
+            self._ranked = None
+        self._source = cache.number_of(policy.name) if self._ranked else 0
 
     def watch_embeddings(self, model: torch.nn.Module) -> None:
         """Hook the model's input embeddings for a policy that needs them."""
@@ -292,10 +297,10 @@ class RouterPrefetching(Prefetching):
         from ...kernels.router import MOST_ROWS, LinearRouter
         from .native_layer import RoutersAhead
 
-        policy, layers, reach = self._by_routers, self._last + 1, self._reach[index]
-        by_votes = type(policy) is NextGatePrefetch
-        if policy is None or policy.synchronous or self._shards is not None or (not by_votes and policy.distance > 1):
+        policy, layers, reach = self._ranked, self._last + 1, self._reach[index]
+        if policy is None:
             return None
+        by_votes = type(policy) is NextGatePrefetch
         if not reach:
             return RoutersAhead(None, None, 0, 0, policy.top, by_votes, MOST_ROWS, self)
         first = (index + 1) % layers
@@ -307,11 +312,11 @@ class RouterPrefetching(Prefetching):
         return RoutersAhead(*operands, first, len(asked), policy.top, by_votes, MOST_ROWS, self)
 
     def _queued(self, index: int, view: LayerView, allowed: bool) -> bool:
-        policy = self._by_routers
-        if policy is None or policy.synchronous or self._shards is not None:
+        policy = self._ranked
+        if policy is None:
             return False
         by_votes = type(policy) is NextGatePrefetch
-        if not by_votes and (policy.distance > 1 or not self._announced(view.tokens)):
+        if not by_votes and not self._announced(view.tokens):
             return False
         asked = self._scores[index] or [self._lookahead(index, 1, view.tokens)]
         if asked[0] is None or any(one is not asked[0] for one in asked):  # routers that are not one product
