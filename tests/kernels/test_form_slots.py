@@ -18,6 +18,7 @@ from tiermoe.kernels.form_slots import CpuFormKernel, TorchFormKernel, dequantiz
 from tiermoe.kernels.forms import ExpertForm
 
 RNG = np.random.default_rng(0)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of Triton's kernels, interpreted without a GPU
 
 
 def gate(both: torch.Tensor) -> torch.Tensor:
@@ -148,9 +149,9 @@ def test_triton_decodes_every_weight_to_the_bit(name: str) -> None:
 
     of = ExpertForm(down=form("mxfp4", 288, 32), gate=form(name, 32, 288), up=form(name, 32, 288))
     slots, experts = slots_of(of, 2)
-    kernel = TritonFormKernel(slots, of, gate)
-    found = kernel._product(1, "gate", torch.eye(288))
-    np.testing.assert_array_equal(found.numpy(), of.dequantize(experts[1]).gate.T)
+    kernel = TritonFormKernel([slot.to(DEVICE) for slot in slots], of, gate)
+    found = kernel._product(1, "gate", torch.eye(288, device=DEVICE))
+    np.testing.assert_array_equal(found.cpu().numpy(), of.dequantize(experts[1]).gate.T)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -161,16 +162,17 @@ def test_triton_experts(name: str, strided: bool) -> None:
     from tiermoe.kernels.triton.forms import TritonFormKernel
 
     of = fused_form(name, 256, 128, interleaved=strided, bias="F32" if strided else "")
-    slots, _ = slots_of(of, 2, strided=strided)
-    hidden = torch.from_numpy(RNG.standard_normal((40, 256), dtype=np.float32))
+    slots = [slot.to(DEVICE) for slot in slots_of(of, 2, strided=strided)[0]]
+    hidden = torch.from_numpy(RNG.standard_normal((40, 256), dtype=np.float32)).to(DEVICE)
+    pairs = torch.arange(40, device=DEVICE)
     neurons = of.intermediate
     groups = [(0, 3, neurons, neurons, False), (3, 40, 0, neurons, False)]
-    ys = [torch.zeros(40, 256) for _ in range(2)]
+    ys = [torch.zeros_like(hidden) for _ in range(2)]
     for y, make in zip(ys, (TorchFormKernel, TritonFormKernel), strict=True):
-        make(slots, of, gate).run(hidden, torch.arange(40), groups, 1, y)
+        make(slots, of, gate).run(hidden, pairs, groups, 1, y)
     torch.testing.assert_close(ys[1], ys[0], rtol=1e-4, atol=1e-5 * float(ys[0].abs().max()))
-    beside, hidden[:2] = torch.zeros(40, 256), 0  # other neighbours; the place is kept, see test_packed_slots.py
-    TritonFormKernel(slots, of, gate).run(hidden, torch.arange(40), groups[:1], 1, beside)
+    beside, hidden[:2] = torch.zeros_like(hidden), 0  # other neighbours; the place is kept, see test_packed_slots.py
+    TritonFormKernel(slots, of, gate).run(hidden, pairs, groups[:1], 1, beside)
     assert torch.equal(beside[2], ys[1][2])
     with pytest.raises(FormError, match="no Triton kernel"):
         TritonFormKernel(slots, expert_form("q8_0", 256, 128), gate)

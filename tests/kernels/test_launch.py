@@ -358,7 +358,9 @@ def test_arrays_through_a_native_ring_stay_what_they_were(monkeypatch: pytest.Mo
         gpu.compute = streams[i == 6 or i > 29]
         array = np.arange(i, i + 1 + 30 * (i % 3), dtype=np.int32)
         np.testing.assert_array_equal(ring.put(array).numpy(), array)
-    assert [name for name, _, _ in native.calls] == ["_copy"] * 30  # the first of each size is not the driver's
+    # the first of each size is Triton's own; compiled, the size is no part of what it specialises
+    firsts = 1 if torch.cuda.is_available() else 3
+    assert [name for name, _, _ in native.calls] == ["_copy"] * (33 - firsts)
     first, second = (stream.number for stream in streams)
     assert marked == [first] * 3 + [second, first] + [first] * 11 + [second]
     assert ring.put(np.zeros((0, 4), np.int32)).shape == (0, 4)

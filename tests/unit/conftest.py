@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
+    try:
+        import ray
+    except ImportError:  # a bare machine with a GPU, where benchmarks/gpu runs some of these
+        return
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a unit test must not start Ray; tests/cluster is the place")
