@@ -12,6 +12,7 @@ from .cuda.activations import PinnedActivations, PinnedFetch
 from .cuda.device import CudaDevice
 from .cuda.runtime import runtime_of
 from .host_view import Fetch, share
+from .model.attention import steady_sdpa
 
 
 def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device:
@@ -32,6 +33,7 @@ def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device
                 "use fewer shards, or --device cpu (the CPU stands in for GPUs)",
             )
         torch.cuda.set_device(gpu)
+    steady_sdpa()
     return CudaDevice(runtime_of(torch.device("cuda")))
 
 

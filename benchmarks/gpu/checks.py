@@ -17,6 +17,7 @@ from .job import NO_TIME, Context, Record, end
 
 _RESERVE_S = 5.0  # of the part's time, to write the results
 _SHOWN = 600  # characters of a failure
+_WORKERS = {"tests/cuda/test_identity.py": 6, "tests/kernels": 3}  # of pytest-xdist, if it is there, for the longest
 
 Counts = dict[str, int]
 Failures = list[dict[str, str]]
@@ -38,6 +39,8 @@ def run(context: Context, record: Record) -> None:
                     sys.executable, "-m", "pytest", target, "-q", "-p", "no:cacheprovider",
                     "--junit-xml", str(scratch / f"{i}.xml"), "--continue-on-collection-errors",
                 ]  # fmt: skip
+                if target in _WORKERS and installed("xdist"):
+                    command += ["-n", str(_WORKERS[target]), "--dist", "load"]
                 with (scratch / f"{i}.log").open("wb") as output:
                     processes.append(
                         subprocess.Popen(

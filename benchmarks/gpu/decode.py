@@ -24,6 +24,7 @@ import torch
 
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.make_device import make_device
+from tiermoe.actors.engine.model.attention import steady_sdpa
 from tiermoe.actors.engine.model.compile import CompiledDense
 from tiermoe.actors.engine.model.kernels import KernelPlan
 from tiermoe.actors.engine.model.profile import PARTS, device_calls, host_passes
@@ -227,6 +228,7 @@ def run(context: Context, record: Record) -> None:
     """The model that the part is named after."""
     shape = (TOY if context.toy else REAL)[record.part]
     torch.set_num_threads(1)
+    steady_sdpa()  # the references, too: they run before the first engine
     begin_s = time.monotonic()
     layers = moe_layers(shape, context)
     tokens = PROMPT + WARM + (REPEATS + 1) * TOKENS

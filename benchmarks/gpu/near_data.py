@@ -1,7 +1,7 @@
 """Near data: part `ndp` (kernels against memory bandwidth), and a real NDP worker for the decode parts.
 
-The worker's packed bytes are random. The replicas of a few layers serve all layers in turn: too many bytes for a CPU
-cache, and few enough to make in seconds.
+The worker's experts and packed bytes are random. Those of a few layers serve all layers in turn: too many bytes for a
+CPU cache, and few enough to make in seconds.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.actors.ndp_worker import NdpWorker
+from tiermoe.actors.ndp_worker import FULL_BITS, NdpWorker
 from tiermoe.actors.settings import NdpSettings
+from tiermoe.actors.store.files import LayerArrays
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.actors.store.replicas import ReplicaTables
 from tiermoe.cluster.config import load_hardware
@@ -29,7 +30,7 @@ WIDTHS: tuple[Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)
 REPEATS = 3
 SHAPES = ((2048, 1408), (4096, 14336))  # Qwen1.5-MoE-A2.7B (and DeepSeek-V2-Lite), Mixtral-8x7B
 TOY_SHAPES, TOY_BYTES = ((64, 96),), 1 << 20
-DISTINCT_LAYERS = 2  # that have replicas of their own, which serve all layers in turn
+DISTINCT_LAYERS = 2  # that have experts and replicas of their own, which serve all layers in turn
 
 
 def run(context: Context, record: Record) -> None:
@@ -55,17 +56,25 @@ def run(context: Context, record: Record) -> None:
 
 
 class RandomNdpWorker(NdpWorker):
-    """`NdpWorker` on random replicas of a model without a store: `layers` layers of experts of `shape`."""
+    """`NdpWorker` on random experts of a model without a store: `layers` layers of experts of `shape`."""
 
     def __init__(self, settings: NdpSettings, shape: ExpertShape, layers: int, directory: Directory) -> None:
         self._random = shape, layers
         super().__init__(settings, "", directory)
 
+    def _made(self, layer: int, shape: ExpertShape, block: NDArray[np.uint16]) -> LayerArrays:
+        """Experts of a layer in bfloat16: a block of small numbers again and again."""
+        sizes = {name: np.resize(block, size) for name, size in shape.stacked().items()}
+        return LayerArrays(layer, "", "bfloat16", sizes["gate_up"], sizes["down"], None, None)
+
     def _open(self, store: str, verify: Literal["full", "stamp"]) -> None:
         shape, layers = self._random
         group = self._settings.group_size
-        block = np.random.default_rng(0).integers(0, 256, 1 << 22, np.uint8)
-        self._full = [None] * layers  # type: ignore[list-item]  # nobody is sent to full precision
+        rng = np.random.default_rng(0)
+        block = rng.integers(0, 256, 1 << 22, np.uint8)
+        numbers = (0.02 * rng.standard_normal((1 << 21) - 1, np.float32)).view(np.uint32) >> 16  # cut off to bfloat16
+        whole = [self._made(i, shape, numbers.astype(np.uint16)) for i in range(min(DISTINCT_LAYERS, layers))]
+        self._full, self._full_bits = [whole[layer % len(whole)] for layer in range(layers)], FULL_BITS
         self._shape, self._group = shape, group
         self._packed_shapes = {bits: PackedShape(shape.hidden, shape.intermediate, bits, group) for bits in WIDTHS}
         self._replicas = {}

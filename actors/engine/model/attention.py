@@ -21,6 +21,13 @@ _OURS = "tiermoe-paged"
 _PAGED = "paged|"  # how transformers before 5.23 marks the attention of its paged cache
 
 
+def steady_sdpa() -> None:
+    """Keep sdpa from cuDNN in this process. torch prefers it on Hopper and Blackwell, and it plans anew for each length
+    of the keys, in each decode step that is (docs/results/gpu.md, *The machine*).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def attention_for(config: Any, wanted: Attention, device: torch.device) -> str:
     """transformers' name of an implementation for an ordinary cache.
 
