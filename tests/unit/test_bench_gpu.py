@@ -77,7 +77,7 @@ def test_parts_without_time_are_named_and_other_parts_stay(tmp_path: Path) -> No
 def test_cells_are_in_the_order_of_worth_and_each_is_there_once() -> None:
     cells = cells_by_worth(False)
     assert len(set(cells)) == len(cells)
-    assert cells[:2] == [Cell("on-demand", 0.5), Cell("next-gate", 0.5)]
+    assert cells[:3] == [Cell("auto", 0.5), Cell("next-gate", 0.5), Cell("on-demand", 0.5)]
     order = (Cell("all-resident", 1.0), Cell("moepic", 0.5, 8), Cell("moepic", 0.75))
     assert [cell for cell in cells if cell in order] == list(order)
     assert {cell.budget for cell in cells} == {0.1, 0.25, 0.375, 0.5, 0.75, 1.0}
