@@ -59,9 +59,9 @@ class Part:
 
 # most important first, in case the run is cut off
 PARTS = (
-    Part("machine", 25, "transfers.machine"), Part("loads", 45, "transfers.loads"), Part("tests", 120, "checks.run"),
-    Part("host", 45, "decode.host"), Part("qwen", 80), Part("qwen3", 70), Part("mixtral", 45), Part("deepseek", 40),
-    Part("resident", 20, "resident.run"), Part("ndp", 15, "near_data.run"),
+    Part("machine", 25, "transfers.machine"), Part("loads", 25, "transfers.loads"), Part("tests", 110, "checks.run"),
+    Part("host", 60, "decode.host"), Part("served", 40, "served.run"), Part("qwen", 75), Part("qwen3", 60),
+    Part("mixtral", 40), Part("deepseek", 30), Part("resident", 20, "resident.run"), Part("ndp", 15, "near_data.run"),
 )  # fmt: skip
 TOTAL_S, TOY_S = 500.0, 500.0
 BUILD_S = 30.0  # of the build before it; what it takes beyond that is the parts' loss

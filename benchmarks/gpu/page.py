@@ -24,7 +24,7 @@ _SHOWN = {
         "blocked_ms", "writeback_blocked_ms", "floor_link_ms", "floor_read_ms", "kernels", "ndp",
     ),
     "trace": ("family", "hit_rates", "recalls"),
-    "reference": ("case", "tpot_ms"),
+    "reference": ("case", "batch", "tpot_ms", "ttft_ms"),
     "load": ("shape", "expert", "batch", "memory", "gbps", "gbps_minimum", "gbps_maximum", "share",
              "pin_s_per_gib"),
 }  # fmt: skip
