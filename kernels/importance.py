@@ -22,12 +22,12 @@ class NativeBudget:
 
     def drop(
         self, ids: NDArray[np.int64], weights: NDArray[np.float32], resident: NDArray[np.bool_], available: int,
-        narrowest: int, renormalise: bool,
+        min_top_k: int, renormalise: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:  # fmt: skip
         ids, weights = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(weights, np.float32)
         kept, scaled = np.empty_like(ids), np.empty_like(weights)
         dropped = _cpu.budget_top_k(
-            ids, weights, ids.shape[1], resident, available, narrowest, renormalise, kept, scaled
+            ids, weights, ids.shape[1], resident, available, min_top_k, renormalise, kept, scaled
         )  # fmt: skip
         return (kept, scaled, dropped) if dropped else (ids, weights, 0)
 

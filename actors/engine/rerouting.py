@@ -90,7 +90,7 @@ class Rerouter:
         if self._peers is not None:
             return None
         if type(rule) is BudgetAwareTopK:
-            return Budget(rule.narrowest, rule.renormalise)
+            return Budget(rule.min_top_k, rule.renormalise)
         if type(rule) not in (MissRule, RandomRule, DropRule):
             return None
         assert isinstance(rule, MissRule)

@@ -342,12 +342,12 @@ def routing_widths(
     weights: NDArray[np.floating],
     resident: NDArray[np.bool_],
     available: int,
-    narrowest: int = 1,
+    min_top_k: int = 1,
 ) -> NDArray[np.int64]:
     """k_l of each token (equations 18 to 21): the widest prefix of its experts whose misses fit.
 
     Symbols: C_l `resident`; C_avail `available`; e_(1), e_(2), .. a row of `ids` by falling weight, ties by place;
-    k_max the K of `ids`; k_min `narrowest`. For one token k is the greatest with u(k) = |{e_(j) not in C_l, j <= k}| at
+    k_max the K of `ids`; k_min `min_top_k`. For one token k is the greatest with u(k) = |{e_(j) not in C_l, j <= k}| at
     most max(C_avail, u(k_min)): the first k_min are always loaded, which the paper leaves open.
 
     For a batch, u counts the union of misses, filled rank by rank: first every token's k_min, then second places, third
@@ -359,10 +359,10 @@ def routing_widths(
         resident: of the layer's experts [E], here or in flight. available: slots for others.
 
     Returns:
-        Experts that each token keeps [T], in [min(narrowest, K), K].
+        Experts that each token keeps [T], in [min(min_top_k, K), K].
     """
     tokens, top_k = ids.shape
-    narrowest = min(narrowest, top_k)
+    min_top_k = min(min_top_k, top_k)
     widths = np.full(tokens, top_k, np.int64)
     if misses_fit(ids, resident, available):
         return widths
@@ -371,11 +371,11 @@ def routing_widths(
     missing = ~resident[by_rank]
     if tokens == 1:
         misses = missing[0].cumsum()  # u(1) .. u(K)
-        widths[0] = np.count_nonzero(misses <= max(available, int(misses[narrowest - 1])))
+        widths[0] = np.count_nonzero(misses <= max(available, int(misses[min_top_k - 1])))
         return widths
-    granted = set(by_rank[:, :narrowest][missing[:, :narrowest]].tolist())
+    granted = set(by_rank[:, :min_top_k][missing[:, :min_top_k]].tolist())
     ranked = np.take_along_axis(weights, order, axis=1)
-    for rank in range(narrowest, top_k):
+    for rank in range(min_top_k, top_k):
         for token in np.argsort(-ranked[:, rank], kind="stable").tolist():
             if widths[token] < rank or not missing[token, rank]:
                 continue
@@ -411,11 +411,11 @@ class BudgetDrops:
         return misses_fit(ids, resident, available)
 
     def drop(
-        self, ids: Ids, weights: Weights, resident: NDArray[np.bool_], available: int, narrowest: int,
+        self, ids: Ids, weights: Weights, resident: NDArray[np.bool_], available: int, min_top_k: int,
         renormalise: bool,
     ) -> tuple[Ids, Weights, int]:  # fmt: skip
         """The routing without the pairs beyond `routing_widths`, as of `drop_pairs`, and how many they are."""
-        widths = routing_widths(ids, weights, resident, available, narrowest)
+        widths = routing_widths(ids, weights, resident, available, min_top_k)
         if widths.min() == ids.shape[1]:
             return ids, weights, 0
         found = drop_pairs(ids, weights, ~kept_pairs(weights, widths), renormalise)
@@ -432,7 +432,7 @@ class BudgetAwareTopK(Rerouting):
 
     Args:
         renormalise: whether the model normalises the weights of the experts that it picks (equation 4).
-        narrowest: k_min, experts that every token keeps.
+        min_top_k: k_min, experts that every token keeps.
         drops: `BudgetDrops`, or the same in native code.
     """
 
@@ -446,10 +446,10 @@ class BudgetAwareTopK(Rerouting):
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> Rerouting:
-        return cls(context.renormalise, options.narrowest, context.budget)
+        return cls(context.renormalise, options.min_top_k, context.budget)
 
-    def __init__(self, renormalise: bool = True, narrowest: int = 1, drops: BudgetDrops | None = None) -> None:
-        self.renormalise, self.narrowest = renormalise, narrowest
+    def __init__(self, renormalise: bool = True, min_top_k: int = 1, drops: BudgetDrops | None = None) -> None:
+        self.renormalise, self.min_top_k = renormalise, min_top_k
         self._drops = BudgetDrops() if drops is None else drops
 
     def keeps(self, ids: Ids, view: RerouteView) -> bool:
@@ -458,6 +458,6 @@ class BudgetAwareTopK(Rerouting):
     def reroute(
         self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
     ) -> Rerouted:
-        found = self._drops.drop(ids, weights, view.available, view.vacant, self.narrowest, self.renormalise)
+        found = self._drops.drop(ids, weights, view.available, view.vacant, self.min_top_k, self.renormalise)
         kept, scaled, dropped = found
         return Rerouted(kept, scaled, dropped=dropped)

@@ -120,7 +120,7 @@ class RoutingOptions(PolicyOptions):
     """How many of the router's experts a token uses; kind exact: all."""
 
     kind: str = "exact"
-    narrowest: int = Field(default=1, ge=1, description="with budget-aware: least experts that a token keeps")
+    min_top_k: int = Field(default=1, ge=1, description="with budget-aware: least experts that a token keeps")
 
     @property
     def planned(self) -> bool:

@@ -118,10 +118,10 @@ def test_the_native_state_is_the_reference(
 @settings(max_examples=300, deadline=None)
 @given(
     seed=SEEDS, tokens=st.integers(1, 6), top_k=st.integers(1, E), vacant=st.integers(0, E), ties=st.booleans(),
-    narrowest=st.integers(1, E + 1), renormalise=st.booleans(),
+    min_top_k=st.integers(1, E + 1), renormalise=st.booleans(),
 )  # fmt: skip
 def test_the_native_drops_are_the_reference(
-    seed: int, tokens: int, top_k: int, vacant: int, ties: bool, narrowest: int, renormalise: bool
+    seed: int, tokens: int, top_k: int, vacant: int, ties: bool, min_top_k: int, renormalise: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     ids, resident = picks(rng, tokens, E, top_k), rng.random(E) < rng.random()
@@ -130,7 +130,7 @@ def test_the_native_drops_are_the_reference(
         weights = np.round(weights * 4).astype(np.float32) / 4
     ours, theirs = BudgetDrops(), NativeBudget()
     assert ours.fits(ids, resident, vacant) == theirs.fits(ids, resident, vacant)
-    asked = ids, weights, resident, vacant, narrowest, renormalise
+    asked = ids, weights, resident, vacant, min_top_k, renormalise
     for mine, native in zip(ours.drop(*asked), theirs.drop(*asked), strict=True):
         np.testing.assert_array_equal(mine, native)
 

@@ -182,7 +182,7 @@ def test_widths_go_by_what_is_free_at_this_moment(make: Make) -> None:
     assert found.dropped == 1
     plain = BudgetAwareTopK(renormalise=False).reroute(0, ids, weights, None, view)
     assert plain.weights[0].tolist() == pytest.approx([0.5, 0.3, 0.0])
-    assert BudgetAwareTopK(narrowest=3).reroute(0, ids, weights, None, view).dropped == 0
+    assert BudgetAwareTopK(min_top_k=3).reroute(0, ids, weights, None, view).dropped == 0
 
 
 class TestWriteback:

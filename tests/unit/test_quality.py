@@ -330,7 +330,7 @@ def test_lossless_is_the_preset_itself() -> None:
 def test_a_budget_makes_the_policy_lossy() -> None:
     found = chosen_policy("auto", "kl=0.01")
     assert (found.name, found.lossless, found.needs) == ("auto kl=0.01", False, {"losses"})
-    assert found.routing.model_dump() == {"kind": "quality", "kl": 0.01, "narrowest": 1, "actions": ACTIONS}
+    assert found.routing.model_dump() == {"kind": "quality", "kl": 0.01, "min_top_k": 1, "actions": ACTIONS}
     rule = make("routing", found.routing, PolicyContext(2, EXPERTS, losses=TABLE))
     assert isinstance(rule, QualityBudget)
     with pytest.raises(ValueError, match="measured losses of 3 layers"):

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from .slots import PendingExpert, SlotMap
 
 _COPIED, _FAILED, _CANCELLED = range(1, 4)  # `core::Ending`
-Ended = tuple[int, int, tuple[float, float, float, float] | None]
-Told = tuple[bool, Sequence[Ended]]
+EndedCopy = tuple[int, int, tuple[float, float, float, float] | None]
+LinkReport = tuple[bool, Sequence[EndedCopy]]
 CAUSES: tuple[Cause, ...] = ("demand", "prefetch", "migration", "demand")  # by `core::Cause`
 
 
@@ -43,8 +43,9 @@ class Linking(Protocol):
 class QueueLink:
     """A `Loader` as the core's link (`core::Link`, through `_core.PythonLink`), on the forward's thread.
 
-    `poll`, `look`, `join`, `overtake` and `wait` return whether the host has waited, and what has ended since one of
-    them told it last: (ticket, `core::Ending`, (start, end, seconds of the link, of these the copy back) or None).
+    `poll`, `look`, `join`, `overtake` and `wait` return a `LinkReport`: whether the host has waited, and the copies
+    that ended since the last report: (ticket, `core::Ending`, (start, end, seconds of the link, of these the copy back)
+    or None).
 
     Args:
         where: gives the tensors of slots and of sources.
@@ -90,28 +91,28 @@ class QueueLink:
         del self.jobs[ticket]
         return 0.0
 
-    def poll(self) -> Told:
+    def poll(self) -> LinkReport:
         return False, self._ended()
 
-    def look(self) -> Told:
+    def look(self) -> LinkReport:
         return False, self._ended()
 
-    def join(self, ticket: int, layer: int) -> Told:
+    def join(self, ticket: int, layer: int) -> LinkReport:
         return self.wait(ticket)
 
-    def overtake(self, ticket: int) -> Told:
+    def overtake(self, ticket: int) -> LinkReport:
         return self.wait(ticket)
 
-    def wait(self, ticket: int) -> Told:
+    def wait(self, ticket: int) -> LinkReport:
         job = self.jobs[ticket]
         job.done.wait()
         return True, [self._end(job), *self._ended()]
 
-    def _ended(self) -> list[Ended]:
+    def _ended(self) -> list[EndedCopy]:
         """What has ended and was not told."""
         return [self._end(job) for job in list(self.jobs.values()) if job.done.is_set()]
 
-    def _end(self, job: LoadJob) -> Ended:
+    def _end(self, job: LoadJob) -> EndedCopy:
         ticket, copied = job.ticket, job.copied
         del self.jobs[ticket]
         if copied is not None and not job.cancelled:

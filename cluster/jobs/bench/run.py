@@ -67,7 +67,7 @@ _QUALITY = ("perplexity_ratio", "top1_agreement", "kl_nats", "same_tokens")
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedBar:
     """A bar on one cell's ratio: variant `of` over the baseline `over`."""
 
     bar: Bar
@@ -97,7 +97,7 @@ class Study:
     ran: list[tuple[Cell, Measured]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
-    judged: list[Judged] = field(default_factory=list)
+    judged: list[JudgedBar] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     _traces: dict[str, Recorded] = field(default_factory=dict)
 
@@ -484,7 +484,7 @@ def _judge(study: Study) -> None:
             name = f"{what} of {bar.of} over {best}, budget {cell.budget}, {link}"
             judged = Bar(name, paired(of[bar.of], of[best], bar.measure), "<=", bar.limit)
             study.bars.append(judged)
-            study.judged.append(Judged(judged, cell, bar.of, best))
+            study.judged.append(JudgedBar(judged, cell, bar.of, best))
 
 
 def _settings(study: Study) -> dict[str, Any]:
