@@ -9,6 +9,8 @@ import socket
 import ssl
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,7 +20,7 @@ import psutil
 import pytest
 from certificates import certificate, folder_of
 from listening import off_loopback
-from started import ON_CPU, WAIT_S, started
+from started import ON_CPU, WAIT_S, Started, started
 
 from tiermoe.cluster.config import default_model_dir
 
@@ -145,25 +147,34 @@ def test_a_policy_that_fails_ends_its_server_in_one_line(tmp_path: Path) -> None
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hangs", [False, True], ids=["dead", "hung"])
-@pytest.mark.parametrize("lost", ["gcs_server", "raylet"])
-def test_the_end_of_ray_ends_an_attached_server(tmp_path: Path, lost: str, hangs: bool) -> None:
-    name = {"gcs_server": "GCS", "raylet": "raylet"}[lost]
-    with (
-        started(tmp_path, "up", *ON_CPU) as up,
-        started(tmp_path, "serve", "--attach", up.address, "--port", "0") as server,
-    ):
-        (process,) = [p for p in up.family() if p.name() == lost]
-        begin_s = time.monotonic()
-        (process.suspend if hangs else process.kill)()
-        if hangs:
-            while f"Ray's {name} has not answered for " not in server.said():
-                assert time.monotonic() - begin_s < _LOST_S, server.said()
+def test_the_end_of_ray_ends_an_attached_server(tmp_path: Path, hangs: bool) -> None:
+    """One server loses its GCS and another its raylet, at the same time: both mostly wait."""
+    lost = {"gcs_server": "GCS", "raylet": "raylet"}
+    with ExitStack() as stack:
+
+        def attached(name: str) -> tuple[Started, Started]:
+            (folder := tmp_path / name).mkdir()
+            up = stack.enter_context(started(folder, "up", *ON_CPU))
+            return up, stack.enter_context(started(folder, "serve", "--attach", up.address, "--port", "0"))
+
+        with ThreadPoolExecutor(len(lost)) as pool:
+            pairs = dict(zip(lost, pool.map(attached, lost), strict=True))
+        struck, processes = dict[str, float](), list[psutil.Process]()
+        for name, (up, _) in pairs.items():
+            (process,) = [p for p in up.family() if p.name() == name]
+            processes.append(process)
+            struck[name] = time.monotonic()
+            (process.suspend if hangs else process.kill)()
+        for name, (_, server) in pairs.items() if hangs else ():
+            while f"Ray's {lost[name]} has not answered for " not in server.said():
+                assert time.monotonic() - struck[name] < _LOST_S, server.said()
                 time.sleep(0.1)
-        assert server.process.wait(WAIT_S) == 1
-        assert time.monotonic() - begin_s < (_HUNG_S if hangs else _LOST_S)
-        shown = server.said().splitlines()
-        assert [line for line in shown if line.startswith("error: ")] == shown[-1:], shown
-        why = r"has not answered for \d+ s" if hangs else "ends"
-        assert re.fullmatch(f"error: Ray's {name} {why}; start it again", shown[-1]), shown
-        assert up.process.wait(WAIT_S) == 1  # it has ended what hangs
-        assert not psutil.wait_procs([process], timeout=10)[1]
+        for name, (up, server) in pairs.items():
+            assert server.process.wait(WAIT_S) == 1
+            assert time.monotonic() - struck[name] < (_HUNG_S if hangs else _LOST_S)
+            shown = server.said().splitlines()
+            assert [line for line in shown if line.startswith("error: ")] == shown[-1:], shown
+            why = r"has not answered for \d+ s" if hangs else "ends"
+            assert re.fullmatch(f"error: Ray's {lost[name]} {why}; start it again", shown[-1]), shown
+            assert up.process.wait(WAIT_S) == 1  # it has ended what hangs
+        assert not psutil.wait_procs(processes, timeout=10)[1]
