@@ -48,19 +48,26 @@ class StoreProcess(WorkerProcess):
 
 
 @contextmanager
-def _stores(store: ExpertStore, *slices: Sequence[int]) -> Iterator[list[StoreProcess]]:
-    """A process for each slice."""
+def _stores(store: ExpertStore, *slices: Sequence[int], first: int = 0) -> Iterator[list[StoreProcess]]:
+    """A process for each slice, numbered from `first`."""
     with ExitStack() as stack:
         path = store.describe().path
         processes = [
             stack.enter_context(closing(StoreProcess(i, layers, Path(path))))
-            for i, layers in enumerate(slices)
+            for i, layers in enumerate(slices, first)
         ]
         for process in processes:
             process.begin()
         for process in processes:
             process.wait_until_ready()
         yield processes
+
+
+@pytest.fixture(scope="module")
+def whole(store: ExpertStore) -> Iterator[StoreProcess]:
+    """store/0 with all layers; a test that kills it starts it again."""
+    with _stores(store, LAYERS) as (process,):
+        yield process
 
 
 @contextmanager
@@ -79,8 +86,8 @@ def _error(lead: GpuWorker, prompt: Sequence[int]) -> str:
     return generation.error
 
 
-def test_same_tokens_out_of_another_process(store: ExpertStore, reference: Reference) -> None:
-    with _stores(store, LAYERS) as stores, _lead(_elsewhere(store), _config(), stores) as lead:
+def test_same_tokens_out_of_another_process(store: ExpertStore, whole: StoreProcess, reference: Reference) -> None:
+    with _lead(_elsewhere(store), _config(), [whole]) as lead:
         reference.check(lead, 4)
         remote = lead._sources.remote
         assert remote.transports == {"store/0": "grpc"}
@@ -122,13 +129,15 @@ def test_a_store_that_hangs_is_passed_over(store: ExpertStore, reference: Refere
         os.kill(stores[0].pid, signal.SIGKILL)
 
 
-def test_no_store_left_is_a_typed_error_and_passes(store: ExpertStore, reference: Reference) -> None:
-    with _stores(store, LAYERS) as stores, _lead(_elsewhere(store), _config(), stores) as lead:
+def test_no_store_left_is_a_typed_error_and_passes(
+    store: ExpertStore, whole: StoreProcess, reference: Reference
+) -> None:
+    with _lead(_elsewhere(store), _config(), [whole]) as lead:
         reference.check(lead, 1)
         remote = lead._sources.remote
         usual = remote._settings  # a busy machine's reads may take longer than the outage is to last
         remote._settings = StoreSettings(deadline_s=1.5)
-        os.kill(stores[0].pid, signal.SIGKILL)
+        os.kill(whole.pid, signal.SIGKILL)
         error = _error(lead, reference.prompts[1])
         assert "MoE layers 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ... cannot be read" in error
         assert "store/0" in error
@@ -138,28 +147,30 @@ def test_no_store_left_is_a_typed_error_and_passes(store: ExpertStore, reference
         residency = lead.engine.cache.residency
         assert not [key for key in residency.held() if residency.pinned(key)]
         remote._settings = usual
-        stores[0].restart()
+        whole.restart()
         assert remote._holders["store/0"].wait(20.0)
         reference.check(lead, 4)
         lead.engine.cache.check_integrity()
 
 
-def test_a_request_outlives_the_restart_of_its_only_store(store: ExpertStore, reference: Reference) -> None:
-    with _stores(store, LAYERS) as stores, _lead(_elsewhere(store), _config(deadline_s=30.0), stores) as lead:
+def test_a_request_outlives_the_restart_of_its_only_store(
+    store: ExpertStore, whole: StoreProcess, reference: Reference
+) -> None:
+    with _lead(_elsewhere(store), _config(deadline_s=30.0), [whole]) as lead:
 
         def strike() -> None:
-            os.kill(stores[0].pid, signal.SIGKILL)
-            stores[0].restart()
+            os.kill(whole.pid, signal.SIGKILL)
+            whole.restart()
 
         reference.check_struck(lead, 0, strike, 24)
 
 
-def test_a_shard_without_files(store: ExpertStore, reference: Reference) -> None:
+def test_a_shard_without_files(store: ExpertStore, whole: StoreProcess, reference: Reference) -> None:
     """The lead maps all; its shard maps nothing, and asks for what it owns."""
     config = _config(0.125, shards=ShardSettings(count=2))
     board = LocalDirectory()
-    with _stores(store, range(8), LAYERS) as stores:
-        links = [process.store_link for process in stores]
+    with _stores(store, range(8), first=1) as (part,):
+        links = [whole.store_link, part.store_link]
         with closing(ShardWorker(config, 1, "/nowhere", board, layers=(), stores=links)) as shard:
             with _lead(store.describe(), config, (), shards=[PeerLink(board, name=shard_name(1))]) as lead:
                 reference.check(lead, 4)
