@@ -3,8 +3,10 @@
 `benchmarks/gpu/build.py` compiles the same extensions without setuptools.
 """
 
+import copy
 import os
 import re
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,11 @@ try:
 except ModuleNotFoundError:  # pip and uv install what pyproject.toml names, unless they build without isolation
     raise SystemExit("nanobind is not installed: python -m pip install 'nanobind==3.1.0'") from None
 from setuptools import Extension, setup
+
+try:
+    from setuptools.command.build_ext import build_ext
+except ModuleNotFoundError:  # benchmarks/gpu/build.py reads the extensions without setuptools, and compiles them itself
+    build_ext = object
 
 ROOT = Path(__file__).resolve().parent
 NANOBIND = [source_dir(), include_dir(), os.path.join(source_dir(), "../ext/robin_map/include")]
@@ -38,7 +45,35 @@ def extension(name: str, sources: list[str], include_dirs: list[str], **options:
     return Extension(name, sources=sources, include_dirs=include_dirs, depends=depends, **options)
 
 
+class ParallelBuild(build_ext):  # type: ignore[misc]
+    """Compiles the sources of all extensions on all cores; setuptools compiles one after the other."""
+
+    def build_extensions(self) -> None:
+        self.parallel = len(self.extensions)  # each in a thread of its own, which mostly waits for the pool's
+        with ThreadPoolExecutor(os.cpu_count()) as self.pool:
+            super().build_extensions()
+
+    def build_extension(self, ext: Extension) -> None:
+        apart = copy.copy(self)
+        # an object's path is its source's, and extensions compile the same source with other flags
+        apart.build_temp = os.path.join(self.build_temp, ext.name)
+        apart.compiler = copy.copy(self.compiler)
+        compile_all, compile_one = apart.compiler.compile, apart.compiler._compile
+        started: list[Future[None]] = []
+
+        def compile_in_pool(*sources: Any, **options: Any) -> Any:
+            objects = compile_all(*sources, **options)
+            for source in started:
+                source.result()  # raises what the compiler refused
+            return objects
+
+        apart.compiler._compile = lambda *source: started.append(self.pool.submit(compile_one, *source))
+        apart.compiler.compile = compile_in_pool
+        build_ext.build_extension(apart, ext)
+
+
 setup(
+    cmdclass={"build_ext": ParallelBuild},
     ext_modules=[
         extension(
             "tiermoe.kernels._cpu",
@@ -124,5 +159,5 @@ setup(
             extra_compile_args=["-std=c++17", "-O3", "-g0", "-fno-exceptions"],
             language="c++",
         ),
-    ]
+    ],
 )
