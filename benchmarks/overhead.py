@@ -37,7 +37,6 @@ from tiermoe.cluster.jobs.bench.serving import (
     heldout_prompts,
     run_config,
     serve,
-    start_reference,
     start_worker,
 )
 
@@ -109,6 +108,19 @@ def _against_transformers(options: Overhead, config: RunConfig, report: Report, 
             fastest = min(REFERENCES, key=lambda name: medians[name])
             value = ratio(medians[OURS], medians[fastest])
             report.bars.append(Bar(f"tpot over transformers {fastest}, batch {batch}", value, "<=", 1.0))
+
+
+def start_reference(config: RunConfig, experts: str) -> Any:
+    """The unmodified model under transformers' continuous batching with one of its experts implementations."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tiermoe.actors.engine.serving.batching import ContinuousBatcher
+
+    torch.set_num_threads(config.worker_threads)
+    model = AutoModelForCausalLM.from_pretrained(config.model_dir, dtype=torch.float32, attn_implementation="sdpa")
+    model.set_experts_implementation(experts)
+    return ContinuousBatcher(model.eval(), config.kv)
 
 
 def _against_llama(options: Overhead, config: RunConfig, report: Report, progress: Progress | None) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
@@ -31,8 +32,9 @@ from tiermoe.cluster.jobs.bench.metrics import (
     ratio,
     rows_of,
 )
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts, long_prompts, run_config, serve, start_worker
-from tiermoe.errors import BudgetError, RuntimeFailure
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
+from tiermoe.cluster.jobs.evaluate.text import load_heldout
+from tiermoe.errors import BudgetError, CheckpointError, RuntimeFailure
 
 from .cases import LATENCY_US, Scale, Ttft, Turns
 
@@ -90,6 +92,19 @@ def ttft(options: Ttft, progress: Progress | None) -> Report:
     what = f"TTFT of {options.prompt_tokens} tokens, {options.policy[0]} at {options.budget} over all-resident"
     report.bars = [Bar(what, value, "<=", TTFT_BAR)]
     return report
+
+
+def long_prompts(model_dir: Path, count: int, tokens: int) -> list[Prompt]:
+    """`count` prompts of `tokens` tokens: the held-out passages, document after document.
+
+    Raises:
+        CheckpointError: the model ships too little held-out text.
+    """
+    ids = [token for document in load_heldout(model_dir).documents for passage in document for token in passage.ids]
+    if len(ids) < count * tokens:
+        what = f"'{model_dir}' has {len(ids)} held-out tokens, not {count} times {tokens}"
+        raise CheckpointError(what, "ask for fewer or shorter prompts, or use the default model")
+    return [tuple(ids[first : first + tokens]) for first in range(0, count * tokens, tokens)]
 
 
 def turns(options: Turns, progress: Progress | None) -> Report:

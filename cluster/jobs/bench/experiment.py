@@ -279,8 +279,7 @@ class Panel(Settings):
     """One plot of a figure: a list of the record as lines, bars or points.
 
     each: one panel for each value of these keys; the first gives columns, the second rows. x, y: keys of a row; a
-    repeated measure also shows its range. mean: a line at the mean. legend: a series' name as a format string over the
-    row (`table.show`), where the key's value alone says too little. level: series that are a line across, as they do
+    repeated measure also shows its range. mean: a line at the mean. level: series that are a line across, as they do
     not depend on x. executor: by which the numbers came, where neither rows nor record say it.
     """
 
@@ -292,7 +291,6 @@ class Panel(Settings):
     x: str
     y: str
     series: str = ""
-    legend: str = ""
     level: tuple[str, ...] = ()
     executor: Literal["real", "emulated", "simulated", ""] = ""
     x_label: str = ""

@@ -91,8 +91,8 @@ def _panels(figure: Plot, record: Mapping[str, Any]) -> list[list[tuple[Panel, s
 
 
 def _name(panel: Panel, row: Mapping[str, Any]) -> str:
-    """The name of a row's series, as the panel's `legend` writes it; empty: the panel has one series without a name."""
-    return show(panel.legend, row) if panel.legend else str(row.get(panel.series, ""))
+    """The name of a row's series; empty: the panel has one series without a name."""
+    return str(row.get(panel.series, ""))
 
 
 def _split(panel: Panel, rows: list[dict[str, Any]]) -> list[list[tuple[Panel, str, list[dict[str, Any]]]]]:

@@ -96,19 +96,6 @@ def start_worker(config: RunConfig, *, optional_workers: bool = True, trace: boo
     return worker
 
 
-def start_reference(config: RunConfig, experts: str) -> Any:
-    """The unmodified model under transformers' continuous batching with one of its experts implementations."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from ....actors.engine.serving.batching import ContinuousBatcher
-
-    torch.set_num_threads(config.worker_threads)
-    model = AutoModelForCausalLM.from_pretrained(config.model_dir, dtype=torch.float32, attn_implementation="sdpa")
-    model.set_experts_implementation(experts)
-    return ContinuousBatcher(model.eval(), config.kv)
-
-
 def heldout_prompts(model_dir: Path, count: int, tokens: int, at_least: int | None = None) -> list[Prompt]:
     """The first `tokens` tokens of `count` held-out passages; the kinds of text take turns.
 
@@ -130,19 +117,6 @@ def heldout_prompts(model_dir: Path, count: int, tokens: int, at_least: int | No
     if len(prompts) < least:
         raise CheckpointError(f"'{model_dir}' has no {least} held-out passages", "use the default model")
     return prompts
-
-
-def long_prompts(model_dir: Path, count: int, tokens: int) -> list[Prompt]:
-    """`count` prompts of `tokens` tokens: the held-out passages, document after document.
-
-    Raises:
-        CheckpointError: the model ships too little held-out text.
-    """
-    ids = [token for document in load_heldout(model_dir).documents for passage in document for token in passage.ids]
-    if len(ids) < count * tokens:
-        what = f"'{model_dir}' has {len(ids)} held-out tokens, not {count} times {tokens}"
-        raise CheckpointError(what, "ask for fewer or shorter prompts, or use the default model")
-    return [tuple(ids[first : first + tokens]) for first in range(0, count * tokens, tokens)]
 
 
 def serve(
