@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tiermoe.actors.policies.buddymoe.buddies import BuddyOptions
 from tiermoe.actors.store.artifacts import read_profile
 from tiermoe.actors.store.format import read_manifest
-from tiermoe.benchmarks import channels, engine_metrics
+from tiermoe.benchmarks import channels, engine_metrics, overhead
 from tiermoe.benchmarks.gpu.decode import Cell, cells_by_worth
 from tiermoe.benchmarks.gpu.job import PARTS
 from tiermoe.benchmarks.gpu.job import main as gpu_main
@@ -28,7 +28,6 @@ from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.run import run_experiment
 from tiermoe.cluster.jobs.bench.serving import own_store, run_config
 from tiermoe.cluster.jobs.bench.table import write_folder
-from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.calibration import read_texts
 from tiermoe.cluster.jobs.profile.command import ProfileOptions
 from tiermoe.cluster.jobs.profile.job import profile_text
@@ -41,6 +40,18 @@ def bench(*words: object) -> subprocess.CompletedProcess[str]:
     """`tiermoe bench WORDS`."""
     program = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "bench", *map(str, words)]
     return subprocess.run(program, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of the default model with a profile of a little text."""
+    folder = tmp_path_factory.mktemp("profile")
+    text = folder / "text.txt"
+    text.write_text("\n".join(read_texts(default_model_dir() / "calibration"))[:2500])
+    store = own_store(run_config(None), folder)
+    assert all(file.stat().st_nlink == 1 for file in store.iterdir())  # links would disturb who serves the files
+    profile_text(store, default_model_dir(), text, ProfileOptions(output_tokens=256), progress=False)
+    return store
 
 
 # -- experiments -------------------------------------------------------------------------------------------------------
@@ -227,13 +238,9 @@ def test_activeevict_and_runs_that_are_added_to_its_replays(tmp_path: Path, monk
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_buddymoe_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, text = own_store(run_config(None), tmp_path), tmp_path / "text.txt"
-    assert all(file.stat().st_nlink == 1 for file in store.iterdir())  # links would disturb who serves the files
-    text.write_text((default_model_dir() / "calibration" / "prose.jsonl").read_text()[:6000])
-    profile_text(store, default_model_dir(), text, ProfileOptions(output_tokens=64), progress=False)
+def test_buddymoe_resumes(profiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, out = tmp_path / "config.yaml", tmp_path / "out"
-    config.write_text(f"store: {store}\n")  # the whole calibration text takes half a minute
+    config.write_text(f"store: {profiled}\n")  # the whole calibration text takes half a minute
     out.mkdir()
     names = ("original", "random", "drop", "cft 0.95, 16 buddies, rho 3, by coactivation", "buddymoe-own-weight")
     whole = {variant.name: variant for variant in tiny("buddymoe").sections[0].variants}
@@ -271,47 +278,54 @@ def test_buddymoe_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.timeout(900)  # it makes replicas where there are none yet
 def test_ndp_and_decode_demands_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = tiny("ndp", workload={"repeats": 1, "quality": {"documents": 1, "windows": 1}})
+    names = ("context, full precision", *(f"{placement}, {kind} 3 bits" for placement in ("context", "static")
+                                          for kind in ("prefix-split", "uniform")))  # fmt: skip
+    whole = {variant.name: variant.model_dump() for variant in tiny("ndp").sections[0].variants}
+    experiment = tiny(
+        "ndp", workload={"repeats": 1, "quality": {"documents": 1, "windows": 1}},
+        sections={"quality": {"variants": [whole[name] for name in names]}},
+        metrics={"ndp-quality": {"pairs": [names[1:3], names[3:]]}},
+    )  # fmt: skip
     report, _ = ran(experiment, tmp_path)
     monkeypatch.setattr(serving, "start_worker", lambda *a: pytest.fail("started again"))
-    assert [row["case"] for row in report.rows] == [variant.name for variant in experiment.sections[0].variants]
+    assert [row["case"] for row in report.rows] == list(names)
     for row in report.rows:
         assert 0 < row["ndp_share"] < 1, row["case"]
         assert row["perplexity"] > 1.0
     (demanded,) = [bar for bar in report.bars if bar.name.startswith("bytes demanded by decode")]
     assert demanded.value == 0
-    assert len(report.bars) == 10
+    assert len(report.bars) == 2 * 2 + 1 + 1
     assert 0 < report.figures["similarity"]["own"] <= 1
     page = (tmp_path / "ndp.md").read_text()
-    assert all(variant.name in page for variant in experiment.sections[0].variants)
+    assert all(name in page for name in names)
 
 
 # -- micro-benchmarks, and `bench gpu` ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "executor", "bars", "measures"),
-    [
-        ("overhead --against transformers", "emulated", 2, {"tpot_s", "ttft_s"}),
-        pytest.param(
-            "channel", "real", 3, {"p50_us", "p99_us"},
-            marks=pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux only"),
-        ),
-    ],
-)  # fmt: skip
-def test_a_micro_benchmark_prints_one_json_object(name: str, executor: str, bars: int, measures: set[str]) -> None:
-    done = bench(*name.split(), "--repeats", "1", "--json")
+def test_overhead_of_transformers_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "BATCHES", (1, 2))
+    monkeypatch.setattr(overhead, "MAX_TOKENS", 8)
+    words = ["overhead", "--against", "transformers", "--repeats", "1", "--json"]
+    done = CliRunner().invoke(command.bench_app, words)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert (report["name"], report["executor"], len(report["bars"])) == ("overhead", "emulated", 2)
+    assert {row["case"] for row in report["rows"]} == {overhead.OURS, *overhead.REFERENCES}
+    assert {row["measure"] for row in report["rows"]} >= {"tpot_s", "ttft_s"}
+    assert all(row["median"] >= 0 for row in report["rows"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux only")
+def test_the_channel_s_benchmark_prints_one_json_object() -> None:
+    done = bench("channel", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["name"], report["executor"], len(report["bars"])) == (name.split()[0], executor, bars)
-    assert all(row["median"] >= 0 for row in report["rows"])
-    measured = {row["measure"] for row in report["rows"]}
-    assert measured >= measures
-    if name == "channel":
-        ways = {f"{way} {size}" for way in ("shm", "grpc", "bare grpc", "ray") for size in ("8 KiB", "1 MiB")}
-        assert {row["case"] for row in report["rows"]} == ways
-        assert measured == measures
-        assert all(row["median"] > 0 for row in report["rows"])
+    assert (report["name"], report["executor"], len(report["bars"])) == ("channel", "real", 3)
+    ways = {f"{way} {size}" for way in ("shm", "grpc", "bare grpc", "ray") for size in ("8 KiB", "1 MiB")}
+    assert {row["case"] for row in report["rows"]} == ways
+    assert {row["measure"] for row in report["rows"]} == {"p50_us", "p99_us"}
+    assert all(row["median"] > 0 for row in report["rows"])
 
 
 def test_a_request_through_ray_is_measured(tmp_path: Path) -> None:
@@ -382,16 +396,6 @@ def test_every_part_of_bench_gpu_runs_at_toy_sizes(tmp_path: Path) -> None:
 
 
 # -- profiles of experts -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("profile")
-    text = folder / "text.txt"
-    text.write_text("\n".join(read_texts(default_model_dir() / "calibration"))[:2500])
-    made = prepare(default_model_dir(), folder / "store", progress=False)
-    profile_text(made, default_model_dir(), text, ProfileOptions(output_tokens=256), progress=False)
-    return made
 
 
 def test_the_profile_of_the_default_model(profiled: Path) -> None:
