@@ -109,6 +109,7 @@ class GpuWorker:
         from .engine.describe import describe
         from .engine.engine import ExpertEngine
         from .engine.make_device import make_device
+        from .engine.model.attention import attention_in_graphs
         from .engine.model.compile import CompiledDense
         from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
         from .store.artifacts import read_policy_artifacts
@@ -122,6 +123,9 @@ class GpuWorker:
         torch.set_num_threads(settings.threads)
         device = self._device = make_device(settings.device, settings.link)
         dtype = compute_dtype(settings.dtype, device.torch_device)
+        attention, recorded = settings.attention, settings.compile == "graphs"
+        if recorded:
+            attention = attention_in_graphs(attention, device.torch_device)
         settings = settle_budget(settings, device)
         self._sources = open_sources(self._view, self._stores, settings.store)
         pinned = self._sources.pin(device, settings.copies)
@@ -129,7 +133,7 @@ class GpuWorker:
         with dense_folder(self._view, self._stores, settings.store) as folder:
             here = folder == Path(self._view.path)  # else a temporary copy
             self._model = build_model(
-                folder, manifest, dtype, device.torch_device, settings.attention, self._view.dense if here else None
+                folder, manifest, dtype, device.torch_device, attention, self._view.dense if here else None
             )
             if settings.policy.replica_widths or settings.policy.needs_popularity:
                 fetched = bool(self._stores) and not self._view.layers
@@ -157,10 +161,11 @@ class GpuWorker:
         experts = [block.experts for block in blocks]
         self._dense = CompiledDense(self._model, experts, settings.compile, threads=settings.threads)
         self._batcher = make_batcher(
-            self._model, settings.kv, self._engine, settings.attention, vocabulary, self._shared_memory(),
+            self._model, settings.kv, self._engine, attention, vocabulary, self._shared_memory(),
             settings.policy.routing.kind != "quality",
         )  # fmt: skip
-        _warm_up(self._batcher, self._dense.warm_up)
+        if recorded:
+            self._engine.notes += _record(self._model, self._batcher)
         self._engine.notes += self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             with self._engine.alone:
@@ -395,16 +400,26 @@ class GpuWorker:
                 part.close()
 
 
-def _warm_up(batcher: Any, prompts: Sequence[Sequence[int]]) -> None:
-    """Run prompts one after the other. Raises RuntimeFailure: one failed; TierMoeError: what ended it, if of ours."""
-    for i, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        request = GenerationRequest(f"warm-{i}", tuple(prompt), sampling, read_prefix_cache=False)
-        for event in batcher.submit(request):
-            if event.failure is not None:
-                if event.error_type is not None:
-                    raise event.failure
-                raise RuntimeFailure(f"a forward of {len(prompt)} rows failed: {event.error}", "use compile: off")
+def _record(model: Any, batcher: Any) -> list[str]:
+    """Replay decode steps as CUDA graphs from now on, and try one request; notes for the plan.
+
+    Raises:
+        RuntimeFailure: it failed. TierMoeError: what ended it, if of ours.
+    """
+    from .engine.serving.recorded import Recorded
+
+    if batcher.serial_because is not None:
+        return ["decode steps are no CUDA graphs, since requests are served one after the other"]
+    recorded = Recorded(model)
+    batcher.record(recorded)
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    for event in batcher.submit(GenerationRequest("record", (0, 0, 0), sampling, read_prefix_cache=False)):
+        if event.failure is not None:
+            if event.error_type is not None:
+                raise event.failure
+            raise RuntimeFailure(f"a forward that is a CUDA graph failed: {event.error}", "use compile: off")
+    problem = recorded.problem or (None if recorded.replays else "this version of transformers makes each step anew")
+    return [] if problem is None else [f"decode steps are no CUDA graphs: {problem}"]
 
 
 def _end_process(error: BaseException) -> None:

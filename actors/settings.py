@@ -307,8 +307,8 @@ class EngineOptions(Settings):
     compile: CompileMode = Field(
         default="auto",
         description="how the dense part runs; off: transformers' modules; native: one native program (CPU); default: "
-        "torch.compile; graphs: torch.compile and CUDA graphs (GPU); auto: native where a measurement at start shows "
-        "equal results and more speed, else off",
+        "torch.compile; graphs: decode steps as CUDA graphs (GPU, with attention: triton); auto: native where a "
+        "measurement at start shows equal results and more speed, else off",
     )
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward pass")
 

@@ -4,7 +4,7 @@
     each case: prefill, warm tokens, then [ours, all-resident transformers] x 5 in turn
 
 Part `host`: the host time of one MoE layer in decode, by component, and the chosen kernels. A few layers of a real
-shape suffice. Routing is replayed inside the experts' operator there, so that the dense part can be compiled.
+shape suffice. Routing is replayed inside the experts' operator there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ import torch
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.model.attention import steady_sdpa
-from tiermoe.actors.engine.model.compile import CompiledDense
 from tiermoe.actors.engine.model.kernels import KernelPlan
 from tiermoe.actors.engine.model.profile import PARTS, device_calls, host_passes
 from tiermoe.actors.engine.peers.matcher import MatcherLink
 from tiermoe.actors.policies.routing import SequenceRows
-from tiermoe.actors.settings import CompileMode, EngineSettings, LinkSettings
+from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.actors.store.artifacts import MapShape, PolicyArtifacts
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.host import usable_cores
@@ -56,7 +55,7 @@ _OFFLOAD_TOKENS = 2
 _OFFLOAD_S = 12.0  # reserved for it at the end
 
 HOST_PROMPT, HOST_WARM, HOST_TOKENS, HOST_PROFILED = 8, 16, 40, 4
-_CASE_S, _COMPILED_S = 3.0, 12.0  # a case of `host` with less time left does not start
+_CASE_S = 3.0  # a case of `host` with less time left does not start
 LIMIT_US = 150.0  # of the host for an MoE layer, launches included
 LAUNCHES = 5  # the routing to the host, the table of tiles, gate_up, down, combine
 AIMED_AT = ("moepic",)  # its split and its predictions cost more: a goal, not a check
@@ -425,7 +424,7 @@ def _offloaded(bench: Bench) -> Iterator[None]:
 
 
 def host(context: Context, record: Record) -> None:
-    """Mixtral's kernels, Qwen3's small experts, then Qwen's shape in full; the compiled cases may take long."""
+    """Mixtral's kernels, Qwen3's small experts, then Qwen's shape in full."""
     torch.set_num_threads(1)
     for name, of in _table()["host"].items():
         shape = (TOY if context.toy else REAL)[name]
@@ -435,24 +434,21 @@ def host(context: Context, record: Record) -> None:
 
 
 def _host_shape(
-    context: Context, record: Record, shape: RealShape, layers: int, cases: Sequence[tuple[str, float, CompileMode]]
+    context: Context, record: Record, shape: RealShape, layers: int, cases: Sequence[tuple[str, float]]
 ) -> None:
     trace_tokens = HOST_PROMPT + HOST_WARM + HOST_TOKENS + 2 * HOST_PROFILED
     trace = draw(trace_tokens, layers, shape.experts, shape.top_k, seed=11)
     with closing(HostExperts()) as experts:
         bench = Bench.of(context, record, shape, experts, layers, trace)
-        for number, (preset, budget, mode) in enumerate(cases):
-            case = f"{shape.name}, {preset} at {budget:g}, compile {mode}"
-            if mode == "graphs" and context.device.type != "cuda":
-                record.note("CUDA graphs need a GPU: the compiled cases are left out")
-                continue
-            if record.has_time(context, _CASE_S if mode == "off" else _COMPILED_S, case):
-                with record.trying(case, must_run=mode == "off"):
-                    _host_case(bench, preset, budget, mode, table=number == 0)
+        for number, (preset, budget) in enumerate(cases):
+            case = f"{shape.name}, {preset} at {budget:g}"
+            if record.has_time(context, _CASE_S, case):
+                with record.trying(case, must_run=True):
+                    _host_case(bench, preset, budget, table=number == 0)
                 free_memory(bench.context)
 
 
-def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, table: bool) -> None:
+def _host_case(bench: Bench, preset: str, budget: float, table: bool) -> None:
     context, record, built, replay = bench.context, bench.record, bench.built, bench.replay
     unused = NearData(bench.shape.expert, len(bench.host.layers), threads=1)  # no case here computes near data
     with bench.engine(preset, budget, unused) as engine:
@@ -461,10 +457,7 @@ def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, tabl
             for note in engine.kernels.plan.notes:
                 record.note(f"{bench.shape.name}: {note}")
         built.use(OURS)
-        with (
-            closing(replay.inside(built.modules, engine.layers)),
-            closing(CompiledDense(built.model, built.modules, mode)) as dense,
-        ):
+        with closing(replay.inside(built.modules, engine.layers)):
             session = Session(built.model, replay, context, preset, engine)
             session.prefill([1] * HOST_PROMPT)
             session.decode(HOST_WARM)
@@ -473,9 +466,7 @@ def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, tabl
                 session.decode(HOST_TOKENS // 2)
             calls = _device_calls(engine, session, context)
             session.end()
-            for note in dense.notes:
-                record.note(note)
-    name = f"{bench.shape.name}, {preset} at {budget:.0%}" + ("" if mode == "off" else f", compiled: {mode}")
+    name = f"{bench.shape.name}, {preset} at {budget:.0%}"
     decode = [one for one in passes if one.tokens == 1]
     host_us = median(one.host_s for one in decode) * 1e6
     parts = {part: median(one.parts[part] for one in decode) * 1e6 for part in PARTS}
@@ -486,7 +477,7 @@ def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, tabl
     )  # fmt: skip
     judge = record.goal if preset in AIMED_AT else record.check
     judge(f"host microseconds of an MoE layer, launches included, {name}", host_us, "<=", LIMIT_US)
-    if calls is not None and preset == "all-resident" and mode == "off":
+    if calls is not None and preset == "all-resident":
         record.goal(f"launches of an MoE layer, {name}", calls["experts"]["launches"], "<=", LAUNCHES)
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.actors.ndp_worker import FULL_BITS, NdpWorker
+from tiermoe.actors.ndp_worker import NdpWorker
+from tiermoe.actors.policies.cost import FULL_BITS
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.actors.store.files import LayerArrays
 from tiermoe.actors.store.format import ExpertShape

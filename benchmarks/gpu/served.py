@@ -22,7 +22,11 @@ from tiermoe.cluster.jobs.bench.serving import Prompt, heldout_prompts, run_conf
 from .job import Context, Record
 from .transfers import spread_of
 
-CASES = (("auto", 0.25), ("next-gate", 0.25), ("on-demand", 0.25), ("all-resident", 1.0))
+# preset, budget, and whether decode steps are CUDA graphs
+CASES = (
+    ("auto", 0.25, False), ("auto", 0.25, True), ("next-gate", 0.25, False), ("next-gate", 0.25, True),
+    ("all-resident", 1.0, False), ("all-resident", 1.0, True), ("on-demand", 0.25, True),
+)  # fmt: skip
 BATCHES, PROMPT_TOKENS, TOKENS, REPEATS = (1, 8), 64, 48, 5
 TOY_TOKENS = 6  # of one sequence, once
 _CASE_S = 6.0  # a case with less time left does not start
@@ -34,10 +38,11 @@ def run(context: Context, record: Record) -> None:
     steady_sdpa()
     prompts = heldout_prompts(default_model_dir(), max(BATCHES), PROMPT_TOKENS)
     _reference(context, record, prompts)
-    for preset, budget in CASES[:1] if context.toy else CASES:
-        if record.has_time(context, _CASE_S, f"served, {preset}"):
-            with record.trying(f"served, {preset}", must_run=True):
-                _case(context, record, preset, budget, prompts)
+    for preset, budget, graphs in CASES[:1] if context.toy else CASES:
+        case = f"served, {preset}" + (", graphs" if graphs else "")
+        if record.has_time(context, _CASE_S, case):
+            with record.trying(case, must_run=True):
+                _case(context, record, preset, budget, graphs, prompts)
 
 
 def _sizes(context: Context) -> tuple[Sequence[int], int, int]:
@@ -45,10 +50,15 @@ def _sizes(context: Context) -> tuple[Sequence[int], int, int]:
     return ((1,), TOY_TOKENS, 1) if context.toy else (BATCHES, TOKENS, REPEATS)
 
 
-def _case(context: Context, record: Record, preset: str, budget: float, prompts: Sequence[Prompt]) -> None:
-    config = run_config(None, device=context.device.type, policy=preset, budget=budget)
+def _case(
+    context: Context, record: Record, preset: str, budget: float, graphs: bool, prompts: Sequence[Prompt]
+) -> None:
+    compile = "graphs" if graphs else "off" if context.device.type == "cuda" else "auto"
+    config = run_config(None, device=context.device.type, policy=preset, budget=budget, compile=compile)
     batches, tokens, repeats = _sizes(context)
     with closing(start_worker(config)) as worker:
+        for note in worker.plan()["notes"] if graphs else ():
+            record.note(f"{preset}, graphs: {note}")
         for batch in batches:
             some = prompts[:batch]
             for _ in range(2):
@@ -61,7 +71,7 @@ def _case(context: Context, record: Record, preset: str, budget: float, prompts:
             layers = [fmean(layer.host_s for layer in step.layers) * 1e6 for step in of]
             waits = [fmean(layer.parts["wait"] for layer in step.layers) * 1e6 for step in of]
             record.row(
-                "served", preset=preset, budget=budget, batch=batch,
+                "served", preset=preset, budget=budget, graphs=graphs, batch=batch,
                 tpot_ms=spread_of([measures["tpot_s"] * 1e3 for measures in found]),
                 ttft_ms=spread_of([measures["ttft_s"] * 1e3 for measures in found]),
                 hit_rate=worker.stats().hit_rate, step_us=parts, layer_us=median(layers), layer_wait_us=median(waits),

@@ -12,13 +12,11 @@ from serving import greedy, logits, prepared, serving, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.model.compile import CompiledDense
-from tiermoe.actors.engine.model.model import UNSAFE_IN_GRAPHS, find_blocks
-from tiermoe.actors.engine.model.padding import GRAPH_ROWS
+from tiermoe.actors.engine.model.model import find_blocks
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.settings import KvSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import read_manifest
-from tiermoe.errors import ConfigError
 
 PROMPTS = [[5, 9, 17, 4, 33, 2, 7], [8, 8, 3]]
 
@@ -56,10 +54,10 @@ class Graphs:
         return [calls for calls in self.calls if any("experts_at" in call for call in calls)]
 
 
-def _compiled(store: ExpertStore, worker: GpuWorker, mode: Any = "default") -> tuple[CompiledDense, Graphs]:
+def _compiled(store: ExpertStore, worker: GpuWorker) -> tuple[CompiledDense, Graphs]:
     graphs = Graphs()
     blocks = find_blocks(worker.model, read_manifest(Path(store.describe().path)))
-    return CompiledDense(worker.model, [block.experts for block in blocks], mode, graphs), graphs
+    return CompiledDense(worker.model, [block.experts for block in blocks], "default", graphs), graphs
 
 
 def test_layers_share_their_code_and_the_experts_break_no_graph(store: Callable[[str, int], ExpertStore]) -> None:
@@ -95,44 +93,6 @@ def test_a_plain_forward_gives_the_same_logits(store: Callable[[str, int], Exper
 
 
 @pytest.mark.slow
-def test_small_forwards_are_padded_to_the_recorded_shapes(
-    store: Callable[[str, int], ExpertStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer runs on 1, 2, 4, 8 or 16 rows, its attention and its routed experts on those of the forward only."""
-    seen: dict[str, set[int]] = {"dense": set(), "experts": set()}
-    described = store("qwen2_moe", 2)
-    with serving(described, settings(0.5, kv=KvSettings(page_size=16, num_blocks=16), compile="off")) as worker:
-        expected = [greedy(worker, [prompt], 6) for prompt in PROMPTS]
-        dense, _ = _compiled(described, worker, "graphs")
-        mlp = type(worker.model.model.layers[0].mlp)
-        forward, ran = mlp.forward, worker.engine.layers[0].forward
-        monkeypatch.setattr(mlp, "forward", lambda m, h: (seen["dense"].add(h.shape[1]), forward(m, h))[1])
-        monkeypatch.setattr(
-            worker.engine.layers[0], "forward", lambda h, *a: (seen["experts"].add(h.shape[0]), ran(h, *a))[1]
-        )
-        assert [greedy(worker, [prompt], 6) for prompt in PROMPTS] == expected
-        for prompt in dense.warm_up:
-            greedy(worker, [prompt], 1)
-        dense.close()
-    assert seen == {"dense": {1, 2, 4, 8, 16}, "experts": {1, 2, 3, 4, 7, 8, 16}}
-
-
-def test_what_would_be_recorded_is_decode_only(store: Callable[[str, int], ExpertStore]) -> None:
-    prompt = list(range(GRAPH_ROWS + 1))
-    described = store("mixtral", 2)
-    kv = KvSettings(page_size=16, num_blocks=16, prefix_cache=False)  # a cached prompt has few rows
-    with serving(described, settings(0.5, kv=kv, compile="off")) as worker:
-        expected = greedy(worker, [prompt], 4)
-        dense, graphs = _compiled(described, worker, "graphs")
-        assert greedy(worker, [prompt], 1) == [expected[0][:1]]
-        assert graphs.calls == []
-        assert greedy(worker, [prompt], 4) == expected
-        dense.close()
-    assert len(graphs.with_experts) == 1
-    assert str(GRAPH_ROWS) in dense.notes[0]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("batching", ["continuous", "serial"])
 def test_inductor_gives_the_same_tokens(batching: Any, store: Callable[[str, int], ExpertStore]) -> None:
     described, kv = store("qwen3_moe", 2), KvSettings(page_size=16, num_blocks=16, batching=batching)
@@ -141,14 +101,3 @@ def test_inductor_gives_the_same_tokens(batching: Any, store: Callable[[str, int
     with serving(described, settings(0.5, kv=kv, compile="default")) as worker:
         assert worker.plan()["compile"] == "default"
         assert greedy(worker, PROMPTS, 6) == expected
-
-
-def test_graphs_are_refused_on_a_cpu(store: Callable[[str, int], ExpertStore]) -> None:
-    with pytest.raises(ConfigError, match="compile: default or compile: off"):
-        GpuWorker(settings(0.5, compile="graphs"), store("qwen3_moe", 2).describe()).start()
-
-
-def test_the_operator_says_that_no_graph_may_hold_it() -> None:
-    assert UNSAFE_IN_GRAPHS is not None
-    for op in (torch.ops.tiermoe.experts.default, torch.ops.tiermoe.experts_at.default):
-        assert UNSAFE_IN_GRAPHS in op.tags

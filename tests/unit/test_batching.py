@@ -567,13 +567,14 @@ def test_it_serves_once_the_start_is_over(mixtral_store: Any, batching: str, mon
     worker = GpuWorker(settings(1.0, kv=kv(batching)), mixtral_store.describe())
     states = list[str]()
 
-    def look(*args: Any) -> None:
+    def look(*args: Any) -> list[str]:
         states.append(worker.health()["state"])
         for call in (lambda: worker.submit(numbered(0)), lambda: worker.begin("client", numbered(0)), worker.plan):
             with pytest.raises(NotServing, match="not started"):
                 call()
+        return []
 
-    monkeypatch.setattr("tiermoe.actors.gpu_worker._warm_up", look)
+    monkeypatch.setattr("tiermoe.actors.engine.model.compile.CompiledDense.settle", look)
     worker.start()
     try:
         assert states == ["probing"]

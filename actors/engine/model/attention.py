@@ -49,6 +49,23 @@ def attention_for(config: Any, wanted: Attention, device: torch.device) -> str:
     return "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
 
 
+def attention_in_graphs(wanted: Attention, device: torch.device) -> Attention:
+    """The setting with which decode steps can be CUDA graphs (`serving.recorded`).
+
+    Raises:
+        ConfigError: there is no GPU, or another attention is asked for.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"compile: graphs makes CUDA graphs, the model runs on {device}", "use compile: default or compile: off"
+        )
+    if wanted not in ("auto", "triton"):
+        raise ConfigError(
+            f"compile: graphs needs attention that reads the KV cache in place, not {wanted}", "use attention: triton"
+        )
+    return "triton"
+
+
 def use_paged(model: Any, wanted: Attention, prefixed: bool) -> None:
     """Have a model use the implementation with a paged cache.
 

@@ -1,11 +1,10 @@
 """The binding to transformers: its model code, our experts, expert parameters never materialised.
 
-All experts of a layer are one torch operator, `tiermoe::experts`, so the dense part can be compiled or graph-captured
-around it. Operators take tensors and ints only; this one finds its layer by a handle.
+All experts of a layer are one torch operator, `tiermoe::experts`, so the dense part can be compiled around it.
+Operators take tensors and ints only; this one finds its layer by a handle.
 
 Under `torch.compile` an int would be a constant and recompile every layer, so `tiermoe::experts_at` takes the handle as
-a tensor in host memory. Both read the routing on the host and are tagged as unsafe in CUDA graphs; a compiler splits
-graphs there (`model.compile`).
+a tensor in host memory. Both read the routing on the host, so CUDA graphs end there (`serving.recorded`).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +29,6 @@ from ...settings import Attention
 from ...store.files import FileView
 from ...store.format import REBUILD, Manifest, read_header
 from .attention import attention_for
-from .padding import run_unpadded
 
 IMPLEMENTATION = "tiermoe"  # name under which transformers knows it
 
@@ -43,21 +42,40 @@ class ExpertLayer(Protocol):
 _layers: dict[int, ExpertLayer] = {}
 _handles = itertools.count(1)
 
-# None where this torch does not know the tag
-UNSAFE_IN_GRAPHS: torch.Tag | None = getattr(torch.Tag, "cudagraph_unsafe", None)
-_TAGS = () if UNSAFE_IN_GRAPHS is None else (UNSAFE_IN_GRAPHS,)
 
 _library = torch.library.Library("tiermoe", "DEF")
-_library.define("experts(Tensor hidden, Tensor ids, Tensor weights, int handle) -> Tensor", tags=_TAGS)
-_library.define("experts_at(Tensor hidden, Tensor ids, Tensor weights, Tensor handle) -> Tensor", tags=_TAGS)
+_library.define("experts(Tensor hidden, Tensor ids, Tensor weights, int handle) -> Tensor")
+_library.define("experts_at(Tensor hidden, Tensor ids, Tensor weights, Tensor handle) -> Tensor")
+
+
+# (layer, hidden, ids, weights) -> the experts' output
+Cut = Callable[["ExpertLayer", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _Cutting(threading.local):
+    cut: Cut | None = None
+
+
+_cutting = _Cutting()
+
+
+@contextmanager
+def cutting(cut: Cut) -> Iterator[None]:
+    """In this context this thread's forwards call `cut` where a layer's experts are to run."""
+    _cutting.cut = cut
+    try:
+        yield
+    finally:
+        _cutting.cut = None
 
 
 def _run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int) -> torch.Tensor:
-    return run_unpadded(_layers[handle].forward, hidden, ids, weights)
+    layer, cut = _layers[handle], _cutting.cut
+    return layer.forward(hidden, ids, weights) if cut is None else cut(layer, hidden, ids, weights)
 
 
 def _run_at(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    return run_unpadded(_layers[int(handle)].forward, hidden, ids, weights)
+    return _run(hidden, ids, weights, int(handle))
 
 
 for _device in ("CPU", "CUDA"):

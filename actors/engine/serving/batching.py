@@ -38,6 +38,7 @@ from .steps import StepManager, Steps
 from .streams import Outbox, SequenceWatcher, Stream, Streams
 
 if TYPE_CHECKING:
+    from .recorded import Recorded
     from .shared_memory import SharedMemory
 
 _LATER = "auto_switch_to_flash" in inspect.signature(ContinuousBatchingConfig).parameters
@@ -167,6 +168,10 @@ class ContinuousBatcher:
             raise self.failure or RuntimeFailure("the generation loop stopped (it is ending)", "restart the worker")
         return stream
 
+    def record(self, recorded: Recorded) -> None:
+        """Replay decode steps from now on."""
+        self._manager.steps.recorded = recorded
+
     @property
     def kv_usage(self) -> float:
         """Share of the KV cache that open requests use."""
@@ -177,6 +182,8 @@ class ContinuousBatcher:
         """The methods of a step by part, as (part, owner, method), for `model.profile`; "manager" is the whole step."""
         steps = self._manager.steps
         yield "manager", self._manager, "_generation_loop_body"
+        if steps.recorded is not None:
+            yield "dense", steps.recorded, "logits"
         yield "schedule", steps, "prepare"
         yield "sample", steps, "compute"  # the model's forward is in it
         yield "deliver", steps, "deliver"

@@ -17,6 +17,29 @@ from ....kernels import _cpu
 from ..cuda.runtime import GpuRuntime, wait_for
 
 _HORIZON = 256  # steps; then transformers makes the inputs once more
+_LEAST_BYTES = 512 << 10  # of the numbers of a name, so that they seldom get another address
+
+
+class Kept:
+    """Memory on the model's device for the numbers of one `Repeat` at a time, at the same addresses for all of them.
+
+    Attributes:
+        generation: changes whenever some have another address.
+    """
+
+    def __init__(self, gpu: GpuRuntime | None = None) -> None:
+        self._gpu, self._buffers, self.generation = gpu, dict[str, torch.Tensor](), 0
+
+    def tensor(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers of a name: at least `size`, as many as ever were asked for."""
+        nbytes = size * dtype.itemsize
+        found = self._buffers.get(name)
+        if found is None or found.nbytes < nbytes:
+            nbytes = max(nbytes, _LEAST_BYTES if found is None else 2 * found.nbytes)
+            found = torch.zeros(nbytes, dtype=torch.uint8) if self._gpu is None else self._gpu.buffer(nbytes).zero_()
+            self._buffers[name] = found
+            self.generation += 1
+        return found.view(dtype)
 
 
 class Repeat:
@@ -26,12 +49,16 @@ class Repeat:
         cache: transformers' paged cache, since 5.20.
         states: transformers' `RequestState` of each request.
         inputs: of the model, in a step that decoded these requests; changed by `advance`.
+        kept: where the numbers are that the model reads.
         gpu: of the model; None: it runs on the host.
         stream: of the step, which a GPU has entered whenever this is called.
+
+    Attributes:
+        fixed: inputs of the next steps whose lengths do not change, in place of those in `inputs` whose lengths do.
     """
 
     def __init__(
-        self, cache: Any, states: Sequence[Any], inputs: dict[str, Any], gpu: GpuRuntime | None = None,
+        self, cache: Any, states: Sequence[Any], inputs: dict[str, Any], kept: Kept, gpu: GpuRuntime | None = None,
         stream: Any = None,
     ) -> None:  # fmt: skip
         mask = inputs["attention_mask"]
@@ -41,12 +68,12 @@ class Repeat:
         self._cache, self._states, self._inputs = cache, states, inputs
         self._left = _HORIZON
         self._same_page = 0  # steps that begin no page
-        self._ids = _Numbers(len(states), torch.int32, gpu)
-        self._positions = _Numbers(len(states), torch.int32, gpu, counted=True)
+        self._ids = _Numbers("ids", len(states), torch.int32, kept, gpu)
+        self._positions = _Numbers("positions", len(states), torch.int32, kept, gpu, counted=True)
         self._positions.host[:] = [state.position_offset - 1 for state in states]
         dtype = None if mask is None else (next(iter(mask.values())) if isinstance(mask, dict) else mask).dtype
         kinds = cache.cache_allocators.items()
-        self._places = {kind: _Places(allocator, states, dtype, gpu) for kind, allocator in kinds}
+        self._places = {kind: _Places(kind, allocator, states, dtype, kept, gpu) for kind, allocator in kinds}
         numbers = [len(states), self._ids.address, self._positions.address, len(self._places)]
         self._header = np.array(numbers + [word for p in self._places.values() for word in p.words], np.int64)
         self._address = self._header.ctypes.data
@@ -60,6 +87,7 @@ class Repeat:
         }
         whole = [self._ids, self._positions, *(n for p in self._places.values() for n in (p.starts, p.write))]
         self._uploads = [] if gpu is None else whole
+        self.fixed = {"read_index": [places.read.whole for places in self._places.values()]}
 
     def advance(self, tokens: list[int]) -> bool:
         """Set the inputs of the next step, which feeds `tokens` [requests]; False: transformers is to make them."""
@@ -113,16 +141,20 @@ class _Numbers:
 
     Args:
         gpu: has a copy of them. counted: each step changes the numbers of the step before.
+
+    Attributes:
+        whole: `tensor` and what lies behind it, which has the same address and length in each `Repeat`.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, gpu: GpuRuntime | None, counted: bool = False) -> None:
-        nbytes = size * dtype.itemsize
+    def __init__(
+        self, name: str, size: int, dtype: torch.dtype, kept: Kept, gpu: GpuRuntime | None, counted: bool = False
+    ) -> None:
+        self.whole = kept.tensor(name, size, dtype)
+        self.tensor = self.whole.narrow(0, 0, size)
         if gpu is None:
-            self._halves = [torch.zeros(size, dtype=dtype)]
-            self.tensor = self._halves[0]
+            self._halves = [self.tensor.zero_()]
         else:
-            self._halves = [gpu.pinned(nbytes).view(dtype).zero_() for _ in range(2)]
-            self.tensor = gpu.buffer(nbytes).view(dtype)
+            self._halves = [gpu.pinned(size * dtype.itemsize).view(dtype).zero_() for _ in range(2)]
         self._gpu, self._counted = gpu, counted
         self._use(0)
 
@@ -166,8 +198,9 @@ class _Places:
     FIRST = 5  # address among the words
 
     def __init__(
-        self, allocator: Any, states: Sequence[Any], dtype: torch.dtype | None, gpu: GpuRuntime | None
-    ) -> None:
+        self, kind: str, allocator: Any, states: Sequence[Any], dtype: torch.dtype | None, kept: Kept,
+        gpu: GpuRuntime | None,
+    ) -> None:  # fmt: skip
         self._allocator, self._states, self.dtype = allocator, states, dtype
         self._window = getattr(allocator, "sliding_window", 0)
         past = []
@@ -178,13 +211,13 @@ class _Places:
         self._slots = np.zeros((len(states), at + _HORIZON), np.int64)
         for row, found in zip(self._slots, past, strict=True):
             row[at - len(found) : at] = found
-        self.read = _Numbers(self._slots.size, torch.int64, gpu)
-        self.write = _Numbers(len(states), torch.int64, gpu, counted=True)
-        self.starts = _Numbers(len(states) + 1, torch.int32, gpu)
+        self.read = _Numbers(f"read {kind}", self._slots.size, torch.int64, kept, gpu)
+        self.write = _Numbers(f"write {kind}", len(states), torch.int64, kept, gpu, counted=True)
+        self.starts = _Numbers(f"starts {kind}", len(states) + 1, torch.int32, kept, gpu)
         self.mask, bits, lowest = None, 0, 0
         if dtype is not None:
             integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-            self.mask = _Numbers(len(states) * self._slots.size, integer, gpu)
+            self.mask = _Numbers(f"mask {kind}", len(states) * self._slots.size, integer, kept, gpu)
             bits, lowest = dtype.itemsize, int(torch.tensor(torch.finfo(dtype).min, dtype=dtype).view(integer))
         self.numbers = [self.read, self.write, self.starts, *([] if self.mask is None else [self.mask])]
         self.words = (

@@ -21,7 +21,8 @@ from transformers.generation.continuous_batching.continuous_api import Backgroun
 from ...policies.routing import SequenceRows
 from ..cuda.runtime import GpuRuntime
 from ..model.lengths import lengths_of
-from .repeat import Repeat
+from .recorded import Recorded, Unrecorded
+from .repeat import Kept, Repeat
 from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows
 from .streams import SequenceWatcher, Streams
 
@@ -116,15 +117,17 @@ class Steps:
 
     Attributes:
         memory: that the KV cache shares with experts; None: it has its own.
+        recorded: decode steps that are replayed; None: none are.
     """
 
     memory: SharedMemory | None = None
+    recorded: Recorded | None = None
 
     def __init__(
         self, model: Any, streams: Streams, watcher: SequenceWatcher | None, scorer: PromptScorer,
         gpu: GpuRuntime | None = None,
     ) -> None:  # fmt: skip
-        self._gpu, self._stream = gpu, None
+        self._gpu, self._stream, self._kept = gpu, None, Kept(gpu)
         self._model, self._streams, self._watcher, self._scorer = model, streams, watcher, scorer
         self._keeps = hasattr(model, "_supports_logits_to_keep") and bool(model._supports_logits_to_keep())
         self.lengths = lengths_of(model)
@@ -202,7 +205,9 @@ class Steps:
         if last is not None and not self._disturbed and not anew and not gives:
             # What waits for admission goes on waiting: no request has ended, so the KV cache has no more room.
             if last.repeat is None:
-                last.repeat = Repeat(processor.cache, last.states, last.inputs, self._gpu, self._stream)
+                last.repeat = Repeat(
+                    processor.cache, last.states, last.inputs, self._kept, self._gpu, self._stream
+                )
             if last.repeat.advance(last.tokens):
                 return last
         self._disturbed = self._ends  # before the manager looks at its queues
@@ -232,14 +237,27 @@ class Steps:
 
     def compute(self, batch: Batch) -> list[int]:
         """The next token of each of the batch's `states`."""
-        with self.lengths.of(batch.sequences):
-            logits = self._model(**batch.inputs).logits  # [1, rows, V]
+        logits = self._replayed(batch)
+        if logits is None:
+            with self.lengths.of(batch.sequences):
+                logits = self._model(**batch.inputs).logits  # [1, rows, V]
         if not self._keeps:
             logits = logits[:, batch.inputs["logits_indices"]]
         picks = [] if batch.greedy else [pick_of(self._streams.get(state.request_id)) for state in batch.states]
         batch.greedy = batch.repeats and not any(picks)
         # transformers asks for a row of every request, also of one whose prompt goes on
         return next_tokens(logits, len(batch.states), picks, self._streams.eos, self._streams.note)
+
+    def _replayed(self, batch: Batch) -> torch.Tensor | None:
+        """The logits of a recorded step; None: the model is to run."""
+        if self.recorded is None or batch.repeat is None or self.lengths.any:
+            return None
+        try:
+            return self.recorded.logits(batch.inputs | batch.repeat.fixed, self._kept.generation)
+        except Unrecorded:
+            if self._watcher is not None:
+                self._watcher.begin_forward(batch.rows)
+            return None
 
     def deliver(self, tokens: Sequence[tuple[str, int, bool]]) -> None:
         """New tokens to their streams: (name, token, whether it is the last)."""

@@ -1,0 +1,186 @@
+"""Decode steps that are recorded and replayed: on a stand-in of CUDA graphs, which carries out torch's calls again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from serving import prepared, serving, settings
+from tiny_models import save_tiny_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tiermoe.actors.engine.model.attention import attention_in_graphs
+from tiermoe.actors.engine.serving.batching import ContinuousBatcher
+from tiermoe.actors.engine.serving.recorded import ROWS, Recorded
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.requests import GenerationRequest, SamplingParams
+from tiermoe.actors.settings import KvSettings
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.errors import ConfigError
+
+pytest.importorskip("triton")
+
+KV = KvSettings(page_size=4, num_blocks=96, max_batch_tokens=32, prefix_cache=False)
+PROMPTS = [[5, 9, 17, 4, 33, 2, 7], [8, 8, 3]]
+
+
+class Graph:
+    """What was called between `capture_begin` and `capture_end`, carried out again by `replay`."""
+
+    now: Graph | None = None  # that is captured
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        Graph.now = self
+
+    def capture_end(self) -> None:
+        assert Graph.now is self
+        Graph.now = None
+
+    def replay(self) -> None:
+        assert Graph.now is None
+        for call in self.calls:
+            call()
+
+
+class _Watch(TorchDispatchMode):
+    """Adds torch's calls to the graph that is captured."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if Graph.now is None or func.namespace == "tiermoe":
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore words")
+        found = func(*args, **kwargs)
+        returns = func._schema.returns
+        if func._schema.is_mutable:
+            Graph.now.calls.append(lambda: func(*args, **kwargs))
+        elif not any(one.alias_info is not None for one in returns):  # a view is there already
+            Graph.now.calls.append(lambda: _again(found, func(*args, **kwargs)))
+        return found
+
+
+def _again(there: Any, values: Any) -> None:
+    there, values = ((one if isinstance(one, tuple | list) else [one]) for one in (there, values))
+    for target, value in zip(there, values, strict=True):
+        if target.shape == value.shape:  # else it was made empty, and a later call has given it a size
+            target.copy_(value)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls within `Recorded._record` are watched, interpreted kernels, too."""
+    from tiermoe.kernels.triton import attention
+
+    made = attention.Launch
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        kernel = made(*args, **kwargs)
+
+        def run(*given: Any) -> None:
+            kernel(*given)
+            if Graph.now is not None:
+                Graph.now.calls.append(lambda: kernel(*given))
+
+        return run
+
+    monkeypatch.setattr(attention, "_launches", {})
+    monkeypatch.setattr(attention, "Launch", launch)
+    record = Recorded._record
+
+    def watched(self: Recorded, inputs: Any) -> Any:
+        with _Watch():
+            return record(self, inputs)
+
+    monkeypatch.setattr(Recorded, "_record", watched)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    path = tmp_path_factory.mktemp("recorded")
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    return prepared(save_tiny_checkpoint("qwen3_moe", path / "model", **layers), path / "store")
+
+
+@pytest.fixture
+def worker(store: ExpertStore) -> Iterator[GpuWorker]:
+    with serving(store, settings(0.5, kv=KV, compile="off")) as made:
+        made.batcher.close()  # a model has one batcher at a time
+        yield made
+
+
+def tokens_of(batcher: ContinuousBatcher, prompts: Sequence[Sequence[int]], tokens: int, name: str) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    streams = [batcher.submit(GenerationRequest(f"{name}{i}", tuple(p), sampling)) for i, p in enumerate(prompts)]
+    return [[token for event in stream for token in event.token_ids] for stream in streams]
+
+
+def test_replayed_steps_give_the_models_tokens(worker: GpuWorker, captured: None) -> None:
+    """Of one request and of several, which come and go; the engine counts each layer of each step once."""
+    runs: list[list[list[list[int]]]] = []
+    counted = []
+    for recorded in (None, Recorded(worker.model, Graph)):
+        with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
+            if recorded is not None:
+                batcher.record(recorded)
+            worker.engine.reset_stats()
+            # one after the other, so that counters do not depend on when a request joins a batch
+            runs.append([tokens_of(batcher, [prompt], 9, f"a{i}") for i, prompt in enumerate(PROMPTS)])
+            counted.append([layer.hits + layer.misses for layer in worker.stats().layers])
+            runs[-1].append(tokens_of(batcher, PROMPTS, 9, "b"))
+    assert runs[0] == runs[1]
+    assert counted[0] == counted[1]
+    assert recorded is not None
+    assert recorded.problem is None
+    assert recorded.replays > 10
+    assert {key[1] for key in recorded._recordings} == {1, 2}
+    for made in recorded._recordings.values():
+        assert len(made.pieces) == 2
+
+
+def test_a_model_that_cannot_be_recorded_runs_as_it_is(
+    worker: GpuWorker, captured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step runs again, and the request does not notice."""
+    with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
+        expected = tokens_of(batcher, PROMPTS[:1], 6, "a")
+    norm = worker.model.model.norm
+    forward = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda hidden: forward(hidden) * (1.0 if float(hidden.sum()) < 9e9 else 2.0))
+    recorded = Recorded(worker.model, Graph)
+    with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
+        batcher.record(recorded)
+        assert tokens_of(batcher, PROMPTS[:1], 6, "b") == expected
+    assert recorded.problem == "operation not permitted when stream is capturing"
+    assert recorded.replays == 0
+
+
+def test_what_is_not_recorded(worker: GpuWorker, captured: None) -> None:
+    """Masks that grow, embeddings that a policy reads, more rows than are recorded."""
+    with closing(ContinuousBatcher(worker.model, KV, worker.engine)) as batcher:
+        recorded = Recorded(worker.model, Graph)
+        batcher.record(recorded)
+        tokens_of(batcher, PROMPTS[:1], 8, "a")
+    assert recorded.problem == "its attention takes a mask that grows with the context"
+    hook = worker.model.get_input_embeddings().register_forward_hook(lambda *_: None)
+    assert Recorded(worker.model, Graph).problem == "the policy reads each step's embeddings"
+    hook.remove()
+    assert Recorded(worker.model, Graph).logits({"input_ids": torch.zeros(1, ROWS + 1)}, 0) is None
+
+
+def test_graphs_are_refused_without_a_gpu_or_with_another_attention(store: ExpertStore) -> None:
+    with pytest.raises(ConfigError, match="compile: default or compile: off"):
+        GpuWorker(settings(0.5, compile="graphs"), store.describe()).start()
+    gpu = torch.device("cuda")
+    assert attention_in_graphs("auto", gpu) == "triton"
+    with pytest.raises(ConfigError, match="not sdpa"):
+        attention_in_graphs("sdpa", gpu)
+
+
