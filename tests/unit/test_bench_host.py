@@ -66,8 +66,9 @@ def test_a_preset_that_plans_misses_has_a_column_for_each_kind_of_forward() -> N
 
 
 @pytest.mark.slow
-def test_the_parts_of_a_token_are_its_measured_time() -> None:
+def test_the_parts_of_a_token_are_its_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """In native calls and in Python; also that nothing stays replaced: the second preset runs on the same classes."""
+    monkeypatch.setattr(host_bench, "MAX_TOKENS", 20)
     native, python = "on-demand", "hobbit"  # replicas run the step in Python
     report = host(Host(preset=(native, python), batch=(2,), repeats=1, ray=False), None)
     assert {row["batch"] for row in report.rows} == {2}
