@@ -26,8 +26,8 @@ def predict(planner: Planner, layer: int, ids: numpy.typing.NDArray[numpy.int32]
 def used(planner: Planner, layer: int, needed: numpy.typing.NDArray[numpy.int32], share: numpy.typing.NDArray[numpy.float32] | None) -> None:
     """A layer has run."""
 
-def prompt_end(planner: Planner, counts: numpy.typing.NDArray[numpy.int64], tokens: float, requests: int, batch: int, hot: numpy.typing.NDArray[numpy.int32]) -> None:
-    """Prompts have run: the experts to keep go to hot [L, slots]."""
+def prompt_end(planner: Planner, counts: numpy.typing.NDArray[numpy.int64], tokens: float, requests: int, batch: int) -> None:
+    """Prompts have run: V is what they say of each expert."""
 
 def popularity(planner: Planner, counts: numpy.typing.NDArray[numpy.int64], tokens: float, top_k: int, batch: int) -> None:
     """Popularity from elsewhere."""

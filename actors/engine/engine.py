@@ -49,7 +49,7 @@ from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
 from .peers.remote import NdpPool, RemoteExperts
 from .peers.shards import Shards, owners
-from .peers.start_costs import probe_costs
+from .peers.start_costs import PROBED, probe_costs
 from .pre_evicting import PreEvicting, last_rows
 from .prefetching import RouterPrefetching
 from .rerouting import LowBits, Rerouter, report_link_speed
@@ -172,7 +172,7 @@ class ExpertEngine:
         if placement.planned:
             make_ndp = self._make_optional_ndp if placement.optional_workers else self._make_ndp
             self.ndp = make_ndp(settings, shape, blocks, ndp)
-            gpu_s = expert_seconds(self.kernels.of(blocks[0]), self.cache.pool)
+            gpu_s = expert_seconds(self.kernels.of(blocks[0]), self.cache.pool, min(self.top_k, PROBED))
             probe = partial(probe_costs, self.cache, self.ndp, gpu_s, self.activations, self.top_k)
             score = router_scores(settings.policy, blocks) if placement.scored else None
             return make_auto(placement, self.cache, self.experts, self.top_k, self.shards, self.ndp, probe, score)

@@ -174,8 +174,10 @@ class Auto:
 
     State:
         c, c_busy, t, g, message: `Costs`, corrected by `saw`: cost *= (seen / expected)^s, by `Part`; s falls to 0.1.
-        d[source]: seconds that layers without misses, by the link, or with near data took beyond their parts, and the
+        d[source]: seconds that layers without misses, by the link, near data, or both took beyond their parts, and the
             mean deviation: averages of `took`. Ends of that source are predicted d later, and half the deviation more.
+            A link that copies for other layers counts. Of near data and both, the unused one loses 2% a layer of what
+            it is worse. Of prompts a ratio instead, 1 to 4, which of unused sources goes to 1 by 2% a layer.
         phi[l, e]: averages of use: of 3 tokens, of 14 (decay 0.7, 0.93), of the request with its prompt, of all time.
         w: 5 weights, V = w . (1, phi): later uses, discounted by gamma = 0.9 a token. Learned by least-squares temporal
             differences: w = A^-1 b, A += x (x - gamma x')^T, b += x used; every fourth expert, solved every 4 tokens.
@@ -197,7 +199,8 @@ class Auto:
         4. Background: misses computed near data are worth S (V' - v_1); predictions for layer l + 1
            S' q (timely + max(0, V' - v')). The best 24 stay in a pool until their layer comes. A copy may begin if its
            worth is at least its price: what it delays this layer's near-data work, plus for the part beyond the next
-           layer's begin n c / (c + t) + P(near data ends last) (1 - c / c_busy), n the loads of a layer, at most 1.
+           layer's begin n c / (c + t) + P(near data ends last) (1 - c / c_busy), n the loads of a layer, at most 1;
+           for the first one where the link was idle, plus what d grows by.
         5. Residents go near data one by one while that ends the layer sooner.
         6. Tries: link or near data, unused for 64 layers with misses, is taken for 1 and 4 where the first loses at
            most what its tries may cost: 1% of the time, less what earlier ones lost. If a layer ended so much sooner
@@ -210,7 +213,7 @@ class Auto:
     part of a prompt grows with its tokens, and is learned from plan to plan. So a layer is streamed, loaded on demand,
     or computed near data, or a part each, as its costs say.
     After a layer, `used`: averages, S, q, V. What was loaded takes a slot if its V exceeds the least: `admit`.
-    After a prompt, `prompt_end`: residents are the experts of greatest V, the prompt's counts blended with popularity.
+    After a prompt, `prompt_end`: V is of the prompt's counts blended with popularity. Eviction by V keeps its experts.
 
     Cost: `plan` O(n (log n + W F) + E) for n needed experts and F copies under way, `used` O(E); no allocation.
     Microseconds by shape: `docs/results/auto.md`. Deterministic: equal calls give equal plans.
@@ -256,7 +259,7 @@ class Auto:
             now_s, link_free_s: seconds on one clock; when the link could begin a demand copy.
             flight_keys, arrival_s: [F], copies under way and when each ends; one that is LOADING in `states` and absent
                 here is taken to arrive at `link_free_s`.
-            prompt_tokens: 0 in decode. In a prompt, its tokens: a load is worth what `prompt_end` would keep it for;
+            prompt_tokens: 0 in decode. In a prompt, its tokens: a load is worth what it has after `prompt_end`;
                 nothing is learned, and nothing is copied behind it but what is streamed ahead.
             owners: the GPUs that the experts belong to; None: all are of this one.
             room: slots that a prompt's copies for the next layer may take, since they hold nothing of worth.
@@ -288,16 +291,14 @@ class Auto:
         """
         self._native.used(self._planner, layer, needed, share)
 
-    def prompt_end(self, counts: NDArray[np.int64], tokens: int, requests: int, batch: int) -> Ids:
-        """The experts of each layer to keep after prompts, int32 [L, slots], experts of greatest worth first.
+    def prompt_end(self, counts: NDArray[np.int64], tokens: int, requests: int, batch: int) -> None:
+        """Prompts have run: V is what they and popularity say of each expert.
 
         Args:
             counts: int64 [L, E], uses in the prompts. tokens: of all of them together.
             requests: whose prompts these were. batch: requests that decode from now on, these included.
         """
-        hot = np.zeros((self.layers, self.slots), np.int32)
-        self._native.prompt_end(self._planner, np.ascontiguousarray(counts, np.int64), tokens, requests, batch, hot)
-        return hot
+        self._native.prompt_end(self._planner, np.ascontiguousarray(counts, np.int64), tokens, requests, batch)
 
     def popularity(self, counts: NDArray[np.int64], tokens: int, batch: int = 1) -> None:
         """Start from counts [L, E] of other requests' `tokens` tokens, such as those of earlier runs."""
@@ -327,9 +328,9 @@ class Auto:
         self._native.saw(self._planner, part, expected_s, seen_s)
 
     def took(self, seen_s: float) -> None:
-        """Tell the seconds of the layer of a decode planned last, from its plan to its end.
+        """Tell the seconds of the layer planned last, from its plan to its end.
 
-        What its parts do not explain is its source's: the link's, near data's, or that of layers without misses.
+        What its parts do not explain is its source's: the link, near data, both, or none of them.
         """
         self._native.took(self._planner, seen_s)
 
@@ -448,21 +449,30 @@ class _Ways:
 def forward_seconds(
     costs: Costs, layers: int, experts: int, top_k: int, slots: int, workers: int, rows: int
 ) -> tuple[float, float]:
-    """Seconds that misses take in a forward, planned and with all of them loaded, before one has run.
+    """Seconds of the experts of a forward, planned and with all misses loaded, before one has run.
 
-    By flat routing on full slots. Link and near data end together, and near data begins a message later; a planned
-    layer is put at one message more for each top-K experts, since its page in Python takes about as long.
+    By flat routing on full slots. Experts here follow their copies; they and near data end together, and near data
+    begins a message later. A planned layer is put at one message more for each top-K experts, since its page in Python
+    takes about as long.
 
     Args:
         slots: of a layer. workers: near-data workers, at least 1. rows: of the forward.
     """
     needed = experts * (1.0 - (1.0 - top_k / experts) ** rows)
     missing = needed * (1.0 - slots / experts)
-    loaded_s = missing * costs.copy_s
-    near_s = max(1.0, rows * top_k / needed / costs.free_rows) * costs.near_busy_s / workers
-    split_s = (missing * near_s + costs.message_s) * costs.copy_s / (costs.copy_s + near_s)
-    if not missing:
-        split_s = 0.0
+    each = rows * top_k / needed  # rows of an expert
+    gpu_s = costs.gpu_s + (each - 1.0) * costs.gpu_row_s
+    hits_s = (needed - missing) * gpu_s
+    loaded_s = max(missing * costs.copy_s + gpu_s if missing else 0.0, hits_s + missing * gpu_s)
+    near_s = max(1.0, each / costs.free_rows) * costs.near_busy_s / workers
+    all_near_s = costs.message_s + missing * near_s
+
+    def together(begun_s: float, load_s: float) -> float:
+        """When this GPU, which takes `load_s` a load after `begun_s`, and near data end together."""
+        return max(begun_s, (begun_s * near_s + all_near_s * load_s) / (near_s + load_s))
+
+    # by the copies, or by the experts
+    split_s = max(together(0.0, costs.copy_s), together(hits_s, gpu_s)) if missing else hits_s
     page_s = costs.message_s * needed / top_k
     return layers * (min(loaded_s, split_s) + page_s), layers * loaded_s
 

@@ -50,7 +50,8 @@ class HybridRule(ABC):
     def __init__(self, layers: int, experts: int, top_k: int) -> None:
         self.layers, self.experts, self.top_k = layers, experts, top_k
         self.worths = np.zeros((layers, experts))
-        self._expected_s, self._error = 0.0, 0.0
+        self._expected_s: float | None = None  # of the last plan, of a decode
+        self._error = 0.0
 
     def start(self, costs: Costs, workers: int, states: NDArray[np.uint8]) -> HybridRule:
         """Take measured costs, the number of near-data workers and the residency [L, E]; returns itself."""
@@ -110,7 +111,7 @@ class HybridRule(ABC):
                 gpu_s = max(gpu_s, link_s)
             gpu_s += self.gpu_s(count)
         end_s = max(gpu_s, near_s + (self.costs.message_s if away else 0.0))
-        self._expected_s = end_s
+        self._expected_s = None if prompt else end_s
         codes, loads = np.array(actions, np.uint8), actions.count(Action.LOAD)
         return LayerPlan(
             codes, np.zeros(len(experts), np.uint8), self.wanted(layer, away, link_s, end_s, prompt), now_s + end_s,
@@ -144,7 +145,7 @@ class HybridRule(ABC):
         return None
 
     def took(self, seen_s: float) -> None:
-        if seen_s > 0:
+        if seen_s > 0 and self._expected_s is not None:  # of a decode
             self._error += (abs(seen_s - self._expected_s) / seen_s - self._error) / _ERRORS
 
     def filled(self) -> None:

@@ -19,8 +19,8 @@ enum class Action : std::uint8_t { run_here = 0, wait = 1, load = 2, near_data =
 // What was measured apart, by `saw`; `near` corrects near_s, `near_busy` near_busy_s, `near_mixed` both.
 enum class Part : std::uint8_t { copy = 0, gpu = 1, near = 2, near_busy = 3, near_mixed = 4, message = 5, dense = 6, owner = 7 };
 
-// What a layer in decode waits for: experts that are here, the link, near-data workers.
-enum class Source : std::uint8_t { here = 0, link = 1, near = 2 };
+// What is at work in a layer beside the experts that are here: the link, near-data workers, both. Bit 0: the link copies.
+enum class Source : std::uint8_t { here = 0, link = 1, near = 2, both = 3 };
 
 struct PlannerCosts {
     double copy_s;             // one expert over the link
@@ -73,6 +73,9 @@ class Planner {
     // Layers of a try (link, near data, owners), and of one that finds its source faster than expected. One copy says what
     // copies take; a process that was not asked for a while answers late at first.
     static constexpr int kFirst[3] = {1, 4, 4}, kBurst = 16;
+    static constexpr double kForgets = 0.02;         // of what is known of a source, for each layer that did without it
+    static constexpr double kPromptStep = 0.25;      // weight of a seen layer of a prompt
+    static constexpr double kMostSlower = 4.0;       // a layer of a prompt, against its parts; a pause says little
     static constexpr int kDisplaced = 12;            // residents whose worth is compared with what a layer loads
     static constexpr std::uint8_t kLoading = 1, kResident = 2;  // SlotState; 3: staged, here but outside the slots
 
@@ -195,6 +198,7 @@ class Planner {
         const double link0 = std::max(now_s, link_free_s), start = now_s + costs_.message_s;
 
         // how many copies under way to wait for, and how many misses to load
+        const bool busy = link0 > now_s;  // with copies for other layers
         Split best[4];  // without misses, by the link alone, near data alone, by both
         for (int w = flying; w >= 0; --w) {
             if (w < flying && off(Without::refusal)) break;
@@ -212,8 +216,9 @@ class Planner {
                 }
                 if (!workers_ && span_[k] > 0) continue;
                 const double near = span_[k] > 0 ? near_end(start, span_[k], link) : now_s;
-                const Source by = source(span_[k] > 0, k + w);
-                const double end = std::max(gpu, near) + charge(by) - gain;
+                const Source by = source(span_[k] > 0, busy || k + w);
+                const double parts = std::max(gpu, near);
+                const double end = (decode ? parts + charge(by) : now_s + (parts - now_s) * slower(by)) - gain;
                 if (Split& found = best[(k + w > 0) + 2 * (span_[k] > 0)]; end < found.end) found = {end, k, w};
             }
         }
@@ -238,12 +243,12 @@ class Planner {
         for (int i = waits; i < flying; ++i) span = std::max(span, give(flights_[i], action, worker)), ++out.near_count;
         for (int i = missing - 1; i >= loads; --i) span = std::max(span, give(misses_[i], action, worker)), ++out.near_count;
         const double demand = link;
-        if (away) run_away(away, now_s, start, demand, gpu, saved, least, kept, decode, span, action, worker, out);
+        if (away) run_away(away, now_s, start, demand, gpu, saved, least, kept, decode, busy || loads + waits, span, action, worker, out);
         double near = span > 0 ? near_end(start, span, demand) : now_s;
         const double others = now_s + out.owner_s;
         const double plain = std::max({gpu, near, others});  // without background copies
         const bool near_last = span > 0 && near >= std::max(gpu, others);
-        Source by = source(span > 0, loads + waits);
+        Source by = source(span > 0, busy || loads + waits);
 
         for (int i = loads; decode && i < missing; ++i) {
             const double x = saved * (misses_[i].value - least);
@@ -259,10 +264,12 @@ class Planner {
         int began = 0;
         while (decode && began < pool_count_ && t < next) {
             const double over = std::max(0.0, t + costs_.copy_s - next);
-            double end = was, price = 0.0;
+            // the first one lets the link copy in a layer in which it was idle
+            const Source then = source(span > 0, true);
+            double end = was, price = began ? 0.0 : std::max(0.0, offset(then) - offset(by));
             if (span > 0) end = std::max({gpu, near_end(start, span, demand, demand, t + costs_.copy_s), others});
-            if (!off(Without::price))
-                price = end - was + over * (loads_ * costs_.near_s / (costs_.near_s + costs_.copy_s) + last_near_ * slow);
+            if (off(Without::price)) price = 0.0;
+            else price += end - was + over * (loads_ * costs_.near_s / (costs_.near_s + costs_.copy_s) + last_near_ * slow);
             if (pool_[began].worth_s < price) break;
             t += costs_.copy_s;
             was = end;
@@ -277,7 +284,7 @@ class Planner {
             });
             double left = here_s;
             // the first one brings a message to a layer that had none
-            const double more_s = span > 0 ? 0.0 : std::max(0.0, charge(Source::near) - charge(by));
+            const double more_s = span > 0 ? 0.0 : std::max(0.0, charge(source(true, busy || loads + waits)) - charge(by));
             int& h = moved;
             for (; h < hits; ++h) {
                 const int to = least_loaded();
@@ -300,9 +307,9 @@ class Planner {
         }
 
         near = span > 0 ? near_end(start, span, demand, demand, t) : now_s;
-        by = source(span > 0, loads + waits);
-        planned_ = by, modelled_s_ = std::max({gpu, near, others}) - now_s;
-        out.end_s = std::max(now_s, std::max({gpu, near, others}) + offset(by));
+        by = source(span > 0, busy || loads + waits + released_);
+        planned_ = by, decodes_ = decode, modelled_s_ = std::max({gpu, near, others}) - now_s;
+        out.end_s = decode ? std::max(now_s, now_s + modelled_s_ + offset(by)) : now_s + modelled_s_ * slower(by);
         out.near_s = span > 0 ? near - start : 0.0;
         out.link_s = demand;
         expected_s_ = out.end_s - now_s;
@@ -365,8 +372,8 @@ class Planner {
     }
 
     // Prompts of `requests` requests have run; from now on `batch` decode. counts [L * E]: uses in their `tokens` rows.
-    // hot [L * slots]: the experts of each layer to keep, greatest worth first.
-    void prompt_end(const std::int64_t* counts, double tokens, int requests, int batch, std::int32_t* hot) {
+    // From here on V is what the prompts say of each expert.
+    void prompt_end(const std::int64_t* counts, double tokens, int requests, int batch) {
         forget_pool();
         if (since_) length_ += 0.2 * (static_cast<double>(since_) - length_);
         since_ = 0;
@@ -383,13 +390,7 @@ class Planner {
                     last_[k] = steps_ - std::min(40L, std::max(1L, std::lround(1 / std::max(use, 0.02))));
                     value_[k] = recent(k);
                 }
-                order_[e] = e;
             }
-            const double* v = &value_[base];
-            const auto before = [v](std::int32_t a, std::int32_t b) { return v[a] != v[b] ? v[a] > v[b] : a < b; };
-            const int keep = std::min(slots_, experts_);
-            std::partial_sort(order_.begin(), order_.begin() + keep, order_.begin() + experts_, before);
-            std::copy(order_.begin(), order_.begin() + keep, hot + static_cast<std::size_t>(l) * slots_);
         }
     }
 
@@ -429,19 +430,35 @@ class Planner {
         if (part == Part::dense) costs_.dense_s *= x;
     }
 
-    // The last planned layer took so long, from its plan to its end. What its parts do not explain is its source's.
+    // The last planned layer took so long, from its plan to its end. What its parts do not explain is its source's: of a
+    // decode seconds, of a prompt, whose layers differ by their rows, a share of the time. A prompt's layer that ends
+    // sooner says nothing: a GPU's work may be queued still.
     void took(double seen_s) {
+        if (!decodes_) {
+            if (off(Without::correction) || !(modelled_s_ > 0)) return;
+            for (Slower& one : slower_) {
+                if (&one != &slower_[static_cast<int>(planned_)]) one.by += kForgets * (1.0 - one.by);
+                else one.by += std::max(kPromptStep, 1.0 / ++one.layers) * (std::clamp(seen_s / modelled_s_, 1.0, kMostSlower) - one.by);
+            }
+            return;
+        }
         expected_sum_ = 0.999 * expected_sum_ + seen_s;
         error_sum_ = 0.999 * error_sum_ + std::abs(seen_s - expected_s_);
         if (off(Without::correction)) return;
         if (judged_) faster_ |= expected_s_ - seen_s >= loss_s_ / 2;  // at most half of what it was expected to lose
         judged_ = false;
         Seen& seen = seen_[static_cast<int>(planned_)];
-        const double error = seen_s - modelled_s_ - seen.offset_s, step = std::max(kStep, 1.0 / ++seen.layers);
+        const double error = seen_s - modelled_s_ - seen.offset_s, step = std::max(kStep, 1.0 / (seen.layers += 1));
         // a pause of the host says little
         const double most = seen.layers > 8 ? 4 * seen.spread_s + 0.1 * seen_s : std::abs(error);
         seen.offset_s += step * std::min(most, std::max(-most, error));
         seen.spread_s += step * (std::min(most, std::abs(error)) - seen.spread_s);
+        // of near data alone and beside the link, the one that is not used forgets by how much it was worse
+        if (planned_ == Source::here || planned_ == Source::link) return;
+        Seen& other = seen_[static_cast<int>(planned_ == Source::near ? Source::both : Source::near)];
+        other.offset_s -= kForgets * std::max(0.0, other.offset_s - seen.offset_s);
+        other.spread_s -= kForgets * std::max(0.0, other.spread_s - seen.spread_s);
+        other.layers *= 1 - kForgets;
     }
     // Mean error of the predicted time of a layer, as a share of the time.
     double error() const { return expected_sum_ > 0 ? error_sum_ / expected_sum_ : 0.0; }
@@ -473,11 +490,20 @@ class Planner {
     static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
     bool off(Without part) const { return (without_ & static_cast<std::uint32_t>(part)) != 0; }
     static std::uint8_t code(Action action) { return static_cast<std::uint8_t>(action); }
-    static Source source(bool near, int copies) { return near ? Source::near : copies ? Source::link : Source::here; }
+    struct Seen { double offset_s = 0.0, spread_s = 0.0, layers = 0.0; };
+    struct Slower { double by = 1.0; int layers = 0; };
+    static Source source(bool near, bool copies) { return static_cast<Source>(copies + 2 * near); }
+    // Of a source; of near data beside the link, until both were at work, what is known of near data.
+    const Seen& known(Source by) const {
+        const Seen& found = seen_[static_cast<int>(by)];
+        return by == Source::both && !(found.layers > 0) ? seen_[static_cast<int>(Source::near)] : found;
+    }
     // Seconds that layers of a source took beyond their parts, on average.
-    double offset(Source by) const { return seen_[static_cast<int>(by)].offset_s; }
+    double offset(Source by) const { return known(by).offset_s; }
     // Its offset, and more the more it errs.
-    double charge(Source by) const { return offset(by) + kDoubt * seen_[static_cast<int>(by)].spread_s; }
+    double charge(Source by) const { return offset(by) + kDoubt * known(by).spread_s; }
+    // How many times as long as their parts a prompt's layers of a source take.
+    double slower(Source by) const { return slower_[static_cast<int>(by)].by; }
     struct Split { double end = std::numeric_limits<double>::infinity(); int loads = 0, waits = 0; };
     // The split of the least end; in a decode, of the source that is tried.
     int choose(const Split* of, double now_s, bool decode) {
@@ -623,7 +649,7 @@ class Planner {
     // go as end the layer soonest, plus what those are worth later that their owners would have loaded. Sets `owner_s`;
     // span: of near data.
     void run_away(int away, double now_s, double start, double demand, double gpu, double saved, double least, double kept,
-                  bool decode, double& span, std::uint8_t* action, std::uint8_t* worker, Planned& out) {
+                  bool decode, bool copies, double& span, std::uint8_t* action, std::uint8_t* worker, Planned& out) {
         std::sort(away_.begin(), away_.begin() + away, [](const Need& a, const Need& b) {  // expert: its owner
             const double x = a.gpu_s / a.work, y = b.gpu_s / b.work;  // what it spares there for its work
             return a.expert != b.expert ? a.expert < b.expert : x != y ? x > y : a.at < b.at;
@@ -649,7 +675,7 @@ class Planner {
                 out.owner_s = owner_load_[g] > 0 ? owner_ * costs_.message_s + owner_load_[g] : 0.0;
                 const double others = now_s + out.owner_s;
                 const double end = std::max({gpu, others, span > 0 ? near_end(start, span, demand) : now_s}) + forgone +
-                                   (span > 0 && !(had > 0) ? std::max(0.0, charge(Source::near) - charge(Source::here)) : 0.0);
+                                   (span > 0 && !(had > 0) ? std::max(0.0, charge(source(true, copies)) - charge(source(false, copies))) : 0.0);
                 if (!moved) end_without = end;
                 if (end < least_end) least_end = end, best = moved;
                 if (!workers_ || moved == most || !(others > gpu)) break;
@@ -912,9 +938,10 @@ class Planner {
     double known_ = 20.0, asked_ = 0.1, done_ = 0.05, last_near_ = 0.5, loads_ = 0.5, length_ = 64.0, layer_s_ = 0.0;
     std::int64_t steps_ = 0, since_ = 0;
     double expected_s_ = 0.0, expected_sum_ = 0.0, error_sum_ = 0.0;
-    struct Seen { double offset_s = 0.0, spread_s = 0.0; int layers = 0; };
-    Seen seen_[3];                        // by Source
+    Seen seen_[4];                        // by Source, of decodes
+    Slower slower_[4];                    // of prompts
     Source planned_ = Source::here;
+    bool decodes_ = true;                 // the last plan is a decode's
     double modelled_s_ = 0.0;             // of the last plan, from its parts alone
     struct Tries { double may_s = 0.0; int unused = 0, rarer = 0; };  // may_s: what tries may still cost
     Tries tries_[3];                      // of link, near data, owners

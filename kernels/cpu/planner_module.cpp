@@ -116,14 +116,12 @@ void used(Planner& planner, std::int64_t layer, const Ids& needed, const Floats&
     planner.used(of, n, needed.data(), share.data());
 }
 
-void prompt_end(Planner& planner, const Longs& counts, double tokens, std::int64_t requests, std::int64_t batch,
-                const Array<std::int32_t>& hot) {
+void prompt_end(Planner& planner, const Longs& counts, double tokens, std::int64_t requests, std::int64_t batch) {
     sized(counts, {planner.layers(), planner.experts()}, "counts are int64 [L, E], not of");
-    sized(hot, {planner.layers(), planner.slots()}, "hot is int32 [L, slots], not of");
     if (counted(requests) < 1 || counted(batch) < requests)
         refuse("prompts are of 1 request or more of the batch, not", requests);
     if (!(tokens >= 0)) refuse("a prompt has 0 tokens or more", static_cast<std::int64_t>(tokens));
-    planner.prompt_end(counts.data(), tokens, static_cast<int>(requests), static_cast<int>(batch), hot.data());
+    planner.prompt_end(counts.data(), tokens, static_cast<int>(requests), static_cast<int>(batch));
 }
 
 void popularity(Planner& planner, const Longs& counts, double tokens, std::int64_t top_k, std::int64_t batch) {
@@ -220,8 +218,8 @@ NB_MODULE(_planner, m) {
           "end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s, prefetch of each background copy.");
     m.def("predict", &predict, "planner"_a, "layer"_a, "ids"_a, "ranks"_a, "Experts that a later layer is predicted to need.");
     m.def("used", &used, "planner"_a, "layer"_a, "needed"_a, "share"_a.none(), "A layer has run.");
-    m.def("prompt_end", &prompt_end, "planner"_a, "counts"_a, "tokens"_a, "requests"_a, "batch"_a, "hot"_a,
-          "Prompts have run: the experts to keep go to hot [L, slots].");
+    m.def("prompt_end", &prompt_end, "planner"_a, "counts"_a, "tokens"_a, "requests"_a, "batch"_a,
+          "Prompts have run: V is what they say of each expert.");
     m.def("popularity", &popularity, "planner"_a, "counts"_a, "tokens"_a, "top_k"_a, "batch"_a, "Popularity from elsewhere.");
     m.def("resize", &resize, "planner"_a, "slots"_a, "Another number of slots.");
     m.def("admit", &admit, "planner"_a, "key"_a, "Whether an expert takes a slot, and whose; -1: of none.");

@@ -43,7 +43,7 @@ class Replay {
         : r_(routing), rule_(rule), slots_(slots), c_(truth), start_(start), own_s_(rule == Rule::planner ? planner_s : 0.0),
           first_(first), n_(routing.layers * routing.experts), state_(at(n_), 0), held_(at(routing.layers) + 1, 0),
           next_(at(n_ + routing.layers + 1)), prev_(next_), last_(at(n_), -1), score_(at(n_), 0.0),
-          hot_(at(routing.layers) * at(slots)), action_(at(routing.experts)), worker_(at(routing.experts)),
+          action_(at(routing.experts)), worker_(at(routing.experts)),
           order_(at(routing.experts)), wanted_(at(routing.experts), 0),
           ids_(at(routing.experts)), counts_(at(routing.experts)),
           planner_(routing.layers, routing.experts, routing.top_k, slots, 1, belief, state_.data(), without) {
@@ -218,7 +218,7 @@ class Replay {
             now_ = ran(now_, hits, loads, work, now_);
         }
         link_free_ = now_;
-        if (planned() && start_) planner_.prompt_end(counts, tokens, r_.batch, r_.batch, hot_.data());
+        if (planned() && start_) planner_.prompt_end(counts, tokens, r_.batch, r_.batch);
         if (rule_ == Rule::ktransformers) return;
         for (int l = 0; l < r_.layers; ++l) {
             const int base = l * r_.experts;
@@ -421,7 +421,6 @@ class Replay {
     std::vector<int> held_, next_, prev_;
     std::vector<int> last_;
     std::vector<double> score_;
-    std::vector<std::int32_t> hot_;
     std::vector<std::uint8_t> action_, worker_;
     std::vector<int> order_;
     std::vector<std::uint8_t> wanted_;

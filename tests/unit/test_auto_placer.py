@@ -233,6 +233,7 @@ def test_after_a_prompt_what_it_used_most_stays(rig: Rig) -> None:
     for layer in range(LAYERS):
         rig.layer(layer, [0, 3], [1, 3], [2, 3], [2, 3])  # 0 and 1 once, 2 twice, 3 four times
     assert rig.told("used") == []  # a prompt's rows are no tokens of a decode
+    assert rig.told("took") == [()] * LAYERS  # before, no prompt's layer told what it took
     assert rig.resident() == {2, 3, 6, 7, 10, 11}
     rig.begin(("a", 1, True))
     assert rig.told("prompt_end") == [([[1, 1, 2, 4]] * LAYERS, 4, 1, 1)]

@@ -20,6 +20,7 @@ from tiermoe.actors.engine.model.kernels import (
     Kernels,
     KernelTime,
     expert_kernel_times,
+    expert_seconds,
     fastest,
     fill_slots,
     problem_of,
@@ -197,3 +198,21 @@ def test_kernels_of_published_forms() -> None:
         FormKernels(pool, "triton", blocks)
     with pytest.raises(ConfigError, match="does not run experts in the form"):
         FormKernels(pool, "grouped", blocks)
+
+
+def test_an_experts_seconds_are_its_share_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the planner of `auto` put each expert on a GPU at a launch of its own."""
+    clock = [0.0]
+    monkeypatch.setattr(kernel_times.time, "perf_counter", lambda: clock[0])
+
+    class Launches:
+        def run(self, hidden: torch.Tensor, pairs: Any, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+            assert [first for *_, first, _, _ in groups] == [e * NEURONS for e in range(len(groups))]
+            assert (len(hidden) * top_k, len(pairs)) == (len(y), len(y))
+            clock[0] += 40 + sum(4 + (stop - start - 1) for start, stop, *_ in groups)
+
+    pool, kernel = pool_in(torch.float32), Launches()
+    assert expert_seconds(kernel, pool) == pytest.approx((44, 1))  # type: ignore[arg-type]
+    share_s, row_s = expert_seconds(kernel, pool, together=8)  # type: ignore[arg-type]
+    assert share_s == pytest.approx((40 + 3 * 4) / 3)  # there are three slots
+    assert row_s == pytest.approx(1)

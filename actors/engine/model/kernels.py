@@ -120,9 +120,10 @@ def problem_of(kernel: ExpertKernel, reference: ExpertKernel, pool: SlotPool, ro
     return None
 
 
-def _slots(pool: SlotPool) -> int:
+def _slots(pool: SlotPool | FormPool) -> int:
     """The slots that measurements may use."""
-    return len(pool.gate_up) if pool.always is None else pool.always
+    always = pool.always if isinstance(pool, SlotPool) else None
+    return len(pool.tensors[0]) if always is None else always
 
 
 def fill_slots(pool: SlotPool, count: int) -> int:
@@ -151,12 +152,20 @@ _ROWS = 16
 _COPY_GBPS = 10.0  # of an emulated link without throttle: what a copy within memory takes
 
 
-def expert_seconds(kernel: ExpertKernel, pool: SlotPool | FormPool) -> tuple[float, float]:
-    """Median seconds of one expert at one row, and of each further row; zeroes slot 0, so call it on an empty pool."""
-    for tensor in pool.slot(0, 0):
-        tensor.zero_()
+def expert_seconds(kernel: ExpertKernel, pool: SlotPool | FormPool, together: int = 1) -> tuple[float, float]:
+    """Median seconds of one expert at one row, and of each further row; zeroes slots, so call it on an empty pool.
+
+    Args:
+        together: so many experts run side by side, as far as there are slots; the first number is one's share. A GPU
+            launches them together, and one expert alone may stay in a processor's cache from time to time.
+    """
+    count = max(1, min(together, _slots(pool)))
+    for i in range(count):
+        for tensor in pool.slot(i, 0):
+            tensor.zero_()
     one, many = _seconds(kernel, pool, 1), _seconds(kernel, pool, _ROWS)
-    return one, max(0.0, (many - one) / (_ROWS - 1))
+    share = one if count == 1 else _seconds(kernel, pool, 1, count) / count
+    return share, max(0.0, (many - one) / (_ROWS - 1))
 
 
 def link_seconds(link: LinkSettings, slot_bytes: int, emulated: bool, device_gbps: float) -> float:
@@ -166,14 +175,16 @@ def link_seconds(link: LinkSettings, slot_bytes: int, emulated: bool, device_gbp
     return load_s(slot_bytes, Link(link.gbps or _COPY_GBPS, link.latency_us))
 
 
-def _seconds(kernel: ExpertKernel, pool: SlotPool | FormPool, rows: int) -> float:
+def _seconds(kernel: ExpertKernel, pool: SlotPool | FormPool, rows: int, experts: int = 1) -> float:
+    """Of a run of the first experts, all with the same rows."""
     hidden = torch.zeros((rows, pool.hidden), dtype=pool.dtype, device=pool.device)
-    pairs = torch.arange(rows, device=pool.device)
-    y = torch.empty_like(hidden)
+    pairs = torch.arange(rows * experts, device=pool.device).view(rows, experts).t().flatten().contiguous()
+    y = torch.empty((rows * experts, pool.hidden), dtype=pool.dtype, device=pool.device)
+    groups = [(e * rows, (e + 1) * rows, e * pool.neurons, pool.neurons, False) for e in range(experts)]
     times = []
     for _ in range(_MEASURED + 1):
         start_s = time.perf_counter()
-        kernel.run(hidden, pairs, [(0, rows, 0, pool.neurons, False)], 1, y)
+        kernel.run(hidden, pairs, groups, experts, y)
         if pool.device.type == "cuda":
             torch.cuda.synchronize(pool.device)  # before serving: the forward path never waits so
         times.append(time.perf_counter() - start_s)

@@ -71,7 +71,7 @@ class Planner(Protocol):
 
     def used(self, layer: int, needed: Any) -> None: ...
 
-    def prompt_end(self, counts: Any, tokens: int, requests: int, batch: int) -> Any: ...
+    def prompt_end(self, counts: Any, tokens: int, requests: int, batch: int) -> None: ...
 
     def resize(self, slots: int) -> None: ...
 
@@ -112,9 +112,9 @@ class _Pass:
 
     needed: all its experts; those of other GPUs run there or near data. began_s: its plan. near_s: expected seconds of
     the near-data kernels. owner_s: of other GPUs' answers. predicted: it has a plan of the planner. here: experts that
-    run on this GPU. near: experts that are computed near data. learns: all its rows are of announced decodes. before:
-    answers of NDP workers, seconds of their kernels and of waits for them, for copies and for other GPUs, counted
-    before.
+    run on this GPU. near: experts that are computed near data. announced: the sequences of its rows are known.
+    learns: they all decode. before: answers of NDP workers, seconds of their kernels and of waits for them, for copies
+    and for other GPUs, counted before.
     """
 
     layer: int
@@ -126,6 +126,7 @@ class _Pass:
     here: int
     near: int
     loaded: list[int]
+    announced: bool
     learns: bool
     before: tuple[int, float, float, float, float]
 
@@ -359,7 +360,8 @@ class AutoPlacer(PeerPlacer):
         learns = announced and self._prompt is None and not self.local  # of a local forward the order notes it
         loaded, before = [*plan.run[plan.resident :]], self._counted(layer)
         self._pass = _Pass(
-            layer, experts, now_s, near_s, owner_s, predicted, len(plan.run), len(near), loaded, learns, before
+            layer, experts, now_s, near_s, owner_s, predicted, len(plan.run), len(near), loaded, announced, learns,
+            before,
         )
         return plan
 
@@ -416,6 +418,8 @@ class AutoPlacer(PeerPlacer):
         if found is None or planner is None or found.layer != layer:
             return
         now_s = self._clock()
+        if found.predicted and found.announced:
+            planner.took(now_s - found.began_s)
         if found.predicted and found.learns:
             self._correct(planner, found, now_s - found.began_s)
         self._ended_s = now_s
@@ -437,7 +441,6 @@ class AutoPlacer(PeerPlacer):
 
     def _correct(self, planner: Planner, found: _Pass, seen_s: float) -> None:
         """Correct the costs by a layer of a decode that took so long."""
-        planner.took(seen_s)
         counted = self._counted(found.layer)
         calls, kernels_s, near_wait_s, copy_wait_s, owner_wait_s = (
             a - b for a, b in zip(counted, found.before, strict=True)

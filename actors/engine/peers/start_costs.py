@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # torch
     from ..cache.device import Activations
     from .remote import NdpPool, RemoteExperts
 
-_REPEATS, _EXPERTS, _ROWS = 5, 4, 16  # messages of each kind; experts and rows of the longer ones
-_PROBED = 16  # experts of the first layer that are used
+PROBED = 4  # experts that are copied or run together
+_REPEATS, _ROWS = 5, 16  # messages of each kind; rows of the longer ones
+_USED = 16  # experts of the first layer that are used
 _MOST_BUSY = 5.0  # a link takes at most 0.8 of the host's memory bandwidth
 _BUSY = 1.25  # near-data seconds while the link copies against idle ones, where they cannot be measured
 
@@ -31,14 +32,14 @@ def probe_costs(
 ) -> Costs:
     """Measure the start costs on an empty cache, in well under a second for experts of a few MB.
 
-    Copies: of `_EXPERTS` experts or as many as there are slots. Near data: round trips of one expert, of several, of
+    Copies: of `PROBED` experts or as many as there are slots. Near data: round trips of one expert, of several, of
     one with `_ROWS` rows, and of several while the link copies, which takes memory bandwidth and cores.
 
     Args:
-        gpu_s: of an expert's first row on this device, and of each further one.
+        gpu_s: of an expert's first row on this device, beside others, and of each further one.
         activations: carry rows to peers; None: there are none.
     """
-    count = max(1, min(_EXPERTS, cache.residency.slots))
+    count = max(1, min(PROBED, cache.residency.slots))
     copy_s = min(_copying(cache, count, lambda: None) / count for _ in range(_REPEATS))
     first_s, further_s = max(gpu_s[0], 1e-9), max(gpu_s[1], 1e-9)
     peer = None if pool is None or activations is None else next(iter(pool.members), None)
@@ -68,7 +69,7 @@ def _near_seconds(
     the worker did not answer. The least of several trials, since other work on the machine only adds.
     """
     experts = len(cache.uses) // len(cache.stats.layers)
-    several, used = max(2, min(_EXPERTS, experts)), min(_PROBED, experts)
+    several, used = max(2, min(PROBED, experts)), min(_USED, experts)
     turn = iter(range(1 << 30))
 
     def trip(count: int, rows: int) -> tuple[float, float]:
