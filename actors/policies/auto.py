@@ -328,7 +328,7 @@ class Auto:
         self._native.saw(self._planner, part, expected_s, seen_s)
 
     def took(self, seen_s: float) -> None:
-        """Tell the seconds of the layer planned last, from its plan to its end.
+        """Tell the seconds of the layer planned last, from its plan to its end, after `saw` of its parts.
 
         What its parts do not explain is its source's: the link, near data, both, or none of them.
         """
@@ -472,7 +472,7 @@ def forward_seconds(
         return max(begun_s, (begun_s * near_s + all_near_s * load_s) / (near_s + load_s))
 
     # by the copies, or by the experts
-    split_s = max(together(0.0, costs.copy_s), together(hits_s, gpu_s)) if missing else hits_s
+    split_s = max(together(gpu_s, costs.copy_s), together(hits_s, gpu_s)) if missing else hits_s
     page_s = costs.message_s * needed / top_k
     return layers * (min(loaded_s, split_s) + page_s), layers * loaded_s
 

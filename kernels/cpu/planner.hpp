@@ -308,8 +308,8 @@ class Planner {
 
         near = span > 0 ? near_end(start, span, demand, demand, t) : now_s;
         by = source(span > 0, busy || loads + waits + released_);
-        planned_ = by, decodes_ = decode, modelled_s_ = std::max({gpu, near, others}) - now_s;
-        out.end_s = decode ? std::max(now_s, now_s + modelled_s_ + offset(by)) : now_s + modelled_s_ * slower(by);
+        planned_ = by, decodes_ = decode, here_s_ = std::max(gpu, others) - now_s, near_s_ = near - now_s;
+        out.end_s = decode ? std::max(now_s, now_s + modelled_s() + offset(by)) : now_s + modelled_s() * slower(by);
         out.near_s = span > 0 ? near - start : 0.0;
         out.link_s = demand;
         expected_s_ = out.end_s - now_s;
@@ -414,6 +414,8 @@ class Planner {
     void saw(Part part, double expected_s, double seen_s) {
         if (off(Without::correction) || !(expected_s > 0) || !(seen_s > 0)) return;
         const double ratio = seen_s / expected_s;
+        // `took` is told what this does not explain
+        if (part == Part::near || part == Part::near_busy || part == Part::near_mixed || part == Part::message) near_s_ += seen_s - expected_s;
         const int count = ++counts_[static_cast<int>(part)];
         if (part == Part::message) {
             costs_.message_s *= std::pow(ratio, std::max(kStep, 1.0 / count));
@@ -430,15 +432,15 @@ class Planner {
         if (part == Part::dense) costs_.dense_s *= x;
     }
 
-    // The last planned layer took so long, from its plan to its end. What its parts do not explain is its source's: of a
-    // decode seconds, of a prompt, whose layers differ by their rows, a share of the time. A prompt's layer that ends
-    // sooner says nothing: a GPU's work may be queued still.
+    // The last planned layer took so long, from its plan to its end; after `saw` of its parts. What they do not explain is
+    // its source's: of a decode seconds, of a prompt, whose layers differ by their rows, a share of the time. A prompt's
+    // layer that ends sooner says nothing: a GPU's work may be queued still.
     void took(double seen_s) {
         if (!decodes_) {
-            if (off(Without::correction) || !(modelled_s_ > 0)) return;
+            if (off(Without::correction) || !(modelled_s() > 0)) return;
             for (Slower& one : slower_) {
                 if (&one != &slower_[static_cast<int>(planned_)]) one.by += kForgets * (1.0 - one.by);
-                else one.by += std::max(kPromptStep, 1.0 / ++one.layers) * (std::clamp(seen_s / modelled_s_, 1.0, kMostSlower) - one.by);
+                else one.by += std::max(kPromptStep, 1.0 / ++one.layers) * (std::clamp(seen_s / modelled_s(), 1.0, kMostSlower) - one.by);
             }
             return;
         }
@@ -448,7 +450,7 @@ class Planner {
         if (judged_) faster_ |= expected_s_ - seen_s >= loss_s_ / 2;  // at most half of what it was expected to lose
         judged_ = false;
         Seen& seen = seen_[static_cast<int>(planned_)];
-        const double error = seen_s - modelled_s_ - seen.offset_s, step = std::max(kStep, 1.0 / (seen.layers += 1));
+        const double error = seen_s - modelled_s() - seen.offset_s, step = std::max(kStep, 1.0 / (seen.layers += 1));
         // a pause of the host says little
         const double most = seen.layers > 8 ? 4 * seen.spread_s + 0.1 * seen_s : std::abs(error);
         seen.offset_s += step * std::min(most, std::max(-most, error));
@@ -502,6 +504,8 @@ class Planner {
     double offset(Source by) const { return known(by).offset_s; }
     // Its offset, and more the more it errs.
     double charge(Source by) const { return offset(by) + kDoubt * known(by).spread_s; }
+    // Seconds of the last planned layer by its parts.
+    double modelled_s() const { return std::max({0.0, here_s_, near_s_}); }
     // How many times as long as their parts a prompt's layers of a source take.
     double slower(Source by) const { return slower_[static_cast<int>(by)].by; }
     struct Split { double end = std::numeric_limits<double>::infinity(); int loads = 0, waits = 0; };
@@ -942,7 +946,7 @@ class Planner {
     Slower slower_[4];                    // of prompts
     Source planned_ = Source::here;
     bool decodes_ = true;                 // the last plan is a decode's
-    double modelled_s_ = 0.0;             // of the last plan, from its parts alone
+    double here_s_ = 0.0, near_s_ = 0.0;  // of the last plan: until the GPUs and near data end, by their parts alone
     struct Tries { double may_s = 0.0; int unused = 0, rarer = 0; };  // may_s: what tries may still cost
     Tries tries_[3];                      // of link, near data, owners
     int trying_ = -1, tried_ = 0;         // the source that is tried, and for how many layers by now

@@ -332,8 +332,8 @@ class Replay {
         if (counted_)
             out_.needed += n, out_.hits += hits, out_.loads += loads, out_.waits += wait, out_.near += n - hits - loads - wait;
         if (planned()) {
-            planner_.took(now_ - t0);
             if (work > 1e-12) planner_.saw(Part::near_mixed, expected, near - start);
+            planner_.took(now_ - t0);
             if (loads || under_way_) planner_.saw(Part::copy, planner_.costs().copy_s, c_.copy_s);
             planner_.used(l, n, needed, r_.share + step * at(r_.experts));
         }

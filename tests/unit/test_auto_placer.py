@@ -355,10 +355,24 @@ def test_a_layer_that_ends_with_its_experts_here_says_nothing_of_a_message(rig: 
     rig.planner.costs = replace(COSTS, message_s=1e-9)
     rig.planner.actions = {1: Action.NEAR_DATA}
     rig.begin(("a", 1, True))
+    for layer in (0, 1):
+        rig.layer(layer, [0])
+    rig.settle()
     rig.layer(0, [0, 1], answer_s=1e-9, waited_s=1e-9)
     assert Part.MESSAGE not in [part for part, *_ in rig.told("saw")]
     rig.layer(1, [0, 1], answer_s=1e-9, waited_s=1.0)
     assert Part.MESSAGE in [part for part, *_ in rig.told("saw")]
+
+
+def test_what_copies_cost_beside_near_data_is_no_messages(rig: Rig) -> None:
+    """Before, it was, and so near data alone was put at what it takes beside the link."""
+    rig.planner.costs = replace(COSTS, message_s=1e-9)
+    rig.planner.actions = {1: Action.NEAR_DATA}
+    rig.begin(("a", 1, True))
+    rig.layer(0, [0, 1], answer_s=1e-9, waited_s=1.0)  # 0 is loaded
+    assert Part.MESSAGE not in [part for part, *_ in rig.told("saw")]
+    told = [one[:2] for one in rig.planner.told]
+    assert told.index(("saw", Part.NEAR_MIXED)) < told.index(("took",))  # which is what `saw` leaves
 
 
 def test_a_layers_dense_part_is_learned_by_the_planner_that_heard_the_prompt(rig: Rig) -> None:
@@ -410,7 +424,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     native, python = Stack(6, "worth"), Stack(6, "worth", native=False)
     cache, planner, rng = native.cache, Scripted(), np.random.default_rng(3)
     order: Any = cache.eviction
-    planner.costs = replace(COSTS, copy_s=1e-6, message_s=1e-7)  # planning is expected to lose little
+    planner.costs = replace(COSTS, copy_s=1e-6, gpu_s=1e-7, message_s=1e-7)  # planning is expected to lose little
     pool: Any = Pool()
     placer = AutoPlacer(cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: planner)
     placer.preload()

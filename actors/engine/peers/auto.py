@@ -418,10 +418,10 @@ class AutoPlacer(PeerPlacer):
         if found is None or planner is None or found.layer != layer:
             return
         now_s = self._clock()
-        if found.predicted and found.announced:
-            planner.took(now_s - found.began_s)
         if found.predicted and found.learns:
             self._correct(planner, found, now_s - found.began_s)
+        if found.predicted and found.announced:
+            planner.took(now_s - found.began_s)
         self._ended_s = now_s
         if found.learns:
             planner.used(layer, found.needed)
@@ -450,11 +450,13 @@ class AutoPlacer(PeerPlacer):
             planner.saw(Part.OWNER, found.owner_s, owners_s)
         if found.near and calls > 0 and kernels_s >= 0.0:
             kernel_s = kernels_s / calls
-            part = Part.NEAR_MIXED if found.loaded or self._arrivals else Part.NEAR
-            planner.saw(part, found.near_s, kernel_s)
+            copies = bool(found.loaded or self._arrivals)
+            planner.saw(Part.NEAR_MIXED if copies else Part.NEAR, found.near_s, kernel_s)
             message_s = seen_s - kernel_s
-            # taking an answer that has come is a short wait, too: then the layer's time is that of its experts here
-            if near_wait_s > _WAITED * message_s or message_s < planner.costs.message_s:
+            # taking an answer that has come is a short wait, too: then the layer's time is that of its experts here; what
+            # copies cost beside near data is their source's (`took`)
+            waited = near_wait_s > _WAITED * message_s and not copies
+            if waited or message_s < planner.costs.message_s:
                 planner.saw(Part.MESSAGE, planner.costs.message_s, message_s)
         elif not found.near and found.here:
             here_s = (seen_s - copy_wait_s) / found.here
