@@ -453,8 +453,8 @@ class AutoPlacer(PeerPlacer):
             copies = bool(found.loaded or self._arrivals)
             planner.saw(Part.NEAR_MIXED if copies else Part.NEAR, found.near_s, kernel_s)
             message_s = seen_s - kernel_s
-            # taking an answer that has come is a short wait, too: then the layer's time is that of its experts here; what
-            # copies cost beside near data is their source's (`took`)
+            # taking an answer that has come is a short wait, too: then the layer's time is that of its experts here;
+            # what copies cost beside near data is their source's (`took`)
             waited = near_wait_s > _WAITED * message_s and not copies
             if waited or message_s < planner.costs.message_s:
                 planner.saw(Part.MESSAGE, planner.costs.message_s, message_s)
