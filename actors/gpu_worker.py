@@ -109,7 +109,7 @@ class GpuWorker:
         from .engine.describe import describe
         from .engine.engine import ExpertEngine
         from .engine.make_device import make_device
-        from .engine.model.attention import attention_in_graphs
+        from .engine.model.attention import attention_of_steps
         from .engine.model.compile import CompiledDense
         from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
         from .store.artifacts import read_policy_artifacts
@@ -123,9 +123,9 @@ class GpuWorker:
         torch.set_num_threads(settings.threads)
         device = self._device = make_device(settings.device, settings.link)
         dtype = compute_dtype(settings.dtype, device.torch_device)
-        attention, recorded = settings.attention, settings.compile == "graphs"
-        if recorded:
-            attention = attention_in_graphs(attention, device.torch_device)
+        attention, recorded = attention_of_steps(
+            settings.attention, settings.compile, settings.kv.batching, device.torch_device
+        )
         settings = settle_budget(settings, device)
         self._sources = open_sources(self._view, self._stores, settings.store)
         pinned = self._sources.pin(device, settings.copies)
@@ -162,7 +162,7 @@ class GpuWorker:
         self._dense = CompiledDense(self._model, experts, settings.compile, threads=settings.threads)
         self._batcher = make_batcher(
             self._model, settings.kv, self._engine, attention, vocabulary, self._shared_memory(),
-            settings.policy.routing.kind != "quality",
+            settings.policy.routing.kind != "quality", settings.attention,
         )  # fmt: skip
         if recorded:
             self._engine.notes += _record(self._model, self._batcher)
@@ -408,8 +408,9 @@ def _record(model: Any, batcher: Any) -> list[str]:
     """
     from .engine.serving.recorded import Recorded
 
-    if batcher.serial_because is not None:
-        return ["decode steps are no CUDA graphs, since requests are served one after the other"]
+    if batcher.attention != "triton":
+        because = batcher.serial_because or "its attention takes another kernel"
+        return [f"decode steps are no CUDA graphs: {because}"]
     recorded = Recorded(model)
     batcher.record(recorded)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -435,7 +436,7 @@ def _end_process(error: BaseException) -> None:
 
 def make_batcher(
     model: Any, kv: KvSettings, watcher: Any = None, attention: Attention = "auto", tokenizer: str | None = None,
-    memory: Any = None, shares_decoded: bool = True,
+    memory: Any = None, shares_decoded: bool = True, otherwise: Attention | None = None,
 ) -> Any:  # fmt: skip
     """Continuous batching if the model allows it, else one request after another.
 
@@ -444,6 +445,7 @@ def make_batcher(
         tokenizer: the text of tokenizer.json, for grammars.
         memory: `SharedMemory` of expert slots and the paged cache; None: the cache has its own.
         shares_decoded: as `ContinuousBatcher`.
+        otherwise: the attention that is tried where the model does not allow `attention`; None: none.
 
     Raises:
         UnsupportedModelError: `kv.batching` is continuous and the model does not allow it.
@@ -452,11 +454,14 @@ def make_batcher(
 
     if kv.batching == "serial":
         return SerialBatcher(model, kv, "asked for", watcher, tokenizer)
-    try:
-        return ContinuousBatcher(model, kv, watcher, attention, tokenizer, memory, shares_decoded)
-    except UnsupportedModelError as error:
-        if kv.batching == "continuous":
-            raise
-        if memory is not None:
-            memory.close()
-        return SerialBatcher(model, kv, error.what, watcher, tokenizer)
+    tried = [attention, *([otherwise] if otherwise not in (None, attention) else [])]
+    for name in tried:
+        try:
+            return ContinuousBatcher(model, kv, watcher, name, tokenizer, memory, shares_decoded)
+        except UnsupportedModelError as error:
+            if name == tried[-1] and kv.batching == "continuous":
+                raise
+            if memory is not None:
+                memory.close()
+            why = error.what
+    return SerialBatcher(model, kv, why, watcher, tokenizer)

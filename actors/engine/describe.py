@@ -37,6 +37,7 @@ def describe(
         "dtype": str(engine.cache.pool.dtype).removeprefix("torch."),
         "threads": settings.threads,
         "compile": settings.compile,
+        "decode_graphs": batcher.replays,
         "moe_layers": len(manifest.layers),
         "expert_form": manifest.expert_form,
         "experts_per_layer": manifest.experts.num_experts,

@@ -29,7 +29,8 @@ from tiermoe.actors.engine.model.kernels import KernelPlan
 from tiermoe.actors.engine.model.profile import PARTS, device_calls, host_passes
 from tiermoe.actors.engine.peers.matcher import MatcherLink
 from tiermoe.actors.policies.routing import SequenceRows
-from tiermoe.actors.settings import EngineSettings, LinkSettings
+from tiermoe.actors.requests import GenerationRequest, SamplingParams
+from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store.artifacts import MapShape, PolicyArtifacts
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.host import usable_cores
@@ -253,6 +254,7 @@ def run(context: Context, record: Record) -> None:
             fastest = _references(bench)
             threads = 1 if context.toy else max(1, usable_cores() - 3)
             with closing(NearData(shape.expert, layers, threads)) as near_data:
+                _served(bench, near_data, peaks)
                 _cases(bench, near_data, fastest, peaks)
         free_memory(bench.context)
         _offload(bench, fastest)
@@ -275,6 +277,88 @@ def _references(bench: Bench) -> str:
     if not found:
         raise RuntimeError("none of transformers' experts implementations runs")
     return min(found, key=lambda name: found[name])
+
+
+SERVED = (
+    ("all-resident", 1.0), ("auto", 0.5), ("next-gate", 0.5), ("on-demand", 0.5), ("auto", 0.25), ("next-gate", 0.25),
+)  # fmt: skip
+SERVED_WARM, SERVED_PIECE = 24, 8
+_SERVED_KV = KvSettings(page_size=16, tokens=512, max_batch_tokens=256, max_num_seqs=4, prefix_cache=False)
+
+
+class _Told:
+    """A `SequenceWatcher`: of a step that one sequence runs, the replay gets the tokens and the engine the rows."""
+
+    def __init__(self, engine: ExpertEngine, replay: Replay) -> None:
+        self._engine, self._replay, self._next = engine, replay, dict[str, int]()
+
+    def begin_forward(self, rows: Sequence[SequenceRows]) -> None:
+        (row,) = rows
+        position, count = self._next.get(row.name, 0), row.stop - row.start
+        self._next[row.name] = position + count
+        self._replay.begin(position, count)
+        self._engine.begin_forward(rows)
+
+    def end_sequence(self, name: str) -> None:
+        self._engine.end_sequence(name)
+
+
+def _served(bench: Bench, near_data: NearData, peaks: Peaks) -> None:
+    """The product's own decode steps on this model: as CUDA graphs, cut at the experts, on a GPU."""
+    context, record, shape = bench.context, bench.record, bench.shape
+    if "latent" in bench.built.model.config.model_type or hasattr(bench.built.model.config, "kv_lora_rank"):
+        record.note(f"{shape.name}: its attention has no paged cache, so its steps are no graphs")
+        return
+    bench.replay.close()  # inside the experts' operator, since no graph may hold what changes from step to step
+    for preset, budget in SERVED[:3] if context.toy else SERVED:
+        case = f"{shape.name}, served, {preset} at {budget:g}"
+        if record.has_time(context, _FIRST_S, case):
+            with record.trying(case, must_run=True), bench.engine(preset, budget, near_data) as engine:
+                _served_case(bench, engine, preset, budget, peaks)
+            free_memory(context)
+    bench.replay.attach(bench.built.modules)
+
+
+def _served_case(bench: Bench, engine: ExpertEngine, preset: str, budget: float, peaks: Peaks) -> None:
+    from tiermoe.actors.engine.serving.batching import ContinuousBatcher
+    from tiermoe.actors.engine.serving.recorded import Recorded
+
+    model, gpu = bench.built.model, bench.context.device.type == "cuda"
+    tokens = bench.trace.ids.shape[0] - PROMPT - 1
+    bench.built.use(OURS)
+    with (
+        bench.replay.inside(bench.built.modules, engine.layers),
+        closing(ContinuousBatcher(
+            model, _SERVED_KV, _Told(engine, bench.replay), "triton" if gpu else "auto"
+        )) as batcher,
+    ):  # fmt: skip
+        recorded = Recorded(model) if gpu else None
+        if recorded is not None:
+            batcher.record(recorded)
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        prompt = tuple((7 * i + 1) % 200 for i in range(PROMPT))
+        for turn in range(2):  # the first records
+            came_s, loaded = list[float](), 0
+            for event in batcher.submit(GenerationRequest(f"{preset} {turn}", prompt, sampling)):
+                if event.failure is not None:
+                    raise event.failure
+                came_s += [time.perf_counter()] * len(event.token_ids)
+                if len(came_s) == SERVED_WARM:
+                    before = engine.stats().total().bytes_loaded
+            loaded = engine.stats().total().bytes_loaded - before
+    pieces = [
+        (came_s[at + SERVED_PIECE] - came_s[at]) / SERVED_PIECE * 1e3
+        for at in range(SERVED_WARM, len(came_s) - SERVED_PIECE, SERVED_PIECE)
+    ]
+    per_token = loaded / (len(came_s) - SERVED_WARM)
+    bench.record.row(
+        "served", shape=bench.shape.name, preset=preset, budget=budget, tpot_ms=spread_of(pieces),
+        graphs=recorded is not None and recorded.problem is None, mb_per_token=per_token / 1e6,
+        floor_link_ms=per_token / peaks.h2d / 1e6, floor_read_ms=_read_bytes(bench, 1, 0.0) / peaks.hbm / 1e6,
+    )  # fmt: skip
+    if recorded is not None:
+        name = f"{bench.shape.name}, {preset} at {budget:g}: steps that were graphs"
+        bench.record.check(name, recorded.replays, ">=", tokens)
 
 
 def _cases(bench: Bench, near_data: NearData, reference: str, peaks: Peaks) -> None:
@@ -355,12 +439,8 @@ def _counted(bench: Bench, engine: ExpertEngine, tokens: int, batch: int, peaks:
     stats = engine.stats()
     total = stats.total()
     loaded = total.bytes_loaded / tokens
-    # weights that a decode step reads: dense ones, and the experts of each layer: K for one sequence
     asked = (total.hits + total.misses) / tokens / len(stats.layers)
-    experts = bench.shape.top_k if batch == 1 else asked
-    expert = bench.shape.expert.nbytes(bench.context.dtype.itemsize)
-    read = bench.built.read_bytes + len(bench.host.layers) * experts * expert
-    link_ms, read_ms = loaded / peaks.h2d / 1e6, read / peaks.hbm / 1e6
+    link_ms, read_ms = loaded / peaks.h2d / 1e6, _read_bytes(bench, batch, asked) / peaks.hbm / 1e6
     return {
         "hit_rate": stats.hit_rate, "mb_per_token": loaded / 1e6, "blocked_ms": total.blocked_io_s / tokens * 1e3,
         "link_ms": total.link_s / tokens * 1e3, "wasted_mb_per_token": total.bytes_wasted / tokens / 1e6,
@@ -368,6 +448,13 @@ def _counted(bench: Bench, engine: ExpertEngine, tokens: int, batch: int, peaks:
         "experts_asked_per_layer": asked, "writeback_ms": total.writeback_link_s / tokens * 1e3,
         "writeback_blocked_ms": total.writeback_blocked_s / tokens * 1e3,
     }  # fmt: skip
+
+
+def _read_bytes(bench: Bench, batch: int, asked: float) -> float:
+    """Of weights that a decode step reads: dense ones, and each layer's experts: K for one sequence, else `asked`."""
+    expert = bench.shape.expert.nbytes(bench.context.dtype.itemsize)
+    experts = bench.shape.top_k if batch == 1 else asked
+    return bench.built.read_bytes + len(bench.host.layers) * experts * expert
 
 
 def _ndp_times(engine: ExpertEngine, tokens: int) -> dict[str, Any]:

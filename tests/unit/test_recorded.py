@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from serving import prepared, serving, settings
+from serving import greedy, prepared, serving, settings
 from tiny_models import save_tiny_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiermoe.actors.engine.model.attention import attention_in_graphs
+from tiermoe.actors.engine.model import attention
+from tiermoe.actors.engine.serving import recorded as recorded_module
 from tiermoe.actors.engine.serving.batching import ContinuousBatcher
 from tiermoe.actors.engine.serving.recorded import ROWS, Recorded
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -77,9 +79,9 @@ def _again(there: Any, values: Any) -> None:
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls within `Recorded._record` are watched, interpreted kernels, too."""
-    from tiermoe.kernels.triton import attention
+    from tiermoe.kernels.triton import attention as kernels
 
-    made = attention.Launch
+    made = kernels.Launch
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         kernel = made(*args, **kwargs)
@@ -91,8 +93,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr(attention, "_launches", {})
-    monkeypatch.setattr(attention, "Launch", launch)
+    monkeypatch.setattr(kernels, "_launches", {})
+    monkeypatch.setattr(kernels, "Launch", launch)
     record = Recorded._record
 
     def watched(self: Recorded, inputs: Any) -> Any:
@@ -122,6 +124,7 @@ def tokens_of(batcher: ContinuousBatcher, prompts: Sequence[Sequence[int]], toke
     return [[token for event in stream for token in event.token_ids] for stream in streams]
 
 
+@pytest.mark.slow
 def test_replayed_steps_give_the_models_tokens(worker: GpuWorker, captured: None) -> None:
     """Of one request and of several, which come and go; the engine counts each layer of each step once."""
     runs: list[list[list[list[int]]]] = []
@@ -175,12 +178,43 @@ def test_what_is_not_recorded(worker: GpuWorker, captured: None) -> None:
     assert Recorded(worker.model, Graph).logits({"input_ids": torch.zeros(1, ROWS + 1)}, 0) is None
 
 
-def test_graphs_are_refused_without_a_gpu_or_with_another_attention(store: ExpertStore) -> None:
+def test_a_worker_replays_its_decode_steps(
+    store: ExpertStore, captured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; and where our attention does not take the model, it runs with its own, step by step."""
+    with serving(store, settings(0.5, kv=KV, compile="off")) as worker:
+        expected = greedy(worker, PROMPTS[:1], 8)
+        assert not worker.plan()["decode_graphs"]
+    monkeypatch.setattr(attention, "attention_of_steps", lambda *_: ("triton", True))
+    monkeypatch.setattr("tiermoe.actors.engine.model.model.attention_for", lambda *_: "sdpa")
+    monkeypatch.setattr(recorded_module, "Recorded", partial(Recorded, graph=Graph))
+    with serving(store, settings(0.5, kv=KV, compile="off")) as worker:
+        assert worker.plan()["decode_graphs"]
+        assert greedy(worker, PROMPTS[:1], 8) == expected
+        assert worker.plan()["notes"] == []
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("attention: triton takes no soft cap")
+
+    monkeypatch.setattr(attention, "paged_attention", refuse)
+    with serving(store, settings(0.5, kv=KV, compile="off")) as worker:
+        assert not worker.plan()["decode_graphs"]
+        assert greedy(worker, PROMPTS[:1], 8) == expected
+        assert worker.plan()["notes"] == ["decode steps are no CUDA graphs: its attention takes another kernel"]
+
+
+def test_when_steps_are_graphs(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for wanted, mode, batching, device, expected in (
+        ("auto", "auto", "auto", gpu, ("triton", True)), ("triton", "auto", "auto", gpu, ("triton", True)),
+        ("auto", "graphs", "continuous", gpu, ("triton", True)), ("sdpa", "auto", "auto", gpu, ("sdpa", False)),
+        ("auto", "off", "auto", gpu, ("auto", False)), ("auto", "auto", "serial", gpu, ("auto", False)),
+        ("auto", "auto", "auto", cpu, ("auto", False)),
+    ):  # fmt: skip
+        assert attention.attention_of_steps(wanted, mode, batching, device) == expected  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="not sdpa"):
+        attention.attention_of_steps("sdpa", "graphs", "auto", gpu)
     with pytest.raises(ConfigError, match="compile: default or compile: off"):
         GpuWorker(settings(0.5, compile="graphs"), store.describe()).start()
-    gpu = torch.device("cuda")
-    assert attention_in_graphs("auto", gpu) == "triton"
-    with pytest.raises(ConfigError, match="not sdpa"):
-        attention_in_graphs("sdpa", gpu)
-
-
+    monkeypatch.setattr(attention, "_FIXED_STEPS", "transformers.of_an_older_release")
+    assert attention.attention_of_steps("auto", "auto", "auto", gpu) == ("auto", False)

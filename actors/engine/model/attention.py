@@ -1,6 +1,6 @@
 """Attention implementations by name, so that tokens do not depend on what is installed.
 
-    auto     sdpa where the model has it, else eager
+    auto     sdpa where the model has it, else eager; on a GPU triton, for which decode steps can be graphs
     flash    flash-attn, through transformers
     triton   our kernel, which reads transformers' paged cache in place (`kernels.triton.attention`)
 
@@ -10,14 +10,16 @@ sdpa gathers all keys and values of a layer in every step: at 16 sequences of 40
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from ....errors import ConfigError
-from ...settings import Attention
+from ...settings import Attention, CompileMode
 
 _OURS = "tiermoe-paged"
+_FIXED_STEPS = "transformers.generation.continuous_batching.cache_allocators"  # since 5.20; see `serving.repeat`
 _PAGED = "paged|"  # how transformers before 5.23 marks the attention of its paged cache
 
 
@@ -49,21 +51,34 @@ def attention_for(config: Any, wanted: Attention, device: torch.device) -> str:
     return "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
 
 
-def attention_in_graphs(wanted: Attention, device: torch.device) -> Attention:
-    """The setting with which decode steps can be CUDA graphs (`serving.recorded`).
+def attention_of_steps(
+    wanted: Attention, compile: CompileMode, batching: str, device: torch.device
+) -> tuple[Attention, bool]:
+    """The attention on the paged cache, and whether decode steps are to be CUDA graphs (`serving.recorded`).
+
+    `compile: auto` takes graphs, and for them our kernel, where a GPU, Triton and transformers' steps allow it, unless
+    another attention is asked for.
 
     Raises:
-        ConfigError: there is no GPU, or another attention is asked for.
+        ConfigError: `compile: graphs` without a GPU, or with another attention.
     """
-    if device.type != "cuda":
-        raise ConfigError(
-            f"compile: graphs makes CUDA graphs, the model runs on {device}", "use compile: default or compile: off"
-        )
-    if wanted not in ("auto", "triton"):
-        raise ConfigError(
-            f"compile: graphs needs attention that reads the KV cache in place, not {wanted}", "use attention: triton"
-        )
-    return "triton"
+    ours = wanted in ("auto", "triton")
+    if compile == "graphs":
+        if device.type != "cuda":
+            raise ConfigError(
+                f"compile: graphs makes CUDA graphs, the model runs on {device}",
+                "use compile: default or compile: off",
+            )
+        if not ours:
+            raise ConfigError(
+                f"compile: graphs needs attention that reads the KV cache in place, not {wanted}",
+                "use attention: triton",
+            )
+        return "triton", True
+    able = compile == "auto" and ours and batching != "serial" and device.type == "cuda"
+    if able and find_spec("triton") is not None and find_spec(_FIXED_STEPS) is not None:
+        return "triton", True
+    return wanted, False
 
 
 def use_paged(model: Any, wanted: Attention, prefixed: bool) -> None:

@@ -51,6 +51,13 @@ class Batcher(Protocol):
 
     streams: Streams
     serial_because: str | None  # why requests are not batched; None when they are
+    attention: Attention | None  # on the paged cache; None: there is none
+
+    @property
+    def replays(self) -> bool:
+        """Whether decode steps are recorded and replayed."""
+        ...
+
 
     def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream: ...
     def cancel(self, stream: Stream) -> bool: ...
@@ -91,6 +98,9 @@ class ContinuousBatcher:
         memory: that the paged cache shares with experts; None: it has its own.
         shares_decoded: whether the prefix cache has decoded tokens, too: keys of lossy ones belong to their request.
 
+    Attributes:
+        attention: as given; None where requests are served one after the other.
+
     Raises:
         UnsupportedModelError: transformers cannot batch this model continuously, as one request shows.
         TierMoeError: what ended that request, where it is one of ours: an expert is on no node, a policy failed.
@@ -106,6 +116,7 @@ class ContinuousBatcher:
         tokenizer: str | None = None, memory: SharedMemory | None = None, shares_decoded: bool = True,
     ) -> None:  # fmt: skip
         self.streams = open_streams(model, kv, watcher, tokenizer)
+        self.attention = attention
         self._reviving = threading.Lock()
         self._model, self._plain = model, plain_attention_of(model)
         if not _LATER:
@@ -171,6 +182,12 @@ class ContinuousBatcher:
     def record(self, recorded: Recorded) -> None:
         """Replay decode steps from now on."""
         self._manager.steps.recorded = recorded
+
+    @property
+    def replays(self) -> bool:
+        """Whether decode steps are recorded and replayed."""
+        recorded = self._manager.steps.recorded
+        return recorded is not None and recorded.problem is None
 
     @property
     def kv_usage(self) -> float:
@@ -365,6 +382,9 @@ class _Progress(BaseStreamer):
 class SerialBatcher:
     """One request at a time, first come first served.
 
+    Attributes:
+        attention, replays: nothing, as it has no paged cache and no steps.
+
     Args:
         kv: its token capacity bounds a request, as with continuous batching.
         because: why requests are not batched, for the plan's notes.
@@ -375,6 +395,9 @@ class SerialBatcher:
         UnsupportedModelError: the model generates nothing, as one request shows. TierMoeError: an expert or a policy
             failed meanwhile.
     """
+
+    attention: Attention | None = None
+    replays = False
 
     def __init__(
         self, model: Any, kv: KvSettings, because: str, watcher: SequenceWatcher | None = None,
