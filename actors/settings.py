@@ -298,8 +298,9 @@ class EngineOptions(Settings):
     matcher: MatcherOptions = MatcherOptions()
     attention: Attention = Field(
         default="auto",
-        description="attention kernel; auto: sdpa where the model has it; flash: flash-attn; triton: tiermoe's own "
-        "(flash and triton need a GPU, and do not copy the KV cache in every step)",
+        description="attention kernel; auto: sdpa where the model has it, on a GPU triton for steps that are graphs; "
+        "flash: flash-attn; triton: tiermoe's own (flash and triton need a GPU, and do not copy the KV cache in every "
+        "step)",
     )
     expert_kernel: ExpertKernelName = Field(
         default="auto", description="kernel that computes experts on a GPU; auto: the fastest, measured at start"
@@ -307,8 +308,8 @@ class EngineOptions(Settings):
     compile: CompileMode = Field(
         default="auto",
         description="how the dense part runs; off: transformers' modules; native: one native program (CPU); default: "
-        "torch.compile; graphs: decode steps as CUDA graphs (GPU, with attention: triton); auto: native where a "
-        "measurement at start shows equal results and more speed, else off",
+        "torch.compile; graphs: decode steps as CUDA graphs (GPU, with attention: triton); auto: graphs on a GPU, on "
+        "a CPU native where a measurement at start shows equal results and more speed; else off",
     )
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward pass")
 

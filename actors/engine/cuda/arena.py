@@ -160,7 +160,7 @@ _SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
 class CudaDriver:
-    """`PageDriver` by calls of libcuda, which torch has loaded and given a context. Not run on a GPU yet.
+    """`PageDriver` by calls of libcuda, which torch has loaded and given a context.
 
     Raises:
         OSError: there is no libcuda. RuntimeError: the GPU has no virtual memory management, or a call failed.

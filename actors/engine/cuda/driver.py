@@ -15,7 +15,7 @@ CALLS = {
 
 
 def cuda_driver() -> _core.Driver:
-    """The driver of the calling thread's current context, which torch has made. Not run on a GPU yet.
+    """The driver of the calling thread's current context, which torch has made.
 
     Raises:
         OSError: there is no libcuda. RuntimeError: there is no context. AttributeError: the driver lacks a call.
