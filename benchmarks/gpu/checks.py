@@ -17,7 +17,7 @@ from .job import NO_TIME, Context, Record, end
 
 _RESERVE_S = 5.0  # of the part's time, to write the results
 _SHOWN = 600  # characters of a failure
-_WORKERS = {"tests/cuda/test_identity.py": 6, "tests/kernels": 3}  # of pytest-xdist, if it is there, for the longest
+_WORKERS = {"tests/cuda/test_identity.py": 8, "tests/kernels": 3}  # of pytest-xdist, if it is there, for the longest
 
 Counts = dict[str, int]
 Failures = list[dict[str, str]]

@@ -24,8 +24,8 @@ from .transfers import spread_of
 
 # preset, budget, and whether decode steps are CUDA graphs
 CASES = (
-    ("auto", 0.25, False), ("auto", 0.25, True), ("next-gate", 0.25, False), ("next-gate", 0.25, True),
-    ("all-resident", 1.0, False), ("all-resident", 1.0, True), ("on-demand", 0.25, True),
+    ("auto", 0.25, False), ("auto", 0.25, True), ("all-resident", 1.0, False), ("all-resident", 1.0, True),
+    ("next-gate", 0.25, True), ("on-demand", 0.25, True),
 )  # fmt: skip
 BATCHES, PROMPT_TOKENS, TOKENS, REPEATS = (1, 8), 64, 48, 5
 TOY_TOKENS = 6  # of one sequence, once
