@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from cProfile import Profile
+from functools import partial
 from pstats import Stats
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -159,13 +160,35 @@ class Launched:
         return self._kernel.combine(y, weights) if self._gpu.works else out
 
 
+# as `launch_nothing` and `read_on_host` of launch.cpp number them
+_READS, _KINDS = 16, {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
 def _first(driver: _launch.Driver, launch: Any, grid: object, *args: Any) -> tuple[Any, ...]:
-    """As `Launch.first`, of a kernel that the driver does not run; launches nothing itself but a copy."""
-    copies = launch.name == "_copy"
+    """As `Launch.first`, of a kernel that the driver does not run; launches nothing itself but copies."""
     packed = bytes(1 if isinstance(arg, torch.Tensor) else 3 if isinstance(arg, float) else 2 for arg in args)
-    if copies:
+    stands_in = 0
+    if launch.name == "_copy":
         args[1].view(-1)[: args[2]].copy_(args[0].view(-1))
-    return driver, args[0].element_size() if copies else 0, 0, 128, 0, packed, 2, int
+        stands_in = args[0].element_size()
+    elif launch.name == "_read":
+        _read(*args)
+        stands_in = _READS + sum(_KINDS.get(args[i].dtype, 0) << 2 * n for n, i in enumerate((4, 5, 6, 7, 8, 9)))
+    return driver, stands_in, 0, 128, 0, packed, 2, int
+
+
+def _read(target: torch.Tensor, *args: Any) -> None:
+    """`_read` of `kernels.triton.tables`, once, in the place of Triton."""
+    *sources, hidden, router, bias, next_router, next_bias = args[:9]
+    counts, places, (_, rows, *sizes) = args[9:13], args[13:17], args[17:]
+    floats = target.view(torch.float32)
+    for source, count, at, to in zip(sources, counts, places, (target, target, target, floats), strict=True):
+        to[at : at + count] = source.reshape(-1)[:count]
+    for n, (weight, added) in enumerate(((router, bias), (next_router, next_bias))):
+        outputs, at, biased = sizes[n], sizes[2 + n], sizes[4 + n]
+        if outputs:
+            scores = hidden.to(weight.dtype).float() @ weight.float().T
+            floats[at : at + rows * outputs] = (scores + added.float() if biased else scores).view(-1)
 
 
 @contextmanager
@@ -181,7 +204,7 @@ def instant_gpu() -> Iterator[InstantGpu]:
         raise ConfigError("a fake GPU runs the host's part of Triton kernels", "pip install triton") from None
     gpu, before = InstantGpu(), list[tuple[Any, str, Any]]()
     driver, copying = _launch.Driver(_launch.nothing()), tables.copying()
-    gpu.copier = tables.Copier(copying, tables.BLOCK, int)
+    gpu.copier = tables.copier_of(gpu.device, copying, partial(int, gpu.current()))
     ring = TableRing(gpu)
 
     def launching(layer: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 def nothing() -> int:
-    """The address of a function in the place of a driver's that launches nothing but copies."""
+    """The address of a function in the place of a driver's that launches nothing but copies and reads."""
 
 class Driver:
     """Functions of the GPU's driver by address: cuLaunchKernel, cuGetErrorString, cuCtxSetCurrent; 0: none."""
@@ -38,11 +38,39 @@ class Ring:
     def write(self, target: Any, array: Any) -> None:
         """Bring a contiguous array to a tensor, for later work on the current stream."""
 
-class CopyTo:
-    """Copies tensors to one: source -> None. items: of both. block: of the kernel's."""
+class Fetch:
+    """What the host reads of a layer, in one pinned buffer, by one kernel and one event; for one thread.
 
-    def __init__(self, launch: Launch, block: int, target: Any, items: int) -> None: ...
-    def __call__(self, source: Any) -> None: ...
+    A subclass has `grown(nbytes)`, a new buffer as int32; `views(parts)`, of each (place, bytes, number of its type or
+    -1 for scores, shape) a tensor and an array on it; and `copied(target, source)`, called where there is no kernel.
+
+    Args:
+        runtime: kept, for it keeps the driver. calls, context: of the driver, as of `_core.Driver`.
+        stream: gives the address of the current one.
+        reads: the kernels with 0, 1 and 2 routers; empty: there are none. block, scores: of a program.
+        types: dtype, bytes of an item, and whether it arrives as float32.
+    """
+
+    def __init__(
+        self,
+        runtime: object,
+        calls: dict[str, int],
+        context: int,
+        stream: Callable[[], int],
+        reads: Sequence[Launch],
+        block: int,
+        scores: int,
+        int32: Any,
+        types: Sequence[tuple[Any, int, bool]],
+    ) -> None: ...
+    def enqueue(self, tensors: Sequence[Any], hidden: Any, routers: Sequence[tuple[Any, Any, int, bool]]) -> None:
+        """Read tensors, and the scores of routers (weight [D*E, H], bias, D, softmax) of hidden [T, H]."""
+
+    def wait_for(self, spin_s: float) -> None:
+        """Wait for what was enqueued; after so many seconds without the interpreter's lock."""
+
+    def take(self) -> list[Any]:
+        """Arrays of what was read: of tensors, then of scores [T, E], of several layers [T, D, E]."""
 
 class Experts:
     """The launches that run experts.

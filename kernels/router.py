@@ -13,6 +13,8 @@ from torch import nn
 from . import _cpu
 
 MOST_ROWS = 64  # above, BLAS is as fast
+MOST_GPU_ROWS = 16  # each reads the weights, from the L2 cache; above, a product of matrices is faster
+_GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LinearRouter:
@@ -38,6 +40,16 @@ class LinearRouter:
     def operands(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Weight and bias for native calls; None: they are of another dtype, on a GPU, or not contiguous."""
         return (self._weight, self._bias) if self._native else None
+
+    def on_device(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, int] | None:
+        """Weight, bias and layers for a kernel that computes the scores of few rows. None: it cannot.
+
+        Its scores are sums in float32, those of `__call__` rounded to the weight's dtype.
+        """
+        weight = self._weight
+        if len(hidden) > MOST_GPU_ROWS or weight.dtype not in _GPU_DTYPES or not weight.is_contiguous():
+            return None
+        return weight, self._bias, self.layers
 
     def on_host(self, hidden: torch.Tensor | int, softmax: bool, rows: int = 0) -> NDArray[np.float32] | None:
         """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it.

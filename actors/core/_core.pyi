@@ -507,6 +507,13 @@ class Driver:
 
     def __init__(self, context: int, addresses: dict) -> None: ...
 
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def addresses(self) -> dict:
+        """Of the calls, by the names that `__init__` takes."""
+
 class StreamLink(Link):
     def __init__(self, driver: Driver, demand: int, prefetch: int, ahead_bytes: int, compute: Callable, cast: Callable, pinned: Callable, other: Link | None) -> None: ...
 

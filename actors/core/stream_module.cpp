@@ -37,13 +37,25 @@ void take(Call*& call, const nb::dict& addresses, const char* name) {
     if (!call) throw std::invalid_argument(std::string("a driver has no call ") + name);
 }
 
+#define TIERMOE_CALLS                                                                                                  \
+    TIERMOE_CALL(enter) TIERMOE_CALL(up) TIERMOE_CALL(down) TIERMOE_CALL(create) TIERMOE_CALL(destroy)                     \
+    TIERMOE_CALL(record) TIERMOE_CALL(wait) TIERMOE_CALL(query) TIERMOE_CALL(synchronize) TIERMOE_CALL(elapsed)            \
+    TIERMOE_CALL(describe)
+
 void make(Driver* made, std::uintptr_t context, const nb::dict& addresses) {
     new (made) Driver{};
     made->context = reinterpret_cast<Driver::Handle>(context);
 #define TIERMOE_CALL(name) take(made->name, addresses, #name);
-    TIERMOE_CALL(enter) TIERMOE_CALL(up) TIERMOE_CALL(down) TIERMOE_CALL(create) TIERMOE_CALL(destroy) TIERMOE_CALL(record)
-    TIERMOE_CALL(wait) TIERMOE_CALL(query) TIERMOE_CALL(synchronize) TIERMOE_CALL(elapsed) TIERMOE_CALL(describe)
+    TIERMOE_CALLS
 #undef TIERMOE_CALL
+}
+
+nb::dict addresses(const Driver& driver) {
+    nb::dict found;
+#define TIERMOE_CALL(name) found[#name] = reinterpret_cast<std::uintptr_t>(driver.name);
+    TIERMOE_CALLS
+#undef TIERMOE_CALL
+    return found;
 }
 
 }  // namespace
@@ -63,7 +75,9 @@ Places places(const Homes& homes, std::vector<std::int32_t> home_of, std::vector
 
 void bind_streams(nb::module_& m) {
     nb::class_<Driver>(m, "Driver", "The calls of a GPU's driver that a link makes, by address (actors/core/driver.hpp).")
-        .def("__init__", &make, "context"_a, "addresses"_a);
+        .def("__init__", &make, "context"_a, "addresses"_a)
+        .def_prop_ro("context", [](const Driver& driver) { return reinterpret_cast<std::uintptr_t>(driver.context); })
+        .def_prop_ro("addresses", &addresses, "Of the calls, by the names that `__init__` takes.");
     nb::class_<StreamLink, Link>(m, "StreamLink")
         .def("__init__", [](StreamLink* made, const Driver& driver, std::uintptr_t demand, std::uintptr_t prefetch,
                             std::int64_t ahead_bytes, nb::callable compute, nb::callable cast, nb::callable pinned,

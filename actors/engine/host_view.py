@@ -2,9 +2,9 @@
 
     look (ids, weights, foreseen scores) -> one fetch -> LayerView: NumPy arrays
 
-On a GPU every fetch waits for the compute stream. So each policy names its scores up front (`Asker`), the device
-computes them, and one fetch brings all; other data is fetched on access. On the CPU nothing is copied, and scores are
-computed on access: a demand load need not wait for a later layer's router.
+On a GPU every fetch waits for the compute stream. So each policy names its scores up front (`Asker`), and one fetch
+brings all, by a kernel that computes the scores of linear routers; other data is fetched on access. On the CPU nothing
+is copied, and scores are computed on access: a demand load need not wait for a later layer's router.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_float, c_int64
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
     from .cache.device import Outgoing
     from .model.model import RouterProbe
-
-# Tensors without gradient in NumPy dtypes -> arrays, after at most one wait; on the CPU in the tensors' memory.
-Fetch: TypeAlias = "Callable[[Sequence[torch.Tensor]], list[NDArray[Any]]]"
 
 
 class Asked(NamedTuple):
@@ -37,11 +34,30 @@ class Asked(NamedTuple):
 
 # (layer, its tokens) -> the scores that a policy reads once the layer's routing is known
 Asker = Callable[[int, int], Iterable[Asked]]
+# a linear router for a kernel: weight [D*E, H], bias [D*E] or None, D, softmax
+Router: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, int, bool]"
 
 
-def share(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-    """The `Fetch` of host memory: nothing is copied."""
-    return [tensor.numpy() for tensor in tensors]
+class Fetch(Protocol):
+    """Brings tensors to the host."""
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], hidden: torch.Tensor | None = None, asked: Sequence[Asked] = ()
+    ) -> list[NDArray[Any]]:
+        """Arrays of tensors without gradient, then the scores asked of hidden [T, H], after at most one wait.
+
+        16-bit floats arrive as float32. On the CPU arrays are in the tensors' memory.
+        """
+        ...
+
+
+def share(
+    tensors: Sequence[torch.Tensor], hidden: torch.Tensor | None = None, asked: Sequence[Asked] = ()
+) -> list[NDArray[Any]]:
+    """The `Fetch` of host memory: nothing is copied that NumPy has."""
+    halves = [tensor.itemsize == 2 and tensor.is_floating_point() for tensor in tensors]
+    found = [(tensor.float() if half else tensor).numpy() for tensor, half in zip(tensors, halves, strict=True)]
+    return found if hidden is None else found + [scores_of(one, hidden).numpy() for one in asked]
 
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -129,16 +145,12 @@ class LayerView:
         self._scores: dict[Asked, NDArray[np.float32]] | None = None
         if fetch is share and not asked:  # the rest is fetched where it is read
             self.picked = ids.numpy()
-        elif not weighed and not asked:
-            (self.picked,) = fetch((ids,))
         else:
-            tensors = [ids, *(scores_of(one, hidden) for one in asked)]
+            self.picked, *found = fetch((ids, weights) if weighed else (ids,), hidden, asked)
             if weighed:
-                tensors.append(weights.detach().float())
-            self.picked, *found = fetch(tensors)
-            if weighed:
-                self._weights = found.pop()
-            self._scores = dict(zip(asked, found, strict=True))
+                self._weights = found.pop(0)
+            if asked:
+                self._scores = dict(zip(asked, found, strict=True))
         self.ids = self.picked
         self.tokens: int = self.picked.shape[0]
 
@@ -147,8 +159,8 @@ class LayerView:
         """Of `ids` [T, K]."""
         found = self._weights
         if found is None:
-            weights = self.device_weights.detach().float()
-            found = self._weights = weights.numpy() if self._fetch is share else self._fetch((weights,))[0]
+            (found,) = self._fetch((self.device_weights.detach(),))
+            self._weights = found
         return found
 
     def scores(self, asked: Asked) -> NDArray[np.float32]:
@@ -161,8 +173,7 @@ class LayerView:
             on_host = getattr(asked.probe, "on_host", None) if self._fetch is share and not asked.rows else None
             found = None if on_host is None else on_host(self.hidden, asked.softmax)
             if found is None:
-                scores = scores_of(asked, self.hidden)
-                found = scores.numpy() if self._fetch is share else self._fetch((scores,))[0]
+                (found,) = self._fetch((), self.hidden, (asked,))
             fetched[asked] = found
         return found
 
@@ -226,6 +237,13 @@ def scores_of(asked: Asked, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden[upload(np.array(asked.rows, np.int64), hidden.device)]
     found = asked.probe(hidden).float()
     return torch.softmax(found, dim=-1) if asked.softmax else found
+
+
+def router_of(asked: Asked, hidden: torch.Tensor) -> Router | None:
+    """The linear router whose scores a kernel can compute on its way; None: `scores_of`."""
+    on_device = None if asked.rows else getattr(asked.probe, "on_device", None)
+    found = None if on_device is None else on_device(hidden)
+    return None if found is None else (*found, asked.softmax)
 
 
 class HostViews:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,8 @@ class Replay:
         self._weights = by_layer(chosen / scale, dtype)
         self._weights_f32 = self._weights.float()
         self._tables = [by_layer(torch.from_numpy(table), dtype) for table in (trace.logits, *trace.ahead)]
-        self._routers = [weight.to(dtype).t() for weight in weights]  # [H, E]
+        self._routers = [(weight * _OWN).to(dtype) for weight in weights]  # [E, H]
+        self._rows_of = cache(lambda table, layer: self._tables[table][layer].unbind())  # of each token [E]
         self.tokens, self.layers, self.top_k = trace.ids.shape[0], trace.ids.shape[1], top_k
         self._rows = 0
         self._now: slice | torch.Tensor = slice(0, 0)  # tokens of the trace in the current forward
@@ -162,18 +164,42 @@ class Replay:
         return hook
 
     def _probe(self, layer: int) -> RouterProbe:
-        weight = self._routers[layer]
+        return _ReplayedRouter(self, layer)
 
-        def probe(hidden: torch.Tensor) -> torch.Tensor:
-            """hidden [T, H] -> logits [T, E]."""
-            distance = layer - self._layer
-            wraps = distance < 0  # the next forward's
-            table = self._tables[-1 if wraps else min(distance, len(self._tables) - 1)]
-            rows = table[layer, self._next if wraps else self._now]
-            rows = rows[: len(hidden)]  # a policy may ask about some of the rows
-            return torch.addmm(rows, hidden.to(weight.dtype), weight, alpha=_OWN)
+    def operands(self, layer: int) -> tuple[torch.Tensor, int, slice | torch.Tensor]:
+        """A layer's router as it answers now: weight [E, H], the table of logits, and their tokens."""
+        distance = layer - self._layer
+        wraps = distance < 0  # the next forward's
+        table = len(self._tables) - 1 if wraps else min(distance, len(self._tables) - 1)
+        return self._routers[layer], table, self._next if wraps else self._now
 
-        return probe
+    def logits(self, table: int, layer: int, tokens: slice | torch.Tensor) -> torch.Tensor:
+        """[T, E]."""
+        return self._tables[table][layer, tokens]
+
+    def row(self, table: int, layer: int, token: int) -> torch.Tensor:
+        """The same of one token [E], without an operation on the device."""
+        return self._rows_of(table, layer)[token]
+
+
+class _ReplayedRouter:
+    """A linear router whose bias is the trace's logits."""
+
+    def __init__(self, replay: Replay, layer: int) -> None:
+        self._replay, self._layer = replay, layer
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H] -> logits [T, E]."""
+        weight, table, tokens = self._replay.operands(self._layer)
+        rows = self._replay.logits(table, self._layer, tokens)[: len(hidden)]  # a policy may ask about some of the rows
+        return torch.addmm(rows, hidden.to(weight.dtype), weight.t())
+
+    def on_device(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """As of `LinearRouter`, for one token."""
+        weight, table, tokens = self._replay.operands(self._layer)
+        if not isinstance(tokens, slice) or len(hidden) != 1:
+            return None
+        return weight, self._replay.row(table, self._layer, tokens.start), 1
 
 
 class _ReplayedLayer:

@@ -3,6 +3,7 @@
 //   Driver    the GPU driver's functions, by address: this module links with neither CUDA nor torch
 //   Launch    a kernel: its compiled forms, one for each combination of what Triton specialises
 //   Ring      pinned buffers through which small arrays go to the GPU (actors/engine/cuda/tables.py)
+//   Fetch     what the host reads of a layer, by one kernel and one event (actors/engine/cuda/activations.py)
 //   Experts   the table of a layer's tiles, and the launches that run it (kernels/triton/expert_ffn.py)
 //
 // The interpreter's lock is kept throughout: a thread that gets it may keep it for milliseconds. What Python does in
@@ -15,6 +16,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -49,18 +52,91 @@ struct Driver {
     SetContext current;  // null: any thread may launch
 };
 
+// A number of a kernel in a GPU's place: 0 none, 1 float32, 2 bfloat16, 3 float16.
+inline float number_at(const void* of, unsigned kind, std::int64_t i) {
+    if (kind == 1) return static_cast<const float*>(of)[i];
+    const std::uint32_t half = static_cast<const std::uint16_t*>(of)[i];
+    std::uint32_t bits = half << 16;
+    if (kind == 3) {
+        const std::uint32_t exponent = half >> 10 & 31, rest = (half & 1023) << 13, sign = (half & 0x8000) << 16;
+        if (exponent == 0) {  // zero, or too small for its format's usual numbers
+            const float small = std::ldexp(static_cast<float>(half & 1023), -24);
+            return sign ? -small : small;
+        }
+        bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | rest;
+    }
+    float found;
+    std::memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+template <unsigned kind>
+float dot(const float* x, const char* w, std::size_t width) {
+    constexpr std::size_t lanes = 16;
+    float sums[lanes] = {}, sum = 0;
+    std::size_t i = 0;
+    for (; i + lanes <= width; i += lanes) {
+        float found[lanes];
+        for (std::size_t j = 0; j < lanes; ++j) found[j] = number_at(w, kind, static_cast<std::int64_t>(i + j));
+        for (std::size_t j = 0; j < lanes; ++j) sums[j] += x[i + j] * found[j];
+    }
+    for (; i < width; ++i) sum += x[i] * number_at(w, kind, static_cast<std::int64_t>(i));
+    for (const float lane : sums) sum += lane;
+    return sum;
+}
+
+// `_read` of tables.py on the host. kinds: of wide, hidden, router, bias, next_router and next_bias, two bits each.
+void read_on_host(unsigned kinds, void** parameters) {
+    const auto at = [&](std::size_t i) {
+        void* found;
+        std::memcpy(&found, parameters[i], sizeof found);
+        return found;
+    };
+    const auto count = [&](std::size_t i) {
+        std::int32_t found;
+        std::memcpy(&found, parameters[i], sizeof found);
+        return static_cast<std::size_t>(found);
+    };
+    const auto kind = [&](unsigned i) { return kinds >> 2 * i & 3; };
+    auto* const to = static_cast<char*>(at(0));
+    for (std::size_t n = 0; n < 3; ++n)
+        if (count(10 + n)) std::memcpy(to + 4 * count(14 + n), at(1 + n), 4 * count(10 + n));
+    auto* const wide = reinterpret_cast<float*>(to) + count(17);
+    for (std::size_t i = 0; i < count(13); ++i) wide[i] = number_at(at(4), kind(0), static_cast<std::int64_t>(i));
+    const std::size_t rows = count(19), width = count(26);
+    std::vector<float> x(width);
+    for (unsigned n = 0; n < 2; ++n) {
+        const unsigned router = kind(2 + 2 * n);
+        const std::size_t outputs = count(20 + n), item = router == 1 ? 4 : 2;
+        auto* const scores = reinterpret_cast<float*>(to) + count(22 + n);
+        for (std::size_t row = 0; row < (outputs ? rows : 0); ++row) {
+            for (std::size_t i = 0; i < width; ++i) x[i] = number_at(at(5), kind(1), static_cast<std::int64_t>(row * width + i));
+            for (std::size_t e = 0; e < outputs; ++e) {
+                const char* w = static_cast<const char*>(at(6 + 2 * n)) + item * width * e;
+                float sum = router == 1 ? dot<1>(x.data(), w, width) : router == 2 ? dot<2>(x.data(), w, width) : dot<3>(x.data(), w, width);
+                if (count(24 + n)) sum += number_at(at(7 + 2 * n), kind(3 + 2 * n), static_cast<std::int64_t>(e));
+                scores[row * outputs + e] = sum;
+            }
+        }
+    }
+}
+
 // In a driver's place, for what the host does beside a GPU: launches nothing, except that a `function` of 1 to 8 is the
-// kernel (source, target, count) that copies items of so many bytes.
+// kernel (source, target, count) that copies items of so many bytes, and from kReads on `_read`, of types as above.
+constexpr std::uintptr_t kReads = 16;
+
 int launch_nothing(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void** parameters,
                    void**) {
-    const auto bytes = reinterpret_cast<std::uintptr_t>(function);
-    if (bytes > 0 && bytes <= 8) {
+    const auto which = reinterpret_cast<std::uintptr_t>(function);
+    if (which >= kReads) {
+        read_on_host(static_cast<unsigned>(which - kReads), parameters);
+    } else if (which > 0 && which <= 8) {
         void *source, *target;
         std::int32_t count;
         std::memcpy(&source, parameters[0], sizeof source);
         std::memcpy(&target, parameters[1], sizeof target);
         std::memcpy(&count, parameters[2], sizeof count);
-        std::memcpy(target, source, bytes * static_cast<std::size_t>(count));
+        std::memcpy(target, source, which * static_cast<std::size_t>(count));
     }
     return 0;
 }
@@ -400,26 +476,6 @@ bool is_contiguous(PyObject* of) { return TIERMOE_CALLED(of, "is_contiguous").pt
 
 nb::object contiguous(nb::handle of) { return is_contiguous(of.ptr()) ? nb::borrow(of) : of.attr("contiguous")(); }
 
-// Copies to one tensor of so many items, a kernel's.
-class CopyTo {
-  public:
-    CopyTo(Launch& copy, std::int64_t block, nb::object target, std::int64_t items)
-        : copy_(copy), target_(std::move(target)), to_(tensor(target_.ptr())), items_(items),
-          blocks_((items + block - 1) / block) {}
-
-    void operator()(nb::handle source) const {
-        const nb::object from = contiguous(source);
-        const Arg args[] = {tensor(from.ptr()), to_, integer(items_)};
-        copy_.launch({blocks_, 1, 1}, args, 3);
-    }
-
-  private:
-    Launch& copy_;
-    nb::object target_;
-    Arg to_;
-    std::int64_t items_, blocks_;
-};
-
 nb::object shape_of(PyObject* of) {
     nb::object shape = TIERMOE_ATTRIBUTE(of, "shape");
     if (!PyTuple_Check(shape.ptr())) throw nb::type_error("a tensor's shape is a tuple");
@@ -434,6 +490,300 @@ bool is_shape(PyObject* shape, std::int64_t rows, std::int64_t columns) {
 std::string text_of(nb::handle value) { return nb::str(value).c_str(); }
 
 std::string text_of_shape(nb::handle shape) { return text_of(nb::steal(PySequence_Tuple(shape.ptr()))); }
+
+// What the host reads of a layer: tensors, and scores of linear routers on the layer's input, written to one pinned buffer
+// by one kernel (`_read` of tables.py), and read after one event. One thread.
+class Fetch {
+  public:
+    using Types = std::vector<std::tuple<nb::object, std::size_t, bool>>;  // dtype; bytes of an item; becomes float32
+
+    Fetch(nb::object runtime, const nb::dict& calls, std::uint64_t context, nb::object stream, const std::vector<Launch*>& reads,
+          std::int64_t block, std::int64_t scores, nb::object int32, const Types& types)
+        : runtime_(std::move(runtime)), stream_(std::move(stream)), int32_(std::move(int32)), context_(reinterpret_cast<void*>(context)),
+          reads_(reads), block_(block), per_program_(scores) {
+        if (!reads.empty() && (reads.size() != kProducts + 1 || block < 1 || scores < 1))
+            throw std::invalid_argument("a fetch has a kernel for each number of routers, and blocks");
+        const auto at = [&calls](const char* name) { return reinterpret_cast<void*>(nb::cast<std::uintptr_t>(calls[name])); };
+        const auto create = reinterpret_cast<int (*)(void**, unsigned)>(at("create"));
+        enter_ = reinterpret_cast<SetContext>(at("enter")), destroy_ = reinterpret_cast<Call>(at("destroy"));
+        record_ = reinterpret_cast<int (*)(void*, void*)>(at("record")), query_ = reinterpret_cast<Call>(at("query"));
+        synchronize_ = reinterpret_cast<Call>(at("synchronize")), text_ = reinterpret_cast<ErrorText>(at("describe"));
+        for (const auto& [type, bytes, wide] : types) types_.push_back({type.ptr(), bytes, wide});
+        check(enter_(context_));
+        check(create(&event_, kUntimed));
+    }
+    Fetch(const Fetch&) = delete;
+    ~Fetch() { destroy_(event_); }  // whatever it says: the device may be gone
+
+    // Enqueue the kernel. routers: (weight [D*E, H], bias [D*E] or None, D, softmax), at most two, of hidden [T, H].
+    void enqueue(nb::handle tensors, nb::handle hidden, nb::handle routers) {
+        layout_ = nullptr;
+        const nb::object given = sequence(tensors), asked = sequence(routers);
+        const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(given.ptr()));
+        const auto products = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(asked.ptr()));
+        if (products > (reads_.empty() ? 0 : kProducts)) throw std::invalid_argument("there are more routers than the kernel takes");
+        key_.clear();
+        std::vector<nb::object> sources(count);
+        for (std::size_t i = 0; i < count; ++i) {
+            sources[i] = contiguous(PySequence_Fast_GET_ITEM(given.ptr(), static_cast<Py_ssize_t>(i)));
+            const void* type = dtype(sources[i].ptr());
+            std::size_t kind = 0;
+            while (kind < types_.size() && types_[kind].type != type) ++kind;
+            if (kind == types_.size())
+                throw nb::type_error(("the host reads integers and floats of a layer, not " + text_of(sources[i].attr("dtype"))).c_str());
+            note(kind, shape_of(sources[i].ptr()));
+        }
+        Product product[kProducts];
+        nb::object input;
+        if (products) input = nb::borrow(hidden);
+        for (std::size_t i = 0; i < products; ++i) product[i] = product_of(PySequence_Fast_GET_ITEM(asked.ptr(), static_cast<Py_ssize_t>(i)), input);
+        auto found = layouts_.find(key_);
+        if (found == layouts_.end()) found = layouts_.emplace(key_, lay_out()).first;
+        const Layout& layout = found->second;
+
+        std::vector<std::size_t> words, wide;
+        for (std::size_t i = 0; i < count; ++i) {
+            if (!layout.parts[i].words) continue;
+            if (reads_.empty()) {
+                nb::find(this).attr("copied")(layout.tensors[i], sources[i]);
+            } else {
+                (layout.parts[i].wide ? wide : words).push_back(i);
+            }
+        }
+        const std::uint64_t stream = static_cast<std::uint64_t>(number(stream_().ptr()));
+        std::size_t next = 0, next_wide = 0;
+        bool scored = products == 0;
+        while (next < words.size() || next_wide < wide.size() || !scored) {
+            Source taken[kWords + 1] = {};
+            for (std::size_t n = 0; n < kWords && next < words.size(); ++n) taken[n] = source_of(sources, layout, words[next++]);
+            if (next_wide < wide.size()) taken[kWords] = source_of(sources, layout, wide[next_wide++]);
+            launch(taken, input, product, scored ? 0 : products, layout, count, stream);
+            scored = true;
+        }
+        int code = record_(event_, reinterpret_cast<void*>(stream));
+        if (code == kNoContext && enter_(context_) == 0) code = record_(event_, reinterpret_cast<void*>(stream));  // a new thread
+        check(code);
+        softmax_.clear();
+        for (std::size_t i = 0; i < products; ++i) softmax_.push_back(product[i].softmax);
+        layout_ = &layout;
+        held_ = std::move(sources);
+        held_.push_back(std::move(input));
+    }
+
+    // Wait for what was enqueued: poll, and only after so many seconds give up the interpreter's lock.
+    void wait(double spin_s) const {
+        const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(spin_s);
+        for (;;) {
+            const int code = query_(event_);
+            if (code != kNotReady) return check(code);
+            if (std::chrono::steady_clock::now() > until) break;
+        }
+        int code;
+        {
+            nb::gil_scoped_release unlocked;
+            code = synchronize_(event_);
+        }
+        check(code);
+    }
+
+    // Copies of what was read, in the order in which it was given: tensors, then scores.
+    nb::list take() {
+        if (!layout_) throw std::runtime_error("nothing was enqueued");
+        const Layout& layout = *layout_;
+        const std::size_t count = layout.parts.size() - softmax_.size();
+        for (std::size_t i = 0; i < softmax_.size(); ++i) {
+            const Part& part = layout.parts[count + i];
+            if (softmax_[i]) soften(reinterpret_cast<float*>(buffer_ + 4 * part.at), part.words, part.columns);
+        }
+        nb::list found;
+        for (const nb::object& array : layout.arrays) found.append(TIERMOE_CALLED(array.ptr(), "copy"));
+        held_.clear();
+        return found;
+    }
+
+  private:
+    static constexpr std::size_t kWords = 3, kProducts = 2, kLayouts = 64;  // decode has few layouts
+    static constexpr std::int64_t kAligned = 4, kFirstWords = 1 << 14;      // words
+    static constexpr int kNotReady = 600;                                   // CUDA_ERROR_NOT_READY
+    static constexpr unsigned kUntimed = 2;                                 // CU_EVENT_DISABLE_TIMING
+    using Call = int (*)(void*);
+
+    struct Type {
+        const void* type;
+        std::size_t bytes;
+        bool wide;
+    };
+    struct Part {
+        std::int64_t at, words, columns;  // the place and size in the buffer; of the last dimension
+        bool wide;
+    };
+    struct Layout {
+        std::vector<Part> parts;
+        std::vector<nb::object> tensors, arrays;  // views of the buffer
+    };
+    struct Product {
+        nb::object weight, bias;
+        Arg w, b;
+        std::int64_t outputs = 0, rows = 0, width = 0;
+        bool softmax = false;
+    };
+    struct Source {
+        Arg arg;
+        std::int64_t count = 0, at = 0;  // items that the kernel takes, and their place
+        nb::object object;
+    };
+
+    void check(int code) const {
+        if (!code) return;
+        const char* text = nullptr;
+        text_(code, &text);
+        throw std::runtime_error("the GPU's driver refused to say when a layer's routing is read: " +
+                                 std::string(text ? text : "error") + " (" + std::to_string(code) + ")");
+    }
+
+    static nb::object sequence(nb::handle of) { return nb::steal(not_null(PySequence_Fast(of.ptr(), "tensors are a sequence"))); }
+
+    void note(std::size_t kind, const nb::object& shape) {
+        key_.push_back(static_cast<std::int64_t>(kind));
+        key_.push_back(PyTuple_GET_SIZE(shape.ptr()));
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape.ptr()); ++i) key_.push_back(number(PyTuple_GET_ITEM(shape.ptr(), i)));
+    }
+
+    Product product_of(PyObject* given, nb::object& hidden) {
+        if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 4)
+            throw nb::type_error("each router is a tuple (weight, bias, layers, softmax)");
+        Product made;
+        made.weight = nb::borrow(PyTuple_GET_ITEM(given, 0)), made.bias = nb::borrow(PyTuple_GET_ITEM(given, 1));
+        const std::int64_t layers = number(PyTuple_GET_ITEM(given, 2));
+        made.softmax = PyTuple_GET_ITEM(given, 3) == Py_True;
+        const nb::object of_weight = shape_of(made.weight.ptr());
+        hidden = contiguous(hidden);
+        const nb::object of_hidden = shape_of(hidden.ptr());
+        if (PyTuple_GET_SIZE(of_weight.ptr()) != 2 || PyTuple_GET_SIZE(of_hidden.ptr()) != 2)
+            throw std::invalid_argument("a router's weight and the layer's input are matrices");
+        made.outputs = number(PyTuple_GET_ITEM(of_weight.ptr(), 0)), made.width = number(PyTuple_GET_ITEM(of_weight.ptr(), 1));
+        made.rows = number(PyTuple_GET_ITEM(of_hidden.ptr(), 0));
+        if (layers < 1 || made.outputs % layers != 0 || !is_shape(of_hidden.ptr(), made.rows, made.width) || !is_contiguous(made.weight.ptr()))
+            throw std::invalid_argument("a router of " + text_of_shape(of_weight) + " for hidden of " + text_of_shape(of_hidden));
+        made.w = tensor(made.weight.ptr());
+        if (!made.bias.is_none()) made.b = tensor(made.bias.ptr());
+        key_.push_back(kScores);
+        key_.push_back(made.rows), key_.push_back(layers), key_.push_back(made.outputs / layers);
+        return made;
+    }
+
+    Layout lay_out() {
+        if (layouts_.size() >= kLayouts) layouts_.clear();
+        Layout made;
+        nb::list wanted;
+        std::int64_t end = 0;
+        for (std::size_t i = 0; i < key_.size();) {
+            const std::int64_t kind = key_[i++];
+            const bool scores = kind == kScores;
+            std::vector<std::int64_t> shape;
+            if (scores) {
+                shape = {key_[i], key_[i + 1], key_[i + 2]};
+                if (shape[1] == 1) shape.erase(shape.begin() + 1);
+                i += 3;
+            } else {
+                const auto dims = static_cast<std::size_t>(key_[i++]);
+                shape.assign(key_.begin() + static_cast<std::ptrdiff_t>(i), key_.begin() + static_cast<std::ptrdiff_t>(i + dims));
+                i += dims;
+            }
+            std::int64_t items = 1;
+            for (const std::int64_t size : shape) items *= size;
+            const bool wide = !scores && types_[static_cast<std::size_t>(kind)].wide;
+            const auto bytes = scores || wide ? 4 : static_cast<std::int64_t>(types_[static_cast<std::size_t>(kind)].bytes);
+            made.parts.push_back({end, items * bytes / 4, shape.empty() ? 1 : shape.back(), wide});
+            nb::list dims;
+            for (const std::int64_t size : shape) dims.append(size);
+            wanted.append(nb::make_tuple(4 * end, items * bytes, scores ? -1 : kind, nb::tuple(dims)));
+            end += (items * bytes / 4 + kAligned - 1) / kAligned * kAligned;
+        }
+        if (!buffer_ || end > words_) {
+            layouts_.clear();
+            std::int64_t size = std::max(words_, kFirstWords);
+            while (size < end) size *= 2;
+            target_ = nb::find(this).attr("grown")(4 * size);
+            to_ = tensor(target_.ptr()), words_ = size;
+            buffer_ = reinterpret_cast<char*>(to_.bits);
+        }
+        for (const nb::handle view : nb::find(this).attr("views")(wanted)) {
+            made.tensors.push_back(nb::borrow(view[0])), made.arrays.push_back(nb::borrow(view[1]));
+        }
+        return made;
+    }
+
+    Source source_of(const std::vector<nb::object>& sources, const Layout& layout, std::size_t i) const {
+        const Part& part = layout.parts[i];
+        Source found{tensor(sources[i].ptr()), part.words, part.at, sources[i]};
+        if (!part.wide) found.arg.type = int32_.ptr();
+        return found;
+    }
+
+    void launch(Source* taken, const nb::object& hidden, const Product* product, std::size_t products, const Layout& layout,
+                std::size_t first_score, std::uint64_t stream) {
+        Arg args[kArgs];
+        args[0] = to_;
+        std::int64_t most = 0;
+        for (std::size_t n = 0; n <= kWords; ++n) {
+            args[1 + n] = taken[n].count ? taken[n].arg : to_;
+            args[10 + n] = integer(taken[n].count), args[14 + n] = integer(taken[n].at);
+            most = std::max(most, taken[n].count);
+        }
+        const std::int64_t copying = (most + block_ - 1) / block_;
+        std::int64_t programs = copying;
+        args[5] = products ? tensor(hidden.ptr()) : to_;
+        args[18] = integer(copying), args[19] = integer(products ? product[0].rows : 0);
+        for (std::size_t n = 0; n < kProducts; ++n) {
+            const bool used = n < products, biased = used && product[n].b.object;
+            args[6 + 2 * n] = used ? product[n].w : to_, args[7 + 2 * n] = biased ? product[n].b : to_;
+            args[20 + n] = integer(used ? product[n].outputs : 0);
+            args[22 + n] = integer(used ? layout.parts[first_score + n].at : 0);
+            args[24 + n] = integer(biased);
+            if (used) programs += product[n].rows * ((product[n].outputs + per_program_ - 1) / per_program_);
+        }
+        args[26] = integer(products ? product[0].width : 16);
+        Launch& kernel = *reads_[products];
+        const Handle* known = kernel.find(args, kArgs);
+        if (!known || known->fallback.is_valid())  // Triton itself launches: words are of a tensor of int32 there
+            for (std::size_t n = 0; n < kWords; ++n)
+                if (taken[n].count) {
+                    taken[n].object = taken[n].object.attr("view")(-1).attr("view")(int32_);
+                    args[1 + n].object = taken[n].object.ptr();
+                }
+        kernel.launch({programs, 1, 1}, args, kArgs, stream);
+    }
+
+    static void soften(float* scores, std::int64_t count, std::int64_t columns) {
+        for (float* row = scores; row < scores + count; row += columns) {
+            const float most = *std::max_element(row, row + columns);
+            float sum = 0;
+            for (std::int64_t i = 0; i < columns; ++i) sum += row[i] = std::exp(row[i] - most);
+            for (std::int64_t i = 0; i < columns; ++i) row[i] /= sum;
+        }
+    }
+
+    static constexpr std::size_t kArgs = 27;
+    static constexpr std::int64_t kScores = -1;  // in a key, in the place of a type
+    nb::object runtime_;                         // keeps the driver
+    nb::object stream_, int32_, target_;
+    void *context_, *event_ = nullptr;
+    SetContext enter_;
+    Call destroy_, query_, synchronize_;
+    int (*record_)(void*, void*);
+    ErrorText text_;
+    std::vector<Launch*> reads_;
+    std::int64_t block_, per_program_, words_ = 0;
+    std::vector<Type> types_;
+    char* buffer_ = nullptr;
+    Arg to_{};
+    std::vector<std::int64_t> key_;
+    std::map<std::vector<std::int64_t>, Layout> layouts_;
+    std::vector<bool> softmax_;  // of what was enqueued
+    const Layout* layout_ = nullptr;
+    std::vector<nb::object> held_;  // what is read, until it is taken
+};
 
 struct Group {
     std::int64_t start, stop, first, neurons, add;
@@ -715,10 +1065,14 @@ NB_MODULE(_launch, m) {
         .def(nb::init<const std::vector<std::uint64_t>&, std::size_t, std::size_t, Launch*, std::int64_t, nb::object>(), "buffers"_a,
              "nbytes"_a, "sections"_a, "copy"_a.none(), "block"_a, "stream"_a.none(), nb::keep_alive<1, 5>())
         .def("write", put_array, "target"_a, "array"_a);
-    nb::class_<CopyTo>(m, "CopyTo")
-        .def(nb::init<Launch&, std::int64_t, nb::object, std::int64_t>(), "launch"_a, "block"_a, "target"_a, "items"_a,
-             nb::keep_alive<1, 2>())
-        .def("__call__", &CopyTo::operator(), "source"_a);
+    nb::class_<Fetch>(m, "Fetch")
+        .def(nb::init<nb::object, const nb::dict&, std::uint64_t, nb::object, const std::vector<Launch*>&, std::int64_t, std::int64_t,
+                      nb::object, const Fetch::Types&>(),
+             "runtime"_a, "calls"_a, "context"_a, "stream"_a, "reads"_a, "block"_a, "scores"_a, "int32"_a, "types"_a,
+             nb::keep_alive<1, 6>())
+        .def("enqueue", &Fetch::enqueue, "tensors"_a, "hidden"_a.none(), "routers"_a)
+        .def("wait_for", &Fetch::wait, "spin_s"_a)
+        .def("take", &Fetch::take);
     nb::class_<Experts>(m, "Experts")
         .def(nb::init<nb::object, nb::object, const std::vector<Experts::Class>&,
                       const std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>&, nb::object, nb::object,

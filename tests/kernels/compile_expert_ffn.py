@@ -87,6 +87,11 @@ def compile_one(architecture: int, name: RowClass, candidate: int, dtype: str = 
         report("combine", "", compiled(expert_ffn._combine, types, {"MOST": 8, "BLOCK": 1024}, architecture, one))
         types = {"source": "*i32", "target": "*i32", "count": "i32"}
         report("fetch", "", compiled(tables._copy, types, {"BLOCK": 1024}, architecture, one))
+        types = dict.fromkeys(("target", "first", "second", "third"), "*i32") | dict.fromkeys(tables._COUNTS, "i32")
+        types |= {"wide": x, "hidden": x, "router": x, "bias": "*i32", "next_router": "*fp32", "next_bias": "*fp32"}
+        for products in range(3):
+            values = {"PRODUCTS": products, "BLOCK": tables.BLOCK, "N": tables.SCORES, "K": tables._WIDTH}
+            report("read", "", compiled(tables._read, types | {"H": "i32"}, values, architecture, one))
         tall = {"hidden": x, "activations": x, "y": x, "addresses": "*i64", "top_k": "i32", "neurons": "i32"} | ints
         for kernel, blocks, more in (
             (resolve._gate_up_at, shape.gate_up, {"ACTIVATION": 0}), (resolve._down_at, shape.down, {}),

@@ -35,7 +35,13 @@ def found(
 
 def main() -> None:
     x, blocks = "*bf16", {"M": 16, "N": 32, "K": 64, "EVEN": True, "WIDEN": False}
+    sizes = {"BLOCK": tables.BLOCK, "N": tables.SCORES, "K": tables._WIDTH}
+    ids, counts = "*i32 *i32 *i32 *i32", "i32 " * 17
     print(json.dumps({
+        "_read": found(tables._read, f"{ids} {'*i32 ' * 6} {counts}", {"PRODUCTS": 0, **sizes}),
+        "_read of one router": found(
+            tables._read, f"{ids} {x} {x} {x} *i32 *i32 *i32 {counts}", {"PRODUCTS": 1, **sizes}
+        ),
         "_copy": found(tables._copy, "*i32 *i32 i32", {"BLOCK": 1024}),
         "_copy of one": found(tables._copy, "*i32 *i32 i32", {"BLOCK": 1024}, 4, {"count": 1}),
         "_gate_up": found(

@@ -28,14 +28,12 @@ pytest.importorskip("triton")
 from fake_gpu import FakeGpu
 from kernel_cases import Forbidden, groups_of, pool_of, rows_for
 
-from tiermoe.actors.engine.cuda.activations import PinnedFetch
 from tiermoe.actors.engine.cuda.tables import TableRing
 from tiermoe.kernels import _launch
 from tiermoe.kernels.expert_ffn import Group
 from tiermoe.kernels.triton import launch, tables
 from tiermoe.kernels.triton.expert_ffn import TritonKernel
 from tiermoe.kernels.triton.launch import Launch, address_of
-from tiermoe.kernels.triton.tables import Copier
 
 _NO_CONTEXT, _OUT_OF_MEMORY = 201, 2
 _AT, _SIZES = ctypes.c_void_p, [ctypes.c_uint] * 7
@@ -229,7 +227,8 @@ def test_every_kernel_is_packed_as_triton_compiles_it(tmp_path: Path) -> None:
     assert found == {
         "_copy": [128, [1, 1, 2], 2], "_gate_up": [128, pointers + two, 2], "_down": [128, pointers + [2] * 3, 2],
         "_combine": [128, [1, 1, 1, 2, 2], 2], "_copy of one": [128, [1, 1, 0], 2],
-        "_resolve": [32, [1] * 9 + [2] * 5 + [1] * 4, 2],
+        "_resolve": [32, [1] * 9 + [2] * 5 + [1] * 4, 2], "_read": [128, [1] * 10 + [2] * 17, 2],
+        "_read of one router": [128, [1] * 10 + [2] * 17, 2],
     }  # fmt: skip
 
 
@@ -288,7 +287,8 @@ class _Native:
         self._call = _CALL(self._called)
         self._driver = _launch.Driver(ctypes.cast(self._call, ctypes.c_void_p).value or 0)
         monkeypatch.setattr(Launch, "first", lambda launched, grid, *args: self._first(launched, *args))
-        monkeypatch.setattr(FakeGpu, "copier", Copier(tables.copying.__wrapped__(), tables.BLOCK, partial(int, 5)))
+        copy = tables.copying.__wrapped__()
+        monkeypatch.setattr(FakeGpu, "copier", tables.copier_of(torch.device("cpu"), copy, partial(int, 5)))
 
     def _first(self, launched: Launch, *args: Any) -> tuple[Any, ...]:
         packed = bytes(1 if isinstance(arg, torch.Tensor) else 2 for arg in args)
@@ -394,20 +394,6 @@ def test_threads_share_a_ring(natively: bool, monkeypatch: pytest.MonkeyPatch) -
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_what_the_host_reads_is_copied_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into places of one buffer, which are the same for tensors of the same kinds; gaps are closed first."""
-    native, gpu = _Native(monkeypatch), FakeGpu()
-    fetch = PinnedFetch(gpu)
-    for i in range(4):
-        ids, apart = torch.arange(i, i + 6, dtype=torch.int32).view(2, 3), torch.rand(3, 4).T
-        found = fetch([ids, apart, torch.empty(0)])
-        for array, tensor in zip(found, (ids, apart, torch.empty(0)), strict=True):
-            np.testing.assert_array_equal(array, tensor.numpy())
-    assert [name for name, _, _ in native.calls] == ["_copy"] * 6
-    assert len({values[1] for _, _, values in native.calls}) == 2
-    assert gpu.calls["kernel_copy"] == 4  # of nothing
 
 
 def test_sums_are_new_memory_and_those_of_another_size_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +19,12 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
 from tiermoe.actors.engine import engine as engine_module
-from tiermoe.actors.engine.cuda import activations, tables
+from tiermoe.actors.engine.cuda import tables
 from tiermoe.actors.engine.cuda.activations import PinnedFetch
-from tiermoe.actors.engine.cuda.runtime import wait_for
 from tiermoe.actors.engine.cuda.tables import TableRing
 from tiermoe.actors.engine.dispatch import DeviceBackend, Routing
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.engine.host_view import Asked, HostViews, LayerView
+from tiermoe.actors.engine.host_view import Asked, HostViews, LayerView, share
 from tiermoe.actors.engine.model.profile import PARTS, Calls, count_calls, device_calls, host_passes
 from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.kernels import device
@@ -54,11 +52,13 @@ class Link(TorchFunctionMode):
             raise AssertionError(f"{func.__name__} reads the device outside of a fetch")
         return func(*args, **(kwargs or {}))
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-        self.fetches.append(len(tensors))
+    def fetch(
+        self, tensors: Sequence[torch.Tensor], hidden: torch.Tensor | None = None, asked: Sequence[Asked] = ()
+    ) -> list[NDArray[Any]]:
+        self.fetches.append(len(tensors) + len(asked))
         self._inside = True
         try:
-            return [tensor.detach().numpy().copy() for tensor in tensors]
+            return [array.copy() for array in share([tensor.detach() for tensor in tensors], hidden, asked)]
         finally:
             self._inside = False
 
@@ -128,9 +128,11 @@ def test_one_transfer_per_layer(options: dict[str, Any], monkeypatch: pytest.Mon
 def test_unforeseen_rows_are_fetched_on_demand() -> None:
     fetches: list[int] = []
 
-    def fetch(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-        fetches.append(len(tensors))
-        return [tensor.numpy().copy() for tensor in tensors]
+    def fetch(
+        tensors: Sequence[torch.Tensor], hidden: torch.Tensor | None = None, asked: Sequence[Asked] = ()
+    ) -> list[NDArray[Any]]:
+        fetches.append(len(tensors) + len(asked))
+        return [array.copy() for array in share(tensors, hidden, asked)]
 
     weight = torch.randn(EXPERTS, HIDDEN)
     probe: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden @ weight.T  # noqa: E731
@@ -147,12 +149,11 @@ def test_unforeseen_rows_are_fetched_on_demand() -> None:
     assert fetches == [3, 1]
 
 
-def test_the_pinned_buffer_is_used_again_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pinned_buffer_is_used_again_and_grows() -> None:
     """What `tests/cuda` runs on a GPU; the host polls and keeps the interpreter's lock."""
-    monkeypatch.setattr(activations, "wait_for", partial(wait_for, spin_s=60.0))  # not to depend on this machine's load
     for seed in range(5):
         gpu, kept = FakeGpu(seed), []
-        fetch = PinnedFetch(gpu)
+        fetch = PinnedFetch(gpu, spin_s=60.0)  # not to depend on this machine's load
         for rows in (1, 5, 1, 9000, 5):
             tensors = [torch.randint(0, 64, (rows, 3)), torch.rand(rows, 3), torch.rand(7, rows).half().T]
             kept.append((tensors, fetch(tensors)))
@@ -214,7 +215,7 @@ def test_layers_put_their_tables_into_the_ring(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tables, "ring_of", lambda device: ring)
     elsewhere = torch.device("meta")  # any device but the CPU
     routing = Routing.of(np.array([[5, 1], [1, 5]]), elsewhere)
-    fetched: Any = lambda tensors: [np.array([[5, 1]])]  # noqa: E731
+    fetched: Any = lambda *_: [np.array([[5, 1]])]  # noqa: E731
     view = LayerView(fetched, torch.zeros(1, 4, device=elsewhere), torch.zeros(1, 2), torch.zeros(1, 2))
     view.reroute(np.array([[5, 2]]), np.array([[0.25, 0.75]]), dropped=False)
     assert gpu.calls["kernel_copy"] == 2

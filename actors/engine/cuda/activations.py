@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from ....kernels import _launch
 from ....kernels.device import on_device
 from ..cache.device import Outgoing
-from .runtime import GpuRuntime, wait_for
+from ..host_view import Asked, Router, router_of, scores_of
+from .runtime import SPIN_S, GpuRuntime, wait_for
 from .tables import TORCH_DTYPES
 
 _SMALLEST = 64 * 1024  # bytes of a block; all are powers of two, as the allocator of pinned memory rounds up to them
@@ -177,68 +178,82 @@ class PinnedPool:
             self._sweeping.release()
 
 
-_ALIGNED = 16  # bytes, a multiple of every item's size
-_FIRST_BYTES = 1 << 16
-_LAYOUTS = 64  # that are cached; decode has few
+# what the host reads; 16-bit floats as float32
+_READ = (
+    (torch.int64, np.int64), (torch.float32, np.float32), (torch.bfloat16, np.float32), (torch.float16, np.float32),
+    (torch.int32, np.int32),
+)  # fmt: skip
 
-_Layout = tuple[tuple[torch.Size, torch.dtype], ...]
 
-
-class PinnedFetch:
-    """The `Fetch` of one GPU: tensors to the host with one wait for all; for one thread.
+class PinnedFetch(_launch.Fetch):
+    """The `Fetch` of one GPU: tensors and scores to the host with one kernel and one wait for all; for one thread.
 
     A kernel writes them to one pinned buffer, past the copies of experts in either direction; the next call reuses the
-    buffer, and the results are copies of it. The host polls, so that it keeps the interpreter's lock.
+    buffer, and the results are copies of it. It also computes the scores of linear routers on few rows. The host polls,
+    so that it keeps the interpreter's lock.
+
+    Args:
+        spin_s: of a wait, before it gives up the lock.
+
+    Raises:
+        RuntimeError or OSError: there is no driver.
     """
 
-    def __init__(self, runtime: GpuRuntime) -> None:
-        self._runtime = runtime
-        self._written = runtime.event(timing=False)
-        self._buffer = runtime.pinned(_FIRST_BYTES)
-        self._views: dict[_Layout, tuple[list[Callable[[torch.Tensor], None]], list[NDArray[Any]]]] = {}
+    def __init__(self, runtime: GpuRuntime, spin_s: float = SPIN_S) -> None:
+        self._runtime, self._spin_s, driver, copier = runtime, spin_s, runtime.driver(), runtime.copier
+        reads, block, scores = tuple[_launch.Launch, ...](), 0, 0
+        stream: Callable[[], int] = lambda: runtime.handle(runtime.current())  # noqa: E731
+        if copier is not None:
+            stream, reads, block, scores = copier.stream, copier.reads, copier.block, copier.scores
+        self._most_routers = max(0, len(reads) - 1)
+        types = [(dtype, dtype.itemsize, dtype.itemsize == 2) for dtype, _ in _READ]
+        super().__init__(runtime, driver.addresses, driver.context, stream, reads, block, scores, torch.int32, types)
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-        runtime = self._runtime
-        layout = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        known = self._views.get(layout)
-        if known is None:
-            with torch.inference_mode(False):  # else only a forward in that mode could write into what it makes
-                known = self._lay_out(layout)
-        copies, arrays = known
-        with on_device(runtime.device):
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy(tensor)
-        runtime.record(self._written, runtime.current())
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], hidden: torch.Tensor | None = None, asked: Sequence[Asked] = ()
+    ) -> list[NDArray[Any]]:
+        with on_device(self._runtime.device):
+            if not asked:
+                self.enqueue(tensors, None, ())
+                self.wait()
+                return self.take()
+            assert hidden is not None
+            routers: dict[Asked, Router] = {}
+            for one in asked:
+                if len(routers) < self._most_routers and (router := router_of(one, hidden)) is not None:
+                    routers[one] = router
+            others = [one for one in asked if one not in routers]
+            self.enqueue([*tensors, *(scores_of(one, hidden) for one in others)], hidden, list(routers.values()))
         self.wait()
-        return [np.array(array) for array in arrays]
+        found = self.take()
+        given = len(tensors)
+        scores = dict(zip([*others, *routers], found[given:], strict=True))
+        return [*found[:given], *(scores[one] for one in asked)]
 
     def wait(self) -> None:
         """Wait for this call's tensors; a method of its own so that it can be timed."""
-        wait_for(self._runtime, self._written)
+        self.wait_for(self._spin_s)
 
-    def _lay_out(self, layout: _Layout) -> tuple[list[Callable[[torch.Tensor], None]], list[NDArray[Any]]]:
-        """Copies to views of the buffer for tensors of these kinds, and the views; grows the buffer if needed."""
-        starts, end = [], 0
-        for shape, dtype in layout:
-            starts.append(end)
-            end += -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
-        if end > self._buffer.numel():
-            self._views.clear()
-            self._buffer = self._runtime.pinned(1 << (end - 1).bit_length())
-        elif len(self._views) >= _LAYOUTS:
-            self._views.clear()
-        places = [
-            self._buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for start, (shape, dtype) in zip(starts, layout, strict=True)
-        ]
-        found = self._views[layout] = [self._copying(place) for place in places], [place.numpy() for place in places]
+    # what `launch.cpp` calls
+
+    def grown(self, nbytes: int) -> torch.Tensor:
+        """A new buffer."""
+        self._buffer = self._runtime.pinned(nbytes)
+        with torch.inference_mode(False):  # else only a forward in that mode could write into it
+            return self._buffer.view(torch.int32)
+
+    def views(self, parts: Sequence[tuple[int, int, int, tuple[int, ...]]]) -> list[tuple[torch.Tensor, NDArray[Any]]]:
+        """Parts of the buffer (place, bytes, type, shape) as tensors and arrays."""
+        found = []
+        with torch.inference_mode(False):
+            for at, nbytes, kind, shape in parts:
+                array = self._buffer.numpy()[at : at + nbytes].view(np.float32 if kind < 0 else _READ[kind][1])
+                found.append((torch.from_numpy(array).view(shape), array.reshape(shape)))
         return found
 
-    def _copying(self, place: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        copier, runtime = self._runtime.copier, self._runtime
-        if copier is None or not place.numel():
-            return lambda tensor: runtime.kernel_copy(place, tensor.contiguous())
-        return _launch.CopyTo(copier.launch, copier.block, place, place.numel())
+    def copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy where there is no kernel that can."""
+        self._runtime.kernel_copy(target, source.detach().to(target.dtype))
 
 
 _AT_ONCE = 256 * 1024  # bytes of rows that go to the host before the routing is known: 10 us of a slow link

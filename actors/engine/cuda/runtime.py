@@ -42,7 +42,7 @@ class GpuRuntime(Protocol):
 
     @property
     def copier(self) -> Copier | None:
-        """What `kernel_copy` launches, for native code; None: native code has to call `kernel_copy`."""
+        """The kernels of small copies, for native code; None: native code has to call `kernel_copy`."""
         ...
 
     def enter(self) -> None:
@@ -279,7 +279,7 @@ def runtime_of(device: torch.device) -> TorchRuntime:
     return _runtime(torch.cuda.current_device() if device.index is None else device.index)
 
 
-_SPIN_S = 1e-3  # more than a decode step's layer takes until its routing is known
+SPIN_S = 1e-3  # more than a decode step's layer takes until its routing is known
 
 
 class Events(Protocol):
@@ -289,7 +289,7 @@ class Events(Protocol):
     def synchronize(self, event: Any) -> None: ...
 
 
-def wait_for(runtime: Events, event: Any, spin_s: float = _SPIN_S) -> None:
+def wait_for(runtime: Events, event: Any, spin_s: float = SPIN_S) -> None:
     """Make the host wait for an event on a forward's way: poll, and only after `spin_s` give up the interpreter's lock.
 
     `synchronize` gives the lock to any other thread, which keeps it for up to 5 ms.

@@ -47,7 +47,7 @@ class TableRing(_launch.Ring):
         self._events: list[list[Any]] = [[] for _ in range(_SECTIONS)]  # of these, once it was left
         self._spare: list[Any] = []
         self.waits = 0
-        launch, block, stream = (None, 0, None) if copier is None else copier
+        launch, block, stream = (None, 0, None) if copier is None else copier[:3]
         buffers = [buffer.data_ptr() for buffer in self._buffers]
         super().__init__(buffers, nbytes, _SECTIONS, launch, block, stream)
 

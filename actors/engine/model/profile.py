@@ -32,13 +32,13 @@ PARTS = (
 KERNEL_PARTS = ("kernels", "combine")
 STEP_PARTS = ("schedule", "announce", "dense", "sample", "deliver", "manager")  # manager: what is left of the loop
 Clock = Callable[[], float]  # seconds: time.perf_counter, or time.thread_time for the thread's CPU time
-_EMPTY_CALLS = 256  # by which the cost of a clock reading is measured
+_EMPTYCALLS = 256  # by which the cost of a clock reading is measured
 _LAYER = "tiermoe.layer"
 
 _LAUNCHES = (
     "cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKernel", "cuLaunchKernel", "cuLaunchKernelEx",
 )  # fmt: skip
-_CALLS = dict.fromkeys(_LAUNCHES, "launches") | {
+CALLS = dict.fromkeys(_LAUNCHES, "launches") | {
     "cudaGraphLaunch": "graphs", "cuGraphLaunch": "graphs",
     "cudaMemcpyAsync": "copies", "cuMemcpyHtoDAsync_v2": "copies", "cuMemcpyDtoHAsync_v2": "copies",
     "cudaMemsetAsync": "copies",
@@ -131,7 +131,7 @@ class _Clock:
         self._since_s = 0.0
         empty = _timed(self, "empty", lambda: None)
         taken = []
-        for _ in range(_EMPTY_CALLS):  # within an open part, as all parts are
+        for _ in range(_EMPTYCALLS):  # within an open part, as all parts are
             self.enter("around")
             empty()
             self.leave()
@@ -284,8 +284,8 @@ def count_calls(events: Iterable[tuple[str, float, float]]) -> DeviceCalls:
     for name, start, end in events:
         if name == _LAYER:
             spans.append((start, end))
-        elif name in _CALLS:
-            calls.append((start, _CALLS[name]))
+        elif name in CALLS:
+            calls.append((start, CALLS[name]))
     if not spans:
         raise ValueError("the profile holds no layer")
     spans.sort()
