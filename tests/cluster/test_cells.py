@@ -1,4 +1,4 @@
-"""An experiment's cells on two Ray nodes: one a node at a time, a lost node's again, and each row says where it was."""
+"""Work of `bench` on two Ray nodes: one thing a node at a time, a lost node's again; test_jobs.py has an experiment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ray_nodes import RayNodes, environment
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]
 
 _WAIT_S = 120.0
-_MAIN = "from tiermoe.cluster.cli import main; main()"
 
 
 @pytest.fixture
@@ -46,6 +45,7 @@ def test_a_lost_node_s_thing_runs_again_and_no_node_has_two(nodes: RayNodes, tmp
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
+
         def begun() -> dict[str, int]:
             """Number by node, of what runs."""
             return {p.name.split("-")[2]: int(p.name.split("-")[1]) for p in tmp_path.glob("begun-*")}
@@ -67,27 +67,3 @@ def test_a_lost_node_s_thing_runs_again_and_no_node_has_two(nodes: RayNodes, tmp
     assert sorted(row["index"] for row in found) == [0, 1, 2, 3]
     assert all(row["found"] == {"number": row["index"], "tenfold": 10 * row["index"]} for row in found)
     assert {row["node"] for row in found if row["index"] == lost} == {nodes.head.address}
-
-
-def test_an_experiment_s_rows_say_which_node_measured_them(nodes: RayNodes, tmp_path: Path) -> None:
-    file, out = tmp_path / "mine.yaml", tmp_path / "out.json"
-    file.write_text("""
-name: mine
-title: Mine
-summary: Two budgets.
-workload: {prompt_tokens: 8, max_tokens: 3, warm: 1, repeats: 1}
-grid: {budgets: ["0.25", "0.5"], links: [none]}
-sections:
-  - name: s
-    variants: [on-demand, {name: no governor, preset: next-gate, changes: {prefetch: {min_useful: 0.0}}}]
-""")
-    bench = [sys.executable, "-c", _MAIN, "bench", str(file), "--address", nodes.address, "--out", str(out)]
-    done = subprocess.run(bench, env=environment(), capture_output=True, text=True, timeout=380, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["budget"], row["policy"]) for row in rows] == [
-        ("0.25", "on-demand"), ("0.25", "no governor"), ("0.5", "on-demand"), ("0.5", "no governor"),
-    ]  # fmt: skip
-    assert {row["node"] for row in rows} <= {node.address for node in nodes.nodes}
-    assert rows[0]["node"] == rows[1]["node"]  # one cell
-    assert all(row["tpot_ms"] > 0 for row in rows)

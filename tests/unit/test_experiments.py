@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
@@ -18,7 +20,7 @@ from tiermoe.benchmarks.command import EXPERIMENTS
 from tiermoe.benchmarks.papers import paper_names
 from tiermoe.benchmarks.random_model import NamedModel, save_published
 from tiermoe.cluster.config import RunConfig, default_model_dir, load_policy
-from tiermoe.cluster.jobs.bench import cells, command, run, serving
+from tiermoe.cluster.jobs.bench import cells, command, nodes, run, serving
 from tiermoe.cluster.jobs.bench.cells import Cell, Journal, Policy, added, counters, journal_file, measure_cell
 from tiermoe.cluster.jobs.bench.experiment import (
     Experiment,
@@ -418,6 +420,22 @@ def test_a_random_model_gets_text_of_the_default_one_and_samples(
     assert experiment.of_model("qwen3-30b-a3b").stem == "auto-emulated-qwen3-30b-a3b-bf16"
     with pytest.raises(ConfigError, match=r"--form is for random models.*--model qwen3-30b-a3b"):
         run_experiment(experiment, start=start)
+
+
+def test_cells_run_on_the_nodes_of_the_address_or_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[str] = []
+
+    @contextmanager
+    def join(address: str) -> Iterator[None]:
+        joined.append(address)
+        yield
+
+    monkeypatch.setattr(nodes, "joined", join)
+    monkeypatch.setattr(command, "in_a_ray_job", lambda: len(joined) > 0)
+    for address in (None, "10.0.0.1:6379", None):
+        with command._cells(address, Progress()) as cells:
+            assert (cells is None) == (not joined)
+    assert joined == ["10.0.0.1:6379", "auto"]
 
 
 def test_a_user_s_file_is_a_command_and_its_mistakes_are_named(tmp_path: Path) -> None:
