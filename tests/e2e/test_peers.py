@@ -91,7 +91,7 @@ def test_a_request_outlives_a_shard(strike: signal.Signals, store: ExpertStore, 
 @slow
 def test_four_shards(store: ExpertStore, reference: Reference) -> None:
     with serving_locally(store, _sharded(4, 0.125)) as worker:
-        reference.check(worker, 8, 32)
+        reference.check(worker, 4, 16)
         pids = {part["pid"] for part in worker.shard_stats()[1:]}
         assert pids == {process.pid for process in worker.shard_processes}
         assert len(pids) == 3
@@ -162,7 +162,7 @@ def test_a_request_outlives_an_ndp_worker(strike: signal.Signals, transport: str
 @slow
 def test_auto_outlives_a_worker_and_a_gpu(reference: Reference) -> None:
     with _near_data("auto", "0.25", 2, cluster={"shards": 2}, link=SLOW) as worker:
-        reference.check(worker, 4, 32)
+        reference.check(worker, 4, 16)
         assert worker.stats().total().shard_tokens > 0
         assert min(_pairs(worker).values()) > 0
         for process, peer in ((worker.ndp_processes[0], "ndp/0"), (worker.shard_processes[0], "shard/1")):
@@ -170,7 +170,7 @@ def test_auto_outlives_a_worker_and_a_gpu(reference: Reference) -> None:
             assert reference.check_struck(worker, 0, lambda pid=pid: os.kill(pid, signal.SIGKILL)) < LOST_S
             assert worker.health()[peer] == "lost"
             _rejoined(worker, process, peer)
-            reference.check(worker, 2, 32, first=1)
+            reference.check(worker, 2, 16, first=1)
 
 
 # -- two GPUs and two NDP workers ----------------------------------------------------------------------------------
