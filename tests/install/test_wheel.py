@@ -134,8 +134,8 @@ def test_the_default_model_runs(run: Run) -> None:
     record = json.loads(run("tiermoe", "run", "import os", "--max-tokens", "8", "--json"))
     assert len(record["token_ids"]) == 8
     assert record["plan"]["executor"] == "emulated"
-    replicas = ("--policy", "context-ndp-2bit", "--budget", "50%", "--max-tokens", "4", "--json")
-    assert len(json.loads(run("tiermoe", "run", "import os", *replicas))["token_ids"]) == 4
+    near_data = ("--policy", "context-ndp-full", "--budget", "50%", "--max-tokens", "4", "--json")
+    assert len(json.loads(run("tiermoe", "run", "import os", *near_data))["token_ids"]) == 4
 
 
 def test_presets_and_what_else_ships(run: Run) -> None:
