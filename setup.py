@@ -128,6 +128,8 @@ setup(
                 "actors/core/core.cpp",
                 "actors/core/cpu_layer.cpp",
                 "actors/core/cpu_module.cpp",
+                "actors/core/gpu_module.cpp",
+                "actors/core/layer.cpp",
                 "actors/core/maps.cpp",
                 "actors/core/maps_module.cpp",
                 "actors/core/module.cpp",

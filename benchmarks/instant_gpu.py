@@ -27,6 +27,7 @@ from tiermoe.actors.engine import host_view, make_device
 from tiermoe.actors.engine.cuda.activations import PinnedActivations, PinnedFetch
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.tables import TableRing
+from tiermoe.actors.engine.native_layer import NativeLayer
 from tiermoe.actors.policies.prefetch_trials import PrefetchTrials
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import _launch
@@ -145,10 +146,8 @@ class InstantGpu:
 class Launched:
     """`ExpertKernel`: the host's part of a Triton kernel, then a kernel in the GPU's place while that works."""
 
-    def __init__(self, kernel: ExpertKernel, operands: Operands, gpu: InstantGpu, ring: TableRing) -> None:
-        from tiermoe.kernels.triton.expert_ffn import TritonKernel
-
-        self._kernel, self._gpu, self._triton = kernel, gpu, TritonKernel(operands, "silu", kernel, ring)
+    def __init__(self, triton: ExpertKernel, kernel: ExpertKernel, gpu: InstantGpu) -> None:
+        self._triton, self._kernel, self._gpu = triton, kernel, gpu
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
         self._triton.run(hidden, pairs, groups, top_k, y)
@@ -200,6 +199,7 @@ def instant_gpu() -> Iterator[InstantGpu]:
     """
     try:
         from tiermoe.kernels.triton import launch, tables
+        from tiermoe.kernels.triton.expert_ffn import TritonKernel
     except ImportError:
         raise ConfigError("a fake GPU runs the host's part of Triton kernels", "pip install triton") from None
     gpu, before = InstantGpu(), list[tuple[Any, str, Any]]()
@@ -207,9 +207,16 @@ def instant_gpu() -> Iterator[InstantGpu]:
     gpu.copier = tables.copier_of(gpu.device, copying, partial(int, gpu.current()))
     ring = TableRing(gpu)
 
-    def launching(layer: Any) -> Any:
-        pool = layer.cache.pool
-        layer.kernel = Launched(layer.kernel, Operands(pool.gate_up, pool.down, None, None), gpu, ring)
+    def launching(layer: Any, *more: Any) -> NativeLayer | None:
+        """The layer's native calls, which do nothing while the GPU works: the page runs these passes."""
+        pool, kernel = layer.cache.pool, layer.kernel
+        layer.kernel = TritonKernel(Operands(pool.gate_up, pool.down, None, None), "silu", kernel, ring)
+        native = NativeLayer.of(layer, *more)
+        layer.kernel = Launched(layer.kernel, kernel, gpu)
+        if native is not None:
+            run = native.run_view
+            native.run_view = lambda view: None if gpu.works else run(view)  # type: ignore[method-assign]
+        return native
 
     for owner, name, made in (
         (launch.Launch, "first", lambda of, grid, *args: _first(driver, of, grid, *args)),
@@ -217,7 +224,7 @@ def instant_gpu() -> Iterator[InstantGpu]:
         (make_device, "make_device", lambda *_: CudaDevice(gpu)),
         (engine_module, "fetch_from", lambda _: PinnedFetch(gpu)),
         (engine_module, "activations_of", lambda _: PinnedActivations(gpu)),
-        (engine_module, "NativeLayer", SimpleNamespace(of=lambda layer, *_: launching(layer))),  # none: it is a CPU's
+        (engine_module, "NativeLayer", SimpleNamespace(of=launching)),
         (host_view, "upload", lambda array, _: ring.put(array)),
     ):
         before.append((owner, name, getattr(owner, name)))

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from typing_extensions import CapsuleType
+
 def nothing() -> int:
     """The address of a function in the place of a driver's that launches nothing but copies and reads."""
 
@@ -76,8 +78,9 @@ class Experts:
     """The launches that run experts.
 
     classes: (most rows, rows of a tile, gate_up, its columns, down, its columns), ascending. sizes: neurons of the pool
-    and of a slot, H, items of a row of activations, and what divides them. scratch: (rows, numbers of a table) -> two
-    tensors. kept: rows up to which these are kept, for each stream.
+    and of a slot, H, items of a row of activations, and what divides them. scratch: (rows, numbers of a table, pairs) ->
+    activations, words for pairs and table, the table, the pairs, rows of y. kept: rows up to which these are kept, for
+    each stream. combining: top_k -> the launch that sums, whose program has `block` columns.
     """
 
     def __init__(
@@ -86,12 +89,17 @@ class Experts:
         down: Any,
         classes: Sequence[tuple[int, int, Launch, int, Launch, int]],
         sizes: tuple[int, int, int, int, int],
-        tables: Any,
-        scratch: Callable[[int, int], tuple[Any, Any]],
+        tables: Ring,
+        scratch: Callable[[int, int, int], tuple[Any, ...]],
         kept: int,
         stream: Callable[[], int],
         dtypes: tuple[Any, ...],
         int64: Any,
+        combining: Callable[[int], Launch],
+        block: int,
     ) -> None: ...
     def run(self, hidden: Any, pairs: Any, groups: Sequence[Any], top_k: int, y: Any) -> bool: ...
-    def combine(self, launch: Launch, block: int, y: Any, weights: Any) -> Any: ...
+    def combine(self, y: Any, weights: Any) -> Any: ...
+    @property
+    def launches(self) -> CapsuleType:
+        """`ExpertLaunches` of `kernels/triton/experts.hpp`, of this object."""

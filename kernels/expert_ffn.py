@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from . import _cpu
+from . import _cpu, _launch
 from .packed_ffn import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from typing_extensions import CapsuleType
 
 CPU_MAX_ROWS = 8  # rows of one expert above which blocked GEMMs beat the C++ kernel
 MAX_SLOTS = 1023  # groups that one grouped product takes
@@ -206,15 +210,41 @@ class Tables(Protocol):
         ...
 
 
-class PlainTables:
+class PlainTables(_launch.Ring):
     """`Tables` by plain copies, which wait: for the CPU, and for tests."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._buffer = device, np.empty(0, np.uint8)
+        super().__init__([self.grown(0, 1 << 12)], 1 << 12, 1, None, 0, None)
 
     def put(self, table: Sequence[int] | NDArray[Any]) -> torch.Tensor:
         dtype = torch.int32 if isinstance(table, list) else None
         return torch.tensor(table, dtype=dtype, device=self._device)
+
+    # what `launch.cpp` calls
+
+    def turned(self, left: int, entered: int) -> None: ...
+
+    def read_by_this_stream(self, section: int) -> None: ...
+
+    def grown(self, at: int, nbytes: int) -> int:
+        self._buffer = np.empty(nbytes, np.uint8)
+        return self._buffer.ctypes.data
+
+    def copied(self, at: int, nbytes: int, target: torch.Tensor) -> None:
+        source = torch.from_numpy(self._buffer[:nbytes]).view(target.dtype)
+        target.view(-1)[: len(source)].copy_(source)
+
+
+class Launches(NamedTuple):
+    """How native code runs a layer's experts on a GPU.
+
+    experts: the capsule of `kernels/triton/experts.hpp`. most_rows: of an expert.
+    """
+
+    experts: CapsuleType
+    device: torch.device
+    most_rows: int
 
 
 class GroupedMmKernel:
@@ -297,3 +327,10 @@ class ByRows:
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self._combining.combine(y, weights)
+
+    @property
+    def launches(self) -> Launches | None:
+        """For passes in which every expert is of the sum's own kernel."""
+        own = list(takewhile(lambda name: self._kernels[name] is self._combining, ROW_CLASSES))
+        found: Launches | None = getattr(self._combining, "launches", None)
+        return found._replace(most_rows=MOST_ROWS[own[-1]]) if found is not None and own else None

@@ -5,26 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
+from cache_rigs import EXPERTS, KEYS, LAYERS, NEURONS, SHAPE
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
+from tiermoe.actors.engine.cache.native_order import SplitOrder
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.host_view import HostViews
 from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer
-from tiermoe.actors.engine.native_layer import NativeLayer, NativeLayers
-from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import EvictionPolicy
+from tiermoe.actors.engine.native_layer import CpuLayer, NativeLayer, NativeLayers
+from tiermoe.actors.engine.prefetching import RouterPrefetching
+from tiermoe.actors.engine.split import Configuring, Step
+from tiermoe.actors.engine.stats import ConfiguratorStats, EngineStats, LayerStats, Timeline
+from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
+from tiermoe.actors.policies.moepic import Lcp, SpeculativePrefetch
 from tiermoe.actors.policies.moepic.split import SplitLayout
+from tiermoe.actors.policies.prefetch import NextGatePrefetch, RandomPrefetch
 from tiermoe.actors.policies.registry import PolicyContext, make, options
+from tiermoe.actors.policies.routing import SequenceRows
+from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.settings import LinkSettings
-from tiermoe.kernels.expert_ffn import CpuKernel, Operands, TorchKernel
+from tiermoe.kernels.expert_ffn import CpuKernel, ExpertKernel, Operands, TorchKernel
+from tiermoe.kernels.router import LinearRouter
 
 TIMES = {"blocked_io_s", "total_io_s", "link_s", "io_path_s", "link_path_s", "writeback_link_s", "writeback_blocked_s"}
 HOLD_S = 0.05  # for which a link is busy with a copy of the test's own
@@ -115,9 +124,11 @@ class Stack:
             Timeline(False), self.link, min_useful=min_useful, split=split, writeback=writeback,
         )  # fmt: skip
 
+    make_kernel: Callable[[SlotPool], ExpertKernel] = staticmethod(kernel_of)
+
     def _attach(self, hooks: Hooks, native: bool) -> None:
         backend = DeviceBackend(self.cache, HostViews(), PlainActivations(torch.device("cpu")))
-        kernel, placer = kernel_of(self.pool), Placer(self.cache)
+        kernel, placer = self.make_kernel(self.pool), Placer(self.cache)
         self.layers = [
             MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=hooks) for i in range(LAYERS)
         ]
@@ -130,7 +141,8 @@ class Stack:
         shared = NativeLayers()
         for layer in layers:
             found = NativeLayer.of(layer, cast(DeviceBackend, layer.backend), shared)
-            found.run = self._counted(found.run)  # type: ignore[method-assign]
+            way = "run" if isinstance(found, CpuLayer) else "run_view"
+            setattr(found, way, self._counted(getattr(found, way)))
             layer.run_natively(found)
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,3 +188,89 @@ def routed(rng: np.random.Generator, most: int) -> tuple[torch.Tensor, torch.Ten
     tokens, top = int(rng.choice([t for t in (1, 1, 1, 2, 5, 8, 24) if t <= most])), int(rng.integers(1, EXPERTS))
     ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :top].copy())
     return torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, top)
+
+
+RHO, OMEGA = 0.25, 8
+CUTS = {
+    "halves": SplitLayout(NEURONS, (2, 2, 2), (2, 3, 2), 6),
+    "uneven": SplitLayout(NEURONS, (4, 0, 3), (2, 0, 3), 3),
+    "no bottoms": SplitLayout(NEURONS, (4, 4, 4), (3, 2, 2), 0),
+    "no tops": SplitLayout(NEURONS, (0, 0, 0), (0, 0, 0), 7),
+    "tight": SplitLayout(NEURONS, (2, 2, 2), (1, 1, 1), 2),
+}
+
+
+class SplitStack(Stack):
+    """The layers of one tiny model on a cache of split experts, with MoEpic's policies."""
+
+    def __init__(
+        self, cut: SplitLayout, native: bool, gbps: float | None = None, prefetch: str = "speculative",
+        min_useful: float = 0.0, configured: bool = True, by_use: bool = False,
+    ) -> None:  # fmt: skip
+        order: Any = SplitOrder(LAYERS, EXPERTS, None if by_use else RHO, OMEGA)
+        if not native:
+            order = split_eviction(Lru if by_use else lambda: Lcp(RHO, OMEGA, one_layer=True), LAYERS, EXPERTS)
+        self._begin(9, order, gbps, min_useful, cut)
+        generator = torch.Generator().manual_seed(6)
+        self.steps: list[Step] = []
+        configurator = SimpleNamespace(
+            layers=LAYERS, stats=ConfiguratorStats(), add=self.steps.extend, due=False,
+        )  # fmt: skip
+        self.configuring = Configuring(configurator, self.cache, 1, threaded=False)  # type: ignore[arg-type]
+        blocks: Any = [
+            SimpleNamespace(router=LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None))
+            for _ in range(LAYERS)
+        ]
+        policies = {
+            "speculative": SpeculativePrefetch(LAYERS, EXPERTS, 2),
+            "next-gate": NextGatePrefetch(LAYERS, EXPERTS, 2),
+            "random": RandomPrefetch(LAYERS, EXPERTS, 2, seed=3),
+        }
+        self.ahead = None
+        if prefetch != "none":
+            self.ahead = RouterPrefetching(policies[prefetch], self.cache, blocks, EXPERTS)
+            if configured:
+                self.ahead.on_predicted = self.configuring.predicted
+        ahead = () if self.ahead is None else (self.ahead,)
+        self._attach(Hooks(watch=(self.configuring,) if configured else (), ahead=ahead), native)
+
+    def forward(self, passes: list[tuple[torch.Tensor, ...]], spans: list[SequenceRows]) -> list[torch.Tensor]:
+        self.cache.begin_forward(all(span.decode for span in spans))
+        if self.ahead is not None:
+            self.ahead.begin_forward(spans)
+        found = []
+        for layer, inputs in zip(self.layers, passes, strict=True):
+            found.append(layer.forward(*inputs))
+            if self.link.pending and not self.held:
+                self.settle()
+        return found
+
+    held = False
+
+    def known(self) -> dict[str, Any]:
+        known, eviction = super().known(), self.cache.eviction
+        known["order"] = [eviction.of_class(c).victims(KEYS, lambda key: True) for c in range(LAYERS + 1)]
+        known["ranked"] = eviction.ranked(range(KEYS))
+        known["steps"] = [
+            (step.decode, step.tokens, step.head_s is None,
+             [np.nan_to_num(table, nan=-1).tolist() for table in step.tables(LAYERS, EXPERTS)])
+            for step in self.steps
+        ]  # fmt: skip
+        return known
+
+
+def forwards(seed: int, count: int, most: int) -> list[tuple[list[tuple[torch.Tensor, ...]], list[SequenceRows]]]:
+    rng, found = np.random.default_rng(seed), []
+    torch.manual_seed(seed)
+    for _ in range(count):
+        first = routed(rng, most)
+        tokens, top = first[1].shape
+        passes = [first]
+        while len(passes) < LAYERS:
+            ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :top].copy())
+            passes.append((torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, top)))
+        decode = bool(rng.integers(4))
+        stops = list(range(1, tokens + 1)) if decode else [tokens]
+        spans = [SequenceRows(f"s{i}", i if decode else 0, stop, decode) for i, stop in enumerate(stops)]
+        found.append((passes, spans))
+    return found

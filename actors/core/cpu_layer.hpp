@@ -1,40 +1,22 @@
-// The executor of a layer on the CPU: asks the core what runs when, and runs it with the kernels of float32 slots.
-//
-//     routing -> rule -> core.open, plan, begin, load -> prefetch or pre-eviction -> core.next: residents, arrivals as they
-//     land, waves -> combine
-//
-// Whole experts and split ones are the same to it: a group is a segment's neurons.
+// The executor of a layer on the CPU: runs it with the kernels of float32 slots.
 #pragma once
 
 #include <exception>
-#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
 
-#include "../../kernels/cpu/table.hpp"
 #include "ahead.hpp"
-#include "core.hpp"
-#include "picked.hpp"
+#include "layer.hpp"
 
 namespace tiermoe::core {
 
-using Given = LayerInput;
-
-// A routing as it runs.
-struct Routed {
-    const std::int64_t* ids;
-    const float* weights;
-    std::int64_t top_k;
-    std::int64_t substituted = 0, dropped = 0;
-};
-
 class CpuLayer;
 
-// Changes the routing of a pass before it is planned. False: the pass is for the page, and nothing has changed.
+// `Layer::reroute`, by a rule.
 struct LayerRule {
     virtual bool apply(CpuLayer& layer, const Given& given, Routed& routed) = 0;
-    virtual void done() {}  // the pass runs so
+    virtual void done() {}
     virtual ~LayerRule() = default;
 };
 
@@ -47,9 +29,9 @@ struct LayerAhead {
     virtual ~LayerAhead() = default;
 };
 
-// Experts of which one takes `neurons` in the pool, and rows of `width`. max_rows: of an expert that the kernel takes.
+// Rows of `width`, and the pool.
 struct Shape {
-    std::int64_t index, experts, neurons, width, max_rows;
+    std::int64_t width;
     const float *gate_up, *down;
     Activation activation;
 };
@@ -58,53 +40,43 @@ struct Shape {
 class CpuLayers : public Passes {
   public:
     std::vector<float> y, sums, scores;
-    std::vector<Group> groups;
 };
 
-class CpuLayer {
+class CpuLayer : public Layer {
   public:
-    CpuLayer(Core& core, const Shape& shape, const KernelTable& kernels, CpuLayers& all);
-    CpuLayer(const CpuLayer&) = delete;
+    CpuLayer(Core& core, const Place& place, const Shape& shape, const KernelTable& kernels, CpuLayers& all);
 
     void rule(std::unique_ptr<LayerRule> rule) { rule_ = std::move(rule); }
     void ahead(std::unique_ptr<LayerAhead> ahead) { ahead_ = std::move(ahead); }
-    // Takes the interpreter's lock. They see the routing as the model picked it.
-    void hooks(std::function<void(const Given&)> hooks) { hooks_ = std::move(hooks); }
-    // Throws what the core and the hooks do, and std::invalid_argument: there is no such expert. Then nothing is pinned.
-    Stepped run(const Given& given, Asking asking);
     const LayerStep& step() const { return step_; }
     std::exception_ptr failure() { return std::exchange(failure_, nullptr); }
 
-    Core& core() { return core_; }
     const Shape& shape() const { return shape_; }
     const KernelTable& kernels() const { return kernels_; }
-    const Spent& spent() const { return spent_; }
-    Key key(std::int64_t expert) const { return shape_.index * shape_.experts + expert; }
-    const std::uint8_t* states() { return core_.states().data() + key(0); }
     CpuLayers& all() { return all_; }
-    bool timed = false;  // the kernels
+
+  protected:
+    bool reroute(const Given& given, Routed& routed) override { return !rule_ || rule_->apply(*this, given, routed); }
+    void rerouted() override {
+        if (rule_) rule_->done();
+    }
+    bool look_ahead(const Given& given, Asking asking) override {
+        if (!ahead_ || asking == Asking::hooks || !ahead_->takes(*this, given)) return false;
+        ahead_->run(*this, given, asking == Asking::always, best_);
+        return true;
+    }
+    void compute(const Given& given, const Routed& routed) override;
 
   private:
     static Stepped step(void* self, const Given& given, Asking asking, Spent& spent);
-    bool sort_pairs(std::int64_t tokens, const Routed& routed);
-    void group(std::int64_t first, std::int64_t stop);
-    void compute(const Given& given, const Routed& routed);
 
-    Core& core_;
     const Shape shape_;
     const KernelTable kernels_;
     CpuLayers& all_;
     const LayerStep step_;
     std::unique_ptr<LayerRule> rule_;
     std::unique_ptr<LayerAhead> ahead_;
-    std::function<void(const Given&)> hooks_;
     std::exception_ptr failure_;
-    // of the present pass
-    Spent spent_;
-    Picked picked_;
-    std::vector<std::int64_t> order_, starts_, place_, next_;
-    std::vector<std::uint8_t> begun_;
-    std::vector<double> best_;
 };
 
 // `activeevict.BudgetAwareTopK`: pairs are dropped whose experts do not fit.

@@ -18,6 +18,8 @@ using namespace nb::literals;
 namespace tiermoe::core {
 namespace {
 
+constexpr std::int64_t kMaxPairs = 1 << 12;  // of a pass in one call: prompts are for large products
+
 void sizes_fit(std::initializer_list<std::int64_t> sizes) {
     if (!product_fits(sizes, kMostItems)) throw std::invalid_argument("sizes are negative, or their product is too large");
 }
@@ -28,8 +30,8 @@ void make(CpuLayer* made, Core& core, const nb::capsule& kernels, std::int64_t i
     if (activation < 0 || activation > static_cast<int>(Activation::relu))
         throw std::invalid_argument("there is no such activation: " + std::to_string(activation));
     sizes_fit({experts, neurons, width, 2});
-    new (made) CpuLayer(core, {index, experts, neurons, width, max_rows, at<const float>(gate_up), at<const float>(down),
-                               static_cast<Activation>(activation)},
+    new (made) CpuLayer(core, {index, experts, neurons, max_rows, kMaxPairs},
+                        {width, at<const float>(gate_up), at<const float>(down), static_cast<Activation>(activation)},
                         *static_cast<const KernelTable*>(named(kernels, kKernelTable)), all);
 }
 
@@ -49,8 +51,8 @@ void release_slots(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, 
                    std::int64_t max_rows, const nb::capsule& state) {
     auto made = std::make_unique<ReleaseSlots>();
     made->state = static_cast<Importance*>(named(state, kImportance));
-    const Shape& shape = layer.shape();
-    if (shape.index + 1 >= layer.core().layout().layers || most < 0 || made->state->experts != shape.experts ||
+    const Place& place = layer.place();
+    if (place.index + 1 >= layer.core().layout().layers || most < 0 || made->state->experts != place.experts ||
         made->state->layers != layer.core().layout().layers)
         throw std::invalid_argument("there is no such pre-eviction");
     made->weight = at<const float>(weight), made->bias = at<const float>(bias);
@@ -71,7 +73,7 @@ void replace_missing(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias
     made->beta = beta, made->max_rows = max_rows;
     const Fault fault = layer.kernels().size_fault(of, weight || draws);
     if (!fault.empty()) throw std::invalid_argument(fault);
-    if (of.experts != layer.shape().experts) throw std::invalid_argument("there is no such replacement");
+    if (of.experts != layer.place().experts) throw std::invalid_argument("there is no such replacement");
     layer.rule(std::move(made));
 }
 

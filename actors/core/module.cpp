@@ -299,6 +299,7 @@ NB_MODULE(_core, m) {
         return found;
     });
     bind_cpu(m);
+    bind_gpu(m);
     bind_maps(m);
     bind_streams(m);
 }

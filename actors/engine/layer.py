@@ -1,9 +1,10 @@
 """One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
 
-It runs on a GPU and wherever peers, replicas, many rows or rules in Python take part, with the backends of the lead
-(`dispatch.DeviceBackend`), of another shard (`peers.shard`) and of the simulator (`cluster.simulate.backend`). Other
-passes are native calls with the same output, loads, victims and counters: on the CPU (`native_layer`; many layers in
-one call, `model.native.Joined`), and of recorded layers (`backend.RecordedRun`).
+It runs wherever peers, replicas, a norm after experts or other kernels than native code's take part, with the
+backends of the lead (`dispatch.DeviceBackend`), of another shard (`peers.shard`) and of the simulator
+(`cluster.simulate.backend`). Other passes are native calls with the same output, loads, victims and counters: on a GPU
+and on the CPU (`native_layer`; on the CPU many layers in one call, `model.native.Joined`), and of recorded layers
+(`backend.RecordedRun`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 
 from ..policies.plan import LayerPlan
 from .cache.cache import ExpertCache
-from .host_view import StepView
 from .stats import LayerStats
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ..core import _core
     from ..policies.routing import MissCosts, SequenceRows
     from .dispatch import RemoteTask, Spans
-    from .host_view import Routing
+    from .host_view import Routing, StepView
     from .native_layer import Budget, NativeLayer, ReleaseAhead, Replace, RoutersAhead
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
@@ -243,31 +243,24 @@ class MoeLayer:
         self.observers: list[Observer] = []
         self.check = check
         self.native: NativeLayer | None = None
-        self._reroutes = bool(self.hooks.reroute)  # in Python
-        self._view: Any = None  # of the pass in a native call, where Python has rerouted it
+        self._looks = True  # in Python, before a pass in a native call
+        self._view: Any = None  # of such a pass
 
     def run_natively(self, native: NativeLayer) -> None:
         """Run passes so from now on. It reroutes if it can, and prefetches or frees slots, or calls the hooks that do.
 
         The placer's own hooks are for passes that it plans, which native code does not run.
         """
-        self.native, hooks, own = native, self.hooks, self.placer.hooks.ahead
-        others = [hook for hook in hooks.ahead if hook not in own]
-        rules = [rule for hook in hooks.reroute if (rule := hook.native(self.index)) is not None]
-        ahead = [found for hook in others if (found := hook.native(self.index)) is not None]
-        self._reroutes = not len(rules) == len(hooks.reroute) < 2
+        self.native, own = native, self.placer.hooks.ahead
+        others = [hook for hook in self.hooks.ahead if hook not in own]
         if others:
             native.call(self._look_ahead)
-        # after a rule in Python native code does not know what the model picked
-        if len(ahead) == len(others) == 1 and (not self._reroutes or not ahead[0].reads_ids):
-            native.look_ahead(ahead[0])
-        if rules and not self._reroutes:
-            native.reroute(rules[0])
+        self._looks = not native.adopt(self.hooks.reroute, others)
 
     @property
     def joins(self) -> NativeLayer | None:
         """What runs a pass in one call, perhaps with other layers' (`model.native.Joined`)."""
-        return None if self._reroutes or self.check else self.native
+        return None if self._looks or self.check else self.native
 
     @property
     def runs_natively(self) -> bool:
@@ -288,23 +281,17 @@ class MoeLayer:
         """
         index, cache, backend, hooks = self.index, self.cache, self.backend, self.hooks
         view, low = None, NO_KEYS
-        if self.native is not None:
-            if self.runs_natively:
-                if self._reroutes:
-                    view = backend.look(index, False, *inputs)
-                    low = self._reroute(view)
-                out = self._native(self.native, inputs if view is None else view.operands(), view)
+        natively, native = self.runs_natively, self.native
+        if self._looks or not natively:
+            view, low = self._look(*inputs)  # route (the model has done it), view, reroute
+        if native is not None:
+            if natively:
+                out = self._native(native, inputs, view)
                 if out is not None:
                     return out
-            self.native.tell()
+            native.tell()
         if view is None:
-            view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
-            for observe in self.observers:
-                observe(index, view.picked, view.weights)
-            cache.poll(index)
-            low = self._reroute(view)  # reroute
-        else:
-            cache.poll(index)
+            view, low = self._look(*inputs)
         routing = view.routing()
         base = index * self.experts
         keys = list(map(base.__add__, routing.experts))
@@ -330,32 +317,33 @@ class MoeLayer:
         self._close(tasks)
         return out
 
-    def _reroute(self, view: Any) -> frozenset[int]:
-        """Change the view's routing; the keys of experts that run on low-bit replicas."""
-        low = NO_KEYS
+    def _look(self, *inputs: Any) -> tuple[Any, frozenset[int]]:
+        """The view of a pass, as it runs; the keys of experts that run on low-bit replicas."""
+        view, low = self.backend.look(self.index, bool(self.observers), *inputs), NO_KEYS
+        for observe in self.observers:
+            observe(self.index, view.picked, view.weights)
+        self.cache.poll(self.index)
         for rule in self.hooks.reroute:
             low |= rule.layer(self.index, view)
-        return low
+        return view, low
 
     def _native(self, native: NativeLayer, inputs: tuple[Any, ...], view: Any) -> Any | None:
-        """The step in one native call; None: not run, and `forward` repeats what was done."""
+        """The step in one native call; None: not run, and `forward` does it."""
         self._view = view
         try:
-            out = native.run(*inputs)
+            out = native.run(*inputs) if view is None else native.run_view(view)
         finally:
             self._view = None
         if out is not None and self.check:
             self.cache.check_integrity()
         return out
 
-    def _look_ahead(self, hidden: int, ids: int, tokens: int, top_k: int) -> None:
-        """The hooks in Python of a pass in one native call, which gives the addresses of its inputs."""
-        view, native = self._view, self.native
+    def _look_ahead(self, inputs: StepView | None) -> None:
+        """The hooks in Python of a pass in one native call. inputs: its view, if Python has not looked before it."""
+        view, native = inputs if self._view is None else self._view, self.native
         assert native is not None
         native.tell()
         self.cache.tell_order()
-        if view is None:
-            view = StepView(hidden, ids, tokens, top_k, native.width)
         for hook in self.hooks.ahead:
             if hook.idle(self.index):
                 hook.skip(self.index, view)

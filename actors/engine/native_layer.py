@@ -1,7 +1,7 @@
-"""A layer on the CPU in one native call, which decides, accounts and runs the kernels (`actors/core/cpu_layer.hpp`).
+"""A layer in one native call, which decides, accounts and runs or launches the kernels (`actors/core/layer.hpp`).
 
-It does what the page of `layer.MoeLayer.forward` does. Rules and routers that native code knows are part of the call;
-other hooks are called in it, and other rules before it.
+It does what the page of `layer.MoeLayer.forward` does. On the CPU rules and routers that native code knows are part of
+the call. Other hooks are called in it, and other rules before it; on a GPU all, on the view that was fetched first.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from ...kernels import _cpu
-from ...kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel
+from ...kernels.device import on_device
+from ...kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel, Launches
 from ...kernels.substitute import BuddyLists, Options, numbers
 from ..core import _core
+from .host_view import StepView
 from .layer import Told, tell
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
     from .cache.cache import ExpertCache
     from .dispatch import DeviceBackend
-    from .layer import MoeLayer
+    from .host_view import LayerView
+    from .layer import AheadHook, MoeLayer, RerouteHook
     from .prefetching import Prefetching
 
 # Who looks ahead once a pass's loads are queued (`Asking` of kernels/cpu/table.hpp)
@@ -125,9 +128,11 @@ class NativeLayers:
 class NativeLayer:
     """One layer's passes.
 
+    Args:
+        layer: of the core. held: whose memory it uses.
+
     Attributes:
-        handle: for `kernels.dense.Program.run_layers`. layer: of the core. width: of rows, H.
-        ahead: the prefetch that native code does; None: there is none, or its hook is called.
+        layer: of the core.
         kernels_s: of the last pass, wall-clock and CPU time of the thread, where they are timed.
     """
 
@@ -135,27 +140,136 @@ class NativeLayer:
     def of(step: MoeLayer, backend: DeviceBackend, all_layers: NativeLayers) -> NativeLayer | None:
         """None: the layer's kernel, its placer or its watchers are not for native code."""
         kernel, cache = step.kernel, backend.cache
+        launches: Launches | None = getattr(kernel, "launches", None)
         told = [getattr(watcher, "passed", None) for watcher in step.hooks.watch if watcher.always]
-        if not isinstance(kernel, CpuKernel) or step.post is not None or backend.runner.low_bit is not None:
+        native = isinstance(kernel, CpuKernel) or launches is not None
+        if not native or step.post is not None or backend.runner.low_bit is not None:
             return None
         if None in told or len(told) > 1:
             return None
-        cache.native_steps = True
+        cache.native_steps = launches is None
         all_layers.told = told[0] if told else None
         all_layers.shared.records = bool(told)
-        return NativeLayer(step, cache, kernel, all_layers) if step.placer.may_be_local else None
+        if not step.placer.may_be_local:
+            return None
+        if isinstance(kernel, CpuKernel):
+            return CpuLayer(step, cache, kernel, all_layers)
+        assert launches is not None
+        return GpuLayer(step, cache, kernel, launches, all_layers)
+
+    def __init__(
+        self, step: MoeLayer, cache: ExpertCache, layer: _core.CpuLayer | _core.GpuLayer, all_layers: NativeLayers,
+        held: object,
+    ) -> None:  # fmt: skip
+        self._index, self._last = step.index, step.index == len(cache.stats.layers) - 1
+        self._cache, self._all, self.layer = cache, all_layers, layer
+        self._held: list[object] = [held]
+
+    def call(self, hooks: Callable[[StepView | None], object]) -> None:
+        """A pass calls these once its copies are queued, unless native code looks ahead: with the view of its inputs if
+        it is none of `run_view`. hooks: a method of who holds this layer, since no collector sees what the core holds.
+        """
+        raise NotImplementedError
+
+    def adopt(self, rules: Sequence[RerouteHook], ahead: Sequence[AheadHook]) -> bool:
+        """Do in native code what is known there of a layer's hooks. Whether rules and the look at the routing are;
+        else a pass is one of `run_view`, of what Python has looked at and rerouted.
+        """
+        return False
+
+    def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """As `run_view`, where `adopt` said so: hidden [T, H], ids [T, K], weights [T, K] -> [T, H]."""
+        raise NotImplementedError
+
+    def run_view(self, view: LayerView) -> torch.Tensor | None:
+        """The output [T, H] of the pairs that the view runs; None: not run, and the step in Python repeats what was
+        done. Raises what `ExpertCache` and the hooks do; then nothing is pinned.
+        """
+        raise NotImplementedError
+
+    def tell(self) -> None:
+        """The watchers hear of the passes so far."""
+        self._all.tell()
+
+    def time(self, on: bool) -> None:
+        """Whether the kernels are timed."""
+        self.layer.timed = on
+
+    @property
+    def kernels_s(self) -> tuple[float, float]:
+        return self.layer.kernels_s
+
+
+class GpuLayer(NativeLayer):
+    """A layer whose experts are launched by native code (`kernels/triton/experts.hpp`)."""
+
+    def __init__(
+        self, step: MoeLayer, cache: ExpertCache, kernel: object, launches: Launches, all_layers: NativeLayers
+    ) -> None:
+        layer = _core.GpuLayer(
+            cache.core, launches.experts, step.index, step.experts, cache.neurons, launches.most_rows, all_layers.shared
+        )
+        super().__init__(step, cache, layer, all_layers, kernel)
+        self._run, self._call, self._device = layer.run, layer.call, launches.device
+
+    def call(self, hooks: Callable[[StepView | None], object]) -> None:
+        held = WeakMethod(hooks)
+
+        def call() -> None:
+            if (alive := held()) is not None:
+                alive(None)
+
+        self._call(call)
+
+    def run_view(self, view: LayerView) -> torch.Tensor | None:
+        ids = np.ascontiguousarray(view.ids, np.int64)
+        with on_device(self._device):
+            out: torch.Tensor | None = self._run(view.hidden, ids, view.device_weights)
+        if self._last and out is not None:
+            self._all.tell()
+        return out
+
+
+class CpuLayer(NativeLayer):
+    """A layer on the CPU.
+
+    Attributes:
+        handle: for `kernels.dense.Program.run_layers`. width: of rows, H.
+        ahead: the prefetch that native code does; None: there is none, or its hook is called.
+    """
+
+    layer: _core.CpuLayer
 
     def __init__(self, step: MoeLayer, cache: ExpertCache, kernel: CpuKernel, all_layers: NativeLayers) -> None:
-        self._index, self._last, self.width = step.index, step.index == len(cache.stats.layers) - 1, kernel.width
-        self._cache, self._all = cache, all_layers
+        self.width = kernel.width
         gate_up, down, neurons, activation = kernel.parts
-        self.layer = _core.CpuLayer(
+        layer = _core.CpuLayer(
             cache.core, _cpu.table(), step.index, step.experts, neurons, kernel.width, CPU_MAX_ROWS,
             gate_up, down, activation, all_layers.shared,
         )  # fmt: skip
-        self.handle, self._run = self.layer.step, self.layer.run
+        super().__init__(step, cache, layer, all_layers, kernel)
+        self.handle, self._run = layer.step, layer.run
         self.ahead: Prefetching | None = None
-        self._held: list[object] = [kernel]  # the layer's memory
+
+    def call(self, hooks: Callable[[StepView | None], object]) -> None:
+        held, width = WeakMethod(hooks), self.width
+
+        def call(*given: int) -> None:
+            if (alive := held()) is not None:
+                alive(StepView(*given, width))
+
+        self.layer.call(call)
+
+    def adopt(self, rules: Sequence[RerouteHook], ahead: Sequence[AheadHook]) -> bool:
+        known = [rule for hook in rules if (rule := hook.native(self._index)) is not None]
+        reads = [found for hook in ahead if (found := hook.native(self._index)) is not None]
+        reroutes = len(known) == len(rules) < 2
+        # after a rule in Python native code does not know what the model picked
+        if len(reads) == len(ahead) == 1 and (reroutes or not reads[0].reads_ids):
+            self.look_ahead(reads[0])
+        if known and reroutes:
+            self.reroute(known[0])
+        return reroutes
 
     def look_ahead(self, ahead: RoutersAhead | ReleaseAhead) -> None:
         """A pass prefetches what these routers pick, or frees slots."""
@@ -169,19 +283,6 @@ class NativeLayer:
         else:
             self.layer.release_slots(weight, bias, ahead.threshold, ahead.most, ahead.max_rows, ahead.state)
         self._held.append(ahead)
-
-    def call(self, hooks: Callable[[int, int, int, int], object]) -> None:
-        """A pass calls these once its copies are queued, unless native code looks ahead: with the addresses of hidden
-        [T, H] and of the ids [T, K] as the model picked them, T and K. hooks: a method of who holds this layer, since
-        no collector sees what the core holds.
-        """
-        held = WeakMethod(hooks)
-
-        def call(*given: int) -> None:
-            if (alive := held()) is not None:
-                alive(*given)
-
-        self.layer.call(call)
 
     def reroute(self, rule: Budget | Replace) -> None:
         """A pass changes the routing so."""
@@ -229,6 +330,9 @@ class NativeLayer:
             self.end_forward(asking)
         return out if ran else None
 
+    def run_view(self, view: LayerView) -> torch.Tensor | None:
+        return self.run(*view.operands())
+
     def end_forward(self, asking: int) -> None:
         """The model's last layer has run so: its watchers and its prefetch are told."""
         self._all.tell()
@@ -239,19 +343,7 @@ class NativeLayer:
         """Raises what the last pass in a program has raised."""
         self.layer.fail()
 
-    def tell(self) -> None:
-        """The watchers hear of the passes so far."""
-        self._all.tell()
 
-    def time(self, on: bool) -> None:
-        """Whether the kernels are timed."""
-        self.layer.timed = on
-
-    @property
-    def kernels_s(self) -> tuple[float, float]:
-        return self.layer.kernels_s
-
-
-def asking_of(layers: Sequence[NativeLayer], tokens: int) -> int:
-    """`NativeLayer.asking` of layers that run together: of the last one that looks ahead."""
+def asking_of(layers: Sequence[CpuLayer], tokens: int) -> int:
+    """`CpuLayer.asking` of layers that run together: of the last one that looks ahead."""
     return next((layer.asking(tokens) for layer in reversed(layers) if layer.ahead is not None), ABSENT)

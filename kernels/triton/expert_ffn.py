@@ -36,7 +36,7 @@ import triton.language as tl
 
 from .. import _launch
 from ..device import on_device, stream_of
-from ..expert_ffn import MOST_ROWS, ExpertKernel, Group, Operands, PlainTables, RowClass, Tables
+from ..expert_ffn import MOST_ROWS, ExpertKernel, Group, Launches, Operands, PlainTables, RowClass, Tables
 from ..packed_ffn import ACTIVATIONS
 from .launch import Launch, ceil_div
 
@@ -44,6 +44,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = tl.constexpr(8)  # of the table: start in pairs, rows, first neuron, neurons, row of `a`, added; 2 unused
 _COMBINE_BLOCK = 1024
 _KEPT_BYTES = 2 << 20  # of activations that are kept between calls, for each stream: decode's
+DECODE_PAIRS = 64  # of a decode step, whose order and rows of y are kept, too
 _COMBINE_MOST = 8  # top-k of the narrowest combining kernel: rules that drop experts make no other
 PAD = 128  # neurons: activations are zero up to a multiple of it, which every K of down and N of gate_up divides
 
@@ -266,13 +267,14 @@ class TritonKernel:
         self.tables: Tables = PlainTables(self._device) if tables is None else tables
         defaults = {name: some[0] for name, some in shapes_for(self._dtype).items()}
         self.shapes: dict[RowClass, Shape] = {**defaults, **(shapes or {})}
+        self._combines: dict[int, Launch] = {}  # by the most experts of a token
         self._native = _launch.Experts(
             self._gate_up, self._down, [self._class_of(name, shape) for name, shape in self.shapes.items()],
             (slots * self._neurons, self._neurons, self._width, self._stride, PAD), self.tables,
-            partial(_scratch, self._stride, self._dtype, self._device),
+            partial(_scratch, self._stride, self._width, self._dtype, self._device),
             _KEPT_BYTES // (self._stride * self._dtype.itemsize), stream_of(self._device), DTYPES, torch.int64,
+            partial(_combining, self._combines), _COMBINE_BLOCK,
         )  # fmt: skip
-        self._combines: dict[int, Launch] = {}  # by the most experts of a token
 
     @staticmethod
     def supports(operands: Operands, activation: str | None) -> bool:
@@ -293,15 +295,14 @@ class TritonKernel:
             self._reference.run(hidden, pairs, groups, top_k, y)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        top_k = weights.shape[1]
-        most = _COMBINE_MOST if top_k <= _COMBINE_MOST else triton.next_power_of_2(top_k)
-        launch = self._combines.get(most)
-        if launch is None:
-            launch = Launch(_combine, MOST=most, BLOCK=_COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True)
-            self._combines[most] = launch
         with on_device(self._device):
-            out = self._native.combine(launch, _COMBINE_BLOCK, y, weights)
+            out = self._native.combine(y, weights)
         return self._reference.combine(y, weights) if out is None else out
+
+    @property
+    def launches(self) -> Launches:
+        """For native code; valid as long as this kernel."""
+        return Launches(self._native.launches, self._device, MOST_ROWS["prefill"])
 
     def _class_of(self, name: RowClass, shape: Shape) -> tuple[int, int, Launch, int, Launch, int]:
         """As `_launch.Experts` takes it: the most rows, rows of a tile, gate_up and down with their columns."""
@@ -317,10 +318,20 @@ class TritonKernel:
         return MOST_ROWS[name], shape.M, gate_up, up.N, low, down.N
 
 
+def _combining(made: dict[int, Launch], top_k: int) -> Launch:
+    """The launch that sums so many rows a token. made: those there are, by the most rows."""
+    most = _COMBINE_MOST if top_k <= _COMBINE_MOST else triton.next_power_of_2(top_k)
+    if most not in made:
+        made[most] = Launch(_combine, MOST=most, BLOCK=_COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True)
+    return made[most]
+
+
 def _scratch(
-    stride: int, dtype: torch.dtype, device: torch.device, rows: int, numbers: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations, and a table."""
+    stride: int, width: int, dtype: torch.dtype, device: torch.device, rows: int, numbers: int, pairs: int
+) -> tuple[torch.Tensor, ...]:
+    """Activations; words for pairs and a table, the table, the pairs; rows of y."""
     with torch.inference_mode(False):  # a forward may make them, and others use them
-        table = torch.empty(numbers, dtype=torch.int32, device=device)
-        return torch.empty((rows, stride), dtype=dtype, device=device), table
+        words = torch.empty(2 * pairs + numbers, dtype=torch.int32, device=device)
+        activations = torch.empty((rows, stride), dtype=dtype, device=device)
+        y = torch.empty((pairs, width), dtype=dtype, device=device)
+    return activations, words, words[2 * pairs :], words[: 2 * pairs].view(torch.int64), y

@@ -8,6 +8,8 @@
 //
 // The interpreter's lock is kept throughout: a thread that gets it may keep it for milliseconds. What Python does in
 // between (a kernel's first launch, a wait for a buffer) may give it up, so no state is half changed there.
+#include "experts.hpp"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -38,7 +40,7 @@ namespace {
 
 constexpr std::size_t kMostArgs = 32;
 constexpr std::int64_t kColumns = 8;  // of a table of tiles: `_COLUMNS` of expert_ffn.py
-constexpr std::int64_t kDecodeRows = 64;  // of a result that is kept for its shape
+constexpr std::int64_t kDecodePairs = 64;  // `DECODE_PAIRS` of expert_ffn.py
 constexpr int kNoContext = 201;       // CUDA_ERROR_INVALID_CONTEXT
 
 using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -785,10 +787,6 @@ class Fetch {
     std::vector<nb::object> held_;  // what is read, until it is taken
 };
 
-struct Group {
-    std::int64_t start, stop, first, neurons, add;
-};
-
 std::vector<Group> groups_of(nb::handle given) {
     const nb::object fast = nb::steal(not_null(PySequence_Fast(given.ptr(), "groups are a sequence")));
     std::vector<Group> groups(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr())));
@@ -797,7 +795,7 @@ std::vector<Group> groups_of(nb::handle given) {
         if (!PyTuple_Check(one) || PyTuple_GET_SIZE(one) != 5)
             throw nb::type_error("each group is a tuple (start, stop, first, neurons, add)");
         const auto item = [one](Py_ssize_t n) { return number(PyTuple_GET_ITEM(one, n)); };
-        groups[i] = {item(0), item(1), item(2), item(3), item(4)};
+        groups[i] = {item(0), item(1), item(2), item(3), item(4) != 0};
     }
     return groups;
 }
@@ -825,11 +823,13 @@ struct Tiles {
 };
 
 // The table of tiles. Segments of one expert are in different phases, the added one in the later.
-Tiles tiles_of(const std::vector<Group>& groups, std::int64_t pairs, const Sizes& sizes, const std::vector<RowClass>& classes) {
+Tiles tiles_of(const Group* groups, std::size_t count, std::int64_t pairs, const Sizes& sizes,
+               const std::vector<RowClass>& classes) {
     Tiles tiles;
     tiles.widest.assign(classes.size(), -1);
     std::vector<std::int32_t> seen(static_cast<std::size_t>(pairs) + 1);
-    for (const auto& [start, stop, first, neurons, add] : groups) {
+    for (std::size_t i = 0; i < count; ++i) {
+        const auto& [start, stop, first, neurons, add] = groups[i];
         if (!(0 <= start && start <= stop && stop <= pairs && 0 <= neurons && neurons <= sizes.slot))
             throw std::invalid_argument("group " + text_of(nb::make_tuple(start, stop, first, neurons)) +
                                         " has more pairs or neurons than there are");
@@ -848,7 +848,7 @@ Tiles tiles_of(const std::vector<Group>& groups, std::int64_t pairs, const Sizes
         const std::int64_t size = classes[row_class].tile;
         for (std::int64_t begin = start; begin < stop; begin += size)
             for (const std::int64_t value : {begin, std::min(size, stop - begin), first, neurons, tiles.rows + begin - start,
-                                             std::int64_t{add != 0}, std::int64_t{0}, std::int64_t{0}})
+                                             std::int64_t{add}, std::int64_t{0}, std::int64_t{0}})
                 part->rows.push_back(static_cast<std::int32_t>(value));
         tiles.rows += stop - start;
     }
@@ -862,10 +862,11 @@ class Experts {
 
     Experts(nb::object gate_up, nb::object down, const std::vector<Class>& classes,
             const std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>& sizes, nb::object tables,
-            nb::object scratch, std::int64_t kept, nb::object stream, nb::tuple dtypes, nb::object int64)
+            nb::object scratch, std::int64_t kept, nb::object stream, nb::tuple dtypes, nb::object int64, nb::object combining,
+            std::int64_t block)
         : gate_up_(std::move(gate_up)), down_(std::move(down)), tables_(std::move(tables)), scratch_(std::move(scratch)),
-          stream_(std::move(stream)), up_(tensor(gate_up_.ptr())), low_(tensor(down_.ptr())), kept_rows_(kept),
-          int64_(int64.ptr()) {
+          stream_(std::move(stream)), combining_(std::move(combining)), up_(tensor(gate_up_.ptr())), low_(tensor(down_.ptr())),
+          ring_(nb::cast<Ring&>(tables_)), kept_rows_(kept), block_(block), int64_(int64.ptr()) {
         for (const auto& [most, tile, up, up_columns, down_launch, down_columns] : classes) {
             if (tile < 1 || up_columns < 1 || down_columns < 1) throw std::invalid_argument("a block has rows and columns");
             classes_.push_back({most, tile, up, down_launch, up_columns, down_columns});
@@ -873,48 +874,29 @@ class Experts {
         if (classes_.empty()) throw std::invalid_argument("there are no classes of rows");
         classes_.back().most = std::numeric_limits<std::int64_t>::max();
         std::tie(sizes_.pool, sizes_.slot, sizes_.width, sizes_.stride, sizes_.padded) = sizes;
-        if (sizes_.padded < 1) throw std::invalid_argument("rows of activations are padded to a size");
-        if (nb::isinstance<Ring>(tables_)) ring_ = nb::cast<Ring*>(tables_);
+        if (sizes_.padded < 1 || block < 1) throw std::invalid_argument("rows of activations are padded to a size");
         for (const nb::handle one : dtypes) dtypes_.push_back(one.ptr());
     }
 
     // False: not run, since hidden or y has another dtype than the slots.
     bool run(nb::handle hidden, nb::handle pairs, nb::handle groups, std::int64_t top_k, nb::handle y) {
-        const std::int64_t width = sizes_.width;
-        const Seen order_seen = seen(order_, pairs), out_seen = seen(out_, y);
-        Arg x = tensor(hidden.ptr());
-        const Arg &order = order_seen.arg, &out = out_seen.arg, &up = up_, &low = low_;
-        if (x.type != up.type || out.type != up.type) return false;
-        refuse(hidden, order_seen, top_k, out_seen);
-        const Tiles tiles = tiles_of(groups_of(groups), order_seen.items, sizes_, classes_);
+        const Seen order = seen(order_, pairs), out = seen(out_, y);
+        const void* type = dtype(hidden.ptr());
+        if (type != up_.type || out.arg.type != up_.type) return false;
+        refuse(hidden, order, top_k, out);
+        const std::vector<Group> given = groups_of(groups);
+        const Tiles tiles = tiles_of(given.data(), given.size(), order.items, sizes_, classes_);
         if (tiles.phases.empty()) return true;
-        nb::object rows = nb::borrow(hidden);
-        if (!is_contiguous(hidden.ptr())) rows = contiguous(hidden), x = tensor(rows.ptr());
-        const auto stream = static_cast<std::uint64_t>(number(stream_().ptr()));
+        const Rows rows(hidden);
+        const std::uint64_t stream = current();
         const Scratch scratch = scratch_for(tiles, stream);
-        nb::object plain;
-        const Arg table = put(tiles, scratch, stream, plain), activations = scratch.activations;
-        const Arg h = integer(width), stride = integer(sizes_.stride);
-        std::int64_t first = 0;
-        for (auto part = tiles.phases.begin(); part != tiles.phases.end();) {
-            const RowClass& c = classes_[part->row_class];
-            auto end = part;
-            std::int64_t all = 0;
-            for (; end != tiles.phases.end() && end->row_class == part->row_class; ++end) all += tiles_in(*end);
-            const std::int64_t columns = divided(tiles.widest[part->row_class], sizes_.padded) * sizes_.padded / c.up_columns;
-            const Arg of_up[] = {x, order, up, activations, table, integer(first), integer(top_k), h, stride};
-            c.up->launch({all, columns, 1}, of_up, 9, stream);
-            for (; part != end; ++part) {
-                const Arg of_down[] = {activations, order, low, out, table, integer(first), h, stride};
-                c.down->launch({tiles_in(*part), divided(width, c.down_columns), 1}, of_down, 8, stream);
-                first += tiles_in(*part);
-            }
-        }
+        put(scratch.table, {}, tiles, stream);
+        enqueue(tiles, scratch, rows.arg, order.arg, top_k, out.arg, stream);
         return true;
     }
 
     // The weighted sums [T, H]; none: of another dtype than the kernels'.
-    nb::object combine(Launch& launch, std::int64_t block, nb::handle y, nb::handle weights) {
+    nb::object combine(nb::handle y, nb::handle weights) {
         const nb::object shape = shape_of(weights.ptr());
         if (PyTuple_GET_SIZE(shape.ptr()) != 2) throw std::invalid_argument("weights are [T, K]");
         const std::int64_t tokens = number(PyTuple_GET_ITEM(shape.ptr(), 0)), top_k = number(PyTuple_GET_ITEM(shape.ptr(), 1));
@@ -922,26 +904,60 @@ class Experts {
         if (!is_shape(rows.shape.ptr(), tokens * top_k, sizes_.width))
             throw std::invalid_argument("y is " + text_of_shape(rows.shape) + " for " + std::to_string(tokens) + " tokens, top-" +
                                         std::to_string(top_k) + " and width " + std::to_string(sizes_.width));
-        Arg shares_arg = tensor(weights.ptr());
-        for (const void* type : {rows.arg.type, shares_arg.type})
-            if (std::find(dtypes_.begin(), dtypes_.end(), type) == dtypes_.end()) return nb::none();
+        if (!is_summed(rows.arg.type) || !is_summed(dtype(weights.ptr()))) return nb::none();
         const nb::object sums = rows.contiguous ? nb::borrow(y) : contiguous(y);
-        const Arg of_sums = rows.contiguous ? rows.arg : tensor(sums.ptr());
-        nb::object shares = nb::borrow(weights);
-        if (!is_contiguous(weights.ptr())) shares = contiguous(weights), shares_arg = tensor(shares.ptr());
-        nb::object out = fresh(tokens, y, rows.arg.type);
-        if (tokens > 0) {
-            const Arg args[] = {of_sums, shares_arg, tensor(out.ptr()), integer(top_k), integer(sizes_.width)};
-            launch.launch({tokens, divided(sizes_.width, block), 1}, args, 5,
-                          static_cast<std::uint64_t>(number(stream_().ptr())));
-        }
-        return out;
+        return summed(rows.contiguous ? rows.arg : tensor(sums.ptr()), weights, tokens, top_k, current());
     }
+
+    // What `ExpertLaunches` says.
+    bool takes(const LayerRows& rows) const {
+        if (dtype(rows.hidden) != up_.type || !is_summed(dtype(rows.weights))) return false;
+        const nb::object hidden = shape_of(rows.hidden), weights = shape_of(rows.weights);
+        if (is_shape(hidden.ptr(), rows.tokens, sizes_.width) && is_shape(weights.ptr(), rows.tokens, rows.top_k)) return true;
+        throw std::invalid_argument("hidden is " + text_of_shape(hidden) + " and weights are " + text_of_shape(weights) + " for " +
+                                    std::to_string(rows.tokens) + " tokens, top-" + std::to_string(rows.top_k) + " and width " +
+                                    std::to_string(sizes_.width));
+    }
+
+    // A layer's sums; not valid: the error is kept by `next`. Of few pairs the order goes with the first table.
+    nb::object run_layer(const LayerRows& given, const NextGroups& next) {
+        const std::int64_t pairs = given.tokens * given.top_k;
+        const std::uint64_t stream = current();
+        const Rows rows(given.hidden);
+        const bool few = pairs <= kDecodePairs;
+        const Scratch kept = few ? scratch_kept(stream) : scratch_of(scratch_(0, 0, pairs));
+        Pairs order{given.order, pairs, few ? kDecodePairs : pairs};
+        for (;;) {
+            const Group* groups = nullptr;
+            std::int64_t count = 0;
+            if (!next.next(next.self, &groups, &count)) return {};
+            if (!count) break;
+            const Tiles tiles = tiles_of(groups, static_cast<std::size_t>(count), pairs, sizes_, classes_);
+            const Scratch scratch = scratch_for(tiles, stream);
+            if (order.count && scratch.words.bits != kept.words.bits) put(kept.words, order, {}, stream), order = {};
+            put(order.count ? scratch.words : scratch.table, order, tiles, stream);
+            order = {};
+            enqueue(tiles, scratch, rows.arg, kept.order, given.top_k, kept.y, stream);
+        }
+        return summed(kept.y, given.weights, given.tokens, given.top_k, stream);
+    }
+
+    nb::capsule launches() const { return nb::capsule(&launches_, kExpertLaunches.c_str()); }
 
   private:
     struct Scratch {  // of one stream, whose launches follow each other
         nb::object held;
-        Arg activations, table;
+        Arg activations, words, table;  // words: `order`, and `table` behind it
+        Arg order, y;
+    };
+    struct Pairs {  // that are still to be brought to the device, into so much room
+        const std::int64_t* order = nullptr;
+        std::int64_t count = 0, room = 0;
+    };
+    struct Rows {  // contiguous
+        explicit Rows(nb::handle hidden) : held(contiguous(hidden)), arg(tensor(held.ptr())) {}
+        nb::object held;
+        Arg arg;
     };
     // What a tensor says of itself. Of decode's the last is remembered: layers get the same order of pairs and rows of y.
     struct Seen {
@@ -950,6 +966,49 @@ class Experts {
         std::int64_t items;
         bool contiguous;
     };
+
+    std::uint64_t current() const { return static_cast<std::uint64_t>(number(stream_().ptr())); }
+
+    bool is_summed(const void* type) const { return std::find(dtypes_.begin(), dtypes_.end(), type) != dtypes_.end(); }
+
+    // The launches of a table that is on the device.
+    void enqueue(const Tiles& tiles, const Scratch& scratch, const Arg& x, const Arg& order, std::int64_t top_k, const Arg& out,
+                 std::uint64_t stream) {
+        const Arg h = integer(sizes_.width), stride = integer(sizes_.stride);
+        const Arg &activations = scratch.activations, &table = scratch.table;
+        std::int64_t first = 0;
+        for (auto part = tiles.phases.begin(); part != tiles.phases.end();) {
+            const RowClass& c = classes_[part->row_class];
+            auto end = part;
+            std::int64_t all = 0;
+            for (; end != tiles.phases.end() && end->row_class == part->row_class; ++end) all += tiles_in(*end);
+            const std::int64_t columns = divided(tiles.widest[part->row_class], sizes_.padded) * sizes_.padded / c.up_columns;
+            const Arg of_up[] = {x, order, up_, activations, table, integer(first), integer(top_k), h, stride};
+            c.up->launch({all, columns, 1}, of_up, 9, stream);
+            for (; part != end; ++part) {
+                const Arg of_down[] = {activations, order, low_, out, table, integer(first), h, stride};
+                c.down->launch({tiles_in(*part), divided(sizes_.width, c.down_columns), 1}, of_down, 8, stream);
+                first += tiles_in(*part);
+            }
+        }
+    }
+
+    // y: contiguous, of a type that is summed, as the weights.
+    nb::object summed(const Arg& y, nb::handle weights, std::int64_t tokens, std::int64_t top_k, std::uint64_t stream) {
+        const Rows shares(weights);
+        nb::object out = fresh(tokens, nb::handle(y.object), y.type);
+        if (tokens > 0) {
+            const Arg args[] = {y, shares.arg, tensor(out.ptr()), integer(top_k), integer(sizes_.width)};
+            sums_of(top_k).launch({tokens, divided(sizes_.width, block_), 1}, args, 5, stream);
+        }
+        return out;
+    }
+
+    Launch& sums_of(std::int64_t top_k) {
+        auto found = sums_.find(top_k);
+        if (found == sums_.end()) found = sums_.emplace(top_k, combining_(top_k)).first;
+        return nb::cast<Launch&>(found->second);
+    }
 
     Seen seen(std::optional<Seen>& last, nb::handle of) const {
         if (last && last->object.is(of)) return *last;
@@ -966,7 +1025,7 @@ class Experts {
         const auto like = likes_.find(key);
         if (like == likes_.end()) {
             nb::object made = y.attr("new_empty")(nb::make_tuple(tokens, sizes_.width));
-            if (tokens <= kDecodeRows) likes_[key] = made;
+            if (tokens <= kDecodePairs) likes_[key] = made;
             return made;
         }
         if (!empty_like_.is_valid()) empty_like_ = nb::module_::import_("torch").attr("empty_like");
@@ -991,49 +1050,74 @@ class Experts {
         if (count > std::numeric_limits<std::int32_t>::max()) throw std::invalid_argument("there are more pairs than int32 counts");
     }
 
-    Scratch scratch_for(const Tiles& tiles, std::uint64_t stream) {
-        const std::int64_t kept = kept_rows_ * kColumns;
-        const bool keeps = tiles.rows <= kept_rows_ && tiles.numbers <= kept;
-        if (keeps)
-            if (const auto found = kept_.find(stream); found != kept_.end()) return found->second;
-        const nb::object made = keeps ? scratch_(kept_rows_, kept) : scratch_(tiles.rows, tiles.numbers);
-        const nb::object activations = made[0], table = made[1];
-        const Scratch scratch{made, tensor(activations.ptr()), tensor(table.ptr())};
-        if (keeps) kept_[stream] = scratch;
-        return scratch;
+    static Scratch scratch_of(nb::object made) {
+        const nb::object activations = made[0], words = made[1], table = made[2], order = made[3], y = made[4];
+        return {made, tensor(activations.ptr()), tensor(words.ptr()), tensor(table.ptr()), tensor(order.ptr()), tensor(y.ptr())};
     }
 
-    // The table on the device; plain: what holds it where there is no ring.
-    Arg put(const Tiles& tiles, const Scratch& scratch, std::uint64_t stream, nb::object& plain) {
-        if (!ring_) {
-            nb::list numbers;
-            for (const auto& part : tiles.phases)
-                for (const std::int32_t value : part.rows) numbers.append(value);
-            plain = tables_.attr("put")(numbers);
-            return tensor(plain.ptr());
-        }
-        const auto items = static_cast<std::size_t>(tiles.numbers);
-        ring_->put(scratch.table, items, items * sizeof(std::int32_t), stream, [&](char* to) {
+    Scratch scratch_kept(std::uint64_t stream) {
+        if (const auto found = kept_.find(stream); found != kept_.end()) return found->second;
+        return kept_.emplace(stream, scratch_of(scratch_(kept_rows_, kept_rows_ * kColumns, kDecodePairs))).first->second;
+    }
+
+    Scratch scratch_for(const Tiles& tiles, std::uint64_t stream) {
+        if (tiles.rows <= kept_rows_ && tiles.numbers <= kept_rows_ * kColumns) return scratch_kept(stream);
+        return scratch_of(scratch_(tiles.rows, tiles.numbers, 0));
+    }
+
+    // Brings pairs, and a table behind them, to the device.
+    void put(const Arg& target, const Pairs& pairs, const Tiles& tiles, std::uint64_t stream) {
+        const std::size_t before = static_cast<std::size_t>(pairs.room) * sizeof *pairs.order;
+        const std::size_t bytes = before + static_cast<std::size_t>(tiles.numbers) * sizeof(std::int32_t);
+        ring_.put(target, bytes / sizeof(std::int32_t), bytes, stream, [&](char* to) {
+            if (pairs.count) std::memcpy(to, pairs.order, static_cast<std::size_t>(pairs.count) * sizeof *pairs.order);
+            to += before;
             for (const auto& part : tiles.phases) {
                 std::memcpy(to, part.rows.data(), part.rows.size() * sizeof(std::int32_t));
                 to += part.rows.size() * sizeof(std::int32_t);
             }
         });
-        return scratch.table;
     }
 
-    nb::object gate_up_, down_, tables_, scratch_, stream_;
+    // As functions in C have it.
+    template <typename Result, typename Call>
+    static Result guarded(Result failed, Call&& call) {
+        try {
+            return call();
+        } catch (nb::python_error& error) {
+            error.restore();
+        } catch (const std::invalid_argument& error) {
+            PyErr_SetString(PyExc_ValueError, error.what());
+        } catch (const std::exception& error) {
+            PyErr_SetString(PyExc_RuntimeError, error.what());
+        }
+        return failed;
+    }
+
+    static int takes_rows(void* self, const LayerRows& rows) {
+        return guarded(-1, [&] { return static_cast<Experts*>(self)->takes(rows) ? 1 : 0; });
+    }
+
+    static PyObject* run_rows(void* self, const LayerRows& rows, const NextGroups& next) {
+        return guarded(static_cast<PyObject*>(nullptr), [&] {
+            return static_cast<Experts*>(self)->run_layer(rows, next).release().ptr();
+        });
+    }
+
+    nb::object gate_up_, down_, tables_, scratch_, stream_, combining_;
     Arg up_, low_;  // of these, which never move
     std::optional<Seen> order_, out_;
-    Ring* ring_ = nullptr;
+    Ring& ring_;
     std::vector<RowClass> classes_;
     std::vector<const void*> dtypes_;
     Sizes sizes_{};
-    std::int64_t kept_rows_;
+    std::int64_t kept_rows_, block_;
     const void* int64_;
     std::map<std::uint64_t, Scratch> kept_;
+    std::map<std::int64_t, nb::object> sums_;  // the launch for each top-k
     nb::object empty_like_;
     std::map<std::pair<std::int64_t, const void*>, nb::object> likes_;  // results of these shapes, for their shape
+    const ExpertLaunches launches_{this, takes_rows, run_rows};
 };
 
 }  // namespace
@@ -1076,9 +1160,10 @@ NB_MODULE(_launch, m) {
     nb::class_<Experts>(m, "Experts")
         .def(nb::init<nb::object, nb::object, const std::vector<Experts::Class>&,
                       const std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>&, nb::object, nb::object,
-                      std::int64_t, nb::object, nb::tuple, nb::object>(),
+                      std::int64_t, nb::object, nb::tuple, nb::object, nb::object, std::int64_t>(),
              "gate_up"_a, "down"_a, "classes"_a, "sizes"_a, "tables"_a, "scratch"_a, "kept"_a, "stream"_a, "dtypes"_a, "int64"_a,
-             nb::keep_alive<1, 4>())
+             "combining"_a, "block"_a, nb::keep_alive<1, 4>())
         .def("run", &Experts::run, "hidden"_a, "pairs"_a, "groups"_a, "top_k"_a, "y"_a)
-        .def("combine", &Experts::combine, "launch"_a, "block"_a, "y"_a, "weights"_a);
+        .def("combine", &Experts::combine, "y"_a, "weights"_a)
+        .def_prop_ro("launches", &Experts::launches);
 }

@@ -104,8 +104,8 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
     std::int64_t emptied = 0, calls = 0;
     for (std::int64_t l = 0; l < kLayers; ++l) {
         layers.push_back(std::make_unique<core::CpuLayer>(
-            made, core::Shape{l, kExperts, kNeurons, kWidth, 8, memory.pool_up.data(), memory.pool_down.data(), Activation::relu},
-            kernels, all));
+            made, core::Place{l, kExperts, kNeurons, 8, 1 << 12},
+            core::Shape{kWidth, memory.pool_up.data(), memory.pool_down.data(), Activation::relu}, kernels, all));
         const std::int64_t first = (l + 1) % kLayers, count = l + 1 < kLayers ? kLayers - 1 - l : 1;
         if (state && l + 1 < kLayers) {
             auto ahead = std::make_unique<core::ReleaseSlots>();

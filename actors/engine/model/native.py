@@ -28,7 +28,7 @@ from torch import nn
 from ....errors import ConfigError
 from ....kernels.dense import Program
 from ..layer import MoeLayer
-from ..native_layer import NativeLayer, asking_of
+from ..native_layer import CpuLayer, asking_of
 from .lengths import lengths_of
 from .lowering import CannotLowerError, Lowering
 from .model import ExpertLayer, layer_of, replaced_layers
@@ -95,7 +95,7 @@ class Joined:
     def __init__(self, program: Program, layers: Sequence[ExpertLayer], stores: Sequence[Any]) -> None:
         self._program, self.by_cpu = program, False
         self.layers = [layer for layer in layers if isinstance(layer, MoeLayer)]
-        self._from: list[list[NativeLayer]] = [[]]  # from each layer on, those that join
+        self._from: list[list[CpuLayer]] = [[]]  # from each layer on, those that join
         for layer, stored in zip(reversed(self.layers), reversed(stores[: len(self.layers)]), strict=True):
             native, top_k = layer.joins, stored[-1][0]
             plain = [(top_k, torch.int64), (top_k, torch.float32)]

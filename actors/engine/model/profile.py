@@ -247,7 +247,8 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
             yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, method
     yield "run", backend, "run"
     if layer.native is not None:
-        yield "native", layer.native, "run"  # less its kernels and waits
+        for method in ("run", "run_view"):
+            yield "native", layer.native, method  # less its kernels and waits
     yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
 
 

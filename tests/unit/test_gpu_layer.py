@@ -1,0 +1,276 @@
+"""A layer beside a GPU in one native call, against the page: same outputs, loads, victims, counters and order.
+
+What is launched is carried out by torch, from the tables on the device; one test has Triton interpret it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
+from native_rigs import CUTS, RATE_GBPS, SplitStack, Stack, forwards, routed, unhurried
+
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.slots import SlotPool
+from tiermoe.actors.engine.layer import Hooks
+from tiermoe.actors.engine.native_layer import GpuLayer, NativeLayer, NativeLayers
+from tiermoe.actors.engine.prefetching import RouterPrefetching
+from tiermoe.actors.engine.rerouting import Rerouter
+from tiermoe.actors.policies.activeevict import BudgetAwareTopK
+from tiermoe.actors.policies.prefetch import NextGatePrefetch
+from tiermoe.errors import RuntimeFailure
+from tiermoe.kernels.expert_ffn import SHORT_ROWS, ByRows, ExpertKernel, Operands, TorchKernel
+from tiermoe.kernels.router import LinearRouter
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/cuda/test_gpu_layer.py runs layers on the GPU", allow_module_level=True)
+
+from tiermoe.kernels.triton.expert_ffn import DECODE_PAIRS, TritonKernel
+from tiermoe.kernels.triton.launch import Launch
+
+
+def gate(up: torch.Tensor) -> torch.Tensor:
+    pairs = up.view(len(up), -1, 2)
+    return torch.nn.functional.silu(pairs[..., 0]) * pairs[..., 1]
+
+
+def triton_of(pool: SlotPool) -> TritonKernel:
+    operands = Operands(pool.gate_up, pool.down, None, None)
+    return TritonKernel(operands, "silu", TorchKernel(operands, gate))
+
+
+def launched(launch: Launch, grid: tuple[int, int, int], *args: Any) -> None:
+    """A launch of the kernels of experts, in torch."""
+    if launch.name == "_combine":
+        y, weights, out, top_k, width = args
+        for token in range(grid[0]):
+            rows = y.view(-1, width)[token * top_k : (token + 1) * top_k]
+            out[token] = weights.reshape(-1, top_k)[token] @ rows
+        return
+    up = launch.name == "_gate_up"
+    source, pairs, weights, target, table, first = args[:6]
+    for start, rows, neuron, neurons, row, added, *_ in table.view(-1, 8)[first : first + grid[0]].tolist():
+        mine = pairs[start : start + rows]
+        if up:
+            width = source.shape[1]
+            used = weights.view(-1, 2 * width)[neuron : neuron + neurons].view(-1, width)
+            target[row : row + rows, :neurons] = gate(source[mine // args[6]] @ used.t())
+        else:
+            width = target.shape[1]
+            found = source[row : row + rows, :neurons] @ weights.view(-1, width)[neuron : neuron + neurons]
+            target[mine] = target[mine] + found if added else found
+
+
+@pytest.fixture(autouse=True)
+def in_torch(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    def first(launch: Launch, *given: Any) -> Callable[..., None]:
+        launched(launch, *given)
+        return partial(launched, launch)
+
+    if "interpreted" not in request.node.name:
+        monkeypatch.setattr(Launch, "first", first)
+
+
+class GpuStack(Stack):
+    make_kernel: Callable[[SlotPool], ExpertKernel] = staticmethod(triton_of)
+
+
+class SplitGpuStack(SplitStack):
+    make_kernel: Callable[[SlotPool], ExpertKernel] = staticmethod(triton_of)
+
+
+def both(slots: int, policy: str = "lru", **options: Any) -> tuple[GpuStack, GpuStack]:
+    """The layers in native calls, and on the page."""
+    return GpuStack(slots, policy, **options), GpuStack(slots, policy, native=False, **options)
+
+
+def step(native: Stack, python: Stack, *inputs: torch.Tensor) -> None:
+    for mine, reference in zip(native.layers, python.layers, strict=True):
+        assert torch.equal(mine.forward(*inputs), reference.forward(*inputs))
+        native.settle(), python.settle()
+    assert native.known() == python.known()
+
+
+@pytest.mark.parametrize("slots", [2, EXPERTS, KEYS - 2, KEYS])
+def test_native_calls_are_the_step_in_python(slots: int) -> None:
+    """On demand, in waves and all resident, with prefetches that have arrived: every decision is the same."""
+    native, python = both(slots, min_useful=0.3)
+    assert all(isinstance(layer.native, GpuLayer) and layer.joins is None for layer in native.layers)
+    rng = np.random.default_rng(slots)
+    for n in range(30):
+        for stack in (native, python):
+            stack.cache.begin_forward(bool(n % 2))
+            stack.ahead.wanted = rng.permutation(KEYS)[:2].tolist() if n % 3 == 0 and stack is native else []
+        python.ahead.wanted = native.ahead.wanted
+        step(native, python, *routed(rng, 24))
+    assert native.planned == 30 * LAYERS
+    native.cache.close(), python.cache.close()
+
+
+def test_interpreted_kernels_give_what_they_give_the_page() -> None:
+    native, python = both(2)
+    inputs = torch.randn(1, SHAPE.hidden), torch.tensor([[2, 0, 1]]), torch.rand(1, 3)
+    assert torch.equal(native.layers[0].forward(*inputs), python.layers[0].forward(*inputs))
+    assert native.planned == 1
+    native.cache.close(), python.cache.close()
+
+
+@pytest.mark.parametrize("tokens", [DECODE_PAIRS // 2, DECODE_PAIRS // 2 + 1, 3 * SHORT_ROWS])
+def test_as_many_pairs_as_are_kept_and_more(tokens: int) -> None:
+    """Also a prompt, in waves: the order of its pairs is brought to the device once."""
+    native, python = both(2)
+    ids = torch.from_numpy(np.argsort(np.random.default_rng(3).random((tokens, EXPERTS)), axis=1)[:, :2].copy())
+    step(native, python, torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, 2))
+    assert native.planned == LAYERS
+    native.cache.close(), python.cache.close()
+
+
+def rule_and_prefetch(cache: ExpertCache) -> Hooks:
+    """A rule that drops experts, and a prefetch by routers: both read the routing as it was fetched."""
+    generator = torch.Generator().manual_seed(8)
+    routers = [LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None) for _ in range(LAYERS)]
+    blocks: list[Any] = [SimpleNamespace(router=router) for router in routers]
+    ahead = RouterPrefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, 2), cache, blocks, EXPERTS)
+    return Hooks((Rerouter(BudgetAwareTopK(), cache, blocks, 3),), (), (ahead,))
+
+
+def test_hooks_in_python_are_called_with_the_view() -> None:
+    native, python = both(6, hooks=rule_and_prefetch)
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        ids = torch.from_numpy(np.argsort(rng.random((2, EXPERTS)), axis=1)[:, :3].copy())
+        step(native, python, torch.randn(2, SHAPE.hidden), ids, torch.rand(2, 3))
+    assert native.planned == 20 * LAYERS
+    assert native.stats.dropped > 0
+    assert sum(source.queued for source in native.stats.prefetch_sources.values()) > 0
+    native.cache.close(), python.cache.close()
+
+
+@pytest.mark.parametrize("cut", ["halves", "uneven"])
+def test_split_experts(cut: str) -> None:
+    native, python = SplitGpuStack(CUTS[cut], True), SplitGpuStack(CUTS[cut], False)
+    for passes, spans in forwards(1, 12, 24):
+        for mine, theirs in zip(native.forward(passes, spans), python.forward(passes, spans), strict=True):
+            assert torch.equal(mine, theirs)
+        assert native.known() == python.known()
+    assert native.planned > 0
+    native.cache.close(), python.cache.close()
+
+
+def test_arrivals_run_as_they_land() -> None:
+    """A slow link: some loads are under way when the layer runs."""
+
+    def compare(held_s: float) -> None:
+        native, python = both(EXPERTS, gbps=RATE_GBPS)
+        for stack in (native, python):
+            stack.hold(held_s)
+        ids = torch.tensor([[0, 1, 2]])
+        hidden, weights = torch.randn(1, SHAPE.hidden), torch.rand(1, 3)
+        step(native, python, hidden, ids, weights)
+        assert native.stats.layers[0].blocked_io_s > 0
+        native.cache.close(), python.cache.close()
+
+    unhurried(compare)
+
+
+def test_what_other_kernels_run_is_for_the_page() -> None:
+    stack = GpuStack(KEYS, "lru", hooks=lambda _: Hooks())
+    run, hidden = stack.layers[0].native.run_view, torch.randn(1, SHAPE.hidden)
+    view = stack.layers[0].backend.look
+    ids, weights = torch.tensor([[0, 1]]), torch.rand(1, 2)
+    before = stack.known()
+    assert run(view(0, False, hidden.double(), ids, weights)) is None
+    assert run(view(0, False, hidden, ids, weights.double())) is None
+    assert stack.known() == before
+    with pytest.raises(ValueError, match="there is no such expert: 4"):
+        run(view(0, False, hidden, ids + 3, weights))
+    with pytest.raises(ValueError, match=r"weights are \(1, 1\) for 1 tokens, top-2"):
+        run(view(0, False, hidden, ids, weights[:, :1]))
+    assert stack.known() == before
+    assert run(view(0, False, hidden, ids, weights)) is not None
+
+
+def test_experts_of_more_rows_than_tritons_classes_are_for_the_page() -> None:
+    """Prompts by another kernel, decode by Triton's."""
+    stack = GpuStack(KEYS, "lru")
+    pool, kernel = stack.pool, triton_of(stack.pool)
+    loop = TorchKernel(Operands(pool.gate_up, pool.down, None, None), gate)
+    mixed = ByRows({"decode": kernel, "short": kernel, "prefill": loop}, kernel)
+    assert mixed.launches is not None
+    assert mixed.launches.most_rows == SHORT_ROWS
+    assert ByRows({"decode": loop, "short": kernel, "prefill": kernel}, kernel).launches is None
+    assert ByRows(dict.fromkeys(("decode", "short", "prefill"), loop), loop).launches is None  # type: ignore[arg-type]
+    for layer in stack.layers:
+        layer.kernel = mixed
+    stack.run_natively(stack.layers)
+    for tokens in (1, SHORT_ROWS, SHORT_ROWS + 1):
+        ids = torch.zeros(tokens, 1, dtype=torch.int64)
+        stack.layers[0].forward(torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, 1))
+    assert stack.planned == 2
+
+
+@pytest.mark.parametrize("when", ["closed", "launch", "hook"])
+def test_after_an_error_nothing_is_pinned(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = GpuStack(EXPERTS, "lru")
+    inputs = torch.randn(1, SHAPE.hidden), torch.tensor([[0, 1]]), torch.rand(1, 2)
+
+    def fails(*_: Any) -> None:
+        raise OSError("the driver")
+
+    if when == "closed":
+        stack.cache.close()
+    elif when == "launch":
+        monkeypatch.setattr("tiermoe.kernels.triton.launch.Launch.first", fails)
+        for layer in stack.layers:
+            layer.kernel = triton_of(stack.pool)
+        stack.run_natively(stack.layers)
+    else:
+        monkeypatch.setattr(stack.ahead, "layer", fails)
+        stack.ahead.wanted = [5]
+    with pytest.raises(RuntimeFailure if when == "closed" else OSError):
+        stack.layers[0].forward(*inputs)
+    assert not stack.cache.core.pins.any()
+    assert stack.cache.core.check() == ""
+
+
+def test_threads_take_turns_while_a_pass_waits() -> None:
+    """The interpreter's lock is given up while a copy is awaited."""
+
+    def compare(held_s: float) -> None:
+        stack, turns, done = GpuStack(EXPERTS, "lru", gbps=RATE_GBPS), 0, threading.Event()
+        stack.layers[0].forward(torch.randn(1, SHAPE.hidden), torch.tensor([[3]]), torch.rand(1, 1))
+        stack.hold(held_s)
+
+        def run() -> None:
+            stack.layers[0].forward(torch.randn(1, SHAPE.hidden), torch.tensor([[0, 1]]), torch.rand(1, 2))
+            done.set()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        while not done.wait(held_s / 20):
+            turns += 1
+        thread.join()
+        assert turns > 3
+        stack.cache.close()
+
+    unhurried(compare)
+
+
+def test_no_watcher_is_forgotten() -> None:
+    stack = GpuStack(KEYS, "lru", native=False)
+    layer, backend, told = stack.layers[0], stack.layers[0].backend, list[Any]()
+    layer.hooks = Hooks(watch=(SimpleNamespace(always=True),))  # type: ignore[arg-type]
+    assert NativeLayer.of(layer, backend, NativeLayers()) is None
+    layer.hooks = Hooks(watch=(SimpleNamespace(always=True, passed=told.append),))  # type: ignore[arg-type]
+    stack.run_natively([layer])
+    layer.forward(torch.randn(2, SHAPE.hidden), torch.tensor([[1], [1]]), torch.rand(2, 1))
+    layer.native.tell()
+    assert [(one.layer, one.tokens, one.counts.tolist()) for one in told] == [(0, 2, [[0, 2, 0, 0]])]
