@@ -78,9 +78,9 @@ class Experts:
     """The launches that run experts.
 
     classes: (most rows, rows of a tile, gate_up, its columns, down, its columns), ascending. sizes: neurons of the pool
-    and of a slot, H, items of a row of activations, and what divides them. scratch: (rows, numbers of a table, pairs) ->
-    activations, words for pairs and table, the table, the pairs, rows of y. kept: rows up to which these are kept, for
-    each stream. combining: top_k -> the launch that sums, whose program has `block` columns.
+    and of a slot, H, items of a row of activations, and what divides them. scratch: (rows, numbers of a table, pairs)
+    -> activations, words for pairs and table, the table, the pairs, rows of y. kept: rows up to which these are kept,
+    for each stream. combining: top_k -> the launch that sums, whose program has `block` columns.
     """
 
     def __init__(

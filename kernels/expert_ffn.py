@@ -202,15 +202,15 @@ class CpuKernel:
         return self._width
 
 
-class Tables(Protocol):
+class Tables(_launch.Ring):
     """Brings small tables to the device; see `engine.cuda.tables.TableRing`."""
 
     def put(self, table: Sequence[int] | NDArray[Any]) -> torch.Tensor:
         """On the device, for later work on the current stream; a list is int32."""
-        ...
+        raise NotImplementedError
 
 
-class PlainTables(_launch.Ring):
+class PlainTables(Tables):
     """`Tables` by plain copies, which wait: for the CPU, and for tests."""
 
     def __init__(self, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ..policies.routing import MissCosts, SequenceRows
     from .dispatch import RemoteTask, Spans
     from .host_view import Routing, StepView
-    from .native_layer import Budget, NativeLayer, ReleaseAhead, Replace, RoutersAhead
+    from .native_layer import Budget, CpuLayer, NativeLayer, ReleaseAhead, Replace, RoutersAhead
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
@@ -258,9 +258,9 @@ class MoeLayer:
         self._looks = not native.adopt(self.hooks.reroute, others)
 
     @property
-    def joins(self) -> NativeLayer | None:
+    def joins(self) -> CpuLayer | None:
         """What runs a pass in one call, perhaps with other layers' (`model.native.Joined`)."""
-        return None if self._looks or self.check else self.native
+        return None if self._looks or self.check else cast("CpuLayer | None", self.native)
 
     @property
     def runs_natively(self) -> bool:

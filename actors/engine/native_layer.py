@@ -254,9 +254,9 @@ class CpuLayer(NativeLayer):
     def call(self, hooks: Callable[[StepView | None], object]) -> None:
         held, width = WeakMethod(hooks), self.width
 
-        def call(*given: int) -> None:
+        def call(hidden: int, ids: int, tokens: int, top_k: int) -> None:
             if (alive := held()) is not None:
-                alive(StepView(*given, width))
+                alive(StepView(hidden, ids, tokens, top_k, width))
 
         self.layer.call(call)
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ....kernels import _launch
 from ....kernels.device import on_device
+from ....kernels.expert_ffn import Tables
 from .runtime import GpuRuntime, runtime_of, wait_for
 
 TORCH_DTYPES = {
@@ -26,7 +26,7 @@ TORCH_DTYPES = {
 _SECTIONS = 8  # of a ring, marked as a whole: an event for each buffer would cost as much as the copy
 
 
-class TableRing(_launch.Ring):
+class TableRing(Tables):
     """A ring of pinned host buffers; one is reused only after the GPU has read it. Thread-safe.
 
     The buffers are allocated at once, since allocating pinned memory may wait for the GPU; a larger array replaces its
