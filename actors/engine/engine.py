@@ -290,9 +290,7 @@ class ExpertEngine:
         return HostViews(self._fetch, self._fetch is not share, askers, weighed)
 
     @staticmethod
-    def _checked(
-        policy: PolicySettings, settings: EngineSettings, replicas: ReplicaWeights | None
-    ) -> ReplicaWeights:
+    def _checked(policy: PolicySettings, settings: EngineSettings, replicas: ReplicaWeights | None) -> ReplicaWeights:
         check_combination(settings)
         if replicas is None:
             bits = policy.replica_widths[0]
@@ -321,6 +319,9 @@ class ExpertEngine:
         )
         peer_named = self._peer if self.shards is not None or self.ndp is not None else None
         views = self._make_views(blocks, rerouter)
+        if self.device.executor == "real":
+            row = torch.zeros(1, shape.hidden, dtype=cache.pool.dtype, device=self.device.torch_device)
+            views.warm(len(blocks), row, self.top_k)
         backend, passes = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel), NativeLayers()
         for i, block in enumerate(blocks):
             kernel = self.kernels.of(block)

@@ -271,3 +271,17 @@ class HostViews:
             tokens = hidden.shape[0]
             asked = dict.fromkeys(one for asker in self._askers for one in asker(layer, tokens))
         return LayerView(self.fetch, hidden, ids, weights, self._weighed or weighed, tuple(asked))
+
+    def warm(self, layers: int, hidden: torch.Tensor, top_k: int) -> None:
+        """Look at a decode row of each layer, for a device that compiles at first sight: not in a request.
+
+        hidden: [1, H], of any numbers. Weights may be of its dtype or float32.
+        """
+        import torch
+
+        with torch.inference_mode():
+            ids = torch.zeros((1, top_k), dtype=torch.int64, device=hidden.device)
+            for dtype in dict.fromkeys((hidden.dtype, torch.float32)):
+                weights = torch.zeros((1, top_k), dtype=dtype, device=hidden.device)
+                for layer in range(layers):
+                    self.look(layer, hidden, ids, weights)

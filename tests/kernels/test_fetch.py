@@ -30,14 +30,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is in
 
 
 class KernelGpu(FakeGpu):
-    """A fake GPU whose kernels read and write pinned memory, and run late. launches: programs of each.
+    """A fake GPU whose kernels read and write pinned memory, and run late.
 
-    The first launch of a kind is Triton's, the others come from native code by the driver's call.
+    launches: programs of each. compiled: what a GPU compiles apart, by the kernel and its tensors' types. The first
+    launch of a kind is Triton's, the others come from native code by the driver's call.
     """
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(seed)
         self.launches: list[int] = []
+        self.compiled: set[tuple[Any, ...]] = set()
         self.copier: Any = tables.copier_of(
             self.device, tables.copying.__wrapped__(), lambda: self.handle(self.compute)
         )
@@ -48,6 +50,7 @@ class KernelGpu(FakeGpu):
 
     def _first(self, launch: Launch, grid: tuple[int, int, int], *args: Any) -> tuple[Any, ...]:
         dtypes = [arg.dtype if isinstance(arg, torch.Tensor) else None for arg in args]
+        self.compiled.add((launch, *dtypes))
 
         def tensors_of(values: list[int]) -> list[torch.Tensor | int]:
             """Of a launch: tensors of the items that the kernel takes, at the addresses given."""
@@ -203,3 +206,21 @@ def test_what_stands_in_for_the_kernel_reads_as_it_does(monkeypatch: pytest.Monk
                 logits = _scores(hidden, weight, None)
                 _same(found[2], logits + bias.float(), rtol=1e-5, atol=1e-4)
                 _same(found[3], torch.softmax(logits, -1), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_is_compiled_once_layers_were_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a second of compilation in the first request: weights in both types, each layer's router."""
+    gpu = KernelGpu(0, monkeypatch)
+    routers = [LinearRouter(torch.randn(E, H).bfloat16(), None), LinearRouter(torch.randn(E, H), torch.randn(E))]
+    asker = lambda layer, tokens: [Asked(routers[layer], softmax=False)]  # noqa: E731
+    views = HostViews(PinnedFetch(gpu, spin_s=60.0), True, [asker], weighed=True)
+    views.warm(2, torch.zeros(1, H).bfloat16(), K)
+    compiled = set(gpu.compiled)
+    assert len(compiled) == 4
+    for layer in range(2):
+        hidden = torch.randn(3, H).bfloat16()
+        for dtype in (torch.bfloat16, torch.float32):
+            view = views.look(layer, hidden, torch.zeros(3, K, dtype=torch.int64), torch.rand(3, K).to(dtype))
+            _same(view.scores(asker(layer, 3)[0]), routers[layer](hidden).float(), rtol=1e-2, atol=1e-1)
+    assert gpu.compiled == compiled
+    gpu.finish()
