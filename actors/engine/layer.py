@@ -280,18 +280,24 @@ class MoeLayer:
             RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
         """
         index, cache, backend, hooks = self.index, self.cache, self.backend, self.hooks
-        view, low = None, NO_KEYS
-        natively, native = self.runs_natively, self.native
-        if self._looks or not natively:
-            view, low = self._look(*inputs)  # route (the model has done it), view, reroute
+        view, low, native = None, NO_KEYS, self.native
         if native is not None:
-            if natively:
+            if self.runs_natively:
+                if self._looks:
+                    view = backend.look(index, False, *inputs)
+                    if hooks.reroute:
+                        low = self._reroute(view)
                 out = self._native(native, inputs, view)
                 if out is not None:
                     return out
             native.tell()
         if view is None:
-            view, low = self._look(*inputs)
+            view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
+            for observe in self.observers:
+                observe(index, view.picked, view.weights)
+            low = self._reroute(view)  # reroute
+        else:
+            cache.poll(index)
         routing = view.routing()
         base = index * self.experts
         keys = list(map(base.__add__, routing.experts))
@@ -317,15 +323,13 @@ class MoeLayer:
         self._close(tasks)
         return out
 
-    def _look(self, *inputs: Any) -> tuple[Any, frozenset[int]]:
-        """The view of a pass, as it runs; the keys of experts that run on low-bit replicas."""
-        view, low = self.backend.look(self.index, bool(self.observers), *inputs), NO_KEYS
-        for observe in self.observers:
-            observe(self.index, view.picked, view.weights)
+    def _reroute(self, view: Any) -> frozenset[int]:
+        """Change the view's routing, once copies have landed; the keys of experts that run on low-bit replicas."""
+        low = NO_KEYS
         self.cache.poll(self.index)
         for rule in self.hooks.reroute:
             low |= rule.layer(self.index, view)
-        return view, low
+        return low
 
     def _native(self, native: NativeLayer, inputs: tuple[Any, ...], view: Any) -> Any | None:
         """The step in one native call; None: not run, and `forward` does it."""
