@@ -53,13 +53,13 @@ class Passed(NamedTuple):
     waited_s: list[float]
 
 
-Told = Callable[[Passed], object]
+OnPassed = Callable[[Passed], object]
 
 
-def tell(passes: _core.CpuLayers | _core.VirtualRun, told: Told) -> None:
-    """Tell of the passes that native code has run since the last time."""
+def report_passes(passes: _core.CpuLayers | _core.VirtualRun, on_passed: OnPassed) -> None:
+    """Give each pass that native code has run since the last call."""
     for found in passes.take():
-        told(Passed._make(found))
+        on_passed(Passed._make(found))
 
 
 class View(Protocol):
@@ -258,8 +258,8 @@ class MoeLayer:
         self._looks = not native.adopt(self.hooks.reroute, others)
 
     @property
-    def joins(self) -> CpuLayer | None:
-        """What runs a pass in one call, perhaps with other layers' (`model.native.Joined`)."""
+    def joinable(self) -> CpuLayer | None:
+        """The native layer, if one call may run its whole pass, also with other layers' (`model.native.Joined`)."""
         return None if self._looks or self.check else cast("CpuLayer | None", self.native)
 
     @property
@@ -290,7 +290,7 @@ class MoeLayer:
                 out = self._native(native, inputs, view)
                 if out is not None:
                     return out
-            native.tell()
+            native.report()
         if view is None:
             view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
             for observe in self.observers:
@@ -346,7 +346,7 @@ class MoeLayer:
         """The hooks in Python of a pass in one native call. inputs: its view, if Python has not looked before it."""
         view, native = inputs if self._view is None else self._view, self.native
         assert native is not None
-        native.tell()
+        native.report()
         self.cache.tell_order()
         for hook in self.hooks.ahead:
             if hook.idle(self.index):

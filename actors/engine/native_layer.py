@@ -21,7 +21,7 @@ from ...kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel, Launches
 from ...kernels.substitute import BuddyLists, Options, numbers
 from ..core import _core
 from .host_view import StepView
-from .layer import Told, tell
+from .layer import OnPassed, report_passes
 
 if TYPE_CHECKING:
     from typing_extensions import CapsuleType
@@ -81,7 +81,7 @@ class ReleaseAhead(NamedTuple):
 class Budget(NamedTuple):
     """Pairs are dropped whose experts do not fit: as `policies.activeevict.BudgetAwareTopK`."""
 
-    narrowest: int
+    min_top_k: int
     renormalise: bool
 
 
@@ -112,17 +112,17 @@ class NativeLayers:
 
     Attributes:
         shared: of the core.
-        told: called with each pass, once a forward and before what else the watchers see; None: nobody is.
+        on_passed: called with each pass, once a forward and before what else the watchers see; None: nobody is.
     """
 
     def __init__(self) -> None:
         self.shared = _core.CpuLayers()
-        self.told: Told | None = None
+        self.on_passed: OnPassed | None = None
 
-    def tell(self) -> None:
-        """Tell of the passes so far."""
-        if self.told is not None:
-            tell(self.shared, self.told)
+    def report(self) -> None:
+        """Give the passes so far to the watcher."""
+        if self.on_passed is not None:
+            report_passes(self.shared, self.on_passed)
 
 
 class NativeLayer:
@@ -148,7 +148,7 @@ class NativeLayer:
         if None in told or len(told) > 1:
             return None
         cache.native_steps = launches is None
-        all_layers.told = told[0] if told else None
+        all_layers.on_passed = told[0] if told else None
         all_layers.shared.records = bool(told)
         if not step.placer.may_be_local:
             return None
@@ -187,9 +187,9 @@ class NativeLayer:
         """
         raise NotImplementedError
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """The watchers hear of the passes so far."""
-        self._all.tell()
+        self._all.report()
 
     def time(self, on: bool) -> None:
         """Whether the kernels are timed."""
@@ -226,7 +226,7 @@ class GpuLayer(NativeLayer):
         with on_device(self._device):
             out: torch.Tensor | None = self._run(view.hidden, ids, view.device_weights)
         if self._last and out is not None:
-            self._all.tell()
+            self._all.report()
         return out
 
 
@@ -288,7 +288,7 @@ class CpuLayer(NativeLayer):
         """A pass changes the routing so."""
         self._held.append(rule)
         if isinstance(rule, Budget):
-            if rule.narrowest:
+            if rule.min_top_k:
                 self.layer.drop_unfit(*rule)
             return
         weight, bias = (0 if t is None else t.data_ptr() for t in (rule.weight, rule.bias))
@@ -335,7 +335,7 @@ class CpuLayer(NativeLayer):
 
     def end_forward(self, asking: int) -> None:
         """The model's last layer has run so: its watchers and its prefetch are told."""
-        self._all.tell()
+        self._all.report()
         if self.ahead is not None and asking != HOOKS:
             self.ahead.ended()
 

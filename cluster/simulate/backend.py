@@ -20,7 +20,7 @@ from ...actors.core._core import Clock, VirtualLink
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.dispatch import ExpertRunner, Spans
 from ...actors.engine.host_view import Asked, Routing
-from ...actors.engine.layer import Hooks, MoeLayer, Placer, tell
+from ...actors.engine.layer import Hooks, MoeLayer, Placer, report_passes
 from ...actors.engine.prefetching import NATIVE, Prefetching
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, Span
@@ -298,7 +298,7 @@ class RecordedRun:
 
     def _tell(self) -> None:
         if self._told is not None:
-            tell(self._run, self._told)
+            report_passes(self._run, self._told)
 
 
 class ShardBackend(RecordedBackend):

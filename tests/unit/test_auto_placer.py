@@ -674,7 +674,7 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
     layers = [MoeLayer(i, EXPERTS, native.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
     native.run_natively(layers)
-    assert all(layer.joins is not None for layer in layers)
+    assert all(layer.joinable is not None for layer in layers)
     told = list[tuple[int, Any]]()
     for _ in range(60):
         native.cache.begin_forward(True), python.cache.begin_forward(True)

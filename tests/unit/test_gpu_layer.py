@@ -103,7 +103,7 @@ def step(native: Stack, python: Stack, *inputs: torch.Tensor) -> None:
 def test_native_calls_are_the_step_in_python(slots: int) -> None:
     """On demand, in waves and all resident, with prefetches that have arrived: every decision is the same."""
     native, python = both(slots, min_useful=0.3)
-    assert all(isinstance(layer.native, GpuLayer) and layer.joins is None for layer in native.layers)
+    assert all(isinstance(layer.native, GpuLayer) and layer.joinable is None for layer in native.layers)
     rng = np.random.default_rng(slots)
     for n in range(30):
         for stack in (native, python):
@@ -272,5 +272,5 @@ def test_no_watcher_is_forgotten() -> None:
     layer.hooks = Hooks(watch=(SimpleNamespace(always=True, passed=told.append),))  # type: ignore[arg-type]
     stack.run_natively([layer])
     layer.forward(torch.randn(2, SHAPE.hidden), torch.tensor([[1], [1]]), torch.rand(2, 1))
-    layer.native.tell()
+    layer.native.report()
     assert [(one.layer, one.tokens, one.counts.tolist()) for one in told] == [(0, 2, [[0, 2, 0, 0]])]

@@ -108,7 +108,7 @@ class Gated(Rerouting):
 def test_a_native_call_calls_a_prefetch_in_python(kind: str, slots: int) -> None:
     native = Stack(slots, "lru", min_useful=0.2, hooks=asked_in_python(kind))
     python = Stack(slots, "lru", min_useful=0.2, hooks=asked_in_python(kind), native=False)
-    assert [layer.joins is not None for layer in native.layers] == [kind != "a rule"] * LAYERS
+    assert [layer.joinable is not None for layer in native.layers] == [kind != "a rule"] * LAYERS
     rng = np.random.default_rng(slots)
     for step in range(40):
         step_both(native, python, rng, step)
@@ -152,7 +152,7 @@ def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: i
     """The order of eviction, next-gate and its governor in native code: the same decisions as their references."""
     native = Stack(slots, policy, min_useful=0.4, hooks=next_gate(ahead))
     python = Stack(slots, policy, min_useful=0.4, hooks=next_gate(ahead), native=False)
-    assert all(layer.joins is not None for layer in native.layers)
+    assert all(layer.joinable is not None for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(60):
         begin(native, python, rng)
@@ -247,7 +247,7 @@ def test_active_evict_in_native_calls(slots: int) -> None:
     """Dropped experts, vacated slots, victims and counters are those of the reference, and where Python runs a pass."""
     native = Stack(slots, "importance", hooks=active(NativeBudget()), importance=NativeImportance, top_k=TOP)
     python = Stack(slots, "importance", hooks=active(None), top_k=TOP, native=False)
-    assert all(layer.joins is not None for layer in native.layers)
+    assert all(layer.joinable is not None for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(50):
         step_both(native, python, rng, step)
@@ -296,7 +296,7 @@ def test_replacement_in_native_calls(kind: str, slots: int, monkeypatch: pytest.
     monkeypatch.setattr(buddymoe, "_DRAWS", 100 * EXPERTS)
     native = Stack(slots, "lru", hooks=replacing(kind))
     python = Stack(slots, "lru", hooks=replacing(kind), native=False)
-    assert all(layer.joins is not None for layer in native.layers)
+    assert all(layer.joinable is not None for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(60):
         step_both(native, python, rng, step)

@@ -97,7 +97,7 @@ class Joined:
         self.layers = [layer for layer in layers if isinstance(layer, MoeLayer)]
         self._from: list[list[CpuLayer]] = [[]]  # from each layer on, those that join
         for layer, stored in zip(reversed(self.layers), reversed(stores[: len(self.layers)]), strict=True):
-            native, top_k = layer.joins, stored[-1][0]
+            native, top_k = layer.joinable, stored[-1][0]
             plain = [(top_k, torch.int64), (top_k, torch.float32)]
             if native is not None and stored == [((native.width,), torch.float32), *plain] and stored == stores[0]:
                 self._from.insert(0, [native, *self._from[0]])

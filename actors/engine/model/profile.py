@@ -224,7 +224,7 @@ def _time_layers(
         if layer.native is not None:
             layer.native.time(True)
             replaced.at_end(partial(layer.native.time, False))
-        if joined is not None and layer.joins is not None:
+        if joined is not None and layer.joinable is not None:
             continue
         host_waits = engine.device.executor != "real"  # a GPU's stream waits for copies, the host does not
         replaced.set(layer, "forward", _timed_pass(clock, layer, host_waits, passes, misses))
