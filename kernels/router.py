@@ -26,8 +26,10 @@ class LinearRouter:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, layers: int = 1) -> None:
         self._weight, self._bias, self.layers = weight, bias, layers
-        plain = [weight] if bias is None else [weight, bias]
-        self._native = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in plain)
+        tensors = [weight] if bias is None else [weight, bias]
+        self._native = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+        plain = weight.dtype in _GPU_DTYPES and weight.is_contiguous()
+        self._operands = (weight, bias, layers) if plain else None  # of a kernel on a GPU
         self._outputs, self._width = weight.shape
         self._experts = self._outputs // layers
 
@@ -46,10 +48,7 @@ class LinearRouter:
 
         Its scores are sums in float32, those of `__call__` rounded to the weight's dtype.
         """
-        weight = self._weight
-        if len(hidden) > MOST_GPU_ROWS or weight.dtype not in _GPU_DTYPES or not weight.is_contiguous():
-            return None
-        return weight, self._bias, self.layers
+        return self._operands if hidden.shape[0] <= MOST_GPU_ROWS else None
 
     def on_host(self, hidden: torch.Tensor | int, softmax: bool, rows: int = 0) -> NDArray[np.float32] | None:
         """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it.

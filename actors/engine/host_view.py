@@ -239,11 +239,15 @@ def scores_of(asked: Asked, hidden: torch.Tensor) -> torch.Tensor:
     return torch.softmax(found, dim=-1) if asked.softmax else found
 
 
-def router_of(asked: Asked, hidden: torch.Tensor) -> Router | None:
-    """The linear router whose scores a kernel can compute on its way; None: `scores_of`."""
-    on_device = None if asked.rows else getattr(asked.probe, "on_device", None)
-    found = None if on_device is None else on_device(hidden)
-    return None if found is None else (*found, asked.softmax)
+def routers_of(asked: Sequence[Asked], hidden: torch.Tensor) -> dict[Asked, Router]:
+    """The linear routers whose scores a kernel can compute on its way; those left out are for `scores_of`."""
+    found = dict[Asked, Router]()
+    for one in asked:
+        on_device = None if one.rows else getattr(one.probe, "on_device", None)
+        operands = None if on_device is None else on_device(hidden)
+        if operands is not None:
+            found[one] = (*operands, one.softmax)
+    return found
 
 
 class HostViews:

@@ -21,6 +21,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 from ....kernels import _launch
 from ....kernels.device import on_device
 from ..cache.device import Outgoing
-from ..host_view import Asked, Router, router_of, scores_of
+from ..host_view import Asked, Router, routers_of, scores_of
 from .runtime import SPIN_S, GpuRuntime, wait_for
 from .tables import TORCH_DTYPES
 
@@ -212,23 +213,31 @@ class PinnedFetch(_launch.Fetch):
     def __call__(
         self, tensors: Sequence[torch.Tensor], hidden: torch.Tensor | None = None, asked: Sequence[Asked] = ()
     ) -> list[NDArray[Any]]:
-        with on_device(self._runtime.device):
-            if not asked:
-                self.enqueue(tensors, None, ())
-                self.wait()
-                return self.take()
+        routers = {} if hidden is None else routers_of(asked, hidden)
+        if len(routers) < len(asked) or len(routers) > self._most_routers:
             assert hidden is not None
-            routers: dict[Asked, Router] = {}
-            for one in asked:
-                if len(routers) < self._most_routers and (router := router_of(one, hidden)) is not None:
-                    routers[one] = router
-            others = [one for one in asked if one not in routers]
-            self.enqueue([*tensors, *(scores_of(one, hidden) for one in others)], hidden, list(routers.values()))
+            return self._with_others(tensors, hidden, asked, dict(islice(routers.items(), self._most_routers)))
+        with on_device(self._runtime.device):
+            self.enqueue(tensors, hidden, list(routers.values()))
         self.wait()
-        found = self.take()
-        given = len(tensors)
-        scores = dict(zip([*others, *routers], found[given:], strict=True))
-        return [*found[:given], *(scores[one] for one in asked)]
+        return self.take()
+
+    def _with_others(
+        self,
+        tensors: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        asked: Sequence[Asked],
+        routers: dict[Asked, Router],
+    ) -> list[NDArray[Any]]:
+        """`__call__` where the kernel computes the scores of `routers` alone; torch computes the others before."""
+        others = [one for one in asked if one not in routers]
+        with on_device(self._runtime.device):
+            scores = [scores_of(one, hidden) for one in others]
+            self.enqueue([*tensors, *scores], hidden, list(routers.values()))
+        self.wait()
+        found, given = self.take(), len(tensors)
+        of = dict(zip([*others, *routers], found[given:], strict=True))
+        return [*found[:given], *(of[one] for one in asked)]
 
     def wait(self) -> None:
         """Wait for this call's tensors; a method of its own so that it can be timed."""
