@@ -109,7 +109,7 @@ def misses_fit(ids: numpy.typing.NDArray[numpy.int64], present: numpy.typing.NDA
     Whether all missing experts of a routing fit. Raises ValueError: there is no such expert.
     """
 
-def budget_top_k(ids: numpy.typing.NDArray[numpy.int64], weights: numpy.typing.NDArray[numpy.float32], top_k: int, present: numpy.typing.NDArray[numpy.uint8 | numpy.bool], vacant: int, narrowest: int, renormalise: bool, ids_out: numpy.typing.NDArray[numpy.int64], weights_out: numpy.typing.NDArray[numpy.float32]) -> int:
+def budget_top_k(ids: numpy.typing.NDArray[numpy.int64], weights: numpy.typing.NDArray[numpy.float32], top_k: int, present: numpy.typing.NDArray[numpy.uint8 | numpy.bool], vacant: int, min_top_k: int, renormalise: bool, ids_out: numpy.typing.NDArray[numpy.int64], weights_out: numpy.typing.NDArray[numpy.float32]) -> int:
     """
     The number of dropped pairs. Raises ValueError: no such expert, or other pairs.
     """

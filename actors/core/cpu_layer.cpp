@@ -82,7 +82,7 @@ bool DropUnfit::apply(CpuLayer& layer, const Given& given, Routed& routed) {
     ids.resize(static_cast<std::size_t>(pairs));
     weights.resize(ids.size());
     routed.dropped = layer.kernels().budget_top_k(given.ids, given.weights, given.tokens, given.top_k, layer.states(),
-                                                  experts, vacant, narrowest, renormalise, ids.data(), weights.data());
+                                                  experts, vacant, min_top_k, renormalise, ids.data(), weights.data());
     if (routed.dropped) keep(given.tokens, ids, weights, routed);
     return true;
 }

@@ -81,9 +81,9 @@ class CpuLayer : public Layer {
 
 // `activeevict.BudgetAwareTopK`: pairs are dropped whose experts do not fit.
 struct DropUnfit : LayerRule {
-    DropUnfit(std::int64_t narrowest, bool renormalise) : narrowest(narrowest), renormalise(renormalise) {}
+    DropUnfit(std::int64_t min_top_k, bool renormalise) : min_top_k(min_top_k), renormalise(renormalise) {}
     bool apply(CpuLayer& layer, const Given& given, Routed& routed) override;
-    const std::int64_t narrowest;
+    const std::int64_t min_top_k;
     const bool renormalise;
     std::vector<std::int64_t> ids;
     std::vector<float> weights;

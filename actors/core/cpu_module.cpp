@@ -118,10 +118,10 @@ void bind_cpu(nb::module_& m) {
         .def("__init__", &make, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 12>(), "core"_a, "kernels"_a,
              "index"_a, "experts"_a, "neurons"_a, "width"_a, "max_rows"_a, "gate_up"_a, "down"_a, "activation"_a,
              "all"_a)
-        .def("drop_unfit", [](CpuLayer& layer, std::int64_t narrowest, bool renormalise) {
-            if (narrowest < 1) throw std::invalid_argument("a token keeps an expert");
-            layer.rule(std::make_unique<DropUnfit>(narrowest, renormalise));
-        }, "narrowest"_a, "renormalise"_a)
+        .def("drop_unfit", [](CpuLayer& layer, std::int64_t min_top_k, bool renormalise) {
+            if (min_top_k < 1) throw std::invalid_argument("a token keeps an expert");
+            layer.rule(std::make_unique<DropUnfit>(min_top_k, renormalise));
+        }, "min_top_k"_a, "renormalise"_a)
         .def("replace_missing", &replace_missing, "weight"_a, "bias"_a, "draws"_a, "drawn"_a, "next"_a, "full"_a, "emptied"_a,
              "buddies"_a, "similarity"_a, "options"_a, "beta"_a, "max_rows"_a)
         .def("ask_routers", &ask_routers, "weight"_a, "bias"_a, "first"_a, "layers"_a, "top"_a, "by_votes"_a, "max_rows"_a, "source"_a)

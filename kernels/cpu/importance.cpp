@@ -169,7 +169,7 @@ namespace {
 // k of each token (equations 18 to 21). order: of each token its places by falling weight [tokens, top_k].
 void routing_widths(const std::int64_t* ids, const float* weights, std::int64_t tokens, std::int64_t top_k,
                     const std::int64_t* order, const std::uint8_t* present, std::int64_t experts, std::int64_t vacant,
-                    std::int64_t narrowest, std::vector<std::int64_t>& widths) {
+                    std::int64_t min_top_k, std::vector<std::int64_t>& widths) {
     const auto at = [&](std::int64_t t, std::int64_t rank) { return t * top_k + order[t * top_k + rank]; };
     std::vector<std::uint8_t> granted(present, present + experts);  // of them the present ones take no slot
     std::int64_t taken = 0;
@@ -179,9 +179,9 @@ void routing_widths(const std::int64_t* ids, const float* weights, std::int64_t 
     };
     widths.assign(static_cast<std::size_t>(tokens), top_k);
     for (std::int64_t t = 0; t < tokens; ++t)
-        for (std::int64_t rank = 0; rank < narrowest; ++rank) grant(ids[at(t, rank)]);
+        for (std::int64_t rank = 0; rank < min_top_k; ++rank) grant(ids[at(t, rank)]);
     std::vector<std::int64_t> turn(static_cast<std::size_t>(tokens));
-    for (std::int64_t rank = narrowest; rank < top_k; ++rank) {
+    for (std::int64_t rank = min_top_k; rank < top_k; ++rank) {
         std::iota(turn.begin(), turn.end(), 0);
         std::stable_sort(turn.begin(), turn.end(),
                          [&](auto a, auto b) { return weights[at(a, rank)] > weights[at(b, rank)]; });
@@ -199,7 +199,7 @@ void routing_widths(const std::int64_t* ids, const float* weights, std::int64_t 
 }  // namespace
 
 std::int64_t budget_top_k(const std::int64_t* ids, const float* weights, std::int64_t tokens, std::int64_t top_k,
-                          const std::uint8_t* present, std::int64_t experts, std::int64_t vacant, std::int64_t narrowest,
+                          const std::uint8_t* present, std::int64_t experts, std::int64_t vacant, std::int64_t min_top_k,
                           bool renormalise, std::int64_t* ids_out, float* weights_out) {
     std::vector<std::int64_t> order(static_cast<std::size_t>(tokens * top_k)), widths;
     for (std::int64_t t = 0; t < tokens; ++t) {
@@ -208,7 +208,7 @@ std::int64_t budget_top_k(const std::int64_t* ids, const float* weights, std::in
         const float* of = weights + t * top_k;
         std::stable_sort(row, row + top_k, [of](auto a, auto b) { return of[a] > of[b]; });
     }
-    routing_widths(ids, weights, tokens, top_k, order.data(), present, experts, vacant, std::min(narrowest, top_k),
+    routing_widths(ids, weights, tokens, top_k, order.data(), present, experts, vacant, std::min(min_top_k, top_k),
                    widths);
     std::copy(ids, ids + tokens * top_k, ids_out);
     std::copy(weights, weights + tokens * top_k, weights_out);

@@ -70,7 +70,7 @@ bool misses_fit(const std::int64_t* ids, std::int64_t pairs, const std::uint8_t*
 // Budget-aware top-k of a routing [tokens, top_k], ids distinct in a row: writes ids and weights as they run, and returns
 // how many pairs are dropped, whose weight is 0 and whose id is that of the token's heaviest kept expert.
 std::int64_t budget_top_k(const std::int64_t* ids, const float* weights, std::int64_t tokens, std::int64_t top_k,
-                          const std::uint8_t* present, std::int64_t experts, std::int64_t vacant, std::int64_t narrowest,
+                          const std::uint8_t* present, std::int64_t experts, std::int64_t vacant, std::int64_t min_top_k,
                           bool renormalise, std::int64_t* ids_out, float* weights_out);
 
 }  // namespace tiermoe

@@ -136,14 +136,14 @@ bool fits(const Ids& ids, const Flags& present, std::int64_t vacant) {
 }
 
 std::int64_t budget(const Ids& ids, const Floats& weights, std::int64_t top_k, const Flags& present, std::int64_t vacant,
-                    std::int64_t narrowest, bool renormalise, const Array<std::int64_t>& ids_out,
+                    std::int64_t min_top_k, bool renormalise, const Array<std::int64_t>& ids_out,
                     const Array<float>& weights_out) {
     check_ids(ids, present.size());
     const std::int64_t pairs = ids.size();
-    if (top_k < 1 || pairs % top_k || narrowest < 1 || weights.size() != pairs || ids_out.size() != pairs ||
+    if (top_k < 1 || pairs % top_k || min_top_k < 1 || weights.size() != pairs || ids_out.size() != pairs ||
         weights_out.size() != pairs)
         refuse("a routing has other pairs, or a token keeps none of", top_k);
-    return budget_top_k(ids.data(), weights.data(), pairs / top_k, top_k, present.data(), present.size(), vacant, narrowest,
+    return budget_top_k(ids.data(), weights.data(), pairs / top_k, top_k, present.data(), present.size(), vacant, min_top_k,
                         renormalise, ids_out.data(), weights_out.data());
 }
 
@@ -164,7 +164,7 @@ void bind_importance(nb::module_& m) {
           "The residents that make room for a layer. Raises ValueError: as `importance_saw` and `importance_target`.");
     m.def("misses_fit", &fits, "ids"_a, "present"_a, "vacant"_a,
           "Whether all missing experts of a routing fit. Raises ValueError: there is no such expert.");
-    m.def("budget_top_k", &budget, "ids"_a, "weights"_a, "top_k"_a, "present"_a, "vacant"_a, "narrowest"_a, "renormalise"_a,
+    m.def("budget_top_k", &budget, "ids"_a, "weights"_a, "top_k"_a, "present"_a, "vacant"_a, "min_top_k"_a, "renormalise"_a,
           "ids_out"_a, "weights_out"_a, "The number of dropped pairs. Raises ValueError: no such expert, or other pairs.");
     m.def("lowest_products", &lowest_products, "a"_a, "b"_a, "stamps"_a, "present"_a, "count"_a,
           "The first `count` present keys by rising a * b, then stamp, then key. Raises ValueError: lengths differ.");

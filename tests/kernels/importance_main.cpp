@@ -42,7 +42,7 @@ std::unique_ptr<std::int64_t[]> picks(std::int64_t tokens, std::int64_t top_k, s
 // Kept pairs are what was picked; no more experts are loaded than fit, or than every token's first ones.
 int check_budget() {
     const std::int64_t experts = 1 + below(12), top_k = 1 + below(experts), tokens = 1 + below(5);
-    const std::int64_t vacant = below(experts + 1), narrowest = 1 + below(top_k + 1);
+    const std::int64_t vacant = below(experts + 1), min_top_k = 1 + below(top_k + 1);
     const auto pairs = static_cast<std::size_t>(tokens * top_k);
     const auto ids = picks(tokens, top_k, experts);
     auto weights = exact<float>(pairs), scaled = exact<float>(pairs);
@@ -52,7 +52,7 @@ int check_budget() {
     for (std::int64_t e = 0; e < experts; ++e) present[e] = static_cast<std::uint8_t>(below(3));
     const bool fit = tiermoe::misses_fit(ids.get(), tokens * top_k, present.get(), experts, vacant);
     const std::int64_t dropped = tiermoe::budget_top_k(ids.get(), weights.get(), tokens, top_k, present.get(), experts,
-                                                       vacant, narrowest, true, kept.get(), scaled.get());
+                                                       vacant, min_top_k, true, kept.get(), scaled.get());
     if (fit && dropped) return fail("a routing that fits lost pairs");
     std::set<std::int64_t> loaded;
     std::int64_t zeros = 0;
@@ -68,7 +68,7 @@ int check_budget() {
         if (std::abs(before - after) > 1e-4 * before) return fail("a token's weights have another sum");
     }
     if (zeros != dropped) return fail("the number of dropped pairs");
-    const auto most = std::max(vacant, tokens * std::min(narrowest, top_k));
+    const auto most = std::max(vacant, tokens * std::min(min_top_k, top_k));
     return static_cast<std::int64_t>(loaded.size()) > most ? fail("more is loaded than fits") : 0;
 }
 
