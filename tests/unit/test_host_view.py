@@ -219,9 +219,12 @@ def test_layers_put_their_tables_into_the_ring(monkeypatch: pytest.MonkeyPatch) 
     view = LayerView(fetched, torch.zeros(1, 4, device=elsewhere), torch.zeros(1, 2), torch.zeros(1, 2))
     view.reroute(np.array([[5, 2]]), np.array([[0.25, 0.75]]), dropped=False)
     assert gpu.calls["kernel_copy"] == 2
+    rounded = LayerView(fetched, torch.zeros(1, 4, device=elsewhere), torch.zeros(1, 2), torch.zeros(1, 2).bfloat16())
+    rounded.reroute(np.array([[5, 2]]), np.array([[0.3, 0.7]]), dropped=False)
     gpu.finish()
     assert routing.pairs.tolist() == [1, 2, 0, 3]
     assert view.device_weights.tolist() == [[0.25, 0.75]]
+    assert torch.equal(rounded.device_weights, torch.tensor([[0.3, 0.7]]).bfloat16())  # the host's: no launch more
 
 
 @pytest.mark.parametrize("seed", range(5))
