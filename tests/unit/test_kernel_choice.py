@@ -193,6 +193,7 @@ def test_kernels_of_published_forms() -> None:
     found = [FormKernels(pool, "auto", blocks).of(b) for b in blocks]
     assert [kernel.name for kernel in found] == ["cpu", "cpu", "torch"]
     assert found[0] is not found[1]
+    assert expert_seconds(found[0], pool, together=4)[0] > 0  # of two slots
     assert FormKernels(pool, "loop", blocks).plan.chosen["decode"] == "torch"
     with pytest.raises(ConfigError, match="needs a GPU"):
         FormKernels(pool, "triton", blocks)
