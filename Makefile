@@ -12,7 +12,7 @@
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
 # make lint    ruff, mypy, and whether constraints.txt installs from PyPI alone
 # make proto   write proto/generated again after a change of a .proto file
-# make stub    write the stubs of the compiled modules again after a change of a binding (*_module.cpp, module.cpp)
+# make stub    write the stubs of the compiled modules again after a change of a binding (*_module.cpp, module.cpp, launch.cpp)
 # make clean   remove .venv and everything that was generated
 #
 # Variables: PYTHON (3.11 to 3.13), VENV, PROMPT, ARGS (more options for `tiermoe run`), TRAIN_ARGS, PIP_ARGS (for `pip install`),
@@ -120,6 +120,7 @@ stub: $(VENV)/.installed-dev
 	$(BIN)/python -m nanobind.stubgen -q -m tiermoe.actors.core._core -o actors/core/_core.pyi
 	$(BIN)/python -m nanobind.stubgen -q -m tiermoe.kernels._cpu -o kernels/_cpu.pyi
 	$(BIN)/python -m nanobind.stubgen -q -m tiermoe.kernels._planner -o kernels/_planner.pyi
+	$(BIN)/python -m nanobind.stubgen -q -m tiermoe.kernels._launch -o kernels/_launch.pyi
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info actors/core/*.so kernels/*.so proto/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

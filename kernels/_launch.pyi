@@ -1,47 +1,55 @@
-"""Launches of compiled Triton kernels from native code (`kernels/triton/launch.cpp`). Tensors are torch's."""
+"""
+Launches of compiled Triton kernels from native code (kernels/triton/launch.cpp).
+"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import CapsuleType
 
+
 def nothing() -> int:
-    """The address of a function in the place of a driver's that launches nothing but copies and reads."""
+    """
+    The address of a function in the place of a driver's that launches nothing but copies and reads.
+    """
 
 class Driver:
-    """Functions of the GPU's driver by address: cuLaunchKernel, cuGetErrorString, cuCtxSetCurrent; 0: none."""
+    """
+    Functions of the GPU's driver by address: cuLaunchKernel, cuGetErrorString, cuCtxSetCurrent; 0: none.
+    """
 
     def __init__(self, launch: int, text: int = 0, current: int = 0) -> None: ...
 
 class Launch:
-    """A kernel's compiled forms. loose: numbers of its integers that Triton does not specialise.
+    """
+    A kernel's compiled forms. loose: numbers of its integers that Triton does not specialise.
 
     A subclass has `first(grid, *args)`, which launches once and returns a function (grid, *args), or (driver, function,
     context, threads, shared, packed, nulls, () -> stream).
     """
 
     def __init__(self, loose: Sequence[int]) -> None: ...
-    def __call__(self, grid: tuple[int, int, int], /, *args: Any) -> None: ...
+
     @property
     def known(self) -> int: ...
 
-class Ring:
-    """Pinned buffers, taken in turn. A subclass has `turned`, `read_by_this_stream`, `grown`, `copied`, `source`."""
+    def __call__(self, grid: tuple[int, int, int], /, *args: Any) -> None: ...
 
-    def __init__(
-        self,
-        buffers: Sequence[int],
-        nbytes: int,
-        sections: int,
-        copy: Launch | None,
-        block: int,
-        stream: Callable[[], int] | None,
-    ) -> None: ...
-    def write(self, target: Any, array: Any) -> None:
-        """Bring a contiguous array to a tensor, for later work on the current stream."""
+class Ring:
+    """
+    Pinned buffers, taken in turn. A subclass has `turned`, `read_by_this_stream`, `grown`, `copied`, `source`.
+    """
+
+    def __init__(self, buffers: Sequence[int], nbytes: int, sections: int, copy: Launch | None, block: int, stream: object | None) -> None: ...
+
+    def write(self, target: object, array: object) -> None:
+        """
+        Bring a contiguous array to a tensor, for later work on the current stream.
+        """
 
 class Fetch:
-    """What the host reads of a layer, in one pinned buffer, by one kernel and one event; for one thread.
+    """
+    What the host reads of a layer, in one pinned buffer, by one kernel and one event; for one thread.
 
     A subclass has `grown(nbytes)`, a new buffer as int32; `views(parts)`, of each (place, bytes, number of its type or
     -1 for scores, shape) a tensor and an array on it; and `copied(target, source)`, called where there is no kernel.
@@ -53,53 +61,39 @@ class Fetch:
         types: dtype, bytes of an item, and whether it arrives as float32.
     """
 
-    def __init__(
-        self,
-        runtime: object,
-        calls: dict[str, int],
-        context: int,
-        stream: Callable[[], int],
-        reads: Sequence[Launch],
-        block: int,
-        scores: int,
-        int32: Any,
-        types: Sequence[tuple[Any, int, bool]],
-    ) -> None: ...
-    def enqueue(self, tensors: Sequence[Any], hidden: Any, routers: Sequence[tuple[Any, Any, int, bool]]) -> None:
-        """Read tensors, and the scores of routers (weight [D*E, H], bias, D, softmax) of hidden [T, H]."""
+    def __init__(self, runtime: object, calls: dict, context: int, stream: object, reads: Sequence[Launch], block: int, scores: int, int32: object, types: Sequence[tuple[object, int, bool]]) -> None: ...
+
+    def enqueue(self, tensors: object, hidden: object | None, routers: object) -> None:
+        """
+        Read tensors, and the scores of routers (weight [D*E, H], bias, D, softmax) of hidden [T, H].
+        """
 
     def wait_for(self, spin_s: float) -> None:
-        """Wait for what was enqueued; after so many seconds without the interpreter's lock."""
+        """
+        Wait for what was enqueued; after so many seconds without the interpreter's lock.
+        """
 
     def take(self) -> list[Any]:
-        """Arrays of what was read: of tensors, then of scores [T, E], of several layers [T, D, E]."""
+        """
+        Arrays of what was read: of tensors, then of scores [T, E], of several layers [T, D, E].
+        """
 
 class Experts:
-    """The launches that run experts.
+    """
+    The launches that run experts.
 
     classes: (most rows, rows of a tile, gate_up, its columns, down, its columns), ascending. sizes: neurons of the pool
-    and of a slot, H, items of a row of activations, and what divides them. scratch: (rows, numbers of a table, pairs)
-    -> activations, words for pairs and table, the table, the pairs, rows of y. kept: rows up to which these are kept,
-    for each stream. combining: top_k -> the launch that sums, whose program has `block` columns.
+    and of a slot, H, items of a row of activations, and what divides them. tables: a `Ring`. scratch: (rows, numbers of a
+    table, pairs) -> activations, words for pairs and table, the table, the pairs, rows of y. kept: rows up to which these
+    are kept, for each stream. combining: top_k -> the launch that sums, whose program has `block` columns.
     """
 
-    def __init__(
-        self,
-        gate_up: Any,
-        down: Any,
-        classes: Sequence[tuple[int, int, Launch, int, Launch, int]],
-        sizes: tuple[int, int, int, int, int],
-        tables: Ring,
-        scratch: Callable[[int, int, int], tuple[Any, ...]],
-        kept: int,
-        stream: Callable[[], int],
-        dtypes: tuple[Any, ...],
-        int64: Any,
-        combining: Callable[[int], Launch],
-        block: int,
-    ) -> None: ...
-    def run(self, hidden: Any, pairs: Any, groups: Sequence[Any], top_k: int, y: Any) -> bool: ...
+    def __init__(self, gate_up: object, down: object, classes: Sequence[tuple[int, int, Launch, int, Launch, int]], sizes: tuple[int, int, int, int, int], tables: object, scratch: object, kept: int, stream: object, dtypes: tuple, int64: object, combining: object, block: int) -> None: ...
+
+    def run(self, hidden: object, pairs: object, groups: object, top_k: int, y: object) -> bool: ...
+
     def combine(self, y: Any, weights: Any) -> Any: ...
+
     @property
     def launches(self) -> CapsuleType:
         """`ExpertLaunches` of `kernels/triton/experts.hpp`, of this object."""
