@@ -17,7 +17,8 @@ from .job import NO_TIME, Context, Record, end
 
 _RESERVE_S = 5.0  # of the part's time, to write the results
 _SHOWN = 600  # characters of a failure
-_WORKERS = {"tests/cuda/test_identity.py": 8, "tests/kernels": 3}  # of pytest-xdist, if it is there, for the longest
+# of pytest-xdist, if it is there, for the longest
+_WORKERS = {"tests/cuda/test_identity.py": 8, "tests/cuda/test_graphs.py": 3, "tests/kernels": 3}
 
 Counts = dict[str, int]
 Failures = list[dict[str, str]]
