@@ -147,7 +147,7 @@ class NativeLayer:
             return None
         if None in told or len(told) > 1:
             return None
-        cache.native_steps = launches is None
+        cache.native_steps = True
         all_layers.on_passed = told[0] if told else None
         all_layers.shared.records = bool(told)
         if not step.placer.may_be_local:

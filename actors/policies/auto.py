@@ -447,19 +447,21 @@ class _Ways:
 
 
 def forward_seconds(
-    costs: Costs, layers: int, experts: int, top_k: int, slots: int, workers: int, rows: int
-) -> tuple[float, float]:
+    costs: Costs, layers: int, experts: int, top_k: int, slots: int, workers: int, rows: int,
+    missed: float | None = None,
+) -> tuple[float, float]:  # fmt: skip
     """Seconds of the experts of a forward, planned and with all misses loaded, before one has run.
 
-    By flat routing on full slots. Experts here follow their copies; they and near data end together, and near data
-    begins a message later. A planned layer is put at one message more for each top-K experts, since its page in Python
-    takes about as long.
+    By flat routing on full slots, or by the share of misses. Experts here follow their copies; they and near data end
+    together, and near data begins a message later. A planned layer is put at one message more for each top-K experts,
+    since its page in Python takes about as long.
 
     Args:
-        slots: of a layer. workers: near-data workers, at least 1. rows: of the forward.
+        slots: of a layer. workers: near-data workers, at least 1. rows: of the forward. missed: share of a layer's
+            experts that are not here; None: not seen yet.
     """
     needed = experts * (1.0 - (1.0 - top_k / experts) ** rows)
-    missing = needed * (1.0 - slots / experts)
+    missing = needed * (1.0 - slots / experts if missed is None else missed)
     each = rows * top_k / needed  # rows of an expert
     gpu_s = costs.gpu_s + (each - 1.0) * costs.gpu_row_s
     hits_s = (needed - missing) * gpu_s

@@ -816,6 +816,15 @@ def test_seconds_expected_of_small_and_of_large_experts() -> None:
     assert forward_seconds(large, 4, 128, 8, 128, 1, 1) == pytest.approx((4 * (8e-3 + 3e-4), 4 * 8e-3))
 
 
+def test_seconds_expected_are_of_the_misses_that_were_seen() -> None:
+    """Before, flat routing's: on a GPU whose experts came again, near data was chosen to save loads that never were."""
+    large = replace(COSTS, copy_s=4e-3, gpu_s=1e-4, near_busy_s=1e-3, message_s=3e-3)
+    planned, local = forward_seconds(large, 4, 128, 8, 64, 1, 1)
+    assert planned < local
+    planned, local = forward_seconds(large, 4, 128, 8, 64, 1, 1, missed=0.04)
+    assert local < planned
+
+
 def test_seconds_expected_count_the_experts_here() -> None:
     """Before, a fast link made a forward local, though its experts here take far longer than near data."""
     costs = replace(COSTS, copy_s=1e-4, gpu_s=2e-3, near_busy_s=5e-4, message_s=3e-4)

@@ -511,6 +511,23 @@ def test_beside_workers_the_prefetch_of_local_forwards_is_made_before_there_are_
     stack.cache.close()
 
 
+def test_the_share_of_misses_is_learned_from_decodes() -> None:
+    stack = Stack(6, "worth")
+    order: Any = stack.cache.eviction
+    placer = AutoPlacer(stack.cache, EXPERTS, None, cast(Any, Pool()), order, lambda: COSTS, lambda *given: Scripted())
+    placer.preload()
+    stack.cache.native_steps, placer.faster.only = True, 0
+    layer = MoeLayer(0, EXPERTS, stack.cache, stack.layers[0].backend, placer, stack.layers[0].kernel)
+    inputs = torch.randn(1, SHAPE.hidden), torch.tensor([[0, 1]]), torch.rand(1, 2)
+    assert placer._missed is None
+    for share in (1.0, 0.98):  # both are loaded, and there the second time
+        stack.cache.begin_forward(True)
+        placer.begin_forward(cast(Any, [SimpleNamespace(name="a", start=0, stop=1, decode=True)]))
+        layer.forward(*inputs)
+        assert placer._missed == pytest.approx(share)
+    stack.cache.close()
+
+
 def test_without_workers_prompts_are_local_too_and_native_code_counts_their_experts() -> None:
     """Before, every layer of a prompt ran on the page in Python: the first token of the default model took 1.2 to 2.0
     times as long as with next-gate.

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 # background copies in the counters: misses, and what a prompt needs next
 SOURCE, STREAM = "background", "streamed"
 _WAITED = 0.1  # share of an answer's time from which a wait for it says that the layer ended with it
+_MISSES_STEP = 0.02  # weight of a layer in the mean share of misses
 _STAGED = 3  # as the planner sees an expert that is here, in no slot that counts
 # members of an enumeration take longer to look up than a layer has time for
 _LOADING, _RESIDENT, _NEAR_DATA = int(State.LOADING), int(State.RESIDENT), int(Action.NEAR_DATA)
@@ -203,6 +204,7 @@ class AutoPlacer(PeerPlacer):
         self._notes = order if isinstance(order, NativeWorth) and shards is None else None
         self.faster = Faster()
         self._began: _Began | None = None  # the last forward, which might have gone the other way
+        self._missed: float | None = None  # mean share of a decode layer's experts that were not here
         self._forwards, self._decoded = [0, 0], 1  # forwards planned and local; rows of the last decode
         self.planner: Planner | None = None  # after `preload`
 
@@ -213,8 +215,7 @@ class AutoPlacer(PeerPlacer):
     @property
     def may_prefetch(self) -> bool:
         """Whether `prefetches` may be true at times. Asked before there are layers, which say `native_steps`."""
-        on_cpu = self._cache.pool.device.type == "cpu"
-        return self._pool is None or (on_cpu and self._notes is not None and self.faster.only != 0)
+        return self._pool is None or (self._notes is not None and self.faster.only != 0)
 
     @property
     def prefetches(self) -> bool:
@@ -300,7 +301,8 @@ class AutoPlacer(PeerPlacer):
         else:
             layers, experts = self._states.shape
             expected_s = forward_seconds(
-                planner.costs, layers, experts, planner.top_k, self._slots, len(pool.members), rows
+                planner.costs, layers, experts, planner.top_k, self._slots, len(pool.members), rows,
+                None if prompt else self._missed,
             )  # fmt: skip
             self.local = self.faster.choose(rows, expected_s, prompt) == 1
             self._began = _Began(rows, prompt, self._clock(), frozenset(s.name for s in sequences))
@@ -358,6 +360,9 @@ class AutoPlacer(PeerPlacer):
             self._wanted = choice.wanted
         plan = self._split(needed, [*[Remote(key, 0, gpu) for key, gpu in gpus.items()], *near], keep)
         learns = announced and self._prompt is None and not self.local  # of a local forward the order notes it
+        if learns:
+            share = 1.0 - plan.resident / len(needed)
+            self._missed = share if self._missed is None else self._missed + _MISSES_STEP * (share - self._missed)
         loaded, before = [*plan.run[plan.resident :]], self._counted(layer)
         self._pass = _Pass(
             layer, experts, now_s, near_s, owner_s, predicted, len(plan.run), len(near), loaded, announced, learns,
