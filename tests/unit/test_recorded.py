@@ -21,7 +21,7 @@ from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.errors import ConfigError
+from tiermoe.errors import ConfigError, StoreError
 
 pytest.importorskip("triton")
 
@@ -146,6 +146,34 @@ def test_replayed_steps_give_the_models_tokens(worker: GpuWorker, captured: None
     assert {key[1] for key in recorded._recordings} == {1, 2}
     for made in recorded._recordings.values():
         assert len(made.pieces) == 2
+
+
+def test_recordings_go_with_the_cache_that_they_write_to(
+    worker: GpuWorker, captured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert on no node ends transformers' loop; the next request begins another one, be it with another cache."""
+    recorded, layer = Recorded(worker.model, Graph), worker.engine.layers[1]
+    with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
+        expected = tokens_of(batcher, PROMPTS[:1], 8, "a")
+        batcher.record(recorded)
+        assert tokens_of(batcher, PROMPTS[:1], 8, "b") == expected
+        replays = recorded.replays
+
+        def lost(*given: Any) -> None:
+            raise StoreError("an expert is on no node", "nothing")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "forward", lost)
+            events = list(batcher.submit(GenerationRequest("c", tuple(PROMPTS[0]), SamplingParams(max_tokens=8))))
+            assert events[-1].error is not None
+        worker.engine.begin_forward(())
+        assert tokens_of(batcher, PROMPTS[:1], 8, "d") == expected
+    assert recorded.replays > replays > 0
+    assert recorded._recordings
+    ids = torch.zeros((1, 1), dtype=torch.int32)
+    inputs = {"input_ids": ids, "attention_mask": None, "max_length_k": {"full_attention": 3}, "cache": object()}
+    assert recorded.logits(inputs, 0) is None
+    assert recorded._recordings == {}
 
 
 def test_a_model_that_cannot_be_recorded_runs_as_it_is(

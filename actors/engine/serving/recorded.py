@@ -82,6 +82,7 @@ class Recorded:
         self._pool = torch.cuda.graph_pool_handle() if graph is None else pool
         self._seen = Counter[Any]()
         self._recordings: dict[Any, _Recording] = {}
+        self._cache: Any = None  # whose memory they write to
         self.problem: str | None = None
         self.replays = 0
         hooked = model.get_input_embeddings()._forward_hooks
@@ -103,6 +104,9 @@ class Recorded:
         if inputs["attention_mask"] is not None:
             self.problem = "its attention takes a mask that grows with the context"
             return None
+        if inputs["cache"] is not self._cache:  # the loop has begun anew
+            self._recordings.clear()
+            self._cache = inputs["cache"]
         splits = {kind: _power_of_two(-(-most // self._split)) for kind, most in inputs["max_length_k"].items()}
         key = generation, rows, tuple(splits.items())
         found = self._recordings.get(key)
