@@ -358,13 +358,8 @@ def test_a_layer_that_ends_with_its_experts_here_says_nothing_of_a_message(rig: 
     for layer in (0, 1):
         rig.layer(layer, [0])
     rig.settle()
-    rig.planner.told.clear()
     rig.layer(0, [0, 1], answer_s=1e-9, waited_s=1e-9)
     assert Part.MESSAGE not in [part for part, *_ in rig.told("saw")]
-    assert Part.GPU not in [part for part, *_ in rig.told("saw")]  # an expert here was put at more than this
-    rig.planner.costs = replace(rig.planner.costs, gpu_s=1e-9)
-    rig.layer(0, [0, 1], answer_s=1e-9, waited_s=1e-9)
-    assert [seen > 1e-9 for part, _, seen in rig.told("saw") if part is Part.GPU] == [True]  # before, it never rose
     rig.layer(1, [0, 1], answer_s=1e-9, waited_s=1.0)
     assert Part.MESSAGE in [part for part, *_ in rig.told("saw")]
 

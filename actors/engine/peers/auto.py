@@ -460,14 +460,9 @@ class AutoPlacer(PeerPlacer):
             message_s = seen_s - kernel_s
             # taking an answer that has come is a short wait, too: then the layer's time is that of its experts here;
             # what copies cost beside near data is their source's (`took`)
-            waited = near_wait_s > _WAITED * message_s
-            if (waited and not copies) or message_s < planner.costs.message_s:
+            waited = near_wait_s > _WAITED * message_s and not copies
+            if waited or message_s < planner.costs.message_s:
                 planner.saw(Part.MESSAGE, planner.costs.message_s, message_s)
-            # less the host's part of a message, which is before them; a GPU's work may be queued still
-            if found.here and not waited and not found.owner_s and self._cache.device.executor != "real":
-                here_s = (seen_s - copy_wait_s - planner.costs.message_s) / found.here
-                if here_s > planner.costs.gpu_s:
-                    planner.saw(Part.GPU, planner.costs.gpu_s, here_s)
         elif not found.near and found.here:
             here_s = (seen_s - copy_wait_s) / found.here
             if here_s < planner.costs.gpu_s:
