@@ -6,6 +6,7 @@ A plain class; `cluster.deploy` makes it an actor. The story of a layer is in `e
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import threading
@@ -419,8 +420,9 @@ def _record(model: Any, batcher: Any) -> list[str]:
             if event.error_type is not None:
                 raise event.failure
             raise RuntimeFailure(f"a forward that is a CUDA graph failed: {event.error}", "use compile: off")
-    problem = recorded.problem or (None if recorded.replays else "this version of transformers makes each step anew")
-    return [] if problem is None else [f"decode steps are no CUDA graphs: {problem}"]
+    if not recorded.replays and recorded.problem is None:
+        recorded.problem = "this version of transformers makes each step anew"
+    return [] if recorded.problem is None else [f"decode steps are no CUDA graphs: {recorded.problem}"]
 
 
 def _end_process(error: BaseException) -> None:
@@ -464,4 +466,5 @@ def make_batcher(
             if memory is not None:
                 memory.close()
             why = error.what
+        gc.collect()  # the cache of the one that failed, before there is another
     return SerialBatcher(model, kv, why, watcher, tokenizer)

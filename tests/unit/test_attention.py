@@ -98,6 +98,10 @@ def test_the_paged_name_by_version() -> None:
         use_paged(model, name, prefixed)  # type: ignore[arg-type]
         assert model.config._attn_implementation == expected
         assert plain_attention_of(model) == "sdpa"
+    model = Model()
+    model.config._attn_implementation = "eager"  # it has no sdpa, and is scored without paging
+    use_paged(model, "triton", False)
+    assert plain_attention_of(model) == "eager"
 
 
 def test_it_needs_a_paged_cache() -> None:

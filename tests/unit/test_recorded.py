@@ -29,17 +29,32 @@ KV = KvSettings(page_size=4, num_blocks=96, max_batch_tokens=32, prefix_cache=Fa
 PROMPTS = [[5, 9, 17, 4, 33, 2, 7], [8, 8, 3]]
 
 
+class Pool:
+    """As torch's: of no use once all of its graphs are gone."""
+
+    graphs, gone = 0, False
+
+
 class Graph:
     """What was called between `capture_begin` and `capture_end`, carried out again by `replay`."""
 
     now: Graph | None = None  # that is captured
+    pool: Pool | None = None
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], object]] = []
 
-    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+    def __del__(self) -> None:
+        if self.pool is not None:
+            self.pool.graphs -= 1
+            self.pool.gone = self.pool.graphs == 0
+
+    def capture_begin(self, pool: Pool, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
-        Graph.now = self
+        if pool.gone:
+            raise RuntimeError("INTERNAL ASSERT FAILED: use_count > 0")
+        Graph.now, self.pool = self, pool
+        pool.graphs += 1
 
     def capture_end(self) -> None:
         assert Graph.now is self
@@ -129,7 +144,7 @@ def test_replayed_steps_give_the_models_tokens(worker: GpuWorker, captured: None
     """Of one request and of several, which come and go; the engine counts each layer of each step once."""
     runs: list[list[list[list[int]]]] = []
     counted = []
-    for recorded in (None, Recorded(worker.model, Graph)):
+    for recorded in (None, Recorded(worker.model, Graph, Pool)):
         with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
             if recorded is not None:
                 batcher.record(recorded)
@@ -152,7 +167,7 @@ def test_recordings_go_with_the_cache_that_they_write_to(
     worker: GpuWorker, captured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An expert on no node ends transformers' loop; the next request begins another one, be it with another cache."""
-    recorded, layer = Recorded(worker.model, Graph), worker.engine.layers[1]
+    recorded, layer = Recorded(worker.model, Graph, Pool), worker.engine.layers[1]
     with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
         expected = tokens_of(batcher, PROMPTS[:1], 8, "a")
         batcher.record(recorded)
@@ -176,6 +191,25 @@ def test_recordings_go_with_the_cache_that_they_write_to(
     assert recorded._recordings == {}
 
 
+def test_recordings_give_way_to_others(worker: GpuWorker, captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To those at other addresses, in memory of their own, and at the limit to the ones used last."""
+    monkeypatch.setattr(recorded_module, "_MOST", 1)
+    recorded = Recorded(worker.model, Graph, Pool)
+    with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
+        expected = tokens_of(batcher, PROMPTS[:1], 8, "a")
+        batcher.record(recorded)
+        for turn in range(2):
+            before = recorded.replays
+            assert tokens_of(batcher, PROMPTS[:1], 8, f"b{turn}") == expected
+            assert recorded.replays > before
+            batcher._manager.steps._kept.generation += 1
+        tokens_of(batcher, PROMPTS, 8, "c")
+        assert [key[1] for key in recorded._recordings] == [2]
+        assert tokens_of(batcher, PROMPTS[:1], 8, "d") == expected
+        assert [key[1] for key in recorded._recordings] == [1]
+    assert recorded.problem is None
+
+
 def test_a_model_that_cannot_be_recorded_runs_as_it_is(
     worker: GpuWorker, captured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,25 +219,26 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(
     norm = worker.model.model.norm
     forward = norm.forward
     monkeypatch.setattr(norm, "forward", lambda hidden: forward(hidden) * (1.0 if float(hidden.sum()) < 9e9 else 2.0))
-    recorded = Recorded(worker.model, Graph)
+    recorded = Recorded(worker.model, Graph, Pool)
     with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
         batcher.record(recorded)
         assert tokens_of(batcher, PROMPTS[:1], 6, "b") == expected
     assert recorded.problem == "operation not permitted when stream is capturing"
     assert recorded.replays == 0
+    assert recorded._recordings == {}
 
 
 def test_what_is_not_recorded(worker: GpuWorker, captured: None) -> None:
     """Masks that grow, embeddings that a policy reads, more rows than are recorded."""
     with closing(ContinuousBatcher(worker.model, KV, worker.engine)) as batcher:
-        recorded = Recorded(worker.model, Graph)
+        recorded = Recorded(worker.model, Graph, Pool)
         batcher.record(recorded)
         tokens_of(batcher, PROMPTS[:1], 8, "a")
     assert recorded.problem == "its attention takes a mask that grows with the context"
     hook = worker.model.get_input_embeddings().register_forward_hook(lambda *_: None)
-    assert Recorded(worker.model, Graph).problem == "the policy reads each step's embeddings"
+    assert Recorded(worker.model, Graph, Pool).problem == "the policy reads each step's embeddings"
     hook.remove()
-    assert Recorded(worker.model, Graph).logits({"input_ids": torch.zeros(1, ROWS + 1)}, 0) is None
+    assert Recorded(worker.model, Graph, Pool).logits({"input_ids": torch.zeros(1, ROWS + 1)}, 0) is None
 
 
 def test_a_worker_replays_its_decode_steps(
@@ -215,7 +250,7 @@ def test_a_worker_replays_its_decode_steps(
         assert not worker.plan()["decode_graphs"]
     monkeypatch.setattr(attention, "attention_of_steps", lambda *_: ("triton", True))
     monkeypatch.setattr("tiermoe.actors.engine.model.model.attention_for", lambda *_: "sdpa")
-    monkeypatch.setattr(recorded_module, "Recorded", partial(Recorded, graph=Graph))
+    monkeypatch.setattr(recorded_module, "Recorded", partial(Recorded, graph=Graph, pool=Pool))
     with serving(store, settings(0.5, kv=KV, compile="off")) as worker:
         assert worker.plan()["decode_graphs"]
         assert greedy(worker, PROMPTS[:1], 8) == expected

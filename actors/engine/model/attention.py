@@ -88,8 +88,10 @@ def use_paged(model: Any, wanted: Attention, prefixed: bool) -> None:
         prefixed: whether transformers marks such implementations in their names, and changes a name without the mark
             to flash-attn's where that is installed.
     """
-    name = _OURS if wanted == "triton" else plain_attention_of(model)
+    plain = plain_attention_of(model)
+    name = _OURS if wanted == "triton" else plain
     if wanted == "triton":
+        model.tiermoe_plain_attention = plain
         from transformers import AttentionInterface
 
         for known in (_OURS, _PAGED + _OURS):
@@ -102,7 +104,7 @@ def use_paged(model: Any, wanted: Attention, prefixed: bool) -> None:
 def plain_attention_of(model: Any) -> str:
     """The attention implementation of a served model without paging."""
     name = str(model.config._attn_implementation).removeprefix(_PAGED)
-    return "sdpa" if name == _OURS else name
+    return str(model.tiermoe_plain_attention) if name == _OURS else name
 
 
 def paged_attention(

@@ -361,7 +361,7 @@ class AutoPlacer(PeerPlacer):
         plan = self._split(needed, [*[Remote(key, 0, gpu) for key, gpu in gpus.items()], *near], keep)
         learns = announced and self._prompt is None and not self.local  # of a local forward the order notes it
         if learns:
-            share = 1.0 - plan.resident / len(needed)
+            share = sum(self._held[key] != _RESIDENT for key in needed) / len(needed)
             self._missed = share if self._missed is None else self._missed + _MISSES_STEP * (share - self._missed)
         loaded, before = [*plan.run[plan.resident :]], self._counted(layer)
         self._pass = _Pass(

@@ -180,7 +180,9 @@ class ContinuousBatcher:
         return stream
 
     def record(self, recorded: Recorded) -> None:
-        """Replay decode steps from now on."""
+        """Replay decode steps from now on, if they can be."""
+        if self._manager.steps.lengths.any:
+            recorded.problem = "its positions depend on the length of the text"
         self._manager.steps.recorded = recorded
 
     @property

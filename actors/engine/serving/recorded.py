@@ -25,7 +25,7 @@ from ..model.model import ExpertLayer, cutting
 _log = logging.getLogger(__name__)
 ROWS = 16  # a decode step of more rows is not recorded
 _SEEN = 2  # steps of a kind that run before one is recorded: kernels are compiled and loaded by then
-_MOST = 64  # recordings that are kept
+_MOST = 24  # recordings that are kept: each has the logits of its rows, and a graph for each layer on the device
 
 
 class Graph(Protocol):
@@ -67,19 +67,22 @@ class Recorded:
 
     Args:
         model: with experts attached.
-        graph: makes a graph. pool: of their memory.
+        graph: makes a graph. pool: names memory for graphs, which torch does not use again once all of them are gone.
 
     Attributes:
         problem: why no step is recorded any more; None: steps are.
         replays: steps that were replayed.
     """
 
-    def __init__(self, model: Any, graph: Callable[[], Graph] | None = None, pool: Any = None) -> None:
+    def __init__(
+        self, model: Any, graph: Callable[[], Graph] | None = None, pool: Callable[[], Any] | None = None
+    ) -> None:
         from ....kernels.triton.attention import SPLIT
 
         self._model, self._split = model, SPLIT
         self._graph = torch.cuda.CUDAGraph if graph is None else graph
-        self._pool = torch.cuda.graph_pool_handle() if graph is None else pool
+        self._new_pool = torch.cuda.graph_pool_handle if pool is None else pool
+        self._pool: Any = None
         self._seen = Counter[Any]()
         self._recordings: dict[Any, _Recording] = {}
         self._cache: Any = None  # whose memory they write to
@@ -112,15 +115,19 @@ class Recorded:
         found = self._recordings.get(key)
         if found is not None:
             self.replays += 1
+            self._recordings[key] = self._recordings.pop(key)  # the last one used
             return found.replay()
         self._seen[key] += 1
-        if self._seen[key] <= _SEEN or len(self._recordings) == _MOST:
+        if self._seen[key] <= _SEEN:
             return None
         if generation != next((kept[0] for kept in self._recordings), generation):
             self._recordings.clear()  # of addresses that are not used any more
+        while len(self._recordings) >= _MOST:
+            self._recordings.pop(next(iter(self._recordings)))
         most = {kind: count * self._split for kind, count in splits.items()}
         made = self._record(inputs | {"max_length_k": most})
         if made is None:
+            self._recordings.clear()
             raise Unrecorded(str(self.problem))
         self._recordings[key] = made
         return made.logits
@@ -129,13 +136,15 @@ class Recorded:
         """Run a step and record it; None: it cannot be, `problem` says why."""
         pieces, graphs = list[_Piece](), list[Graph]()
         inside = False
+        if not self._recordings:
+            self._pool = self._new_pool()
 
         def begin() -> None:
             nonlocal inside
             graphs.append(self._graph())
+            inside = True
             # other threads copy and allocate as ever
             graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            inside = True
 
         def end() -> Graph:
             nonlocal inside
@@ -158,13 +167,15 @@ class Recorded:
             with cutting(cut):
                 logits = self._model(**inputs).logits
             return _Recording(pieces, end(), logits)
-        except RuntimeError as error:  # torch's, of a call that a capture does not allow
+        except BaseException as error:
             if not inside:
                 raise  # the experts', or of a replay
+            with contextlib.suppress(RuntimeError):  # where the capture has failed
+                graphs[-1].capture_end()
+            if not isinstance(error, RuntimeError):  # torch's, of a call that a capture does not allow
+                raise
             self.problem = str(error).partition("\n")[0]
             _log.warning("decode steps are not recorded as CUDA graphs: %s", self.problem)
-            with contextlib.suppress(RuntimeError):  # the same
-                graphs[-1].capture_end()
             return None
 
 

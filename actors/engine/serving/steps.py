@@ -250,7 +250,7 @@ class Steps:
 
     def _replayed(self, batch: Batch) -> torch.Tensor | None:
         """The logits of a recorded step; None: the model is to run."""
-        if self.recorded is None or batch.repeat is None or self.lengths.any:
+        if self.recorded is None or batch.repeat is None:
             return None
         try:
             return self.recorded.logits(batch.inputs | batch.repeat.fixed, self._kept.generation)
