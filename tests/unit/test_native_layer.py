@@ -309,7 +309,8 @@ def test_replacement_in_native_calls(kind: str, slots: int, monkeypatch: pytest.
 
 
 def test_a_synchronous_prefetch_lands() -> None:
-    native, python = Stack(8, "lru", RATE_GBPS), Stack(8, "lru", RATE_GBPS, native=False)
+    slow = RATE_GBPS / 50  # the copies are under way when they are waited for, on a busy machine, too
+    native, python = Stack(8, "lru", slow), Stack(8, "lru", slow, native=False)
     inputs = routed(np.random.default_rng(1), 1)
     for stack in (native, python):
         stack.cache.prefetch([0, 1, 2], source="test")
