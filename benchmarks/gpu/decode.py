@@ -306,7 +306,7 @@ class _Told:
 def _served(bench: Bench, near_data: NearData, peaks: Peaks) -> None:
     """The product's own decode steps on this model: as CUDA graphs, cut at the experts, on a GPU."""
     context, record, shape = bench.context, bench.record, bench.shape
-    if "latent" in bench.built.model.config.model_type or hasattr(bench.built.model.config, "kv_lora_rank"):
+    if hasattr(bench.built.model.config, "kv_lora_rank"):  # latent attention
         record.note(f"{shape.name}: its attention has no paged cache, so its steps are no graphs")
         return
     bench.replay.close()  # inside the experts' operator, since no graph may hold what changes from step to step
@@ -338,7 +338,7 @@ def _served_case(bench: Bench, engine: ExpertEngine, preset: str, budget: float,
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         prompt = tuple((7 * i + 1) % 200 for i in range(PROMPT))
         for turn in range(2):  # the first records
-            came_s, loaded = list[float](), 0
+            came_s = list[float]()
             for event in batcher.submit(GenerationRequest(f"{preset} {turn}", prompt, sampling)):
                 if event.failure is not None:
                     raise event.failure

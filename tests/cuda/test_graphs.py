@@ -44,7 +44,7 @@ def test_the_same_tokens_with_fewer_launches(kind: str, preset: str, tmp_path: P
             if mode == "graphs":
                 recorded = worker.batcher._manager.steps.recorded
                 assert recorded.problem is None
-                assert {key[1] for key in recorded._recordings} == {1, 2}
+                assert {key[0] for key in recorded._recordings} == {1, 2}
                 assert recorded.replays > TOKENS
             calls = device_calls(worker.engine, lambda w=worker: greedy(w, PROMPTS[:1], TOKENS), tokens=1)
             dense[mode] = calls.dense
@@ -66,7 +66,7 @@ def test_long_contexts_and_other_rows_have_recordings_of_their_own(tmp_path: Pat
             found.append([t for prompt in prompts for t in greedy(worker, [prompt], 20)])
             found[-1] += greedy(worker, prompts, 20)
             if mode == "graphs":
-                keys = {(rows, most) for _, rows, ((_, most),) in worker.batcher._manager.steps.recorded._recordings}
+                keys = {(rows, most) for rows, ((_, most),) in worker.batcher._manager.steps.recorded._recordings}
                 assert {(1, 1), (1, 2), (3, 2)} <= keys
     assert found[0] == found[1]
     torch.cuda.synchronize()

@@ -158,7 +158,7 @@ def test_replayed_steps_give_the_models_tokens(worker: GpuWorker, captured: None
     assert recorded is not None
     assert recorded.problem is None
     assert recorded.replays > 10
-    assert {key[1] for key in recorded._recordings} == {1, 2}
+    assert {key[0] for key in recorded._recordings} == {1, 2}
     for made in recorded._recordings.values():
         assert len(made.pieces) == 2
 
@@ -204,9 +204,9 @@ def test_recordings_give_way_to_others(worker: GpuWorker, captured: None, monkey
             assert recorded.replays > before
             batcher._manager.steps._kept.generation += 1
         tokens_of(batcher, PROMPTS, 8, "c")
-        assert [key[1] for key in recorded._recordings] == [2]
+        assert [key[0] for key in recorded._recordings] == [2]
         assert tokens_of(batcher, PROMPTS[:1], 8, "d") == expected
-        assert [key[1] for key in recorded._recordings] == [1]
+        assert [key[0] for key in recorded._recordings] == [1]
     assert recorded.problem is None
 
 

@@ -85,7 +85,7 @@ class Recorded:
         self._pool: Any = None
         self._seen = Counter[Any]()
         self._recordings: dict[Any, _Recording] = {}
-        self._cache: Any = None  # whose memory they write to
+        self._place: Any = None  # the KV cache that they write to, and the generation of their inputs' addresses
         self.problem: str | None = None
         self.replays = 0
         hooked = model.get_input_embeddings()._forward_hooks
@@ -107,11 +107,13 @@ class Recorded:
         if inputs["attention_mask"] is not None:
             self.problem = "its attention takes a mask that grows with the context"
             return None
-        if inputs["cache"] is not self._cache:  # the loop has begun anew
+        place = inputs["cache"], generation
+        if place != self._place:
             self._recordings.clear()
-            self._cache = inputs["cache"]
+            self._seen.clear()
+            self._place = place
         splits = {kind: _power_of_two(-(-most // self._split)) for kind, most in inputs["max_length_k"].items()}
-        key = generation, rows, tuple(splits.items())
+        key = rows, tuple(splits.items())
         found = self._recordings.get(key)
         if found is not None:
             self.replays += 1
@@ -120,8 +122,6 @@ class Recorded:
         self._seen[key] += 1
         if self._seen[key] <= _SEEN:
             return None
-        if generation != next((kept[0] for kept in self._recordings), generation):
-            self._recordings.clear()  # of addresses that are not used any more
         while len(self._recordings) >= _MOST:
             self._recordings.pop(next(iter(self._recordings)))
         most = {kind: count * self._split for kind, count in splits.items()}
