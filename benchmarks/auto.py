@@ -72,9 +72,9 @@ def auto(options: Options, progress: Progress | None) -> Report:
     for seed in seeds:
         for (shape, family), own in held.items():
             extra = [c for c in tried if (c.shape, c.family) == (shape, family)] if seed == seeds[0] else []
-            work[f"{shape} {family} {seed}"] = own, seed, layers, decode, own_us, extra, seed == seeds[0]
+            work[f"{shape} {family} {seed}"] = own, seed, layers, decode, own_us, extra
     real = recorded_cells(options.share)
-    work[RECORDED] = real, 0, layers, decode, own_us, [], True
+    work[RECORDED] = real, 0, layers, decode, own_us, []
     left = [name for name in work if name not in journal.steps]
     advance = advancing(progress, "simulating", len(left))
     for number, lines in over_processes(_group, [work[name] for name in left], options.jobs):
@@ -150,9 +150,6 @@ def _row(cell: Cell, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "over_best": {rule: round(token[rule] / token[best], 4) for rule in token},
         **{name: round(fmean(line["auto"][name] for line in lines), 4) for name in lines[0]["auto"]},
     }  # fmt: skip
-    bounds = [line["bound_s"] / line["token_s"]["auto"] for line in lines if "bound_s" in line]
-    if bounds:
-        row["bound"] = fmean(bounds)
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} | {
         "seeds": [round(x, 4) for x in row["seeds"]]
     }
@@ -184,19 +181,18 @@ def _table(title: str, head: Sequence[str], body: Sequence[Sequence[object]]) ->
 def _by_batch(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     head = (
         "", "cells", "mean", "by seed", "worst", "worst seed", "started: mean", "worst", "but context+cpu: mean",
-        "worst", "/ on-demand", "request", "worst", "bound / auto",
+        "worst", "/ on-demand", "request", "worst",
     )  # fmt: skip
 
     def line(name: str, some: Sequence[dict[str, Any]]) -> tuple[object, ...]:
         def worst(key: str) -> str:
             return f"{max(row[key] for row in some):.3f}"
 
-        bounds = [row for row in some if "bound" in row]
         return (
             name, len(some), f"{_mean(some, 'ratio'):.3f}", _interval(some), worst("ratio"),
             f"{max(max(row['seeds']) for row in some):.3f}", f"{_mean(some, 'started'):.3f}", worst("started"),
             f"{_mean(some, 'but_context'):.3f}", worst("but_context"), f"{_mean(some, 'on_demand'):.3f}",
-            f"{_mean(some, 'request'):.3f}", worst("request"), f"{_mean(bounds, 'bound'):.3f}",
+            f"{_mean(some, 'request'):.3f}", worst("request"),
         )  # fmt: skip
 
     parts: dict[str, Sequence[object]] = {

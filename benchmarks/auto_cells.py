@@ -29,7 +29,6 @@ kernels below the memory's bandwidth, prompts of over 64 tokens, requests that c
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -318,9 +317,8 @@ def planner_us(shape_name: str, batch: int, layers: int = 8, rounds: int = 5) ->
 
 
 def group(
-    cells: Sequence[Cell], seed: int, layers: int, decode: int, own_us: dict[str, float], variants: Sequence[Cell],
-    bound: bool,
-) -> list[dict[str, Any]]:  # fmt: skip
+    cells: Sequence[Cell], seed: int, layers: int, decode: int, own_us: dict[str, float], variants: Sequence[Cell]
+) -> list[dict[str, Any]]:
     """The lines of cells of one shape and family at one seed; variants: cells that run all VARIANTS, too."""
     first = (cells or variants)[0]
     needs = sorted({cell.batch for cell in (*cells, *variants)})
@@ -334,7 +332,6 @@ def group(
     for batch in needs:
         steps = together(drawn, batch)
         own_s = 1e-6 * own_us[f"{first.shape} {batch}"]
-        hits: dict[int, float] = {}
         for cell in (one for one in cells if one.batch == batch):
             found = {rule: replayed(drawn, steps, cell, rule, own_s) for rule in (*RULES, *STARTED)}
             line = {"cell": cell.name, "seed": seed} | {
@@ -342,11 +339,6 @@ def group(
                 for measure in ("token_s", "prompt_s", "request_s")
             }
             line["auto"] = {name: v for name, v in found["auto"].items() if not name.endswith("_s")}
-            if bound:
-                slots = max(1, int(cell.budget * drawn.experts))
-                if slots not in hits:
-                    hits[slots] = clairvoyant_hits(steps, slots, drawn)
-                line["bound_s"] = lower_bound(steps, cell, drawn, hits[slots])
             lines.append(line)
         for cell in (one for one in variants if one.batch == batch):
             times = {
@@ -356,80 +348,3 @@ def group(
             best = min(replayed(drawn, steps, cell, rule, own_s)["token_s"] for rule in PUBLISHED)
             lines.append({"cell": cell.name, "seed": seed, "variants": {n: t / best for n, t in times.items()}})
     return lines
-
-
-# -- bound -------------------------------------------------------------------------------------------------------------
-
-
-def clairvoyant_hits(steps: Steps, slots: int, drawn: Drawn) -> float:
-    """Share of uses that hit in a cache over all layers that knows all uses, with bypass; prompts fill it free."""
-    total, layers, experts = len(steps.count), drawn.layers, drawn.experts
-    capacity, decode = slots * layers, len(steps.count) // steps.rounds
-    uses = [
-        (s, layer * experts + int(steps.needed[s, layer, i]))
-        for s in range(total)
-        for layer in range(layers)
-        for i in range(steps.count[s, layer])
-    ]
-    following, later = [0] * len(uses), dict[int, int]()
-    starts: dict[int, list[tuple[int, int]]] = {}
-    for at in range(len(uses) - 1, -1, -1):
-        s, key = uses[at]
-        following[at] = later.get(key, 1 << 40)
-        later[key] = at
-        if s % decode == 0 and (at == 0 or uses[at - 1][0] != s):
-            starts[at] = heapq.nsmallest(capacity, ((n, k) for k, n in later.items()))
-    inside, heap = dict[int, int](), list[tuple[int, int]]()
-    found = counted = 0
-    for at, (s, key) in enumerate(uses):
-        if at in starts:
-            inside = {k: n for n, k in starts[at]}
-            heap = [(-n, k) for k, n in inside.items()]
-            heapq.heapify(heap)
-        if s >= steps.first:
-            counted += 1
-            found += key in inside
-        inside[key] = following[at]
-        heapq.heappush(heap, (-following[at], key))
-        while len(inside) > capacity:
-            far, old = heapq.heappop(heap)
-            if inside.get(old) == -far:
-                del inside[old]
-    return found / counted
-
-
-def lower_bound(steps: Steps, cell: Cell, drawn: Drawn, hit_share: float) -> float:
-    """Seconds of a token below which no order of these actions comes, clairvoyant or not.
-
-    Per layer in the mean: u uses, x of them on the CPU, n copies; x >= u - hits - n, n copies fit into the layer's
-    time, and n + x experts leave the host's memory in it. A layer takes dense + max(g (u - x), message + c x if x > 0),
-    here in its convex hull (batch 1) or linear relaxation.
-    """
-    costs, count = cell.costs(), steps.count[steps.first :]
-    u, most = float(count.mean()), int(count.max())
-    hits = hit_share * u
-    host = shape_named(cell.shape).expert_bytes / (USABLE * cell.host_gbps * 1e9)
-    g, c = costs.gpu_s, costs.near_s
-    if cell.batch == 1:
-        hull: list[tuple[float, float]] = []
-        for x in range(round(u) + 1):
-            p = (float(x), max(g * (u - x), costs.message_s + c * x if x else 0.0))
-            while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (p[0] - hull[-2][0]) >= (p[1] - hull[-2][1]) * (
-                hull[-1][0] - hull[-2][0]
-            ):
-                hull.pop()
-            hull.append(p)
-    else:
-        s = c + costs.message_s / most
-        hull = [(0.0, g * u), (g * u / (g + s), s * g * u / (g + s)), (u, s * u)]
-    xs, ys = np.array(hull).T
-    low = int(ys.argmin())
-    least, top_s = costs.dense_s + ys[low], 1e3
-    for _ in range(60):
-        t = (least + top_s) / 2
-        m = t - costs.dense_s
-        left = float(np.interp(-m, -ys[: low + 1], xs[: low + 1])) if low else 0.0
-        right = float(np.interp(m, ys[low:], xs[low:])) if low < len(xs) - 1 else float(xs[-1])
-        fits = max(u - hits, left) <= min(t / host, right + t / costs.copy_s)
-        least, top_s = (least, t) if fits else (t, top_s)
-    return float(top_s * drawn.layers)

@@ -234,13 +234,12 @@ class Channel(Options):
 
 
 class Kernel(Options):
-    """Packed experts on one core against memory bandwidth, torch and ggml; or on many against bandwidth."""
+    """Packed experts on one core against memory bandwidth and torch; or on many against bandwidth."""
 
     measure = "kernels.kernel"
     repeats: Repeats = 7
     group: int = Field(64, description="Quantization group: 32, 64 or 128.")
     instruction_set: str | None = Field(None, description="Of our kernels; default: the best here.")
-    ggml: Path | None = Field(None, description="libggml-cpu*.so; default: that of an installed wheel.")
     threads: int | None = Field(
         None, ge=1, le=1024, description="1 to 4 bits on so many cores against their bandwidth alone."
     )

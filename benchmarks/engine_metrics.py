@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
-from statistics import mean, median
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiermoe.actors.policies.quality import QualityBudget
-from tiermoe.actors.store.artifacts import read_profile
-from tiermoe.actors.store.format import read_manifest
-from tiermoe.cluster.config import RunConfig, engine_settings, load_hardware
-from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, cells_of, median_of, metric, ratio
-from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
+from tiermoe.cluster.jobs.bench.metrics import Bar, Row, cells_of, median_of, metric
 from tiermoe.cluster.jobs.bench.run import Study
-from tiermoe.cluster.jobs.bench.serving import Prompt, serve, start_worker
+from tiermoe.cluster.jobs.bench.serving import start_worker
 from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions, Quality
-from tiermoe.cluster.jobs.prepare.needs import prepared_store
-from tiermoe.errors import ConfigError, RuntimeFailure
+from tiermoe.errors import ConfigError
 
 # -- MoEpic: memory for a TPOT (Figure 8) ------------------------------------------------------------------------------
 
@@ -74,107 +66,7 @@ def least_budget(points: Sequence[Point], target_ms: float) -> dict[str, Any]:
     return {"bytes": None, "at_most": False}
 
 
-# -- MoEpic: where a decode step's time goes ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Decode:
-    """Means over decode steps, in milliseconds.
-
-    wait_ms: the compute waited for a copy. link_ms: the link carried one. idle_wait_ms: the compute waited while the
-    link carried neither demand nor prefetch. experts_ms: layers' experts without those waits.
-    """
-
-    steps: int
-    token_ms: float
-    wait_ms: float
-    link_ms: float
-    idle_wait_ms: float
-    experts_ms: float
-
-
-@metric("moepic-timelines")
-def moepic_timelines(study: Study) -> dict[str, Any]:
-    """For each missed bar the timelines of both variants, on the prompts of the first repetition."""
-
-    def measure() -> list[dict[str, Any]]:
-        missed = [judged for judged in study.judged if not judged.bar.ok]
-        stepped, found = study.stepped("timelines", 2 * len(missed)), []
-        for judged in missed:
-            cell, traced = judged.cell, dict[str, Any]()
-            for name in (judged.of, judged.over):
-                policy = next(policy for policy in cell.policies if policy.name == name)
-                prompts = [cell.prompts[i] for i in cell.round(0)]
-                config = cell.config(policy, study.scratch)
-                traced[name] = asdict(trace_decode(config, cell.warm_up, prompts, cell.max_tokens))
-                stepped()
-            found.append({"budget": cell.budget, "link_gbps": cell.gbps, "best": judged.over,
-                          "own": traced[judged.of], "other": traced[judged.over]})  # fmt: skip
-        return found
-
-    return {"timelines": study.journal.step("moepic-timelines", measure)}
-
-
-def trace_decode(config: RunConfig, warm: Sequence[Prompt], prompts: Sequence[Prompt], max_tokens: int) -> Decode:
-    """Serve `warm`, then `prompts`, one at a time, with a timeline of each.
-
-    Raises:
-        RuntimeFailure: a request failed.
-    """
-    with closing(start_worker(config, trace=True)) as worker:
-        for prompt in warm:
-            serve(worker.submit, [prompt], max_tokens)
-        found = []
-        for prompt in prompts:
-            worker.reset_stats()
-            serve(worker.submit, [prompt], max_tokens)
-            found.append(decode_of(worker.trace_events(), len(worker.engine.layers)))
-    names = ("token_ms", "wait_ms", "link_ms", "idle_wait_ms", "experts_ms")
-    return Decode(sum(d.steps for d in found), *(mean(getattr(d, name) for d in found) for name in names))
-
-
-def decode_of(events: Iterable[dict[str, Any]], layers: int) -> Decode:
-    """Decode steps of one request's timeline: from the end of the prefill's last layer to the last step's.
-
-    Args:
-        events: of `Timeline.events`; the prompt was one forward. layers: MoE layers of the model.
-
-    Raises:
-        RuntimeFailure: the timeline has no decode step.
-    """
-    spans: dict[str, list[tuple[float, float]]] = {}
-    last: list[float] = []
-    rows = {1: "compute", 2: "wait", 3: "link", 4: "link"}
-    for event in events:
-        kind = rows.get(event["tid"]) if event["ph"] == "X" else None
-        if kind is not None:
-            begin = event["ts"] / 1e3
-            spans.setdefault(kind, []).append((begin, begin + event["dur"] / 1e3))
-            if kind == "compute" and event["name"] == f"L{layers - 1} experts":
-                last.append(begin + event["dur"] / 1e3)
-    if len(last) < 2:
-        raise RuntimeFailure("a timeline has no decode step", "generate at least two tokens")
-    begin, end, steps = min(last), max(last), len(last) - 1
-    clipped = {kind: np.clip(found, begin, end) for kind, found in spans.items()}  # [spans, 2]
-    edges = np.unique(np.concatenate([[begin, end], *(found.ravel() for found in clipped.values())]))
-
-    def active(kind: str) -> NDArray[np.bool_]:
-        """Whether such a span covers each time between two edges."""
-        covered = np.zeros(len(edges) - 1, np.bool_)
-        for first, past in np.searchsorted(edges, clipped.get(kind, np.empty((0, 2)))):
-            covered[first:past] = True
-        return covered
-
-    def each(when: NDArray[np.bool_]) -> float:
-        return float(np.diff(edges)[when].sum()) / steps
-
-    compute, wait, link = map(active, ("compute", "wait", "link"))
-    return Decode(
-        steps, (end - begin) / steps, each(wait), each(link), each(wait & ~link), each(compute & ~wait)
-    )  # fmt: skip
-
-
-# -- BuddyMoE: comparisons with paired intervals, redundancy -----------------------------------------------------------
+# -- BuddyMoE: comparisons with paired intervals -----------------------------------------------------------------------
 
 QUALITY = {  # by key of `evaluate.quality.MEASURES`: name, and whether less is better
     "perplexity_ratio": ("perplexity over lossless", True), "top1_agreement": ("top-1 agreement", False),
@@ -258,33 +150,7 @@ def quality_of(found: Mapping[str, Any], row: Row, options: EvaluationOptions) -
     return Quality(row["policy"], row["lossless"], found["executor"], sums, options)
 
 
-@metric("buddymoe-redundancy")
-def buddymoe_redundancy(study: Study) -> dict[str, Any]:
-    """How redundant the experts are, from the profile.
-
-    best_cosine: by layer, cosine of an expert's outputs and those of the most similar expert, mean over experts; empty
-    without output similarity. better_than_none: share of the experts whose output another expert's is nearer to than
-    zero is. taken: by ranking, how often a token already uses its expert's best buddy. peers: number of experts that
-    hold 95% of an expert's co-activations, mean.
-
-    Raises:
-        StoreError: there is no profile, or it is damaged.
-    """
-    from tiermoe.cluster.jobs.profile.command import alikeness, size_distributions, taken
-
-    store = prepared_store(study.base, engine_settings(study.base))
-    profile = read_profile(store, read_manifest(store))
-    alike = alikeness(profile)
-    sizes = [row["uncapped_mean"] for row in size_distributions(profile)
-             if (row["by"], row["alpha"]) == ("coactivation", 0.95)]  # fmt: skip
-    return {"profile": {
-        "best_cosine": [row["best_cosine"] for row in alike],
-        "better_than_none": mean(row["better_than_none"] for row in alike) if alike else None,
-        "taken": {row["by"]: row["taken"] for row in taken(profile)}, "peers": mean(sizes), "experts": profile.experts,
-    }}  # fmt: skip
-
-
-# -- near-data execution: quality, similarity of prefill and decode, overlap -------------------------------------------
+# -- near-data execution: quality, similarity of prefill and decode ----------------------------------------------------
 
 
 @metric("kl-within-budget")
@@ -383,90 +249,3 @@ def ndp_similarity(study: Study) -> dict[str, Any]:
         return {"own": float(own.mean()), "other": float(other.mean()), "sequences": len(windows), "layers": layers}
 
     return {"similarity": study.journal.step("ndp-similarity", measure)}
-
-
-@dataclass(frozen=True)
-class LayerTime:
-    """One layer of one decode step, seconds."""
-
-    layer_s: float
-    gpu_s: float
-    ndp_s: float
-
-
-@metric("ndp-overlap")
-def ndp_overlap(
-    study: Study, *, shape: Mapping[str, int], memory_gbps: float, tokens: int, limit: float
-) -> dict[str, Any]:
-    """Whether the device and the NDP worker overlap: layer times against the longer of their two parts.
-
-    The worker is paced to a modelled device whose time is near the device's own, where overlap matters most. The model
-    is random, with real-sized experts; its decode steps are split by layer:
-
-        layer = from sending to the NDP worker until the layer's experts are combined
-        GPU part = layer - time that the compute waited for the worker
-        NDP part = the worker's own time for its answer, pacing included
-    """
-
-    def measure() -> dict[str, Any]:
-        repeats = study.experiment.workload.repeats
-        times = _layer_times(MoeShape(**shape), memory_gbps, tokens, repeats, study)
-        longer = Spread.of([ratio(t.layer_s, max(t.gpu_s, t.ndp_s)) for t in times])
-        summed = Spread.of([ratio(t.layer_s, t.gpu_s + t.ndp_s) for t in times])
-        parts = {name: median(getattr(t, name) for t in times) for name in ("layer_s", "gpu_s", "ndp_s")}
-        short = [{k: v for k, v in asdict(s).items() if k != "values"} for s in (longer, summed)]
-        return {"shape": dict(shape), "modelled_memory_gbps": memory_gbps, "repeats": repeats, "layers": len(times),
-                **parts, "over_longer": short[0], "over_sum": short[1]}  # fmt: skip
-
-    found = study.journal.step("ndp-overlap", measure)
-    over = found["over_longer"]["median"]
-    study.bars.append(Bar("layer time over the longer of GPU and NDP part", over, "<=", limit))
-    return {"overlap": found}
-
-
-def _layer_times(shape: MoeShape, memory_gbps: float, tokens: int, repeats: int, study: Study) -> list[LayerTime]:
-    """One request of so many decode steps for each repetition, after one that warms up."""
-    from tiermoe.cluster.jobs.prepare import prepare
-    from tiermoe.cluster.local import LocalWorker
-
-    stepped, times = study.stepped("overlap", repeats + 1), list[LayerTime]()
-    with tempfile.TemporaryDirectory(prefix="tiermoe-overlap-") as folder:
-        checkpoint = save_random_model(shape, Path(folder) / "model")
-        store = prepare(checkpoint, Path(folder) / "store", progress=False)
-        config = RunConfig(policy="context-ndp-full", budget=0.5, device="cpu", threads=1)
-        profile = replace(load_hardware(config.ndp.hardware), name="overlap", memory_gbps=memory_gbps)
-        settings = engine_settings(config, trace=True)
-        paced = settings.ndp.model_copy(update={"pace": True, "hardware": asdict(profile)})
-        with closing(LocalWorker(settings.model_copy(update={"ndp": paced}), store)) as worker:
-            worker.start()
-            for number in range(repeats + 1):
-                worker.reset_stats()
-                serve(worker.submit, [tuple(range(3, 35))], tokens)
-                if number:
-                    times += layer_times(worker.trace_events())
-                stepped()
-    return times
-
-
-def layer_times(events: Iterable[dict[str, Any]]) -> list[LayerTime]:
-    """The layers of a timeline that used the NDP worker.
-
-    Args:
-        events: `GpuWorker.trace_events`: for each layer, in this order, the spans "L<n> NDP" (from sending, the
-            worker's own time), "L<n> NDP wait" and "L<n> experts".
-    """
-    times: list[LayerTime] = []
-    ndp: dict[str, Any] | None = None
-    wait: dict[str, Any] | None = None
-    for event in events:
-        name = event["name"]
-        if name.endswith(" NDP wait"):
-            wait = event
-        elif name.endswith(" NDP"):
-            ndp = event
-        elif name.endswith(" experts"):
-            if ndp is not None and wait is not None:
-                layer_us = event["ts"] + event["dur"] - ndp["ts"]
-                times.append(LayerTime(layer_us * 1e-6, (layer_us - wait["dur"]) * 1e-6, ndp["dur"] * 1e-6))
-            ndp = wait = None
-    return times

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,10 +42,6 @@ AGAINST = (
     ("mxfp4", "full float32", 2.0),
     ("int 4 bits", "full float32", 2.0),
     ("4 bits", "torch fp32", 4.0),
-    ("4 bits", "ggml Q4_0", 1.2),
-    ("3 bits", "ggml Q3_K", 1.5),
-    ("2 bits", "ggml Q2_K", 2.0),
-    ("1 bit", "ggml Q2_K", 3.0),
 )
 
 THREADS_SHAPES = ((2048, 768), (2048, 1408), (4096, 14336))  # and Qwen1.5-MoE-A2.7B
@@ -69,30 +61,23 @@ def kernel(options: Kernel, progress: Progress | None) -> Report:
     """Weights per second of whole experts on one thread; with `threads`: `kernel_threads`.
 
     Every competitor's experts fill `COLD_BYTES`, and a repetition runs all of them once, so that weights come from
-    memory, as in decode. Time is the thread's. ggml computes its dot products and the quantization of activations
-    alone.
+    memory, as in decode. Time is the thread's.
 
-    Bars, for each shape at one row: `AGAINST`, where the competitor is here; the time at 2 bits <= 0.6 of that at 4.
+    Bars, for each shape at one row: `AGAINST`; the time at 2 bits <= 0.6 of that at 4.
 
     Raises:
-        ConfigError: the library is no ggml, this processor lacks the instruction set, there is no such group, or ggml
-            is to be compared on many threads.
+        ConfigError: this processor lacks the instruction set, or there is no such group.
     """
     group, chosen = options.group, options.instruction_set
     if options.threads is not None:
-        if options.ggml is not None:
-            raise ConfigError("--ggml is compared with on one thread", "leave out --ggml, or --threads")
         return kernel_threads(options.threads, options.repeats, group, chosen, progress)
     import torch
 
     threads = _threads(1, (), chosen, group)
     torch.set_num_threads(1)
-    library = options.ggml or Ggml.find()
-    other = None if library is None else Ggml(library)
     settings = options.settings(
-        threads=1, instruction_set=threads.instruction_set, cold_bytes=COLD_BYTES, time="of the thread",
-        ggml=None if library is None else library.name,
-    )  # fmt: skip
+        threads=1, instruction_set=threads.instruction_set, cold_bytes=COLD_BYTES, time="of the thread"
+    )
     report = Report("kernel", "real", settings=settings)
     for hidden, neurons in SHAPES:
         shape = _Shape(hidden, neurons, threads, group)
@@ -101,7 +86,6 @@ def kernel(options: Kernel, progress: Progress | None) -> Report:
             cases += [shape.form(kind, rows) for kind in PUBLISHED]
             if rows == 1:
                 cases += [shape.full(name) for name in ("float32", "bfloat16")]
-                cases += [shape.ggml(other, fmt) for fmt in FORMATS] if other is not None else []
             cases += [shape.torch(name, rows) for name in ("fp32", "bf16")]
             results = interleaved(cases, options.repeats, 1, progress)
             report.rows += rows_of(results, hidden=hidden, intermediate=neurons, rows=rows)
@@ -226,23 +210,6 @@ class _Shape:
 
         return self._case(f"torch {name}", run, size, rows)
 
-    def ggml(self, ggml: Ggml, fmt: Format) -> Case:
-        gate_up = ggml.matrix(fmt, 2 * self._neurons, self._hidden, self._rng)
-        down = ggml.matrix(fmt, self._hidden, self._neurons, self._rng)
-        size = gate_up.nbytes + down.nbytes
-        x, h = self._inputs(1)[0], self._rng.standard_normal(self._neurons, dtype=np.float32)
-        products = [
-            (ggml.product(fmt, gate_up.copy(), x), ggml.product(fmt, down.copy(), h))
-            for _ in range(math.ceil(self._cold_bytes / size))
-        ]
-
-        def run(expert: int) -> None:
-            up, back = products[expert]
-            up()
-            back()
-
-        return self._case(f"ggml {fmt.name}", run, size, 1)
-
     def _runner(self, layer: PackedLayer | FullLayer | FormLayer, rows: int) -> Callable[[int], None]:
         """One call of our kernels from such an expert on, for each of the experts on all rows."""
         x, count = self._inputs(rows), self._at_once
@@ -339,93 +306,6 @@ def kernel_threads(
                 if case != "read"
             ]
     return report
-
-
-@dataclass(frozen=True)
-class Format:
-    """A weight format of ggml: its number in `ggml_type`, its dot product, and its format of activations."""
-
-    name: str
-    code: int
-    dot: str
-    quantize: str
-    block: int  # values per block of the activations
-    block_bytes: int
-
-
-FORMATS = (
-    Format("Q4_0", 2, "ggml_vec_dot_q4_0_q8_0", "quantize_row_q8_0", 32, 34),
-    Format("Q3_K", 11, "ggml_vec_dot_q3_K_q8_K", "quantize_row_q8_K", 256, 292),
-    Format("Q2_K", 10, "ggml_vec_dot_q2_K_q8_K", "quantize_row_q8_K", 256, 292),
-)
-_GGML_WHEELS = ("llama-cpp-python", "pywhispercpp", "stable-diffusion-cpp-python")
-_SAMPLE_ROWS = 32  # quantized rows, which a matrix repeats
-
-
-class Ggml:
-    """ggml's CPU dot products, from a libggml-cpu*.so with its dependencies in it or beside it.
-
-    Raises:
-        ConfigError: it cannot be loaded, or lacks a function.
-    """
-
-    def __init__(self, library: Path) -> None:
-        try:
-            beside = sorted(library.parent.glob("libggml-base*.so*"))
-            base = ctypes.CDLL(str(beside[0]), mode=ctypes.RTLD_GLOBAL) if beside else None
-            self._cpu = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-            self._cpu.ggml_cpu_init()
-            self._row_size = (base or self._cpu).ggml_row_size
-            self._chunk = (base or self._cpu).ggml_quantize_chunk
-            for f in FORMATS:
-                getattr(self._cpu, f.dot)
-                getattr(self._cpu, f.quantize)
-        except (OSError, AttributeError) as error:
-            raise ConfigError(f"{library} is no ggml CPU library: {error}", "give a libggml-cpu*.so") from error
-        self._row_size.restype, self._row_size.argtypes = ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]
-        self._chunk.restype = ctypes.c_size_t
-        self._chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-
-    @staticmethod
-    def find() -> Path | None:
-        for wheel in _GGML_WHEELS:
-            try:
-                files = importlib.metadata.files(wheel) or []
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            for file in files:
-                if file.name.startswith("libggml-cpu") and ".so" in file.name:
-                    return Path(str(file.locate()))
-        return None
-
-    def matrix(self, fmt: Format, rows: int, width: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-        """[rows, bytes of a row], quantized by the library."""
-        sample = rng.standard_normal((_SAMPLE_ROWS, width), dtype=np.float32)
-        row_bytes = self._row_size(fmt.code, width)
-        packed = np.empty((_SAMPLE_ROWS, row_bytes), dtype=np.uint8)
-        self._chunk(fmt.code, sample.ctypes.data, packed.ctypes.data, 0, _SAMPLE_ROWS, width, None)
-        return np.tile(packed, (-(-rows // _SAMPLE_ROWS), 1))[:rows]
-
-    def product(self, fmt: Format, matrix: NDArray[np.uint8], x: NDArray[np.float32]) -> Callable[[], None]:
-        """matrix @ x for one row x, its quantization included.
-
-        The arguments are prepared here: in each call that took 20 microseconds an expert, an eighth of Q2_K's time at
-        the small shape.
-        """
-        width = len(x)
-        y, out = np.empty(width // fmt.block * fmt.block_bytes, dtype=np.uint8), np.empty(len(matrix), dtype=np.float32)
-        quantize = getattr(self._cpu, fmt.quantize)
-        row = ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(width)
-        dot = ctypes.cast(getattr(self._cpu, fmt.dot), ctypes.c_void_p).value
-        assert dot is not None
-        rows = dot, width, len(matrix), matrix.ctypes.data, matrix.strides[0], y.ctypes.data, out.ctypes.data
-        buffers = matrix, x, y, out  # the numbers above are their addresses
-
-        def run(_alive: object = buffers) -> None:
-            quantize(*row)
-            _cpu.dot_rows(*rows)
-
-        return run
 
 
 def substitute(options: Substitute, progress: Progress | None) -> Report:

@@ -1,4 +1,4 @@
-"""`bench auto`: the rules' decisions on tiny routings, the bound, the journal, and a quick run."""
+"""`bench auto`: the rules' decisions on tiny routings, the journal, and a quick run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from tiermoe.benchmarks.auto_cells import (
     Cell,
     Drawn,
     chosen,
-    clairvoyant_hits,
     draw,
     grid,
-    lower_bound,
     recorded,
     replayed,
     together,
@@ -100,23 +98,6 @@ def test_the_planners_own_time_is_charged_to_it_alone() -> None:
     assert len({replayed(drawn, steps, cell, "freetoken", own)["token_s"] for own in (0.0, 1e-5)}) == 1
 
 
-def test_no_rule_beats_the_bound() -> None:
-    drawn = draw("mixtral-8x7b", "sticky", 1, 3, 8, 24, (RECALL,))
-    for batch in (1, 4):
-        steps = together(drawn, batch)
-        for budget, link, host in ((0.25, 12.5, 400.0), (0.75, 50.0, 40.0)):
-            cell = Cell("mixtral-8x7b", "sticky", budget, link, host, batch)
-            hits = clairvoyant_hits(steps, max(1, int(budget * drawn.experts)), drawn)
-            bound = lower_bound(steps, cell, drawn, hits)
-            assert 0 < bound <= min(replayed(drawn, steps, cell, r, 0.0)["token_s"] for r in (*RULES, *STARTED))
-
-
-def test_a_clairvoyant_cache_hits_all_that_fits() -> None:
-    """Two slots, two experts: after the prompt's free filling there is no miss; three in turn: it keeps one of them."""
-    assert clairvoyant_hits(together(_drawn([([0], [0, 1] * 4)]), 1), 2, _drawn([([0], [0])])) == 1.0
-    assert 0 < clairvoyant_hits(together(_drawn([([0], [0, 1, 2] * 4)]), 1), 1, _drawn([([0], [0])])) < 1.0
-
-
 def test_the_recorded_routing_is_the_default_models() -> None:
     """Its next router is right for 0.7 to 0.9 of the experts, at the layer before and not at another."""
     drawn = recorded()
@@ -139,7 +120,6 @@ def test_a_quick_run_reports_and_resumes(tmp_path: Path, monkeypatch: pytest.Mon
     first = auto(options, None).as_dict()
     assert [row["family"] for row in first["rows"]] == [*FAMILIES, RECORDED]  # a cell of each
     assert all(set(row["over_best"]) == {*RULES, *STARTED} for row in first["rows"])
-    assert all(row["bound"] <= 1 for row in first["rows"])
     assert {row["best"] for row in first["rows"]} <= set(PUBLISHED)
     assert len(first["bars"]) == 7
     monkeypatch.setattr(auto_cells, "draw", lambda *_: pytest.fail("it is finished"))

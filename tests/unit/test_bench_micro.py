@@ -179,8 +179,3 @@ def test_each_width_is_set_against_the_bandwidth(monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_measured_is_refused(given: dict[str, object], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         kernel_threads(2, 1, **{"shapes": [_SHAPE], "cold_bytes": 1 << 20} | given)  # type: ignore[arg-type]
-
-
-def test_kernel_refuses_a_comparison_on_many_threads() -> None:
-    result = CliRunner().invoke(command.bench_app, ["kernel", "--threads", "2", "--ggml", "none.so"])
-    assert isinstance(result.exception, ConfigError)

@@ -19,8 +19,6 @@ from tiermoe.benchmarks.engine_metrics import (
     Comparison,
     activation_similarity,
     comparisons,
-    decode_of,
-    layer_times,
     least_budget,
     moepic_memory,
     quality_of,
@@ -53,7 +51,7 @@ from tiermoe.cluster.jobs.evaluate.quality import SUMS, EvaluationOptions, Quali
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
 from tiermoe.cluster.jobs.record import job as record_job
 from tiermoe.cluster.simulate.machine import Machine
-from tiermoe.errors import CheckpointError, ConfigError, RuntimeFailure, TraceError
+from tiermoe.errors import CheckpointError, ConfigError, TraceError
 
 _CALIBRATION = Calibration(
     layers=8, experts=32, top_k=4, expert_bytes=400_000, tpot_s=8e-3, moe_s=5e-4, latency_us=10.0
@@ -169,29 +167,6 @@ def test_memory_for_a_tpot_is_interpolated_and_never_falls_with_the_budget(tmp_p
     assert {(row["policy"], row["bytes"]) for row in found if row["target_ms"] == targets[-1]} == {
         ("a", 1.25e7), ("b", 1.25e7),
     }  # fmt: skip
-
-
-def _event(track: int, name: str, start_ms: float, end_ms: float) -> dict[str, Any]:
-    return {"ph": "X", "tid": track, "name": name, "ts": 1e3 * start_ms, "dur": 1e3 * (end_ms - start_ms)}
-
-
-def test_a_decode_step_of_a_timeline_is_taken_apart() -> None:
-    events = [
-        {"ph": "M", "tid": 1, "name": "thread_name"},
-        _event(1, "L0 experts", 0, 4), _event(1, "L1 experts", 5, 10),  # the prompt
-        _event(1, "L0 experts", 12, 16), _event(1, "L1 experts", 17, 20),
-        _event(1, "L0 experts", 22, 24), _event(1, "L1 experts", 25, 30),
-        _event(2, "L0 wait", 13, 15), _event(2, "L1 wait", 26, 28), _event(2, "L1 wait", 8, 10),
-        _event(3, "L0 E1", 9, 15), _event(4, "L1 E2", 14, 18), _event(4, "L1 E3", 27, 29),
-    ]  # fmt: skip
-    assert asdict(decode_of(events, 2)) == pytest.approx({
-        "steps": 2, "token_ms": 10.0, "wait_ms": 2.0, "link_ms": (8 + 2) / 2, "idle_wait_ms": 0.5,
-        "experts_ms": (4 + 3 + 2 + 5 - 4) / 2,
-    })  # fmt: skip
-    with pytest.raises(RuntimeFailure, match="no decode step"):
-        decode_of(events[:3], 2)
-    overlapping = [*events, _event(3, "L0 E4", 17, 20), _event(3, "L1 E5", 1, 12)]  # a time is counted once
-    assert decode_of(overlapping, 2).link_ms == pytest.approx((20 - 10 + 2) / 2)
 
 
 def test_hit_rates_by_size_policy_rho_and_omega(tmp_path: Path) -> None:
@@ -486,18 +461,6 @@ def test_similarity_of_distributions_is_the_mean_over_sequences() -> None:
     decode[1, 0] = 0
     with pytest.raises(ConfigError, match="sequence 1 activated no expert of layer 0"):
         activation_similarity(prefill, decode)
-
-
-def test_a_layer_s_parts_are_read_off_a_timeline() -> None:
-    def event(name: str, ts: float, dur: float) -> dict[str, Any]:
-        return {"name": name, "ts": ts, "dur": dur}
-
-    events = [
-        event("L0 experts", 0, 1),  # without the NDP worker
-        event("L1 NDP", 100, 70), event("L1 NDP wait", 180, 10), event("L1 experts", 150, 50),
-    ]  # fmt: skip
-    (found,) = layer_times(events)
-    assert asdict(found) == pytest.approx({"layer_s": 100e-6, "gpu_s": 90e-6, "ndp_s": 70e-6})
 
 
 def test_rows_on_synthetic_routing_are_taken_whatever_the_machine(tmp_path: Path) -> None:

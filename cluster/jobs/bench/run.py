@@ -66,16 +66,6 @@ from .serving import (
 _QUALITY = ("perplexity_ratio", "top1_agreement", "kl_nats", "same_tokens")
 
 
-@dataclass(frozen=True)
-class JudgedBar:
-    """A bar on one cell's ratio: variant `of` over the baseline `over`."""
-
-    bar: Bar
-    cell: Cell
-    of: str
-    over: str
-
-
 @dataclass
 class Study:
     """A running experiment, as metric functions see it.
@@ -97,7 +87,6 @@ class Study:
     ran: list[tuple[Cell, Measured]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
-    judged: list[JudgedBar] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     _traces: dict[str, Recorded] = field(default_factory=dict)
 
@@ -482,9 +471,7 @@ def _judge(study: Study) -> None:
             link = "no emulated link" if cell.gbps is None else f"{cell.gbps:g} GB/s"
             what = bar.measure.removesuffix("_s")
             name = f"{what} of {bar.of} over {best}, budget {cell.budget}, {link}"
-            judged = Bar(name, paired(of[bar.of], of[best], bar.measure), "<=", bar.limit)
-            study.bars.append(judged)
-            study.judged.append(JudgedBar(judged, cell, bar.of, best))
+            study.bars.append(Bar(name, paired(of[bar.of], of[best], bar.measure), "<=", bar.limit))
 
 
 def _settings(study: Study) -> dict[str, Any]:

@@ -76,14 +76,14 @@ def overridden(file: str, fixed: Collection[str]) -> list[str]:
     return sorted(load_run_config(file).model_fields_set & unused)
 
 
-def start_worker(config: RunConfig, *, optional_workers: bool = True, trace: bool = False) -> Any:
+def start_worker(config: RunConfig, *, optional_workers: bool = True) -> Any:
     """A started `LocalWorker` on the prepared store of the configured model, with NDP workers if it needs them.
 
-    optional_workers: also those that the policy can do without, where there is room for them. trace: with a timeline.
+    optional_workers: also those that the policy can do without, where there is room for them.
     """
     from ...local import LocalWorker
 
-    settings = engine_settings(on_this_machine(config), trace=trace)
+    settings = engine_settings(on_this_machine(config))
     check_artifacts(settings.policy, config)
     store = prepared_store(config, settings)
     if isinstance(settings.budget, AutoBudget):
