@@ -142,22 +142,8 @@ class Predict(Options):
     max_tokens: Tokens = 48
 
 
-class Simulate(Options):
-    """Layer steps a second of the simulator on one core, by preset."""
-
-    measure = "validation.simulate"
-    repeats: Repeats = 5
-    preset: tuple[str, ...] = Field(
-        ("on-demand", "cache-only", "next-gate", "mixtral-offloading", "moe-infinity", "moepic", "fmoe"),
-        description="Preset; repeat it.",
-    )
-    budget: float = Field(0.5, gt=0, le=1, description="Share of the experts.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Simulated link, 1e9 bytes per second.")
-    trace: Path | None = Field(None, description="Trace folder; default: that of the model of the project.")
-
-
 class Core(Options):
-    """Microseconds of the core in a layer, by preset, and by order of eviction as the model grows."""
+    """Microseconds of the core in a layer, by preset, and by order of eviction; layer steps of the simulator."""
 
     measure = "core.core"
     repeats: Repeats = 5
@@ -245,13 +231,6 @@ class Kernel(Options):
     )
 
 
-class Matcher(Options):
-    """Expert maps: time of a search and an update, memory, and what publishing costs the lead."""
-
-    measure = "channels.matcher"
-    repeats: Repeats = 5
-
-
 class Substitute(Options):
     """Buddy substitution: microseconds to decide one layer."""
 
@@ -261,7 +240,6 @@ class Substitute(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale,
-    "predict": Predict, "simulate": Simulate, "core": Core, "validation": Validation, "auto": Auto, "prepare": Prepare,
-    "exact": Exact, "channel": Channel, "kernel": Kernel, "matcher": Matcher,
-    "substitute": Substitute,
+    "predict": Predict, "core": Core, "validation": Validation, "auto": Auto, "prepare": Prepare,
+    "exact": Exact, "channel": Channel, "kernel": Kernel, "substitute": Substitute,
 }  # fmt: skip

@@ -1,41 +1,24 @@
-"""Micro-benchmarks between two processes: `channel` (round trips) and `matcher` (expert maps and their publication)."""
+"""`bench channel`: round trips between two processes."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import queue
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import grpc
 import numpy as np
-import psutil
 import ray
 from rich.progress import Progress
 
-from tiermoe.actors.engine.peers.matcher import MatcherLink
-from tiermoe.actors.policies.fmoe import ExpertMapPrefetch
-from tiermoe.actors.policies.fmoe.maps import WIDTH as EMBEDDING_WIDTH
-from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, Sketch, unit_rows
-from tiermoe.actors.settings import MatcherSettings
-from tiermoe.actors.store.artifacts import MapShape, save_maps
-from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.host import thread_limits
 from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, interleaved, ratio, rows_of
-from tiermoe.cluster.jobs.prediction import ROUTING
 from tiermoe.cluster.ray_session import leave, start_local
 from tiermoe.cluster.scratch import Scratch
-from tiermoe.cluster.simulate.shapes import shape_named
-from tiermoe.cluster.simulate.trace import Trace
-from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.errors import RuntimeFailure
 from tiermoe.proto import grpc_transport
 from tiermoe.proto.channel import Channel, open_channel
@@ -52,31 +35,8 @@ TRIPS = {"8 KiB": 400, "1 MiB": 60}
 RAY_TRIPS = 40
 RAY_STORE_BYTES = 80_000_000
 
-_OF_TABLE = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "deepseek-v2-lite")  # models of configs/shapes
-LARGEST = 50_000  # maps
-CAPACITIES = (1000, 10_000, LARGEST)
-DISTANCE = 3  # of the matcher's forecasts
-LAYER_S = 1e-3  # of a layer of the publishing lead
-LATE_S = 1.0  # that the lead waits for one command
-ITERATIONS = 6  # of each repetition of publishing
-
 _DEADLINE_S = 30.0
 _BARE_ECHO = "/bench/Echo"
-
-
-@contextlib.contextmanager
-def other_process(**environment: str) -> Iterator[Executor]:
-    """A process that runs functions of this module; a submitted one that ends it raises `BrokenProcessPool`.
-
-    environment: read by numerical libraries when they are loaded.
-    """
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        with mock.patch.dict(os.environ, environment):
-            process.submit(os.getpid).result()  # it is started
-        yield process
-
-
-# -- channel -----------------------------------------------------------------------------------------------------------
 
 
 def channel(options: cases.Channel, progress: Progress | None) -> Report:
@@ -99,7 +59,7 @@ def channel(options: cases.Channel, progress: Progress | None) -> Report:
         if ours is not None:  # after Ray, whose processes would inherit it
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, {ours})
-        process = stack.enter_context(other_process())
+        process = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
         addresses = process.submit(_echoes, theirs).result()
         stack.callback(lambda: process.submit(_close_servers).result())
         channels = [
@@ -237,183 +197,3 @@ def _echoes(core: int | None) -> dict[str, str]:
 
 def _close_servers() -> None:
     _servers.close()
-
-
-# -- matcher -----------------------------------------------------------------------------------------------------------
-
-
-def matcher(options: cases.Matcher, progress: Progress | None) -> Report:
-    """Stores of 1K, 10K and 50K maps for four models, on one thread; and a lead that publishes to a matcher.
-
-    A layer's search updates the running products with one layer and chooses the best entry; a forecast also selects
-    experts. An update stores an iteration whose search has its scores, O(C + LJ); one without a search computes them,
-    O(C(LJ + D)). The maps are random.
-
-    The lead publishes one sequence, multiplies matrices for the time of a layer, and looks for its command meanwhile
-    (the lag), so that other threads may have its interpreter and its caches are realistic.
-
-    Bars: a layer's search <= 100 us at 1K and <= 5 ms at 50K maps; 50K maps of 32 x 8 <= 200 MB; a publish <= 20 us.
-    """
-    shapes = model_shapes()
-    settings = options.settings(
-        iterations=ITERATIONS, layer_s=LAYER_S, distance=DISTANCE, embedding_width=EMBEDDING_WIDTH
-    )
-    report = Report("matcher", "real", settings=settings, shown=("case", "measure", "median", "minimum", "maximum"))
-    with contextlib.ExitStack() as stack:
-        # another process: its numerical library can still be limited to one thread
-        process = stack.enter_context(other_process(**thread_limits(1)))
-        cases = []
-        for name, (shape, top_k) in shapes.items():
-            for capacity in CAPACITIES:
-                of = shape.layers, shape.experts, shape.hidden, top_k, capacity
-                cases.append(Case(f"{name} {capacity}", lambda of=of: process.submit(_store_measures, *of).result()))  # type: ignore[misc]
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiermoe-bench-")))
-        for name, (shape, top_k) in shapes.items():
-            for transport in ("shm", "grpc"):
-                chosen = MatcherSettings(distance=DISTANCE, transport=transport, learn=False)
-                link = stack.enter_context(_matcher_process(chosen, shape, top_k, folder))
-                cases.append(Case(f"publish {name} {transport}", _Lead(link, shape)))
-        results = interleaved(cases, options.repeats, 1, progress)
-    report.rows = rows_of(results)
-    for name in shapes:
-        for capacity, limit_us in ((1000, 100.0), (LARGEST, 5000.0)):
-            value = results[f"{name} {capacity}"]["layer_search_us"].median
-            report.bars.append(Bar(f"us of a layer's search, {name}, {capacity} maps", value, "<=", limit_us))
-        value = results[f"publish {name} shm"]["publish_p50_us"].median
-        report.bars.append(Bar(f"us of a publish, {name}", value, "<=", 20.0))
-    largest = results[f"mixtral-8x7b {LARGEST}"]
-    value = max(largest["store_mb"].median, largest["resident_mb"].median)
-    report.bars.append(Bar(f"MB of {LARGEST} maps, mixtral-8x7b", value, "<=", 200.0))
-    return report
-
-
-def model_shapes() -> dict[str, tuple[MapShape, int]]:
-    """Shape and top-k of three models of the literature and of the default model."""
-    table = {name.removesuffix("-a2.7b"): shape_named(name) for name in _OF_TABLE}
-    found = {name: (MapShape(name, of.moe_layers, of.experts, of.hidden), of.top_k) for name, of in table.items()}
-    own = Trace(default_model_dir() / ROUTING).header
-    return found | {"default": (MapShape("default", own.layers, own.experts, own.hidden), own.top_k)}
-
-
-@contextlib.contextmanager
-def _matcher_process(settings: MatcherSettings, shape: MapShape, top_k: int, folder: Path) -> Iterator[MatcherLink]:
-    """A connection to a new matcher with a full store of maps."""
-    warm = folder / f"{shape.model}.safetensors"
-    if not warm.exists():
-        width = min(shape.hidden, settings.width)
-        store = ExpertMapStore(shape.layers, shape.experts, width, settings.distance, settings.capacity)
-        save_maps(warm, _random_maps(np.random.default_rng(0), store), shape)
-    with (
-        WorkerProcess(Role.matcher(settings, shape, top_k, warm=warm)) as process,
-        contextlib.closing(MatcherLink(process.link, settings, shape)) as link,
-    ):
-        link.start()
-        if not link.wait_until_found(_DEADLINE_S):
-            raise RuntimeFailure(f"the matcher was not reached: {link.problem}", "report this as a bug")
-        yield link
-
-
-class _Lead:
-    """A forward that computes, publishes and looks for commands."""
-
-    def __init__(self, link: MatcherLink, shape: MapShape) -> None:
-        self._link, self._shape = link, shape
-        self._random = np.random.default_rng(1)
-        self._sequences = np.zeros(1, np.int64)
-        self._number = 0
-        self._matrix = self._random.standard_normal((256, 512), np.float32)
-        self._row, self._out = self._matrix[:1, :256].copy(), np.empty((1, 512), np.float32)
-
-    def __call__(self) -> Measures:
-        link, shape = self._link, self._shape
-        publishes: list[float] = []
-        lags: list[float] = []
-        for _ in range(ITERATIONS):
-            self._number += 1
-            embedding = self._random.standard_normal((1, shape.hidden), np.float32)
-            maps = _softmax(self._random, shape.layers, 1, shape.experts)
-            for layer in range(-1, shape.layers):
-                begin_s = time.perf_counter()
-                if layer < 0:
-                    link.begin(self._number, self._sequences, embedding)
-                else:
-                    link.observe(self._number, layer, self._sequences, maps[layer])
-                publishes.append(time.perf_counter() - begin_s)
-                came = False
-                while time.perf_counter() < begin_s + (LATE_S if link.waiting else LAYER_S):
-                    np.matmul(self._row, self._matrix, out=self._out)
-                    if not came and link.take(self._number, layer):
-                        lags.append(time.perf_counter() - begin_s)
-                        came = True
-        return _percentiles("publish_", publishes) | _percentiles("lag_", lags)
-
-
-class _StoreCase:
-    """One full store of `capacity` expert maps of a model, and iterations to search and store."""
-
-    def __init__(self, layers: int, experts: int, hidden: int, top_k: int, capacity: int) -> None:
-        before = psutil.Process().memory_info().rss
-        self._random = np.random.default_rng(0)
-        self._sketch = Sketch(hidden)
-        self._hidden = hidden
-        self.store = ExpertMapStore(layers, experts, self._sketch.width, DISTANCE, capacity)
-        self.store.load(_random_maps(self._random, self.store))
-        self._policy = ExpertMapPrefetch(self.store, hidden, top_k, learn=False)
-        self._resident = psutil.Process().memory_info().rss - before
-
-    def measure(self) -> dict[str, float]:
-        """Microseconds, medians over the layers of one iteration of one sequence; megabytes."""
-        store, random = self.store, self._random
-        embedding = random.standard_normal((1, self._hidden), np.float32)
-        maps = _softmax(random, store.layers, 1, store.experts)
-
-        begin_us = _us(lambda: self._policy.begin(embedding))
-        forecasts = [_us(lambda i=i: self._policy.observe(i, maps[i])) for i in range(store.layers)]  # type: ignore[misc]
-        ahead = max(1, store.layers - 1 - DISTANCE)  # layers with one to forecast
-
-        search = store.search(self._sketch(embedding))
-
-        def one_layer(layer: int) -> None:
-            search.observe(layer, maps[layer])
-            search.match(semantic=False)
-
-        searches = [_us(lambda i=i: one_layer(i)) for i in range(store.layers)]  # type: ignore[misc]
-        update_us = _us(search.commit)
-        entry = self._sketch(embedding)[0], np.ascontiguousarray(maps[:, 0])
-        return {
-            "layer_search_us": float(np.median(searches)),
-            "layer_forecast_us": float(np.median(forecasts[:ahead])),
-            "semantic_forecast_us": begin_us,
-            "update_us": update_us,
-            "update_without_search_us": _us(lambda: store.add(*entry)),
-            "store_mb": store.nbytes / 1e6,
-            "resident_mb": self._resident / 1e6,
-        }
-
-
-_store_case = functools.cache(_StoreCase)  # each is built for its first repetition, and stays
-
-
-def _store_measures(*of: int) -> Measures:
-    """In the other process: search and update the store of expert maps of such a `_StoreCase`."""
-    return _store_case(*of).measure()
-
-
-def _softmax(random: np.random.Generator, *shape: int) -> np.ndarray:
-    raw = np.exp(2 * random.standard_normal(shape, np.float32))
-    raw /= raw.sum(axis=-1, keepdims=True)
-    return raw
-
-
-def _random_maps(random: np.random.Generator, store: ExpertMapStore) -> dict[str, np.ndarray]:
-    """As many maps as an `ExpertMapStore` holds."""
-    return {
-        "embeddings": unit_rows(random.standard_normal((store.capacity, store.width), np.float32)),
-        "maps": _softmax(random, store.layers, store.capacity, store.experts),
-    }
-
-
-def _us(work: Callable[[], Any]) -> float:
-    begin_s = time.perf_counter()
-    work()
-    return (time.perf_counter() - begin_s) * 1e6

@@ -1,6 +1,7 @@
-"""`bench core`: microseconds of the core in a layer, by preset and as the model grows.
+"""`bench core`: microseconds of the core in a layer, by preset and as the model grows; layer steps of the simulator.
 
 No kernel and no copy takes time: what is measured decides and accounts (`core::VirtualRun`, with prefetch and hooks).
+The simulator's layer steps a second are of its whole time on one thread, reading the trace apart.
 The second table is of random routing, so that each layer has as many misses whatever the model's size; a victim and a
 layer's bookkeeping should then cost the same.
 """
@@ -29,12 +30,15 @@ from .cases import Core
 
 MOST_US = {"all-resident": 2.0, "on-demand": 4.0, "next-gate": 8.0, "moepic": 15.0}
 GROWTH = 1.3
+STEPS = 20_000  # of the simulator a second, without prefetch and split
 SHAPES = ((16, 32), (24, 64), (48, 128), (61, 256))  # layers and experts
 TOP, SHARE, FORWARDS = 8, 0.25, 40
 
 
 def core(case: Core, progress: Progress | None) -> Report:
-    """Bars: microseconds of a layer by preset; at the largest shape at most 1.3 times those at the smallest."""
+    """Bars: microseconds of a layer, and the simulator's steps, by preset; at the largest shape at most 1.3 times the
+    microseconds of the smallest.
+    """
     report = Report("core", "simulated", settings=case.settings(top_k=TOP, share=SHARE))
     total = case.repeats * (len(case.preset) + len(case.order) * len(SHAPES))
     step = advancing(progress, "deciding", total)
@@ -43,9 +47,14 @@ def core(case: Core, progress: Progress | None) -> Report:
         for _ in range(case.repeats):
             found.append(_replayed(name))
             step()
-        report.rows.append({"policy": name, "layer_us": median(found), "least": min(found), "most": max(found)})
+        layers_us, rates = zip(*found, strict=True)
+        row = {"policy": name, "layer_us": median(layers_us), "least": min(layers_us), "most": max(layers_us)}
+        report.rows.append(row | {"steps_per_s": median(rates)})
         if name in MOST_US:
-            report.bars.append(Bar(f"microseconds of a layer, {name}", median(found), "<=", MOST_US[name]))
+            report.bars.append(Bar(f"microseconds of a layer, {name}", row["layer_us"], "<=", MOST_US[name]))
+        preset = load_policy(name)
+        if preset.prefetch.kind == "none" and preset.split.kind == "off":
+            report.bars.append(Bar(f"layer steps a second, {name}", median(rates), ">=", STEPS))
     for kind in case.order:
         curve = list[float]()
         for layers, experts in SHAPES:
@@ -62,8 +71,8 @@ def core(case: Core, progress: Progress | None) -> Report:
     return report
 
 
-def _replayed(preset: str) -> float:
-    """Microseconds of a layer on the recorded routing of the project's model."""
+def _replayed(preset: str) -> tuple[float, float]:
+    """Microseconds of a layer, and the simulator's layer steps a second, on the project's recorded routing."""
     trace, settings = Trace(default_model_dir() / ROUTING), load_policy(preset)
     header, requests = trace.header, list(trace.requests())
     budget = 1.0 if settings.preload == "all" else SHARE
@@ -78,8 +87,9 @@ def _replayed(preset: str) -> float:
         spent_s[0] += time.thread_time() - begin_s
 
     run.forward = timed  # type: ignore[method-assign]
-    served = serve(engine, requests)
-    return spent_s[0] / (served.forwards * header.layers) * 1e6
+    begin_s = time.thread_time()
+    steps = serve(engine, requests).forwards * header.layers
+    return spent_s[0] / steps * 1e6, steps / (time.thread_time() - begin_s)
 
 
 def _random(kind: str, layers: int, experts: int) -> tuple[float, float]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiermoe.actors.policies.quality import QualityBudget
 from tiermoe.cluster.jobs.bench.metrics import Bar, Row, cells_of, median_of, metric
 from tiermoe.cluster.jobs.bench.run import Study
-from tiermoe.cluster.jobs.bench.serving import start_worker
+from tiermoe.cluster.jobs.bench.serving import Split, record_split
 from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions, Quality
+from tiermoe.cluster.simulate.statistics import phase_cosines, routing_of
 from tiermoe.errors import ConfigError
 
 # -- MoEpic: memory for a TPOT (Figure 8) ------------------------------------------------------------------------------
@@ -194,58 +193,30 @@ def ndp_quality(study: Study, *, section: str, pairs: Sequence[Sequence[str]], p
     return {}
 
 
-def activation_similarity(prefill: NDArray[np.integer], decode: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Cosine of the expert activation distributions of both phases, mean over sequences [L].
-
-    The cosine of two count vectors equals that of their distributions. Uniform routing gives 1 as well: the number
-    says that both phases agree, not that routing is skewed. The paper has 0.89 for Mixtral-8x7B on TruthfulQA.
-
-    Args:
-        prefill, decode: [D, L, E], how often sequence d selected expert e in layer l in that phase.
-
-    Raises:
-        ConfigError: a sequence has no activations in one of the phases.
-    """
-    empty = np.argwhere(~(prefill.any(axis=2) & decode.any(axis=2)))
-    if len(empty):
-        sequence, layer = empty[0].tolist()
-        what = f"sequence {sequence} activated no expert of layer {layer} during prefill or decode"
-        raise ConfigError(what, "give each sequence a prompt and at least two generated tokens")
-    dot = (prefill * decode).sum(axis=2)  # [D, L]
-    cosine = dot / (np.linalg.norm(prefill, axis=2) * np.linalg.norm(decode, axis=2))
-    return np.asarray(cosine.mean(axis=0))
-
-
 @metric("ndp-similarity")
 def ndp_similarity(study: Study) -> dict[str, Any]:
-    """A document's prefill against its own decode, and against the next document's decode (Figure 4)."""
+    """Cosines of a document's expert activations in prefill and those in its own and in others' decode (Figure 4).
+
+    Mean over the held-out documents. The cosine of two count vectors equals that of their distributions. Uniform
+    routing gives 1 as well: the number says that both phases agree, not that routing is skewed. The paper has 0.89 for
+    Mixtral-8x7B on TruthfulQA.
+    """
 
     def measure() -> dict[str, Any]:
-        from tiermoe.actors.engine.serving.scoring import score_with
         from tiermoe.cluster.jobs.evaluate.scoring import Evaluation
 
         options = study.experiment.workload.quality.options
-        windows = Evaluation(study.base.model_dir, options).windows
-        stepped = study.stepped("prefill and decode activations", len(windows))
-        with closing(start_worker(study.base.model_copy(update={"policy": "all-resident", "budget": "1.0"}))) as worker:
-            engine = worker.engine
-            counts = np.zeros((2, len(windows), len(engine.layers), engine.experts), np.int64)  # [phase, D, L, E]
-            number = 0  # of the window that is scored
-
-            def count(layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
-                counts[int(engine.cache.decode_only), number, layer] += np.bincount(
-                    ids.ravel(), minlength=engine.experts
-                )
-
-            for layer in engine.layers:
-                layer.observers.append(count)
-            for number in range(len(windows)):
-                score_with(worker, windows[number].ids, options.prefix)
-                stepped()
-        prefill, decode = counts
-        own, other = (activation_similarity(prefill, d) for d in (decode, np.roll(decode, 1, axis=0)))
+        texts = Split((), tuple(window.ids for window in Evaluation(study.base.model_dir, options).windows))
+        longest, out = max(map(len, texts.measure)), study.scratch / "similarity"
+        recorded = record_split(study.base, texts, options.prefix, longest, 1, out, study.progress)
+        routing = routing_of(recorded.header, recorded.measure)
+        found = phase_cosines(routing.ids, routing.request, routing.decode, routing.experts)
+        if found is None:
+            raise ConfigError("the similarity of prefill and decode needs two documents", "give more --documents")
+        own, other = found
         layers = [{"layer": i, "own": a, "other": b}
                   for i, (a, b) in enumerate(zip(own.tolist(), other.tolist(), strict=True))]  # fmt: skip
-        return {"own": float(own.mean()), "other": float(other.mean()), "sequences": len(windows), "layers": layers}
+        count = len(recorded.measure)
+        return {"own": float(own.mean()), "other": float(other.mean()), "sequences": count, "layers": layers}
 
     return {"similarity": study.journal.step("ndp-similarity", measure)}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from statistics import median
@@ -18,31 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiermoe.actors.policies.eviction import EvictionPolicy
-from tiermoe.actors.policies.fmoe import ExpertMapEviction, ExpertMapPolicy, ExpertMapPrefetch
+from tiermoe.actors.policies.fmoe import ExpertMapPolicy, ExpertMapPrefetch
 from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, Sketch
 from tiermoe.actors.policies.moepic import Lcp
-from tiermoe.actors.policies.prefetch import PrefetchPolicy, most_probable
-from tiermoe.actors.policies.registry import make
+from tiermoe.actors.policies.prefetch import most_probable
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.cluster.config import load_policy, parse_budget
+from tiermoe.cluster.config import parse_budget
 from tiermoe.cluster.jobs.bench.experiment import Section
 from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, metric, values_of
 from tiermoe.cluster.jobs.bench.run import Study
 from tiermoe.cluster.jobs.bench.serving import Calibration, Recorded, Split, record_served, shape_of
-from tiermoe.cluster.jobs.replay import recall_sources
-from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of
 from tiermoe.cluster.simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, serve, token_ids
 from tiermoe.cluster.simulate.machine import Machine, load_machine
-from tiermoe.cluster.simulate.predictors import recall, shown
+from tiermoe.cluster.simulate.predictors import shown
 from tiermoe.cluster.simulate.shapes import shape_named
-from tiermoe.cluster.simulate.statistics import loads, overlap, popularity, routing_of
-from tiermoe.cluster.simulate.trace import Iteration
 
 from .papers import engine_of_split, presets_of, synthetic, transfers
 
 LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second; ratio of loading over computing
-# Of the expert maps: layers ahead, capacity of the store, share of the experts that fit, gigabytes (1e9) per second.
-_DISTANCE, _CAPACITY, _BUDGET, _GBPS = 3, 1000, 0.25, 2.0
+_DISTANCE = 3  # layers ahead of the expert maps
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -231,137 +225,7 @@ def _lcp(rho: float, omega: int, ids: Ids) -> EvictionPolicy:
     return Lcp(rho, omega, one_layer=True)
 
 
-# -- fMoE: what expert maps can do -------------------------------------------------------------------------------------
-
-
-@metric("fmoe-maps")
-def fmoe_maps(study: Study, *, distances: Sequence[int], capacities: Sequence[int]) -> dict[str, Any]:
-    """Recall by source and distance, simulated hit rate by distance and capacity, similarity against hit rate.
-
-    The search takes no time: it runs in the forward (`ExpertMapPolicy`), on the simulated executor's clock.
-    """
-
-    def measure() -> dict[str, Any]:
-        recorded = study.recorded(study.contexts[0])
-        header = recorded.header
-        maps = Maps(recorded, _DISTANCE, _CAPACITY)
-        stepped = study.stepped("expert maps on the trace", len(distances) * 7 + len(capacities))
-        cases = [("distance", d, max(capacities)) for d in distances if d < header.layers]
-        cases += [("capacity", _DISTANCE, size) for size in capacities]
-        hits = []
-        for varied, ahead, size in cases:
-            found = maps.replayed(ahead, size, _BUDGET, _GBPS)
-            hits.append({"varied": varied, "distance": ahead, "capacity": size, "budget": _BUDGET, "link_gbps": _GBPS,
-                         **found})  # fmt: skip
-            stepped()
-        return {
-            "executor": "simulated", "layers": header.layers, "experts": header.experts, "top_k": header.top_k,
-            "recall": maps.recalls(distances, (_CAPACITY, max(capacities)), stepped), "hit_rates": hits,
-            "correlations": [row for learns in (True, False) for row in maps.correlations(learns)],
-            "balance": balance(recorded),
-        }  # fmt: skip
-
-    return {"expert_maps": study.journal.step("fmoe-maps", measure)}
-
-
-@dataclass(frozen=True)
-class Maps:
-    """Expert maps on a trace. distance: of the prefetch, in layers. capacity: maps of the matcher's store."""
-
-    recorded: Recorded
-    distance: int
-    capacity: int
-
-    def recalls(
-        self, distances: Sequence[int], capacities: Sequence[int], stepped: Callable[[], None]
-    ) -> list[dict[str, Any]]:
-        """Recall of the true top-k by source and distance; a map's distance counts from the last layer seen."""
-        header, learn = self.recorded.header, self.recorded.learn
-
-        def of_maps(size: int, ahead: int) -> PrefetchPolicy:
-            return self._policy(ahead - 1, size)[0]
-
-        sources = recall_sources(header, learn)
-        sources |= {f"expert-map, {size} maps": partial(of_maps, size) for size in capacities}
-        usable = [d for d in distances if d < header.layers]
-        return [
-            {"source": r.source, "distance": r.distance, "recall": r.overall, "predictions": r.predictions}
-            for r in recall(header, sources, usable, learn, self.recorded.measure, stepped)
-        ]
-
-    def replayed(self, distance: int, capacity: int, budget: float, gbps: float) -> dict[str, float]:
-        """Simulated hit rate, TPOT and bytes of `fmoe`."""
-        header, preset = self.recorded.header, load_policy("fmoe")
-        eviction = make("eviction", preset.eviction, context_of(header))
-        assert isinstance(eviction, ExpertMapEviction)  # the preset's
-        policy, store = self._policy(distance, capacity, eviction)
-        self._teach(policy)
-        machine = load_machine(header, None, gbps, 10.0)
-        engine = SimulatedEngine(header, machine, budget, eviction, policy, preset.prefetch.min_useful)
-        served = serve(engine, self.recorded.measure)
-        stats = engine.live_stats()
-        total = stats.total()
-        return {
-            "hit_rate": stats.hit_rate, "tpot_ms": 1e3 * served.tpot_s, "bytes_wasted": total.bytes_wasted,
-            "bytes_loaded_prefetch": total.bytes_loaded_prefetch, "maps": len(store),
-        }  # fmt: skip
-
-    def correlations(self, learns: bool) -> list[dict[str, Any]]:
-        """Pearson's r of a match's similarity and the share of the true top-k among the map's K most probable experts.
-
-        Args:
-            learns: measured iterations are stored too, as in serving, and match later tokens of the same request.
-
-        Returns:
-            For each search (semantic, trajectory): seen, the number of layers observed ("-": none, "all": every one
-            together); r, None where one of the two is constant; mean_score, mean_hit, pairs.
-        """
-        header = self.recorded.header
-        policy, store = self._policy(self.distance, self.capacity)
-        self._teach(policy)
-        sketch, pairs = Sketch(header.hidden), dict[tuple[str, str], list[tuple[float, float]]]()
-        for request in self.recorded.measure:
-            for step in (step for step in request.iterations if step.decode):
-                search = store.search(sketch(step.embedding[None]))
-                match = search.match(semantic=True)
-                assert match is not None  # the store has learnt
-                first = range(min(self.distance, header.layers))
-                shares = [_share(store, match[0], step.ids[0], layer) for layer in first]
-                pairs.setdefault(("semantic", "-"), []).append((float(match[1][0]), float(np.mean(shares))))
-                for layer in range(header.layers - 1 - self.distance):
-                    search.observe(layer, _mean(step, layer))
-                    match = search.match(semantic=False)
-                    assert match is not None
-                    share = _share(store, match[0], step.ids[0], layer + 1 + self.distance)
-                    for key in (("trajectory", str(layer + 1)), ("trajectory", "all")):
-                        pairs.setdefault(key, []).append((float(match[1][0]), share))
-                if learns:
-                    whole = store.search(sketch(step.embedding[None]))
-                    for layer in range(store.layers):
-                        whole.observe(layer, _mean(step, layer))
-                    whole.commit()
-        rows = []
-        for (kind, seen), found in pairs.items():
-            scores, hits = np.array(found).T
-            r = float(np.corrcoef(scores, hits)[0, 1]) if scores.std() > 0 and hits.std() > 0 else None
-            rows.append({"search": kind, "seen": seen, "learns": learns, "r": r, "mean_score": float(scores.mean()),
-                         "mean_hit": float(hits.mean()), "pairs": len(found)})  # fmt: skip
-        return rows
-
-    def _teach(self, policy: PrefetchPolicy) -> None:
-        """Show a policy the requests to learn from, as in serving."""
-        for request in self.recorded.learn:
-            for _ in shown(policy, request, self.recorded.header):
-                pass
-
-    def _policy(
-        self, distance: int, capacity: int, eviction: ExpertMapEviction | None = None
-    ) -> tuple[ExpertMapPolicy, ExpertMapStore]:
-        header = self.recorded.header
-        width = Sketch(header.hidden).width
-        store = ExpertMapStore(header.layers, header.experts, width, distance, capacity)
-        maps = ExpertMapPrefetch(store, header.hidden, header.top_k)
-        return ExpertMapPolicy(maps, header.hidden, None if eviction is None else eviction.expect_map), store
+# -- fMoE: what expert maps find (Figures 8, 14a) ----------------------------------------------------------------------
 
 
 @metric("paper-map-search")
@@ -376,8 +240,7 @@ def paper_map_search(study: Study, *, section: str, capacities: Sequence[int], s
     rows = [
         {"context": f"{shape}, {family}", "capacity": capacity} | row
         for family, shape, capacity in product(on.traces.families, on.traces.shapes, capacities)
-        for row in Maps(synthetic(study, on.traces, family, shape), _DISTANCE, capacity).correlations(False)
-        if row["seen"] in ("-", "all")
+        for row in map_correlations(synthetic(study, on.traces, family, shape), capacity)
     ]
     memory = []
     for name, size in product(("mixtral-8x7b", "qwen1.5-moe-a2.7b", "phi-3.5-moe"), sizes):
@@ -387,29 +250,45 @@ def paper_map_search(study: Study, *, section: str, capacities: Sequence[int], s
     return {"map_search": rows, "map_memory": memory}
 
 
-def balance(recorded: Recorded) -> dict[str, float]:
-    """How even routing is over the measured decode rows.
+def map_correlations(recorded: Recorded, capacity: int, distance: int = _DISTANCE) -> list[dict[str, Any]]:
+    """Pearson's r of a match's similarity and the share of the true top-k among the map's K most probable experts.
 
-    entropy: of the experts' shares in a layer over log E, mean over layers; 1 is even. top_share: share of all choices
-    that falls on the K most popular experts of each layer. persistence: share of a token's experts that the previous
-    token used in the same layer.
+    The store has the requests to learn from, and none of the measured ones.
+
+    Args:
+        capacity: maps of the store. distance: layers from the last one seen to the first one foretold, less one.
+
+    Returns:
+        For each search (semantic, trajectory): r, None where one of the two is constant; mean_score, mean_hit, pairs.
     """
     header = recorded.header
-    routing = routing_of(header, recorded.measure)
-    ids, request = routing.ids[:, routing.decode], routing.request[routing.decode]
-    uses = loads(ids, header.experts)
-    most = np.sort(uses / uses.sum(axis=1, keepdims=True), axis=1)[:, -header.top_k :].sum(axis=1)
-    again = overlap(ids, request, 1)
-    return {
-        "entropy": popularity(uses)["entropy"], "top_share": float(most.mean()),
-        "persistence": 0.0 if np.isnan(again).any() else float(again.mean()),
-    }  # fmt: skip
-
-
-def _mean(step: Iteration, layer: int) -> NDArray[np.float32]:
-    """P_layer of an iteration [1, E]."""
-    found: NDArray[np.float32] = step.probabilities[:, layer].astype(np.float32).mean(axis=0, keepdims=True)
-    return found
+    sketch = Sketch(header.hidden)
+    store = ExpertMapStore(header.layers, header.experts, sketch.width, distance, capacity)
+    policy = ExpertMapPolicy(ExpertMapPrefetch(store, header.hidden, header.top_k), header.hidden)
+    for request in recorded.learn:  # as in serving
+        for _ in shown(policy, request, header):
+            pass
+    semantic, trajectory = ("semantic", "-"), ("trajectory", "all")  # the search, and the layers that it has seen
+    pairs: dict[tuple[str, str], list[tuple[float, float]]] = {semantic: [], trajectory: []}
+    for step in (step for request in recorded.measure for step in request.iterations if step.decode):
+        search = store.search(sketch(step.embedding[None]))
+        match = search.match(semantic=True)
+        assert match is not None  # the store has learnt
+        shares = [_share(store, match[0], step.ids[0], layer) for layer in range(min(distance, header.layers))]
+        pairs[semantic].append((float(match[1][0]), float(np.mean(shares))))
+        for layer in range(header.layers - 1 - distance):
+            search.observe(layer, step.probabilities[:, layer].astype(np.float32).mean(axis=0, keepdims=True))
+            match = search.match(semantic=False)
+            assert match is not None
+            share = _share(store, match[0], step.ids[0], layer + 1 + distance)
+            pairs[trajectory].append((float(match[1][0]), share))
+    rows = []
+    for (kind, seen), found in pairs.items():
+        scores, hits = np.array(found).T
+        r = float(np.corrcoef(scores, hits)[0, 1]) if scores.std() > 0 and hits.std() > 0 else None
+        rows.append({"search": kind, "seen": seen, "learns": False, "r": r, "mean_score": float(scores.mean()),
+                     "mean_hit": float(hits.mean()), "pairs": len(found)})  # fmt: skip
+    return rows
 
 
 def _share(store: ExpertMapStore, entries: Sequence[int], ids: NDArray[Any], layer: int) -> float:

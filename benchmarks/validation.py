@@ -1,4 +1,4 @@
-"""`bench simulate`: layer steps a second of the simulator; `bench validation` and `predict`: it against measured runs.
+"""`bench validation` and `predict`: the simulator against measured runs.
 
 A validation cell is a preset at a budget on a link. All cells serve the same prompts, and the simulator replays the
 routing of these very prompts with this machine's costs, measured at the begin. One worker is alive at a time.
@@ -14,7 +14,6 @@ recorded once a model, from other prompts than those that are measured.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import astuple
@@ -29,7 +28,7 @@ from rich.progress import Progress
 
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.settings import LinkSettings
-from tiermoe.cluster.config import RunConfig, default_model_dir, engine_settings, load_policy
+from tiermoe.cluster.config import RunConfig, engine_settings, load_policy
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
 from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
 from tiermoe.cluster.jobs.bench.serving import (
@@ -43,12 +42,11 @@ from tiermoe.cluster.jobs.bench.serving import (
     start_worker,
 )
 from tiermoe.cluster.jobs.measure_machine import measure_machine
-from tiermoe.cluster.jobs.prediction import ROUTING, predict_by_trace, simulated_machine
+from tiermoe.cluster.jobs.prediction import predict_by_trace, simulated_machine
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
-from tiermoe.cluster.jobs.replay import engine_for, replay, require_replayable
+from tiermoe.cluster.jobs.replay import replay, require_replayable
 from tiermoe.cluster.simulate.executor import context_of
-from tiermoe.cluster.simulate.hit_rates import serve as replayed
-from tiermoe.cluster.simulate.machine import Machine, load_machine
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.cluster.topology.estimate import OVERLAP, Prediction, make_plan, measured_hardware
 from tiermoe.cluster.topology.estimate import predict as predict_by_formula
@@ -56,44 +54,16 @@ from tiermoe.cluster.topology.inputs import facts_of_store, local_ray, this_mach
 from tiermoe.cluster.topology.machine_costs import MachineCosts
 from tiermoe.cluster.topology.spec import ClusterSpec, ModelFacts
 
-from .cases import LATENCY_US, Predict, Simulate, Validation
+from .cases import LATENCY_US, Predict, Validation
 
 PROMPT_TOKENS, DISTANCES = 32, 4
 CONTROL = "on-demand"
-STEPS = 20_000  # layer steps a second
 TPOT_WITHIN, HITS_WITHIN, DRIFT, DIFFER, MIN_KEPT = 0.15, 0.01, 0.05, 0.05, 0.5
 QUICK = 3  # presets of a quick run
 STEP_US = 150.0  # of the clock for each layer, on a stepped link
 WITHIN, MIN_SHARE = 0.25, 1.0  # of `predict`
 RECORDED = 4  # prompts of `predict` whose routing predicts
 RANDOM = MoeShape(layers=4, experts=32, top_k=4, hidden=512, intermediate=256, vocabulary=4096)
-
-
-def simulate(options: Simulate, progress: Progress | None) -> Report:
-    """Layer steps a second of CPU time of one thread, median over the repetitions.
-
-    Bar: 20,000 for presets without prefetch and split.
-    """
-    trace = Trace(default_model_dir() / ROUTING if options.trace is None else options.trace)
-    header, requests = trace.header, list(trace.requests())
-    report = Report("simulate", "simulated", settings=options.settings(machine="recorded"))
-    advance = advancing(progress, "replaying", len(options.preset) * options.repeats)
-    for name in options.preset:
-        settings, rates = load_policy(name), list[float]()
-        require_replayable(settings)
-        for _ in range(options.repeats):
-            machine = load_machine(header, None, options.link_gbps, LATENCY_US)
-            engine = engine_for(settings, header, machine, options.budget)
-            begin_s = time.thread_time()
-            served = replayed(engine, requests)
-            rates.append(served.forwards * header.layers / (time.thread_time() - begin_s))
-            advance()
-        plain = settings.prefetch.kind == "none" and settings.split.kind == "off"
-        row = {"policy": name, "simple": plain, "steps_per_s": median(rates), "least": min(rates), "most": max(rates)}
-        report.rows.append(row)
-        if plain:
-            report.bars.append(Bar(f"layer steps a second, {name}", median(rates), ">=", STEPS))
-    return report
 
 
 def validation(options: Validation, progress: Progress | None) -> Report:

@@ -122,7 +122,7 @@ SERVING = {
 
 
 def test_every_benchmark_takes_the_common_options() -> None:
-    """Guards `bench matcher --json FILE.json`, which its help offers and which was an error."""
+    """Guards `bench channel --json FILE.json`, which its help offers and which was an error."""
     infos = [*command.bench_app.registered_commands, *app.registered_commands]
     commands = {info.name or info.callback.__name__: info for info in infos}
     del commands["gpu"]  # writes its JSON into the folder of its page, and always judges
@@ -169,8 +169,7 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     assert names == [
         "serve", "compare", "overhead", "host", "ttft", "turns", "scale", "prefetch", "default", "ndp", "fmoe",
         "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality", "papers", "redraw", "gpu",
-        "predict", "simulate", "core", "validation", "auto", "prepare", "exact", "channel", "kernel",
-        "matcher", "substitute",
+        "predict", "core", "validation", "auto", "prepare", "exact", "channel", "kernel", "substitute",
     ]  # fmt: skip
     for name in names:
         done = CliRunner().invoke(command.bench_app, [name, "--help"])

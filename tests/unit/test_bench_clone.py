@@ -69,7 +69,7 @@ def test_an_experiment_that_needs_a_clone_is_refused_without_one(tmp_path: Path)
     for part in ("__init__.py", "errors.py", "actors", "cluster", "configs", "kernels", "proto", "models"):
         (package / part).symlink_to(_ROOT / part)
     head = "name: x\ntitle: X\nsummary: X.\ngrid: {links: [1]}\nsections: [{name: s, variants: [on-demand] %s}]\n"
-    (tmp_path / "metric.yaml").write_text(head % "" + "metrics: [fmoe-maps]\n")
+    (tmp_path / "metric.yaml").write_text(head % "" + "metrics: [moepic-table1]\n")
     (tmp_path / "section.yaml").write_text(head % ", executor: simulated")
     env = {"PYTHONPATH": str(tmp_path / "path"), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -77,5 +77,5 @@ def test_an_experiment_that_needs_a_clone_is_refused_without_one(tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     metric, simulated = done.stdout.splitlines()
-    assert metric.startswith("no metric 'fmoe-maps'; run it from a clone of the repository")
+    assert metric.startswith("no metric 'moepic-table1'; run it from a clone of the repository")
     assert simulated.startswith("section s is simulated; run it from a clone of the repository")

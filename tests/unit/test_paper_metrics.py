@@ -14,18 +14,16 @@ import pytest
 import traces
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, SourceStats
-from tiermoe.benchmarks import trace_metrics
 from tiermoe.benchmarks.engine_metrics import (
     Comparison,
-    activation_similarity,
     comparisons,
     least_budget,
     moepic_memory,
     quality_of,
 )
 from tiermoe.benchmarks.trace_metrics import (
-    Maps,
     activeevict_bars,
+    map_correlations,
     median_ratio,
     moepic_table1,
     recorded_rows,
@@ -198,37 +196,12 @@ def test_links_are_simulated_from_fast_to_slow(tmp_path: Path) -> None:
 # -- fMoE --------------------------------------------------------------------------------------------------------------
 
 
-def test_maps_of_what_is_measured_itself_foretell_it_all(recorded: Recorded) -> None:
+def test_maps_of_what_is_measured_itself_foretell_it(recorded: Recorded) -> None:
     known = Recorded(recorded.header, recorded.measure, recorded.measure)
-    table = {(c["search"], c["seen"]): c for c in Maps(known, 1, 50).correlations(learns=False)}
-    for layer in (2, 3):  # of two layers on, the trajectory tells iterations of random routing apart
-        found = table["trajectory", str(layer)]
-        assert found["mean_hit"] == 1.0
-        assert found["mean_score"] == pytest.approx(1.0, abs=1e-3)
-        assert found["r"] is None  # nothing varies
-    assert table["trajectory", "all"]["pairs"] == 4 * 3
-    new = {(c["search"], c["seen"]): c for c in Maps(recorded, 1, 50).correlations(learns=True)}
-    assert new["trajectory", "3"]["mean_hit"] < 1.0
-    rows = Maps(known, 3, 1000).recalls((1, 2), (1000,), lambda: None)
-    best = {(r["source"], r["distance"]): r["recall"] for r in rows}
-    assert best["next-gate", 1] == best["next-gate", 2] == 1.0
-    assert best["expert-map, 1000 maps", 1] > best["popularity", 1]
-
-
-def test_hit_rates_by_distance_and_capacity_and_balance(recorded: Recorded, tmp_path: Path) -> None:
-    study = _study("fmoe", tmp_path, recorded)
-    found = trace_metrics.fmoe_maps(study, distances=(1, 2, 9), capacities=(2, 8))["expert_maps"]
-    rows = found["hit_rates"]
-    assert [(r["varied"], r["distance"], r["capacity"]) for r in rows] == [
-        ("distance", 1, 8), ("distance", 2, 8), ("capacity", 3, 2), ("capacity", 3, 8),
-    ]  # fmt: skip
-    assert [r["maps"] for r in rows] == [8, 8, 2, 8]
-    assert all(0 < r["hit_rate"] < 1 for r in rows)
-    assert {row["learns"] for row in found["correlations"]} == {True, False}
-    even = found["balance"]
-    assert 0 < even["persistence"] < 1
-    assert even["top_share"] >= 2 / 6
-    assert 0 < even["entropy"] <= 1
+    semantic, trajectory = map_correlations(known, 50, distance=1)
+    assert (semantic["search"], trajectory["search"], trajectory["pairs"]) == ("semantic", "trajectory", 4 * 3)
+    assert trajectory["mean_hit"] > map_correlations(recorded, 50, distance=1)[1]["mean_hit"]
+    assert trajectory["mean_score"] > 0.9
 
 
 # -- ActiveEvict -------------------------------------------------------------------------------------------------------
@@ -449,18 +422,6 @@ def test_bars_are_of_the_paper_s_buddy_and_of_the_recommended_one() -> None:
 
 
 # -- near-data execution -----------------------------------------------------------------------------------------------
-
-
-def test_similarity_of_distributions_is_the_mean_over_sequences() -> None:
-    assert activation_similarity(np.array([[[6, 2, 0, 2]]]), np.array([[[60, 20, 0, 20]]])) == pytest.approx([1.0])
-    assert activation_similarity(np.array([[[1, 1, 0, 0]]]), np.array([[[0, 0, 3, 0]]])) == pytest.approx([0.0])
-    prefill = np.array([[[1, 0], [1, 1]], [[1, 0], [3, 4]]])
-    decode = np.array([[[1, 0], [1, 0]], [[0, 1], [4, 3]]])
-    expected = [(1 + 0) / 2, (1 / math.sqrt(2) + 24 / 25) / 2]
-    assert activation_similarity(prefill, decode) == pytest.approx(expected)
-    decode[1, 0] = 0
-    with pytest.raises(ConfigError, match="sequence 1 activated no expert of layer 0"):
-        activation_similarity(prefill, decode)
 
 
 def test_rows_on_synthetic_routing_are_taken_whatever_the_machine(tmp_path: Path) -> None:
