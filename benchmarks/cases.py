@@ -175,7 +175,6 @@ class Validation(Options):
         (2.0, 16.0), description="Emulated link, 1e9 bytes per second; repeat it."
     )
     max_tokens: Tokens = 48
-    quick: bool = Field(False, description="Three presets at the first budget and link.")
 
 
 class Auto(Options):

@@ -28,10 +28,11 @@ from tiermoe.cluster.jobs.bench.experiment import Section
 from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, metric, values_of
 from tiermoe.cluster.jobs.bench.run import Study
 from tiermoe.cluster.jobs.bench.serving import Calibration, Recorded, Split, record_served, shape_of
-from tiermoe.cluster.simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, serve, token_ids
+from tiermoe.cluster.simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, serve
 from tiermoe.cluster.simulate.machine import Machine, load_machine
 from tiermoe.cluster.simulate.predictors import shown
 from tiermoe.cluster.simulate.shapes import shape_named
+from tiermoe.cluster.simulate.statistics import routing_of
 
 from .papers import engine_of_split, presets_of, synthetic, transfers
 
@@ -206,9 +207,8 @@ def moepic_table1(
         sizes = sorted({max(1, round(share * header.experts)) for share in shares})
         half, pairs = sizes[len(sizes) // 2], list(product(rhos, omegas))
         stepped = study.stepped("hit rates on the trace", len(POLICIES) * len(sizes) + len(pairs))
-        ids, _ = token_ids(header, [*recorded.learn, *recorded.measure])
-        learnt, _ = token_ids(header, recorded.learn)
-        counted = np.arange(ids.shape[1]) >= learnt.shape[1]
+        ids = routing_of(header, [*recorded.learn, *recorded.measure]).ids.astype(np.int64)
+        counted = np.arange(ids.shape[1]) >= routing_of(header, recorded.learn).ids.shape[1]
         table = hit_rates(ids, sizes, policies(), counted, stepped)
         named = {f"{rho:g} {omega}": partial(_lcp, rho, omega) for rho, omega in pairs}
         grid = {row.policy: row.overall for row in hit_rates(ids, [half], named, counted, stepped)}

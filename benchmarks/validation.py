@@ -59,7 +59,6 @@ from .cases import LATENCY_US, Predict, Validation
 PROMPT_TOKENS, DISTANCES = 32, 4
 CONTROL = "on-demand"
 TPOT_WITHIN, HITS_WITHIN, DRIFT, DIFFER, MIN_KEPT = 0.15, 0.01, 0.05, 0.05, 0.5
-QUICK = 3  # presets of a quick run
 STEP_US = 150.0  # of the clock for each layer, on a stepped link
 WITHIN, MIN_SHARE = 0.25, 1.0  # of `predict`
 RECORDED = 4  # prompts of `predict` whose routing predicts
@@ -75,9 +74,7 @@ def validation(options: Validation, progress: Progress | None) -> Report:
     Raises:
         ConfigError: an unknown preset, or one that cannot be replayed. RuntimeFailure: a request failed.
     """
-    presets = options.preset[:QUICK] if options.quick else options.preset
-    most = 1 if options.quick else None
-    budgets, links = options.budget[:most], options.link_gbps[:most]
+    presets, budgets, links = options.preset, options.budget, options.link_gbps
     for name in presets:
         require_replayable(load_policy(name))
     report = Report("validation", "", settings=options.settings(prompt_tokens=PROMPT_TOKENS, latency_us=LATENCY_US))

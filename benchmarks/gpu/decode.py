@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -29,11 +29,11 @@ from tiermoe.actors.engine.model.kernels import KernelPlan
 from tiermoe.actors.engine.model.profile import PARTS, device_calls, host_passes
 from tiermoe.actors.engine.peers.matcher import MatcherLink
 from tiermoe.actors.policies.routing import SequenceRows
-from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store.artifacts import MapShape, PolicyArtifacts
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.host import usable_cores
+from tiermoe.cluster.jobs.bench.serving import serve
 from tiermoe.cluster.simulate.hit_rates import hit_rates, policies
 from tiermoe.cluster.simulate.synthetic import FAMILIES
 from tiermoe.cluster.worker_process import Role, WorkerProcess
@@ -287,14 +287,21 @@ _SERVED_KV = KvSettings(page_size=16, tokens=512, max_batch_tokens=256, max_num_
 
 
 class _Told:
-    """A `SequenceWatcher`: of a step that one sequence runs, the replay gets the tokens and the engine the rows."""
+    """A `SequenceWatcher`: of a step that one sequence runs, the replay gets the tokens and the engine the rows.
+
+    Attributes:
+        loaded: bytes that the engine had loaded before the step that follows a sequence's `SERVED_WARM`th token.
+    """
 
     def __init__(self, engine: ExpertEngine, replay: Replay) -> None:
         self._engine, self._replay, self._next = engine, replay, dict[str, int]()
+        self.loaded = 0
 
     def begin_forward(self, rows: Sequence[SequenceRows]) -> None:
         (row,) = rows
         position, count = self._next.get(row.name, 0), row.stop - row.start
+        if position == PROMPT + SERVED_WARM - 1:
+            self.loaded = self._engine.stats().total().bytes_loaded
         self._next[row.name] = position + count
         self._replay.begin(position, count)
         self._engine.begin_forward(rows)
@@ -324,33 +331,25 @@ def _served_case(bench: Bench, engine: ExpertEngine, preset: str, budget: float,
     from tiermoe.actors.engine.serving.recorded import Recorded
 
     model, gpu = bench.built.model, bench.context.device.type == "cuda"
-    tokens = bench.trace.ids.shape[0] - PROMPT - 1
+    tokens, told = bench.trace.ids.shape[0] - PROMPT - 1, _Told(engine, bench.replay)
     bench.built.use(OURS)
     with (
         bench.replay.inside(bench.built.modules, engine.layers),
-        closing(ContinuousBatcher(
-            model, _SERVED_KV, _Told(engine, bench.replay), "triton" if gpu else "auto"
-        )) as batcher,
-    ):  # fmt: skip
+        closing(ContinuousBatcher(model, _SERVED_KV, told, "triton" if gpu else "auto")) as batcher,
+    ):
         recorded = Recorded(model) if gpu else None
         if recorded is not None:
             batcher.record(recorded)
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         prompt = tuple((7 * i + 1) % 200 for i in range(PROMPT))
-        for turn in range(2):  # the first records
-            came_s = list[float]()
-            for event in batcher.submit(GenerationRequest(f"{preset} {turn}", prompt, sampling)):
-                if event.failure is not None:
-                    raise event.failure
-                came_s += [time.perf_counter()] * len(event.token_ids)
-                if len(came_s) == SERVED_WARM:
-                    before = engine.stats().total().bytes_loaded
-            loaded = engine.stats().total().bytes_loaded - before
+        for _ in range(2):  # the first records
+            between_s = list[float]()
+            serve(batcher.submit, [prompt], tokens, between_s=between_s)
+        loaded = engine.stats().total().bytes_loaded - told.loaded
     pieces = [
-        (came_s[at + SERVED_PIECE] - came_s[at]) / SERVED_PIECE * 1e3
-        for at in range(SERVED_WARM, len(came_s) - SERVED_PIECE, SERVED_PIECE)
+        fmean(between_s[at : at + SERVED_PIECE]) * 1e3
+        for at in range(SERVED_WARM, len(between_s) - SERVED_PIECE + 1, SERVED_PIECE)
     ]
-    per_token = loaded / (len(came_s) - SERVED_WARM)
+    per_token = loaded / (tokens - SERVED_WARM)
     bench.record.row(
         "served", shape=bench.shape.name, preset=preset, budget=budget, tpot_ms=spread_of(pieces),
         graphs=recorded is not None and recorded.problem is None, mb_per_token=per_token / 1e6,

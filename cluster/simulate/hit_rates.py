@@ -19,7 +19,7 @@ from ...actors.policies.eviction import Belady, EvictionPolicy
 from ...actors.policies.registry import PolicyContext, make, options
 from .arrivals import Arrival, all_at_once, arriving, percentile
 from .executor import SimulatedEngine
-from .trace import Iteration, Request, TraceHeader
+from .trace import Iteration, Request
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,6 @@ def policies(names: Sequence[str] = POLICIES) -> dict[str, Make]:
         ValueError: there is no such policy.
     """
     return {name: Belady if name == "belady" else _maker(name) for name in names}
-
-
-def token_ids(header: TraceHeader, requests: Iterable[Request]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Every token of a trace in recorded order: ids [L, n, K], and whether it is a decode token [n]."""
-    parts = [(step.ids, step.decode) for request in requests for step in request.iterations]
-    rows = [ids.transpose(1, 0, 2) for ids, _ in parts]
-    empty = np.empty((header.layers, 0, header.top_k), np.int64)
-    decode = [np.full(len(ids), decode) for ids, decode in parts]
-    return np.concatenate([empty, *rows], axis=1).astype(np.int64), np.concatenate([np.empty(0, bool), *decode])
 
 
 def hit_rates(

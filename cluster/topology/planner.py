@@ -203,7 +203,6 @@ class _Planner:
         self._every_layer = frozenset(range(facts.layers))
         self._with_workers: list[str] = []  # nodes, in the order of their first workers
         self._notes = [f"node {node.id} is dead and left out" for node in nodes if not node.alive]
-        self._ndp_of: tuple[int, ...] = ()
 
     def plan(self) -> Topology:
         ndp = self._place_ndp(self._spec.ndp) if self._spec.ndp is not None else []
@@ -231,7 +230,6 @@ class _Planner:
             actors=(*grouped, *alone),
             groups=(group,),
             loads=tuple(u.load() for u in self._usage.values() if u.used or u.node.id in {a.node for a in directory}),
-            ndp_of=self._ndp_of,
             notes=tuple(self._notes),
         )
 
@@ -252,10 +250,10 @@ class _Planner:
         facts = self._facts
         stored = [facts.stored_bytes(layer) if ndp.stored else 0 for layer in range(facts.layers)]
         sizes = [nbytes + ndp.replica_bytes for nbytes in stored for _ in range(facts.experts)]
-        self._ndp_of = spread_by_bytes(sizes, wanted)
+        owners = spread_by_bytes(sizes, wanted)
         actors, placed = [], dict.fromkeys((node.id for node in marked), 0)
         for index in range(wanted):
-            counts = _per_layer(self._ndp_of, index, facts)
+            counts = _per_layer(owners, index, facts)
             experts = sum(counts.values())
             mapped = sum(count * stored[layer] for layer, count in counts.items())
             replicas = experts * ndp.replica_bytes

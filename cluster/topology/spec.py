@@ -409,14 +409,12 @@ class Topology:
 
     Attributes:
         loads: of the nodes that have an actor, by node id.
-        ndp_of: NDP worker of expert e of layer l, at [l * E + e]; empty if there is none.
         notes: what a user would not expect.
     """
 
     actors: tuple[PlannedActor, ...]
     groups: tuple[PlannedGroup, ...]
     loads: tuple[NodeLoad, ...]
-    ndp_of: tuple[int, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
 
     def having(self, *roles: Role) -> tuple[PlannedActor, ...]:
@@ -432,7 +430,5 @@ class Topology:
         return any(actor.node != self.lead.node for actor in self.having(role))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain names and values for JSON, without the owner of each single expert."""
-        record = asdict(self)
-        del record["ndp_of"]
-        return record
+        """Plain names and values for JSON."""
+        return asdict(self)
