@@ -96,14 +96,10 @@ def _trips(name: str, trip: Callable[[], object], trips: int) -> Case:
             begin = time.perf_counter()
             trip()
             times.append(time.perf_counter() - begin)
-        return _percentiles("", times)
+        p50, p99 = np.percentile(times, (50, 99)) * 1e6
+        return {"p50_us": float(p50), "p99_us": float(p99)}
 
     return Case(name, run)
-
-
-def _percentiles(prefix: str, times_s: list[float]) -> Measures:
-    p50, p99 = np.percentile(times_s, (50, 99)) * 1e6
-    return {f"{prefix}p50_us": float(p50), f"{prefix}p99_us": float(p99)}
 
 
 def _expert_batch(channel: Channel, rows: int) -> Callable[[], object]:

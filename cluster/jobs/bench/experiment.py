@@ -297,7 +297,6 @@ class Panel(Settings):
     y_label: str = ""
     x_scale: float = 1.0
     y_scale: float = 1.0
-    log_x: bool = False
     from_zero: bool = False
     mean: bool = False
 

@@ -138,10 +138,6 @@ def _draw(
     axes.set_xlabel(panel.x_label or panel.x, fontsize=8)
     axes.set_ylabel(panel.y_label or panel.y, fontsize=8)
     axes.tick_params(labelsize=7)
-    if panel.log_x:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({point[0] for row in rows if (point := _point(panel, row)) is not None}))
-        axes.xaxis.set_major_formatter("{x:g}")
     room_around(axes, from_zero=panel.from_zero or panel.kind == "bar")
 
 
