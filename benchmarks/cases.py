@@ -230,15 +230,8 @@ class Kernel(Options):
     )
 
 
-class Substitute(Options):
-    """Buddy substitution: microseconds to decide one layer."""
-
-    measure = "kernels.substitute"
-    repeats: Repeats = 9
-
-
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale,
     "predict": Predict, "core": Core, "validation": Validation, "auto": Auto, "prepare": Prepare,
-    "exact": Exact, "channel": Channel, "kernel": Kernel, "substitute": Substitute,
+    "exact": Exact, "channel": Channel, "kernel": Kernel,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Micro-benchmarks of kernels: `kernel` (packed experts, on one core or many) and `substitute` (a layer's decision)."""
+"""`bench kernel`: packed experts, on one core or many."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from tiermoe.actors.policies.buddymoe import MissRule
-from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions
-from tiermoe.actors.policies.buddymoe.substitution import substitute as sequential_substitute
-from tiermoe.actors.policies.routing import RerouteView
 from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import _cpu
@@ -26,7 +22,7 @@ from tiermoe.kernels.pack import BITS, GROUPS, PackedShape
 from tiermoe.kernels.packed_ffn import FullLayer, PackedLayer, Threads, instruction_sets
 
 if TYPE_CHECKING:
-    from .cases import Kernel, Substitute
+    from .cases import Kernel
 
 SHAPES = ((2048, 768), (4096, 14336))  # hidden size, neurons: Qwen3-30B-A3B, Mixtral-8x7B
 ROWS = (1, 8, 64)
@@ -50,12 +46,6 @@ THREADS_COLD_BYTES = 1 << 30  # several times a server's last-level cache
 EXPERTS = 8  # of one call on many threads, as in a decode step
 _PIECES = 4  # of each thread's share of the read, to balance slow cores
 
-SUBSTITUTE_SHAPES = ((1, 4, 32), (8, 8, 64), (64, 8, 256))  # tokens, top-k, experts
-_BARRED, _LIMIT_US = (8, 8, 64), 30.0
-_RANKS, _RESIDENT, _RHO = 16, 0.5, 3
-_CALLS = {"sequential": 3, "torch, vectorised": 20}  # of one repetition
-_OTHER_CALLS = 500
-
 
 def kernel(options: Kernel, progress: Progress | None) -> Report:
     """Weights per second of whole experts on one thread; with `threads`: `kernel_threads`.
@@ -73,7 +63,7 @@ def kernel(options: Kernel, progress: Progress | None) -> Report:
         return kernel_threads(options.threads, options.repeats, group, chosen, progress)
     import torch
 
-    threads = _threads(1, (), chosen, group)
+    threads = _threads(1, chosen, group)
     torch.set_num_threads(1)
     settings = options.settings(
         threads=1, instruction_set=threads.instruction_set, cold_bytes=COLD_BYTES, time="of the thread"
@@ -94,16 +84,13 @@ def kernel(options: Kernel, progress: Progress | None) -> Report:
     return report
 
 
-def _threads(threads: int, cores: Sequence[int], instruction_set: str | None, group: int) -> Threads:
-    """A thread pool. Raises ConfigError: no such group of inputs, instruction set or core."""
+def _threads(threads: int, instruction_set: str | None, group: int) -> Threads:
+    """A thread pool. Raises ConfigError: no such group of inputs or instruction set."""
     if group not in GROUPS:
         raise ConfigError(f"there is no group of {group} inputs", f"choose one of {GROUPS}")
     if instruction_set is not None and instruction_set not in instruction_sets():
         raise ConfigError(f"this processor has no {instruction_set}", f"choose one of {instruction_sets()}")
-    try:
-        return Threads(threads, cores, instruction_set)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{threads} threads on cores {list(cores)}: {error}", "choose fewer, or others") from error
+    return Threads(threads, (), instruction_set)
 
 
 def _width(bits: int) -> str:
@@ -262,7 +249,6 @@ def kernel_threads(
     instruction_set: str | None = None,
     progress: Progress | None = None,
     *,
-    cores: Sequence[int] = (),
     shapes: Sequence[tuple[int, int]] = THREADS_SHAPES,
     cold_bytes: int = THREADS_COLD_BYTES,
 ) -> Report:
@@ -275,7 +261,6 @@ def kernel_threads(
         repeats: counted rounds; in each every case goes through the block once.
         group: quantization group.
         instruction_set: of the kernel; by default the best.
-        cores: one for each thread of the kernel; empty: the system chooses.
         shapes: (hidden size, neurons) of an expert.
 
     Returns:
@@ -283,12 +268,12 @@ def kernel_threads(
         `us_per_expert`, `gweights_per_s`, and `of_read`: their rate over that of "read".
 
     Raises:
-        ConfigError: this processor lacks the instruction set or a core, there is no such group, or the experts of one
-            call do not fit in `cold_bytes`.
+        ConfigError: this processor lacks the instruction set, there is no such group, or the experts of one call do
+            not fit in `cold_bytes`.
     """
-    pool = _threads(threads, cores, instruction_set, group)
+    pool = _threads(threads, instruction_set, group)
     settings = {
-        "threads": threads, "cores": list(cores), "group": group, "instruction_set": pool.instruction_set,
+        "threads": threads, "group": group, "instruction_set": pool.instruction_set,
         "repeats": repeats, "cold_bytes": cold_bytes, "experts_per_call": EXPERTS, "rows": 1, "time": "on the wall",
     }  # fmt: skip
     report = Report("kernel", "real", settings=settings)
@@ -306,74 +291,3 @@ def kernel_threads(
                 if case != "read"
             ]
     return report
-
-
-def substitute(options: Substitute, progress: Progress | None) -> Report:
-    """Microseconds of one layer's decision, on one thread, in the thread's time.
-
-    `rule` is the engine's call for each layer: the gate of the batch, those of the tokens (entropy and margin), and
-    Algorithm 1 in C++. `rule, nothing missing`: the same with all experts resident. `torch` is
-    `kernels.substitute.substitute` on tensors of the CPU, which calls the same C++; `torch, vectorised` runs on other
-    devices; `sequential` is the reference. Triton is not timed: on a CPU it is interpreted.
-
-    Bars: `rule` and `torch` <= 30 us at T = 8, K = 8, E = 64.
-    """
-    import torch
-
-    torch.set_num_threads(1)
-    settings = options.settings(threads=1, ranks=_RANKS, resident=_RESIDENT, rho=_RHO, time="of the thread")
-    report = Report("substitute", "real", settings=settings)
-    for tokens, top_k, experts in SUBSTITUTE_SHAPES:
-        results = interleaved(_substitute_cases(tokens, top_k, experts), options.repeats, 2, progress)
-        report.rows += rows_of(results, tokens=tokens, top_k=top_k, experts=experts)
-        if (tokens, top_k, experts) == _BARRED:
-            for name in ("rule", "torch"):
-                value = results[name]["us_per_layer"].median
-                report.bars.append(Bar(f"{name}: us a layer at T = 8, K = 8, E = 64", value, "<=", _LIMIT_US))
-    return report
-
-
-def _substitute_cases(tokens: int, top_k: int, experts: int) -> list[Case]:
-    """A layer's random routing, half of the experts resident; each way to decide on it."""
-    import torch
-
-    from tiermoe.kernels.substitute import BuddyTensors, replaceable_arrays, substitute_arrays, substitute_tensors
-    from tiermoe.kernels.substitute import substitute as substitute_on_device
-
-    rng = np.random.default_rng(0)
-    probabilities = rng.dirichlet(np.full(experts, 0.3), tokens).astype(np.float32)
-    ids = np.argsort(-probabilities, axis=1)[:, :top_k].astype(np.int64)  # [T, K]
-    weights = np.take_along_axis(probabilities, ids, axis=1)  # [T, K]
-    ranks = min(_RANKS, experts - 1)
-    lists = [rng.permutation(np.delete(np.arange(experts), e))[:ranks] for e in range(experts)]
-    similarity = -np.sort(-rng.random((experts, ranks), np.float32))
-    buddies = Buddies(np.array(lists, np.int32), similarity)
-    resident = rng.permutation(experts) < round(_RESIDENT * experts)  # [E]
-
-    options, tau = SubstitutionOptions(rho=_RHO, gamma=0.9), 0.2
-    fast = {"replaceable": replaceable_arrays, "substitute": substitute_arrays}
-    rule = MissRule([buddies], options, taus=[tau], beta=0.9, **fast)  # type: ignore[arg-type]
-    view, whole = RerouteView(resident, 0, top_k), RerouteView(np.ones_like(resident), 0, top_k)
-    missing, reach = ~resident, resident.astype(np.float32)
-    t_ids, t_weights, t_missing, t_reach = (torch.from_numpy(a) for a in (ids, weights, missing, reach))
-    given = t_ids, t_weights, None, t_missing, t_reach, BuddyTensors.of(buddies), options, tau
-    decisions: dict[str, Callable[[], object]] = {
-        "rule": lambda: rule.reroute(0, ids, weights, None, view),
-        "rule, nothing missing": lambda: rule.reroute(0, ids, weights, None, whole),
-        "torch": lambda: substitute_on_device(*given),
-        "torch, vectorised": lambda: substitute_tensors(*given),
-        "sequential": lambda: sequential_substitute(ids, weights, None, missing, reach, buddies, options, tau),
-    }
-
-    def case(name: str, decide: Callable[[], object]) -> Case:
-        calls = _CALLS.get(name, _OTHER_CALLS)
-
-        def run() -> Measures:
-            start = time.thread_time()
-            for _ in range(calls):
-                decide()
-            return {"us_per_layer": (time.thread_time() - start) / calls * 1e6}
-
-        return Case(name, run)
-
-    return [case(*item) for item in decisions.items()]

@@ -172,7 +172,6 @@ def test_each_width_is_set_against_the_bandwidth(monkeypatch: pytest.MonkeyPatch
     [
         ({"group": 48}, "no group of 48"),
         ({"instruction_set": "vliw"}, "no vliw"),
-        ({"cores": [1023, 1022]}, "2 threads on cores"),
         ({"cold_bytes": 4096}, "do not fit in 4096 bytes"),
     ],
 )
