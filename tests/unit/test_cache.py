@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_rigs import SLOT_BYTES, TIMEOUT_S, Fixture, GatedDevice, Make, caches
+from cache_rigs import SLOT_BYTES, TIMEOUT_S, Fixture, Make, caches
 
 from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
@@ -32,21 +32,6 @@ def make() -> Iterator[Make]:
         yield make
 
 
-def counters(stats: LayerStats, *names: str) -> dict[str, float]:
-    return {name: getattr(stats, name) for name in names}
-
-
-def test_misses_then_hits(make: Make) -> None:
-    fixture = make(4)
-    fixture.forward(0, 0, 1)
-    fixture.forward(0, 1, 2)
-    stats = fixture.stats.layers[0]
-    assert (stats.hits, stats.misses, stats.forwards, stats.waves) == (1, 3, 2, 2)
-    assert (stats.bytes_loaded_demand, stats.bytes_loaded_prefetch, stats.bytes_wasted) == (3 * SLOT_BYTES, 0, 0)
-    assert fixture.stats.layers[1] == LayerStats()
-    assert fixture.outcomes == (0, 0)
-
-
 def test_the_stored_bytes_arrive_exactly(make: Make) -> None:
     """bfloat16 store, float32 slots: `forward` compares every tensor, biases too, in every wave."""
     fixture = make(1)
@@ -54,33 +39,6 @@ def test_the_stored_bytes_arrive_exactly(make: Make) -> None:
         fixture.forward(layer, 3, 1, 0, 2)
     assert fixture.stats.layers[1].waves == 4
     assert fixture.stats.total().bytes_loaded == 8 * SLOT_BYTES
-
-
-def test_a_layer_evicts_what_it_does_not_need(make: Make) -> None:
-    fixture = make(3)
-    fixture.forward(0, 0, 1, 2)
-    fixture.forward(1, 0, 1)
-    assert fixture.resident() == {2, 4, 5}
-    assert fixture.stats.total().bytes_wasted == 0  # used before it left
-
-
-def test_a_prefetch_that_is_used_counts_once(make: Make) -> None:
-    fixture = make(4)
-    assert fixture.prefetch(4, 5) == 2
-    fixture.forward(1, 0)
-    fixture.forward(1, 0)
-    stats = fixture.stats.layers[1]
-    assert (stats.hits, stats.misses, stats.prefetched_hits, stats.late_prefetches) == (2, 0, 1, 0)
-    assert (stats.bytes_loaded_demand, stats.bytes_loaded_prefetch, stats.bytes_wasted) == (0, 2 * SLOT_BYTES, 0)
-    assert fixture.outcomes == (1, 0)
-
-
-def test_a_prefetch_that_is_never_used_is_wasted(make: Make) -> None:
-    fixture = make(2)
-    fixture.prefetch(4, 5)
-    fixture.forward(0, 0, 1)
-    assert fixture.stats.layers[1].bytes_wasted == 2 * SLOT_BYTES
-    assert fixture.outcomes == (0, 2)
 
 
 def test_a_late_prefetch_is_a_miss_that_goes_first(make: Make) -> None:
@@ -143,40 +101,6 @@ def test_an_arrived_copy_is_not_waited_for(make: Make) -> None:
     assert fixture.stats.layers[1].blocked_io_s == 0
 
 
-def test_drop_stale_cancels_wrong_guesses_for_this_layer_that_have_not_started(make: Make) -> None:
-    fixture = make(4)
-    fixture.device.held = True
-    fixture.cache.prefetch([4, 5, 6, 0])
-    fixture.device.await_start()  # 4 is under way
-    fixture.cache.drop_stale(1, [6])
-    assert set(fixture.residency.held()) == {4, 6, 0}
-    assert fixture.outcomes == (0, 1)
-    assert fixture.stats.total().bytes_wasted == 0  # not one byte had moved
-    fixture.cache.check_integrity()
-
-
-def test_drop_stale_leaves_demand_loads(make: Make) -> None:
-    fixture = make(4)
-    fixture.device.held = True
-    fixture.begin(1, 0, 1)
-    fixture.cache.drop_stale(1, [])
-    assert set(fixture.residency.held()) == {4, 5}
-
-
-def test_evicting_a_queued_prefetch_cancels_it(make: Make) -> None:
-    fixture = make(2)
-    fixture.device.held = True
-    fixture.cache.prefetch([4, 5])
-    fixture.device.await_start()
-    plan = fixture.begin(0, 0, keep=[4])
-    assert fixture.residency.state(5) == State.ABSENT
-    assert fixture.stats.total().bytes_wasted == 0
-    assert fixture.outcomes == (0, 1)
-    for _ in range(2):
-        fixture.device.go.release()
-    fixture.end(plan)
-
-
 def test_evicting_a_started_prefetch_waits_for_it_and_counts_the_wait(make: Make) -> None:
     """Guards the wait inside an eviction: it was in no counter, so prefetch looked cheaper than it was."""
     fixture = make(1)
@@ -190,32 +114,6 @@ def test_evicting_a_started_prefetch_waits_for_it_and_counts_the_wait(make: Make
     assert fixture.outcomes == (0, 1)
     fixture.device.go.release()
     fixture.end(plan)  # not overwritten by the late copy
-
-
-def test_prefetch_takes_free_slots_then_the_least_recently_used(make: Make) -> None:
-    fixture = make(3)
-    fixture.forward(0, 0, 1)
-    assert fixture.prefetch(4, 5) == 2
-    assert fixture.resident() == {1, 4, 5}
-    assert fixture.prefetch(4, 5) == 0  # there already
-
-
-def test_prefetch_neither_evicts_pinned_nor_wanted_experts(make: Make) -> None:
-    fixture = make(3)
-    fixture.forward(0, 0, 1)
-    fixture.prefetch(4)
-    plan = fixture.begin(0, 0)  # pinned until it has run
-    assert fixture.prefetch(4, 5, 6, 7) == 1  # only 1 may go; 4 is wanted
-    assert fixture.resident() == {0, 4, 5}
-    fixture.end(plan)
-
-
-def test_prefetch_leaves_copies_in_flight_alone(make: Make) -> None:
-    fixture = make(1)
-    fixture.device.held = True
-    assert fixture.cache.prefetch([4]) == 1
-    assert fixture.cache.prefetch([5]) == 0
-    assert list(fixture.residency.held()) == [4]
 
 
 def test_preload_is_counted_apart(make: Make) -> None:
@@ -239,31 +137,6 @@ def test_migration_brings_in_what_is_absent_and_turns_the_rest_out(make: Make) -
     fixture.forward(1, 0, 1)  # a hit each, with the right bytes
     assert (fixture.stats.layers[1].hits, fixture.stats.layers[1].misses) == (2, 0)
     fixture.cache.check_integrity()
-
-
-def test_migration_keeps_others_where_there_is_room(make: Make) -> None:
-    fixture = make(4)
-    fixture.forward(0, 0, 1)
-    fixture.cache.migrate([4, 5, 6], keep_others=True)
-    fixture.settle()
-    assert sorted(fixture.residency.held()) == [1, 4, 5, 6]  # the least recently used made room
-    fixture.cache.migrate(range(8), keep_others=True)  # more than fit: the first ones, and nothing is overwritten
-    fixture.settle()
-    assert fixture.residency.free_slots == 0
-    fixture.cache.check_integrity()
-
-
-def test_loads_of_pure_decode_forwards_are_counted(make: Make) -> None:
-    fixture = make(4)
-    fixture.forward(0, 0)
-    fixture.cache.begin_forward(decode=True)
-    fixture.forward(0, 0, 1)
-    assert fixture.stats.layers[0].bytes_demanded_decode == SLOT_BYTES
-    assert (fixture.stats.decode_hits, fixture.stats.decode_misses) == (1, 1)
-    fixture.cache.begin_forward(decode=False)
-    fixture.forward(0, 2)
-    assert fixture.stats.layers[0].bytes_demanded_decode == SLOT_BYTES
-    assert (fixture.stats.decode_hits, fixture.stats.decode_misses) == (1, 1)
 
 
 def test_counters_begin_anew_and_what_is_held_stays(make: Make) -> None:
@@ -302,27 +175,6 @@ def test_the_pool_is_allocated_once(make: Make) -> None:
         fixture.forward(layer, 0, 1, 2, 3)
     assert [tensor.data_ptr() for tensor in fixture.cache.pool.tensors] == addresses
     assert fixture.stats.expert_bytes_peak == fixture.cache.pool.bytes == 3 * SLOT_BYTES
-
-
-def test_prefetch_keeps_what_nearer_layers_want(make: Make) -> None:
-    fixture = make(2)
-    fixture.prefetch(4, 5)
-    assert fixture.cache.prefetch([0, 1], keep={4}) == 1
-    assert 4 in fixture.resident()
-    assert fixture.residency.held() == [0, 4]
-    assert fixture.cache.prefetch([1], keep={4, 0}) == 0
-
-
-def test_span_names_are_built_only_for_a_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeline = Timeline(False)
-    monkeypatch.setattr(timeline, "span", lambda *args: pytest.fail("a span although tracing is off"))
-    fixture = Fixture(2, GatedDevice(), timeline=timeline)
-    fixture.device.held = True
-    plan = fixture.begin(1, 1)
-    fixture.release_when_awaited(5)
-    fixture.end(plan)
-    assert fixture.stats.layers[1].blocked_io_s > 0
-    fixture.cache.close()
 
 
 def test_a_copy_outside_a_forward_is_on_the_timeline(make: Make) -> None:

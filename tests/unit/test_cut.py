@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tiermoe.actors.core import _core
-from tiermoe.actors.engine.cache.native_order import core_order
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic.split import Segments, SplitLayout, SplitOptions, buffer_for
-from tiermoe.actors.policies.plan import PlanError
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
@@ -44,10 +42,6 @@ EXPERTS, KEYS = 3, 6
 def test_corrupted_cuts_are_refused(values: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SplitLayout(*values)
-
-
-def test_sizes() -> None:
-    assert (CUT.buffer_neurons, CUT.total_neurons) == (6, 2 * 2 + 8 + 2 * 6)
 
 
 @pytest.mark.parametrize(
@@ -107,42 +101,10 @@ def test_segments() -> None:
         Segments(SplitLayout(8, (4,), (3,), 1), 2)
 
 
-def divided(cut: SplitLayout = CUT) -> _core.Core:
-    """A core of these slots, by last use; copies take a second."""
-    segments = Segments(cut, EXPERTS)
-    layout = _core.Layout(
-        2, EXPERTS, 2, segments.class_of, segments.slots, segments.neurons, segments.neurons, split=True
-    )
-    _, order = core_order(split_eviction(Lru, 2, EXPERTS), 2, EXPERTS, parts=True)
-    assert isinstance(order, _core.PythonOrder)
-    order.segments = 2 * KEYS
-    return _core.Core(layout, _core.VirtualLink(_core.Clock(), lambda nbytes: 1.0, 0.0), order, _core.Governor())
-
-
 def plan(core: _core.Core, *experts: int) -> tuple[Any, ...]:
     """Of layer 0: what runs, how much of it is there and arrives, and loads of (segment, victim, after)."""
     needed = core.open(0, list(experts), [1] * len(experts), 1, [])
     return core.plan(needed, [])
-
-
-def test_slots_are_of_their_class() -> None:
-    core = divided()
-    core.preload([0, 1, 3])
-    core.leave([7], 0)
-    assert [core.slots[segment] for segment in (0, 1, 3, 6)] == [0, 1, 2, 3]
-    assert [core.free_of(i) for i in range(3)] == [0, 0, 1]
-    assert core.prefetch([2], [0, 1], 1) == 1  # its bottom; no top may go, though the buffer has a slot
-    assert core.state(2) == 0
-    assert core.check() == ""
-    core.divide(_core.Layout(2, EXPERTS, 2, *_sizes(SplitLayout(8, (8, 8), (1, 1), 0))), [0])
-    assert core.under_way == [0]
-    assert [core.free_of(i) for i in range(3)] == [0, 1, 0]
-    assert core.check() == ""
-
-
-def _sizes(cut: SplitLayout) -> tuple[Any, ...]:
-    found = Segments(cut, EXPERTS)
-    return found.class_of, found.slots, found.neurons, found.neurons, True
 
 
 def test_victims_are_of_their_class() -> None:
@@ -161,31 +123,6 @@ def test_ranked_by_layer() -> None:
     eviction.routed([1, 2], [1, 3], 4)
     eviction.routed([5], [4], 4)
     assert eviction.ranked(range(KEYS)) == [2, 5, 1, 3, 0, 4]
-
-
-def test_each_class_takes_its_own_turns() -> None:
-    core = divided()
-    core.preload([0, 1])
-    core.leave([6, 1], 0)  # of expert 0 the top is there, of expert 1 the bottom
-    run, *counts, loads = plan(core, 0, 1, 2)
-    assert run == [0, 7, 6, 1, 2, 8]
-    assert loads == [(6, -1, 0), (1, -1, 0), (2, 0, 1), (8, 7, 2)]
-    assert counts == [2, 0]
-    core.begin()
-    assert core.counts(0).waves == 3
-
-
-def test_one_slot_of_each_class_serves_a_layer() -> None:
-    core = divided(SplitLayout(8, (2, 2), (1, 1), 1))
-    run, *_, loads = plan(core, 2, 0)
-    assert run == [2, 8, 0, 6]
-    assert loads == [(2, -1, 0), (8, -1, 0), (0, 2, 1), (6, 8, 2)]
-    core.preload([4])
-    core.open(1, [4], [1], 1, [])
-    core.plan([10], [])
-    core.begin()  # the one bottom is pinned
-    with pytest.raises(PlanError, match="expert 8: the pool has 1"):
-        plan(core, 2)
 
 
 POLICY: dict[str, Any] = {"name": "test", "lossless": True}
@@ -208,11 +145,6 @@ POLICY: dict[str, Any] = {"name": "test", "lossless": True}
 def test_settings_that_do_not_go_together(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         PolicySettings.model_validate(POLICY | values)
-
-
-def test_settings_come_back_from_what_is_sent() -> None:
-    for split in (SplitOptions(), SplitOptions(kind="fixed", theta=0.25), SplitOptions(kind="adaptive", tau=64)):
-        assert SplitOptions(**split.model_dump()) == split
 
 
 def test_several_shards_are_refused() -> None:

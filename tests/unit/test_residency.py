@@ -75,30 +75,6 @@ def test_it_counts_how_often_it_became_empty(core: _core.Core) -> None:
     assert core.emptied == 2
 
 
-def test_a_load_takes_a_slot_and_ends(core: _core.Core) -> None:
-    assert core.prefetch([3], [], 1) == 1
-    assert (core.state(3), core.slots[3], core.free_slots, core.under_way) == (LOADING, 0, 3, [3])
-    core.arrive()
-    assert core.state(3) == LOADING  # no time has passed
-    core.wait_all()
-    assert (core.state(3), core.slots[3], core.free_slots, core.under_way) == (RESIDENT, 0, 3, [])
-
-
-def test_lowest_slots_are_given_first_and_the_last_freed_is_reused(core: _core.Core) -> None:
-    load(core, 0, 1, 2, 3)
-    assert core.slots[:4].tolist() == [0, 1, 2, 3]
-    core.leave([2], 0)
-    core.leave([1], 0)
-    load(core, 4)
-    assert core.slots[4] == 1
-
-
-def test_a_dropped_load_frees_its_slot(core: _core.Core) -> None:
-    core.prefetch([8, 3], [], 1)
-    core.drop_stale(0, [8])
-    assert (core.state(3), core.slots[3], core.free_slots) == (ABSENT, -1, SLOTS - 1)
-
-
 def test_an_expert_that_comes_back_takes_what_its_last_copy_took_not() -> None:
     """Same expert, same slot, but it was given away in between: only the second copy counts."""
     core = core_of([2])
@@ -109,23 +85,6 @@ def test_an_expert_that_comes_back_takes_what_its_last_copy_took_not() -> None:
     core.wait_all()
     assert core.state(3) == RESIDENT
     assert (core.source(1).cancelled, core.source(2).queued, core.counts(0).bytes_loaded_prefetch) == (1, 1, 2 * BYTES)
-
-
-def test_a_full_pool_holds_its_whole_budget_and_no_more(core: _core.Core) -> None:
-    assert core.prefetch(list(range(6)), [], 1) == SLOTS
-    assert (core.free_slots, core.prefetch([7], [], 1)) == (0, 0)  # what is on its way stays
-    core.wait_all()
-    assert core.states[:8].tolist() == [RESIDENT] * 4 + [ABSENT] * 4
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_what_is_held_is_not_loaded_again(core: _core.Core, there: bool) -> None:
-    core.prefetch([0], [], 1)
-    if there:
-        core.wait_all()
-    before = seen(core)
-    assert core.prefetch([0], [], 1) == 0
-    assert seen(core) == before
 
 
 @pytest.mark.parametrize("key", [-1, -2 * KEYS, 2 * KEYS])
@@ -195,16 +154,6 @@ def test_pins_are_counted(core: _core.Core) -> None:
     refused(core, lambda: core.leave([0], 0), "pinned")
     core.abandon()
     core.leave([0], 0)
-
-
-def test_a_copy_that_a_pass_needs_stays_and_lands_pinned(core: _core.Core) -> None:
-    core.prefetch([8, 0], [], 1)
-    pin(core, 0)
-    core.drop_stale(0, [0])
-    core.wait_all()
-    assert (core.state(0), core.pins[0], core.evictable[0]) == (RESIDENT, 1, 0)
-    core.abandon()
-    assert (core.pins[0], core.evictable[0]) == (0, 1)
 
 
 def test_the_last_slots_come_and_go() -> None:
@@ -283,35 +232,6 @@ class View:
         return self.plan(*needed, keep=keep)[3]
 
 
-def test_all_resident() -> None:
-    assert View(4, resident=[0, 1, 2]).plan(2, 0) == ([2, 0], 2, 0, [])
-
-
-def test_nothing_needed() -> None:
-    assert View(4, resident=[0]).plan() == ([], 0, 0, [])
-
-
-def test_misses_take_free_slots() -> None:
-    assert View(4, resident=[0]).plan(5, 0, 6) == ([0, 5, 6], 1, 0, [(5, -1, 0), (6, -1, 0)])
-
-
-def test_victims_are_the_least_recently_used_that_the_layer_does_not_need() -> None:
-    assert View(4, resident=[0, 1, 2, 3]).plan(0, 5, 6) == ([0, 5, 6], 1, 0, [(5, 1, 0), (6, 2, 0)])
-
-
-def test_free_slots_before_victims() -> None:
-    assert View(4, resident=[0, 1, 2]).loads(5, 6) == [(5, -1, 0), (6, 0, 0)]
-
-
-def test_experts_in_keep_are_evicted_last() -> None:
-    view = View(4, resident=[0, 1, 2, 3])
-    assert view.loads(5, 6, keep=[0, 1]) == [(5, 2, 0), (6, 3, 0)]
-    # One slot that is not kept: the loads take turns in it rather than displace what is kept.
-    assert view.loads(5, 6, keep=[0, 1, 2]) == [(5, 3, 0), (6, 5, 1)]
-    # A kept expert that the layer runs is not made to give way either.
-    assert view.loads(0, 5, 6, keep=[0, 1, 2]) == [(5, 3, 0), (6, 5, 2)]
-
-
 def test_experts_in_keep_are_evicted_when_no_others_are_left() -> None:
     view = View(4, resident=[0, 1, 2, 3])
     assert view.loads(5, 6, keep=[0, 1, 2, 3]) == [(5, 0, 0), (6, 1, 0)]
@@ -319,14 +239,6 @@ def test_experts_in_keep_are_evicted_when_no_others_are_left() -> None:
     assert pinned.loads(5, 6, keep=[0, 1]) == [(5, 0, 0), (6, 5, 1)]
     with pytest.raises(PlanError, match="no slot"):
         View(1, resident=[0], pinned=[0]).plan(5, keep=[0])
-
-
-def test_a_kept_expert_that_is_missing_is_loaded_like_any_other() -> None:
-    assert View(2, resident=[0, 1]).loads(5, 6, keep=[5]) == [(5, 0, 0), (6, 1, 0)]
-
-
-def test_arriving_run_after_residents_and_before_misses() -> None:
-    assert View(4, resident=[0], loading=[1]).plan(5, 1, 0) == ([0, 1, 5], 1, 1, [(5, -1, 0)])
 
 
 def test_pinned_residents_stay() -> None:
@@ -338,38 +250,6 @@ def test_a_pinned_copy_in_flight_stays() -> None:
     assert View(3, loading=[1, 2, 3], pinned=[1]).loads(5) == [(5, 2, 0)]
     with pytest.raises(PlanError, match="expert 5: the pool has 2"):
         View(2, loading=[1, 2], pinned=[1, 2]).plan(5)
-
-
-def test_a_prefetch_in_flight_gives_way_last() -> None:
-    view = View(3, resident=[0, 1], loading=[2])
-    assert view.loads(5, 6) == [(5, 0, 0), (6, 1, 0)]
-    assert view.loads(5, 6, 7) == [(5, 0, 0), (6, 1, 0), (7, 2, 0)]
-
-
-def test_waves_reuse_the_slots_of_experts_that_have_run() -> None:
-    view = View(2, resident=[0, 1])
-    assert view.plan(0, 1, 5, 6, 7) == ([0, 1, 5, 6, 7], 2, 0, [(5, 0, 1), (6, 1, 2), (7, 5, 3)])
-    view.core.begin()
-    assert view.core.counts(0).waves == 4
-
-
-def test_victims_before_waves() -> None:
-    view = View(3, resident=[0, 1, 9])
-    assert view.loads(0, 5, 6, 7) == [(5, 1, 0), (6, 9, 0), (7, 0, 1)]
-    view.core.begin()
-    assert view.core.counts(0).waves == 2
-
-
-def test_a_single_slot_serves_any_layer() -> None:
-    assert View(1).loads(5, 6, 7) == [(5, -1, 0), (6, 5, 1), (7, 6, 2)]
-    assert View(1, resident=[3]).loads(5, 6) == [(5, 3, 0), (6, 5, 1)]
-    assert View(1, loading=[3]).loads(5, 6) == [(5, 3, 0), (6, 5, 1)]
-    assert View(1, resident=[6]).plan(5, 6) == ([6, 5], 1, 0, [(5, 6, 1)])
-
-
-def test_no_slot_can_be_had() -> None:
-    with pytest.raises(PlanError, match="expert 5: the pool has 2"):
-        View(2, resident=[0, 1], pinned=[0, 1]).plan(5)
 
 
 @st.composite

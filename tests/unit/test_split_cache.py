@@ -90,54 +90,6 @@ def split() -> Iterator[Split]:
     made.cache.close()
 
 
-def test_a_cached_top_needs_its_bottom_alone(split: Split) -> None:
-    split.forward(0, 0, 1)
-    split.forward(1, 0, 1, 2)  # three slots of buffer: the bottoms of layer 0 are gone
-    before = split.stats.layers[0].bytes_loaded
-    split.forward(0, 0)
-    stats = split.stats.layers[0]
-    assert (stats.hits, stats.misses, stats.top_hits) == (0, 3, 1)
-    assert (before, stats.bytes_loaded - before) == (2 * 8 * NEURON_BYTES, 6 * NEURON_BYTES)
-    split.forward(0, 0)
-    stats = split.stats.layers[0]
-    assert (stats.hits, stats.misses, stats.top_hits) == (1, 3, 1)
-    assert list(split.cache.uses[:2]) == [3, 1]
-
-
-def test_a_guess_brings_what_is_missing(split: Split) -> None:
-    split.forward(0, 0)
-    split.forward(1, 0, 1, 2)
-    assert split.cache.prefetch([0, 3]) == 3  # the bottom of 0, both segments of 3
-    split.settle()
-    assert [split.residency.state(s) for s in (0, 8, 3, 11)] == [State.RESIDENT] * 4
-    split.forward(0, 0, 3)
-    stats = split.stats.layers[0]
-    assert (stats.hits, stats.prefetched_hits, stats.bytes_loaded_prefetch) == (2, 2, 14 * NEURON_BYTES)
-    assert split.stats.source("command").hits == 3
-
-
-def test_synchronous_prefetch_waits_for_both_segments(split: Split) -> None:
-    split.cache.prefetch([0])
-    split.cache.finish_prefetch([0], 1)
-    assert [split.residency.state(segment) for segment in (0, 8)] == [State.RESIDENT] * 2
-
-
-def test_a_wrong_guess_that_is_cancelled_gives_both_slots_back(split: Split) -> None:
-    split.loader.cancel = lambda job: True  # type: ignore[method-assign]  # none has started
-    split.loader.submit = lambda jobs, priority: None  # type: ignore[method-assign]
-    assert split.cache.prefetch([0]) == 2
-    split.cache.drop_stale(0, [])
-    assert (split.residency.free_of(0), split.residency.free_of(LAYERS)) == (2, 3)
-    assert split.stats.source("command").cancelled == 2
-    split.cache.check_integrity()
-
-
-def test_a_prefill_of_all_experts_runs_in_waves(split: Split) -> None:
-    split.forward(0, 0, 1, 2, 3)
-    split.forward(1, 3, 2, 1, 0)
-    assert split.stats.layers[1].waves > 1
-
-
 def test_recut(split: Split) -> None:
     addresses = [tensor.data_ptr() for tensor in split.cache.pool.tensors]
     split.forward(0, 0, 1)
