@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ from tiermoe.actors.policies.auto import (
     Part,
     Without,
     forward_seconds,
-    router_shares,
 )
 from tiermoe.kernels import _planner
 
@@ -59,25 +57,6 @@ def test_without_workers_every_miss_is_loaded() -> None:
     assert planned(planner, [0, 5, 6]) == [HERE, LOAD, LOAD]
 
 
-def test_misses_split_so_that_link_and_worker_end_together() -> None:
-    """Of 7 misses the worker does 5 in 20 s while the link brings 2 in 20 s; any other split ends later."""
-    planner = auto(without=Without.FUTURE)
-    found = planned(planner, list(range(7)))
-    assert found.count(LOAD) == 2
-    assert found.count(NEAR) == 5
-
-
-def test_the_link_gets_none_where_the_worker_is_done_before_one_copy() -> None:
-    assert planned(auto(without=Without.FUTURE), [0, 1]) == [NEAR, NEAR]
-
-
-def test_contention_moves_the_split() -> None:
-    """Near-data work takes 20 s an expert while the link copies: 3 misses are best left to it alone."""
-    alone = planned(auto(replace(COSTS, copy_s=8.0), without=Without.FUTURE), [0, 1, 2])
-    slowed = planned(auto(replace(COSTS, copy_s=8.0, near_busy_s=20.0), without=Without.FUTURE), [0, 1, 2])
-    assert (alone.count(LOAD), slowed.count(LOAD)) == (1, 0)
-
-
 def test_two_workers_share() -> None:
     planner = auto(workers=2, without=Without.FUTURE)
     ids = np.arange(4, dtype=np.int32)
@@ -85,12 +64,6 @@ def test_two_workers_share() -> None:
     assert found.actions.tolist() == [NEAR] * 4
     assert sorted(found.workers.tolist()) == [0, 0, 1, 1]
     assert found.near_s == 8.0
-
-
-def test_rows_beyond_the_free_ones_cost_the_worker() -> None:
-    """50 rows of expert 2 take the worker as long as 5 experts: it is the one to load."""
-    planner = auto(replace(COSTS, free_rows=10.0), without=Without.FUTURE)
-    assert planned(planner, [1, 2, 3], rows=[1, 50, 1]) == [NEAR, LOAD, NEAR]
 
 
 @pytest.mark.parametrize(("arrives_s", "expected"), [(2.0, WAIT), (30.0, NEAR)])
@@ -590,29 +563,6 @@ def test_a_background_copy_pays_for_the_layers_that_copies_slow() -> None:
     assert dear <= free / 4
 
 
-def test_the_error_of_the_predicted_time_is_a_share() -> None:
-    planner = auto()
-    planner.states[0, 0] = RESIDENT
-    planned(planner, [0])  # 1 s
-    planner.took(1.25)
-    assert planner.error() == pytest.approx(0.2)
-
-
-def test_equal_calls_give_equal_plans() -> None:
-    def run() -> list[object]:
-        planner, rng, said = auto(replace(COSTS, copy_s=6.0), experts=16), np.random.default_rng(3), []
-        planner.states[:, :4] = RESIDENT
-        for _ in range(50):
-            for layer in (0, 1):
-                needed = rng.permutation(16)[:5].astype(np.int32)
-                found = planner.plan(layer, needed, np.ones(5, np.int32), 0.0, 0.0)
-                said += [found.actions.tolist(), found.wanted, found.end_s]
-                planner.used(layer, needed)
-        return said
-
-    assert run() == run()
-
-
 @pytest.mark.parametrize(
     ("call", "match"),
     [
@@ -839,40 +789,6 @@ def test_a_pause_between_two_forwards_changes_nothing() -> None:
     _forwards(faster, 400, (2.0, 1.0))
     faster.took(1, 1, 1000.0)
     assert faster.choose(1, (1.0, 1.5)) == 1
-
-
-def test_router_shares() -> None:
-    found = router_shares(np.array([[3.0, 2.0, 1.0, 0.0]]), 2)
-    assert found[0] > found[1] > 0.5 > found[2] > found[3]
-    assert router_shares(np.array([[3.0, 2.0, 1.0, 0.0]] * 2), 2)[1] > found[1]
-
-
-@pytest.mark.parametrize(("experts", "batch"), [(128, 1), (256, 1), (256, 8)])
-def test_microseconds_a_layer(experts: int, batch: int, record_property: object) -> None:
-    """Reported, at most 10 on a quiet core; a loaded machine decides nothing here."""
-    layers, top_k = 8, 8
-    costs = Costs(1.7e-3, 3.4e-5, 0.0, 5e-4, 7e-4, 6.0, 2.5e-5, 2e-4)
-    states = np.zeros((layers, experts), np.uint8)
-    states[:, : experts // 4] = RESIDENT
-    planner, rng = Auto(_planner, layers, experts, top_k, experts // 4, costs, 1, states), np.random.default_rng(0)
-    inputs = []
-    for _ in range(8):
-        ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(batch)])
-        needed, rows = np.unique(ids, return_counts=True)
-        ahead = np.stack([rng.permutation(experts)[: 2 * top_k] for _ in range(batch)]).astype(np.int32)
-        inputs.append((needed.astype(np.int32), rows.astype(np.int32), ahead))
-    spent = []
-    for step in range(6):
-        for layer in range(layers):
-            needed, rows, ahead = inputs[(step + layer) % 8]
-            if layer + 1 < layers:
-                planner.predict(layer + 1, ahead)
-            begun = time.perf_counter()
-            planner.plan(layer, needed, rows, 0.0, 0.0)
-            planner.used(layer, needed)
-            spent.append(time.perf_counter() - begun)
-    record_property(f"microseconds {experts} {batch}", 1e6 * float(np.median(spent)))  # type: ignore[operator]
-    print(f"{experts} experts, batch {batch}: {1e6 * np.median(spent):.1f} us a layer")
 
 
 def test_a_layer_may_get_and_lose_slots() -> None:

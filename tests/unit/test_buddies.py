@@ -62,13 +62,6 @@ def test_counts_are_those_of_the_definition(top: int) -> None:
             assert counts.weighted[i, j] == pytest.approx(expected)
 
 
-def test_without_weights_every_token_counts_once() -> None:
-    counts = Coactivations(4)
-    counts.add(np.array([[0, 1], [1, 0], [2, 1]], np.uint8), np.full((3, 2), 0.5))
-    assert counts.activations.tolist() == [2, 3, 1, 0]
-    assert counts.binary.tolist() == [[0, 2, 0, 0], [2, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
-
-
 def test_warm_up_steps_count_less() -> None:
     assert warmup_weights(np.arange(5), 2, 0.25).tolist() == [0.25, 0.25, 1, 1, 1]
     assert warmup_weights(np.arange(3), 0, 0.0).tolist() == [1, 1, 1]

@@ -24,6 +24,7 @@ from tiermoe.actors.policies.cost import (
     split_costs,
 )
 from tiermoe.cluster.yaml_file import read_yaml
+from tiermoe.kernels.pack import PackedShape
 
 HARDWARE = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 PAPER = NdpProfile.from_dict(read_yaml(HARDWARE / "paper-ndp.yaml"))
@@ -45,30 +46,16 @@ UNIT: dict[str, Any] = {
 DEVICE = NdpProfile(**UNIT)
 
 
-class TestPackedBytes:
-    @pytest.mark.parametrize(
-        ("hidden", "neurons", "bits", "group", "nbytes"),
-        [
-            (*MIXTRAL, 16, None, 336 * 2**20),  # DESIGN's Mixtral expert
-            (*MIXTRAL, 16, 128, 336 * 2**20),
-            # 3 * 64 * 32 weights; gate and up: 2 * 32 outputs of 64 inputs, down: 64 outputs of 32
-            (64, 32, 4, 32, 6144 // 2 + 4 * (2 * 32 * 2 + 64 * 1)),
-            (64, 32, 3, None, 6144 * 3 // 8 + 4 * (2 * 32 + 64)),
-            # the last group and the last byte may be short: 297 bits are 37.1 bytes
-            (33, 1, 3, 32, 38 + 4 * (2 * 1 * 2 + 33 * 1)),
-        ],
-    )
-    def test_by_hand(self, hidden: int, neurons: int, bits: int, group: int | None, nbytes: int) -> None:
-        assert packed_bytes(hidden, neurons, bits, group) == nbytes
-
-    @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-    def test_group_128_costs_a_quarter_bit(self, bits: int) -> None:
-        assert packed_bytes(*MIXTRAL, bits, 128) * 8 / (3 * 4096 * 14336) == bits + 0.25
-
-    def test_agrees_with_the_packed_store(self) -> None:
-        """The policies may not import kernels, so the two formulas are held together here."""
-        pack = pytest.importorskip("tiermoe.kernels.pack")
-        assert pack.PackedShape(256, 128, 3, 64).nbytes() == packed_bytes(256, 128, 3, 64)
+@pytest.mark.parametrize(
+    ("hidden", "neurons", "bits", "group"),
+    [(64, 32, 4, 32), (256, 128, 3, 64), *((*MIXTRAL, bits, 128) for bits in (1, 2, 3, 4, 8))],
+)
+def test_packed_bytes_are_those_of_the_packed_store(hidden: int, neurons: int, bits: int, group: int) -> None:
+    """The policies may not import kernels, so the two formulas are held together here."""
+    assert packed_bytes(hidden, neurons, bits, group) == PackedShape(hidden, neurons, bits, group).nbytes()
+    assert packed_bytes(hidden, neurons, 16, group) == 2 * 3 * hidden * neurons
+    # the last group and the last byte may be short: 297 bits are 37.1 bytes
+    assert packed_bytes(33, 1, 3, 32) == 38 + 4 * (2 * 1 * 2 + 33 * 1)
 
 
 class TestExpertCost:

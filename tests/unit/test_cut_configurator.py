@@ -109,12 +109,6 @@ class TestExpertSplit:
         cut = [s.slots for s in found], [s.theta for s in found]
         assert expected(models, *cut, times) == found
 
-    def test_enough_for_all(self) -> None:
-        """Memory for every expert: nothing is exposed, and the next layer has the whole window."""
-        split = LayerModel(layer(1), TIMES).best(E, 0.0)
-        assert (split.slots, split.theta, split.exposed_s) == (E, 1.0, 0.0)
-        assert split.next_window_s == TIMES.moe_s + TIMES.attention_s
-
     def test_nothing_predicted(self) -> None:
         """Without predictions a longer window changes nothing, and what is cached is all that is loaded."""
         blind, _ = observe(Picks.of_tokens(np.array([[0, 1], [0, 2], [0, 3]]), E, None), "lru")
@@ -277,17 +271,6 @@ class TestConfigure:
         assert found is not None
         assert configure(stats, TIMES, room, found.layout, zeta=0.05) is None
         assert configure(stats, TIMES, room, present, zeta=0.05, min_gain=found.gain + 0.01) is None
-
-    def test_all_fit(self) -> None:
-        """Room for every expert: whole ones, no buffer, nothing exposed."""
-        stats, pool = layers_of([1, 2]), 2 * E * N
-        present = SplitLayout.uniform(2, E, N, pool, 0.5, 1)
-        slow = Times(1, 1, 1, 50)
-        found = configure(stats, slow, Room(N, pool, K), present)
-        if found is None:  # the present one holds everything as well
-            assert expected_s([LayerModel(s, slow) for s in stats], slow, present) == 0
-        else:
-            assert found.after_s < found.before_s
 
     def test_refuses(self) -> None:
         with pytest.raises(ValueError, match="no room"):

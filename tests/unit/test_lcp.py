@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,27 +79,6 @@ class TestLcp:
                 held.append(key)
             policy.used([key])
 
-    def test_interval_against_count(self) -> None:
-        policy = Lcp(rho=0.25, omega=2, one_layer=True)  # P falls fourfold in two tokens
-        policy.routed([0], [5], 5)
-        for key in (0, 1):
-            policy.admitted(key)
-        for _ in range(2):
-            policy.routed([1], [1], 1)
-        assert policy.victims(1, anything) == [0]  # 5/4 against 2
-        policy.routed([0], [1], 1)
-        assert policy.victims(2, anything) == [1, 0]  # 1 against 6
-
-    def test_layers_of_a_forward_share_its_tokens(self) -> None:
-        """No layer's experts age faster because there are other layers."""
-        policy = Lcp(omega=4)
-        for _ in range(3):
-            for layer in range(2):
-                policy.routed([layer * EXPERTS], [7], 7)
-        policy.routed([1], [1], 1)
-        policy.routed([EXPERTS + 1], [1], 1)
-        assert policy.ranked([0, 1, EXPERTS, EXPERTS + 1]) == [0, EXPERTS, 1, EXPERTS + 1]
-
     def test_what_runs_elsewhere_counts(self) -> None:
         policy = Lcp()
         policy.routed([3], [9], 9)  # never held meanwhile
@@ -129,32 +107,6 @@ class TestLcp:
     def test_refuses(self, rho: float, omega: float) -> None:
         with pytest.raises(ValueError, match="rho is"):
             Lcp(rho, omega)
-
-    def test_no_eviction_scans_the_cache(self) -> None:
-        """64 experts in 60 layers, a quarter held, one class of slots: entries looked at per access stay few."""
-        layers, experts, top = 60, 64, 4
-        rng, policy, held = np.random.default_rng(1), Lcp(), set[int]()
-        slots, accesses, evictions = layers * experts // 4, 0, 0
-        popular = 1 / (1 + np.arange(experts))
-        for _ in range(40):
-            for layer in range(layers):
-                picked = rng.choice(experts, top, replace=False, p=popular / popular.sum())
-                keys = [layer * experts + int(e) for e in picked]
-                policy.routed(keys, [1] * top, 1)
-                missing = [key for key in keys if key not in held]
-                short = len(held) + len(missing) - slots
-                for victim in policy.victims(short, lambda key, keys=keys: key not in keys):
-                    policy.removed(victim)
-                    held.remove(victim)
-                    evictions += 1
-                for key in missing:
-                    policy.admitted(key)
-                    held.add(key)
-                accesses += top
-        assert evictions > 1000
-        assert len(held) == slots
-        assert policy.looked_at <= 2 * (accesses + evictions)
-        assert policy.looked_at < evictions * slots / 100
 
 
 class TestPerLayer:

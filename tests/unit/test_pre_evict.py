@@ -64,13 +64,6 @@ class TestHotness:
             np.testing.assert_allclose(hotness.values[1], usage(history, gamma, window), atol=1e-12)
         assert not hotness.values[0].any()
 
-    def test_what_left_the_window_counts_nothing(self) -> None:
-        hotness = Hotness(1, E, 0.9, 2)
-        for expert in (0, 1, 2):
-            hotness.saw(0, np.array([[expert]]))
-        assert hotness.values[0].tolist() == pytest.approx([0, 0.9, 1, 0, 0, 0, 0, 0])
-        assert hotness.values[0, 0] == 0.0
-
     @pytest.mark.parametrize(("gamma", "window"), [(0.0, 4), (1.5, 4), (0.5, 0)])
     def test_refuses(self, gamma: float, window: int) -> None:
         with pytest.raises(ValueError, match=r"gamma|window"):
@@ -190,29 +183,6 @@ class TestImportance:
         assert policy.victims(2, anything) == [3, 1]
         assert policy.victims(3, lambda key: key != 1) == [3, 5]
 
-    def test_without_victims_no_order_is_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Guards a ranking of all that is held at every prefetch into a free slot."""
-        policy = filled((5, 3, 1), 1, E)
-        with monkeypatch.context() as free:
-            free.setattr(policy.state, "lowest", lambda count: pytest.fail("sorted for nothing"))
-            assert policy.victims(0, anything) == policy.victims(-2, anything) == []
-        assert policy.victims(1, anything) == [5]
-
-    def test_a_hot_and_a_predicted_expert_stay(self) -> None:
-        policy = filled(range(4), 1, 4, alpha=0.5)
-        policy.state.saw(0, np.array([[0], [0], [1]]))
-        policy.state.predicted[0] = np.array([0.0, 0.0, 1.0, 0.0])
-        assert policy.victims(4, anything) == [3, 1, 0, 2]
-        assert policy.ranked([3, 2, 1, 0])[0] == 2
-        policy.removed(3)
-        assert 3 not in policy.victims(4, anything)
-
-    def test_alone_hotness_ignores_predictions(self) -> None:
-        policy = filled(range(3), 1, 3, alpha=1.0)
-        policy.state.saw(0, np.array([[0], [1], [1], [2], [2], [2]]))
-        policy.state.predicted[0] = np.array([1.0, 0.0, 0.0])
-        assert policy.victims(3, anything) == [0, 1, 2]
-
     def test_refuses(self) -> None:
         with pytest.raises(ValueError, match="alpha"):
             ImportanceEviction(1, E, alpha=1.1)
@@ -256,27 +226,10 @@ class TestTarget:
         assert 0 <= target.gap <= k
         assert 0 <= target.redundancy <= most
 
-    @settings(max_examples=50, deadline=None)
-    @given(seed=SEEDS, most=st.integers(0, 4))
-    def test_grows_with_tau_and_r_max(self, seed: int, most: int) -> None:
-        rng = np.random.default_rng(seed)
-        p, held = rng.dirichlet(np.ones(E)), rng.random(E) < 0.5
-        slots = [PreEviction(K, tau, most).target_for(K, p, held).slots for tau in (0.0, 0.02, 0.1, 1.0)]
-        assert slots == sorted(slots)
-        assert PreEviction(K, 0.1, most).target_for(K, p, held).slots <= (
-            PreEviction(K, 0.1, most + 1).target_for(K, p, held).slots
-        )
-
     def test_a_batch_counts_the_experts_that_its_tokens_pick(self) -> None:
         logits = np.array([[9, 8, 0, 0, 0.0], [9, 0, 8, 0, 0.0]])
         target = PreEviction(2, 0.0, 2).target(logits, predicted_distribution(logits), np.array([1, 0, 0, 0, 0], bool))
         assert (target.width, target.gap, target.redundancy) == (3, 2, 0)
-
-    def test_of_one_token_the_width_is_top_k(self) -> None:
-        logits = np.array([[3.0, 2.0, 1.0, 0.0]])
-        predicted = predicted_distribution(logits)
-        assert PreEviction(2, 0.0, 1).target(logits, predicted, np.zeros(4, bool)).slots == 2
-        assert PreEviction(2, 1.0, 1).target(logits, predicted, np.ones(4, bool)).slots == 1
 
 
 def direct_width(row: list[int], resident: NDArray[np.bool_], available: int, k_min: int) -> int:

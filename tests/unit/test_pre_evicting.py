@@ -25,7 +25,6 @@ from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEviction, PreEviction
 from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
 from tiermoe.actors.policies.prefetch import Span
-from tiermoe.actors.policies.registry import options
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.format import ExpertShape
@@ -279,21 +278,3 @@ def test_several_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="one GPU"):
         check_combination(chosen)
     check_combination(chosen.model_copy(update={"policy": policy()}))
-
-
-def test_presets_say_what_the_issue_says() -> None:
-    for name in PRESETS:
-        found = load_policy(name)
-        assert found.lossless
-        assert found.prefetch.kind == "none"
-        assert found.pre_evict.kind == "release-target"
-        assert not found.evict_writeback
-    assert load_policy("activeevict-prediction-only").eviction.alpha == 0
-    assert load_policy("activeevict-hotness-only").eviction.alpha == 1
-    full = load_policy("activeevict")
-    assert not full.lossless
-    assert full.routing == options("routing", "budget-aware")
-    assert full.pre_evict == options("pre_evict", "release-target") == load_policy(PRESETS[0]).pre_evict
-    for name in ("moe-offloading", "moe-apex", "mixtral-offloading-swap"):
-        assert load_policy(name).evict_writeback
-    assert not load_policy("mixtral-offloading").evict_writeback

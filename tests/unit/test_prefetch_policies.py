@@ -17,7 +17,6 @@ from tiermoe.actors.policies.baselines import (
     MatrixCollection,
     StridePrefetch,
     TrainingOptions,
-    features,
     train_predictor,
 )
 from tiermoe.actors.policies.prefetch import (
@@ -45,25 +44,6 @@ def transcription(logits: np.ndarray, top: int) -> list[int]:
         votes[sorted(range(experts), key=lambda e: (-row[e], e))[:top]] += 1
     order = sorted(range(experts), key=lambda e: (-votes[e], -logits[:, e].max(), e))
     return [e for e in order if votes[e]]
-
-
-@pytest.mark.parametrize(
-    ("logits", "top", "expected"),
-    [
-        ([[0.1, 0.9, 0.5, 0.7]], 2, [1, 3]),
-        ([[0.1, 0.9, 0.5, 0.7]], 4, [1, 3, 2, 0]),
-        ([[0.1, 0.9, 0.5, 0.7]], 9, [1, 3, 2, 0]),  # more than there are
-        ([[5, 5, 5, 5]], 2, [0, 1]),  # ties by number
-        ([[1, 5, 5, 5]], 2, [1, 2]),
-        ([[3, 2, 1, 0], [3, 0, 1, 2], [0, 3, 2, 1]], 1, [0, 1]),  # votes
-        ([[3, 2, 1, 0], [0, 9, 1, 2]], 1, [1, 0]),  # one vote each: the highest logit first
-        ([[4, 3, 2, 1], [1, 2, 3, 4]], 4, [0, 3, 1, 2]),
-        ([[1, 1, 0], [0, 1, 1]], 2, [1, 0, 2]),
-        ([[1, 1, 1], [2, 2, 2]], 2, [0, 1]),
-    ],
-)
-def test_exact(logits: list[list[float]], top: int, expected: list[int]) -> None:
-    assert predicted_experts(np.array(logits, np.float32), top) == expected
 
 
 @settings(max_examples=300, deadline=None)
@@ -107,44 +87,6 @@ def governor(min_useful: float = 0.5) -> Governor:
 
 def answers(tested: Governor, layers: int) -> list[bool]:
     return [tested.allows() for _ in range(layers)]
-
-
-def test_allows_before_a_window_has_closed() -> None:
-    tested = governor()
-    tested.wasted(3)
-    assert answers(tested, 5) == [True] * 5
-
-
-def test_rests_for_the_stated_layers_after_a_bad_window() -> None:
-    tested = governor()
-    tested.used(1)
-    tested.wasted(3)
-    assert tested.allows() is False
-    assert tested.resting
-    assert answers(tested, 4) == [False, False, True, True]
-    assert not tested.resting
-
-
-def test_a_window_at_the_threshold_is_good() -> None:
-    tested = governor()
-    tested.used(2)
-    tested.wasted(2)
-    assert answers(tested, 3) == [True] * 3
-
-
-def test_each_window_is_judged_alone() -> None:
-    tested = governor()
-    tested.used(4)
-    assert tested.allows()
-    tested.wasted(4)
-    assert not tested.allows()
-
-
-def test_zero_never_rests() -> None:
-    tested = governor(min_useful=0.0)
-    for _ in range(5):
-        tested.wasted(10)
-        assert tested.allows()
 
 
 def test_what_was_prefetched_before_the_rest_is_not_held_against_the_next_window() -> None:
@@ -364,16 +306,6 @@ def test_stride_predictors_learn_a_permutation() -> None:
     assert keys(wanted) == [2 * experts + int(e) for e in picked[0]]
     assert policy.observed(seen(1, ids[500:501].tolist(), probabilities=row)) == []  # beyond the last predictor
     assert policy.observed(seen(0, [[0, 1]])) == []  # no probabilities
-
-
-def test_features_are_floored_logarithms() -> None:
-    found = features(np.asarray([[0.0, 1.0, 1e-9]], np.float16))
-    np.testing.assert_allclose(found, [[np.log(1e-4), 0.0, np.log(1e-4)]], rtol=1e-6)
-
-
-def test_training_needs_rows() -> None:
-    with pytest.raises(ValueError, match="0 rows"):
-        train_predictor(np.empty((0, 4)), np.empty((0, 2), int))
 
 
 def test_registry_makes_each_kind() -> None:

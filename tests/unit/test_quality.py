@@ -38,7 +38,6 @@ from tiermoe.cluster.api.metrics import RuntimeCounters
 from tiermoe.cluster.config import chosen_policy, load_policy, load_run_config
 from tiermoe.cluster.jobs.bench.experiment import load_experiment
 from tiermoe.cluster.jobs.options import checked_settings
-from tiermoe.cluster.report import runtime
 from tiermoe.cluster.report.status import charged
 from tiermoe.errors import ConfigError, StoreError
 
@@ -115,24 +114,6 @@ def test_a_router_whose_picks_are_not_the_most_probable_has_no_substitutes() -> 
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
-
-
-def test_the_cheapest_go_first_and_the_price_ends_it() -> None:
-    three = [offer(1, r0=0.3), offer(2, r1=0.1), offer(3, r2=0.2)]
-    accounts, rich = (0, 1, 2), (9.0, 9.0, 9.0)
-
-    def avoided(price: float) -> list[int]:
-        return [o.expert for o in choose(three, 3, accounts, rich, LOADS, price).avoided]
-
-    assert [avoided(price) for price in (0.0, 0.01, 0.02, 0.05, 0.1)] == [[], [], [2], [2, 3], [2, 3, 1]]
-    assert choose(three, 3, accounts, rich, LOADS, 0.05).spent == pytest.approx({1: 0.01, 2: 0.04})
-
-
-def test_a_row_that_moves_twice_pays_for_both_together() -> None:
-    two = [offer(1, r0=0.1), offer(2, r0=0.2)]
-    found = choose(two, 2, (0,), (9.0,), LOADS, 1.0)
-    assert found.nats == pytest.approx((0.01, 0.08))
-    assert found.spent[0] == pytest.approx(0.09)
 
 
 def test_no_request_pays_for_another() -> None:
@@ -412,13 +393,6 @@ def test_the_summary_and_the_metrics_say_what_was_charged() -> None:
     assert samples["tiermoe_quality_actions_total", "dropped"] == report.dropped
     counters.stats = {"quality": None}
     assert not [f for f in counters.collect() if "quality" in f.name]
-
-
-def test_the_plan_says_what_may_be_avoided() -> None:
-    routing = chosen_policy("auto", "kl=0.01").routing.model_dump()
-    words = runtime._misses({"planner": {"copy_s": 1e-4}, "ndp": None, "routing": routing})
-    assert words.startswith("avoided by substitute, narrow, drop within 0.01 nats of KL a token, else all loaded")
-    assert runtime._misses({"planner": {"copy_s": 1e-4}, "ndp": None}).startswith("all loaded")
 
 
 # -- in an engine ------------------------------------------------------------------------------------------------------

@@ -473,17 +473,6 @@ def best_hits(ids: tuple[tuple[int, ...], ...], size: int) -> int:
 
 
 class TestByHand:
-    def test_recency_wins(self) -> None:
-        """0 is used often, then never again: who counts uses keeps it."""
-        found = rates([[0], [0], [0], [0], [1], [2], [1], [2], [1], [2]], 2, ("lru", "lfu", "belady"))
-        assert found == {"lru": 7 / 10, "lfu": 3 / 10, "belady": 7 / 10}
-
-    def test_frequency_wins(self) -> None:
-        """0 is hot, and others pass by in between."""
-        found = rates([[0], [0], [1], [2], [0], [3], [4], [0], [5], [1], [0]], 2, ("lru", "lfu", "lcp"))
-        assert found["lru"] == 1 / 11
-        assert found["lfu"] == found["lcp"] == 4 / 11
-
     def test_priority_forgets_what_was_hot_long_ago(self) -> None:
         """0 was picked 300 times, then no more: who only counts keeps it to the end, LCP for about one window."""
         found = rates([[0]] * 300 + [[1], [2]] * 150, 2, ("lcp", "lfu", "lru"))

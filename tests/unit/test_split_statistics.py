@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from tiermoe.actors.policies.eviction import CacheOrder
 from tiermoe.actors.policies.moepic import Lcp
-from tiermoe.actors.policies.moepic import split as statistics
 from tiermoe.actors.policies.moepic.split import LayerStatistics, Picks, observe
 
 E, K = 7, 2
@@ -85,23 +84,6 @@ class TestObserve:
         assert (first.steps, first.needed, first.predicted) == (whole.steps, whole.needed, whole.predicted)
         np.testing.assert_array_equal(then.last, end.last)
         np.testing.assert_array_equal(then.counts, end.counts)
-
-    def test_chunks_change_nothing(self, order: CacheOrder, monkeypatch: pytest.MonkeyPatch) -> None:
-        ids, scores = draw(5, 50)
-        whole, _ = observe(Picks.of_tokens(ids, E, scores), order)
-        monkeypatch.setattr(statistics, "_CHUNK_BYTES", 8 * E * 7)
-        parts, _ = observe(Picks.of_tokens(ids, E, scores), order)
-        np.testing.assert_array_equal(parts.held, whole.held)
-        np.testing.assert_array_equal(parts.hits, whole.hits)
-
-    def test_bounds(self, order: CacheOrder) -> None:
-        found, _ = observe(Picks.of_tokens(*_with_experts(draw(9, 60))), order)
-        assert found.hit_rate[0] == 0
-        assert found.hit_rate[E] == 1
-        assert (np.diff(found.hit_rate) >= 0).all()
-        assert (np.diff(found.predicted_hit_rate, axis=1) >= 0).all()
-        assert (found.predicted_hit_rate[:, E] == 1).all()
-        assert found.accuracy.sum() == pytest.approx(K)
 
 
 def _with_experts(drawn: tuple[NDArray[np.int64], NDArray[np.float64] | None]) -> tuple:  # type: ignore[type-arg]

@@ -31,7 +31,6 @@ from tiermoe.actors.policies.buddymoe.substitution import (
 )
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
-from tiermoe.cluster.config import load_policy
 
 E = 8
 PLAIN = SubstitutionOptions()
@@ -115,14 +114,6 @@ def test_distribution_gate_is_equation_2() -> None:
     assert np.flatnonzero(replaceable(ids, resident, 0.26)).tolist() == [3]
     assert not replaceable(ids, resident, 0.25).any()
     assert not replaceable(ids, resident, 0.0).any()
-
-
-def test_distribution_gate_is_each_shard_s_own() -> None:
-    ids = np.array([[0, 1, 2, 3]])
-    resident = np.isin(np.arange(E), [0, 1])
-    shard_of = np.array([0, 0, 0, 1, 1, 1, 1, 1])  # shard 0 misses a third, shard 1 all
-    assert np.flatnonzero(replaceable(ids, resident, 0.5, shard_of)).tolist() == [2]
-    assert not replaceable(ids, resident, 0.5).any()
 
 
 def test_beta_adapts_to_what_the_link_carries() -> None:
@@ -247,16 +238,6 @@ def test_the_rule_waits_until_the_cache_is_full() -> None:
     assert nothing.ids is ids
 
 
-def test_the_rule_takes_each_layer_s_tau_and_beta() -> None:
-    ids, weights = np.array([[0, 1]]), np.array([[0.6, 0.4]], np.float32)
-    view = RerouteView(np.isin(np.arange(E), [1, 5]), 0, 2)
-    rule = MissRule([lists(e0=[5])] * 2, SubstitutionOptions(), taus=[1.0, 0.5], beta=0.6)
-    assert [rule.reroute(layer, ids, weights, None, view).substituted for layer in (0, 1)] == [0, 1]
-    assert MissRule([lists(e0=[5])], SubstitutionOptions(), beta=0.5).reroute(0, ids, weights, None, view).ids is ids
-    with pytest.raises(ValueError, match="3 thresholds for 2 layers"):
-        MissRule([lists()] * 2, SubstitutionOptions(), taus=[0.0] * 3)
-
-
 # experts 0 to 3 on the lead, 4 to 7 on shard 1
 SHARD_OF = np.arange(E) // 4
 
@@ -278,14 +259,6 @@ def test_each_shard_has_its_own_distribution_gate() -> None:
     assert MissRule(buddies, PLAIN, beta=0.5).reroute(0, ids, weights, None, one).substituted == 0
 
 
-@pytest.mark.parametrize(("kappa", "expected"), [(0.0, 5), (0.25, 5), (0.75, 1), (1.0, 1)])
-def test_hops_count_against_a_buddy(kappa: float, expected: int) -> None:
-    """Of expert 0 the best buddy, of similarity 1/2, is a hop away; the next, of 1/4, is on the lead."""
-    ids, weights = np.array([[0]]), np.ones((1, 1), np.float32)
-    rule = MissRule([lists(e0=[5, 1])], SubstitutionOptions(kappa=kappa))
-    assert rule.reroute(0, ids, weights, None, sharded(1, 5)).ids.tolist() == [[expected]]
-
-
 def test_whose_hop_counts() -> None:
     """hop(j) is of j alone: a missing expert of shard 1 has its neighbours a hop away, too."""
     ids, weights = np.array([[4]]), np.ones((1, 1), np.float32)
@@ -303,33 +276,6 @@ def test_a_shard_that_fills_its_cache_loads() -> None:
     assert rule.reroute(0, ids, weights, None, sharded(1, 5, vacant=1)).ids.tolist() == [[0, 5]]
     assert rule.reroute(0, ids, weights, None, sharded(1, 5, filling=True)).ids.tolist() == [[1, 4]]
     assert rule.reroute(0, ids, weights, None, sharded(1, 5, vacant=1)).ids.tolist() == [[1, 5]]  # both were full once
-
-
-def test_adaptive_betas_see_each_shard() -> None:
-    ids = np.array([[0, 1, 2, 4]])
-    here = np.isin(np.arange(E), [1, 2])
-    assert missing_shares(ids, here, SHARD_OF, 3) == [(1 / 3, 1), (1.0, 1), (0.0, 0)]
-    betas = [AdaptiveBeta(10, 1.0, 4)]
-    rule = MissRule([lists(e0=[3])], PLAIN, betas=betas)
-    weights = np.full((1, 4), 0.25, np.float32)
-    rule.reroute(0, ids, weights, None, sharded(1, 2))
-    rule.reroute(0, ids, weights, None, sharded(1, 2, filling=True))
-    rule.reroute(0, ids, weights, None, sharded(*range(E)))
-    rule.measured(5.0)  # 10 bytes of an expert, 5 of link: with 4 shares of 3 calls seen there is room for two loads
-    assert list(betas[0]._calls) == [(1.0, 1), (1 / 3, 1), (0.0, 0), (0.0, 0)]
-    assert betas[0].beta() == 0.0
-
-
-def test_the_rule_feeds_its_adaptive_betas() -> None:
-    betas = [AdaptiveBeta(10, 1.0)]
-    rule = MissRule([lists(e0=[5])], SubstitutionOptions(), betas=betas)
-    ids, weights = np.array([[0, 1]]), np.array([[0.6, 0.4]], np.float32)
-    view = RerouteView(np.isin(np.arange(E), [1, 5]), 0, 2)
-    assert rule.reroute(0, ids, weights, None, view).substituted == 0  # nothing was seen yet
-    assert rule.reroute(0, ids, weights, None, view).substituted == 1  # no bytes to spare
-    rule.measured(10.0)
-    assert betas[0].beta() == 0.0
-    assert rule.reroute(0, ids, weights, None, view).substituted == 0
 
 
 def made(**options: object) -> MissRule:
@@ -440,17 +386,3 @@ def test_settings_that_would_do_nothing_are_refused(on_miss: str, options: dict[
             name="test", lossless=False, on_miss=on_miss,  # type: ignore[arg-type]
             substitution=dict(**options),  # type: ignore[arg-type]
         )  # fmt: skip
-
-
-def test_presets() -> None:
-    buddymoe = load_policy("buddymoe")
-    assert (buddymoe.on_miss.alpha, buddymoe.on_miss.max_buddies, buddymoe.on_miss.rho) == (0.95, 16, 3)
-    assert load_policy("buddymoe-rho4").on_miss.rho == 4
-    assert load_policy("buddymoe-cft75").on_miss.alpha == 0.75
-    assert load_policy("original").lossless
-    for name in ("buddymoe", "buddymoe-rho4", "buddymoe-cft75", "random-replacement", "drop"):
-        policy = load_policy(name)
-        assert policy.reroutes
-        assert not policy.lossless
-        assert policy.prefetch.model_copy(update={"adaptive": False}) == load_policy("original").prefetch
-        assert ("profile" in policy.needs) == name.startswith("buddymoe")
