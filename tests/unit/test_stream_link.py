@@ -59,17 +59,6 @@ def test_arrivals_that_are_complete_run_together() -> None:
     rig.finish()
 
 
-def test_a_layers_misses_are_one_batch() -> None:
-    """One wait for the slots' last use, copies back to back, an event for each expert and one to begin with."""
-    rig = Rig(4)
-    rig.gpu.idle = True
-    rig.cache.poll()
-    rig.gpu.calls.clear()
-    begin_layer(rig.cache, 0, range(4), arrivals=False)
-    assert rig.gpu.calls == {"record": 1 + 1 + 4, "wait_event": 1, "copy": 4 * 2}
-    rig.cache.close()
-
-
 def test_only_so_much_is_prefetched_at_a_time() -> None:
     rig = Rig(8, ahead=2)
     rig.gpu.idle = True
@@ -238,16 +227,6 @@ def test_after_close_nothing_is_taken() -> None:
     with pytest.raises(RuntimeFailure, match="closed"):
         begin_layer(rig.cache, 0, [0], arrivals=False)
     rig.cache.close()
-
-
-def test_the_fake_finds_what_is_in_no_order() -> None:
-    """The net itself: without the wait for the slots' last use, or for the copy, it raises."""
-    rig = Rig(1)
-    rig.gpu.idle = True
-    rig.forward(0, [0])
-    rig.link.submit(1 << 40, 5, 0, CARRIED)  # no mark since the slot's last use
-    (found,) = rig.gpu.hazards
-    assert "writes what compute reads" in found
 
 
 def disturb(rig: Rig, chance: random.Random, cuts: Sequence[SplitLayout] = ()) -> None:
