@@ -4,9 +4,7 @@
     python tests/edge_attack.py --bytes 50 --kind words                what the machine does without an attack
     python tests/edge_attack.py http://127.0.0.1:8000 [--key-file FILE] [--bodies 16] [--bytes 3900000]
     python tests/edge_attack.py --serve="--replicas 2 --edge-replicas 2"    options of the server of its own
-    python tests/edge_attack.py --held           seconds of CPU for which a body holds the event loop, in this process
     python tests/edge_attack.py --framing        memory and time that bytes take which are no body, in this process
-    python tests/edge_attack.py --chats          what it costs that another process renders chats, in this process
 
 Prints one JSON object for each kind of body. Kinds: `words` and `letters` are texts, `ids` a list of token ids, `bools`
 a list of what no prompt may be. Nothing but loopback is attacked. Bars: p99 of `/health` and of `/ready` under 250 ms,
@@ -32,7 +30,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -172,29 +169,6 @@ def measure(
     }  # fmt: skip
 
 
-async def held(kind: str, size: int = 3_900_000) -> Figures:
-    """For how long the event loop is held while the application refuses one body: a figure that no load changes."""
-    from fake_api import FakeBackend
-
-    from tiermoe.cluster.api.routes import make_app
-    from tiermoe.cluster.api.service import Service
-    from tiermoe.cluster.api.settings import LimitSettings
-    from tiermoe.cluster.config import default_model_dir
-    from tiermoe.cluster.prompt import load_tokenizer
-
-    backend = FakeBackend()
-    backend.plan["max_prompt_tokens"] = 2048
-    app = make_app(Service(backend, load_tokenizer(default_model_dir()), None, "fake", LimitSettings()), None)
-    content = body(kind, size)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
-        work = asyncio.ensure_future(http.post("/v1/completions", content=content, headers=_headers(None)))
-        longest_s, last_s = 0.0, time.thread_time()
-        while not work.done():
-            await asyncio.sleep(0.001)
-            longest_s, last_s = max(longest_s, time.thread_time() - last_s), time.thread_time()
-    return {"kind": kind, "bytes": size, "status": work.result().status_code, "held_ms": round(1e3 * longest_s, 1)}
-
-
 FRAMINGS = {
     "trailers": [b"0\r\n", *[(b"X-A: " + b"b" * 50 + b"\r\n") * 1000] * 900],  # 50 MiB
     "one trailer": [b"0\r\nX-A: ", *[b"b" * 2**14] * 3200],
@@ -249,45 +223,6 @@ async def framed(kind: str, connections: int = 10) -> Figures:
     return {"kind": kind, "connections": connections} | took
 
 
-async def chats(rounds: int = 5, count: int = 500) -> Figures:
-    """What the process that renders chat templates costs.
-
-    Returns:
-        Seconds of CPU of its start; microseconds of a short chat, medians of interleaved rounds: rendered in this
-        process, in the other one, and in the other one beside this one's event loop.
-    """
-    import psutil
-
-    from tiermoe.cluster.api import templates
-    from tiermoe.cluster.api.offload import Offload
-    from tiermoe.cluster.api.rendering import Worker
-    from tiermoe.cluster.config import configs_dir
-
-    source = (configs_dir() / "serve" / "plain-chat.jinja").read_text(encoding="utf-8")
-    template, offload, here = templates.ChatTemplate(source, {}), Offload(), Worker()
-    spent = psutil.Process(templates._HELPER._process.pid).cpu_times()
-    messages = [{"role": "user", "content": "What is the value?"}]
-    here.answer({"template": {"source": source, "tokens": {}}})
-    asked = {"render": {"messages": messages, "given": {"add_generation_prompt": True}}}
-    took_s: dict[str, list[float]] = {"in_process_us": [], "helper_us": [], "beside_loop_us": []}
-    for _ in range(rounds):
-        begin_s = time.perf_counter()
-        for _ in range(count):
-            here.answer(asked)
-        took_s["in_process_us"].append(time.perf_counter() - begin_s)
-        begin_s = time.perf_counter()
-        for _ in range(count):
-            template.render(messages)
-        took_s["helper_us"].append(time.perf_counter() - begin_s)
-        begin_s = time.perf_counter()
-        for _ in range(count):
-            await offload.run(0, lambda: template.render(messages), waits=True)
-        took_s["beside_loop_us"].append(time.perf_counter() - begin_s)
-    offload.close()
-    each = {name: round(1e6 * median(times) / count) for name, times in took_s.items()}
-    return {"start_cpu_s": round(spent.user + spent.system, 2)} | each
-
-
 def _at(values: list[float], share: float) -> float | None:
     return round(1e3 * values[min(len(values) - 1, int(share * len(values)))], 1) if values else None
 
@@ -325,8 +260,6 @@ def attacked(url: str | None, options: list[str]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", nargs="?", help="of a server on loopback; none: one is started and ended")
-    parser.add_argument("--held", action="store_true", help="no server: how long the event loop is held")
-    parser.add_argument("--chats", action="store_true", help="no server: what rendering chats costs")
     parser.add_argument("--framing", action="store_true", help="no server: what bytes take that are no body")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
     parser.add_argument("--serve", default="", help="options of the server that is started")
@@ -340,16 +273,9 @@ def main() -> None:
     kinds, headers = given.kind or KINDS, _headers(given.key_file)
     if given.url is not None and urlsplit(given.url).hostname not in ("127.0.0.1", "localhost", "::1"):
         parser.error("only a server on loopback may be attacked")
-    if given.chats:
-        print(json.dumps(asyncio.run(chats())), flush=True)
-        return
     if given.framing:
         for kind in FRAMINGS:
             print(json.dumps(asyncio.run(framed(kind))), flush=True)
-        return
-    if given.held:
-        for kind in kinds:
-            print(json.dumps(asyncio.run(held(kind, given.bytes))), flush=True)
         return
     if given.attack:
         print(json.dumps(attack(given.url, headers, kinds[0], given.bodies, given.bytes, given.seconds)), flush=True)
