@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tiermoe.benchmarks import cases, serving
 from tiermoe.benchmarks.command import app
-from tiermoe.cluster.jobs.bench import command, metrics
+from tiermoe.cluster.jobs.bench import command
 from tiermoe.cluster.jobs.bench.finish import JsonCommand
 from tiermoe.cluster.jobs.bench.metrics import (
     Bar,
@@ -26,9 +26,7 @@ from tiermoe.cluster.jobs.bench.metrics import (
     ratio,
     rows_of,
 )
-from tiermoe.cluster.jobs.bench.nodes import over_processes
 from tiermoe.cluster.jobs.bench.serving import overridden, run_config
-from tiermoe.errors import ConfigError
 
 
 def test_cases_take_turns_and_warm_up_rounds_do_not_count() -> None:
@@ -64,11 +62,6 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     assert math.isnan(median_ratio(of, Spread.of([1.0, 0.0, 4.0])))
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_things_over_processes(jobs: int) -> None:
-    assert sorted(over_processes(abs, [-3, -1, -2], jobs)) == [(0, 3), (1, 1), (2, 2)]
-
-
 def test_the_report_is_one_json_object_of_the_stated_form() -> None:
     rows = rows_of({"a": {"m_s": Spread.of([1.0, 3.0])}}, batch=2)
     report = Report("x", "emulated", rows, [Bar("b", 2.0, "<=", 1.0)])
@@ -99,16 +92,6 @@ def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-@pytest.mark.parametrize("spelling", [["--json", "FILE"], ["--json=FILE"], ["--out", "FILE"]])
-def test_json_with_a_file_is_out(spelling: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(serving, "ttft", lambda *_: Report("ttft", "emulated"))
-    out = tmp_path / "out.json"
-    arguments = [word.replace("FILE", str(out)) for word in spelling]
-    done = CliRunner().invoke(command.bench_app, ["ttft", *arguments])
-    assert (done.exit_code, done.stdout) == (0, "")
-    assert json.loads(out.read_text())["name"] == "ttft"
-
-
 @pytest.mark.parametrize("words", [["--json", "extra"], ["--json", "a.json", "b.json"], ["--jsn", "a.json"]])
 def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "ttft", lambda *a: pytest.fail("measured"))
@@ -134,23 +117,12 @@ def test_every_benchmark_takes_the_common_options() -> None:
         assert info.cls is JsonCommand, name
 
 
-def test_rows_need_not_have_the_same_columns() -> None:
-    report = Report("x", "emulated", [{"a": 0.5, "values": [1]}, {"b": 2}], [])
-    assert metrics.table_of(report) == (["a", "b"], [["0.5", ""], ["", "2"]])
-
-
 def test_json_has_no_nan() -> None:
     rows = [{"a": math.nan, "spread": {"b": (1.0, math.nan)}}]
     report = Report("x", "emulated", rows, [Bar("b", math.nan, "<=", 1.0)])
     found = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert found["rows"] == [{"a": None, "spread": {"b": [1.0, None]}}]
     assert (found["bars"][0]["value"], found["bars"][0]["ok"]) == (None, False)
-
-
-def test_out_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(serving, "ttft", lambda *_: pytest.fail("measured"))
-    done = CliRunner().invoke(command.bench_app, ["ttft", "--out", str(tmp_path / "none" / "out.json")])
-    assert isinstance(done.exception, ConfigError)
 
 
 def test_keys_that_a_benchmark_sets_itself_are_named(tmp_path: Path) -> None:

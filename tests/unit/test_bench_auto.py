@@ -19,9 +19,7 @@ from tiermoe.benchmarks.auto_cells import (
     Cell,
     Drawn,
     chosen,
-    draw,
     grid,
-    recorded,
     replayed,
     together,
 )
@@ -61,51 +59,6 @@ TWICE = [([2, 2, 2], [2, 2, 3, 3]), ([2, 2, 2], [2, 2, 3, 3])]  # the second is 
 def test_rules_keep_what_they_say(rule: str, hits: float, loads: float, near: float) -> None:
     found = _run(_drawn(TWICE), rule, HALF)
     assert (found["hits"], found["loads"], found["near"]) == (hits, loads, near)
-
-
-def test_a_token_takes_what_its_machine_says() -> None:
-    """on-demand that always hits: the dense part and one expert; ktransformers: message and one expert of the CPU."""
-    costs = HALF.costs()
-    assert _run(_drawn(TWICE), "on-demand", HALF)["token_s"] == pytest.approx(costs.dense_s + costs.gpu_s)
-    near_s = costs.dense_s + costs.message_s + costs.near_s
-    assert _run(_drawn(TWICE), "ktransformers", HALF)["token_s"] == pytest.approx(near_s)
-
-
-def test_llama_cpp_fills_behind_the_cpu_and_that_slows_it() -> None:
-    """0, 1, 0, 1 .. of one slot: each miss runs on the CPU while its copy, and the one before, hold the link."""
-    drawn = _drawn([([3], [0, 1] * 8), ([3], [0, 1] * 8)], popular=(3,))
-    found = _run(drawn, "llama-cpp-cache")
-    costs = CELL.costs()
-    assert found["fills"] > 0
-    assert found["token_s"] > costs.dense_s + costs.message_s + costs.near_s * (found["near"] - 0.01)
-
-
-def test_prompts_are_timed_and_leave_only_what_they_loaded() -> None:
-    """on-demand loads each expert of the prompt; after it, context+cpu holds those it streamed."""
-    drawn = _drawn([([0, 1], [0, 1])] * 2, popular=(2, 3))
-    costs = HALF.costs()
-    assert _run(drawn, "context+cpu", HALF)["hits"] == 1.0
-    first = together(_drawn([([0, 1], [0, 1])] * 4, popular=(2, 3)), 1)
-    found = replayed(drawn, first, HALF, "context+cpu", 0.0)
-    assert found["prompt_s"] == pytest.approx(costs.dense_s + 2 * costs.gpu_s)  # they stayed from the request before
-
-
-def test_the_planners_own_time_is_charged_to_it_alone() -> None:
-    drawn = draw("mixtral-8x7b", "flat", 0, 2, 2, 8, (RECALL,))
-    cell, steps = Cell("mixtral-8x7b", "flat", 0.5, 25.0, 100.0, 1), together(drawn, 1)
-    without, charged = (replayed(drawn, steps, cell, "auto", own)["token_s"] for own in (0.0, 1e-5))
-    assert charged - without >= 1.9e-5
-    assert len({replayed(drawn, steps, cell, "freetoken", own)["token_s"] for own in (0.0, 1e-5)}) == 1
-
-
-def test_the_recorded_routing_is_the_default_models() -> None:
-    """Its next router is right for 0.7 to 0.9 of the experts, at the layer before and not at another."""
-    drawn = recorded()
-    assert drawn.ids.shape[2:] == (16, 4)
-    top = np.sort(np.argsort(drawn.ranks, axis=-1)[..., :4], axis=-1)
-    assert (top == np.sort(drawn.ids, axis=-1)).mean() > 0.95  # ties apart
-    right = (drawn.predicted[RECALL][..., :, None] == drawn.ids[..., None, :]).any(-1)[:, :, 1:].mean()
-    assert 0.7 < right < 0.95
 
 
 def test_cells_are_drawn_beforehand_and_a_larger_share_adds_to_them() -> None:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.benchmarks import prepare as prepare_bench
 from tiermoe.benchmarks import random_model
-from tiermoe.benchmarks.prepare import Preparation, bars_of, large
+from tiermoe.benchmarks.prepare import Preparation, bars_of
 from tiermoe.benchmarks.random_model import NamedModel, save_published
-from tiermoe.cluster.jobs.bench import command
 from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.prompt import load_tokenizer
@@ -92,20 +87,6 @@ def test_a_random_model_that_does_not_fit_is_refused_with_the_numbers(
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_experts_that_take_turns(tmp_path: Path) -> None:
-    model = save_published(Form.FP8, SHAPE, tmp_path / "model", distinct=2)
-    arrays = ExpertStore(prepare(model, tmp_path / "store", progress=False)).mapped
-    first = [arrays[layer].expert(number)[0].tobytes() for layer in (0, 1) for number in range(3)]
-    assert first == first[:2] * 3
-    assert len(set(first)) == 2
-
-
-def test_a_large_checkpoint_has_at_least_the_bytes() -> None:
-    assert [(form, large(form, 4.0).layers) for form in (Form.BF16, Form.FP8, Form.MXFP4)] == [
-        (Form.BF16, 4), (Form.FP8, 7), (Form.MXFP4, 13),
-    ]  # fmt: skip
-
-
 def test_bars_of_a_preparation() -> None:
     row = {"form": "fp8", "peak_mb": 900.0, "start_peak_mb": 300.0, "layer_mb": 600.0, "disk_mb": 104.0,
            "plan_mb": 100.0, "same_files": 1.0}  # fmt: skip
@@ -114,25 +95,6 @@ def test_bars_of_a_preparation() -> None:
     assert [bar.ok for bar in bars_of(row | {"disk_mb": 106.0, "same_files": 0.9})] == [True, False, False]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory of a process as Linux counts it")
-def test_anonymous_memory_is_that_of_a_process_and_its_children() -> None:
-    child = "import sys; held = bytearray(50 << 20); print(1, flush=True); sys.stdin.read()"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"1\n"
-        pids = list(prepare_bench._family(process.pid))
-        assert len(pids) == 2
-        assert prepare_bench._anonymous_bytes(pids[0]) < 50 << 20 < prepare_bench._anonymous_bytes(pids[1]) < 100 << 20
-        process.communicate()
-    assert prepare_bench._anonymous_bytes(pids[0]) == 0
-
-
 def test_a_preparation_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure, match=r"ended with 2.*nowhere"):
         Preparation(tmp_path / "nowhere", tmp_path / "out").run()
-
-
-def test_an_unknown_form_is_refused_by_the_command() -> None:
-    assert CliRunner().invoke(command.bench_app, ["prepare", "--form", "exl2"]).exit_code == 2
-

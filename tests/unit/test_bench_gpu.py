@@ -14,13 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from tiermoe.actors.engine.model.kernels import KernelPlan, KernelTime
-from tiermoe.benchmarks.gpu import build, checks, decode, job, models, page
-from tiermoe.benchmarks.gpu.decode import Cell, cells_by_worth, record_kernels
+from tiermoe.benchmarks.gpu import build, checks, job, page
 from tiermoe.benchmarks.gpu.job import Part, Record
-from tiermoe.benchmarks.gpu.models import REAL, TOY, HostExperts
+from tiermoe.benchmarks.gpu.models import REAL
 from tiermoe.benchmarks.gpu.routing import Replay, RoutingTrace
-from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.bench.metrics import fill_tables
 from tiermoe.errors import ConfigError
 
@@ -72,23 +69,6 @@ def test_parts_without_time_are_named_and_other_parts_stay(tmp_path: Path) -> No
     assert "gone" not in document["parts"]
     assert job.failures(document, (PART,)) == ["machine: not run: no time was left"]
     assert "a note" in (tmp_path / "gpu.md").read_text()
-
-
-def test_cells_are_in_the_order_of_worth_and_each_is_there_once() -> None:
-    cells = cells_by_worth(False)
-    assert len(set(cells)) == len(cells)
-    assert cells[:3] == [Cell("auto", 0.5), Cell("next-gate", 0.5), Cell("on-demand", 0.5)]
-    order = (Cell("all-resident", 1.0), Cell("moepic", 0.5, 8), Cell("moepic", 0.75))
-    assert [cell for cell in cells if cell in order] == list(order)
-    assert {cell.budget for cell in cells} == {0.1, 0.25, 0.375, 0.5, 0.75, 1.0}
-    hosts = decode._table()["host"]
-    assert set(hosts) <= set(REAL)
-    of_hosts = [case for of in hosts.values() for case in of["cases"]]
-    for preset in {cell.preset for cell in cells} | {preset for preset, _ in of_hosts}:
-        load_policy(preset)
-    assert {"buddymoe", "random-replacement", "drop", "activeevict-lossless", "moe-offloading", "moe-apex"} <= {
-        cell.preset for cell in cells if cell.budget == 0.5
-    }
 
 
 def test_a_later_call_runs_what_the_earlier_one_had_no_time_for(
@@ -148,56 +128,6 @@ def test_the_page_without_data_claims_nothing() -> None:
     assert bare == TEXT or (_ROOT / "docs/results/gpu.json").exists()
 
 
-def test_the_page_of_a_part_that_was_cut_off(tmp_path: Path) -> None:
-    found = {
-        "rows": [{"kind": "peaks", "h2d_gbps": 50.0, "d2h_gbps": 51.0, "hbm_gbps": 3000.0}], "checks": [], "goals": [],
-        "notes": ["a note"], "outcome": "cut off after 30 s", "seconds": 30.0, "log": "first\nlast words",
-    }  # fmt: skip
-    document = {
-        "device": "cuda", "sizes": "real", "device_name": "A GPU", "versions": {"torch": "2.11"},
-        "parts": {"machine": found},
-    }  # fmt: skip
-    page.write(tmp_path, _ROOT, document)
-    text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
-    for part in (
-        "| device_name | A GPU |", "Outcome: cut off after 30 s.", "| h2d_gbps | 50 |\n| d2h_gbps | 51 |", "- a note\n",
-        "first\nlast words\n```",
-    ):  # fmt: skip
-        assert part in text
-    assert text.count("Not run yet.") == len(job.PARTS) - 1
-    assert _rendered(text, document) == text
-    assert _rendered(text, None) == _rendered(TEXT, None)
-
-
-def test_the_page_shows_what_only_a_gpu_gives() -> None:
-    """Kernels measured at start, calls to the device, the GPU itself: no trial on the CPU has such rows."""
-    record = Record("host", None)
-    times = tuple(KernelTime(name, "decode", 1, 4, 20.0, 10.0, 900.0) for name in ("loop", "triton 16/a/b"))
-    record_kernels(record, "a shape", KernelPlan(dict.fromkeys(("decode", "short", "prefill"), "triton 16/a/b"), times))
-    calls = {"launches": 2.0, "graphs": 1.0, "copies": 1.0, "waits": 1.0}
-    record.row("host", case="a case", host_us=100.0, parts_us={"read": 1.0}, calls={"experts": calls, "dense": calls},
-               tpot_ms=3.0, layers=6)  # fmt: skip
-    machine = Record("machine", None)
-    machine.row("machine", cpu={"model": "a CPU", "cores": 16, "instruction_sets": ["avx2"]}, device="cuda",
-                gpu="A GPU", gpu_memory_bytes=1 << 36, driver=None)  # fmt: skip
-    parts = {part.part: part.as_dict() | {"outcome": "done", "seconds": 1.0} for part in (record, machine)}
-    text = _rendered(TEXT, {"device": "cuda", "sizes": "real", "device_name": "A", "versions": {}, "parts": parts})
-    for part in (
-        "| a shape | no | loop | decode | 1 | 4 | 20 | 10 | 900 |",
-        "| a shape | yes | triton 16/a/b | decode | 1 | 4 | 20 | 10 | 900 |",
-        "| parts_us | read 1 |\n| calls | experts launches 2, graphs 1, copies 1, waits 1, dense launches 2,",
-        "| gpu_memory_bytes | 68719476736 |",
-    ):
-        assert part in text
-
-
-def test_a_page_that_cannot_be_written_costs_no_part(tmp_path: Path) -> None:
-    said: list[str] = []
-    job._write(tmp_path, {"parts": {"machine": {"rows": []}}}, said.append)
-    assert (tmp_path / "gpu.json").exists()
-    assert "the page could not be written (KeyError" in said[0]
-
-
 def test_unknown_parts_and_a_missing_gpu_are_refused() -> None:
     with pytest.raises(ConfigError, match="no part 'qwne'"):
         job.chosen_parts("qwne")
@@ -207,12 +137,6 @@ def test_unknown_parts_and_a_missing_gpu_are_refused() -> None:
             job.device_of("cuda")
 
 
-def test_all_parts_fit_into_a_command_of_ten_minutes() -> None:
-    assert job.TOTAL_S <= 510  # and half a minute to compile
-    last = job.PARTS[-1]
-    assert sum(part.seconds for part in job.PARTS) - last.seconds <= job.TOTAL_S  # each is begun at least
-
-
 def test_missing_packages_and_the_extensions_to_build_are_known_without_the_package() -> None:
     assert build.missing({"numpy": "numpy", "no_such": "no-such", "no.such": "other"}) == ["no-such", "other"]
     assert build.missing(build.NEEDED) == []
@@ -220,16 +144,6 @@ def test_missing_packages_and_the_extensions_to_build_are_known_without_the_pack
         "tiermoe.kernels._cpu", "tiermoe.kernels._planner", "tiermoe.kernels._launch", "tiermoe.actors.core._core",
         "tiermoe.proto._ring",
     ]  # fmt: skip
-
-
-def test_the_build_finds_each_source_header_and_folder() -> None:
-    """nanobind's, too, which lie in its package: setup.py must not need what only setuptools gives."""
-    for extension in build.extensions(_ROOT):
-        names = (*extension.sources, *extension.depends, *extension.include_dirs)
-        assert [name for name in names if not (_ROOT / name).exists()] == []
-        assert not [name for name in (*extension.sources, *extension.depends) if Path(name).is_absolute()]
-    for extension in (found for found in build.extensions(_ROOT) if "kernels/cpu/nanobind.cpp" in found.sources):
-        assert any((_ROOT / folder / "nb_combined.cpp").is_file() for folder in extension.include_dirs)
 
 
 def test_headers_that_a_source_includes_are_watched() -> None:
@@ -303,69 +217,6 @@ def test_a_replay_answers_for_the_present_and_for_later_layers() -> None:
         replay.begin(6, 1)
     replay.close()
     assert modules[0](hidden, "as", "given") == ("as", "given")
-
-
-def test_experts_in_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of a GPU up to the driver's own call: pages of this process, registered once and given back."""
-    registered: dict[int, int] = {}
-
-    class Driver:
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-            registered[address] = nbytes
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> int:
-            del registered[address]
-            return 0
-
-    shape = TOY["qwen"].expert
-    elements = shape.num_experts * shape.elements()
-    monkeypatch.setattr(torch.cuda, "cudart", Driver)
-    flat, how, memory = models._allocate(elements, torch.bfloat16, torch.device("cuda"))
-    assert (how, registered) == ("registered", {flat.data_ptr(): 2 * elements})
-    assert not flat.any()
-    monkeypatch.setattr(models, "_allocate", lambda *asked: (flat, how, memory))
-    host = HostExperts()
-    host.add(shape, torch.bfloat16, torch.device("cpu"), seed=0)
-    gate_up, down = host.layers[0].expert(3)
-    assert (tuple(gate_up.shape), tuple(down.shape)) == (shape.gate_up, shape.down)
-    assert gate_up.is_contiguous()
-    assert down.abs().sum() > 0
-    assert host.nbytes == 2 * elements
-    host.close()
-    assert registered == {}
-
-
-def test_replicas_of_two_layers_serve_all() -> None:
-    shape, cpu = TOY["qwen"].expert, torch.device("cpu")
-    host = HostExperts()
-    for layer in range(3):
-        host.add(shape, torch.float32, cpu, seed=layer)
-    found = host.replicas(shape, 4, 64, cpu)
-    assert host.replicas(shape, 4, 64, cpu) is found
-    first = found.layers[0].tensors[0].data_ptr()
-    assert [layer.tensors[0].data_ptr() == first for layer in found.layers] == [True, False, True]
-    for layer in found.layers:
-        assert sum(tensor.nbytes for tensor in layer.tensors) == shape.num_experts * found.shape.nbytes()
-        assert all(tensor.is_contiguous() and tensor.data_ptr() % 64 == 0 for tensor in layer.tensors)
-        assert layer.tensors[0].unique().numel() > 200  # random bytes
-        assert layer.tensors[1].float().allclose(torch.tensor(1e-3), rtol=1e-3)
-    host.close()
-
-
-def test_counts_of_a_report_and_of_a_run_that_was_cut_off(tmp_path: Path) -> None:
-    report = tmp_path / "r.xml"
-    report.write_text(
-        "<testsuites><testsuite><testcase classname='a' name='b'/><testcase classname='a' name='c'>"
-        "<failure message='boom'>trace</failure></testcase><testcase name='d'><skipped/></testcase>"
-        "</testsuite></testsuites>"
-    )
-    counts, failures = checks.read_report(report)
-    assert counts == {"passed": 1, "failed": 1, "errors": 0, "skipped": 1}
-    assert failures[0]["test"] == "a::c"
-    assert failures[0]["why"].startswith("boom")
-    counts, _ = checks.read_progress("..F.s [ 12%]\n")
-    assert counts == {"passed": 3, "failed": 1, "errors": 0, "skipped": 1}
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-from typer.testing import CliRunner
 
 from tiermoe.actors.engine import engine, make_device
 from tiermoe.actors.engine.model.profile import PARTS, STEP_PARTS, HostPass, HostStep
 from tiermoe.actors.engine.native_layer import NativeLayer
-from tiermoe.actors.policies.auto import Faster
 from tiermoe.benchmarks import host as host_bench
 from tiermoe.benchmarks.cases import Host, HostDevice
-from tiermoe.benchmarks.host import _columns, by_part, host
-from tiermoe.benchmarks.instant_gpu import InstantGpu
-from tiermoe.cluster.jobs.bench import command
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report
+from tiermoe.benchmarks.host import by_part, host
 
 
 def _step(dense_us: float, *layers: tuple[float, float, float]) -> HostStep:
@@ -50,21 +41,6 @@ def test_a_layer_has_medians_over_steps_and_a_token_means_that_add_up() -> None:
     assert (spread["host"]["minimum"], spread["host"]["maximum"]) == (pytest.approx(3.0), pytest.approx(21.0))
 
 
-def test_a_preset_that_plans_misses_has_a_column_for_each_kind_of_forward() -> None:
-    faster = Faster()
-
-    def worker(placer: object) -> Any:
-        return SimpleNamespace(engine=SimpleNamespace(layers=[SimpleNamespace(placer=placer)]))
-
-    placer = SimpleNamespace(faster=faster, may_be_local=True)
-    assert [(column, faster.choose(1, (1.0, 1.0))) for column in _columns("auto", worker(placer))] == [
-        ("auto, planned", 0), ("auto, local", 1)
-    ]  # fmt: skip
-    placer.may_be_local = False
-    assert list(_columns("auto", worker(placer))) == ["auto"]
-    assert list(_columns("lru", worker(SimpleNamespace(may_be_local=True)))) == ["lru"]
-
-
 @pytest.mark.slow
 def test_the_parts_of_a_token_are_its_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """In native calls and in Python; also that nothing stays replaced: the second preset runs on the same classes."""
@@ -87,11 +63,6 @@ def test_the_parts_of_a_token_are_its_measured_time(monkeypatch: pytest.MonkeyPa
     assert report.bars == []  # of batch 1 only
 
 
-def test_what_is_measured_beside_a_gpu_has_files_of_its_own() -> None:
-    assert Host().result("host") == "host"
-    assert Host(device=HostDevice.FAKE_GPU).result("host") == "host-gpu"
-
-
 @pytest.mark.slow
 def test_a_layer_beside_a_gpu_is_timed_without_kernels_and_copies() -> None:
     """Also that the engine is its own again: a worker of the CPU runs natively after it."""
@@ -108,52 +79,3 @@ def test_a_layer_beside_a_gpu_is_timed_without_kernels_and_copies() -> None:
     assert [bar.limit for bar in report.bars] == [40.0]
     assert make_device.make_device.__module__ == make_device.__name__
     assert engine.NativeLayer is NativeLayer
-
-
-def test_copies_of_a_fake_gpu_end_at_once_or_when_the_compute_behind_them_is_seen() -> None:
-    gpu, copies = InstantGpu(), InstantGpu().stream()
-    copied, ran = gpu.event(), gpu.event()
-    gpu.record(copied, copies)
-    assert gpu.query(copied)
-    gpu.late = True
-    gpu.record(copied, copies)
-    assert not gpu.query(copied)
-    gpu.record(ran, gpu.current())
-    assert gpu.query(ran)
-    assert gpu.query(copied)
-
-
-def test_bars_judge_the_presets_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Worker:
-        engine = SimpleNamespace(layers=[SimpleNamespace(placer=SimpleNamespace(may_be_local=True))])
-
-        def stats(self) -> Report:
-            return Report("", "emulated")
-
-        def matcher_stats(self) -> None:
-            return None
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(host_bench, "start_worker", lambda config: Worker())
-    monkeypatch.setattr(host_bench, "ensure_artifacts", lambda *_: None)
-    monkeypatch.setattr(host_bench, "_measure", lambda *_: ({("layer", "host"): 20.0, ("layer", "kernels"): 0.0}, {}))
-    report = host(Host(preset=("all-resident", "on-demand", "cache-only"), batch=(1,), ray=False), None)
-    assert [(bar.limit, bar.ok) for bar in report.bars] == [(10.0, False), (20.0, True)]
-    assert [row["part"] for row in report.rows] == ["host"]  # what no preset has is left out
-
-
-def test_a_folder_gets_the_data_and_the_tables_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = Report("host", "emulated", [{"part": "plan", "on-demand": 1.25}], [Bar("b", 2.0, "<=", 1.0)])
-    monkeypatch.setattr(host_bench, "host", lambda *_: report)
-    block = "<!-- table: {} -->\nformer\n<!-- end -->\n"
-    (tmp_path / "host.md").write_text("# Host\n" + block.format("rows") + block.format("bars"))
-    assert CliRunner().invoke(command.bench_app, ["host", "--out", str(tmp_path)]).exit_code == 0
-    page = (tmp_path / "host.md").read_text()
-    assert "| plan | 1.25 |" in page
-    assert "| b | 2 | <= 1 | no |" in page
-    assert "former" not in page
-    assert (tmp_path / "host.json").exists()
-    (tmp_path / "host.md").unlink()
-    assert CliRunner().invoke(command.bench_app, ["host", "--out", str(tmp_path)]).exit_code == 0
-    assert not (tmp_path / "host.md").exists()  # words are a person's

@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from tiermoe.benchmarks import kernels, serving
-from tiermoe.benchmarks.cases import CASES, Scale, Ttft
-from tiermoe.benchmarks.kernels import THREADS_BITS, kernel_threads
-from tiermoe.benchmarks.serving import VARIANTS, Variant, rounds, scale, scale_bars, scale_row, ttft
-from tiermoe.cluster.jobs.bench import command
-from tiermoe.cluster.jobs.bench.metrics import Report, Spread
-from tiermoe.errors import BudgetError, CheckpointError, ConfigError
-from tiermoe.kernels.pack import PackedShape
+from tiermoe.benchmarks import serving
+from tiermoe.benchmarks.cases import Scale, Ttft
+from tiermoe.benchmarks.kernels import kernel_threads
+from tiermoe.benchmarks.serving import VARIANTS, Variant, scale, scale_bars, scale_row, ttft
+from tiermoe.cluster.jobs.bench.metrics import Spread
+from tiermoe.errors import CheckpointError, ConfigError
 
 _TWO = Variant(2, "per-GPU")
-
-
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        ([], {}),
-        (["--batch", "2", "--batch", "3", "--ownership", "expert"], {"batch": (2, 3), "ownership": "expert"}),
-        (["--model", "m", "--link-gbps", "0.5", "--prompts", "1"], {"model": "m", "link_gbps": 0.5, "prompts": 1}),
-        (["--link-gbps", "0"], None),
-        (["--batch", "0"], None),
-        (["--ownership", "mine"], None),
-    ],
-    ids=str,
-)
-def test_the_fields_of_a_case_are_its_options(
-    words: list[str], given: dict[str, object] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(serving, "scale", lambda options, _: asked.append(options) or Report("scale", "real"))
-    done = CliRunner().invoke(command.bench_app, ["scale", *words])
-    assert done.exit_code == (2 if given is None else 0)
-    assert asked == ([] if given is None else [Scale(**given)])  # type: ignore[arg-type]
-
-
-def test_every_case_says_what_its_options_are_for() -> None:
-    for case in CASES.values():
-        assert case.__doc__
-        assert all(field.description for field in case.model_fields.values())
 
 
 def test_budgets_are_equal_in_total_or_each() -> None:
@@ -56,10 +22,6 @@ def test_budgets_are_equal_in_total_or_each() -> None:
         (2, "per-GPU"): 0.125, (4, "per-GPU"): 0.125,
     }  # fmt: skip
     assert all(c.cluster.shards == k[0] and c.cluster.ownership == "expert" for k, c in budgets.items())
-
-
-def test_rounds_are_as_many_as_asked_for_and_as_the_prompts_need() -> None:
-    assert [rounds(Scale(prompts=20, repeats=4), batch) for batch in Scale().batch] == [20, 5, 4, 4]
 
 
 def _found(waits_s: list[float], *loaded: list[float]) -> dict[str, Spread]:
@@ -82,22 +44,6 @@ def test_bytes_are_added_up_over_rounds_and_times_compared_within_them() -> None
     row = scale_row(8, _TWO, {VARIANTS[0].name: one, _TWO.name: two})
     assert (row["bytes_loaded"], row["bytes_max_min"]) == ([6.0, 6.0], 1.0)
     assert (row["io_path_s"], row["io_path_gain"]) == (2.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "what"),
-    [
-        ({"budget": "1GB"}, BudgetError, "not a share"),
-        ({"policy": "all-resident"}, BudgetError, "keeps every expert"),
-        ({"policy": "monde"}, ConfigError, "the link of one GPU"),
-    ],
-)
-def test_what_is_of_no_use_is_refused_before_a_model_is_loaded(
-    given: dict[str, str], error: type[Exception], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "start_worker", lambda config: pytest.fail("loaded"))
-    with pytest.raises(error, match=what):
-        scale(Scale(repeats=1, **given), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -137,34 +83,6 @@ def test_a_long_prompt_is_measured_beside_what_the_link_must_carry() -> None:
 
 
 _SHAPE = (64, 48)
-
-
-def test_each_width_is_set_against_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[tuple[int, int]] = []
-    whole = kernels._cpu.read_bytes
-    monkeypatch.setattr(
-        kernels._cpu, "read_bytes", lambda address, size: read.append((address, size)) or whole(address, size)
-    )
-    report = kernel_threads(2, 2, 32, shapes=[_SHAPE], cold_bytes=1 << 20)
-    values = {(row["case"], row["measure"]): row for row in report.rows}
-    cases = ["1 bit", "2 bits", "3 bits", "4 bits"]
-    measures = ("gbps", "us_per_expert", "gweights_per_s", "of_read")
-    assert set(values) == {("read", "gbps")} | {(case, measure) for case in cases for measure in measures}
-    bandwidth = values["read", "gbps"]["median"]
-    for case, bits in zip(cases, THREADS_BITS, strict=True):
-        gbps, of_read = values[case, "gbps"], values[case, "of_read"]["median"]
-        assert of_read == gbps["median"] / bandwidth
-        size = PackedShape(*_SHAPE, bits, 32).nbytes()
-        seconds = [us * 1e-6 for us in values[case, "us_per_expert"]["values"]]
-        np.testing.assert_allclose(gbps["values"], [size / s / 1e9 for s in seconds])
-    assert report.settings["threads"] == 2
-    assert report.settings["experts_per_call"] == 8
-    # the pieces are the block, three times: a round to warm up and two that count
-    starts = sorted(set(read))
-    assert len(starts) == 8
-    assert len(read) == 24
-    assert all(a + size == b for (a, size), (b, _) in itertools.pairwise(starts))
-    assert sum(size for _, size in starts) == 1 << 20
 
 
 @pytest.mark.parametrize(

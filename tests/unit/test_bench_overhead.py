@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +13,7 @@ from serving import reference_greedy
 from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
-from tiermoe.benchmarks import llama
-from tiermoe.benchmarks import overhead as overhead_bench
-from tiermoe.benchmarks.cases import Against, Overhead
 from tiermoe.benchmarks.llama import LlamaCpp, missing, write_gguf
-from tiermoe.benchmarks.overhead import LLAMA, NEXT_GATE, OURS, overhead
-from tiermoe.cluster.jobs.bench.metrics import Measures, Report, Spread
 from tiermoe.errors import UnsupportedModelError
 
 
@@ -67,55 +61,3 @@ def test_llama_cpp_gives_the_model_s_tokens(checkpoint: Path, tmp_path: Path) ->
             measures, tokens = runner.generate(prompt, 6)
             assert tokens == expected[prompt]
             assert measures["tpot_s"] > 0
-
-
-def _found(*cases: tuple[str, list[float]]) -> dict[str, dict[str, Spread]]:
-    return {name: {"tpot_s": Spread.of(values)} for name, values in cases}
-
-
-@pytest.mark.parametrize(("installed", "ok"), [(True, [True, False, False, True]), (False, [False] * 3 + [True])])
-def test_bars_are_paired_and_missed_without_llama_cpp(
-    installed: bool, ok: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pairs(options: Any, report: Report, folder: Path, configs: Any, prompts: Any, tokens: int, generated: Any,
-              progress: Any) -> dict[str, dict[str, Spread]]:  # fmt: skip
-        cases = [(OURS, [2.0, 4.0, 60.0]), (NEXT_GATE, [2.2, 4.4, 10.0])]
-        generated |= {name: [[1] * tokens] * len(prompts) for name in configs}
-        generated[NEXT_GATE] = [[2] + [1] * (tokens - 1)] * len(prompts)
-        if installed:
-            generated[LLAMA] = generated[OURS]
-            cases.append((LLAMA, [1.0, 1.0, 10.0]))  # ratios 2, 4, 6
-        return _found(*cases)
-
-    monkeypatch.setattr(overhead_bench, "_pairs", pairs)
-    report = overhead(Overhead(against=(Against.LLAMA_CPP,)), None)
-    bars = {bar.name.split(" at 0.25")[0]: bar for bar in report.bars}
-    names = (
-        f"tokens of 96 that are llama.cpp's, {OURS}", f"tokens of 96 that are llama.cpp's, {NEXT_GATE}",
-        "tpot over llama.cpp, all-resident", "tpot over all-resident, next-gate",
-    )  # fmt: skip
-    assert [bars[name].ok for name in names] == ok
-    if installed:
-        assert [bars[name].value for name in names] == pytest.approx([96, 92, 4.0, 1.1])
-
-
-def test_without_llama_cpp_one_line_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    class Worker:
-        def stats(self) -> Report:
-            return Report("", "emulated")
-
-        def submit(self) -> None: ...
-        def close(self) -> None: ...
-
-    def serve(submit: Any, prompts: Any, tokens: int) -> tuple[Measures, list[list[int]]]:
-        return {"ttft_s": 1.0, "tpot_s": 0.5}, [[1] * tokens]
-
-    monkeypatch.setattr(overhead_bench, "missing", lambda: ["llama_cpp"])
-    monkeypatch.setattr(overhead_bench, "start_worker", lambda config: Worker())
-    monkeypatch.setattr(overhead_bench, "serve", serve)
-    report = overhead(Overhead(against=(Against.LLAMA_CPP,), pairs=1), None)
-    assert llama.INSTALL in capsys.readouterr().err
-    assert {row["case"] for row in report.rows} == {OURS, NEXT_GATE, "tiermoe on-demand"}
-    assert not report.ok

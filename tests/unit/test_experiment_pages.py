@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
 import re
@@ -19,8 +18,8 @@ from tiermoe.benchmarks.command import redraw
 from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Plot, experiment_files, load_experiment
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread, fill_tables
-from tiermoe.cluster.jobs.bench.plot import caption, draw, plot
-from tiermoe.cluster.jobs.bench.table import select, show, small, table_of, write_folder
+from tiermoe.cluster.jobs.bench.plot import caption, draw
+from tiermoe.cluster.jobs.bench.table import select, table_of, write_folder
 from tiermoe.cluster.report.files import new_canvas
 from tiermoe.errors import ConfigError
 
@@ -48,18 +47,6 @@ def _report() -> dict[str, Any]:
     settings = {"model": "tiny", "load_average": 0.5, "links": []}
     bars = [Bar("fast", math.nan, "<=", 1)]
     return Report("x", "emulated", rows, bars, settings, figures={"more": {"n": 3}}).as_dict()
-
-
-def test_what_was_not_measured_is_a_dash() -> None:
-    cell = "{tpot_ms:.0f} ({spread[tpot_s].maximum:*1e3 .0f})"
-    pivot = {"rows": {"policy": "{policy}"}, "across": "{budget}", "cell": cell}
-    experiment, record = _experiment(tables={"pivot": pivot}), _report()
-    for shown in (record, small(record)):  # of a run, and of its file
-        assert table_of(experiment, "pivot", shown)[2:] == ["| a | 10 (20) | - |", "| b | 5 (5) | 4 (4) |"]
-    assert table_of(experiment, "bars", record)[-1] == "| fast | <= 1 | - | missed |"
-    assert show("{none:.3f} {absent[x]:.1f} {nan:.1f}", {"none": None, "nan": math.nan}) == "- - -"
-    with pytest.raises(ConfigError, match="no table 'u'"):
-        table_of(experiment, "u", record)
 
 
 def test_a_folder_has_page_data_and_plots(tmp_path: Path) -> None:
@@ -155,25 +142,3 @@ def test_redraw_draws_beside_the_data_and_refuses_what_has_no_figure(tmp_path: P
     (tmp_path / "ndp-similarity.png").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
         redraw([tmp_path / "ndp.json"])
-
-
-def test_redraw_writes_over_no_other_result(tmp_path: Path) -> None:
-    shutil.copy(_DOCS / "ndp.json", tmp_path)
-    shutil.copy(_DOCS / "ndp.json", tmp_path / "before.json")
-    with pytest.raises(ConfigError, match=r"name it ndp\.json"):
-        redraw([tmp_path / "before.json"])
-
-
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(f"No module named '{name}'")
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    record = json.loads((_DOCS / "ndp.json").read_text())
-    (figure,) = load_experiment("ndp").plots.values()
-    with pytest.raises(ConfigError, match=r"pip install 'tiermoe\[plots\]'"):
-        plot(tmp_path / "x.png", figure, record)

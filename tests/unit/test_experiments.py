@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rich.progress import Progress
 from typer.testing import CliRunner
 
 from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
@@ -20,8 +18,8 @@ from tiermoe.benchmarks.command import EXPERIMENTS
 from tiermoe.benchmarks.papers import paper_names
 from tiermoe.benchmarks.random_model import NamedModel, save_published
 from tiermoe.cluster.config import RunConfig, default_model_dir, load_policy
-from tiermoe.cluster.jobs.bench import cells, command, nodes, run, serving
-from tiermoe.cluster.jobs.bench.cells import Cell, Journal, Policy, added, counters, journal_file, measure_cell
+from tiermoe.cluster.jobs.bench import cells, command, run
+from tiermoe.cluster.jobs.bench.cells import Journal, Policy, added, counters, journal_file
 from tiermoe.cluster.jobs.bench.experiment import (
     Experiment,
     Variant,
@@ -33,7 +31,7 @@ from tiermoe.cluster.jobs.bench.experiment import (
 from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.bench.run import run_experiment
-from tiermoe.cluster.jobs.bench.serving import Split, run_config, split_prompts
+from tiermoe.cluster.jobs.bench.serving import Split, split_prompts
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RequestError, RuntimeFailure
 
 _PROMPTS = ((1, 2), (3, 4), (5, 6), (7, 8))
@@ -187,46 +185,7 @@ def test_links_are_not_emulated_on_real_hardware(monkeypatch: pytest.MonkeyPatch
         _run(_experiment(), Starter())
 
 
-def test_a_cell_with_files_of_its_own_store_leaves_the_prepared_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores, seen = [], []
-
-    def own(base: RunConfig, folder: Path) -> Path:
-        stores.append(folder / "store")
-        stores[-1].mkdir()
-        return stores[-1]
-
-    def start(config: RunConfig) -> FakeWorker:
-        assert config.store is not None
-        seen.append((Path(config.store) / "p").read_bytes())
-        return FakeWorker(config, [], lambda policy: 0)
-
-    monkeypatch.setattr("tiermoe.cluster.jobs.bench.cells.own_store", own)
-    policy = Policy("on-demand", load_policy("on-demand"), "on-demand", "on-demand")
-    cell = Cell("s", "", "0.25", None, None, run_config(None), (policy,), _PROMPTS, repeats=1, files={"p": b"x"})
-    measure_cell(cell, start=start)
-    assert seen == [b"x"]
-    assert not stores[0].exists()
-
-
 # -- resuming ----------------------------------------------------------------------------------------------------------
-
-
-def test_presets_that_are_compared_run_on_the_same_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Static placement needs calibrated ones: the others then have them, too, and none is made twice."""
-    made: list[tuple[list[int], bool]] = []
-    monkeypatch.setattr(serving, "prepared_store", lambda *_: Path("store"))
-
-    def ensure(store: Path, model: Path, widths: list[int], group: int, calibrated: bool, progress: bool) -> None:
-        made.append((widths, calibrated))
-
-    monkeypatch.setattr(serving, "ensure_replicas", ensure)
-    presets = [load_policy(name) for name in ("context-ndp-3bit", "on-demand", "context-ndp-2bit")]
-    serving.ensure_artifacts(serving.run_config(None), presets)
-    serving.ensure_artifacts(serving.run_config(None), [*presets, load_policy("static-ndp")])
-    free, calibrated = made
-    assert free[0] == sorted({width for preset in presets for width in preset.replica_widths})
-    assert (free[1], calibrated[1]) == (False, True)
-    assert set(free[0]) <= set(calibrated[0])
 
 
 @pytest.mark.usefixtures("passages")
@@ -272,24 +231,6 @@ def test_other_prompts_and_files_that_are_no_journal_are_refused(tmp_path: Path,
     journal_file(out).write_text("[]")
     with pytest.raises(ConfigError, match="holds no part of an experiment"):
         Journal(out, {})
-
-
-def test_a_step_that_is_done_is_not_done_again(tmp_path: Path) -> None:
-    out, done = tmp_path / "parts.json", list[str]()
-
-    def measure() -> dict[str, float]:
-        done.append("once")
-        return {"value": 1.5}
-
-    assert Journal(out, {"a": 1}).step("calibration", measure) == {"value": 1.5}
-    again = Journal(out, {"a": 1})
-    assert again.step("calibration", measure) == {"value": 1.5}
-    assert again.step("none", lambda: None) is None
-    assert done == ["once"]
-    with pytest.raises(ConfigError, match="with other a"):
-        Journal(out, {"a": 2})
-    again.discard()
-    assert not journal_file(out).exists()
 
 
 # -- bars --------------------------------------------------------------------------------------------------------------
@@ -422,22 +363,6 @@ def test_a_random_model_gets_text_of_the_default_one_and_samples(
         run_experiment(experiment, start=start)
 
 
-def test_cells_run_on_the_nodes_of_the_address_or_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[str] = []
-
-    @contextmanager
-    def join(address: str) -> Iterator[None]:
-        joined.append(address)
-        yield
-
-    monkeypatch.setattr(nodes, "joined", join)
-    monkeypatch.setattr(command, "in_a_ray_job", lambda: len(joined) > 0)
-    for address in (None, "10.0.0.1:6379", None):
-        with command._cells(address, Progress()) as cells:
-            assert (cells is None) == (not joined)
-    assert joined == ["10.0.0.1:6379", "auto"]
-
-
 def test_a_user_s_file_is_a_command_and_its_mistakes_are_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     content = {"name": "mine", "title": "Mine", "summary": "My own.", "grid": {"links": [2]},
@@ -469,33 +394,6 @@ def test_a_variant_is_a_preset_with_other_values(tmp_path: Path) -> None:
         Variant(name="wrong", preset="next-gate", changes={"prefetch": {"min_useful": 2}}).policy()
     path = Policy("min 0.5", found, "next-gate", None).source(tmp_path)
     assert load_policy(path) == found
-
-
-def test_policies_that_configure_themselves_do_so_every_tau_tokens() -> None:
-    sections = {section.name: section for section in load_experiment("moepic").sections}
-    of = {name: {p.name: p for p in run._policies(section, 240, None)} for name, section in sections.items()}
-    for name, section in (("moepic", "budgets"), ("adapmoe", "budgets"), ("moepic-no-sp", "ablation")):
-        assert of[section][name].settings.split == load_policy(name).split.model_copy(update={"tau": 240})
-        assert of[section][name].file is None
-    assert of["budgets"]["moe-infinity"].settings == load_policy("moe-infinity")
-    assert of["budgets"]["moe-infinity"].file == "moe-infinity"
-    fixed, finest = (of["sensitivity"][name].settings.split for name in ("theta 0.4", "zeta 0.05"))
-    assert (fixed.kind, fixed.theta, finest.kind, finest.zeta, finest.tau) == ("fixed", 0.4, "adaptive", 0.05, 240)
-
-
-def test_buddymoe_s_methods_derive_from_presets_and_depend_on_k() -> None:
-    section = load_experiment("buddymoe").sections[0]
-    few, many = ({p.name: p.settings for p in run._policies(section, None, top_k)} for top_k in (4, 6))
-    paper = "cft 0.95, 16 buddies, rho 3, by "
-    assert len(few) == len(many) == 13
-    preset = load_policy("buddymoe").on_miss
-    assert few[paper + "output"].on_miss == preset.model_copy(update={"by": "output"})
-    assert few[paper + "coactivation"].on_miss == preset
-    assert few["random, rho 3"].on_miss.rho == 3
-    own = load_policy("buddymoe-own-weight").on_miss
-    assert (own.weights, own.by, own.rho) == ("buddy", "output", None)
-    assert own.eta > 0
-    assert set(many) - set(few) == {"cft 0.95, 16 buddies, by output", "cft 0.95, 16 buddies, by coactivation"}
 
 
 def test_malformed_options_end_the_command(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,13 +25,11 @@ from tiermoe.benchmarks.trace_metrics import (
     activeevict_bars,
     map_correlations,
     median_ratio,
-    moepic_table1,
-    recorded_rows,
     transfers,
     transfers_of_row,
 )
-from tiermoe.cluster.config import configs_dir, default_model_dir
-from tiermoe.cluster.jobs.bench import run, serving
+from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.jobs.bench import run
 from tiermoe.cluster.jobs.bench.cells import Journal, counters
 from tiermoe.cluster.jobs.bench.experiment import load_experiment
 from tiermoe.cluster.jobs.bench.metrics import Spread, median_of, orders, paired, rounded
@@ -39,17 +37,14 @@ from tiermoe.cluster.jobs.bench.run import Study, take_earlier
 from tiermoe.cluster.jobs.bench.serving import (
     Calibration,
     Recorded,
-    Split,
     read_split,
-    record_split,
     run_config,
     split_prompts,
 )
 from tiermoe.cluster.jobs.evaluate.quality import SUMS, EvaluationOptions, Quality
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
-from tiermoe.cluster.jobs.record import job as record_job
 from tiermoe.cluster.simulate.machine import Machine
-from tiermoe.errors import CheckpointError, ConfigError, TraceError
+from tiermoe.errors import CheckpointError, ConfigError
 
 _CALIBRATION = Calibration(
     layers=8, experts=32, top_k=4, expert_bytes=400_000, tpot_s=8e-3, moe_s=5e-4, latency_us=10.0
@@ -71,23 +66,6 @@ def _study(name: str, tmp_path: Path, recorded: Recorded | None = None, **option
 
 
 # -- rows, prompts, links ----------------------------------------------------------------------------------------------
-
-
-def test_a_trace_decodes_the_text_of_its_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not greedy tokens, which loop; and text that loops is refused before anything is recorded."""
-    asked: list[Any] = []
-    monkeypatch.setattr(record_job, "record", lambda *args, **options: asked.append((args[1], options)))
-    monkeypatch.setattr(serving, "read_split", lambda *args: None)
-    study = _study("moepic", tmp_path)
-    study.recorded("")
-    ((prompts, options),) = asked
-    assert tuple(prompts) == sum(astuple(split_prompts(default_model_dir(), 32).take(16, 16)), ())
-    texts = split_prompts(default_model_dir(), 32 + 64)
-    wanted = [text[32:] for text in (*texts.learn[:16], *texts.measure[:16])]
-    assert options["continuations"] == wanted
-    with pytest.raises(TraceError, match="repeated"):
-        record_split(study.base, Split(((1, 2) * 40,), ()), 8, 64, 2, tmp_path / "t", None)
-    assert len(asked) == 1
 
 
 def test_orders_count_pairs_of_a_cell_that_differ_clearly_in_both() -> None:
@@ -167,32 +145,6 @@ def test_memory_for_a_tpot_is_interpolated_and_never_falls_with_the_budget(tmp_p
     }  # fmt: skip
 
 
-def test_hit_rates_by_size_policy_rho_and_omega(tmp_path: Path) -> None:
-    traces.write(tmp_path / "t", traces.header(layers=3), [(1, 2), (3,), (4, 5), (1, 2)], decodes=6)
-    study = _study("moepic", tmp_path, read_split(tmp_path / "t", 2))
-    shares = [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6]
-    found = moepic_table1(study, shares=shares, rhos=(0.1, 0.9), omegas=(2, 64))["hits"]
-    assert (found["experts"], found["tokens"], found["lcp_size"]) == (6, 16, 3)
-    rates = {(row["policy"], row["size"]): row["hit_rate"] for row in found["rates"]}
-    assert sorted({size for _, size in rates}) == [1, 2, 3, 4, 5]
-    assert all(rate <= rates["belady", size] for (_, size), rate in rates.items())
-    assert [(row["rho"], row["omega"]) for row in found["lcp"]] == [(0.1, 2), (0.1, 64), (0.9, 2), (0.9, 64)]
-
-
-def test_links_are_simulated_from_fast_to_slow(tmp_path: Path) -> None:
-    header = traces.header(layers=5, slot_bytes=48 * 64)  # of 64 neurons, which a split divides
-    traces.write(tmp_path / "t", header, [(1, 2), (3,), (4, 5), (1, 2)], decodes=4)
-    study = _study("moepic", tmp_path, read_split(tmp_path / "t", 3))
-    section = next(section for section in study.experiment.sections if section.name == "links")
-    section = section.model_copy(update={"budgets": ("0.5",), "ratios": (0.5, 6.0)})
-    rows = recorded_rows(study, section, [])
-    assert {row["policy"] for row in rows} == {variant.name for variant in section.variants}
-    for policy in ("mixtral-offloading", "moepic"):
-        fast, slow = (row for row in rows if row["policy"] == policy)
-        assert fast["link_gbps"] > slow["link_gbps"]
-        assert fast["tpot_ms"] < slow["tpot_ms"]
-
-
 # -- fMoE --------------------------------------------------------------------------------------------------------------
 
 
@@ -218,12 +170,6 @@ def test_measures_of_a_preset_that_prefetches() -> None:
         "blocking_ms": 2.0, "total_ms": 10.0, "loaded_mb": 1e-4, "written_back_mb": 5e-5, "redundant": 0.3,
         "precision": (5 + 3) / (7 + 3), "recall": 5 / (5 + 3), "hit_rate": 0.6, "dropped": 0.5,
     })  # fmt: skip
-
-
-def test_measures_of_a_preset_that_fetches_after_the_router() -> None:
-    for layer in (LayerStats(misses=3, bytes_loaded_demand=30), LayerStats()):
-        found = transfers(EngineStats(layers=[layer]).as_dict(), 1)
-        assert (found.precision, found.recall, found.redundant) == (1.0, 1.0, 0.0)
 
 
 def test_measures_of_a_repetition_are_those_of_its_counters() -> None:
@@ -287,22 +233,6 @@ def test_bars_compare_with_the_best_prefetching_baseline_both_ways(tmp_path: Pat
     assert not _bars(rows(5.0), tmp_path)[0].ok
 
 
-def test_bars_of_served_rows_are_paired_by_repetition(tmp_path: Path) -> None:
-    rows = [
-        _row("moe-offloading", [9.0, 11.0], "emulated", writes_back=True),
-        _row("moe-offloading", [3.0, 5.0], "emulated"),
-        _row("activeevict-lossless", [5.0, 7.0], "emulated"),
-        _row("activeevict", [4.0, 6.0], "emulated", precision=[1.0, 0.9]),
-    ]  # fmt: skip
-    swapped, plain, exact = _bars(rows, tmp_path)
-    assert swapped.name == "short, emulated: blocking I/O, as the baselines are, which write back"
-    assert swapped.value == pytest.approx((5 / 9 + 7 / 11) / 2)
-    assert plain.value == pytest.approx((5 / 3 + 7 / 5) / 2)
-    assert (exact.value, exact.ok) == (0.9, False)  # one repetition is enough
-    rows[1] = _row("moe-offloading", [0.0, 5.0], "emulated")
-    assert math.isnan(_bars(rows, tmp_path)[1].value)
-
-
 def _earlier(study: Study, **changes: Any) -> Path:
     sections = ("table", "capacity", "alpha")
     machine = Machine(name="x", forward_s=8e-3, dense_s=1e-3, dense_row_s=0, expert_s=5e-4, expert_row_s=0)
@@ -347,18 +277,6 @@ def test_the_simulated_rows_of_an_earlier_run_are_taken(monkeypatch: pytest.Monk
         take_earlier(study(), tmp_path / "none.json", sections)
     with pytest.raises(ConfigError, match="from an earlier run"):
         take_earlier(study(), None, sections)
-
-
-def test_the_rows_of_docs_can_be_added_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = configs_dir().parent / "docs" / "results" / "activeevict.json"
-    monkeypatch.setattr(run, "cpu", lambda: json.loads(file.read_text())["hardware"])
-    study = _study("activeevict", tmp_path, parts="emulated")
-    work, grid = study.experiment.workload, study.experiment.grid
-    study.settings = {
-        "model": "tiny-moe", "workload": work.model_dump(mode="json"), "grid": grid.model_dump(mode="json"),
-    }  # fmt: skip
-    take_earlier(study, file, ["table", "capacity", "alpha"])
-    assert len(study.rows) == 2 * (2 * 2 * 10 + 5 * 5 + 8)
 
 
 # -- BuddyMoE ----------------------------------------------------------------------------------------------------------
@@ -419,20 +337,3 @@ def test_bars_are_of_the_paper_s_buddy_and_of_the_recommended_one() -> None:
     assert found[_OWN, "random", "loaded_per_token"].bar.ok  # a tie
     saved = json.loads(json.dumps(rows[1]))
     assert quality_of(saved["quality"], saved, _OPTIONS)["kl_nats"].value == pytest.approx(0.055)
-
-
-# -- near-data execution -----------------------------------------------------------------------------------------------
-
-
-def test_rows_on_synthetic_routing_are_taken_whatever_the_machine(tmp_path: Path) -> None:
-    """Such a section states all that its rows depend on, and no trace is recorded."""
-    study = _study("presets", tmp_path, parts="near-data")
-    file = tmp_path / "presets.json"
-    file.write_text(json.dumps({
-        "name": "presets", "hardware": {"model": "any"}, "settings": {},
-        "rows": [{"section": "presets", "tpot_s": 1.0}],
-    }))  # fmt: skip
-    take_earlier(study, file, ["presets"])
-    assert study.rows == [{"section": "presets", "tpot_s": 1.0}]
-    with pytest.raises(ConfigError, match="needs rows from an earlier run"):
-        take_earlier(study, None, ["presets"])
