@@ -68,47 +68,6 @@ def test_every_block_size(rows: int, neurons: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, CPU_MAX_ROWS, CPU_MAX_ROWS + 1])
-def test_which_kernel_runs(rows: int) -> None:
-    called = []
-
-    class Large:
-        def run(self, hidden: object, pairs: object, groups: list[Group], top_k: int, y: object) -> None:
-            called.extend(groups)
-
-    pool = pool_of(2, 4, 8)
-    groups = groups_of([rows, 1], [0, 1], 4)
-    CpuKernel(pool, "silu", Large()).run(  # type: ignore[arg-type]
-        torch.zeros(rows + 1, 8), torch.arange(rows + 1), groups, 1, torch.zeros(rows + 1, 8)
-    )
-    assert called == ([groups[0]] if rows > CPU_MAX_ROWS else [])
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.data())
-def test_two_segments_give_the_whole(data: st.DataObject) -> None:
-    """FFN = FFN(top) + FFN(bottom), both kernels, and the same bits whichever comes first."""
-    draw = data.draw
-    width, neurons, rows = draw(st.integers(1, 70)), draw(st.integers(2, 37)), draw(st.integers(1, 12))
-    top = draw(st.integers(1, neurons - 1))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
-    pool = pool_of(2, neurons, width, seed=generator.initial_seed())
-    hidden = torch.randn(rows, width, generator=generator)
-    pairs = torch.randperm(rows, generator=generator)
-    whole: list[Group] = [(0, rows, neurons, neurons, False)]
-    upper = (0, rows, neurons, top)
-    lower = (0, rows, neurons + top, neurons - top)
-    reference = TorchKernel(pool, gate_for("silu"))
-    for kernel in (reference, CpuKernel(pool, "silu", reference)):
-        expected, found, turned = (torch.full((rows, width), float("nan")) for _ in range(3))
-        kernel.run(hidden, pairs, whole, 1, expected)
-        kernel.run(hidden, pairs, [(*upper, False), (*lower, True)], 1, found)
-        kernel.run(hidden, pairs, [(*lower, False)], 1, turned)
-        kernel.run(hidden, pairs, [(*upper, True)], 1, turned)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        assert torch.equal(found, turned)
-
-
 def test_half_precision_goes_to_the_reference() -> None:
     fast, _ = kernels(pool_of(1, 2, 8))
     with pytest.raises(AssertionError, match="the reference was called"):

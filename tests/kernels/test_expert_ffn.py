@@ -13,7 +13,7 @@ import pytest
 import torch
 from kernel_cases import Forbidden, assert_near, exact, groups_of, pool_of, rows_for
 
-from tiermoe.kernels.expert_ffn import DECODE_ROWS, ROW_CLASSES, SHORT_ROWS, Operands, row_class
+from tiermoe.kernels.expert_ffn import DECODE_ROWS, ROW_CLASSES, SHORT_ROWS, Operands
 from tiermoe.kernels.packed_ffn import FullLayer, Threads
 
 pytest.importorskip("triton")
@@ -24,7 +24,6 @@ from tiermoe.kernels.triton.expert_ffn import PAD, TritonKernel, shapes_for
 from tiermoe.kernels.triton.tables import kernel_copy
 
 SUM = 2.0**-22  # unit roundoff of float32 sums in docs/auto.md: two bits to spare for tensor cores, which cut off
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def kernel_of(pool: Operands, activation: str = "silu") -> TritonKernel:
@@ -39,12 +38,6 @@ def assert_exact(kernel: TritonKernel, pool: Operands, rows: list[int], slots: l
     found = torch.full((len(pairs), width), float("nan"), dtype=hidden.dtype)
     kernel.run(hidden, pairs, groups, 1, found)
     assert_near(found, exact(pool, "silu", hidden, pairs, groups, 1))
-
-
-@pytest.mark.parametrize("rows", range(1, DECODE_ROWS + 1))
-def test_every_decode_row_count(rows: int) -> None:
-    pool = pool_of(2, 16, 32)
-    assert_exact(kernel_of(pool), pool, [rows], [1])
 
 
 @pytest.mark.parametrize("neurons", [1, PAD - 1, PAD, PAD + 1])
@@ -62,7 +55,6 @@ def test_every_candidate_of_a_class_agrees(name: str) -> None:
     for shape in shapes_for(torch.float16)[name]:  # type: ignore[index]
         kernel = TritonKernel(pool, "silu", Forbidden(), shapes={name: shape})  # type: ignore[dict-item]
         assert_exact(kernel, pool, [rows], [1])
-
 
 
 def test_strided_hidden_states_and_another_dtype() -> None:
@@ -86,11 +78,6 @@ def test_what_is_supported() -> None:
     assert not TritonKernel.supports(Operands(plain.gate_up, plain.down.double(), None, None), "silu")
     with pytest.raises(ValueError, match="does not support activation mish"):
         kernel_of(plain, "mish")
-
-
-def test_rows_decide_the_class() -> None:
-    classes = [row_class(rows) for rows in (1, DECODE_ROWS, DECODE_ROWS + 1, SHORT_ROWS, SHORT_ROWS + 1, 4096)]
-    assert classes == ["decode", "decode", "short", "short", "prefill", "prefill"]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.bfloat16])

@@ -22,11 +22,10 @@ from tiny_models import VOCAB, tiny_config
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors import gpu_worker
-from tiermoe.actors.engine.serving import streams as streams_module
 from tiermoe.actors.engine.serving.batching import Batcher
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker, make_batcher
-from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
+from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.config import load_policy
 from tiermoe.errors import (
@@ -64,16 +63,6 @@ def test_events_hold_what_is_new_in_order(streams: Streams) -> None:
     assert len(streams) == 0
 
 
-def test_the_iterator_waits_for_the_next_event(streams: Streams) -> None:
-    stream, seen = streams.open(asked()), []
-    consumer = threading.Thread(target=lambda: seen.extend(stream))
-    consumer.start()
-    streams.deliver(stream.name, [10])
-    streams.finish(stream.name, [EOS])
-    consumer.join(30)
-    assert [event.token_ids for event in seen] == [(10,), (EOS,)]
-
-
 def test_the_type_of_an_error_of_ours_goes_with_its_text(streams: Streams) -> None:
     lost = StoreError("layers 1, 2 are nowhere; tried store/0", "bring it back")
     ours, other = streams.open(asked("a")), streams.open(asked("b"))
@@ -98,62 +87,6 @@ def test_why_it_finished(streams: Streams, generated: list[int], ignore_eos: boo
     assert (event.token_ids, event.finish, event.error) == (tuple(generated), finish, None)
     assert event.ttft_s is not None
     assert (event.tpot_s is None) == (len(generated) < 2)
-
-
-def test_times_are_on_the_last_event_only(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([100.0, 100.5, 102.5])  # open, first token, finish
-    monkeypatch.setattr(streams_module.time, "perf_counter", lambda: next(clock))
-    stream = streams.open(asked())
-    streams.deliver(stream.name, [10])
-    streams.deliver(stream.name, [11])
-    streams.finish(stream.name, [12, 13, 14])
-    *earlier, last = stream
-    assert all(event.ttft_s is None and event.tpot_s is None for event in earlier)
-    assert (last.ttft_s, last.tpot_s) == (0.5, 2.0 / 4)
-    generation = Generation("r")
-    for event in (*earlier, last):
-        generation.add(event)
-    assert generation == Generation("r", [10, 11, 12, 13, 14], "length", None, 0.5, 0.5)
-
-
-def test_an_error_ends_a_stream(streams: Streams) -> None:
-    stream = streams.open(asked())
-    assert streams.abort(stream.name, "error", "out of memory") is True
-    assert list(stream) == [TokenEvent("r", (), finish="error", error="out of memory")]
-    assert streams.abort(stream.name, "error") is False
-
-
-def test_cancelling_is_idempotent(streams: Streams) -> None:
-    stream = streams.open(asked())
-    streams.deliver(stream.name, [10])
-    assert streams.abort(stream.name, "cancelled") is True
-    assert streams.abort(stream.name, "cancelled") is False
-    assert streams.abort("nobody", "cancelled") is False
-    assert list(stream) == [TokenEvent("r", (10,)), TokenEvent("r", (), finish="cancelled")]
-
-
-def test_what_comes_after_the_end_is_dropped(streams: Streams) -> None:
-    stream = streams.open(asked())
-    streams.abort(stream.name, "cancelled")
-    streams.deliver(stream.name, [10])
-    streams.finish(stream.name, [10])
-    assert [event.finish for event in stream] == ["cancelled"]
-    assert stream.events.empty()
-
-
-def test_an_id_may_be_used_again_and_gets_only_its_own_tokens(streams: Streams) -> None:
-    """Guards the reuse of an id: tokens still coming for the cancelled request reached the new one."""
-    first = streams.open(asked())
-    streams.abort(first.name, "cancelled")
-    second = streams.open(asked())
-    assert (streams.find("r"), streams.find("nobody")) == (second, None)
-    streams.deliver(first.name, [10])
-    streams.finish(first.name, [11])
-    assert streams.is_open(second.name)
-    assert not streams.is_open(first.name)
-    streams.finish(second.name, [20])
-    assert [event.token_ids for event in second] == [(20,)]
-    assert streams.find("r") is None
 
 
 def test_names_cannot_be_forged(streams: Streams) -> None:
@@ -200,11 +133,6 @@ def test_refused(streams: Streams, request_: GenerationRequest, match: str) -> N
         streams.open(request_)
     assert len(streams) == 0
     streams.open(asked())  # the id is still free
-
-
-def test_the_capacity_may_be_used_to_the_last_token(streams: Streams) -> None:
-    streams.open(asked(prompt=(5,) * 12))
-    streams.open(asked("extremes", prompt=(0, VOCABULARY - 1), seed=(1 << 64) - 1, top_p=1.0, top_k=VOCABULARY + 1))
 
 
 def test_the_models_positions_bound_a_request_as_well_as_the_kv_cache() -> None:
@@ -483,14 +411,6 @@ def test_clients_take_the_events_of_their_requests(
     worker.load()
     assert worker.batcher.streams.find("left") is None
     assert worker.take("one", 0.0) == (life, [])
-
-
-@BOTH
-def test_the_models_positions_bound_a_request(workers: dict[str, GpuWorker], batching: str) -> None:
-    worker = workers[batching]
-    with pytest.raises(RequestError, match="257 tokens, the model was made for 256 positions"):
-        worker.submit(numbered(0, max_tokens=254))
-    assert batcher_of(worker).streams.limit_tokens == 256  # the KV cache holds 512
 
 
 EXTRAS = {"repetition_penalty": 5.0, "min_length": 200, "num_beams": 3, "no_repeat_ngram_size": 1, "top_k": 3}

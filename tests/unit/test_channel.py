@@ -435,29 +435,6 @@ def _reply(seconds: float = 0.0) -> Encoded:
     return encode(ExpertResult(np.zeros((1, 4), np.float32), seconds, 0.0, 0.0))  # 16 bytes
 
 
-def test_a_request_is_new_once() -> None:
-    cache = ReplyCache(10, 1000)
-    assert cache.begin(1, 1) is State.NEW
-    assert cache.begin(1, 1) is State.KNOWN
-    assert cache.reply_of(1, 0.0) is None  # it runs
-    reply = _reply()
-    cache.finish(1, reply)
-    assert cache.begin(1, 1) is State.KNOWN
-    assert cache.reply_of(1, 0.0) is reply
-
-
-def test_who_asks_while_it_runs_waits_for_it() -> None:
-    cache = ReplyCache(10, 1000)
-    cache.begin(1, 1)
-    got: list[Encoded | None] = []
-    waiter = threading.Thread(target=lambda: got.append(cache.reply_of(1, 5.0)))
-    waiter.start()
-    reply = _reply()
-    cache.finish(1, reply)
-    waiter.join(5.0)
-    assert got == [reply]
-
-
 def test_settled_requests_are_forgotten_and_refused() -> None:
     cache = ReplyCache(10, 1000)
     for number in (1, 2, 3):

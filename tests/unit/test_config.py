@@ -210,15 +210,6 @@ def test_settings_that_agree() -> None:
     assert local_ray(room_for_all, engine_settings(room_for_all)) == LocalRay(11, {"ndp": 2.0})
 
 
-def test_a_policy_file_by_path(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("name: mine\nlossless: true\n")
-    assert load_policy(str(file)).name == "mine"
-    file.write_text("name: mine\n")
-    with pytest.raises(ConfigError, match="key 'lossless' is missing"):
-        load_policy(str(file))
-
-
 @pytest.mark.parametrize(
     ("gpus", "enough", "says"),
     [(1, 1.0, r"--budget 1\.0")]
@@ -242,22 +233,6 @@ def test_a_model_directory_that_is_absent_or_incomplete(tmp_path: Path, monkeypa
     monkeypatch.setattr("tiermoe.cluster.config._PACKAGE_ROOT", tmp_path)
     with pytest.raises(CheckpointError, match="train-default-model"):
         check_model_dir(default_model_dir())
-
-
-def test_settings_are_frozen() -> None:
-    config: Any = RunConfig()
-    with pytest.raises(ValueError, match="frozen"):
-        config.budget = "1"
-
-
-def test_gpu_settings_reach_the_engine() -> None:
-    options = {
-        "expert_kernel": "loop", "compile": "default", "copies": {"ahead_mib": 3},
-        "link": {"gbps": 2.0, "latency_us": 1.0, "layer_us": 5.0},
-    }  # fmt: skip
-    settings = engine_settings(load_run_config(None, options))
-    assert (settings.expert_kernel, settings.compile, settings.copies.ahead_mib) == ("loop", "default", 3)
-    assert settings.link.layer_us == 5.0
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,11 @@ from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine.cuda import tables
 from tiermoe.actors.engine.cuda.activations import PinnedFetch
 from tiermoe.actors.engine.cuda.tables import TableRing
-from tiermoe.actors.engine.dispatch import DeviceBackend, Routing
+from tiermoe.actors.engine.dispatch import Routing
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.host_view import Asked, HostViews, LayerView, share
 from tiermoe.actors.engine.model.profile import PARTS, Calls, count_calls, device_calls, host_passes
 from tiermoe.actors.policies.routing import SequenceRows
-from tiermoe.kernels import device
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 _AHEAD = {"kind": "release-target"}
@@ -240,21 +238,6 @@ def test_tables_stay_what_they_were_while_the_ring_goes_round(seed: int) -> None
     gpu.finish()
     for found, array in put:
         np.testing.assert_array_equal(found.numpy(), array)
-
-
-def test_layers_of_a_stream_get_the_same_rows_and_other_streams_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against sums that a layer on another stream overwrites while they are read."""
-    backend: Any = DeviceBackend(SimpleNamespace(), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
-    streams = iter([7, 7, 8, 7, 7])
-    monkeypatch.setattr(device, "stream_of", lambda device: lambda: next(streams))
-    hidden = torch.zeros(1, 8)
-    with torch.inference_mode():
-        first, again, other, back = (backend._rows(hidden, 4).data_ptr() for _ in range(4))
-        rows = backend._rows(hidden.half(), 4)
-    assert first == again == back != other
-    assert (rows.dtype, rows.is_inference()) == (torch.float16, False)
-    many = [backend._rows(hidden, 65) for _ in range(2)]
-    assert many[0].data_ptr() != many[1].data_ptr()
 
 
 def _decode(engine: ExpertEngine, steps: int) -> None:

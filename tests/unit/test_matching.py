@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
-from tiermoe.actors.engine.peers.matcher import MatcherLink, MatcherPrefetch, sequence_means, tell_eviction, wanted_keys
+from tiermoe.actors.engine.peers.matcher import MatcherLink, MatcherPrefetch, tell_eviction
 from tiermoe.actors.engine.peers.shards import Shards
 from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.policies.eviction import Lru
@@ -127,17 +127,6 @@ def command(number: int, layer: int, *keys: int, hints: int = 0) -> PrefetchComm
 
 
 class TestPublish:
-    def test_what_is_sent(self) -> None:
-        with linked() as (link, _, channel):
-            channel.prompt = True
-            begin(link, 3)
-            observe(link, 3, 1)
-            sent = [pending.context for pending in channel.sent]
-            assert [(c.iteration, c.layer, c.embedding.shape, c.probabilities.shape) for c in sent] == [
-                (3, 0, (1, SHAPE.hidden), (1, 0)), (3, 1, (1, 0), (1, SHAPE.experts)),
-            ]  # fmt: skip
-            assert link.report()["published"] == 2
-
     def test_a_forward_that_it_joins_midway(self) -> None:
         """Nothing was published of its beginning: no other number of sequences is assumed."""
         with linked() as (link, _, channel):
@@ -346,17 +335,6 @@ def _run(link: MatcherLink, shown: Iteration, count: int) -> list[PrefetchComman
     return taken
 
 
-def test_sequence_means() -> None:
-    values = np.array([[1, 2], [3, 4], [5, 6], [7, 9]], np.float32)
-    assert sequence_means(values, [0, 1, 4]).tolist() == [[1, 2], [5, pytest.approx(19 / 3)]]
-    assert sequence_means(values, [0, 1, 2, 3, 4]).tolist() == values.tolist()
-
-
-def test_wanted_keys_leave_hints_out() -> None:
-    given = PrefetchCommand(0, 0, np.array([3, 9, 4, 5], np.int32), np.array([1, 2, 1, 7], np.float32), hints=1)
-    assert wanted_keys(given) == ([9, 3, 4], [2.0, 1.0, 1.0])
-
-
 def test_eviction_gets_the_probabilities_of_a_map_and_nothing_else() -> None:
     eviction = ExpertMapEviction(L * E)
     for key in (8, 9, 10):
@@ -451,24 +429,6 @@ def test_next_gate_steps_in() -> None:
         guesses = [(2 * E + 2, "next-gate"), (2 * E + 1, "next-gate")]
         assert [(want.key, want.source) for want in wanted] == [(3 * E, ""), *guesses]
         assert link.report()["fallback_layers"] == 1
-
-
-def test_a_held_layer_goes_with_the_next_that_is_not() -> None:
-    spans = [Span("a", 0, 1, True)]
-    with linked() as (link, _, channel):
-        policy = _policy(link)
-        policy.begin_forward(spans)
-        channel.sent[0].give(_command({3 * E: 0.2}))
-        seen = [_seen(layer, spans) for layer in range(3)]
-        policy.observed(seen[0])
-        assert policy.observed(seen[1]) == []
-        assert len(channel.sent) == 2  # the matcher owes an answer
-        channel.sent[1].give(None)
-        assert policy.observed(seen[2]) == []
-        context = channel.sent[2].context
-        assert context.layer == 1
-        held = np.concatenate([s.probabilities for s in seen[1:]], axis=1)
-        np.testing.assert_array_equal(context.probabilities, held)
 
 
 def test_blend_judges_by_ids_and_a_model_without_probabilities_is_refused() -> None:

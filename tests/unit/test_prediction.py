@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import traces
@@ -16,11 +15,9 @@ from tiny_models import TEXT
 from topology_cases import FACTS, SPEC, a_node
 
 from tiermoe.cluster.config import RunConfig
-from tiermoe.cluster.jobs.bench import serving
 from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
 from tiermoe.cluster.jobs.bench.serving import run_config
 from tiermoe.cluster.jobs.measure_machine import (
-    PRESETS,
     SMALL,
     Probe,
     _lateness,
@@ -103,14 +100,6 @@ def test_measured_costs_give_a_range_and_other_threads_make_it_rough() -> None:
     assert "(rough, " in speed(other.as_dict())
 
 
-def test_another_presets_host_time_stands_in_with_a_note() -> None:
-    costs, note = COSTS.of_policy("unknown")
-    assert costs.layer_us == 100
-    assert note is not None
-    assert "'p' stands for that of 'unknown'" in note
-    assert COSTS.of_policy("on-demand") == (COSTS.policies["on-demand"], None)
-
-
 def test_two_points_give_calls_and_bandwidth() -> None:
     us, gbps = _line((4, 1e6, 4 * 20e-6 + 1e6 / 5e9), (2, 9e6, 2 * 20e-6 + 9e6 / 5e9))
     assert (us, gbps) == (pytest.approx(20), pytest.approx(5))
@@ -141,26 +130,6 @@ def test_a_presets_costs_explain_its_runs() -> None:
 
 def test_a_run_is_typical_by_its_misses() -> None:
     assert _typical([1, 1, 9, 5, 5, 5, 50], [0, 0, 0, 1, 1, 1, 1]) == pytest.approx((3 * 1 + 4 * 5) / 7)
-
-
-def test_doctor_measures_the_default_policy() -> None:
-    """It did not: a prediction for `auto` had the host time of another preset."""
-    assert RunConfig().policy in PRESETS
-
-
-@pytest.mark.parametrize(("policy", "needed"), [("auto", 0), ("context-ndp-full", 1)])
-def test_a_probe_starts_no_ndp_worker_that_its_policy_can_do_without(
-    policy: str, needed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Predictions count on loads alone."""
-    started = []
-    monkeypatch.setattr(serving, "prepared_store", lambda *_: Path("store"))
-    monkeypatch.setattr("tiermoe.cluster.config.usable_cores", lambda: 8)
-    monkeypatch.setattr("tiermoe.cluster.local.LocalWorker", lambda *given: started.append(given[2]) or MagicMock())
-    config = run_config(None, policy=policy)
-    serving.start_worker(config)
-    serving.start_worker(config, optional_workers=False)
-    assert started == [1, needed]
 
 
 def test_misses_of_a_run_are_those_of_its_passes(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from tiermoe.cluster.report.status import (
     status_tables,
     summary_table,
 )
-from tiermoe.cluster.report.tables import LineProgress, facts, grid, seconds, show, size
+from tiermoe.cluster.report.tables import LineProgress, facts, grid, show
 from tiermoe.cluster.topology.estimate import make_plan
 from tiermoe.cluster.topology.spec import NodeInfo
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RequestError, RuntimeFailure, StoreError
@@ -118,18 +118,6 @@ def test_no_name_and_no_path_is_broken_at_any_width(width: int) -> None:
     assert not long
 
 
-def test_titles_are_broken_between_words_before_rows_become_blocks() -> None:
-    table = grid("", ("policy", "waited for copies", "of it prefetched"), [("on-demand", "1.0 ms", "0 B")])
-    assert _on_terminal(60, table)[0] == "policy     waited for copies  of it prefetched"
-    narrow = _on_terminal(36, table)
-    assert [line.split() for line in narrow[:4]] == [
-        ["policy", "waited", "of", "it"], ["for", "prefetched"], ["copies"], ["-" * 9, "-" * 6, "-" * 10],
-    ]  # fmt: skip
-    assert narrow[4].split("  ") == ["on-demand", "1.0 ms", "0 B"]
-    assert _on_terminal(20, table)[0].split() == ["policy", "on-demand"]
-    assert _on_terminal(20, grid("", ("a", "b"), [])) == ["a  b", "-  -", ""]
-
-
 def test_a_pipe_gets_whole_lines() -> None:
     """Where nothing is on the other side that has a width, a table of any width is one line a row."""
     out = io.StringIO()
@@ -139,11 +127,6 @@ def test_a_pipe_gets_whole_lines() -> None:
     assert len(lines) == 6  # head, rule, row; empty; the fact; empty
     assert lines[2].split("  ")[0].strip() == "value 0"
     assert lines[2].endswith("value 59")
-
-
-def test_units() -> None:
-    assert [size(n) for n in (0, 1023, 1536, 3 * 2**30)] == ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]
-    assert [seconds(s) for s in (None, 2e-6, 0.25, 90.0)] == ["none", "2 us", "250.0 ms", "90.00 s"]
 
 
 def test_timeline(tmp_path: Path) -> None:
@@ -210,15 +193,6 @@ def test_one_cell_an_expert_where_they_fit() -> None:
     assert (hot, cold) == ("red", "blue")
     (shared,) = residency_map([((2, 0, 0, 0, 2, 2, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0), (0,) * 16)], width=13)
     assert shared.plain == "L0 ▂▄·~ 3/16"
-
-
-@pytest.mark.parametrize("width", [1, 12, 30, 79])
-@pytest.mark.parametrize("experts", [1, 7, 64, 512])
-def test_neighbours_share_cells_where_they_do_not(width: int, experts: int) -> None:
-    (line,) = residency_map([((2,) * experts, (0,) * experts)], width)
-    cells = line.plain.split()[1]
-    assert set(cells) == {"█"}
-    assert len(cells) <= max(1, width - len(f"L0  {experts}/{experts}"))
 
 
 def test_the_tables_of_a_deployment() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_rigs import BIASED, EXPERTS, KEYS, LAYERS, SLOT_BYTES, Fixture, GatedDevice, Rig
+from cache_rigs import EXPERTS, KEYS, LAYERS, SLOT_BYTES, Fixture, GatedDevice, Rig
 from channel_peer import wait_until
 from fake_gpu import FakeGpu, Hazard
 from hypothesis import given
@@ -24,10 +24,8 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.budget import MARGIN_BYTES, MARGIN_SHARE, AutoBudget, Shares, SharingRule
 from tiermoe.actors.engine import make_device as devices
 from tiermoe.actors.engine.cache.device import CpuDevice, HostArena
-from tiermoe.actors.engine.cache.slots import SlotMemory, SlotPool
 from tiermoe.actors.engine.cuda.arena import CudaArena, Pages
 from tiermoe.actors.engine.cuda.device import CudaDevice
-from tiermoe.actors.engine.model.kernels import fill_slots
 from tiermoe.actors.engine.serving import steps
 from tiermoe.actors.engine.serving.shared_memory import SectorPool, SharedMemory
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -446,11 +444,6 @@ def test_without_room_slots_stay_as_they_are() -> None:
     assert (rig.residency.slots, len(rig.gpu.pages.mapped)) == (2, 3)
     rig.forward(0, [0, 1])
     rig.finish()
-
-
-def test_kernels_are_measured_on_slots_that_are_there() -> None:
-    pool = SlotPool.allocate(BIASED, 2, torch.float32, torch.device("cpu"), SlotMemory(CpuDevice(LinkSettings()), 2, 6))
-    assert (fill_slots(pool, 5), len(pool.gate_up)) == (2, 6)
 
 
 # -- serving -------------------------------------------------------------------------------------------------------

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import re
-import shutil
-import subprocess
-import threading
-import time
-from collections.abc import AsyncIterator, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fake_api import FakeBackend, ask, serving
+from fake_api import FakeBackend, ask
 
 from tiermoe.actors.engine.stats import LayerResidency
 from tiermoe.cluster.api.metrics import Metrics
 from tiermoe.cluster.api.records import ChoiceTimes
 from tiermoe.cluster.api.status import page, recent_latency
 
-_BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
-_BROWSER = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
-_DEADLINE_S = 30.0
 SECRET = "sesame-open"
 
 
@@ -150,130 +140,3 @@ def key_file(folder: Path) -> Path:
     file.write_text(f"{SECRET} name=web\n")
     file.chmod(0o600)
     return file
-
-
-@contextlib.contextmanager
-def http_server(app: Any) -> Iterator[str]:
-    import uvicorn
-
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        end_s = time.monotonic() + _DEADLINE_S
-        while not server.started:
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-class Tab:
-    """A page in a browser, over its debugging protocol."""
-
-    def __init__(self, socket: Any) -> None:
-        self._socket, self._number = socket, 0
-        self.problems: list[Any] = []
-
-    async def ask(self, method: str, **params: Any) -> Any:
-        self._number += 1
-        await self._socket.send_json({"id": self._number, "method": method, "params": params})
-        while True:
-            message = await self._socket.receive_json(timeout=_DEADLINE_S)
-            if message.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                self.problems.append(message["params"])
-            if message.get("id") == self._number:
-                assert "error" not in message, message
-                return message["result"]
-
-    async def value(self, script: str) -> Any:
-        found = await self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
-
-    async def until(self, script: str) -> None:
-        end_s = time.monotonic() + _DEADLINE_S
-        while not await self.value(script):
-            assert time.monotonic() < end_s, (script, await self.value("document.body.innerText"), self.problems)
-            await asyncio.sleep(0.05)
-
-
-@contextlib.asynccontextmanager
-async def browser_tab(url: str, profile: Path) -> AsyncIterator[Tab]:
-    import aiohttp
-
-    assert _BROWSER is not None
-    command = [_BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
-               "--window-size=1200,1000", f"--user-data-dir={profile}", url]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        port_file, end_s = profile / "DevToolsActivePort", time.monotonic() + _DEADLINE_S
-        while not port_file.exists() or not port_file.read_text().strip():
-            assert process.poll() is None
-            assert time.monotonic() < end_s
-            await asyncio.sleep(0.05)
-        port = port_file.read_text().splitlines()[0]
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json") as answer:
-                (target,) = [found for found in await answer.json() if found["type"] == "page"]
-            async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                tab = Tab(socket)
-                await tab.ask("Runtime.enable")
-                await tab.ask("Log.enable")
-                yield tab
-    finally:
-        process.kill()
-        process.wait()
-
-
-_PIXEL = """(() => { const map = document.getElementById("map");
-  return [map.width, map.height, ...map.getContext("2d").getImageData(0, 0, map.width, map.height).data]; })()"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(_BROWSER is None, reason="no Chromium on the path")
-def test_the_page_in_chromium(tmp_path: Path) -> None:
-    """It asks for the key, refuses a wrong one, then shows tiles, links and the map, and follows what changes."""
-    backend = FakeBackend()
-    _, make_client = serving(backend, keys=key_file(tmp_path))
-    app = make_client()._transport.app  # type: ignore[attr-defined]
-
-    async def look(url: str) -> list[Any]:
-        async with browser_tab(url, tmp_path / "profile") as tab, httpx.AsyncClient(base_url=url) as http:
-            await tab.until("!document.getElementById('door').hidden")
-            assert await tab.value("document.getElementById('main').hidden")
-            for key, done in (("wrong", "state.textContent.includes('not known')"), (SECRET, "!main.hidden")):
-                await tab.value(f"document.getElementById('key').value = {json.dumps(key)}; door.requestSubmit()")
-                await tab.until(done)
-            await tab.until("state.textContent === 'ready'")
-            width, height, *pixels = await tab.value(_PIXEL)
-            assert (width, height) == (3, 2)
-            cells = [tuple(pixels[4 * i : 4 * i + 4]) for i in range(6)]
-            assert [cell[3] for cell in cells] == [255, 60, 255, 60, 255, 255]  # 60: not resident
-            assert cells[2][:3] == (240, 200, 60)  # loading
-            red, blue = cells[5], cells[4]  # 8 uses, and 1
-            assert red[0] > red[2]
-            assert blue[2] > blue[0]
-            assert "3 of 6 experts" in await tab.value("resident.textContent")
-            assert "71.4%" in await tab.value("tiles.innerText")  # 5 of 7
-            assert await tab.value("document.querySelectorAll('.link').length") == 1
-            await http.post("/v1/completions", json={"prompt": "hello"}, headers={"Authorization": f"Bearer {SECRET}"})
-            await tab.until("tiles.innerText.includes('6 in all')")  # five letters and the end
-            assert "1 choices" in await tab.value("tiles.innerText")
-            await tab.value(
-                "document.getElementById('map').dispatchEvent(new MouseEvent('mousemove', "
-                "{clientX: map.getBoundingClientRect().right - 1, clientY: map.getBoundingClientRect().bottom - 1}))"
-            )
-            assert await tab.value("cell.textContent") == "layer 1, expert 2: resident, 8 uses"
-            backend.failure = "the worker died"
-            await tab.until("state.textContent.includes('the worker died')")
-            return tab.problems
-
-    with http_server(app) as url:
-        problems = asyncio.run(look(url))
-    texts = [str(problem) for problem in problems if "401" not in str(problem) and "favicon" not in str(problem)]
-    assert texts == []
-
-

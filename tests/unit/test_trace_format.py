@@ -14,7 +14,6 @@ import serving
 import tiny_models
 import torch
 import traces
-from commands import Command
 from safetensors.numpy import load, save
 
 from tiermoe.actors.policies.eviction import Lru
@@ -73,20 +72,6 @@ def test_lookahead_gives_the_recorded_order(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.argsort(-scores, axis=1)[:, :2], step.ids[:, 2])
     assert np.isfinite(scores).sum() == 3 * 2
     assert [step.lookahead(*at) is None for at in ((1, 2), (2, 1), (0, 3), (0, 0))] == [True] * 4
-
-
-def test_equal_probabilities_keep_their_order(tmp_path: Path) -> None:
-    """fp16 rounds two probabilities to one: the expert that was first stays first."""
-    shape = traces.header(2, 4, 2, 1)
-    rows = traces.rows_of(shape, [5], np.random.default_rng(0))
-    rows.next_ids[0, 0, 0] = (3, 1)
-    rows.next_probabilities[0, 0, 0] = (0.25, 0.25)
-    writer = TraceWriter(tmp_path / "t", shape, traces.embed)
-    writer.begin([5])
-    writer.add(rows, decode=False)
-    writer.close(True)
-    scores = next(Trace(tmp_path / "t").requests()).iterations[0].lookahead(0, 1)
-    assert np.argsort(-scores[0])[:2].tolist() == [3, 1]
 
 
 def test_interrupted_trace_is_valid(tmp_path: Path) -> None:
@@ -179,20 +164,6 @@ def test_impossible_values_are_refused(
     assert message in str(check_chunk(header, header.chunks[0], arrays))
 
 
-@pytest.mark.parametrize("change", ["missing", "dtype", "shape"])
-def test_other_arrays_are_refused(tmp_path: Path, change: str) -> None:
-    traces.write(tmp_path, traces.header(), PROMPTS)
-    header = Trace(tmp_path).header
-    arrays = dict(read_chunk(tmp_path, header, header.chunks[0]))
-    if change == "missing":
-        del arrays["weights"]
-    elif change == "dtype":
-        arrays["weights"] = arrays["weights"].astype(np.float32)
-    else:
-        arrays["weights"] = arrays["weights"][1:]
-    assert check_chunk(header, header.chunks[0], arrays) is not None
-
-
 @pytest.mark.parametrize(("row", "column", "value"), [(1, 1, 2), (0, 1, 1), (4, 0, 0), (4, 0, 2)])
 def test_iterations_that_follow_on_nothing_are_refused(tmp_path: Path, row: int, column: int, value: int) -> None:
     import hashlib
@@ -248,19 +219,6 @@ def test_a_trace_allocates_no_more_expert_maps_than_it_has_forwards(tmp_path: Pa
     header = Trace(tmp_path).header
     assert context_of(header).map_capacity == header.forwards + 1
     assert context_of(traces.header()).map_capacity == 1000  # of no file: synthetic
-
-
-def test_a_lack_of_memory_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    traces.write(tmp_path, traces.header(), PROMPTS)
-
-    def lacking(*args: object, **options: object) -> None:
-        raise MemoryError("Unable to allocate 7.28 TiB for an array")
-
-    monkeypatch.setattr("tiermoe.cluster.jobs.replay.replay", lacking)
-    said = "error: there is not enough memory (Unable to allocate 7.28 TiB for an array); give less at a time\n"
-    assert command("replay", tmp_path) == (1, "", said)
 
 
 RECORDED = [list(range(3, 40)), [5, 9, 70], list(range(60, 20, -1))]
