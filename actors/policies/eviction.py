@@ -260,15 +260,11 @@ class ValueOrder:
     State: a binary heap, and the current entry of each key (`present`). Outdated entries stay in the heap until they
     come up, or outnumber the current ones. `set` is O(log n) amortized per entry, `remove` O(1), `first` O(k log k) for
     k entries passed: it walks down from the heap's root.
-
-    Attributes:
-        looked_at: entries that `first` has passed so far.
     """
 
     def __init__(self) -> None:
         self.present: dict[int, Entry] = {}
         self._heap: list[Entry] = []
-        self.looked_at = 0
 
     def set(self, entries: Iterable[Entry]) -> None:
         """Add keys, or move them."""
@@ -289,11 +285,9 @@ class ValueOrder:
         out: list[int] = []
         heap, present = self._heap, self.present
         while heap and present.get(heap[0][2]) is not heap[0]:
-            self.looked_at += 1
             heappop(heap)
         frontier = [(heap[0], 0)] if heap and count > 0 else []
         while frontier:
-            self.looked_at += 1
             entry, at = heappop(frontier)
             for child in (2 * at + 1, 2 * at + 2):
                 if child < len(heap):

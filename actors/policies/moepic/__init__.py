@@ -96,11 +96,6 @@ class Lcp(EvictionPolicy):
     def ranked(self, keys: Sequence[int]) -> list[int]:
         return sorted(keys, key=lambda key: -self._value.get(key, -inf))
 
-    @property
-    def looked_at(self) -> int:
-        """Entries that `victims` has looked at since the beginning: what it costs."""
-        return self._order.looked_at
-
 
 @register("prefetch", "speculative")
 class SpeculativePrefetch(LayeredPrefetch):
