@@ -45,27 +45,6 @@ def planned(planner: Auto, needed: list[int], rows: list[int] | None = None, **g
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_here_runs_here() -> None:
-    planner = auto()
-    planner.states[0, :4] = RESIDENT
-    assert planned(planner, [1, 3]) == [HERE, HERE]
-
-
-def test_without_workers_every_miss_is_loaded() -> None:
-    planner = auto(workers=0)
-    planner.states[0, 0] = RESIDENT
-    assert planned(planner, [0, 5, 6]) == [HERE, LOAD, LOAD]
-
-
-def test_two_workers_share() -> None:
-    planner = auto(workers=2, without=Without.FUTURE)
-    ids = np.arange(4, dtype=np.int32)
-    found = planner.plan(0, ids, np.ones(4, np.int32), 0.0, 0.0)
-    assert found.actions.tolist() == [NEAR] * 4
-    assert sorted(found.workers.tolist()) == [0, 0, 1, 1]
-    assert found.near_s == 8.0
-
-
 @pytest.mark.parametrize(("arrives_s", "expected"), [(2.0, WAIT), (30.0, NEAR)])
 def test_waiting_is_an_option_not_a_duty(arrives_s: float, expected: Action) -> None:
     planner = auto()

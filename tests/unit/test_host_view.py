@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
 from tiermoe.actors.engine import engine as engine_module
-from tiermoe.actors.engine.cuda import tables
 from tiermoe.actors.engine.cuda.activations import PinnedFetch
 from tiermoe.actors.engine.cuda.tables import TableRing
-from tiermoe.actors.engine.dispatch import Routing
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.engine.host_view import Asked, HostViews, LayerView, share
+from tiermoe.actors.engine.host_view import Asked, HostViews, share
 from tiermoe.actors.engine.model.profile import PARTS, Calls, count_calls, device_calls, host_passes
 from tiermoe.actors.policies.routing import SequenceRows
 
@@ -204,25 +202,6 @@ def test_a_table_does_not_wait_for_experts_on_their_way() -> None:
         np.testing.assert_array_equal(found.numpy(), table)
     assert taken["copy"] > 1e-3
     assert taken["ring"] < 1e-6
-
-
-def test_layers_put_their_tables_into_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of pairs and the weights of rerouted layers, at one row and at several."""
-    gpu = FakeGpu()
-    ring = TableRing(gpu)
-    monkeypatch.setattr(tables, "ring_of", lambda device: ring)
-    elsewhere = torch.device("meta")  # any device but the CPU
-    routing = Routing.of(np.array([[5, 1], [1, 5]]), elsewhere)
-    fetched: Any = lambda *_: [np.array([[5, 1]])]  # noqa: E731
-    view = LayerView(fetched, torch.zeros(1, 4, device=elsewhere), torch.zeros(1, 2), torch.zeros(1, 2))
-    view.reroute(np.array([[5, 2]]), np.array([[0.25, 0.75]]), dropped=False)
-    assert gpu.calls["kernel_copy"] == 2
-    rounded = LayerView(fetched, torch.zeros(1, 4, device=elsewhere), torch.zeros(1, 2), torch.zeros(1, 2).bfloat16())
-    rounded.reroute(np.array([[5, 2]]), np.array([[0.3, 0.7]]), dropped=False)
-    gpu.finish()
-    assert routing.pairs.tolist() == [1, 2, 0, 3]
-    assert view.device_weights.tolist() == [[0.25, 0.75]]
-    assert torch.equal(rounded.device_weights, torch.tensor([[0.3, 0.7]]).bfloat16())  # the host's: no launch more
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from tiermoe.actors.settings import StoreSettings
 from tiermoe.actors.store.dense import fetch_dense
 from tiermoe.actors.store.format import MANIFEST_NAME, layer_name
-from tiermoe.actors.store.remote import RefBook
 from tiermoe.actors.store.server import StoreWorker
 from tiermoe.errors import MessageTooLarge, RemoteFailure, StoreError, TierMoeError
 from tiermoe.proto.channel import open_channel
@@ -233,18 +232,3 @@ def test_no_store_to_give_the_dense_weights(tmp_path: Path) -> None:
     links = [StoreLink("store/0", (0,), PeerLink(LocalDirectory(), name="store/0"))]
     with pytest.raises(StoreError, match=r"manifest.json was not had from a store \(store/0: store/0 registered no"):
         fetch_dense(links, tmp_path, StoreSettings(deadline_s=0.2))
-
-
-def test_objects_are_bounded_and_the_newest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    put: list[Any] = []
-    monkeypatch.setattr("ray.put", lambda value: put.append(value) or f"ref {len(put)}")
-    book = RefBook(250)
-    assert [book.get((0, e), 100, lambda: []) for e in (0, 1, 0)] == ["ref 1", "ref 2", "ref 1"]
-    assert book.get((0, 2), 100, lambda: []) == "ref 3"  # expert 1 goes, which was used least recently
-    assert book.nbytes == 200
-    assert book.get((0, 0), 100, lambda: []) == "ref 1"
-    assert book.get((0, 1), 100, lambda: []) == "ref 4"
-    assert book.get((0, 9), 900, lambda: []) == "ref 5"  # larger than all: alone
-    assert book.nbytes == 900
-    book.clear()
-    assert book.nbytes == 0
