@@ -193,20 +193,24 @@ def ndp_quality(study: Study, *, section: str, pairs: Sequence[Sequence[str]], p
     return {}
 
 
+_ALIKE = 24  # windows
+
+
 @metric("ndp-similarity")
 def ndp_similarity(study: Study) -> dict[str, Any]:
     """Cosines of a document's expert activations in prefill and those in its own and in others' decode (Figure 4).
 
-    Mean over the held-out documents. The cosine of two count vectors equals that of their distributions. Uniform
-    routing gives 1 as well: the number says that both phases agree, not that routing is skewed. The paper has 0.89 for
-    Mixtral-8x7B on TruthfulQA.
+    Mean over the first windows of held-out text, which are decoded token by token. The cosine of two count vectors
+    equals that of their distributions. Uniform routing gives 1 as well: the number says that both phases agree, not
+    that routing is skewed. The paper has 0.89 for Mixtral-8x7B on TruthfulQA.
     """
 
     def measure() -> dict[str, Any]:
         from tiermoe.cluster.jobs.evaluate.scoring import Evaluation
 
         options = study.experiment.workload.quality.options
-        texts = Split((), tuple(window.ids for window in Evaluation(study.base.model_dir, options).windows))
+        windows = Evaluation(study.base.model_dir, options).windows[:_ALIKE]
+        texts = Split((), tuple(window.ids for window in windows))
         longest, out = max(map(len, texts.measure)), study.scratch / "similarity"
         recorded = record_split(study.base, texts, options.prefix, longest, 1, out, study.progress)
         routing = routing_of(recorded.header, recorded.measure)
