@@ -64,10 +64,10 @@ def packed_store(store: ExpertStore, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """Twenty prompts of several lengths, and 64 tokens for each."""
-    whole = heldout_prompts(default_model_dir(), 20, max(LENGTHS))
+    """Twelve prompts of several lengths, and 48 tokens for each."""
+    whole = heldout_prompts(default_model_dir(), 12, max(LENGTHS))
     prompts = [tuple(prompt[: LENGTHS[i % len(LENGTHS)]]) for i, prompt in enumerate(whole)]
-    return Reference(prompts, default_model_greedy(prompts, 64))
+    return Reference(prompts, default_model_greedy(prompts, 48))
 
 
 @pytest.fixture

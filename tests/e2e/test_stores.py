@@ -99,6 +99,7 @@ def test_same_tokens_out_of_another_process(store: ExpertStore, whole: StoreProc
         assert lead.health()["store/0"] == "connected"
 
 
+@pytest.mark.slow
 def test_two_slices_and_files_of_the_own_node(store: ExpertStore, reference: Reference) -> None:
     own = ExpertStore(store.describe().path, "stamp", layers=[2, 5])
     first, second = [0, 1, 3, 8, 9, 10, 11], [4, 6, 7, 12, 13, 14, 15]
@@ -123,6 +124,7 @@ def test_a_replica_takes_over_midway(store: ExpertStore, reference: Reference) -
         assert lead.health()["store/0"] == "connected"
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_is_passed_over(store: ExpertStore, reference: Reference) -> None:
     with _stores(store, LAYERS, LAYERS) as stores, _lead(_elsewhere(store), _config(), stores) as lead:
         reference.check_struck(lead, 0, lambda: os.kill(stores[0].pid, signal.SIGSTOP), 24)

@@ -28,8 +28,7 @@ from commands import Command
 from golden_rig import PRESETS, ExpertStore
 
 FIRST = {  # in `make test`; the others take a minute more, and hobbit's replicas another
-    "activeevict", "adapmoe", "buddymoe", "fmoe", "mixtral-offloading-swap", "moe-infinity", "moepic", "next-gate",
-    "on-demand", "pre-gated", "promoe",
+    "activeevict", "buddymoe", "fmoe", "moepic", "next-gate", "on-demand", "pre-gated",
 }  # fmt: skip
 StoreOf = Callable[[str], ExpertStore]
 _CPU = dict(

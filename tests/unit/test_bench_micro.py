@@ -66,6 +66,7 @@ def test_one_and_two_gpus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.executor == "emulated"
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_measured_beside_what_the_link_must_carry() -> None:
     report = ttft(Ttft(repeats=2, prompt_tokens=64, policy=("on-demand",), link_gbps=2.0), None)
     found = {(row["case"], row["measure"]): row for row in report.rows}
