@@ -56,10 +56,11 @@ def run(context: Context, record: Record) -> None:
 
 
 def targets(context: Context) -> list[str]:
-    """The arguments of pytest: each file that needs a GPU; the kernels' as one."""
+    """The arguments of pytest: each file that needs a GPU; the kernels' as one. A toy run tries one file."""
     files = sorted(path.relative_to(context.root) for path in (context.root / "tests/cuda").glob("test_*.py"))
-    rest = ["tests/unit/test_bench_gpu_routing.py"] if context.toy else ["tests/kernels"]
-    return [str(file) for file in files] + rest
+    if context.toy:
+        return ["tests/unit/test_bench_gpu_routing.py"]
+    return [*map(str, files), "tests/kernels"]
 
 
 def _finish(

@@ -49,7 +49,7 @@ LRU_SHARES = (0.1, 0.25, 0.5, 0.75)  # of a layer's experts in an LRU cache, who
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 GOALS = {0.5: 0.8, 0.1: 0.65}
 OURS = "tiermoe"
-PROMPT, WARM, TOKENS, SLOW_TOKENS, REPEATS = 16, 24, 8, 3, 5
+PROMPT, SLOW_TOKENS = 16, 3
 _SLOW_S = 0.06  # a slower token is measured in shorter pieces
 _FIRST_S = 5.0  # estimate of a case before any has run
 _OFFLOAD_TOKENS = 2
@@ -85,6 +85,19 @@ def cells_by_worth(toy: bool, every_preset: bool = True) -> list[Cell]:
         Cell(preset, budget, group.get("batch", 1))
         for group in groups for budget, preset in product(group["budgets"], group["presets"])
     ))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Tokens of a case before it is measured, of each of its pieces, and how many pieces there are."""
+
+    warm: int = 24
+    tokens: int = 8
+    repeats: int = 5
+
+    @staticmethod
+    def of(context: Context) -> Pieces:
+        return Pieces(4, 2, 2) if context.toy else Pieces()
 
 
 def _table() -> dict[str, Any]:
@@ -231,7 +244,8 @@ def run(context: Context, record: Record) -> None:
     steady_sdpa()  # the references, too: they run before the first engine
     begin_s = time.monotonic()
     layers = moe_layers(shape, context)
-    tokens = PROMPT + WARM + (REPEATS + 1) * TOKENS
+    pieces = Pieces.of(context)
+    tokens = PROMPT + pieces.warm + (pieces.repeats + 1) * pieces.tokens
     trace = draw(tokens, layers, shape.experts, shape.top_k, seed=7)
     sizes = {f"{share:g}": max(shape.top_k, round(share * shape.experts)) for share in LRU_SHARES}
     lru = hit_rates(trace.ids.transpose(1, 0, 2), tuple(sizes.values()), policies(("lru",)))
@@ -271,7 +285,7 @@ def _references(bench: Bench) -> str:
             session = Session(bench.built.model, bench.replay, bench.context, name)
             session.prefill([1] * PROMPT)
             session.decode(3)
-            values = [session.decode(TOKENS // 2) * 1e3 for _ in range(3)]
+            values = [session.decode(Pieces.of(bench.context).tokens // 2) * 1e3 for _ in range(3)]
             found[name] = median(values)
             record.row("reference", shape=shape.name, case=f"transformers {name}", tpot_ms=spread_of(values))
     if not found:
@@ -282,7 +296,6 @@ def _references(bench: Bench) -> str:
 SERVED = (
     ("all-resident", 1.0), ("auto", 0.5), ("next-gate", 0.5), ("on-demand", 0.5), ("auto", 0.25), ("next-gate", 0.25),
 )  # fmt: skip
-SERVED_WARM, SERVED_PIECE = 24, 8
 _SERVED_KV = KvSettings(page_size=16, tokens=512, max_batch_tokens=256, max_num_seqs=4, prefix_cache=False)
 
 
@@ -290,17 +303,17 @@ class _Told:
     """A `SequenceWatcher`: of a step that one sequence runs, the replay gets the tokens and the engine the rows.
 
     Attributes:
-        loaded: bytes that the engine had loaded before the step that follows a sequence's `SERVED_WARM`th token.
+        loaded: bytes that the engine had loaded before the step that follows a sequence's `warm`th token.
     """
 
-    def __init__(self, engine: ExpertEngine, replay: Replay) -> None:
-        self._engine, self._replay, self._next = engine, replay, dict[str, int]()
+    def __init__(self, engine: ExpertEngine, replay: Replay, warm: int) -> None:
+        self._engine, self._replay, self._next, self._warm = engine, replay, dict[str, int](), warm
         self.loaded = 0
 
     def begin_forward(self, rows: Sequence[SequenceRows]) -> None:
         (row,) = rows
         position, count = self._next.get(row.name, 0), row.stop - row.start
-        if position == PROMPT + SERVED_WARM - 1:
+        if position == PROMPT + self._warm - 1:
             self.loaded = self._engine.stats().total().bytes_loaded
         self._next[row.name] = position + count
         self._replay.begin(position, count)
@@ -317,7 +330,7 @@ def _served(bench: Bench, near_data: NearData, peaks: Peaks) -> None:
         record.note(f"{shape.name}: its attention has no paged cache, so its steps are no graphs")
         return
     bench.replay.close()  # inside the experts' operator, since no graph may hold what changes from step to step
-    for preset, budget in SERVED[:3] if context.toy else SERVED:
+    for preset, budget in SERVED[:2] if context.toy else SERVED:
         case = f"{shape.name}, served, {preset} at {budget:g}"
         if record.has_time(context, _FIRST_S, case):
             with record.trying(case, must_run=True), bench.engine(preset, budget, near_data) as engine:
@@ -331,7 +344,8 @@ def _served_case(bench: Bench, engine: ExpertEngine, preset: str, budget: float,
     from tiermoe.actors.engine.serving.recorded import Recorded
 
     model, gpu = bench.built.model, bench.context.device.type == "cuda"
-    tokens, told = bench.trace.ids.shape[0] - PROMPT - 1, _Told(engine, bench.replay)
+    tokens, of = bench.trace.ids.shape[0] - PROMPT - 1, Pieces.of(bench.context)
+    told = _Told(engine, bench.replay, of.warm)
     bench.built.use(OURS)
     with (
         bench.replay.inside(bench.built.modules, engine.layers),
@@ -346,10 +360,10 @@ def _served_case(bench: Bench, engine: ExpertEngine, preset: str, budget: float,
             serve(batcher.submit, [prompt], tokens, between_s=between_s)
         loaded = engine.stats().total().bytes_loaded - told.loaded
     pieces = [
-        fmean(between_s[at : at + SERVED_PIECE]) * 1e3
-        for at in range(SERVED_WARM, len(between_s) - SERVED_PIECE + 1, SERVED_PIECE)
+        fmean(between_s[at : at + of.tokens]) * 1e3
+        for at in range(of.warm, len(between_s) - of.tokens + 1, of.tokens)
     ]
-    per_token = loaded / (tokens - SERVED_WARM)
+    per_token = loaded / (tokens - of.warm)
     bench.record.row(
         "served", shape=bench.shape.name, preset=preset, budget=budget, tpot_ms=spread_of(pieces),
         graphs=recorded is not None and recorded.problem is None, mb_per_token=per_token / 1e6,
@@ -394,27 +408,27 @@ def _cases(bench: Bench, near_data: NearData, reference: str, peaks: Peaks) -> N
 def _case(bench: Bench, cell: Cell, near_data: NearData, reference: str, peaks: Peaks) -> float:
     """Measure one cell beside the reference; its speed over the reference's."""
     preset, budget, batch = cell.preset, cell.budget, cell.batch
-    built, shape, policy = bench.built, bench.shape, load_policy(preset)
+    built, shape, policy, of = bench.built, bench.shape, load_policy(preset), Pieces.of(bench.context)
     with bench.engine(preset, budget, near_data) as engine:
         built.use(OURS)
         ours = bench.session(f"{preset}-{budget}", engine, batch)
-        warm_s = ours.decode(WARM)
-        tokens = TOKENS if warm_s < _SLOW_S else SLOW_TOKENS
+        warm_s = ours.decode(of.warm)
+        tokens = min(of.tokens, SLOW_TOKENS if warm_s >= _SLOW_S else of.tokens)
         built.use(reference)
         theirs = bench.session("reference", batch=batch)
         theirs.decode(2)
         engine.reset_stats()
         times: list[tuple[float, float]] = []
-        for _ in range(REPEATS):
+        for _ in range(of.repeats):
             built.use(OURS)
             mine_s = ours.decode(tokens)
             built.use(reference)
             theirs.position = ours.position - tokens  # the same tokens of the trace
             times.append((mine_s, theirs.decode(tokens)))
         engine.cache.settle_times()
-        row = _counted(bench, engine, REPEATS * tokens, batch, peaks)
+        row = _counted(bench, engine, of.repeats * tokens, batch, peaks)
         if policy.uses_ndp:
-            row |= _ndp_times(engine, REPEATS * tokens)
+            row |= _ndp_times(engine, of.repeats * tokens)
         ours.end()
         row["kernels"] = engine.kernels.plan.as_dict()["chosen"]
     speed = median(theirs_s / mine_s for mine_s, theirs_s in times)
@@ -515,7 +529,8 @@ def host(context: Context, record: Record) -> None:
     for name, of in _table()["host"].items():
         shape = (TOY if context.toy else REAL)[name]
         if record.has_time(context, 2 * _CASE_S, shape.name):
-            _host_shape(context, record, shape, min(of["layers"], shape.moe_layers), of["cases"])
+            cases = of["cases"][-1:] if context.toy else of["cases"]
+            _host_shape(context, record, shape, min(of["layers"], shape.moe_layers), cases)
             free_memory(context)
 
 
