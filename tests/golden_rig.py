@@ -24,7 +24,7 @@ from channel_peer import wait_until
 from decision_rig import COUNTERS as DECIDED
 from fake_api import FakeBackend
 from fake_api import serving as serving_api
-from serving import add_random_profile, greedy, prepared, settings
+from serving import add_random_profile, gathered, greedy, prepared, settings
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
@@ -32,7 +32,7 @@ from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.ndp_worker import NdpWorker
 from tiermoe.actors.policies.baselines import Predictor, PreGate
-from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
+from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, NdpSettings
 from tiermoe.actors.store.artifacts import (
     GATES_NAME,
@@ -122,10 +122,9 @@ def is_lossless(preset: str) -> bool:
 
 
 def replica_widths(preset: str) -> tuple[int, ...]:
-    """Of the replicas that the store must have: none, 4 bits, or all."""
+    """Of the replicas that the store must have: none, or all, which are made once."""
     policy = load_policy(preset)
-    needed = set(policy.replica_widths) | ({4} if policy.needs_popularity else set())
-    return () if not needed else (4,) if needed == {4} else (1, 2, 3, 4)
+    return (1, 2, 3, 4) if policy.replica_widths or policy.needs_popularity else ()
 
 
 class _Answer:
@@ -244,13 +243,7 @@ def _together(worker: GpuWorker, prompts: Sequence[Sequence[int]]) -> list[list[
         streams.append(worker.submit(GenerationRequest(f"t{i}", tuple(prompt), sampling)))
         assert entered.wait(60)
     submitted.set()
-    found = []
-    for i, stream in enumerate(streams):
-        generation = Generation(f"t{i}")
-        for event in stream:
-            generation.add(event)
-        assert generation.error is None, generation.error
-        found.append(generation.token_ids)
+    found = [gathered(stream).token_ids for stream in streams]
     engine.begin_forward = begin_forward
     _until_idle(worker)
     return found

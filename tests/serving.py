@@ -90,14 +90,16 @@ def greedy(worker: GpuWorker, prompts: Sequence[Sequence[int]], max_tokens: int)
         ]
     finally:
         sys.setswitchinterval(before_s)
-    results = []
-    for i, stream in enumerate(streams):
-        generation = Generation(f"r{i}")
-        for event in stream:
-            generation.add(event)
-        assert generation.error is None, generation.error
-        results.append(generation.token_ids)
-    return results
+    return [gathered(stream).token_ids for stream in streams]
+
+
+def gathered(stream: Any) -> Generation:
+    """All that a request gave, which has not failed."""
+    generation = Generation(stream.request.request_id)
+    for event in stream:
+        generation.add(event)
+    assert generation.error is None, generation.error
+    return generation
 
 
 @dataclass(frozen=True)

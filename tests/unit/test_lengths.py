@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from serving import greedy, prepared, reference_greedy, serving, settings
+from serving import gathered, greedy, prepared, reference_greedy, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.model.lengths import SequenceLengths, lengths_of
 from tiermoe.actors.engine.serving.scoring import score
 from tiermoe.actors.gpu_worker import make_batcher
-from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
+from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
 
 BORDER, TOKENS = 24, 14
@@ -86,14 +86,7 @@ def batcher_of(model: Any, kv: KvSettings) -> Iterator[Any]:
 
 def generated(batcher: Any, *requests: GenerationRequest) -> list[list[int]]:
     """All in flight together."""
-    found = []
-    for stream in [batcher.submit(request) for request in requests]:
-        generation = Generation(stream.request.request_id)
-        for event in stream:
-            generation.add(event)
-        assert generation.error is None, generation.error
-        found.append(generation.token_ids)
-    return found
+    return [gathered(stream).token_ids for stream in [batcher.submit(request) for request in requests]]
 
 
 def asked(prompt: Sequence[int], generated: Sequence[int] = ()) -> GenerationRequest:

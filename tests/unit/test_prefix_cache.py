@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from golden_rig import emulated
-from serving import prepared, serving, settings
+from serving import gathered, prepared, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -58,13 +58,7 @@ def asked(name: str, prompt: Sequence[int], reads: bool = True, **sampling: Any)
 
 def generated(worker: GpuWorker, *requests: GenerationRequest) -> list[Generation]:
     """All in flight together."""
-    found = []
-    for stream in [worker.submit(request) for request in requests]:
-        generation = Generation(stream.request.request_id)
-        for event in stream:
-            generation.add(event)
-        assert generation.error is None, generation.error
-        found.append(generation)
+    found = [gathered(stream) for stream in [worker.submit(request) for request in requests]]
     check_blocks(worker)
     return found
 
@@ -244,10 +238,7 @@ def test_a_long_prompt_comes_in_chunks_while_others_run(store: Any, plain: GpuWo
 
 def generated_beside(worker: GpuWorker, streams: Sequence[Any], request: GenerationRequest) -> list[Generation]:
     """One more request; then the open streams are read to their ends."""
-    stream = worker.submit(request)
-    generation = Generation(request.request_id)
-    for event in stream:
-        generation.add(event)
+    generation = gathered(worker.submit(request))
     for other in streams:
         assert list(other)[-1].finish == "length"
     check_blocks(worker)

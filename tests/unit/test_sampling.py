@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import prepared, serving
+from serving import gathered, prepared, serving
 from serving import settings as engine_settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
@@ -18,7 +18,7 @@ from tiermoe.actors.engine.serving.logits import processor_of
 from tiermoe.actors.engine.serving.sampling import Pick, cut, draw, next_tokens, pick_of
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
+from tiermoe.actors.requests import GenerationRequest, SamplingParams
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2]))
 
@@ -203,14 +203,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def generate(worker: GpuWorker, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> list[list[int]]:
     """All in flight together."""
     streams = [worker.submit(GenerationRequest(f"r{i}", *item)) for i, item in enumerate(asked)]
-    out = []
-    for i, stream in enumerate(streams):
-        generation = Generation(f"r{i}")
-        for event in stream:
-            generation.add(event)
-        assert generation.error is None
-        out.append(generation.token_ids)
-    return out
+    return [gathered(stream).token_ids for stream in streams]
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(store: Any, tmp_path: Path) -> None:
