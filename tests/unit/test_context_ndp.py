@@ -312,6 +312,7 @@ _SENSITIVE, _OTHER = [100, 60, 20, 0], [1, 0.9, 0.8, 0.7]
         ([_OTHER, _OTHER, _OTHER, _SENSITIVE], WIDTHS, 3.0, [3, 3, 3, 3]),  # the prefix holds all the same
         ([[3, 2, 1, 0]] * 3, WIDTHS, 2.0, [2, 2, 2]),  # ties take the most even
         ([[0, 0, 0, 0]] * 4, WIDTHS, 2.5, [3, 3, 2, 2]),
+        ([[4, 2, 1, 0]] * 3, WIDTHS, 4 / 3, [2, 1, 1]),  # a whole budget, in floats a little less
         *(([[9, 5, 5, 0]], WIDTHS, average, [average]) for average in WIDTHS),
         (np.zeros((0, 4)), WIDTHS, 2.0, []),
         ([], WIDTHS, 2.0, []),
