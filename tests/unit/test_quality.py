@@ -116,6 +116,17 @@ def test_a_router_whose_picks_are_not_the_most_probable_has_no_substitutes() -> 
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
+def test_the_cheapest_go_first_and_the_price_ends_it() -> None:
+    three = [offer(1, r0=0.3), offer(2, r1=0.1), offer(3, r2=0.2)]
+    accounts, rich = (0, 1, 2), (9.0, 9.0, 9.0)
+
+    def avoided(price: float) -> list[int]:
+        return [o.expert for o in choose(three, 3, accounts, rich, LOADS, price).avoided]
+
+    assert [avoided(price) for price in (0.0, 0.01, 0.02, 0.05, 0.1)] == [[], [], [2], [2, 3], [2, 3, 1]]
+    assert choose(three, 3, accounts, rich, LOADS, 0.05).spent == pytest.approx({1: 0.01, 2: 0.04})
+
+
 def test_no_request_pays_for_another() -> None:
     """An expert that two rows need is avoided only if both can pay; a spent budget changes nothing of its row."""
     shared, own = offer(1, r0=0.1, r1=0.1), offer(2, r0=0.2)
