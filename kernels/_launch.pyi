@@ -13,6 +13,11 @@ def nothing() -> int:
     The address of a function in the place of a driver's that launches nothing but copies and reads.
     """
 
+def remember(on: bool) -> None:
+    """
+    Whether that function computes the scores of an input and a router once, as long as both stay where they are.
+    """
+
 class Driver:
     """
     Functions of the GPU's driver by address: cuLaunchKernel, cuGetErrorString, cuCtxSetCurrent; 0: none.
@@ -58,24 +63,30 @@ class Fetch:
         runtime: kept, for it keeps the driver. calls, context: of the driver, as of `_core.Driver`.
         stream: gives the address of the current one.
         reads: the kernels with 0, 1 and 2 routers; empty: there are none. block, scores: of a program.
-        types: dtype, bytes of an item, and whether it arrives as float32.
+        types: dtype, bytes of an item, and whether it arrives as float32. spin_s: of a wait, before it gives up the lock.
     """
 
-    def __init__(self, runtime: object, calls: dict, context: int, stream: object, reads: Sequence[Launch], block: int, scores: int, int32: object, types: Sequence[tuple[object, int, bool]]) -> None: ...
+    def __init__(self, runtime: object, calls: dict, context: int, stream: object, reads: Sequence[Launch], block: int, scores: int, int32: object, types: Sequence[tuple[object, int, bool]], spin_s: float) -> None: ...
 
     def enqueue(self, tensors: object, hidden: object | None, routers: object) -> None:
         """
         Read tensors, and the scores of routers (weight [D*E, H], bias, D, softmax) of hidden [T, H].
         """
 
-    def wait_for(self, spin_s: float) -> None:
+    def wait(self) -> None:
         """
-        Wait for what was enqueued; after so many seconds without the interpreter's lock.
+        Wait for what was enqueued; after some time without the interpreter's lock.
         """
 
     def take(self) -> list[Any]:
         """
         Arrays of what was read: of tensors, then of scores [T, E], of several layers [T, D, E].
+        """
+
+    @property
+    def reads(self) -> CapsuleType | None:
+        """
+        `LayerReads` of `kernels/triton/experts.hpp`, of this object; None: there is no kernel.
         """
 
 class Experts:
@@ -84,7 +95,7 @@ class Experts:
 
     classes: (most rows, rows of a tile, gate_up, its columns, down, its columns), ascending. sizes: neurons of the pool
     and of a slot, H, items of a row of activations, and what divides them. tables: a `Ring`. scratch: (rows, numbers of a
-    table, pairs) -> activations, words for pairs and table, the table, the pairs, rows of y. kept: rows up to which these
+    table, pairs) -> activations, words for pairs, weights and table, the table, the pairs, rows of y. kept: rows up to which these
     are kept, for each stream. combining: top_k -> the launch that sums, whose program has `block` columns.
     """
 

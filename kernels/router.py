@@ -43,12 +43,12 @@ class LinearRouter:
         """Weight and bias for native calls; None: they are of another dtype, on a GPU, or not contiguous."""
         return (self._weight, self._bias) if self._native else None
 
-    def on_device(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, int] | None:
+    def on_device(self, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, int] | None:
         """Weight, bias and layers for a kernel that computes the scores of few rows. None: it cannot.
 
         Its scores are sums in float32, those of `__call__` rounded to the weight's dtype.
         """
-        return self._operands if hidden.shape[0] <= MOST_GPU_ROWS else None
+        return self._operands if rows <= MOST_GPU_ROWS else None
 
     def on_host(self, hidden: torch.Tensor | int, softmax: bool, rows: int = 0) -> NDArray[np.float32] | None:
         """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it.

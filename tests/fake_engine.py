@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tiermoe.actors.core._core import Clock, Governor, VirtualLink
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.host_view import HostViews, LayerView
-from tiermoe.actors.engine.prefetching import NATIVE, RouterPrefetching
+from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import PrefetchPolicy
@@ -141,15 +140,6 @@ class FakeCache:
     def number_of(self, source: str) -> int:
         self.sources.append(source)
         return len(self.sources)
-
-    def prefetch_by_scores(self, scores: NDArray[Any], first: int, by_votes: bool, top: int, source: int) -> None:
-        nearer = list[int]()
-        for at in range(scores.shape[1]):
-            of, base = scores[:, at], (first + at) * EXPERTS
-            keys = NATIVE.by_votes(of, top, base) if by_votes else NATIVE.by_score(of, top, base)[0]
-            if keys:
-                self.prefetch(keys, set(nearer), self.sources[source - 1])
-                nearer += keys
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int], source: str) -> int:
         self.asked.append((list(keys), set(keep), source))

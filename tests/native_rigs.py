@@ -18,12 +18,17 @@ from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
 from tiermoe.actors.engine.cache.native_order import SplitOrder
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
-from tiermoe.actors.engine.host_view import HostViews
+from tiermoe.actors.engine.host_view import Asked, HostViews
 from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer
-from tiermoe.actors.engine.native_layer import CpuLayer, NativeLayer, NativeLayers
+from tiermoe.actors.engine.native_layer import NativeLayer, NativeLayers
+from tiermoe.actors.engine.pre_evicting import PreEvicting
 from tiermoe.actors.engine.prefetching import RouterPrefetching
+from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.engine.split import Configuring, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, EngineStats, LayerStats, Timeline
+from tiermoe.actors.policies.activeevict import BudgetAwareTopK, PreEviction
+from tiermoe.actors.policies.buddymoe import DropRule, MissRule, RandomRule, no_buddies
+from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions
 from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
 from tiermoe.actors.policies.moepic import Lcp, SpeculativePrefetch
 from tiermoe.actors.policies.moepic.split import SplitLayout
@@ -141,14 +146,14 @@ class Stack:
         shared = NativeLayers()
         for layer in layers:
             found = NativeLayer.of(layer, cast(DeviceBackend, layer.backend), shared)
-            way = "run" if isinstance(found, CpuLayer) else "run_view"
-            setattr(found, way, self._counted(getattr(found, way)))
+            for way in ("run", "run_view"):
+                setattr(found, way, self._counted(getattr(found, way)))
             layer.run_natively(found)
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            out = call(*args)
-            self.planned += out is not None
+            before, out = self.planned, call(*args)
+            self.planned = before + (out is not None)  # one way may call the other
             return out
 
         return run
@@ -274,3 +279,54 @@ def forwards(seed: int, count: int, most: int) -> list[tuple[list[tuple[torch.Te
         spans = [SequenceRows(f"s{i}", i if decode else 0, stop, decode) for i, stop in enumerate(stops)]
         found.append((passes, spans))
     return found
+
+
+TOP = 3  # of the routings that rules change
+
+
+def active(drops: Any) -> Callable[[ExpertCache], Hooks]:
+    """ActiveEvict's hooks, by random routers."""
+    generator = torch.Generator().manual_seed(4)
+    routers = [LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None) for _ in range(LAYERS)]
+
+    def hooks(cache: ExpertCache) -> Hooks:
+        rule, blocks = BudgetAwareTopK(drops=drops), [SimpleNamespace(router=None)] * LAYERS
+        ahead = PreEvicting(
+            PreEviction(TOP), cache, LAYERS, EXPERTS, lambda layer, view: view.scores(Asked(routers[layer], False)),
+            routers,
+        )  # fmt: skip
+        return Hooks((Rerouter(rule, cache, blocks, TOP),), (), (ahead,))  # type: ignore[arg-type]
+
+    return hooks
+
+
+def replacing(kind: str) -> Callable[[ExpertCache], Hooks]:
+    """Next-gate, and a rule of BuddyMoE's, by random lists and routers."""
+    rng, generator = np.random.default_rng(6), torch.Generator().manual_seed(6)
+    lists = [
+        Buddies(
+            np.stack([rng.permutation(EXPERTS) for _ in range(EXPERTS)])[:, :4].astype(np.int32).copy(),
+            rng.random((EXPERTS, 4), np.float32),
+        )
+        for _ in range(LAYERS)
+    ]
+    blocks: list[Any] = [
+        SimpleNamespace(router=LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None))
+        for _ in range(LAYERS)
+    ]
+
+    def rule() -> MissRule:
+        if kind == "random":
+            return RandomRule(LAYERS, EXPERTS, SubstitutionOptions(rho=2), seed=3)
+        if kind == "drop":
+            return DropRule(no_buddies(LAYERS, EXPERTS), SubstitutionOptions(fallback="drop", renormalise=True))
+        if kind == "gates":
+            options = SubstitutionOptions(rho=1, search=3, gamma=0.4, temperature=0.9, reuse=0.5, fallback="drop")
+            return MissRule(lists, options, taus=[0.5, 0.8, 0.9][:LAYERS], beta=0.7)
+        return MissRule(lists, SubstitutionOptions(eta=10.0, weights="buddy", renormalise=True))
+
+    def hooks(cache: ExpertCache) -> Hooks:
+        ahead = RouterPrefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, 1), cache, blocks, EXPERTS)
+        return Hooks((Rerouter(rule(), cache, blocks, TOP),), (), (ahead,))
+
+    return hooks

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import numpy
+import numpy.typing
 from numpy.typing import NDArray
 from typing_extensions import CapsuleType
 
@@ -369,11 +370,6 @@ class Core:
 
     def prefetch(self, keys: Sequence[int], keep: Sequence[int], source: int) -> int: ...
 
-    def prefetch_by_scores(self, scores: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], first: int, by_votes: bool, top: int, source: int) -> None:
-        """
-        What a prefetch by later routers' scores [T, D, E] queues: of the layers from `first` on, nearer ones first.
-        """
-
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None: ...
 
     def vacate(self, slots: int, layer: int) -> None: ...
@@ -425,16 +421,56 @@ class CpuLayers:
 
     def take(self) -> list: ...
 
-class CpuLayer:
-    def __init__(self, core: Core, kernels: CapsuleType, index: int, experts: int, neurons: int, width: int, max_rows: int, gate_up: int, down: int, activation: int, all: CpuLayers) -> None: ...
+class FirstScores:
+    """
+    What the first layer's router says of the next forward's.
+
+    last_rows: of each sequence of the present forward; `keep` takes the scores of these, or of all rows.
+    """
+
+    def __init__(self) -> None: ...
+
+    @property
+    def last_rows(self) -> list[int]: ...
+
+    @last_rows.setter
+    def last_rows(self, arg: Sequence[int], /) -> None: ...
+
+    def keep(self, scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> None: ...
+
+    @property
+    def scores(self) -> numpy.typing.NDArray[numpy.float64] | None:
+        """[rows, E]; None: there are none."""
+
+class Layer:
+    """
+    A layer's pass in one call; routers are named by their numbers there, -1: none.
+    """
 
     def drop_unfit(self, min_top_k: int, renormalise: bool) -> None: ...
 
-    def replace_missing(self, weight: int, bias: int, draws: int, drawn: int, next: int, full: int, emptied: int, buddies: int, similarity: int, options: tuple[int, int, int, int, int, int, float, float, float, float, float, float, bool, bool, bool], beta: float, max_rows: int) -> None: ...
+    def replace_missing(self, router: int, draws: int, drawn: int, next: int, full: int, emptied: int, buddies: int, similarity: int, options: tuple[int, int, int, int, int, int, float, float, float, float, float, float, bool, bool, bool], beta: float) -> None: ...
 
-    def ask_routers(self, weight: int, bias: int, first: int, layers: int, top: int, by_votes: bool, max_rows: int, source: int) -> None: ...
+    def ask_routers(self, router: int, first: int, layers: int, by: ByScores) -> None: ...
 
-    def release_slots(self, weight: int, bias: int, threshold: float, most: int, max_rows: int, state: CapsuleType) -> None: ...
+    def release_slots(self, own: int, router: int, threshold: float, most: int, state: CapsuleType, first: FirstScores) -> None: ...
+
+    def time(self, by_cpu: bool | None) -> None:
+        """
+        Whether the parts of a pass are timed, by the thread's CPU time or by wall-clock; None: they are not.
+        """
+
+    @property
+    def waited_s(self) -> float: ...
+
+    @property
+    def kernels_s(self) -> float: ...
+
+class CpuLayer(Layer):
+    def __init__(self, core: Core, kernels: CapsuleType, index: int, experts: int, neurons: int, width: int, max_rows: int, gate_up: int, down: int, activation: int, all: CpuLayers) -> None: ...
+
+    def router(self, weight: int, bias: int, outputs: int, soft: int) -> int:
+        """The number of a linear router of these addresses."""
 
     def call(self, hooks: Callable) -> None: ...
 
@@ -445,33 +481,27 @@ class CpuLayer:
 
     def fail(self) -> None: ...
 
-    @property
-    def timed(self) -> bool: ...
+class GpuLayer(Layer):
+    """
+    reads: `_launch.Fetch.reads`, or None. scored_rows: of inputs whose routers' scores it finds.
 
-    @timed.setter
-    def timed(self, arg: bool, /) -> None: ...
+    fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads` cannot.
+    """
 
-    @property
-    def waited_s(self) -> float: ...
+    def __init__(self, core: Core, kernels: CapsuleType, launches: CapsuleType, reads: CapsuleType | None, scored_rows: int, fetch: object, index: int, experts: int, neurons: int, max_rows: int, all: CpuLayers) -> None: ...
 
-    @property
-    def kernels_s(self) -> tuple[float, float]: ...
-
-class GpuLayer:
-    def __init__(self, core: Core, launches: CapsuleType, index: int, experts: int, neurons: int, max_rows: int, all: CpuLayers) -> None: ...
+    def router(self, operands: object | None, outputs: int) -> int:
+        """The number of a router (weight, bias, layers, softmax), or of another."""
 
     def call(self, hooks: Callable) -> None: ...
 
-    def run(self, hidden: object, ids: object, weights: object) -> object: ...
+    def run(self, hidden: object, ids: object, weights: object, asking: int) -> object: ...
+
+    def run_view(self, hidden: object, ids: object, weights: object) -> object: ...
 
     @property
-    def timed(self) -> bool: ...
-
-    @timed.setter
-    def timed(self, arg: bool, /) -> None: ...
-
-    @property
-    def kernels_s(self) -> tuple[float, float]: ...
+    def read_s(self) -> tuple[float, float]:
+        """Of reading, and of the waits in it."""
 
 class MapStore:
     def __init__(self, embeddings: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], maps: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu')], squares: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu')], share: float) -> None:

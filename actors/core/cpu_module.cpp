@@ -1,6 +1,7 @@
 // Bindings of the CPU's executor.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -11,6 +12,7 @@
 #include "../../kernels/cpu/sizes.hpp"
 #include "bindings.hpp"
 #include "cpu_layer.hpp"
+#include "virtual_run.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -35,43 +37,50 @@ void make(CpuLayer* made, Core& core, const nb::capsule& kernels, std::int64_t i
                         *static_cast<const KernelTable*>(named(kernels, kKernelTable)), all);
 }
 
-void ask_routers(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, std::int64_t first, std::int64_t layers,
-                 std::int64_t top, bool by_votes, std::int64_t max_rows, std::uint8_t source) {
+// Of so many layers' experts.
+void expect_router(const Layer& layer, Router router, std::int64_t layers = 1) {
+    if (router < kNoRouter || router >= layer.routers() ||
+        (router != kNoRouter && layer.outputs(router) != layers * layer.place().experts))
+        throw std::invalid_argument("the layer has no such router");
+}
+
+void ask_routers(Layer& layer, Router router, std::int64_t first, std::int64_t layers, const ByScores& by) {
     const Layout& layout = layer.core().layout();
-    if (layers < 0 || first < 0 || first > layout.layers - layers || top < 1 || !source)
+    expect_router(layer, router, layers);
+    if (layers < 0 || first < 0 || first > layout.layers - layers || !by.source || (layers && router == kNoRouter))
         throw std::invalid_argument("there is no such prefetch");
     auto made = std::make_unique<AskRouters>();
-    made->weight = at<const float>(weight), made->bias = at<const float>(bias);
-    made->first = first, made->layers = layers, made->max_rows = max_rows;
-    made->prefetch = {by_votes, top, source, {}, {}};
+    made->router = router, made->first = first, made->layers = layers;
+    made->prefetch = {by.by_votes, by.top, by.source, {}, {}};
     layer.ahead(std::move(made));
 }
 
-void release_slots(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, double threshold, std::int64_t most,
-                   std::int64_t max_rows, const nb::capsule& state) {
+void release_slots(Layer& layer, Router own, Router router, double threshold, std::int64_t most, const nb::capsule& state,
+                   std::shared_ptr<FirstScores> first) {
     auto made = std::make_unique<ReleaseSlots>();
     made->state = static_cast<Importance*>(named(state, kImportance));
     const Place& place = layer.place();
-    if (place.index + 1 >= layer.core().layout().layers || most < 0 || made->state->experts != place.experts ||
-        made->state->layers != layer.core().layout().layers)
+    const std::int64_t layers = layer.core().layout().layers;
+    expect_router(layer, own), expect_router(layer, router);
+    if (most < 0 || made->state->experts != place.experts || made->state->layers != layers ||
+        (own == kNoRouter) != (place.index > 0) || (router == kNoRouter) != (place.index + 1 == layers))
         throw std::invalid_argument("there is no such pre-eviction");
-    made->weight = at<const float>(weight), made->bias = at<const float>(bias);
-    made->threshold = threshold, made->most = most, made->max_rows = max_rows;
+    made->own = own, made->router = router, made->threshold = threshold, made->most = most, made->first = std::move(first);
     layer.ahead(std::move(made));
 }
 
-void replace_missing(CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, std::uintptr_t draws, std::int64_t drawn,
-                     std::uintptr_t next, std::uintptr_t full, std::uintptr_t emptied, std::uintptr_t buddies,
-                     std::uintptr_t similarity, const Options& options, double beta, std::int64_t max_rows) {
+void replace_missing(Layer& layer, Router router, std::uintptr_t draws, std::int64_t drawn, std::uintptr_t next,
+                     std::uintptr_t full, std::uintptr_t emptied, std::uintptr_t buddies, std::uintptr_t similarity,
+                     const Options& options, double beta) {
     auto made = std::make_unique<ReplaceMissing>();
     Substitution& of = made->problem;
     of = with(options);
     of.buddies = at<const std::int32_t>(buddies), of.similarity = at<const float>(similarity);
-    made->weight = at<const float>(weight), made->bias = at<const float>(bias);
     made->draws = at<const float>(draws), made->drawn = drawn, made->next = at<std::int64_t>(next);
     made->full = at<std::uint8_t>(full), made->emptied = at<std::int64_t>(emptied);
-    made->beta = beta, made->max_rows = max_rows;
-    const Fault fault = layer.kernels().size_fault(of, weight || draws);
+    made->router = router, made->beta = beta;
+    expect_router(layer, router);
+    const Fault fault = layer.kernels().size_fault(of, router != kNoRouter || draws);
     if (!fault.empty()) throw std::invalid_argument(fault);
     if (of.experts != layer.place().experts) throw std::invalid_argument("there is no such replacement");
     layer.rule(std::move(made));
@@ -114,19 +123,45 @@ nb::list take(Passes& passes) {
 
 void bind_cpu(nb::module_& m) {
     nb::class_<CpuLayers>(m, "CpuLayers").def(nb::init<>()).def_rw("records", &CpuLayers::records).def("take", [](CpuLayers& layers) { return take(layers); });
-    nb::class_<CpuLayer>(m, "CpuLayer")
-        .def("__init__", &make, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 12>(), "core"_a, "kernels"_a,
-             "index"_a, "experts"_a, "neurons"_a, "width"_a, "max_rows"_a, "gate_up"_a, "down"_a, "activation"_a,
-             "all"_a)
-        .def("drop_unfit", [](CpuLayer& layer, std::int64_t min_top_k, bool renormalise) {
+    nb::class_<FirstScores>(m, "FirstScores", R"(What the first layer's router says of the next forward's.
+
+last_rows: of each sequence of the present forward; `keep` takes the scores of these, or of all rows.)")
+        .def(nb::init<>())
+        .def_rw("last_rows", &FirstScores::last_rows)
+        .def("keep", [](FirstScores& first, nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu> scores) {
+            const auto tokens = static_cast<std::int64_t>(scores.shape(0));
+            for (Segment row : first.last_rows)
+                if (row < 0 || row >= tokens) first.last_rows.clear();
+            first.keep(scores.data(), tokens, static_cast<std::int64_t>(scores.shape(1)));
+        }, "scores"_a)
+        .def_prop_ro("scores", [](const FirstScores& first) -> nb::object {
+            if (!first.rows) return nb::none();
+            const auto rows = static_cast<std::size_t>(first.rows);
+            return nb::cast(owned<double, 2>(std::vector<double>(first.scores), {rows, first.scores.size() / rows}));
+        }, nb::sig("def scores(self) -> numpy.typing.NDArray[numpy.float64] | None"), "[rows, E]; None: there are none.");
+    nb::class_<Layer>(m, "Layer", "A layer's pass in one call; routers are named by their numbers there, -1: none.")
+        .def("drop_unfit", [](Layer& layer, std::int64_t min_top_k, bool renormalise) {
             if (min_top_k < 1) throw std::invalid_argument("a token keeps an expert");
             layer.rule(std::make_unique<DropUnfit>(min_top_k, renormalise));
         }, "min_top_k"_a, "renormalise"_a)
-        .def("replace_missing", &replace_missing, "weight"_a, "bias"_a, "draws"_a, "drawn"_a, "next"_a, "full"_a, "emptied"_a,
-             "buddies"_a, "similarity"_a, "options"_a, "beta"_a, "max_rows"_a)
-        .def("ask_routers", &ask_routers, "weight"_a, "bias"_a, "first"_a, "layers"_a, "top"_a, "by_votes"_a, "max_rows"_a, "source"_a)
-        .def("release_slots", &release_slots, "weight"_a, "bias"_a, "threshold"_a, "most"_a, "max_rows"_a, "state"_a,
-             nb::keep_alive<1, 7>())
+        .def("replace_missing", &replace_missing, "router"_a, "draws"_a, "drawn"_a, "next"_a, "full"_a, "emptied"_a,
+             "buddies"_a, "similarity"_a, "options"_a, "beta"_a)
+        .def("ask_routers", &ask_routers, "router"_a, "first"_a, "layers"_a, "by"_a)
+        .def("release_slots", &release_slots, "own"_a, "router"_a, "threshold"_a, "most"_a, "state"_a, "first"_a,
+             nb::keep_alive<1, 6>())
+        .def("time", [](Layer& layer, std::optional<bool> by_cpu) {
+            layer.clock_s = !by_cpu ? nullptr : *by_cpu ? cpu_s : now_s;
+        }, "by_cpu"_a.none(), "Whether the parts of a pass are timed, by the thread's CPU time or by wall-clock; None: they are not.")
+        .def_prop_ro("waited_s", [](const Layer& layer) { return layer.spent().waited_s; })
+        .def_prop_ro("kernels_s", [](Layer& layer) { return layer.kernels_s(); });
+    nb::class_<CpuLayer, Layer>(m, "CpuLayer")
+        .def("__init__", &make, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 12>(), "core"_a, "kernels"_a,
+             "index"_a, "experts"_a, "neurons"_a, "width"_a, "max_rows"_a, "gate_up"_a, "down"_a, "activation"_a,
+             "all"_a)
+        .def("router", [](CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, std::int64_t outputs, std::int64_t soft) {
+            sizes_fit({outputs, soft});
+            return layer.add({at<const float>(weight), at<const float>(bias), outputs, soft});
+        }, "weight"_a, "bias"_a, "outputs"_a, "soft"_a, "The number of a linear router of these addresses.")
         .def("call", [](CpuLayer& layer, nb::callable hooks) {
             layer.hooks([hooks = nb::object(hooks)](const Given& given) {
                 nb::gil_scoped_acquire lock;
@@ -144,11 +179,6 @@ void bind_cpu(nb::module_& m) {
         .def_prop_ro("step", [](CpuLayer& layer) { return nb::capsule(&layer.step(), kLayerStep.c_str()); })
         .def("fail", [](CpuLayer& layer) {
             if (const std::exception_ptr failure = layer.failure()) std::rethrow_exception(failure);
-        })
-        .def_rw("timed", &CpuLayer::timed)
-        .def_prop_ro("waited_s", [](const CpuLayer& layer) { return layer.spent().waited_s; })
-        .def_prop_ro("kernels_s", [](const CpuLayer& layer) {
-            return std::make_tuple(layer.spent().kernels_s, layer.spent().kernels_cpu_s);
         });
 }
 

@@ -3,6 +3,8 @@
 // The interpreter's lock is kept but where the pass waits for copies or calls others: a thread that gets it may keep it for
 // milliseconds.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 
 #include <exception>
@@ -11,7 +13,6 @@
 #include <optional>
 #include <utility>
 
-#include "../../kernels/cpu/link.hpp"
 #include "../../kernels/triton/experts.hpp"
 #include "bindings.hpp"
 #include "cpu_layer.hpp"
@@ -24,17 +25,51 @@ namespace {
 
 class GpuLayer : public Layer {
   public:
-    GpuLayer(Core& core, const Place& place, const ExpertLaunches& launches, Passes& passes)
-        : Layer(core, place, passes), launches_(launches) {}
+    // reads: what reads fast; null: `fetch` does. scored_rows: of the inputs whose scores it finds. fetch (tensors, hidden,
+    // routers' numbers) -> arrays.
+    GpuLayer(Core& core, const Place& place, const KernelTable& kernels, const ExpertLaunches& launches, const LayerReads* reads,
+             std::int64_t scored_rows, nb::object fetch, Passes& passes)
+        : Layer(core, place, kernels, passes), launches_(launches), reads_(reads), scored_rows_(scored_rows), fetch_(std::move(fetch)) {}
 
-    // None: not run.
-    nb::object run(nb::handle hidden, const std::int64_t* ids, nb::handle weights, std::int64_t tokens, std::int64_t top_k) {
-        rows_ = {hidden.ptr(), weights.ptr(), tokens, top_k, nullptr};
-        const int takes = launches_.takes(launches_.self, rows_);
-        if (takes < 0) nb::raise_python_error();
-        if (!takes || Layer::run({nullptr, ids, nullptr, tokens, top_k, nullptr}, Asking::hooks) != Stepped::ran) return nb::none();
-        return std::exchange(out_, {});
+    // operands: of a linear router, as `LayerReads` takes them; none: it is another.
+    Router add(nb::object operands, std::int64_t outputs) {
+        return routers_.push_back({std::move(operands), outputs, {}, false}), routers() - 1;
     }
+    Router routers() const override { return static_cast<Router>(routers_.size()); }
+    std::int64_t outputs(Router router) const override { return routers_[static_cast<std::size_t>(router)].outputs; }
+
+    // As `run_view`, of a routing that is read first.
+    nb::object run(nb::handle hidden, nb::handle ids, nb::handle weights, Asking asking) {
+        const nb::object shape = nb::steal(PyObject_GetAttrString(ids.ptr(), "shape"));
+        if (!shape.is_valid()) nb::raise_python_error();
+        const auto [tokens, top_k] = nb::cast<std::pair<std::int64_t, std::int64_t>>(shape);
+        if (!takes(hidden, weights, tokens, top_k)) return nb::none();
+        wanted_.clear();
+        if (rule_) rule_->asks(wanted_);
+        if (ahead_ && asking != Asking::hooks && ahead_->takes(top_k)) ahead_->asks(*this, asking == Asking::always, wanted_);
+        for (Asked& one : routers_) one.known = false;
+        picked_ = ids;
+        read(hidden, rule_ ? nb::make_tuple(ids, weights) : nb::make_tuple(ids), wanted_);
+        return pass({nullptr, ids_.data(), rule_ ? weights_.data() : nullptr, tokens, top_k, nullptr}, asking);
+    }
+
+    // None: not run. ids [tokens, top_k]: as they run.
+    nb::object run_view(nb::handle hidden, const std::int64_t* ids, nb::handle weights, std::int64_t tokens, std::int64_t top_k) {
+        if (!takes(hidden, weights, tokens, top_k)) return nb::none();
+        picked_ = nb::none();
+        return pass({nullptr, ids, nullptr, tokens, top_k, nullptr}, Asking::hooks);
+    }
+
+    const float* scores(const Given&, Router router) override {
+        Asked& asked = routers_[static_cast<std::size_t>(router)];
+        if (!asked.known) read(rows_.hidden, nb::make_tuple(), {router});
+        return asked.scores.data();
+    }
+
+    const LayerRows& rows() const { return rows_; }
+    nb::handle picked() const { return picked_; }
+    // Seconds of the last pass, where it is timed: of reading, and of the waits in it.
+    std::pair<double, double> read_s() const { return {read_s_, read_waited_s_}; }
 
   protected:
     void load() override {
@@ -43,22 +78,82 @@ class GpuLayer : public Layer {
         core_.load();
     }
 
-    void compute(const Given&, const Routed&) override {
-        const double began_s = timed ? now_s() : 0.0, thread_s = timed ? cpu_s() : 0.0;
-        rows_.order = order_.data();
-        waited_s_ = waited_cpu_s_ = 0.0;
+    void compute(const Given& given, const Routed& routed) override {
+        const double began_s = timed_s();
+        rows_.order = order_.data(), rows_.top_k = routed.top_k;
+        rows_.changed = routed.weights == given.weights ? nullptr : routed.weights;
+        waited_s_ = 0.0;
         out_ = nb::steal(launches_.run(launches_.self, rows_, {next_groups, this}));
         if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
         if (!out_.is_valid()) nb::raise_python_error();
-        if (!timed) return;
-        spent_.kernels_s = now_s() - began_s - waited_s_;
-        spent_.kernels_cpu_s = cpu_s() - thread_s - waited_cpu_s_;
+        kernels_s() = timed_s() - began_s - waited_s_;
     }
 
   private:
+    struct Asked {
+        nb::object operands;
+        std::int64_t outputs;
+        std::vector<float> scores;
+        bool known;  // of the present pass
+    };
+
+    bool takes(nb::handle hidden, nb::handle weights, std::int64_t tokens, std::int64_t top_k) {
+        read_s_ = read_waited_s_ = 0.0;
+        rows_ = {hidden.ptr(), weights.ptr(), tokens, top_k, nullptr, nullptr};
+        const int found = launches_.takes(launches_.self, rows_);
+        if (found < 0) nb::raise_python_error();
+        return found;
+    }
+
+    nb::object pass(const Given& given, Asking asking) {
+        return Layer::run(given, asking) == Stepped::ran ? std::exchange(out_, {}) : nb::none();
+    }
+
+    // Tensors (ids and weights, ids, or none) and scores, in copies: who is called within a pass reads by the same buffer.
+    void read(nb::handle hidden, const nb::tuple& tensors, const Routers& routers) {
+        const double began_s = timed_s();
+        const std::size_t given = tensors.size(), count = given + routers.size();
+        bool fast = reads_ && routers.size() <= LayerReads::kRouters && (routers.empty() || rows_.tokens <= scored_rows_);
+        for (Router one : routers) fast &= !routers_[static_cast<std::size_t>(one)].operands.is_none();
+        nb::list asked;
+        for (Router one : routers) asked.append(fast ? routers_[static_cast<std::size_t>(one)].operands : nb::int_(one));
+        double waited_s = 0.0;
+        if (fast) {
+            ReadPart parts[2 + LayerReads::kRouters];
+            if (reads_->read(reads_->self, tensors.ptr(), hidden.ptr(), asked.ptr(), parts, clock_s, &waited_s) < 0)
+                nb::raise_python_error();
+            for (std::size_t i = 0; i < count; ++i) take(i, given, routers, parts[i]);
+        } else {
+            const nb::object found = fetch_(tensors, hidden, asked);
+            for (std::size_t i = 0; i < count; ++i) {
+                Py_buffer view;
+                if (PyObject_GetBuffer(nb::object(found[i]).ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) nb::raise_python_error();
+                const std::unique_ptr<Py_buffer, void (*)(Py_buffer*)> held(&view, PyBuffer_Release);
+                take(i, given, routers, {view.buf, view.len / view.itemsize, view.itemsize});
+            }
+        }
+        read_s_ += timed_s() - began_s - waited_s, read_waited_s_ += waited_s;
+    }
+
+    void take(std::size_t i, std::size_t given, const Routers& routers, const ReadPart& part) {
+        const auto* floats = static_cast<const float*>(part.at);
+        if (i >= given) {
+            Asked& asked = routers_[static_cast<std::size_t>(routers[i - given])];
+            if (part.count != rows_.tokens * asked.outputs) throw std::invalid_argument("a router has other experts");
+            asked.scores.assign(floats, floats + part.count);
+            asked.known = true;
+        } else if (i == 1) {
+            weights_.assign(floats, floats + part.count);
+        } else if (part.bytes == sizeof(std::int64_t)) {
+            ids_.assign(static_cast<const std::int64_t*>(part.at), static_cast<const std::int64_t*>(part.at) + part.count);
+        } else {
+            ids_.assign(static_cast<const std::int32_t*>(part.at), static_cast<const std::int32_t*>(part.at) + part.count);
+        }
+    }
+
     static bool next_groups(void* self, const Group** groups, std::int64_t* count) {
         GpuLayer& layer = *static_cast<GpuLayer*>(self);
-        const double began_s = layer.timed ? now_s() : 0.0, thread_s = layer.timed ? cpu_s() : 0.0;
+        const double began_s = layer.timed_s();
         try {
             const Plan& plan = layer.core_.present();
             std::optional<nb::gil_scoped_release> others;
@@ -70,45 +165,65 @@ class GpuLayer : public Layer {
             layer.failure_ = std::current_exception();
             return false;
         }
-        if (layer.timed) layer.waited_s_ += now_s() - began_s, layer.waited_cpu_s_ += cpu_s() - thread_s;
+        layer.waited_s_ += layer.timed_s() - began_s;
         return true;
     }
 
     const ExpertLaunches& launches_;
+    const LayerReads* const reads_;
+    const std::int64_t scored_rows_;
+    const nb::object fetch_;
+    std::vector<Asked> routers_;
     LayerRows rows_{};  // of the present pass
+    nb::handle picked_;
+    Routers wanted_;
+    std::vector<std::int64_t> ids_;
+    std::vector<float> weights_;
+    double read_s_ = 0.0, read_waited_s_ = 0.0;
     nb::object out_;
     std::exception_ptr failure_;
-    double waited_s_ = 0.0, waited_cpu_s_ = 0.0;
+    double waited_s_ = 0.0;
 };
 
-nb::object run(GpuLayer& layer, nb::handle hidden, nb::handle ids, nb::handle weights) {
+nb::object run_view(GpuLayer& layer, nb::handle hidden, nb::handle ids, nb::handle weights) {
     Py_buffer view;
     if (PyObject_GetBuffer(ids.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) nb::raise_python_error();
     const std::unique_ptr<Py_buffer, void (*)(Py_buffer*)> held(&view, PyBuffer_Release);
     const char kind = view.format && view.format[0] && !view.format[1] ? view.format[0] : 0;
     if (view.ndim != 2 || view.itemsize != sizeof(std::int64_t) || (kind != 'l' && kind != 'q'))
         throw nb::type_error("ids are an array [T, K] of int64");
-    return layer.run(hidden, static_cast<const std::int64_t*>(view.buf), weights, view.shape[0], view.shape[1]);
+    return layer.run_view(hidden, static_cast<const std::int64_t*>(view.buf), weights, view.shape[0], view.shape[1]);
 }
 
 }  // namespace
 
 void bind_gpu(nb::module_& m) {
-    nb::class_<GpuLayer>(m, "GpuLayer")
-        .def("__init__", [](GpuLayer* made, Core& core, const nb::capsule& launches, std::int64_t index, std::int64_t experts,
-                            std::int64_t neurons, std::int64_t max_rows, CpuLayers& all) {
+    nb::class_<GpuLayer, Layer>(m, "GpuLayer", R"(reads: `_launch.Fetch.reads`, or None. scored_rows: of inputs whose routers' scores it finds.
+
+fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads` cannot.)")
+        .def("__init__", [](GpuLayer* made, Core& core, const nb::capsule& kernels, const nb::capsule& launches,
+                            std::optional<nb::capsule> reads, std::int64_t scored_rows, nb::object fetch, std::int64_t index,
+                            std::int64_t experts, std::int64_t neurons, std::int64_t max_rows, CpuLayers& all) {
+            const auto* read = reads ? static_cast<const LayerReads*>(named(*reads, kLayerReads)) : nullptr;
             new (made) GpuLayer(core, {index, experts, neurons, max_rows, std::numeric_limits<std::int32_t>::max()},
-                                *static_cast<const ExpertLaunches*>(named(launches, kExpertLaunches)), all);
-        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 8>(), "core"_a, "launches"_a, "index"_a,
-             "experts"_a, "neurons"_a, "max_rows"_a, "all"_a)
+                                *static_cast<const KernelTable*>(named(kernels, kKernelTable)),
+                                *static_cast<const ExpertLaunches*>(named(launches, kExpertLaunches)), read, scored_rows,
+                                std::move(fetch), all);
+        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 12>(),
+             "core"_a, "kernels"_a, "launches"_a, "reads"_a.none(), "scored_rows"_a, "fetch"_a, "index"_a, "experts"_a,
+             "neurons"_a, "max_rows"_a, "all"_a)
+        .def("router", &GpuLayer::add, "operands"_a.none(), "outputs"_a, "The number of a router (weight, bias, layers, softmax), or of another.")
         .def("call", [](GpuLayer& layer, nb::callable hooks) {
-            layer.hooks([hooks = nb::object(hooks)](const Given&) { hooks(); });
+            layer.hooks([&layer, hooks = nb::object(hooks)](const Given&) {
+                hooks(nb::handle(layer.rows().hidden), layer.picked(), nb::handle(layer.rows().weights));
+            });
         }, "hooks"_a)
-        .def("run", &run, "hidden"_a, "ids"_a, "weights"_a)
-        .def_rw("timed", &GpuLayer::timed)
-        .def_prop_ro("kernels_s", [](const GpuLayer& layer) {
-            return std::make_tuple(layer.spent().kernels_s, layer.spent().kernels_cpu_s);
-        });
+        .def("run", [](GpuLayer& layer, nb::handle hidden, nb::handle ids, nb::handle weights, int asking) {
+            if (asking < 0 || asking > static_cast<int>(Asking::always)) throw std::invalid_argument("asking is 0, 1 or 2");
+            return layer.run(hidden, ids, weights, static_cast<Asking>(asking));
+        }, "hidden"_a, "ids"_a, "weights"_a, "asking"_a)
+        .def("run_view", &run_view, "hidden"_a, "ids"_a, "weights"_a)
+        .def_prop_ro("read_s", &GpuLayer::read_s, "Of reading, and of the waits in it.");
 }
 
 }  // namespace tiermoe::core

@@ -10,7 +10,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "../../kernels/cpu/table.hpp"
-#include "ahead.hpp"
 #include "bindings.hpp"
 #include "core.hpp"
 #include "python.hpp"
@@ -29,7 +28,6 @@ using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 
 using Ids = nb::ndarray<const std::int64_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;         // [L, T, K]
 using Next = nb::ndarray<const std::int64_t, nb::ndim<4>, nb::c_contig, nb::device::cpu>;        // [T, L, D, P]
-using Scores = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;                // [T, D, E]
 using NextScores = nb::ndarray<const double, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 
 template <typename T, typename V>
@@ -219,23 +217,6 @@ NB_MODULE(_core, m) {
         .def("close", &Core::close, "peer_blocked_s"_a = 0.0, "peer_link_s"_a = 0.0)
         .def("abandon", &Core::abandon)
         .def("prefetch", &Core::prefetch, "keys"_a, "keep"_a, "source"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("prefetch_by_scores", [](Core& c, Scores scores, std::int64_t first, bool by_votes, std::int64_t top,
-                                      std::uint8_t source) {
-            const Layout& layout = c.layout();
-            const auto tokens = static_cast<std::int64_t>(scores.shape(0)), layers = static_cast<std::int64_t>(scores.shape(1)),
-                       experts = static_cast<std::int64_t>(scores.shape(2));
-            if (experts != layout.experts || first < 0 || layers > layout.layers || first > layout.layers - layers || top < 1 ||
-                !source)
-                throw std::invalid_argument("there is no such prefetch");
-            const float* at = scores.data();
-            RouterPrefetch{by_votes, top, source, {}, {}}.run(c, first, layers, tokens, true, [&](std::int64_t layer, std::int64_t t,
-                                                                                                std::vector<double>& row) {
-                const float* from = at + (t * layers + layer) * experts;
-                row.assign(from, from + experts);
-            });
-        }, "scores"_a, "first"_a, "by_votes"_a, "top"_a, "source"_a,
-             "What a prefetch by later routers' scores [T, D, E] queues: of the layers from `first` on, nearer ones first.",
-             nb::call_guard<nb::gil_scoped_release>())
         .def("finish_prefetch", &Core::finish_prefetch, "keys"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("vacate", &Core::vacate, "slots"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("leave", &Core::leave, "victims"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())

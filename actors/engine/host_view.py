@@ -57,7 +57,7 @@ def share(
     """The `Fetch` of host memory: nothing is copied that NumPy has."""
     halves = [tensor.itemsize == 2 and tensor.is_floating_point() for tensor in tensors]
     found = [(tensor.float() if half else tensor).numpy() for tensor, half in zip(tensors, halves, strict=True)]
-    return found if hidden is None else found + [scores_of(one, hidden).numpy() for one in asked]
+    return found if hidden is None else found + [_scores_on_host(one, hidden) for one in asked]
 
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -179,10 +179,7 @@ class LayerView:
             fetched = self._scores = {}
         found = fetched.get(asked)
         if found is None:
-            on_host = getattr(asked.probe, "on_host", None) if self._fetch is share and not asked.rows else None
-            found = None if on_host is None else on_host(self.hidden, asked.softmax)
-            if found is None:
-                (found,) = self._fetch((), self.hidden, (asked,))
+            (found,) = self._fetch((), self.hidden, (asked,))
             fetched[asked] = found
         return found
 
@@ -238,6 +235,13 @@ def _memory(address: int, kind: type[c_float] | type[c_int64], rows: int, column
     return np.frombuffer(numbers, kind).reshape(rows, columns)
 
 
+def _scores_on_host(asked: Asked, hidden: torch.Tensor) -> NDArray[np.float32]:
+    """In one native call where it can be."""
+    on_host = None if asked.rows else getattr(asked.probe, "on_host", None)
+    found: NDArray[np.float32] | None = None if on_host is None else on_host(hidden, asked.softmax)
+    return scores_of(asked, hidden).numpy() if found is None else found
+
+
 def scores_of(asked: Asked, hidden: torch.Tensor) -> torch.Tensor:
     """The scores, on the device of hidden [T, H]."""
     import torch
@@ -250,13 +254,15 @@ def scores_of(asked: Asked, hidden: torch.Tensor) -> torch.Tensor:
 
 def routers_of(asked: Sequence[Asked], hidden: torch.Tensor) -> dict[Asked, Router]:
     """The linear routers whose scores a kernel can compute on its way; those left out are for `scores_of`."""
-    found = dict[Asked, Router]()
-    for one in asked:
-        on_device = None if one.rows else getattr(one.probe, "on_device", None)
-        operands = None if on_device is None else on_device(hidden)
-        if operands is not None:
-            found[one] = (*operands, one.softmax)
-    return found
+    rows = hidden.shape[0]
+    return {one: found for one in asked if (found := operands_of(one, rows)) is not None}
+
+
+def operands_of(asked: Asked, rows: int) -> Router | None:
+    """Of a linear router whose scores of so many rows a kernel computes."""
+    on_device = None if asked.rows else getattr(asked.probe, "on_device", None)
+    operands = None if on_device is None else on_device(rows)
+    return None if operands is None else (*operands, asked.softmax)
 
 
 class HostViews:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ..core import _core
     from ..policies.routing import MissCosts, SequenceRows
     from .dispatch import RemoteTask, Spans
-    from .host_view import Routing, StepView
+    from .host_view import Routing
     from .native_layer import Budget, CpuLayer, NativeLayer, ReleaseAhead, Replace, RoutersAhead
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
@@ -260,7 +260,9 @@ class MoeLayer:
     @property
     def joinable(self) -> CpuLayer | None:
         """The native layer, if one call may run its whole pass, also with other layers' (`model.native.Joined`)."""
-        return None if self._looks or self.check else cast("CpuLayer | None", self.native)
+        native = self.native
+        joins = native is not None and native.on_host and not self._looks and not self.check
+        return cast("CpuLayer", native) if joins else None
 
     @property
     def runs_natively(self) -> bool:
@@ -342,9 +344,9 @@ class MoeLayer:
             self.cache.check_integrity()
         return out
 
-    def _look_ahead(self, inputs: StepView | None) -> None:
-        """The hooks in Python of a pass in one native call. inputs: its view, if Python has not looked before it."""
-        view, native = inputs if self._view is None else self._view, self.native
+    def _look_ahead(self, look: Callable[[], Any]) -> None:
+        """The hooks in Python of a pass in one native call. look: makes its view, if Python has not looked before."""
+        view, native = look() if self._view is None else self._view, self.native
         assert native is not None
         native.report()
         self.cache.tell_order()

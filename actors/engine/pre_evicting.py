@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import _core
 from ..policies.activeevict import ImportanceEviction, PreEviction, predicted_distribution
 from .cache.cache import ExpertCache
+from .host_view import Asked
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from .native_layer import ReleaseAhead
@@ -42,12 +44,11 @@ class PreEvicting:
         self._routers = routers
         self._decide, self._cache, self._layers, self._experts, self._score = decide, cache, layers, experts, score
         self._importance = cache.policy.state if isinstance(cache.policy, ImportanceEviction) else None
-        self._last_rows: list[int] | None = None
-        self._first: NDArray[np.floating] | None = None  # logits of the first layer, one row a sequence
+        self._first = _core.FirstScores()  # logits of the first layer, one row a sequence
 
     def begin_forward(self, last_rows: Sequence[int]) -> None:
         """A forward begins; last_rows: the last row of each sequence."""
-        self._last_rows = list(last_rows)
+        self._first.last_rows = list(last_rows)
 
     def scored_at(self, index: int) -> list[int]:
         """The layers whose scores `layer` reads."""
@@ -57,11 +58,10 @@ class PreEvicting:
     def layer(self, index: int, view: Any) -> None:
         """A layer's routing is known and its loads are queued: free slots."""
         if index == 0:
-            logits, rows, self._last_rows = self._score(0, view), self._last_rows, None
-            announced = logits is not None and rows and rows[-1] == len(logits) - 1
-            self._first = logits[rows] if logits is not None and announced else logits
+            own = self._score(0, view)
+            self._first.keep(np.empty((0, self._experts)) if own is None else np.asarray(own, np.float64))
         following = index + 1 if index + 1 < self._layers else 0
-        logits = self._score(following, view) if following else self._first
+        logits = self._score(following, view) if following else self._first.scores
         if self._importance is None:
             if logits is not None:
                 self._release(following, logits)
@@ -77,17 +77,16 @@ class PreEvicting:
                 cache.leave(victims, following)
 
     def native(self, index: int) -> ReleaseAhead | None:
-        """Native code frees slots at all layers but the first and the last, which share the first one's scores."""
-        from ...kernels.router import MOST_ROWS, LinearRouter
+        """What native code needs to free slots at this layer; None: the eviction is not its."""
         from .native_layer import ReleaseAhead
 
-        router = self._routers[index + 1] if self._routers and 0 < index < self._layers - 1 else None
-        if self._importance is None or not isinstance(router, LinearRouter) or router.layers > 1:
+        state = getattr(self._importance, "handle", None)  # of the state in native code
+        if state is None or not self._routers:
             return None
-        operands, state = router.operands, getattr(self._importance, "handle", None)  # of the state in native code
-        if operands is None or state is None:
-            return None
-        return ReleaseAhead(*operands, self._decide.threshold, self._decide.most, MOST_ROWS, state)
+        own, *later = [Asked(router, softmax=False) for router in self._routers]
+        asked = later[index] if index + 1 < self._layers else None
+        rule = self._decide
+        return ReleaseAhead(None if index else own, asked, rule.threshold, rule.most, state, self._first)
 
     def idle(self, index: int) -> bool:
         return False

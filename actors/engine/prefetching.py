@@ -121,8 +121,7 @@ class Prefetching:
         policy, allowed = self.policy, self._cache.governor.allows()
         if policy.stateless and self.idle(index, allowed):
             return
-        if not self._queued(index, view, allowed):
-            self._ask(index, policy.observed(self._see(index, self._spans, view)), allowed)
+        self._ask(index, policy.observed(self._see(index, self._spans, view)), allowed)
         if self.on_predicted is not None and policy.predicted is not None:
             self.on_predicted(0 if index == self._last else index + 1, policy.predicted)
         if index == self._last:
@@ -131,10 +130,6 @@ class Prefetching:
     def native(self, index: int) -> RoutersAhead | None:
         """What native code needs to prefetch at this layer; None: it cannot."""
         return None
-
-    def _queued(self, index: int, view: Any, allowed: bool) -> bool:
-        """Have native code rank the scores of this layer and queue the loads. False: the policy is to be asked."""
-        return False
 
     def idle(self, index: int, allowed: bool = True) -> bool:
         """Whether a stateless policy need not be asked: prefetch rests, or every expert in its reach is in a slot.
@@ -158,7 +153,7 @@ class Prefetching:
         return all(starmap(self._cache.core.there, reach))
 
     def by_scores(self) -> _core.ByScores | None:
-        """What native code needs to prefetch by recorded scores of later routers; None: the policy does otherwise."""
+        """What native code needs to prefetch by scores of later routers; None: the policy does otherwise."""
         policy = self._by_routers
         if policy is None:
             return None
@@ -256,11 +251,6 @@ class RouterPrefetching(Prefetching):
         self._embedded: torch.Tensor | None = None
         self._running = False  # the policy was told of the present forward
         self._ended: deque[str] = deque()
-        # as `_by_routers`, where the model's own routers make its scores and the forward does not wait
-        self._ranked, by_votes = self._by_routers, type(policy) is NextGatePrefetch
-        if self._ranked is not None and (policy.synchronous or (not by_votes and self._ranked.distance > 1)):
-            self._ranked = None
-        self._source = cache.number_of(policy.name) if self._ranked else 0
 
     def watch_embeddings(self, model: torch.nn.Module) -> None:
         """Hook the model's input embeddings for a policy that needs them."""
@@ -294,41 +284,17 @@ class RouterPrefetching(Prefetching):
         return [asked for asked in found if asked is not None]
 
     def native(self, index: int) -> RoutersAhead | None:
-        from ...kernels.router import MOST_ROWS, LinearRouter
         from .native_layer import RoutersAhead
 
-        policy, layers, reach = self._ranked, self._last + 1, self._reach[index]
-        if policy is None:
+        policy, by, layers = self.policy, self.by_scores(), self._last + 1
+        if by is None or policy.synchronous or (policy.wraps and policy.distance > 1):
             return None
-        by_votes = type(policy) is NextGatePrefetch
-        if not reach:
-            return RoutersAhead(None, None, 0, 0, policy.top, by_votes, MOST_ROWS, self)
-        first = (index + 1) % layers
+        if not self._reach[index]:
+            return RoutersAhead(None, 0, 0, by, self)
         asked = self._scores[index] or [self._lookahead(index, 1, 1)]
-        probe = None if asked[0] is None else asked[0].probe
-        operands = probe.operands if isinstance(probe, LinearRouter) and probe.layers == len(asked) else None
-        if operands is None:
+        if asked[0] is None or any(one != asked[0] for one in asked):  # routers that are not one product
             return None
-        return RoutersAhead(*operands, first, len(asked), policy.top, by_votes, MOST_ROWS, self)
-
-    def _queued(self, index: int, view: LayerView, allowed: bool) -> bool:
-        policy = self._ranked
-        if policy is None:
-            return False
-        by_votes = type(policy) is NextGatePrefetch
-        if not by_votes and not self._announced(view.tokens):
-            return False
-        asked = self._scores[index] or [self._lookahead(index, 1, view.tokens)]
-        if asked[0] is None or any(one is not asked[0] for one in asked):  # routers that are not one product
-            return False
-        scores = view.scores(asked[0])
-        if scores.ndim == 2:
-            scores = scores[:, None]
-        policy.predicted = scores[:, 0]
-        if allowed:
-            following = (index + 1) % (self._last + 1)
-            self._cache.core.prefetch_by_scores(scores, following, by_votes, policy.top, self._source)
-        return True
+        return RoutersAhead(asked[0], (index + 1) % layers, len(asked), by, self)
 
     def takes(self, index: int, tokens: int) -> bool:
         if not self.policy.wraps:

@@ -83,10 +83,9 @@ class Rerouter:
 
     def native(self, index: int) -> Budget | Replace | None:
         """What native code needs to apply the rule at this layer; None: it cannot."""
-        from ...kernels.router import MOST_ROWS, LinearRouter
         from .native_layer import Budget, Replace
 
-        rule, weight, bias = self.rule, None, None
+        rule = self.rule
         if self._peers is not None:
             return None
         if type(rule) is BudgetAwareTopK:
@@ -94,13 +93,8 @@ class Rerouter:
         if type(rule) not in (MissRule, RandomRule, DropRule):
             return None
         assert isinstance(rule, MissRule)
-        if (asked := self._asked[index]) is not None:
-            operands = asked.probe.operands if isinstance(asked.probe, LinearRouter) else None
-            if operands is None:
-                return None
-            weight, bias = operands
         state = rule.native(index)
-        return None if state is None else Replace(self._top_k, weight=weight, bias=bias, max_rows=MOST_ROWS, **state)
+        return None if state is None else Replace(self._top_k, asked=self._asked[index], **state)
 
     def _view(self, layer: int) -> RerouteView:
         if not self.rule.needs_view:

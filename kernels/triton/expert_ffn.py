@@ -329,9 +329,9 @@ def _combining(made: dict[int, Launch], top_k: int) -> Launch:
 def _scratch(
     stride: int, width: int, dtype: torch.dtype, device: torch.device, rows: int, numbers: int, pairs: int
 ) -> tuple[torch.Tensor, ...]:
-    """Activations; words for pairs and a table, the table, the pairs; rows of y."""
+    """Activations; words for pairs, their weights and a table, the table, the pairs; rows of y."""
     with torch.inference_mode(False):  # a forward may make them, and others use them
-        words = torch.empty(2 * pairs + numbers, dtype=torch.int32, device=device)
+        words = torch.empty(3 * pairs + numbers, dtype=torch.int32, device=device)
         activations = torch.empty((rows, stride), dtype=dtype, device=device)
         y = torch.empty((pairs, width), dtype=dtype, device=device)
-    return activations, words, words[2 * pairs :], words[: 2 * pairs].view(torch.int64), y
+    return activations, words, words[3 * pairs :], words[: 2 * pairs].view(torch.int64), y

@@ -29,6 +29,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -87,6 +88,12 @@ float dot(const float* x, const char* w, std::size_t width) {
     return sum;
 }
 
+// Scores of inputs that stay where they are, so that a router's product, which is a GPU's work, is computed once.
+struct Remembered {
+    bool on = false;
+    std::map<std::tuple<const void*, const void*, std::size_t>, std::vector<float>> scores;  // by hidden, router, rows
+} remembered;
+
 // `_read` of tables.py on the host. kinds: of wide, hidden, router, bias, next_router and next_bias, two bits each.
 void read_on_host(unsigned kinds, void** parameters) {
     const auto at = [&](std::size_t i) {
@@ -111,6 +118,11 @@ void read_on_host(unsigned kinds, void** parameters) {
         const unsigned router = kind(2 + 2 * n);
         const std::size_t outputs = count(20 + n), item = router == 1 ? 4 : 2;
         auto* const scores = reinterpret_cast<float*>(to) + count(22 + n);
+        std::vector<float>* kept = remembered.on && outputs ? &remembered.scores[{at(5), at(6 + 2 * n), rows}] : nullptr;
+        if (kept && !kept->empty()) {
+            std::memcpy(scores, kept->data(), kept->size() * sizeof(float));
+            continue;
+        }
         for (std::size_t row = 0; row < (outputs ? rows : 0); ++row) {
             for (std::size_t i = 0; i < width; ++i) x[i] = number_at(at(5), kind(1), static_cast<std::int64_t>(row * width + i));
             for (std::size_t e = 0; e < outputs; ++e) {
@@ -120,6 +132,7 @@ void read_on_host(unsigned kinds, void** parameters) {
                 scores[row * outputs + e] = sum;
             }
         }
+        if (kept) kept->assign(scores, scores + rows * outputs);
     }
 }
 
@@ -493,6 +506,21 @@ std::string text_of(nb::handle value) { return nb::str(value).c_str(); }
 
 std::string text_of_shape(nb::handle shape) { return text_of(nb::steal(PySequence_Tuple(shape.ptr()))); }
 
+// As functions in C have it.
+template <typename Result, typename Call>
+Result guarded(Result failed, Call&& call) {
+    try {
+        return call();
+    } catch (nb::python_error& error) {
+        error.restore();
+    } catch (const std::invalid_argument& error) {
+        PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return failed;
+}
+
 // What the host reads of a layer: tensors, and scores of linear routers on the layer's input, written to one pinned buffer
 // by one kernel (`_read` of tables.py), and read after one event. One thread.
 class Fetch {
@@ -500,9 +528,9 @@ class Fetch {
     using Types = std::vector<std::tuple<nb::object, std::size_t, bool>>;  // dtype; bytes of an item; becomes float32
 
     Fetch(nb::object runtime, const nb::dict& calls, std::uint64_t context, nb::object stream, const std::vector<Launch*>& reads,
-          std::int64_t block, std::int64_t scores, nb::object int32, const Types& types)
+          std::int64_t block, std::int64_t scores, nb::object int32, const Types& types, double spin_s)
         : runtime_(std::move(runtime)), stream_(std::move(stream)), int32_(std::move(int32)), context_(reinterpret_cast<void*>(context)),
-          reads_(reads), block_(block), per_program_(scores) {
+          reads_(reads), block_(block), per_program_(scores), spin_s_(spin_s) {
         if (!reads.empty() && (reads.size() != kProducts + 1 || block < 1 || scores < 1))
             throw std::invalid_argument("a fetch has a kernel for each number of routers, and blocks");
         const auto at = [&calls](const char* name) { return reinterpret_cast<void*>(nb::cast<std::uintptr_t>(calls[name])); };
@@ -572,9 +600,9 @@ class Fetch {
         held_.push_back(std::move(input));
     }
 
-    // Wait for what was enqueued: poll, and only after so many seconds give up the interpreter's lock.
-    void wait(double spin_s) const {
-        const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(spin_s);
+    // Wait for what was enqueued: poll, and only after some time give up the interpreter's lock.
+    void wait() const {
+        const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(spin_s_);
         for (;;) {
             const int code = query_(event_);
             if (code != kNotReady) return check(code);
@@ -590,18 +618,12 @@ class Fetch {
 
     // Copies of what was read, in the order in which it was given: tensors, then scores.
     nb::list take() {
-        if (!layout_) throw std::runtime_error("nothing was enqueued");
-        const Layout& layout = *layout_;
-        const std::size_t count = layout.parts.size() - softmax_.size();
-        for (std::size_t i = 0; i < softmax_.size(); ++i) {
-            const Part& part = layout.parts[count + i];
-            if (softmax_[i]) soften(reinterpret_cast<float*>(buffer_ + 4 * part.at), part.words, part.columns);
-        }
         nb::list found;
-        for (const nb::object& array : layout.arrays) found.append(TIERMOE_CALLED(array.ptr(), "copy"));
-        held_.clear();
+        for (const nb::object& array : taken().arrays) found.append(TIERMOE_CALLED(array.ptr(), "copy"));
         return found;
     }
+
+    nb::object reads() const { return reads_.empty() ? nb::none() : nb::object(nb::capsule(&layer_reads_, kLayerReads.c_str())); }
 
   private:
     static constexpr std::size_t kWords = 3, kProducts = 2, kLayouts = 64;  // decode has few layouts
@@ -616,7 +638,7 @@ class Fetch {
         bool wide;
     };
     struct Part {
-        std::int64_t at, words, columns;  // the place and size in the buffer; of the last dimension
+        std::int64_t at, words, columns, bytes;  // the place and size in the buffer; of the last dimension; of an item
         bool wide;
     };
     struct Layout {
@@ -634,6 +656,35 @@ class Fetch {
         std::int64_t count = 0, at = 0;  // items that the kernel takes, and their place
         nb::object object;
     };
+
+    // What was enqueued and waited for.
+    const Layout& taken() {
+        if (!layout_) throw std::runtime_error("nothing was enqueued");
+        const Layout& layout = *layout_;
+        const std::size_t count = layout.parts.size() - softmax_.size();
+        for (std::size_t i = 0; i < softmax_.size(); ++i) {
+            const Part& part = layout.parts[count + i];
+            if (softmax_[i]) soften(reinterpret_cast<float*>(buffer_ + 4 * part.at), part.words, part.columns);
+        }
+        softmax_.assign(softmax_.size(), false);
+        held_.clear();
+        return layout;
+    }
+
+    // What `LayerReads` says.
+    static int read_layer(void* self, PyObject* tensors, PyObject* hidden, PyObject* routers, ReadPart* parts,
+                          double (*clock_s)(), double* waited_s) {
+        return guarded(-1, [&] {
+            Fetch& fetch = *static_cast<Fetch*>(self);
+            fetch.enqueue(tensors, hidden, routers);
+            const double began_s = clock_s ? clock_s() : 0.0;
+            fetch.wait();
+            if (clock_s) *waited_s = clock_s() - began_s;
+            for (const Part& part : fetch.taken().parts)
+                *parts++ = {fetch.buffer_ + 4 * part.at, 4 * part.words / part.bytes, part.bytes};
+            return 0;
+        });
+    }
 
     void check(int code) const {
         if (!code) return;
@@ -696,7 +747,7 @@ class Fetch {
             for (const std::int64_t size : shape) items *= size;
             const bool wide = !scores && types_[static_cast<std::size_t>(kind)].wide;
             const auto bytes = scores || wide ? 4 : static_cast<std::int64_t>(types_[static_cast<std::size_t>(kind)].bytes);
-            made.parts.push_back({end, items * bytes / 4, shape.empty() ? 1 : shape.back(), wide});
+            made.parts.push_back({end, items * bytes / 4, shape.empty() ? 1 : shape.back(), bytes, wide});
             nb::list dims;
             for (const std::int64_t size : shape) dims.append(size);
             wanted.append(nb::make_tuple(4 * end, items * bytes, scores ? -1 : kind, nb::tuple(dims)));
@@ -785,6 +836,8 @@ class Fetch {
     std::vector<bool> softmax_;  // of what was enqueued
     const Layout* layout_ = nullptr;
     std::vector<nb::object> held_;  // what is read, until it is taken
+    double spin_s_;
+    const LayerReads layer_reads_{this, read_layer};
 };
 
 std::vector<Group> groups_of(nb::handle given) {
@@ -810,6 +863,23 @@ struct RowClass {
 struct Sizes {  // of the pool: neurons of all slots, and of one; H; items between rows of activations, and what divides them
     std::int64_t pool, slot, width, stride, padded;
 };
+
+// A number in 16 bits: of the nearest, the even one.
+std::uint16_t bfloat16_of(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return static_cast<std::uint16_t>(std::isnan(value) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+std::uint16_t float16_of(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const std::uint32_t sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    std::uint32_t found = (rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13;
+    if (rest < 0x38800000) found = static_cast<std::uint32_t>(std::nearbyint(std::ldexp(std::fabs(value), 24)));  // small
+    if (rest >= 0x477ff000) found = rest > 0x7f800000 ? 0x7e00 : 0x7c00;  // no number, or none so large
+    return static_cast<std::uint16_t>(sign | found);
+}
 
 struct Tiles {
     struct Phase {
@@ -889,7 +959,8 @@ class Experts {
         if (tiles.phases.empty()) return true;
         const Rows rows(hidden);
         const std::uint64_t stream = current();
-        const Scratch scratch = scratch_for(tiles, stream);
+        std::optional<Scratch> larger;
+        const Scratch& scratch = scratch_for(tiles, stream, larger);
         put(scratch.table, {}, tiles, stream);
         enqueue(tiles, scratch, rows.arg, order.arg, top_k, out.arg, stream);
         return true;
@@ -906,7 +977,8 @@ class Experts {
                                         std::to_string(top_k) + " and width " + std::to_string(sizes_.width));
         if (!is_summed(rows.arg.type) || !is_summed(dtype(weights.ptr()))) return nb::none();
         const nb::object sums = rows.contiguous ? nb::borrow(y) : contiguous(y);
-        return summed(rows.contiguous ? rows.arg : tensor(sums.ptr()), weights, tokens, top_k, current());
+        const Rows shares(weights);
+        return summed(rows.contiguous ? rows.arg : tensor(sums.ptr()), shares.arg, tokens, top_k, current());
     }
 
     // What `ExpertLaunches` says.
@@ -925,21 +997,26 @@ class Experts {
         const std::uint64_t stream = current();
         const Rows rows(given.hidden);
         const bool few = pairs <= kDecodePairs;
-        const Scratch kept = few ? scratch_kept(stream) : scratch_of(scratch_(0, 0, pairs));
-        Pairs order{given.order, pairs, few ? kDecodePairs : pairs};
+        std::optional<Scratch> own, larger;
+        Scratch& kept = few ? scratch_kept(stream) : own.emplace(scratch_of(scratch_(0, 0, pairs)));
+        Pairs order{given.order, given.changed, dtype(given.weights), pairs, few ? kDecodePairs : pairs};
         for (;;) {
             const Group* groups = nullptr;
             std::int64_t count = 0;
             if (!next.next(next.self, &groups, &count)) return {};
             if (!count) break;
             const Tiles tiles = tiles_of(groups, static_cast<std::size_t>(count), pairs, sizes_, classes_);
-            const Scratch scratch = scratch_for(tiles, stream);
-            if (order.count && scratch.words.bits != kept.words.bits) put(kept.words, order, {}, stream), order = {};
+            const Scratch& scratch = scratch_for(tiles, stream, larger);
+            if (order.count && scratch.words.bits != kept.words.bits) put(kept.words, order, {}, stream), order.count = 0;
             put(order.count ? scratch.words : scratch.table, order, tiles, stream);
-            order = {};
+            order.count = 0;
             enqueue(tiles, scratch, rows.arg, kept.order, given.top_k, kept.y, stream);
         }
-        return summed(kept.y, given.weights, given.tokens, given.top_k, stream);
+        if (!given.changed) {
+            const Rows shares(given.weights);
+            return summed(kept.y, shares.arg, given.tokens, given.top_k, stream);
+        }
+        return summed(kept.y, changed_weights(kept, order.room, pairs, given.weights), given.tokens, given.top_k, stream);
     }
 
     nb::capsule launches() const { return nb::capsule(&launches_, kExpertLaunches.c_str()); }
@@ -947,12 +1024,18 @@ class Experts {
   private:
     struct Scratch {  // of one stream, whose launches follow each other
         nb::object held;
-        Arg activations, words, table;  // words: `order`, and `table` behind it
+        Arg activations, words, table;  // words: `order`, weights that a rule has changed, and `table` behind them
         Arg order, y;
+        std::map<std::pair<const void*, std::int64_t>, std::pair<nb::object, Arg>> weights;  // by dtype and number
     };
-    struct Pairs {  // that are still to be brought to the device, into so much room
+    struct Pairs {  // that are still to be brought to the device, into so much room, with weights of a type, or null
         const std::int64_t* order = nullptr;
+        const float* weights = nullptr;
+        const void* type = nullptr;
         std::int64_t count = 0, room = 0;
+
+        std::size_t weights_at() const { return static_cast<std::size_t>(room) * sizeof *order; }
+        std::size_t bytes() const { return count ? weights_at() + static_cast<std::size_t>(room) * sizeof *weights : 0; }
     };
     struct Rows {  // contiguous
         explicit Rows(nb::handle hidden) : held(contiguous(hidden)), arg(tensor(held.ptr())) {}
@@ -993,12 +1076,11 @@ class Experts {
         }
     }
 
-    // y: contiguous, of a type that is summed, as the weights.
-    nb::object summed(const Arg& y, nb::handle weights, std::int64_t tokens, std::int64_t top_k, std::uint64_t stream) {
-        const Rows shares(weights);
+    // y: contiguous, of a type that is summed, as the weights, which are contiguous, too.
+    nb::object summed(const Arg& y, const Arg& weights, std::int64_t tokens, std::int64_t top_k, std::uint64_t stream) {
         nb::object out = fresh(tokens, nb::handle(y.object), y.type);
         if (tokens > 0) {
-            const Arg args[] = {y, shares.arg, tensor(out.ptr()), integer(top_k), integer(sizes_.width)};
+            const Arg args[] = {y, weights, tensor(out.ptr()), integer(top_k), integer(sizes_.width)};
             sums_of(top_k).launch({tokens, divided(sizes_.width, block_), 1}, args, 5, stream);
         }
         return out;
@@ -1052,46 +1134,61 @@ class Experts {
 
     static Scratch scratch_of(nb::object made) {
         const nb::object activations = made[0], words = made[1], table = made[2], order = made[3], y = made[4];
-        return {made, tensor(activations.ptr()), tensor(words.ptr()), tensor(table.ptr()), tensor(order.ptr()), tensor(y.ptr())};
+        return {made, tensor(activations.ptr()), tensor(words.ptr()), tensor(table.ptr()), tensor(order.ptr()), tensor(y.ptr()), {}};
     }
 
-    Scratch scratch_kept(std::uint64_t stream) {
+    Scratch& scratch_kept(std::uint64_t stream) {
         if (const auto found = kept_.find(stream); found != kept_.end()) return found->second;
         return kept_.emplace(stream, scratch_of(scratch_(kept_rows_, kept_rows_ * kColumns, kDecodePairs))).first->second;
     }
 
-    Scratch scratch_for(const Tiles& tiles, std::uint64_t stream) {
+    // larger: for one that is not kept.
+    Scratch& scratch_for(const Tiles& tiles, std::uint64_t stream, std::optional<Scratch>& larger) {
         if (tiles.rows <= kept_rows_ && tiles.numbers <= kept_rows_ * kColumns) return scratch_kept(stream);
-        return scratch_of(scratch_(tiles.rows, tiles.numbers, 0));
+        return larger.emplace(scratch_of(scratch_(tiles.rows, tiles.numbers, 0)));
+    }
+
+    // Weights in their type, of which the host knows how it rounds.
+    void write(char* to, const Pairs& pairs) const {
+        const auto count = static_cast<std::size_t>(pairs.count);
+        if (pairs.type == dtypes_[0]) {
+            std::memcpy(to, pairs.weights, count * sizeof *pairs.weights);
+            return;
+        }
+        const auto rounded = pairs.type == dtypes_[1] ? bfloat16_of : float16_of;
+        for (std::size_t i = 0; i < count; ++i) {
+            const std::uint16_t value = rounded(pairs.weights[i]);
+            std::memcpy(to + i * sizeof value, &value, sizeof value);
+        }
+    }
+
+    // Those that were brought with the pairs.
+    static const Arg& changed_weights(Scratch& scratch, std::int64_t room, std::int64_t count, nb::handle like) {
+        const auto key = std::pair(dtype(like.ptr()), count);
+        auto found = scratch.weights.find(key);
+        if (found == scratch.weights.end()) {
+            const auto first = [](nb::handle of, std::int64_t start, std::int64_t stop) -> nb::object {
+                return of[nb::slice(nb::int_(start), nb::int_(stop), nb::none())];
+            };
+            const nb::object words = first(scratch.held[1], 2 * room, 2 * room + count);
+            const nb::object made = first(words.attr("view")(like.attr("dtype")), 0, count);
+            found = scratch.weights.emplace(key, std::pair(made, tensor(made.ptr()))).first;
+        }
+        return found->second.second;
     }
 
     // Brings pairs, and a table behind them, to the device.
     void put(const Arg& target, const Pairs& pairs, const Tiles& tiles, std::uint64_t stream) {
-        const std::size_t before = static_cast<std::size_t>(pairs.room) * sizeof *pairs.order;
-        const std::size_t bytes = before + static_cast<std::size_t>(tiles.numbers) * sizeof(std::int32_t);
+        const std::size_t before = pairs.bytes(), bytes = before + static_cast<std::size_t>(tiles.numbers) * sizeof(std::int32_t);
         ring_.put(target, bytes / sizeof(std::int32_t), bytes, stream, [&](char* to) {
             if (pairs.count) std::memcpy(to, pairs.order, static_cast<std::size_t>(pairs.count) * sizeof *pairs.order);
+            if (pairs.count && pairs.weights) write(to + pairs.weights_at(), pairs);
             to += before;
             for (const auto& part : tiles.phases) {
                 std::memcpy(to, part.rows.data(), part.rows.size() * sizeof(std::int32_t));
                 to += part.rows.size() * sizeof(std::int32_t);
             }
         });
-    }
-
-    // As functions in C have it.
-    template <typename Result, typename Call>
-    static Result guarded(Result failed, Call&& call) {
-        try {
-            return call();
-        } catch (nb::python_error& error) {
-            error.restore();
-        } catch (const std::invalid_argument& error) {
-            PyErr_SetString(PyExc_ValueError, error.what());
-        } catch (const std::exception& error) {
-            PyErr_SetString(PyExc_RuntimeError, error.what());
-        }
-        return failed;
     }
 
     static int takes_rows(void* self, const LayerRows& rows) {
@@ -1129,6 +1226,8 @@ NB_MODULE(_launch, m) {
     nb::set_leak_warnings(false);  // at the interpreter's end kernels may still be there
     m.def("nothing", [] { return reinterpret_cast<std::uint64_t>(&launch_nothing); },
           "The address of a function in the place of a driver's that launches nothing but copies and reads.");
+    m.def("remember", [](bool on) { if (on != remembered.on) remembered = {on, {}}; }, "on"_a,
+          "Whether that function computes the scores of an input and a router once, as long as both stay where they are.");
     nb::class_<Driver>(m, "Driver", "Functions of the GPU's driver by address: cuLaunchKernel, cuGetErrorString, cuCtxSetCurrent; 0: none.")
         .def("__init__", [](Driver* made, std::uint64_t launch, std::uint64_t text, std::uint64_t current) {
             if (!launch) throw std::invalid_argument("a driver launches");
@@ -1161,21 +1260,23 @@ Args:
     runtime: kept, for it keeps the driver. calls, context: of the driver, as of `_core.Driver`.
     stream: gives the address of the current one.
     reads: the kernels with 0, 1 and 2 routers; empty: there are none. block, scores: of a program.
-    types: dtype, bytes of an item, and whether it arrives as float32.)")
+    types: dtype, bytes of an item, and whether it arrives as float32. spin_s: of a wait, before it gives up the lock.)")
         .def(nb::init<nb::object, const nb::dict&, std::uint64_t, nb::object, const std::vector<Launch*>&, std::int64_t, std::int64_t,
-                      nb::object, const Fetch::Types&>(),
-             "runtime"_a, "calls"_a, "context"_a, "stream"_a, "reads"_a, "block"_a, "scores"_a, "int32"_a, "types"_a,
+                      nb::object, const Fetch::Types&, double>(),
+             "runtime"_a, "calls"_a, "context"_a, "stream"_a, "reads"_a, "block"_a, "scores"_a, "int32"_a, "types"_a, "spin_s"_a,
              nb::keep_alive<1, 6>())
         .def("enqueue", &Fetch::enqueue, "tensors"_a, "hidden"_a.none(), "routers"_a,
              "Read tensors, and the scores of routers (weight [D*E, H], bias, D, softmax) of hidden [T, H].")
-        .def("wait_for", &Fetch::wait, "spin_s"_a, "Wait for what was enqueued; after so many seconds without the interpreter's lock.")
+        .def("wait", &Fetch::wait, "Wait for what was enqueued; after some time without the interpreter's lock.")
         .def("take", &Fetch::take, nb::sig("def take(self) -> list[typing.Any]"),
-             "Arrays of what was read: of tensors, then of scores [T, E], of several layers [T, D, E].");
+             "Arrays of what was read: of tensors, then of scores [T, E], of several layers [T, D, E].")
+        .def_prop_ro("reads", &Fetch::reads, nb::sig("def reads(self) -> typing_extensions.CapsuleType | None"),
+                     "`LayerReads` of `kernels/triton/experts.hpp`, of this object; None: there is no kernel.");
     nb::class_<Experts>(m, "Experts", R"(The launches that run experts.
 
 classes: (most rows, rows of a tile, gate_up, its columns, down, its columns), ascending. sizes: neurons of the pool
 and of a slot, H, items of a row of activations, and what divides them. tables: a `Ring`. scratch: (rows, numbers of a
-table, pairs) -> activations, words for pairs and table, the table, the pairs, rows of y. kept: rows up to which these
+table, pairs) -> activations, words for pairs, weights and table, the table, the pairs, rows of y. kept: rows up to which these
 are kept, for each stream. combining: top_k -> the launch that sums, whose program has `block` columns.)")
         .def(nb::init<nb::object, nb::object, const std::vector<Experts::Class>&,
                       const std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>&, nb::object, nb::object,

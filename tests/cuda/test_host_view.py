@@ -77,7 +77,7 @@ def test_a_layers_routing_and_scores_take_one_launch(
         np.testing.assert_array_equal(view.ids, ids.cpu().numpy())
         np.testing.assert_array_equal(view.weights, weights.float().cpu().numpy())
         for one in asked:
-            weight, bias, count = one.probe.on_device(hidden)  # type: ignore[attr-defined]
+            weight, bias, count = one.probe.on_device(len(hidden))  # type: ignore[attr-defined]
             logits = hidden.double() @ weight.double().T + (0.0 if bias is None else bias.double())
             logits = logits.view(rows, count, experts)[:, 0] if count == 1 else logits.view(rows, count, experts)
             expected = torch.softmax(logits, -1) if one.softmax else logits

@@ -102,20 +102,25 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
         for (std::int64_t r = 0; r < kExperts; ++r) buddies.push_back(static_cast<std::int32_t>((e + r) % kExperts));
     std::vector<std::uint8_t> full(kLayers);
     std::int64_t emptied = 0, calls = 0;
+    const auto first_scores = std::make_shared<core::FirstScores>();
     for (std::int64_t l = 0; l < kLayers; ++l) {
         layers.push_back(std::make_unique<core::CpuLayer>(
             made, core::Place{l, kExperts, kNeurons, 8, 1 << 12},
             core::Shape{kWidth, memory.pool_up.data(), memory.pool_down.data(), Activation::relu}, kernels, all));
         const std::int64_t first = (l + 1) % kLayers, count = l + 1 < kLayers ? kLayers - 1 - l : 1;
-        if (state && l + 1 < kLayers) {
+        const auto router_of = [&](std::int64_t layer, std::int64_t layers_of, const float* biases, std::int64_t soft) {
+            return layers[l]->add({router.data() + layer * kExperts * kWidth, biases, layers_of * kExperts, soft});
+        };
+        if (state) {
             auto ahead = std::make_unique<core::ReleaseSlots>();
-            ahead->weight = router.data() + first * kExperts * kWidth, ahead->bias = nullptr;
-            ahead->threshold = 0.6, ahead->most = kTop, ahead->max_rows = 8, ahead->state = state;
+            if (!l) ahead->own = router_of(0, 1, nullptr, 0);
+            if (first) ahead->router = router_of(first, 1, nullptr, 0);
+            ahead->threshold = 0.6, ahead->most = kTop, ahead->state = state, ahead->first = first_scores;
             layers[l]->ahead(std::move(ahead));
         } else {
             auto ahead = std::make_unique<core::AskRouters>();
-            ahead->weight = router.data() + first * kExperts * kWidth, ahead->bias = bias.data() + first * kExperts;
-            ahead->first = first, ahead->layers = count, ahead->max_rows = 8;
+            ahead->router = router_of(first, count, bias.data() + first * kExperts, l % 2 ? kExperts : 0);
+            ahead->first = first, ahead->layers = count;
             ahead->prefetch = {l % 2 == 0, kTop, 1, {}, {}};
             layers[l]->ahead(std::move(ahead));
         }
@@ -129,8 +134,8 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
             of.tau = -std::numeric_limits<double>::infinity(), of.gamma = std::numeric_limits<double>::infinity();
             of.temperature = 1.0, of.log_top_k = std::log(static_cast<double>(kTop)), of.drop = true;
             of.buddies = buddies.data(), of.similarity = similarity.data();
-            made_rule->weight = router.data() + l * kExperts * kWidth, made_rule->bias = nullptr, made_rule->draws = nullptr;
-            made_rule->drawn = 0, made_rule->next = nullptr, made_rule->max_rows = 8;
+            made_rule->router = router_of(l, 1, nullptr, kExperts), made_rule->draws = nullptr;
+            made_rule->drawn = 0, made_rule->next = nullptr;
             made_rule->beta = std::numeric_limits<double>::infinity();
             made_rule->full = full.data(), made_rule->emptied = &emptied;
             layers[l]->rule(std::move(made_rule));

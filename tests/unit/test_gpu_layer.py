@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
-from native_rigs import CUTS, RATE_GBPS, SplitStack, Stack, forwards, routed, unhurried
+from native_rigs import CUTS, RATE_GBPS, SplitStack, Stack, active, forwards, replacing, routed, unhurried
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.slots import SlotPool
@@ -24,10 +24,12 @@ from tiermoe.actors.engine.native_layer import GpuLayer, NativeLayer, NativeLaye
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK
-from tiermoe.actors.policies.prefetch import NextGatePrefetch
+from tiermoe.actors.policies.moepic import SpeculativePrefetch
+from tiermoe.actors.policies.prefetch import NextGatePrefetch, PopularityPrefetch, PrefetchPolicy
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.expert_ffn import SHORT_ROWS, ByRows, ExpertKernel, Operands, TorchKernel
-from tiermoe.kernels.router import LinearRouter
+from tiermoe.kernels.importance import NativeImportance
+from tiermoe.kernels.router import MOST_GPU_ROWS, LinearRouter
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -53,7 +55,7 @@ def launched(launch: Launch, grid: tuple[int, int, int], *args: Any) -> None:
         y, weights, out, top_k, width = args
         for token in range(grid[0]):
             rows = y.view(-1, width)[token * top_k : (token + 1) * top_k]
-            out[token] = weights.reshape(-1, top_k)[token] @ rows
+            out[token] = weights.reshape(-1, top_k)[token].float() @ rows
         return
     up = launch.name == "_gate_up"
     source, pairs, weights, target, table, first = args[:6]
@@ -133,24 +135,58 @@ def test_as_many_pairs_as_are_kept_and_more(tokens: int) -> None:
     native.cache.close(), python.cache.close()
 
 
-def rule_and_prefetch(cache: ExpertCache) -> Hooks:
-    """A rule that drops experts, and a prefetch by routers: both read the routing as it was fetched."""
+def prefetch_by(
+    router: Callable[[torch.Tensor], Any], policy: Callable[[], PrefetchPolicy]
+) -> Callable[[ExpertCache], Hooks]:
+    """A rule that drops experts, and a prefetch: both read the routing as it was fetched."""
     generator = torch.Generator().manual_seed(8)
-    routers = [LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None) for _ in range(LAYERS)]
+    routers = [router(torch.randn(EXPERTS, SHAPE.hidden, generator=generator)) for _ in range(LAYERS)]
     blocks: list[Any] = [SimpleNamespace(router=router) for router in routers]
-    ahead = RouterPrefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, 2), cache, blocks, EXPERTS)
-    return Hooks((Rerouter(BudgetAwareTopK(), cache, blocks, 3),), (), (ahead,))
+
+    def hooks(cache: ExpertCache) -> Hooks:
+        ahead = RouterPrefetching(policy(), cache, blocks, EXPERTS)
+        return Hooks((Rerouter(BudgetAwareTopK(), cache, blocks, 3),), (), (ahead,))
+
+    return hooks
 
 
-def test_hooks_in_python_are_called_with_the_view() -> None:
-    native, python = both(6, hooks=rule_and_prefetch)
+def linear(weight: torch.Tensor) -> LinearRouter:
+    return LinearRouter(weight, None)
+
+
+def plain(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A router that no kernel knows."""
+    return lambda hidden: hidden @ weight.T
+
+
+HOOKS = {
+    "two layers": prefetch_by(linear, lambda: NextGatePrefetch(LAYERS, EXPERTS, 2, 2)),
+    "another router": prefetch_by(plain, lambda: NextGatePrefetch(LAYERS, EXPERTS, 2)),
+    "not announced": prefetch_by(linear, lambda: SpeculativePrefetch(LAYERS, EXPERTS, 2)),
+    "in Python": prefetch_by(linear, lambda: PopularityPrefetch(LAYERS, EXPERTS, 2)),
+    "activeevict": active(None),
+    "buddies": replacing("router"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_rules_and_what_looks_ahead_decide_as_on_the_page(kind: str) -> None:
+    """In native code, but for a policy in Python, which is called with the view: dropped pairs' weights, too."""
+    options = {"importance": NativeImportance, "top_k": 3} if kind == "activeevict" else {}
+    order = "importance" if kind == "activeevict" else "lru"
+    native, python = both(6, order, hooks=HOOKS[kind], **options)
+    assert [layer._looks for layer in native.layers] == [kind == "in Python"] * LAYERS
     rng = np.random.default_rng(1)
-    for _ in range(20):
-        ids = torch.from_numpy(np.argsort(rng.random((2, EXPERTS)), axis=1)[:, :3].copy())
-        step(native, python, torch.randn(2, SHAPE.hidden), ids, torch.rand(2, 3))
-    assert native.planned == 20 * LAYERS
-    assert native.stats.dropped > 0
-    assert sum(source.queued for source in native.stats.prefetch_sources.values()) > 0
+    for n in range(24):
+        tokens = 2 if n % 6 else MOST_GPU_ROWS + 4  # whose scores no kernel computes
+        ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :3].copy())
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[n % 3]
+        step(native, python, torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, 3).to(dtype))
+    assert native.planned == 24 * LAYERS
+    stats = native.stats
+    assert stats.dropped + stats.substitutions > 0
+    ahead = sum(source.queued for source in stats.prefetch_sources.values())
+    assert ahead + sum(layer.vacated for layer in stats.layers) > 0
     native.cache.close(), python.cache.close()
 
 

@@ -12,21 +12,16 @@ import numpy as np
 import pytest
 import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
-from native_rigs import HOLD_S, RATE_GBPS, Stack, routed, unhurried
+from native_rigs import HOLD_S, RATE_GBPS, TOP, Stack, active, replacing, routed, unhurried
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.host_view import Asked
 from tiermoe.actors.engine.layer import Hooks
 from tiermoe.actors.engine.native_layer import NativeLayer, NativeLayers
-from tiermoe.actors.engine.pre_evicting import PreEvicting
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.engine.stats import SourceStats
 from tiermoe.actors.policies import buddymoe
-from tiermoe.actors.policies.activeevict import BudgetAwareTopK, PreEviction
 from tiermoe.actors.policies.baselines import Predictor, StridePrefetch
-from tiermoe.actors.policies.buddymoe import DropRule, MissRule, RandomRule, no_buddies
-from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, PopularityPrefetch, PrefetchPolicy
@@ -38,7 +33,6 @@ from tiermoe.kernels.importance import NativeBudget, NativeImportance
 from tiermoe.kernels.router import LinearRouter
 
 POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "least-stale", "lcp"]
-TOP = 3
 
 
 def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
@@ -226,22 +220,6 @@ def step_both(native: Stack, python: Stack, rng: np.random.Generator, step: int)
     assert native.known() == python.known()
 
 
-def active(drops: Any) -> Callable[[ExpertCache], Hooks]:
-    """ActiveEvict's hooks, by random routers."""
-    generator = torch.Generator().manual_seed(4)
-    routers = [LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None) for _ in range(LAYERS)]
-
-    def hooks(cache: ExpertCache) -> Hooks:
-        rule, blocks = BudgetAwareTopK(drops=drops), [SimpleNamespace(router=None)] * LAYERS
-        ahead = PreEvicting(
-            PreEviction(TOP), cache, LAYERS, EXPERTS, lambda layer, view: view.scores(Asked(routers[layer], False)),
-            routers,
-        )  # fmt: skip
-        return Hooks((Rerouter(rule, cache, blocks, TOP),), (), (ahead,))  # type: ignore[arg-type]
-
-    return hooks
-
-
 @pytest.mark.parametrize("slots", [TOP + 1, EXPERTS, KEYS - 5])
 def test_active_evict_in_native_calls(slots: int) -> None:
     """Dropped experts, vacated slots, victims and counters are those of the reference, and where Python runs a pass."""
@@ -255,38 +233,6 @@ def test_active_evict_in_native_calls(slots: int) -> None:
     assert native.stats.dropped > 0
     assert sum(layer.vacated for layer in native.stats.layers) > 0
     native.cache.close(), python.cache.close()
-
-
-def replacing(kind: str) -> Callable[[ExpertCache], Hooks]:
-    """Next-gate, and a rule of BuddyMoE's, by random lists and routers."""
-    rng, generator = np.random.default_rng(6), torch.Generator().manual_seed(6)
-    lists = [
-        Buddies(
-            np.stack([rng.permutation(EXPERTS) for _ in range(EXPERTS)])[:, :4].astype(np.int32).copy(),
-            rng.random((EXPERTS, 4), np.float32),
-        )
-        for _ in range(LAYERS)
-    ]
-    blocks: list[Any] = [
-        SimpleNamespace(router=LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None))
-        for _ in range(LAYERS)
-    ]
-
-    def rule() -> MissRule:
-        if kind == "random":
-            return RandomRule(LAYERS, EXPERTS, SubstitutionOptions(rho=2), seed=3)
-        if kind == "drop":
-            return DropRule(no_buddies(LAYERS, EXPERTS), SubstitutionOptions(fallback="drop", renormalise=True))
-        if kind == "gates":
-            options = SubstitutionOptions(rho=1, search=3, gamma=0.4, temperature=0.9, reuse=0.5, fallback="drop")
-            return MissRule(lists, options, taus=[0.5, 0.8, 0.9][:LAYERS], beta=0.7)
-        return MissRule(lists, SubstitutionOptions(eta=10.0, weights="buddy", renormalise=True))
-
-    def hooks(cache: ExpertCache) -> Hooks:
-        ahead = RouterPrefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, 1), cache, blocks, EXPERTS)
-        return Hooks((Rerouter(rule(), cache, blocks, TOP),), (), (ahead,))
-
-    return hooks
 
 
 @pytest.mark.parametrize("kind", ["router", "gates", "random", "drop"])

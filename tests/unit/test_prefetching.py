@@ -24,7 +24,6 @@ from fake_engine import (
     make_routers,
     prefetching,
     view_of,
-    virtual_cache,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +31,7 @@ from hypothesis.extra.numpy import arrays
 
 from tiermoe.actors.core._core import Governor
 from tiermoe.actors.engine.make_policies import gate_probes
-from tiermoe.actors.engine.prefetching import NATIVE, RouterPrefetching
+from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.policies.baselines import PreGate, PreGatedPrefetch
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.prefetch import (
@@ -398,27 +397,3 @@ def test_a_stateless_policy_is_not_asked_where_nothing_can_be_fetched(
     assert tested.idle(0) == (absent != 1)
     tested.layer(0, view_of(hidden_rows(3), torch.zeros(3, 2, dtype=torch.int64)))
     assert bool(cache.asked) == (absent == 1)
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("by_votes", [True, False])
-def test_native_code_queues_what_the_policy_asks_for(by_votes: bool, tokens: int) -> None:
-    """Of several layers nearer ones first, and within the slots that there are."""
-    scores = np.random.default_rng(tokens).random((tokens, 2 if by_votes else 1, EXPERTS)).astype(np.float32)
-    there, asked = virtual_cache(LAYERS, EXPERTS, 7), virtual_cache(LAYERS, EXPERTS, 7)
-    there.core.prefetch_by_scores(scores, 1, by_votes, 3, there.number_of("a"))
-    nearer = set[int]()
-    for at in range(scores.shape[1]):
-        of, base = scores[:, at], (1 + at) * EXPERTS
-        keys = NATIVE.by_votes(of, 3, base) if by_votes else NATIVE.by_score(of, 3, base)[0]
-        asked.prefetch(keys, nearer, "a")
-        nearer.update(keys)
-    assert there.core.under_way == asked.core.under_way
-    assert len(there.core.under_way) >= 3
-
-
-def test_scores_of_other_experts_are_refused() -> None:
-    core = virtual_cache(LAYERS, EXPERTS, 7).core
-    for shape, first, top in (((1, 1, EXPERTS + 1), 0, 1), ((1, 2, EXPERTS), LAYERS - 1, 1), ((1, 1, EXPERTS), 0, 0)):
-        with pytest.raises(ValueError, match="no such prefetch"):
-            core.prefetch_by_scores(np.zeros(shape, np.float32), first, True, top, 1)

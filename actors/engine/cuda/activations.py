@@ -201,14 +201,16 @@ class PinnedFetch(_launch.Fetch):
     """
 
     def __init__(self, runtime: GpuRuntime, spin_s: float = SPIN_S) -> None:
-        self._runtime, self._spin_s, driver, copier = runtime, spin_s, runtime.driver(), runtime.copier
+        self._runtime, driver, copier = runtime, runtime.driver(), runtime.copier
         reads, block, scores = tuple[_launch.Launch, ...](), 0, 0
         stream: Callable[[], int] = lambda: runtime.handle(runtime.current())  # noqa: E731
         if copier is not None:
             stream, reads, block, scores = copier.stream, copier.reads, copier.block, copier.scores
         self._most_routers = max(0, len(reads) - 1)
         types = [(dtype, dtype.itemsize, dtype.itemsize == 2) for dtype, _ in _READ]
-        super().__init__(runtime, driver.addresses, driver.context, stream, reads, block, scores, torch.int32, types)
+        super().__init__(
+            runtime, driver.addresses, driver.context, stream, reads, block, scores, torch.int32, types, spin_s
+        )
 
     def __call__(
         self, tensors: Sequence[torch.Tensor], hidden: torch.Tensor | None = None, asked: Sequence[Asked] = ()
@@ -238,10 +240,6 @@ class PinnedFetch(_launch.Fetch):
         found, given = self.take(), len(tensors)
         of = dict(zip([*others, *routers], found[given:], strict=True))
         return [*found[:given], *(of[one] for one in asked)]
-
-    def wait(self) -> None:
-        """Wait for this call's tensors; a method of its own so that it can be timed."""
-        self.wait_for(self._spin_s)
 
     # what `launch.cpp` calls
 

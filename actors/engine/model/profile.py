@@ -221,9 +221,9 @@ def _time_layers(
             if part in parts and hasattr(owner, method) and (id(owner), method) not in wrapped:
                 wrapped.add((id(owner), method))
                 replaced.set(owner, method, _timed(clock, part, getattr(owner, method)))
-        if layer.native is not None:
-            layer.native.time(True)
-            replaced.at_end(partial(layer.native.time, False))
+        if layer.native is not None and parts:
+            layer.native.time(not clock.counts_waits)
+            replaced.at_end(partial(layer.native.time, None))
         if joined is not None and layer.joinable is not None:
             continue
         host_waits = engine.device.executor != "real"  # a GPU's stream waits for copies, the host does not
@@ -248,7 +248,7 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
     yield "run", backend, "run"
     if layer.native is not None:
         for method in ("run", "run_view"):
-            yield "native", layer.native, method  # less its kernels and waits
+            yield "native", layer.native, method  # less its reading, kernels and waits
     yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
 
 
@@ -378,7 +378,7 @@ def _timed(clock: _Clock, part: str, method: Callable[..., Any]) -> Callable[...
 def _timed_pass(
     clock: _Clock, layer: MoeLayer, host_waits: bool, passes: list[HostPass], misses: bool = False
 ) -> Callable[..., torch.Tensor]:
-    forward, clock_at = layer.forward, 0 if clock.counts_waits else 1
+    forward = layer.forward
 
     def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         waited_s, native, missed = _waited_s(layer), layer.native, _missed(layer)
@@ -390,9 +390,10 @@ def _timed_pass(
             spent_s = clock.take(PARTS)
             waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
             if native is not None and spent_s["native"] > 0:
-                kernel_s = min(native.kernels_s[clock_at], spent_s["native"])
-                spent_s["native"] -= kernel_s
-                spent_s["kernels"] += kernel_s
+                for part, inside_s in native.parts_s().items():
+                    inside_s = min(inside_s, spent_s["native"])
+                    spent_s["native"] -= inside_s
+                    spent_s[part] += inside_s
                 waiting = "native"
             if host_waits and clock.counts_waits:
                 spent_s["copies"] = min(_waited_s(layer) - waited_s, spent_s[waiting])
