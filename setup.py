@@ -134,6 +134,7 @@ setup(
                 "actors/core/maps_module.cpp",
                 "actors/core/module.cpp",
                 "actors/core/order_module.cpp",
+                "actors/core/routing_module.cpp",
                 "actors/core/stream_link.cpp",
                 "actors/core/stream_module.cpp",
                 "actors/core/thread_link.cpp",

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -268,12 +268,12 @@ def replayed(
     costs = cell.costs()
     near_s = costs.near_s * belief[1]
     busy_s = costs.near_busy_s * belief[1] if contention else near_s
-    believed = replace(costs, copy_s=costs.copy_s * belief[0], near_s=near_s, near_busy_s=busy_s)
+    believed = costs._replace(copy_s=costs.copy_s * belief[0], near_s=near_s, near_busy_s=busy_s)
     slots = max(1, int(cell.budget * drawn.experts))
     shape = (drawn.layers, drawn.experts, drawn.top_k, cell.batch, steps.rounds, drawn.prompt)
     decode_s, prompt_s, error, tokens, prompts, needed, hits, loads, ran_near, waits, fills, fetched = _planner.replay(
         RULES.index(name), slots, shape, steps.needed, steps.rows, steps.count, steps.predicted[recall], steps.share,
-        steps.prompts, drawn.popular, float(drawn.tokens), astuple(costs), astuple(believed), int(Without[without]),
+        steps.prompts, drawn.popular, float(drawn.tokens), costs, believed, int(Without[without]),
         (started or name == "auto") if start is None else start, planner_s, steps.first,
     )  # fmt: skip
     token_s = decode_s / tokens

@@ -50,7 +50,7 @@ def begin_layer(
     """
     if arrivals:
         cache.poll(layer)
-    plan = cache.plan(cache.open(layer, keys, [1] * len(keys), 1, frozenset(low)), frozenset(keep))
+    plan = cache.plan(cache.core.open(layer, list(keys), [1] * len(keys), 1, list(low)), frozenset(keep))
     cache.begin()
     cache.load()
     cache.prefetch(guesses)
@@ -60,7 +60,7 @@ def begin_layer(
 def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] = lambda segment: None) -> None:
     """The rest of the turn: `run` is given each segment once it is in its slot."""
     while True:
-        first, stop = cache.next()
+        first, stop = cache.core.next()
         if first == stop:
             break
         for segment in plan.run[first:stop]:

@@ -141,14 +141,14 @@ def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
             self.ndp.available = log.forwards % _ABSENT != 0
         forward(self, parts)
 
-    def ran(self: Any, step: Any, plan: Any, spans: Any, routing: Any, view: Any, tasks: Any) -> None:
+    def ran(self: Any, step: Any, plan: Any, routing: Any, view: Any, calls: Any) -> None:
         pairs = " ".join(f"{e}x{n}" for e, n in zip(routing.experts, routing.counts, strict=True))
         by_peer: dict[str, list[str]] = {}
         for remote in plan.remote:
             by_peer.setdefault(remote.peer, []).append(f"{remote.key}{f'b{remote.bits}' if remote.bits else ''}")
         for peer, keys in by_peer.items():
             log.add(f"> {peer} {' '.join(keys)}")
-        run(self, step, plan, spans, routing, view, tasks)
+        run(self, step, plan, routing, view, calls)
         held = " ".join(map(str, sorted(step.cache.residency.held())))
         log.add(f"L{step.index} {pairs} | {' '.join(map(str, plan.run))} | {zlib.crc32(held.encode()):08x}")
 

@@ -546,6 +546,68 @@ class MapSearch:
 
     def commit(self) -> list[int]: ...
 
+class Routing:
+    """
+    A layer's routing as it runs, with its pairs t * top_k + k grouped by expert.
+    """
+
+    def __init__(self, layer: int, experts: int, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], runs: Annotated[NDArray[numpy.bool_], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None = None) -> None:
+        """
+        experts: of the layer. ids: int64 [T, K]. runs: of pairs, whether they run [T, K]; None: all do.
+
+        Raises ValueError: there is no such expert.
+        """
+
+    @staticmethod
+    def of_counts(layer: int, experts: int, tokens: int, needed: Sequence[int], counts: Sequence[int]) -> Routing:
+        """
+        Of rows that come by expert: `needed` ones, and the rows of each; a row is a pair.
+        """
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def pairs(self) -> int:
+        """How many run."""
+
+    @property
+    def experts(self) -> list[int]:
+        """Distinct: as picked for one token of distinct experts, else rising."""
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each."""
+
+    @property
+    def in_order(self) -> bool:
+        """Whether `order` is 0, 1, ..: of one token of distinct experts."""
+
+    @property
+    def order(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """The pairs, grouped by expert [N]."""
+
+    def pairs_of(self, keys: Sequence[int]) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """The pairs of these needed experts."""
+
+    def part(self, keys: Sequence[int], weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.float32], dict(shape=(None,))], Annotated[NDArray[numpy.int64], dict(shape=(None,))]]:
+        """
+        Of some needed experts, in this order, as `ExpertBatch` has them: experts, starts, rows, weights; and the tokens
+        of these rows, rising. weights: of all pairs [T, K].
+        """
+
+    def open(self, core: Core, low: Sequence[int]) -> list[int]:
+        """`ExpertCache.open`."""
+
+    def next(self, core: Core, neurons: int) -> tuple[list[tuple[int, int, int, int, bool]], list[tuple[int, int, int]]] | None:
+        """`ExpertCache.next`."""
+
 class Driver:
     """
     The calls of a GPU's driver that a link makes, by address (actors/core/driver.hpp).

@@ -224,6 +224,7 @@ class Core {
     State state(Segment s) const { return static_cast<State>(states_[s]); }
     std::int64_t layer_of(Segment s) const { return s % layout_.keys() / layout_.experts; }
     std::int64_t class_of(Segment s) const { return layout_.class_of.empty() ? 0 : layout_.class_of[s]; }
+    Slot first_slot(std::int64_t slot_class) const { return first_of_[slot_class]; }
     std::int64_t free_of(std::int64_t slot_class) const { return static_cast<std::int64_t>(free_[slot_class].size()); }
     std::int64_t free_slots() const { return free_count_; }
     std::int64_t emptied() const { return emptied_; }

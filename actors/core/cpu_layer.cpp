@@ -31,7 +31,7 @@ void CpuLayer::compute(const Given& given, const Routed& routed) {
     };
     for (const std::vector<Group>* groups = &next(); !groups->empty(); groups = &next())
         timing([&] {
-            kernels().expert_ffn(given.hidden, shape_.gate_up, shape_.down, order_.data(), groups->data(),
+            kernels().expert_ffn(given.hidden, shape_.gate_up, shape_.down, picked_.order.data(), groups->data(),
                                 static_cast<std::int64_t>(groups->size()), routed.top_k, shape_.width, shape_.activation,
                                 all_.y.data(), all_.sums.data());
         });

@@ -80,7 +80,7 @@ class GpuLayer : public Layer {
 
     void compute(const Given& given, const Routed& routed) override {
         const double began_s = timed_s();
-        rows_.order = order_.data(), rows_.top_k = routed.top_k;
+        rows_.order = Layer::picked_.order.data(), rows_.top_k = routed.top_k;
         rows_.changed = routed.weights == given.weights ? nullptr : routed.weights;
         waited_s_ = 0.0;
         out_ = nb::steal(launches_.run(launches_.self, rows_, {next_groups, this}));

@@ -99,7 +99,7 @@ class Layer {
     std::unique_ptr<LayerRule> rule_;
     std::unique_ptr<LayerAhead> ahead_;
     Spent spent_;                       // of the present pass
-    std::vector<std::int64_t> order_;   // its pairs, by expert
+    Picked picked_;                     // its routing
 
   private:
     bool sort_pairs(std::int64_t tokens, const Routed& routed);
@@ -108,12 +108,7 @@ class Layer {
     const KernelTable kernels_;
     Passes& passes_;
     std::function<void(const Given&)> hooks_;
-    // of the present pass
-    Picked picked_;
-    std::vector<Group> groups_;
-    std::vector<std::int64_t> starts_, place_, next_;
-    std::vector<std::uint8_t> begun_;
-    std::vector<double> best_;  // `Passed::scores`
+    std::vector<double> best_;  // `Passed::scores` of the present pass
 };
 
 // `activeevict.BudgetAwareTopK`: pairs are dropped whose experts do not fit.

@@ -282,5 +282,6 @@ NB_MODULE(_core, m) {
     bind_cpu(m);
     bind_gpu(m);
     bind_maps(m);
+    bind_routing(m);
     bind_streams(m);
 }

@@ -1,20 +1,24 @@
-// What the executors in C++ share: a layer's pairs by expert, and the passes that observers are told of.
+// What the executors share: a layer's routing, and the passes that observers are told of.
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../../kernels/cpu/expert_ffn.hpp"
 #include "core.hpp"
 
 namespace tiermoe::core {
 
-// The experts that a layer needs, in the order of `Routing.experts`: as picked for one token of distinct experts, else rising.
+// A layer's routing as it runs: the experts that it needs, as picked for one token of distinct experts, else rising, and its
+// pairs (token, k), grouped by expert. What is planned, sent to peers and run of a layer is said by it.
 class Picked {
   public:
-    explicit Picked(std::int64_t experts) : rows_(static_cast<std::size_t>(experts)) {}
+    explicit Picked(std::int64_t experts)
+        : rows_(static_cast<std::size_t>(experts)), place_(rows_.size()), begun_(rows_.size()) {}
 
     // Throws std::invalid_argument: there is no such expert.
     void expect(const std::int64_t* ids, std::int64_t pairs) const {
@@ -40,12 +44,82 @@ class Picked {
         }
         return fits;
     }
+    // After `sort`: where each expert's pairs begin in `order`; its segments are yet to run.
+    void place() {
+        starts.assign(1, 0);
+        for (std::size_t i = 0; i < experts.size(); ++i) {
+            place_[experts[i]] = static_cast<std::int64_t>(i);
+            begun_[experts[i]] = 0;
+            starts.push_back(starts.back() + counts[i]);
+        }
+    }
+    // After `place`: the pairs of ids [pairs], or of those that run.
+    void group(const std::int64_t* ids, std::int64_t pairs, const bool* runs = nullptr) {
+        next_.assign(starts.begin(), starts.end() - 1);
+        order.resize(static_cast<std::size_t>(starts.back()));
+        for (std::int64_t p = 0; p < pairs; ++p)
+            if (!runs || runs[p]) order[next_[place_[ids[p]]]++] = p;
+    }
+    // In place of these: experts as expected, and the rows of each, which are the pairs. False: one comes twice.
+    bool take(const Segments& some, const Segments& rows, Key first) {
+        for (std::int64_t e : experts) rows_[e] = 0;
+        experts = some;
+        counts = rows;
+        keys.clear();
+        if (rows.size() != some.size()) return false;
+        for (std::size_t i = 0; i < some.size(); ++i) {
+            if (rows_[some[i]] || rows[i] < 1) return false;
+            rows_[some[i]] = rows[i];
+            keys.push_back(first + some[i]);
+        }
+        place();
+        order.resize(static_cast<std::size_t>(starts.back()));
+        std::iota(order.begin(), order.end(), 0);
+        return true;
+    }
     std::int64_t rows(std::int64_t expert) const { return rows_[expert]; }
+    bool needs(std::int64_t expert) const {
+        return expert >= 0 && expert < static_cast<std::int64_t>(rows_.size()) && rows_[expert] > 0;
+    }
+    // The first and the end of a needed expert's pairs.
+    std::pair<std::int64_t, std::int64_t> span(std::int64_t expert) const {
+        const std::int64_t at = place_[expert];
+        return {starts[at], starts[at + 1]};
+    }
+    // Of the present plan's run[first:stop], after `place`. neurons: of a whole expert's slot. Replicas of experts go to
+    // `replicas`, with their slot among replicas in the place of a neuron.
+    const std::vector<Group>& groups(Core& core, std::int64_t first, std::int64_t stop, std::int64_t neurons) {
+        const Layout& layout = core.layout();
+        found_.clear();
+        replicas.clear();
+        for (std::int64_t i = first; i < stop; ++i) {
+            const Segment s = core.present().run[i];
+            const std::int64_t expert = s % layout.experts;
+            const auto [begin, end] = span(expert);
+            const Slot slot = core.slots()[s];
+            if (!layout.split && s >= layout.keys()) {
+                replicas.push_back({begin, end, slot - core.first_slot(core.class_of(s)), 0, false});
+                continue;
+            }
+            const std::int64_t units = layout.split ? layout.units[s] : neurons;
+            const std::int64_t unit = layout.first_unit.empty() ? slot * neurons : layout.first_unit[slot];
+            found_.push_back({begin, end, unit, units, std::exchange(begun_[expert], std::uint8_t{1}) != 0});
+        }
+        return found_;
+    }
 
-    Segments experts, keys, counts;  // of the last `sort`
+    const std::vector<Group>& found() const { return found_; }  // of the last `groups`
+
+    Segments experts, keys, counts;           // of the last `sort`
+    std::vector<std::int64_t> starts, order;  // of the last `place` and `group`; the last of `starts` is the end
+    std::vector<Group> replicas;              // of the last `groups`
 
   private:
-    std::vector<std::int64_t> rows_;  // [E]; of those that are not in `experts` 0
+    std::vector<std::int64_t> rows_;   // [E]; of those that are not in `experts` 0
+    std::vector<std::int64_t> place_;  // [E]; in `experts`
+    std::vector<std::uint8_t> begun_;  // [E]; one segment of a split expert has run
+    std::vector<std::int64_t> next_;
+    std::vector<Group> found_;
 };
 
 // A pass that has run. Moments are of the link's clock; waited_s: for copies, in between. scores: what was predicted for the

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import _core
+
 if TYPE_CHECKING:
     import torch
 
@@ -80,47 +82,17 @@ def upload_as(dtype: torch.dtype, array: NDArray[np.float32], device: torch.devi
     return upload(torch.from_numpy(array).to(dtype).view(torch.int16).numpy(), device).view(dtype)
 
 
-class Routing(NamedTuple):
-    """A layer's routing, with its N (token, expert) pairs sorted by expert."""
-
-    tokens: int
-    top_k: int
-    experts: list[int]  # distinct
-    counts: list[int]  # tokens of each expert
-    starts: list[int]  # first pair of each expert in `pairs`, and N
-    pairs: torch.Tensor  # pair numbers t*K + k, grouped by expert [N], on the compute device
-    order: NDArray[np.int64]  # `pairs` on the host
-
-    @staticmethod
-    def of(ids: NDArray[np.integer], device: torch.device) -> Routing:
-        """Sort the pairs of ids [T, K], for compute on `device`."""
-        tokens, top_k = ids.shape
-        if tokens == 1:
-            (experts,) = ids.tolist()
-            if len(set(experts)) == top_k:
-                return Routing(1, top_k, experts, *_in_order(top_k, device))
-        flat = ids.ravel()
-        order = flat.argsort(kind="stable")
-        counts = np.bincount(flat)
-        used = counts.nonzero()[0]
-        counts = counts[used]
-        starts = [0, *counts.cumsum().tolist()]
-        return Routing(tokens, top_k, used.tolist(), counts.tolist(), starts, upload(order, device), order)
-
-    def pairs_of(self, experts: Sequence[int]) -> torch.Tensor:
-        """The pairs of some of the layer's experts, in the order given [n]."""
-        import torch
-
-        index = {expert: i for i, expert in enumerate(self.experts)}
-        return torch.cat([self.pairs[self.starts[index[e]] : self.starts[index[e] + 1]] for e in experts])
+def pairs_of(routing: _core.Routing, device: torch.device) -> torch.Tensor:
+    """A routing's pairs, grouped by expert, on a device [N]."""
+    return _in_order(routing.top_k, device) if routing.in_order else upload(routing.order, device)
 
 
 @cache
-def _in_order(top_k: int, device: torch.device) -> tuple[list[int], list[int], torch.Tensor, NDArray[np.int64]]:
-    """Counts, starts, pairs and order of one token with distinct experts; shared, read-only."""
+def _in_order(top_k: int, device: torch.device) -> torch.Tensor:
+    """Pairs of one token with distinct experts; shared, read-only."""
     import torch
 
-    return [1] * top_k, list(range(top_k + 1)), torch.arange(top_k, device=device), np.arange(top_k)
+    return torch.arange(top_k, device=device)
 
 
 class LayerView:
@@ -134,7 +106,7 @@ class LayerView:
         tokens: T.
         picked: ids as the model picked them [T, K].
         ids: as they will run [T, K']; `picked` until `reroute`.
-        hidden, device_weights: [T, H] and [T, K'], on the device. outgoing: the rows for peers.
+        hidden, device_weights: [T, H] and [T, K'], on the device. outgoing: the rows for peers, where some may be sent.
     """
 
     __slots__ = ("_fetch", "_scores", "_weights", "device_weights", "hidden", "ids", "outgoing", "picked", "tokens")
@@ -196,9 +168,9 @@ class LayerView:
         """hidden [T, H], ids and weights [T, K'] of the pairs that run, on the device."""
         return self.hidden, upload(self.ids, self.hidden.device), self.device_weights
 
-    def routing(self) -> Routing:
+    def routing(self, layer: int, experts: int) -> _core.Routing:
         """The pairs that run, by expert."""
-        return Routing.of(self.ids, self.hidden.device)
+        return _core.Routing(layer, experts, self.ids)
 
 
 class StepView:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -27,9 +26,8 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ...kernels.expert_ffn import ExpertKernel
     from ..core import _core
     from ..policies.routing import MissCosts, SequenceRows
-    from .dispatch import RemoteTask, Spans
-    from .host_view import Routing
     from .native_layer import Budget, CpuLayer, NativeLayer, ReleaseAhead, Replace, RoutersAhead
+    from .peers.remote import RemoteCall
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
@@ -79,26 +77,26 @@ class View(Protocol):
         """From now on the layer runs these [T, K]. dropped: pairs of weight 0 do not run."""
         ...
 
-    def routing(self) -> Routing:
-        """The pairs that run, by expert."""
+    def routing(self, layer: int, experts: int) -> _core.Routing:
+        """The pairs that run, by expert. experts: of a layer."""
         ...
 
 
 class Backend(Protocol):
     """The executor of a layer: a GPU or the CPU in its place, a shard, a recorded trace."""
 
-    def look(self, layer: int, weighed: bool, *inputs: Any) -> Any:
+    def look(self, step: MoeLayer, weighed: bool, *inputs: Any) -> Any:
         """The `View` of the layer's inputs. weighed: the weights are read."""
         ...
 
-    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> Sequence[RemoteTask]:
+    def send(self, step: MoeLayer, plan: LayerPlan, routing: _core.Routing, view: Any) -> Sequence[RemoteCall]:
         """Send the plan's remote experts to their peers; waits for no answer."""
         ...
 
     def run(
-        self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: Any, tasks: Sequence[RemoteTask]
+        self, step: MoeLayer, plan: LayerPlan, routing: _core.Routing, view: Any, calls: Sequence[RemoteCall]
     ) -> Any:
-        """Run the plan (residents, arrivals, answers of peers); the layer's output. tasks: of `send`."""
+        """Run the plan (residents, arrivals, answers of peers); the layer's output. calls: of `send`."""
         ...
 
 
@@ -121,7 +119,7 @@ class Watcher(Protocol):
 
     always: bool
 
-    def routed(self, layer: int, routing: Routing) -> None:
+    def routed(self, layer: int, routing: _core.Routing) -> None:
         """A layer's final routing is known."""
         ...
 
@@ -207,7 +205,7 @@ class Placer:
         """Experts of a lost peer were loaded here and may have displaced others."""
         return None
 
-    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: Any) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: Any) -> LayerPlan:
         """Plan one layer. needed: segments of `routing.experts`. view: has the ids and weights that run."""
         return self._cache.plan(needed, self.keep)
 
@@ -286,7 +284,7 @@ class MoeLayer:
         if native is not None:
             if self.runs_natively:
                 if self._looks:
-                    view = backend.look(index, False, *inputs)
+                    view = backend.look(self, False, *inputs)
                     if hooks.reroute:
                         low = self._reroute(view)
                 out = self._native(native, inputs, view)
@@ -294,35 +292,32 @@ class MoeLayer:
                     return out
             native.report()
         if view is None:
-            view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
+            view = backend.look(self, bool(self.observers), *inputs)  # route (the model has done it), view
             for observe in self.observers:
                 observe(index, view.picked, view.weights)
             low = self._reroute(view)  # reroute
         else:
             cache.poll(index)
-        routing = view.routing()
-        base = index * self.experts
-        keys = list(map(base.__add__, routing.experts))
-        needed = cache.open(index, keys, routing.counts, routing.tokens, low)
+        routing: _core.Routing = view.routing(index, self.experts)
+        needed = cache.open(routing, low)
         for watcher in hooks.watch:
             watcher.routed(index, routing)
         plan = self.placer.plan(index, needed, routing, view)  # plan
-        tasks: Sequence[RemoteTask] = ()
+        calls: Sequence[RemoteCall] = ()
         try:
             cache.begin()  # begin
             if plan.remote:
-                tasks = backend.send(self, plan, routing, view)  # send
+                calls = backend.send(self, plan, routing, view)  # send
             cache.load()
             if hooks.ahead:  # which may read what the order of eviction knows
                 cache.tell_order()
             for hook in hooks.ahead:
                 hook.layer(index, view)  # prefetch
-            spans = dict(zip(keys, pairwise(routing.starts), strict=True))
-            out = backend.run(self, plan, spans, routing, view, tasks)  # run, combine
+            out = backend.run(self, plan, routing, view, calls)  # run, combine
         except BaseException:
             cache.abandon()
             raise
-        self._close(tasks)
+        self._close(calls)
         return out
 
     def _reroute(self, view: Any) -> frozenset[int]:
@@ -356,12 +351,12 @@ class MoeLayer:
             else:
                 hook.layer(self.index, view)
 
-    def _close(self, tasks: Sequence[RemoteTask]) -> None:
+    def _close(self, calls: Sequence[RemoteCall]) -> None:
         """Count the pass, of the GPU that waited longest and of the busiest link."""
-        if tasks:
-            if any(task.recomputed for task in tasks):
+        if calls:
+            if any(call.recomputed for call in calls):
                 self.placer.displaced()
-            self.cache.close_pass(max(task.blocked_s for task in tasks), max(task.link_s for task in tasks))
+            self.cache.close_pass(max(call.blocked_s for call in calls), max(call.link_s for call in calls))
         else:
             self.cache.close_pass()
         for watcher in self.hooks.watch:

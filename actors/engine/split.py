@@ -20,12 +20,12 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import _core
 from ..policies.eviction import CacheOrder
 from ..policies.moepic.configure import Configured, Room, Times, configure
 from ..policies.moepic.split import LayerStatistics, Picks, Priorities, SplitOptions, observe
 from ..policy_settings import PolicySettings
 from .cache.cache import ExpertCache
-from .host_view import Routing
 from .layer import Passed
 from .prefetching import Prefetching
 from .stats import ConfiguratorStats
@@ -187,7 +187,7 @@ class Recorder:
         self._follows = False  # the forward before was a decode
         self._entered_s, self._left_s, self._blocked_s = 0.0, 0.0, 0.0
 
-    def routed(self, layer: int, routing: Routing) -> None:
+    def routed(self, layer: int, routing: _core.Routing) -> None:
         """A layer's routing is known, as its experts will run."""
         self._entered_s = now_s = self._clock()
         step = self._enter(layer, 1, routing.tokens, now_s)

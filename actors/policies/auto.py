@@ -7,7 +7,7 @@ in rounding only.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -98,8 +98,7 @@ class Without(IntFlag):
     SPLIT = 1024
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """Start values, in seconds, of one model on one machine; `Auto.saw` corrects them.
 
     Attributes:
@@ -242,7 +241,7 @@ class Auto:
         self.states = states
         self._native = native
         self._planner = native.planner(
-            layers, experts, top_k, slots, workers, astuple(costs), states, int(without)
+            layers, experts, top_k, slots, workers, costs, states, int(without)
         )  # fmt: skip
         self._actions, self._workers = np.zeros(experts, np.uint8), np.zeros(experts, np.uint8)
         self._views = [(self._actions[:n], self._workers[:n]) for n in range(experts + 1)]  # by needed experts
@@ -341,7 +340,7 @@ class Auto:
     @property
     def costs(self) -> Costs:
         """As corrected so far."""
-        return Costs(*self._native.costs(self._planner))
+        return Costs._make(self._native.costs(self._planner))
 
     def error(self) -> float:
         """Mean difference of predicted and seen layer time, as a share of the time; over about 1,000 layers."""

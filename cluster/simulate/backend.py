@@ -16,21 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...actors.core import _core
-from ...actors.core._core import Clock, VirtualLink
+from ...actors.core._core import Clock, Routing, VirtualLink
 from ...actors.engine.cache.cache import ExpertCache
-from ...actors.engine.dispatch import ExpertRunner, Spans
-from ...actors.engine.host_view import Asked, Routing
+from ...actors.engine.dispatch import ExpertRunner
+from ...actors.engine.host_view import Asked
 from ...actors.engine.layer import Hooks, MoeLayer, Placer, report_passes
 from ...actors.engine.prefetching import NATIVE, Prefetching
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, Span
 from .machine import Machine
-from .peers import LeadHost, SimulatedNdp, SimulatedShards, SimulatedTask, join, send
+from .peers import LeadHost, SimulatedNdp, SimulatedShards, join, send
 from .trace import Iteration, scattered
 
 Parts = Sequence[tuple[str, Iteration]]  # a forward's iterations with the names of their sequences
 _AT_ONCE = 1 << 16  # scores that are scattered together
-_NOWHERE: Any = None  # pairs that nothing computes
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class RecordedForward:
     """The recorded rows of one forward, of all sequences together.
 
     Attributes:
-        ids, weights: [L, T, K]. probabilities: [T, L, E]. alone: experts of a single row, by layer; empty: of several.
+        ids, weights: [L, T, K]. probabilities: [T, L, E].
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -121,7 +120,6 @@ class RecordedForward:
         self.parts, self.probabilities, self.tokens = parts, probabilities, len(ids)
         self.ids = ids.transpose(1, 0, 2).astype(np.int64, "C")
         self.weights = weights.transpose(1, 0, 2).astype(np.float32, "C")
-        self.alone: list[list[int]] = self.ids[:, 0].tolist() if self.tokens == 1 else []
         self.top_k = ids.shape[2]
         self._ahead: dict[int, tuple[int, NDArray[np.float64]]] = {}  # by distance: a layer, scores [n, T, E] from it
 
@@ -179,23 +177,9 @@ class RecordedLayer:
         self._runs = runs if self._runs is None else runs & self._runs
         self.ids, self._weights = ids, weights.astype(np.float32)
 
-    def routing(self) -> Routing:
+    def routing(self, layer: int, experts: int) -> Routing:
         """The pairs that run, by expert; nothing computes them."""
-        ids, runs = self.ids, self._runs
-        if self.tokens == 1:
-            experts = self.forward.alone[self.index] if runs is None else ids[0][runs[0]].tolist()
-            if runs is None or (experts and len(set(experts)) == len(experts)):  # a buddy may take two places
-                return Routing(1, ids.shape[1], experts, *_singles(len(experts)), _NOWHERE, _NOWHERE)
-        found = np.bincount(ids.ravel() if runs is None else ids[runs])
-        used = found.nonzero()[0]
-        starts = [0, *found[used].cumsum().tolist()]
-        return Routing(len(ids), ids.shape[1], used.tolist(), found[used].tolist(), starts, _NOWHERE, _NOWHERE)
-
-
-@cache
-def _singles(experts: int) -> tuple[list[int], list[int]]:
-    """Counts and starts of so many experts with a row each; shared, read-only."""
-    return [1] * experts, list(range(experts + 1))
+        return Routing(layer, experts, self.ids, self._runs)
 
 
 class RecordedBackend:
@@ -217,17 +201,14 @@ class RecordedBackend:
         """context: tokens whose keys and values each layer reads."""
         self.context, self.dense_s = context, self._machine.dense(rows, context)
 
-    def look(self, layer: int, weighed: bool, forward: Any) -> Any:
+    def look(self, step: MoeLayer, weighed: bool, forward: Any) -> Any:
         self._compute.run(self.dense_s)
-        return RecordedLayer(layer, forward)
+        return RecordedLayer(step.index, forward)
 
-    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> list[SimulatedTask]:
-        return send(plan, step.index * step.experts, step.index, routing, self.host, self.shards, self.ndp)
+    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> list[Any]:
+        return send(plan, step.experts, routing, self.host, self.shards, self.ndp)
 
-    def run(
-        self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: Any,
-        tasks: Sequence[Any],
-    ) -> None:  # fmt: skip
+    def run(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any, calls: Sequence[Any]) -> None:
         submitted = self._loader.submitted_bytes
         host_s = (submitted - self._submitted) * self._load_byte_s  # of prefetches, too
         if plan.resident < len(plan.run):
@@ -235,9 +216,9 @@ class RecordedBackend:
         self._submitted = submitted
         if host_s:
             self._clock.advance(host_s)
-        self._runner.run(plan, spans, _NOWHERE, _NOWHERE, routing.top_k, step.kernel, _NOWHERE)
-        if tasks:
-            join(tasks, self._clock, self.host, step.cache.stats.layers[step.index])
+        self._runner.run(routing, None, None, step.kernel, None)
+        if calls:
+            join(calls, self._clock, self.host, step.cache.stats.layers[step.index])
 
 
 class RecordedRun:
@@ -274,7 +255,7 @@ class RecordedRun:
             return found
 
         def routed(layer: int, experts: Sequence[int], counts: Sequence[int]) -> None:
-            found = Routing(forward.tokens, forward.top_k, [*experts], [*counts], [], _NOWHERE, _NOWHERE)
+            found = Routing.of_counts(layer, each, forward.tokens, experts, counts)
             for watcher in self._watch:
                 watcher.routed(layer, found)
 
@@ -287,6 +268,7 @@ class RecordedRun:
             for watcher in self._watch:
                 watcher.ran(layer)
 
+        each = forward.probabilities.shape[2]
         calls_ahead = hooks.ahead and scores is None
         next_ids, next_scores = (None, None) if scores is None else forward.next_scores()
         last_rows = [] if scores is None or prefetch is None or not prefetch.policy.wraps else forward.last_rows()
@@ -304,7 +286,7 @@ class RecordedRun:
 class ShardBackend(RecordedBackend):
     """A shard's part of a layer: a `Routing` of pairs, without a dense part."""
 
-    def look(self, layer: int, weighed: bool, parts: Routing) -> ShardView:
+    def look(self, step: MoeLayer, weighed: bool, parts: Routing) -> ShardView:
         return ShardView(parts)
 
 
@@ -312,7 +294,7 @@ class ShardBackend(RecordedBackend):
 class ShardView:
     part: Routing
 
-    def routing(self) -> Routing:
+    def routing(self, layer: int, experts: int) -> Routing:
         return self.part
 
 

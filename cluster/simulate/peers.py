@@ -17,9 +17,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.core._core import Clock
+from ...actors.core._core import Clock, Routing
 from ...actors.engine.cache.cache import ExpertCache
-from ...actors.engine.host_view import Routing
 from ...actors.engine.layer import MoeLayer, Placer
 from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs
@@ -39,12 +38,11 @@ from .trace import TraceHeader
 
 _ROW_ITEM = 4  # bytes of a number of a row between processes: float32
 _GROUP = 64  # inputs that share a replica's scale
-_NO_PAIRS: Any = None
 
 
 @dataclass
 class SimulatedTask:
-    """One peer's experts of a layer (`dispatch.RemoteTask`). done_s: when its answer is at the lead."""
+    """One peer's experts of a layer (`engine.peers.remote.RemoteCall`). done_s: when its answer is at the lead."""
 
     kind: PeerKind
     name: str
@@ -145,12 +143,12 @@ class SimulatedShards:
 
     def run(self, name: str, layer: int, keys: list[int], part: Routing) -> SimulatedTask:
         """Send a shard its part of a layer."""
-        shard, hop_s = self.peers[name], self._machine.hop(min(part.tokens, part.starts[-1]) * self._row_bytes)
+        shard, hop_s = self.peers[name], self._machine.hop(min(part.tokens, part.pairs) * self._row_bytes)
         shard.begin(self._clock.now_s + hop_s)
         answer = shard.run(layer, part)
         blocked_s = answer.paced_s - answer.measured_s
         return SimulatedTask(
-            "shard", name, keys, part.starts[-1], shard.clock.now_s + hop_s, answer, blocked_s, answer.modelled_s
+            "shard", name, keys, part.pairs, shard.clock.now_s + hop_s, answer, blocked_s, answer.modelled_s
         )
 
     def prefetch(self, layer: int, keys: Sequence[int]) -> None:
@@ -236,26 +234,25 @@ def owners_of(header: TraceHeader, gpus: int) -> list[int]:
 
 
 def send(
-    plan: LayerPlan, base: int, layer: int, routing: Routing, host: LeadHost, shards: SimulatedShards | None,
+    plan: LayerPlan, experts: int, routing: Routing, host: LeadHost, shards: SimulatedShards | None,
     ndp: SimulatedNdp | None,
 ) -> list[SimulatedTask]:  # fmt: skip
-    """The plan's remote experts, one batch for each peer. base: the layer's first key."""
-    place = {base + expert: i for i, expert in enumerate(routing.experts)}
+    """The plan's remote experts, one batch for each peer. experts: of a layer."""
     parts: dict[str, list[Any]] = {}
     for remote in plan.remote:
         parts.setdefault(remote.peer, []).append(remote)
     tasks = []
     for name, part in parts.items():
         keys = [remote.key for remote in part]
-        counts = [routing.counts[place[key]] for key in keys]
+        counts = [len(routing.pairs_of([key])) for key in keys]
         host.handle()
         if ndp is not None and name.startswith("ndp/"):
             tasks.append(ndp.run(name, keys, [remote.bits for remote in part], counts, routing.tokens))
             continue
         assert shards is not None  # plans name no others
-        starts = [0, *np.cumsum(counts).tolist()]
-        own = Routing(routing.tokens, routing.top_k, [key - base for key in keys], counts, starts, _NO_PAIRS, _NO_PAIRS)
-        tasks.append(shards.run(name, layer, keys, own))
+        needed = [key - routing.layer * experts for key in keys]
+        own = Routing.of_counts(routing.layer, experts, routing.tokens, needed, counts)
+        tasks.append(shards.run(name, routing.layer, keys, own))
     return tasks
 
 

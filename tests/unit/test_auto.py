@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,27 +61,27 @@ def test_without_workers_a_copy_under_way_is_waited_for() -> None:
 
 def test_residents_go_near_data_while_that_ends_the_layer_sooner() -> None:
     """Four residents take 20 s here; the worker takes one in 4 s, two in 8 s, three would end at 12 s."""
-    planner = auto(replace(COSTS, gpu_s=5.0))
+    planner = auto(COSTS._replace(gpu_s=5.0))
     planner.states[0, :4] = RESIDENT
     assert planned(planner, [0, 1, 2, 3]).count(NEAR) == 2
-    kept = auto(replace(COSTS, gpu_s=5.0), without=Without.RESIDENTS)
+    kept = auto(COSTS._replace(gpu_s=5.0), without=Without.RESIDENTS)
     kept.states[0, :4] = RESIDENT
     assert planned(kept, [0, 1, 2, 3]) == [HERE] * 4
 
 
 def test_a_miss_computed_near_data_is_copied_behind_it_once_its_worth_exceeds_the_price() -> None:
     """With free slots and an idle link a copy costs nothing but what it delays: here nothing."""
-    planner = auto(replace(COSTS, near_s=3.0, near_busy_s=3.0))
+    planner = auto(COSTS._replace(near_s=3.0, near_busy_s=3.0))
     ids = np.array([5], np.int32)
     found = planner.plan(0, ids, np.ones(1, np.int32), 0.0, 0.0)
     assert found.actions.tolist() == [NEAR]
     assert [(one.key, one.victim, one.prefetch) for one in found.wanted] == [(5, None, False)]
-    dear = auto(replace(COSTS, near_s=3.0, near_busy_s=1e9, dense_s=0.0))  # it would stop the worker
+    dear = auto(COSTS._replace(near_s=3.0, near_busy_s=1e9, dense_s=0.0))  # it would stop the worker
     assert dear.plan(0, ids, np.ones(1, np.int32), 0.0, 0.0).wanted == []
 
 
 def test_background_copies_name_different_victims_and_spare_what_runs_now() -> None:
-    planner = auto(replace(COSTS, copy_s=1.5, near_s=1.0, near_busy_s=1.0, dense_s=50.0), slots=3)
+    planner = auto(COSTS._replace(copy_s=1.5, near_s=1.0, near_busy_s=1.0, dense_s=50.0), slots=3)
     for _ in range(40):  # 4 and 5 become worth more than 1 and 2
         planner.used(0, np.array([4, 5], np.int32))
         planner.used(1, np.array([4, 5], np.int32))
@@ -95,12 +94,12 @@ def test_background_copies_name_different_victims_and_spare_what_runs_now() -> N
 
 
 def test_prefetches_follow_the_next_routers_prediction() -> None:
-    planner = auto(replace(COSTS, dense_s=40.0))
+    planner = auto(COSTS._replace(dense_s=40.0))
     planner.states[0, 0] = RESIDENT
     planner.predict(1, np.array([[3, 4]], np.int32))
     found = planner.plan(0, np.array([0], np.int32), np.ones(1, np.int32), 0.0, 0.0)
     assert [(one.key, one.prefetch) for one in found.wanted] == [(8 + 3, True), (8 + 4, True)]
-    none = auto(replace(COSTS, dense_s=40.0), without=Without.PREFETCH)
+    none = auto(COSTS._replace(dense_s=40.0), without=Without.PREFETCH)
     none.states[0, 0] = RESIDENT
     none.predict(1, np.array([[3, 4]], np.int32))
     assert none.plan(0, np.array([0], np.int32), np.ones(1, np.int32), 0.0, 0.0).wanted == []
@@ -108,7 +107,7 @@ def test_prefetches_follow_the_next_routers_prediction() -> None:
 
 def test_each_load_of_a_layer_displaces_another_resident() -> None:
     """Experts 4 to 7 were used alike, residents 1 to 3 more. Before, each load was weighed against resident 0."""
-    planner = auto(replace(COSTS, copy_s=6.0))
+    planner = auto(COSTS._replace(copy_s=6.0))
     for _ in range(100):
         planner.used(0, np.array([1, 2, 3, 4, 5, 6, 7], np.int32))
         planner.used(0, np.array([1, 2, 3], np.int32))
@@ -158,13 +157,13 @@ def test_what_another_gpu_lacks_goes_near_data_before_what_it_holds() -> None:
     now = Without.FUTURE
     assert _owners(auto(without=now), [1, 1, 1], lacking=[1]) == ([OWNER, NEAR, OWNER], 2.0)
     assert _owners(auto(without=now), [1, 1, 0], lacking=[1])[0][1] is NEAR
-    dear = replace(COSTS, near_s=20.0, near_busy_s=20.0)
+    dear = COSTS._replace(near_s=20.0, near_busy_s=20.0)
     assert _owners(auto(dear, without=now), [1, 1, 1], lacking=[1]) == ([OWNER] * 3, 13.0)
 
 
 def test_what_its_owner_would_load_is_worth_something_later() -> None:
     """Expert 1 is needed by every token. Near data ends the layer 4 s sooner, and it would be missing again."""
-    costs = replace(COSTS, copy_s=6.0)
+    costs = COSTS._replace(copy_s=6.0)
     for often, action in ((0, NEAR), (200, OWNER)):
         planner = auto(costs)
         planner.states[0, 4:] = RESIDENT  # this GPU is full, and the other one is taken to be
@@ -175,18 +174,18 @@ def test_what_its_owner_would_load_is_worth_something_later() -> None:
 
 
 def test_an_owner_keeps_what_would_not_end_the_layer_sooner() -> None:
-    planner = auto(replace(COSTS, gpu_s=20.0), without=Without.RESIDENTS)
+    planner = auto(COSTS._replace(gpu_s=20.0), without=Without.RESIDENTS)
     planner.saw(Part.OWNER, 10.0, 1.0)  # 6.3 s an expert, near data 4
     planner.states[0, 1:4] = RESIDENT
     assert _owners(planner, [1])[0] == [NEAR]
     assert _owners(planner, [1, 0, 0, 0])[0] == [OWNER, HERE, HERE, HERE]  # this GPU ends last
     # of three GPUs that end together at 12.1 s the worker could free two: the layer would end no sooner
-    tied = _slow_owners(auto(replace(COSTS, near_s=6.0, near_busy_s=6.0)))
+    tied = _slow_owners(auto(COSTS._replace(near_s=6.0, near_busy_s=6.0)))
     assert _owners(tied, [1, 2, 3])[0] == [OWNER] * 3
 
 
 def test_nothing_of_another_gpu_is_copied_ahead() -> None:
-    planner, ids, ones = auto(replace(COSTS, dense_s=45.0)), np.arange(8, dtype=np.int32), np.ones(8, np.int32)
+    planner, ids, ones = auto(COSTS._replace(dense_s=45.0)), np.arange(8, dtype=np.int32), np.ones(8, np.int32)
     gpus = np.array([1] * 6 + [0, 0], np.uint8)
     planner.plan(1, ids, ones, 0.0, 0.0, owners=Owners(gpus, gpus))
     planner.predict(1, np.array([[3, 6]], np.int32))
@@ -213,7 +212,7 @@ def test_a_try_that_no_layer_goes_on_with_blocks_no_other() -> None:
     while _owners(gpu_gone, [1])[0] != [OWNER]:
         pass
     assert any(LOAD in planned(gpu_gone, [0, 1]) for _ in range(600))
-    no_misses = _slow_owners(auto(replace(COSTS, copy_s=50.0), without=without))
+    no_misses = _slow_owners(auto(COSTS._replace(copy_s=50.0), without=without))
     while LOAD not in planned(no_misses, [0, 1]):
         pass
     assert any(_owners(no_misses, [1])[0] == [OWNER] for _ in range(600))
@@ -221,7 +220,7 @@ def test_a_try_that_no_layer_goes_on_with_blocks_no_other() -> None:
 
 def test_a_prompt_loads_what_it_will_keep_and_learns_nothing() -> None:
     """60 uses of expert 5 in 64 tokens: its load ends the layer later and pays in the request; one of 7 does not."""
-    costs = replace(COSTS, copy_s=30.0)
+    costs = COSTS._replace(copy_s=30.0)
     counts = np.array([60, 1], np.int32)
     decoded, read = auto(costs), auto(costs)
     ids = np.array([5, 7], np.int32)
@@ -244,17 +243,17 @@ def _prompt(planner: Auto, layer: int, now_s: float, needed: int = 8, room: int 
 
 def test_a_prompts_layer_is_streamed_ahead_loaded_on_demand_or_computed_near_data_as_costs_say() -> None:
     """Eight misses of a layer of eight: eight copies take 80 s, the worker 320 s at 40 rows, or 8 at 1000 free rows."""
-    slow = replace(COSTS, free_rows=1.0)
-    stream = auto(replace(slow, dense_s=45.0))
+    slow = COSTS._replace(free_rows=1.0)
+    stream = auto(slow._replace(dense_s=45.0))
     actions, ahead = _prompt(stream, 0, 0.0)
     assert actions.count(LOAD) >= 6
     assert sorted(ahead) == [8, 9, 10, 11]  # the link is idle for 45 s: four copies come in time
     stream.states[1, [0, 1, 2, 3]] = RESIDENT
     actions, _ = _prompt(stream, 1, 130.0)
     assert actions[:4] == [HERE] * 4
-    demand, ahead = _prompt(auto(replace(slow, dense_s=5.0)), 0, 0.0)  # the link is not idle for one copy
+    demand, ahead = _prompt(auto(slow._replace(dense_s=5.0)), 0, 0.0)  # the link is not idle for one copy
     assert (demand.count(LOAD) >= 6, ahead) == (True, [])
-    fast = replace(COSTS, copy_s=30.0, near_s=0.5, near_busy_s=30.0, dense_s=45.0)  # a copy would stop the worker
+    fast = COSTS._replace(copy_s=30.0, near_s=0.5, near_busy_s=30.0, dense_s=45.0)  # a copy would stop the worker
     near, ahead = _prompt(auto(fast, without=Without.FUTURE), 0, 0.0)
     assert (near, ahead) == ([NEAR] * 8, [])
 
@@ -285,7 +284,7 @@ def test_each_choice_for_a_prompts_layer_is_the_cheapest_of_the_three() -> None:
 
 
 def test_a_prompt_streams_ahead_only_where_it_uses_most_experts_and_there_is_room() -> None:
-    costs = replace(COSTS, free_rows=1.0, dense_s=45.0)
+    costs = COSTS._replace(free_rows=1.0, dense_s=45.0)
     assert _prompt(auto(costs), 0, 0.0, needed=4)[1] == []
     assert _prompt(auto(costs), 0, 0.0, room=0)[1] == []
     assert len(_prompt(auto(costs), 0, 0.0, room=2)[1]) == 2
@@ -294,7 +293,7 @@ def test_a_prompt_streams_ahead_only_where_it_uses_most_experts_and_there_is_roo
 
 
 def test_a_prompt_streams_nothing_of_another_gpu() -> None:
-    planner = auto(replace(COSTS, free_rows=1.0, dense_s=45.0))
+    planner = auto(COSTS._replace(free_rows=1.0, dense_s=45.0))
     ids, ones = np.arange(8, dtype=np.int32), np.ones(8, np.int32)
     gpus = np.array([1] * 6 + [0, 0], np.uint8)
     planner.plan(1, ids, ones, 0.0, 0.0, owners=Owners(gpus, gpus))
@@ -303,7 +302,7 @@ def test_a_prompt_streams_nothing_of_another_gpu() -> None:
 
 def test_the_dense_part_of_a_prompt_is_learned_from_plan_to_plan() -> None:
     """80 tokens take 50 s between two layers, ten times what a token of a decode does."""
-    planner = auto(replace(COSTS, free_rows=1.0, dense_s=5.0), layers=3)
+    planner = auto(COSTS._replace(free_rows=1.0, dense_s=5.0), layers=3)
     assert _prompt(planner, 0, 0.0)[1] == []
     end_s = planner.plan(0, np.arange(8, dtype=np.int32), np.full(8, 10, np.int32), 0.0, 0.0, prompt_tokens=80).end_s
     assert len(_prompt(planner, 1, end_s + 50.0)[1]) == 5
@@ -395,7 +394,7 @@ def test_costs_follow_what_was_seen_each_by_its_own_factor() -> None:
     assert fixed.costs == COSTS
 
 
-TRUE = replace(COSTS, message_s=4.0)  # two misses: near data 12 s, a copy and near data 11 or 12, two copies 21
+TRUE = COSTS._replace(message_s=4.0)  # two misses: near data 12 s, a copy and near data 11 or 12, two copies 21
 
 
 def _decode(planner: Auto, layers: int, true: Costs = TRUE, host_s: tuple[float, float] = (0.0, 0.0)) -> list[bool]:
@@ -427,7 +426,7 @@ def test_a_wrong_start_cost_is_corrected_within_1024_layers(part: str, wrong: fl
     """Before, a message that a busy machine's probe had put at five times its cost kept near data out for good."""
     without = Without.FUTURE | Without.BACKGROUND
     parts = ("near_s", "near_busy_s") if part == "near_s" else (part,)
-    start = replace(TRUE, **{name: wrong * getattr(TRUE, name) for name in parts})
+    start = TRUE._replace(**{name: wrong * getattr(TRUE, name) for name in parts})
     told, truth = auto(start, without=without), auto(TRUE, without=without)
     layers = 128 if part == "message_s" else 1024  # a message is what a probe on a busy machine gets wrong most
     _decode(told, layers)
@@ -438,7 +437,7 @@ def test_a_wrong_start_cost_is_corrected_within_1024_layers(part: str, wrong: fl
 
 def test_tries_of_a_source_that_loses_cost_at_most_a_hundredth() -> None:
     """Near data takes 30 s a message, two copies 21: it is tried, rarely, and the same layers each time."""
-    true = replace(TRUE, message_s=30.0)
+    true = TRUE._replace(message_s=30.0)
     used = _decode(auto(true, without=Without.FUTURE | Without.BACKGROUND), 2000, true)
     tries = sum(used)
     assert tries
@@ -447,7 +446,7 @@ def test_tries_of_a_source_that_loses_cost_at_most_a_hundredth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("true", "near", "layers"), [(replace(TRUE, message_s=30.0), True, 4), (replace(TRUE, copy_s=60.0), False, 1)]
+    ("true", "near", "layers"), [(TRUE._replace(message_s=30.0), True, 4), (TRUE._replace(copy_s=60.0), False, 1)]
 )
 def test_tries_that_find_what_was_expected_are_short_and_get_rarer(true: Costs, near: bool, layers: int) -> None:
     """Before, each had 16 layers, and as many followed as 1% of the time paid for.
@@ -471,7 +470,7 @@ def test_tries_that_find_what_was_expected_are_short_and_get_rarer(true: Costs, 
 
 def test_a_try_that_ends_sooner_than_expected_goes_on() -> None:
     """A copy is put at six times its cost: the first try corrects it, and copies are used from then on."""
-    planner, loads = auto(replace(TRUE, copy_s=60.0), without=Without.FUTURE | Without.BACKGROUND), []
+    planner, loads = auto(TRUE._replace(copy_s=60.0), without=Without.FUTURE | Without.BACKGROUND), []
     for _ in range(600):
         found = planner.plan(0, np.array([0, 1], np.int32), np.ones(2, np.int32), 0.0, 0.0)
         loads.append(found.loads > 0)
@@ -528,7 +527,7 @@ def test_a_background_copy_pays_for_the_layers_that_copies_slow() -> None:
     """Before, its price was what near data loses by contention alone."""
 
     def copied(more_s: float) -> int:
-        planner, count = auto(replace(COSTS, copy_s=200.0), slots=2), 0
+        planner, count = auto(COSTS._replace(copy_s=200.0), slots=2), 0
         for _ in range(64):
             found = planner.plan(0, np.arange(4, dtype=np.int32), np.ones(4, np.int32), 0.0, 0.0)
             count += len(found.wanted)
@@ -551,8 +550,8 @@ def test_a_background_copy_pays_for_the_layers_that_copies_slow() -> None:
         (lambda p: p.admit(16), "no such expert"),
         (lambda p: p.prompt_end(np.zeros((2, 7), np.int64), 1, 1, 1), "counts are"),
         (lambda p: p.prompt_end(np.zeros((2, 8), np.int64), 1, 3, 2), "batch"),
-        (lambda p: auto(replace(COSTS, copy_s=0.0)), "not above 0"),
-        (lambda p: auto(replace(COSTS, dense_s=float("nan"))), "below 0"),
+        (lambda p: auto(COSTS._replace(copy_s=0.0)), "not above 0"),
+        (lambda p: auto(COSTS._replace(dense_s=float("nan"))), "below 0"),
         (lambda p: auto(slots=9), "at most its experts"),
         # beyond what an int holds, where each alone is fine; the last ones divided by zero
         (lambda p: _planner.planner(2**20, 4096, 1, 1, 0, _SECONDS, np.zeros(1, np.uint8), 0), "product"),
@@ -732,12 +731,12 @@ def test_a_way_that_becomes_slow_is_left_and_found_again() -> None:
 
 
 def test_seconds_expected_of_small_and_of_large_experts() -> None:
-    small = replace(COSTS, copy_s=3e-5, gpu_s=1e-6, near_busy_s=6e-5, message_s=3e-4)
-    large = replace(COSTS, copy_s=4e-3, gpu_s=1e-3, near_busy_s=1e-3, message_s=3e-4)
+    small = COSTS._replace(copy_s=3e-5, gpu_s=1e-6, near_busy_s=6e-5, message_s=3e-4)
+    large = COSTS._replace(copy_s=4e-3, gpu_s=1e-3, near_busy_s=1e-3, message_s=3e-4)
     planned, local = forward_seconds(small, 16, 32, 4, 8, 1, 1)
     assert local == pytest.approx(16 * (3 * 3e-5 + 1e-6))  # three of four are missing
     assert planned == pytest.approx(local + 16 * 3e-4)  # no near data: a message takes longer than the copies
-    middle = replace(small, copy_s=1.1e-4)  # a prompt splits its misses sooner, but 32 experts' page takes longer
+    middle = small._replace(copy_s=1.1e-4)  # a prompt splits its misses sooner, but 32 experts' page takes longer
     planned, local = forward_seconds(middle, 16, 32, 4, 8, 1, 32)
     assert local < planned < local + 16 * 8 * 3e-4
     planned, local = forward_seconds(large, 4, 128, 8, 32, 1, 32)
@@ -747,7 +746,7 @@ def test_seconds_expected_of_small_and_of_large_experts() -> None:
 
 def test_seconds_expected_are_of_the_misses_that_were_seen() -> None:
     """Before, flat routing's: on a GPU whose experts came again, near data was chosen to save loads that never were."""
-    large = replace(COSTS, copy_s=4e-3, gpu_s=1e-4, near_busy_s=1e-3, message_s=3e-3)
+    large = COSTS._replace(copy_s=4e-3, gpu_s=1e-4, near_busy_s=1e-3, message_s=3e-3)
     planned, local = forward_seconds(large, 4, 128, 8, 64, 1, 1)
     assert planned < local
     planned, local = forward_seconds(large, 4, 128, 8, 64, 1, 1, missed=0.04)
@@ -756,7 +755,7 @@ def test_seconds_expected_are_of_the_misses_that_were_seen() -> None:
 
 def test_seconds_expected_count_the_experts_here() -> None:
     """Before, a fast link made a forward local, though its experts here take far longer than near data."""
-    costs = replace(COSTS, copy_s=1e-4, gpu_s=2e-3, near_busy_s=5e-4, message_s=3e-4)
+    costs = COSTS._replace(copy_s=1e-4, gpu_s=2e-3, near_busy_s=5e-4, message_s=3e-4)
     planned, local = forward_seconds(costs, 4, 128, 8, 32, 1, 1)
     assert local == pytest.approx(4 * 8 * 2e-3)
     # two hits, and of six misses n: 4 + 2 n = 0.3 + 0.5 (6 - n) ms has no n above 0, so near data takes all of them

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +17,6 @@ from native_rigs import Stack
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.native_order import NativeWorth
-from tiermoe.actors.engine.host_view import Routing
 from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.engine.model.native import Joined
 from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
@@ -142,15 +140,14 @@ class Rig:
         its answer."""
         cache, placer = self.cache, self.placer
         picked = np.array(ids, np.int64)
-        routing, view = Routing.of(picked, torch.device("cpu")), SimpleNamespace(ids=picked)
-        keys = [layer * EXPERTS + e for e in routing.experts]
+        routing, view = _core.Routing(layer, EXPERTS, picked), SimpleNamespace(ids=picked)
         cache.poll(layer)
-        needed = cache.open(layer, keys, routing.counts, routing.tokens)
+        needed = cache.open(routing)
         plan = placer.plan(layer, needed, routing, view)  # type: ignore[arg-type]
         cache.begin()
         cache.load()
         placer.layer(layer, view)
-        while len(set(cache.next())) > 1:
+        while cache.next(routing) is not None:
             pass
         if answer_s:
             answer = SimpleNamespace(measured_s=answer_s, modelled_s=0.0)
@@ -352,7 +349,7 @@ def test_a_local_prompts_misses_find_slots_side_by_side(rig: Rig, monkeypatch: p
 
 def test_a_layer_that_ends_with_its_experts_here_says_nothing_of_a_message(rig: Rig) -> None:
     """Before, taking an answer that had come was a wait of a microsecond, and so the layer's time was the message's."""
-    rig.planner.costs = replace(COSTS, message_s=1e-9)
+    rig.planner.costs = COSTS._replace(message_s=1e-9)
     rig.planner.actions = {1: Action.NEAR_DATA}
     rig.begin(("a", 1, True))
     for layer in (0, 1):
@@ -366,7 +363,7 @@ def test_a_layer_that_ends_with_its_experts_here_says_nothing_of_a_message(rig: 
 
 def test_what_copies_cost_beside_near_data_is_no_messages(rig: Rig) -> None:
     """Before, it was, and so near data alone was put at what it takes beside the link."""
-    rig.planner.costs = replace(COSTS, message_s=1e-9)
+    rig.planner.costs = COSTS._replace(message_s=1e-9)
     rig.planner.actions = {1: Action.NEAR_DATA}
     rig.begin(("a", 1, True))
     rig.layer(0, [0, 1], answer_s=1e-9, waited_s=1.0)  # 0 is loaded
@@ -424,7 +421,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     native, python = Stack(6, "worth"), Stack(6, "worth", native=False)
     cache, planner, rng = native.cache, Scripted(), np.random.default_rng(3)
     order: Any = cache.eviction
-    planner.costs = replace(COSTS, copy_s=1e-6, gpu_s=1e-7, message_s=1e-7)  # planning is expected to lose little
+    planner.costs = COSTS._replace(copy_s=1e-6, gpu_s=1e-7, message_s=1e-7)  # planning is expected to lose little
     pool: Any = Pool()
     placer = AutoPlacer(cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: planner)
     placer.preload()

@@ -220,18 +220,18 @@ def test_arrivals_run_as_they_land() -> None:
 def test_what_other_kernels_run_is_for_the_page() -> None:
     stack = GpuStack(KEYS, "lru", hooks=lambda _: Hooks())
     run, hidden = stack.layers[0].native.run_view, torch.randn(1, SHAPE.hidden)
-    view = stack.layers[0].backend.look
+    view = partial(stack.layers[0].backend.look, stack.layers[0], False)
     ids, weights = torch.tensor([[0, 1]]), torch.rand(1, 2)
     before = stack.known()
-    assert run(view(0, False, hidden.double(), ids, weights)) is None
-    assert run(view(0, False, hidden, ids, weights.double())) is None
+    assert run(view(hidden.double(), ids, weights)) is None
+    assert run(view(hidden, ids, weights.double())) is None
     assert stack.known() == before
     with pytest.raises(ValueError, match="there is no such expert: 4"):
-        run(view(0, False, hidden, ids + 3, weights))
+        run(view(hidden, ids + 3, weights))
     with pytest.raises(ValueError, match=r"weights are \(1, 1\) for 1 tokens, top-2"):
-        run(view(0, False, hidden, ids, weights[:, :1]))
+        run(view(hidden, ids, weights[:, :1]))
     assert stack.known() == before
-    assert run(view(0, False, hidden, ids, weights)) is not None
+    assert run(view(hidden, ids, weights)) is not None
 
 
 def test_experts_of_more_rows_than_tritons_classes_are_for_the_page() -> None:

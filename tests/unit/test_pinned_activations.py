@@ -17,16 +17,17 @@ from fake_gpu import FakeCompute
 from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.cuda.activations import PinnedActivations, PinnedPool
-from tiermoe.actors.engine.dispatch import Routing
 from tiermoe.actors.engine.make_device import activations_of
 from tiermoe.actors.engine.peers.remote import RemoteCall, RemoteExperts
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.ndp_worker import NdpWorker
 from tiermoe.actors.policies.context_ndp import PlacementOptions
+from tiermoe.actors.policies.plan import Remote
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.cluster.config import load_hardware
@@ -105,17 +106,21 @@ def remote(peer: _Peer, way: PinnedActivations) -> Iterator[RemoteExperts]:
     found.close()
 
 
-def _layer(tokens: int) -> tuple[torch.Tensor, np.ndarray, Routing]:
+def _layer(tokens: int) -> tuple[torch.Tensor, np.ndarray, _core.Routing]:
     """hidden [T, H], weights [T, 1] and a routing of two experts that take turns."""
     hidden = torch.arange(tokens * _WIDTH, dtype=torch.float32).reshape(tokens, _WIDTH)
     weights = np.linspace(0.5, 1.0, tokens, dtype=np.float32)[:, None]
-    return hidden, weights, Routing.of(np.arange(tokens)[:, None] % 2, hidden.device)
+    return hidden, weights, _core.Routing(0, 2, np.arange(tokens)[:, None] % 2)
+
+
+def _experts(*numbers: int) -> list[Remote]:
+    return [Remote(number, 0, "ndp/0") for number in numbers]
 
 
 def _send(remote: RemoteExperts, way: PinnedActivations, tokens: int, places: tuple[int, ...] = (0,)) -> RemoteCall:
     hidden, weights, routing = _layer(tokens)
-    call = remote.send(0, routing, [(i, 0) for i in places], way.begin(hidden), weights, True)
-    assert call is not None
+    call = remote.send(routing, _experts(*places), way.begin(hidden), weights, True)
+    assert call.sent
     return call
 
 
@@ -140,8 +145,7 @@ def test_rows_are_sent_when_they_are_there(
     out = way.receive(answer.partial)
     gpu.run()
     assert torch.equal(out, 2 * rows)
-    assert torch.equal(torch.zeros(tokens).index_add(0, call.rows, torch.ones(len(rows))), (hidden[:, 0] >= 0) * 1.0
-                       if len(rows) == tokens else (torch.arange(tokens) % 2 == 0) * 1.0)  # fmt: skip
+    assert call.rows is None if len(rows) == tokens else call.rows.tolist() == list(range(0, tokens, 2))
 
 
 def test_a_wait_for_the_routing_is_a_wait_for_a_few_rows(
@@ -150,7 +154,7 @@ def test_a_wait_for_the_routing_is_a_wait_for_a_few_rows(
     hidden, weights, routing = _layer(4)
     outgoing = way.begin(hidden)
     gpu.run()  # the routing is copied behind the rows, and the host waited for it
-    call = remote.send(0, routing, [(0, 0), (1, 0)], outgoing, weights, True)
+    call = remote.send(routing, _experts(0, 1), outgoing, weights, True)
     assert call.result() is not None
     assert "synchronize" not in gpu.log
 
@@ -202,12 +206,12 @@ def test_a_lost_peer_leaves_nothing(
     peer.may_answer.clear()
     if moment == "before it is sent":
         remote.close()
-        assert remote.send(0, routing, [(0, 0)], outgoing, weights, True) is None
+        assert not remote.send(routing, _experts(0), outgoing, weights, True).sent
         del outgoing
         assert not _idle(way)  # the copy is under way: nobody may have that memory yet
     else:
-        call = remote.send(0, routing, [(0, 0)], outgoing, weights, True)
-        assert call is not None
+        call = remote.send(routing, _experts(0), outgoing, weights, True)
+        assert call.sent
         assert peer.got_one.wait(_SOON_S)
         peer.may_answer.set()
         remote.close()
@@ -254,7 +258,7 @@ def test_rows_in_half_precision_travel_as_float32(
 ) -> None:
     hidden, weights, routing = _layer(2)
     half = (hidden / 1000).bfloat16()
-    call = remote.send(0, routing, [(0, 0), (1, 0)], way.begin(half), weights, True)
+    call = remote.send(routing, _experts(0, 1), way.begin(half), weights, True)
     assert call.result() is not None
     np.testing.assert_array_equal(peer.rows[0], half.float().numpy())
 

@@ -68,7 +68,7 @@ def make() -> Iterator[Make]:
 
 def forward(cache: ExpertCache, layer: int, *experts: int) -> None:
     begin(cache, layer, *experts)
-    while len(set(cache.next())) > 1:
+    while len(set(cache.core.next())) > 1:
         pass
     cache.close_pass()
     cache.check_integrity()
@@ -77,7 +77,7 @@ def forward(cache: ExpertCache, layer: int, *experts: int) -> None:
 def begin(cache: ExpertCache, layer: int, *experts: int) -> None:
     """The first half of a layer's turn, as `MoeLayer` takes it."""
     cache.poll(layer)
-    cache.plan(cache.open(layer, [layer * EXPERTS + e for e in experts], [1] * len(experts), 1))
+    cache.plan(cache.core.open(layer, [layer * EXPERTS + e for e in experts], [1] * len(experts), 1, []))
     cache.begin()
     cache.load()
 

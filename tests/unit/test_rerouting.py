@@ -21,6 +21,7 @@ from cache_rigs import begin_layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool, ReplicaWeights, make_part
@@ -330,11 +331,11 @@ class Mixed:
     def forward(self, layer: int, full: list[int], low: list[int]) -> torch.Tensor:
         """One row through these experts of a layer, as `MoeLayer` runs it: y, one row for each."""
         cache, base, experts = self.cache, layer * EXPERTS, [*full, *low]
-        plan = begin_layer(cache, layer, [base + e for e in experts], low=[base + e for e in low])
+        begin_layer(cache, layer, [base + e for e in experts], low=[base + e for e in low])
         hidden = torch.linspace(-1, 1, HIDDEN)[None]
         y = torch.full((len(experts), HIDDEN), float("nan"))
-        spans = {base + e: (i, i + 1) for i, e in enumerate(experts)}
-        self.runner.run(plan, spans, hidden, torch.arange(len(experts)), len(experts), self.kernel, y)
+        routing = _core.Routing(layer, EXPERTS, np.array([experts]))
+        self.runner.run(routing, hidden, torch.arange(len(experts)), self.kernel, y)
         cache.close_pass()
         cache.check_integrity()
         for i, expert in enumerate(experts):

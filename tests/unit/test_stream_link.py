@@ -51,9 +51,9 @@ def test_arrivals_that_are_complete_run_together() -> None:
     rig = Rig(4)
     rig.gpu.idle = True
     plan = begin_layer(rig.cache, 0, [0, 1, 2, 3])
-    assert rig.cache.next() == (0, 1)  # none has ended: the compute waits for the first
+    assert rig.cache.core.next() == (0, 1)  # none has ended: the compute waits for the first
     rig.gpu.finish()
-    assert rig.cache.next() == (1, 4)
+    assert rig.cache.core.next() == (1, 4)
     assert rig.gpu.synchronized == 0
     end_layer(rig.cache, plan)
     rig.finish()

@@ -189,17 +189,15 @@ class ExpertCache:
         """The routing of `layer` is known: cancel its queued prefetches that are not needed."""
         self.core.drop_stale(layer, list(needed))
 
-    def open(
-        self, layer: int, keys: Sequence[int], counts: Sequence[int], tokens: int, low: AbstractSet[int] = frozenset()
-    ) -> Sequence[int]:
+    def open(self, routing: _core.Routing, low: AbstractSet[int] = frozenset()) -> Sequence[int]:
         """The routing of a layer is known, as it runs: the segments that it needs.
 
         Queued prefetches of the layer that it does not need are cancelled, and the order of eviction is told.
 
         Args:
-            keys: experts, as `Routing.experts`. counts: rows of each. low: of these, those that run on their replicas.
+            low: keys of its experts that run on their replicas.
         """
-        return self.core.open(layer, list(keys), list(counts), tokens, list(low))
+        return routing.open(self.core, list(low))
 
     def plan(self, here: Sequence[int], keep: AbstractSet[int] = frozenset()) -> LayerPlan:
         """Plan the segments that run on this device.
@@ -225,8 +223,11 @@ class ExpertCache:
         """Victims leave, and the demand loads that wait for no slot of the layer's own are queued."""
         self.core.load()
 
-    def next(self) -> tuple[int, int]:
-        """The next stretch of the plan's `run` that is in its slots: first and end; equal: all are given.
+    def next(
+        self, routing: _core.Routing
+    ) -> tuple[list[tuple[int, int, int, int, bool]], list[tuple[int, int, int]]] | None:
+        """The next stretch of the plan's `run` that is in its slots, as `ExpertKernel` and `PackedKernel` take groups:
+        experts, and replicas by their slot; None: all are given. routing: of `open`.
 
         Residents together, then arrivals as they land. All compute on what was given before is issued: where loads
         wait for slots of the layer's own, they follow.
@@ -235,7 +236,7 @@ class ExpertCache:
             RuntimeFailure: a copy failed (a failed prefetch is first loaded again) or the cache was closed.
             StoreError: no node has the expert now.
         """
-        return self.core.next()
+        return routing.next(self.core, self.neurons)
 
     def close_pass(self, peer_blocked_s: float = 0.0, peer_link_s: float = 0.0) -> None:
         """The pass is over: count its waits and its share of the link, of the device with the most."""

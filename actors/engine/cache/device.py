@@ -235,14 +235,14 @@ class CpuDevice:
 class Outgoing(Protocol):
     """The rows of one layer on their way to the host; used by the forward's thread."""
 
-    def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor]:
+    def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor | None]:
         """The rows of some tokens; waits for them.
 
         Args:
             tokens: their numbers [R], rising.
 
         Returns:
-            The rows [R, H], unchanged while referenced, and `tokens` on the compute device.
+            The rows [R, H], unchanged while referenced, and `tokens` on the compute device; None: they are all.
         """
         ...
 
@@ -288,7 +288,7 @@ class PlainActivations:
     def receive(self, array: NDArray[Any]) -> torch.Tensor:
         if array.dtype == np.uint16:
             return self.receive(array.view(np.int16)).view(torch.bfloat16)
-        return torch.tensor(array, device=self._device)  # a copy on the CPU too: what arrives is read-only
+        return torch.from_numpy(array.copy()).to(self._device)  # a copy on the CPU too: what arrives is read-only
 
     def deliver(self, sums: torch.Tensor) -> NDArray[np.float32]:
         found: NDArray[np.float32] = sums.detach().float().cpu().numpy()
@@ -301,9 +301,11 @@ class _PlainRows:
     def __init__(self, hidden: torch.Tensor) -> None:
         self._hidden = hidden
 
-    def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor]:
-        hidden, used = self._hidden, torch.from_numpy(tokens).to(self._hidden.device)
-        states = hidden if len(tokens) == len(hidden) else hidden[used]
+    def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor | None]:
+        states, used = self._hidden, None
+        if len(tokens) < len(states):
+            used = torch.from_numpy(tokens).to(states.device)
+            states = states[used]
         rows: NDArray[np.float32] = states.detach().float().contiguous().cpu().numpy()
         return rows, used
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,10 +54,6 @@ class Residency:
         if found < 0:
             raise KeyError(key)
         return found
-
-    def slots_of(self, keys: Sequence[int]) -> list[int]:
-        """Of each of these, LOADING or RESIDENT."""
-        return list(map(self._slots.item, keys))  # faster than NumPy's indexing up to 30 keys
 
     def evictable(self, keep: Iterable[int] = ()) -> Callable[[int], bool]:
         """A snapshot of which keys may be evicted: RESIDENT, not pinned and not in `keep`."""

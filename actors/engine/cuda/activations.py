@@ -265,7 +265,6 @@ class PinnedFetch(_launch.Fetch):
 
 _AT_ONCE = 256 * 1024  # bytes of rows that go to the host before the routing is known: 10 us of a slow link
 _MOST = 256 * 1024 * 1024  # pinned bytes: several layers' prompts, to and fro
-_FEW_ROWS = 64  # of a decode step
 _LEAST = 1024  # bytes of a frame that is worth pinned memory: an answer with sums has more
 
 
@@ -300,7 +299,6 @@ class PinnedActivations:
         self.pool = PinnedPool(runtime, most_bytes)
         self.pool.lease(1)  # whether there is pinned memory to be had is known from the start
         self.waited = 0
-        self._all_rows: dict[int, torch.Tensor] = {}
 
     @property
     def label(self) -> str:
@@ -355,15 +353,6 @@ class PinnedActivations:
         self._keep_until_copied(pinned)
         return target
 
-    def all_rows(self, count: int) -> torch.Tensor:
-        """0 to `count` - 1 on the GPU; shared, so never written to."""
-        found = self._all_rows.get(count)
-        if found is None:
-            found = torch.arange(count, device=self._device)
-            if count <= _FEW_ROWS:
-                self._all_rows[count] = found
-        return found
-
     def wait(self, event: Any) -> None:
         """Wait for an event of `down`."""
         if event is not None:
@@ -392,13 +381,12 @@ class PinnedRows:
         if hidden.numel() * 4 <= _AT_ONCE:
             self._whole, self._event = way.down(hidden)
 
-    def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor]:
-        way, count, total = self._way, len(tokens), len(self._hidden)
-        used = way.all_rows(total) if count == total else way.up(tokens)
-        whole = self._whole
+    def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor | None]:
+        way, whole = self._way, self._whole
+        used = way.up(tokens) if len(tokens) < len(self._hidden) else None
         if whole is not None:
             way.wait(self._event)
-            return whole if count == total else whole[tokens], used
-        rows, event = way.down(self._hidden if count == total else self._hidden.index_select(0, used))
+            return whole if used is None else whole[tokens], used
+        rows, event = way.down(self._hidden if used is None else self._hidden.index_select(0, used))
         way.wait(event)
         return rows, used

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....kernels import _planner
+from ...core import _core
 from ...policies.auto import Action, Auto, Costs, Faster, Owners, Part, forward_seconds
 from ...policies.auto import LayerPlan as Choice
 from ...policies.context_ndp import PlacementOptions
@@ -31,9 +31,10 @@ from ...policies.residency import State
 from ...policies.routing import MissCosts, SequenceRows, take_ended
 from ...policies.worth import WorthOrder
 from ..cache.native_order import NativeWorth
-from ..host_view import LayerView, Routing
+from ..host_view import LayerView
 from ..layer import Hooks
 from ..stats import PlannerStats
+from .layer_times import LayerTimes, PlannedLayer
 from .placement import PeerPlacer
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
@@ -43,7 +44,6 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
 # background copies in the counters: misses, and what a prompt needs next
 SOURCE, STREAM = "background", "streamed"
-_WAITED = 0.1  # share of an answer's time from which a wait for it says that the layer ended with it
 _MISSES_STEP = 0.02  # weight of a layer in the mean share of misses
 _STAGED = 3  # as the planner sees an expert that is here, in no slot that counts
 # members of an enumeration take longer to look up than a layer has time for
@@ -107,31 +107,6 @@ Score = Callable[[int, Any], "NDArray[np.floating] | None"]
 MakePlanner = Callable[[Costs, int, int, NDArray[np.uint8]], Planner]
 
 
-@dataclass(slots=True)
-class _Pass:
-    """A layer between its plan and its end.
-
-    needed: all its experts; those of other GPUs run there or near data. began_s: its plan. near_s: expected seconds of
-    the near-data kernels. owner_s: of other GPUs' answers. predicted: it has a plan of the planner. here: experts that
-    run on this GPU. near: experts that are computed near data. announced: the sequences of its rows are known.
-    learns: they all decode. before: answers of NDP workers, seconds of their kernels and of waits for them, for copies
-    and for other GPUs, counted before.
-    """
-
-    layer: int
-    needed: NDArray[np.int32]
-    began_s: float
-    near_s: float
-    owner_s: float
-    predicted: bool
-    here: int
-    near: int
-    loaded: list[int]
-    announced: bool
-    learns: bool
-    before: tuple[int, float, float, float, float]
-
-
 class _Began(NamedTuple):
     """A forward that has begun: its rows, whether some are a prompt's, when, and its sequences."""
 
@@ -192,14 +167,14 @@ class AutoPlacer(PeerPlacer):
         self._over: deque[str] = deque()
         self._rows: list[SequenceRows] = []
         self._prompt: NDArray[np.int64] | None = None  # uses by the prompts of the present forward [L, E]
-        self._pass: _Pass | None = None
+        self._pass: PlannedLayer | None = None
         self._wanted: Sequence[Any] = ()
         self._arrivals: dict[int, float] = {}  # of copies under way, as expected
         self._took_s = cache.core.took_s  # of the last copy of each expert, as far as known
         self._filling: set[int] = set()  # background copies under way
         self._spared: frozenset[int] | None = None  # in a prompt: residents that its copies ahead do not displace
         self._link_free_s = 0.0
-        self._ended_s = 0.0  # the last layer's end, if all rows of its forward decode
+        self._times: LayerTimes | None = None  # with the planner
         # the order, which notes what local forwards use; None: there are none
         self._notes = order if isinstance(order, NativeWorth) and shards is None else None
         self.faster = Faster()
@@ -241,6 +216,7 @@ class AutoPlacer(PeerPlacer):
     def _plan_by(self, costs: Costs) -> None:
         workers = 0 if self._pool is None else len(self._pool.members)
         self.planner = self._make(costs, workers, self._slots, self._states)
+        self._times = LayerTimes(self._cache, self.planner)
         if self._order is not None:
             self._order.bind(self._cache.residency.slots, self.planner.worths)
 
@@ -308,7 +284,8 @@ class AutoPlacer(PeerPlacer):
             self._began = _Began(rows, prompt, self._clock(), frozenset(s.name for s in sequences))
         if self.local and self._notes is not None:
             self._notes.note()
-            self._ended_s = 0.0
+            if self._times is not None:
+                self._times.ended_s = 0.0
 
     def end_sequence(self, name: str) -> None:
         self._over.append(name)  # from any thread: a forward may be counting it
@@ -326,11 +303,13 @@ class AutoPlacer(PeerPlacer):
         reader = self._reader
         return () if reader is None else range(layer, min(layer + reader.ahead + 1, len(self._states)))
 
-    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> LayerPlan:
         planner, base, pool, now_s = self.planner, layer * self._experts, self._pool, self._clock()
+        times = self._times
         assert planner is not None
-        if layer and self._prompt is None and 0.0 < self._ended_s < now_s:
-            planner.saw(Part.DENSE, planner.costs.dense_s, now_s - self._ended_s)
+        assert times is not None
+        if layer and self._prompt is None:
+            times.begun(now_s)
         announced = bool(self._rows) and self._rows[-1].stop == routing.tokens
         prompts = announced and self._prompt is not None
         keep, self._spared = self._begin_prompt(layer, view) if prompts else frozenset[int](), None
@@ -342,8 +321,8 @@ class AutoPlacer(PeerPlacer):
             self._spared = keep.union(range(base, min(base + 2 * self._experts, len(self._seen))))
         if self._reader is not None and self._score is not None:
             self._show_scores(layer, view, self._reader, self._score)
-        experts, gpus = np.array(needed, np.int32) - np.int32(base), self._gpus_of(needed)
-        near_s, owner_s, predicted, near = 0.0, 0.0, False, list[Remote]()
+        experts, gpus = np.array(routing.experts, np.int32), self._gpus_of(needed)
+        choice, near = None, list[Remote]()
         if pool is None or pool.available:
             rows, tokens = np.array(routing.counts, np.int32), 0 if self._prompt is None else routing.tokens
             queue, owners = self._queue(now_s), self._owners_of(needed, gpus)
@@ -356,18 +335,17 @@ class AutoPlacer(PeerPlacer):
                     near = [Remote(key, 0, worker) for key, worker in zip(away, workers, strict=True)]
                     for key in away:
                         gpus.pop(key, None)
-            near_s, owner_s, predicted = choice.near_s, choice.owner_s, True
             self._wanted = choice.wanted
         plan = self._split(needed, [*[Remote(key, 0, gpu) for key, gpu in gpus.items()], *near], keep)
-        learns = announced and self._prompt is None and not self.local  # of a local forward the order notes it
+        learns = announced and self._prompt is None
         if learns:
-            share = sum(self._held[key] != _RESIDENT for key in needed) / len(needed)
+            held = self._held
+            share = (len(needed) - [held[key] for key in needed].count(_RESIDENT)) / len(needed)
             self._missed = share if self._missed is None else self._missed + _MISSES_STEP * (share - self._missed)
-        loaded, before = [*plan.run[plan.resident :]], self._counted(layer)
-        self._pass = _Pass(
-            layer, experts, now_s, near_s, owner_s, predicted, len(plan.run), len(near), loaded, announced, learns,
-            before,
-        )
+        self._pass = PlannedLayer(
+            layer, experts, now_s, choice, len(plan.run), len(near), plan.run[plan.resident :], announced, learns,
+            times.counted(layer),
+        )  # fmt: skip
         return plan
 
     def _gpus_of(self, needed: Sequence[int]) -> dict[int, str]:
@@ -384,7 +362,7 @@ class AutoPlacer(PeerPlacer):
         owners = [self._shards.owner_of(key) if key in gpus else 0 for key in needed]
         return Owners(np.array(owners, np.uint8), np.array(self._shards.holds(needed), np.uint8))
 
-    def routed(self, layer: int, routing: Routing) -> None:
+    def routed(self, layer: int, routing: _core.Routing) -> None:
         """As a `Watcher`."""
         return None
 
@@ -419,15 +397,10 @@ class AutoPlacer(PeerPlacer):
 
     def ran(self, layer: int) -> None:
         """The layer is over."""
-        found, planner, self._pass = self._pass, self.planner, None
-        if found is None or planner is None or found.layer != layer:
+        found, planner, times, self._pass = self._pass, self.planner, self._times, None
+        if found is None or planner is None or times is None or found.layer != layer:
             return
-        now_s = self._clock()
-        if found.predicted and found.learns:
-            self._correct(planner, found, now_s - found.began_s)
-        if found.predicted and found.announced:
-            planner.took(now_s - found.began_s)
-        self._ended_s = now_s
+        times.ended(found, self._clock(), bool(self._arrivals))
         if found.learns:
             planner.used(layer, found.needed)
             self._look()
@@ -437,36 +410,6 @@ class AutoPlacer(PeerPlacer):
                 self._admit(key)
 
     # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _counted(self, layer: int) -> tuple[int, float, float, float, float]:
-        """Answers of NDP workers, seconds of their kernels, and of waits for them, for copies and for other GPUs."""
-        stats = self._cache.stats.layers[layer]
-        blocked_s = self._cache.counts(layer).blocked_io_s
-        return stats.ndp_calls, stats.ndp_measured_s, stats.ndp_wait_s, blocked_s, stats.shard_wait_s
-
-    def _correct(self, planner: Planner, found: _Pass, seen_s: float) -> None:
-        """Correct the costs by a layer of a decode that took so long."""
-        counted = self._counted(found.layer)
-        calls, kernels_s, near_wait_s, copy_wait_s, owner_wait_s = (
-            a - b for a, b in zip(counted, found.before, strict=True)
-        )
-        owners_s = seen_s - near_wait_s  # NDP workers are waited for behind other GPUs
-        if found.owner_s > 0.0 and (owner_wait_s > _WAITED * found.owner_s or owners_s < found.owner_s):
-            planner.saw(Part.OWNER, found.owner_s, owners_s)
-        if found.near and calls > 0 and kernels_s >= 0.0:
-            kernel_s = kernels_s / calls
-            copies = bool(found.loaded or self._arrivals)
-            planner.saw(Part.NEAR_MIXED if copies else Part.NEAR, found.near_s, kernel_s)
-            message_s = seen_s - kernel_s
-            # taking an answer that has come is a short wait, too: then the layer's time is that of its experts here;
-            # what copies cost beside near data is their source's (`took`)
-            waited = near_wait_s > _WAITED * message_s and not copies
-            if waited or message_s < planner.costs.message_s:
-                planner.saw(Part.MESSAGE, planner.costs.message_s, message_s)
-        elif not found.near and found.here:
-            here_s = (seen_s - copy_wait_s) / found.here
-            if here_s < planner.costs.gpu_s:
-                planner.saw(Part.GPU, planner.costs.gpu_s, here_s)
 
     def _begin_prompt(self, layer: int, view: LayerView) -> frozenset[int]:
         """Count the rows of prompts; the residents that this layer's loads spare."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ....errors import ConfigError
 from ....kernels.expert_ffn import ExpertKernel
+from ...core import _core
 from ...policies.context_ndp import (
     HotSet,
     HotSlots,
@@ -36,7 +37,7 @@ from ...settings import EngineSettings
 from ...store.format import ExpertShape, Published
 from ...store.replicas import ReplicaTables
 from ..cache.cache import ExpertCache
-from ..host_view import LayerView, Routing
+from ..host_view import LayerView
 from ..layer import Placer
 from ..model.kernels import expert_seconds, link_seconds
 from ..model.model import MoeBlock
@@ -75,7 +76,7 @@ class PeerPlacer(Placer):
 class GpuPlacer(PeerPlacer):
     """Every expert runs on the GPU that owns it; the lead runs experts of a lost GPU."""
 
-    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> LayerPlan:
         return self._on_gpus(needed)
 
 
@@ -105,11 +106,11 @@ class HotPlacer(PeerPlacer):
         self, layer: int, needed: Sequence[int], bits: Mapping[int, int], warm: AbstractSet[int] = frozenset()
     ) -> LayerPlan:
         """Plan a layer by the hot set. bits: of its cold experts. warm: further experts that run on the GPUs."""
-        base, state = layer * self._experts, self._cache.residency.state
+        base, states = layer * self._experts, self._cache.residency.states
         remote, cold = [], []
-        for key in needed:
+        for key, state in zip(needed, states[list(needed)].tolist(), strict=True):
             gpu = self._gpu_of(key)
-            there = state(key) != State.ABSENT if gpu is None else key in self._hot_keys
+            there = state != State.ABSENT if gpu is None else key in self._hot_keys
             if not there and key - base not in warm:
                 cold.append(key)
             elif gpu is not None:
@@ -190,7 +191,7 @@ class StaticPlacer(HotPlacer):
         if self._displaced and self._pool.available:
             self._load_hot(self._hot, keep_others=False)
 
-    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> LayerPlan:
         if self._online:
             self._counts[layer, routing.experts] += routing.counts
             self._rows += routing.tokens if layer == 0 else 0
@@ -229,13 +230,12 @@ class MondePlacer(PeerPlacer):
         if not self._keeps:
             self._cache.flush()
 
-    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> LayerPlan:
         there = self._pool.living
         if not there:
             return self._split(needed, ())
-        state = self._cache.residency.state
-        rows = [stop - start for start, stop in zip(routing.starts, routing.starts[1:], strict=False)]
-        here = self._choose(rows, [state(k) != State.ABSENT for k in needed], there)
+        states = self._cache.residency.states[list(needed)]
+        here = self._choose(routing.counts, (states != State.ABSENT).tolist(), there)
         away = [k for k, h in zip(needed, here, strict=True) if not h]
         workers = self._pool.choose(away)
         if workers is None:  # the last one was lost just now
@@ -313,7 +313,7 @@ class ContextPlacer(HotPlacer):
     def end_sequence(self, name: str) -> None:
         self._ended.append(name)
 
-    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> LayerPlan:
         if not self._rows or self._rows[-1].stop != routing.tokens:  # a forward that was not announced
             return self._on_gpus(needed)
         near, prompts = self._prompts_near_data, [s for s in self._rows if not s.decode]

@@ -19,25 +19,45 @@ import torch
 from numpy.typing import NDArray
 
 from ....errors import ConfigError, MessageTooLarge, PolicyError, RemoteFailure, RuntimeFailure
+from ....proto.channel import Channel, Pending
 from ....proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from ....proto.options import Supply
 from ....proto.peers import PeerLink, ReconnectingChannel, ndp_name
+from ...core import _core
+from ...policies.plan import Remote
 from ...policies.sharding import reassigned, spread_by_bytes
 from ...settings import NdpSettings, ShardSettings
 from ..cache.device import Outgoing
-from ..host_view import Routing
 from ..stats import EngineStats, PeerKind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RemoteCall:
-    """Experts that a peer computes now."""
+    """A layer's experts that a peer computes.
 
-    rows: torch.Tensor  # of the layer's hidden states that take part [R], int64 on the compute device
-    experts: int
+    keys: the experts. pairs: how many. rows: of the layer's hidden states that take part [R], int64 on the compute
+    device; None: all, or it was not sent. blocked_s, link_s: of a shard, its wait for copies and the busy time of its
+    link for this layer. recomputed: the experts were loaded and computed here instead.
+    """
+
+    peer: RemoteExperts
+    keys: list[int]
     pairs: int
-    sent_s: float
-    result: Callable[[], ExpertResult | None]  # waits; None: the peer was lost or is late
+    rows: torch.Tensor | None = None
+    sent_s: float = 0.0
+    blocked_s: float = 0.0
+    link_s: float = 0.0
+    recomputed: bool = False
+    _sent: tuple[Channel, Pending] | None = None
+
+    @property
+    def sent(self) -> bool:
+        """False: the peer was lost after the plan was made."""
+        return self._sent is not None
+
+    def result(self) -> ExpertResult | None:
+        """Waits; None: the peer was lost or is late. Raises PolicyError: its policy failed."""
+        return None if self._sent is None else self.peer.answer_of(*self._sent)
 
 
 class RemoteExperts:
@@ -108,62 +128,45 @@ class RemoteExperts:
         return None if channel is None else channel.transport
 
     def send(
-        self,
-        layer: int,
-        routing: Routing,
-        experts: Sequence[tuple[int, int]],
-        outgoing: Outgoing,
-        weights: NDArray[np.float32],
+        self, routing: _core.Routing, experts: Sequence[Remote], outgoing: Outgoing, weights: NDArray[np.float32],
         decode: bool,
-    ) -> RemoteCall | None:
-        """Send some experts of a layer with the rows that they need; None while the peer is lost.
+    ) -> RemoteCall:  # fmt: skip
+        """Send some experts of a layer with the rows that they need.
 
         Args:
-            experts: (index in `routing.experts`, bits of the replica or 0) of each.
             outgoing: the layer's rows [T, H]. weights: [T, K].
             decode: the forward carries no row of any prompt.
         """
-        channel = self._peer.connection
+        keys = [expert.key for expert in experts]
+        numbers, starts, rows, weights, tokens = routing.part(keys, weights)
+        call, channel = RemoteCall(self, keys, len(rows)), self._peer.connection
         if channel is None:
-            return None
-        spans = [routing.order[routing.starts[i] : routing.starts[i + 1]] for i, _ in experts]
-        chosen = np.concatenate(spans)
-        tokens: NDArray[np.int64] = np.zeros(1, np.int64)
-        rows: NDArray[np.integer[Any]] = np.zeros(len(chosen), np.int32)
-        if routing.tokens != 1:
-            tokens, rows = np.unique(chosen // routing.top_k, return_inverse=True)
-        states, used = outgoing.take(tokens)
+            return call
+        states, call.rows = outgoing.take(tokens)
+        bits = np.array([expert.bits for expert in experts], np.uint8)
         batch = ExpertBatch(
-            layer=layer,
-            experts=np.array([routing.experts[i] for i, _ in experts], np.int32),
-            bits=np.array([bits for _, bits in experts], np.uint8),
-            starts=np.cumsum([0, *map(len, spans)], dtype=np.int32),
-            rows=rows.astype(np.int32, copy=False),
-            weights=weights.ravel()[chosen],
-            hidden=states,
-            activation=self._activation,
-            decode=decode,
-        )
-        sent_s = time.perf_counter()
+            routing.layer, numbers, bits, starts, rows, weights, states, self._activation, decode
+        )  # fmt: skip
+        call.sent_s = time.perf_counter()
         try:
-            pending = channel.submit(batch, self._settings.deadline_s)
+            call._sent = channel, channel.submit(batch, self._settings.deadline_s)
+        except RuntimeFailure as failure:
+            self._failed(channel, failure)
+        else:
+            self.asked = set()  # the answer says what is resident
+        return call
+
+    def answer_of(self, channel: Channel, pending: Pending) -> ExpertResult | None:
+        """Of `RemoteCall.result`."""
+        try:
+            answer = pending.result()
         except RuntimeFailure as failure:
             self._failed(channel, failure)
             return None
-        self.asked = set()  # the answer says what is resident
-
-        def result() -> ExpertResult | None:
-            try:
-                answer = pending.result()
-            except RuntimeFailure as failure:
-                self._failed(channel, failure)
-                return None
-            assert isinstance(answer, ExpertResult)
-            if answer.resident is not None and channel is self._peer.connection:
-                self.resident = answer.resident
-            return answer
-
-        return RemoteCall(used, len(experts), len(chosen), sent_s, result)
+        assert isinstance(answer, ExpertResult)
+        if answer.resident is not None and channel is self._peer.connection:
+            self.resident = answer.resident
+        return answer
 
     def ask(self, message: Message, deadline_s: float | None = None) -> Callable[[], bool] | None:
         """Send a command, which runs before any later batch; returns a wait for its success. None: the peer is lost.

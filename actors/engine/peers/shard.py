@@ -9,14 +9,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
+import numpy as np
 import torch
 
 from ....errors import PolicyError, StoreError
 from ....proto.messages import ExpertBatch, ExpertResult, PlacementCommand, PrefetchCommand
 from ....proto.peers import StoreLink
+from ...core import _core
 from ...policies.plan import LayerPlan
 from ...settings import EngineSettings
 from ...store.dense import dense_folder
@@ -28,13 +28,14 @@ from ..cache.cache import ExpertCache
 from ..cache.device import Activations, Device, settle_budget
 from ..cache.form_slots import kernels_of
 from ..cache.sources import Sources, open_sources
-from ..dispatch import ExpertRunner, RemoteTask, Spans
-from ..host_view import Routing
+from ..dispatch import ExpertRunner
+from ..host_view import pairs_of
 from ..layer import MoeLayer, Placer
 from ..make_device import activations_of, make_device
 from ..model.model import MoeBlock, build_blocks, compute_dtype
 from ..stats import EngineStats, LayerResidency
 from .matcher import tell_eviction, wanted_keys
+from .remote import RemoteCall
 from .shards import ShardResidency, owners
 
 
@@ -219,40 +220,36 @@ class _BatchView:
     """A batch of the lead's rows as a `layer.View`. Each (row, expert) pair is a token of its own."""
 
     batch: ExpertBatch
-    device: torch.device
 
-    def routing(self) -> Routing:
-        batch, starts = self.batch, self.batch.starts.tolist()
-        counts = [stop - start for start, stop in pairwise(starts)]
-        pairs = torch.arange(starts[-1], device=self.device)
-        order: Any = batch.rows  # not read here
-        return Routing(len(batch.hidden), 1, batch.experts.tolist(), counts, starts, pairs, order)
+    def routing(self, layer: int, experts: int) -> _core.Routing:
+        batch = self.batch
+        counts = np.diff(batch.starts).tolist()
+        return _core.Routing.of_counts(layer, experts, len(batch.hidden), batch.experts.tolist(), counts)
 
 
 class _BatchBackend:
     """Runs the lead's batches on this shard's device (`layer.Backend`): weighted sums in float32."""
 
     def __init__(self, cache: ExpertCache, activations: Activations, dtype: torch.dtype) -> None:
-        self._device, self._activations, self._dtype = cache.pool.device, activations, dtype
+        self._activations, self._dtype = activations, dtype
         self._runner = ExpertRunner(cache)
 
-    def look(self, layer: int, weighed: bool, batch: ExpertBatch) -> _BatchView:
-        return _BatchView(batch, self._device)
+    def look(self, step: MoeLayer, weighed: bool, batch: ExpertBatch) -> _BatchView:
+        return _BatchView(batch)
 
-    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: _BatchView) -> list[RemoteTask]:
+    def send(self, step: MoeLayer, plan: LayerPlan, routing: _core.Routing, view: _BatchView) -> list[RemoteCall]:
         raise AssertionError("a shard sends nothing on")
 
     def run(
-        self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: _BatchView,
-        tasks: Sequence[RemoteTask],
-    ) -> torch.Tensor:  # fmt: skip
+        self, step: MoeLayer, plan: LayerPlan, routing: _core.Routing, view: _BatchView, calls: Sequence[RemoteCall]
+    ) -> torch.Tensor:
         batch, receive = view.batch, self._activations.receive
         hidden = receive(batch.hidden).to(self._dtype)  # [T, H]
         weights = receive(batch.weights)  # [P]
         rows = None if len(hidden) == 1 else receive(batch.rows).to(torch.int64)  # [P]
         x = hidden.expand(len(weights), -1) if rows is None else hidden[rows]  # [P, H]
         y = hidden.new_empty((len(weights), hidden.shape[1]))
-        self._runner.run(plan, spans, x, routing.pairs, 1, step.kernel, y)
+        self._runner.run(routing, x, pairs_of(routing, x.device), step.kernel, y)
         if step.post is not None:
             y = step.post(y)
         y = y.float()

@@ -26,11 +26,11 @@ from ....errors import ConfigError, RuntimeFailure
 from ....proto.messages import PlacementCommand, PrefetchCommand
 from ....proto.options import Supply
 from ....proto.peers import PeerLink, shard_name
+from ...core import _core
 from ...policies.routing import RerouteView
 from ...policies.sharding import shard_of
 from ...settings import ShardSettings
 from ..cache.residency import Residency
-from ..host_view import Routing
 from ..stats import EngineStats
 from .remote import RemoteExperts
 
@@ -152,7 +152,7 @@ class Shards:
 
     always = True  # as a Watcher
 
-    def routed(self, layer: int, routing: Routing) -> None:
+    def routed(self, layer: int, routing: _core.Routing) -> None:
         """The forward is at this layer. Layers rise within a forward: a lower one begins the next iteration."""
         if layer <= self._layer:
             self._iteration += 1

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core import _core
 from ...policies.auto import Costs
-from ..host_view import Routing
+from ...policies.plan import Remote
 
 if TYPE_CHECKING:  # torch
     from ..cache.cache import ExpertCache
@@ -106,14 +107,12 @@ def _round_trip(
     """Seconds of one message with rows of zeros for experts of the first layer and its answer, and of its kernels."""
     import torch
 
-    device = cache.pool.device
-    hidden = torch.zeros((len(ids), cache.pool.hidden), dtype=cache.pool.dtype, device=device)
-    routing = Routing.of(ids, device)
+    hidden = torch.zeros((len(ids), cache.pool.hidden), dtype=cache.pool.dtype, device=cache.pool.device)
+    routing = _core.Routing(0, len(cache.uses) // len(cache.stats.layers), ids)
     start_s = time.perf_counter()
     outgoing = activations.begin(hidden)
-    wanted = [(i, 0) for i in range(len(routing.experts))]
-    call = peer.send(0, routing, wanted, outgoing, np.ones(ids.shape, np.float32), True)
-    answer = None if call is None else call.result()
+    wanted = [Remote(expert, 0, peer.name) for expert in routing.experts]
+    answer = peer.send(routing, wanted, outgoing, np.ones(ids.shape, np.float32), True).result()
     if answer is None:
         raise _NoAnswer
     return time.perf_counter() - start_s, answer.measured_s

@@ -1,0 +1,165 @@
+// A layer's routing for Python: what is planned, sent to peers and run of a layer is said by it.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "../../kernels/cpu/sizes.hpp"
+#include "bindings.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tiermoe::core {
+namespace {
+
+template <typename T>
+using Pairs = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;  // [T, K]
+
+std::int64_t in_range(std::int64_t layer, std::int64_t experts, std::int64_t tokens, std::int64_t top_k) {
+    if (layer < 0 || experts < 1 || !product_fits({layer + 1, experts}, kMostKeys)) refuse("there is no such layer", layer);
+    if (tokens < 0 || top_k < 1 || !product_fits({tokens, top_k}, kMostKeys)) refuse("a routing has pairs, not tokens", tokens);
+    return experts;
+}
+
+struct Routing : Picked {
+    Routing(std::int64_t layer, std::int64_t experts, std::int64_t tokens, std::int64_t top_k)
+        : Picked(in_range(layer, experts, tokens, top_k)), layer(layer), tokens(tokens), top_k(top_k) {}
+    std::int64_t pairs() const { return starts.back(); }
+    // The expert of a key. Throws std::invalid_argument: the layer does not need it.
+    std::int64_t expert(Key key) const {
+        const std::int64_t found = key - (keys.empty() ? 0 : keys[0] - experts[0]);
+        if (!needs(found)) refuse("the layer does not need expert", key);
+        return found;
+    }
+    const std::int64_t layer, tokens, top_k;
+};
+
+void of_ids(Routing* made, std::int64_t layer, std::int64_t experts, const Pairs<std::int64_t>& ids,
+            const std::optional<Pairs<bool>>& runs) {
+    const auto tokens = static_cast<std::int64_t>(ids.shape(0)), top_k = static_cast<std::int64_t>(ids.shape(1));
+    if (runs && (runs->shape(0) != ids.shape(0) || runs->shape(1) != ids.shape(1))) refuse("pairs that run are as ids, of", tokens);
+    auto held = std::make_unique<Routing>(layer, experts, tokens, top_k);
+    const std::int64_t pairs = tokens * top_k, first = layer * experts;
+    held->expect(ids.data(), pairs);
+    if (runs) {
+        std::vector<std::int64_t> some;
+        for (std::int64_t p = 0; p < pairs; ++p)
+            if (runs->data()[p]) some.push_back(ids.data()[p]);
+        held->sort(some.data(), tokens, static_cast<std::int64_t>(some.size()), pairs, first);
+    } else {
+        held->sort(ids.data(), tokens, pairs, pairs, first);
+    }
+    held->place();
+    held->group(ids.data(), pairs, runs ? runs->data() : nullptr);
+    new (made) Routing(std::move(*held));
+}
+
+Routing of_counts(std::int64_t layer, std::int64_t experts, std::int64_t tokens, const Segments& needed, const Segments& counts) {
+    Routing made(layer, experts, tokens, 1);
+    made.expect(needed.data(), static_cast<std::int64_t>(needed.size()));
+    if (!made.take(needed, counts, layer * experts)) refuse("experts come once, with a count each, not as", static_cast<std::int64_t>(needed.size()));
+    return made;
+}
+
+// Of pairs [first, end) in `order`; the tokens of all of them, rising, and each one's place among these.
+struct Part {
+    std::vector<std::int32_t> experts, starts{0}, rows;
+    std::vector<float> weights;
+    std::vector<std::int64_t> tokens;
+};
+
+Part part(const Routing& routing, const Segments& keys, const float* weights) {
+    Part found;
+    std::vector<std::int32_t> place(static_cast<std::size_t>(routing.tokens), 0);
+    for (Key key : keys) {
+        const std::int64_t expert = routing.expert(key);
+        const auto [first, end] = routing.span(expert);
+        found.experts.push_back(static_cast<std::int32_t>(expert));
+        found.starts.push_back(found.starts.back() + static_cast<std::int32_t>(end - first));
+        for (std::int64_t i = first; i < end; ++i) {
+            const std::int64_t token = routing.order[i] / routing.top_k;
+            place[token] = 1;
+            found.rows.push_back(static_cast<std::int32_t>(token));
+            found.weights.push_back(weights[routing.order[i]]);
+        }
+    }
+    for (std::int64_t t = 0; t < routing.tokens; ++t)
+        if (place[t]) place[t] = static_cast<std::int32_t>(found.tokens.size()), found.tokens.push_back(t);
+    for (std::int32_t& row : found.rows) row = place[row];
+    return found;
+}
+
+template <typename T>
+Made<T> array(std::vector<T>&& values) {
+    const std::size_t size = values.size();
+    return owned<T>(std::move(values), {size});
+}
+
+using Groups = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool>>;
+using Replicas = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>;
+
+}  // namespace
+
+void bind_routing(nb::module_& m) {
+    nb::class_<Routing>(m, "Routing", "A layer's routing as it runs, with its pairs t * top_k + k grouped by expert.")
+        .def("__init__", &of_ids, "layer"_a, "experts"_a, "ids"_a, "runs"_a.none() = nb::none(),
+             "experts: of the layer. ids: int64 [T, K]. runs: of pairs, whether they run [T, K]; None: all do.\n\n"
+             "Raises ValueError: there is no such expert.")
+        .def_static("of_counts", &of_counts, "layer"_a, "experts"_a, "tokens"_a, "needed"_a, "counts"_a,
+                    "Of rows that come by expert: `needed` ones, and the rows of each; a row is a pair.")
+        .def_ro("layer", &Routing::layer)
+        .def_ro("tokens", &Routing::tokens)
+        .def_ro("top_k", &Routing::top_k)
+        .def_prop_ro("pairs", &Routing::pairs, "How many run.")
+        .def_prop_ro("experts", [](const Routing& r) { return r.experts; },
+                     "Distinct: as picked for one token of distinct experts, else rising.")
+        .def_prop_ro("counts", [](const Routing& r) { return r.counts; }, "Rows of each.")
+        .def_prop_ro("in_order", [](const Routing& r) { return r.tokens == 1 && static_cast<std::int64_t>(r.experts.size()) == r.top_k; },
+                     "Whether `order` is 0, 1, ..: of one token of distinct experts.")
+        .def_prop_ro("order", [](nb::handle_t<Routing> self) {
+            Routing& r = nb::cast<Routing&>(self);
+            return Made<std::int64_t>(r.order.data(), {r.order.size()}, self);
+        }, "The pairs, grouped by expert [N].")
+        .def("pairs_of", [](const Routing& r, const Segments& keys) {
+            std::vector<std::int64_t> found;
+            for (Key key : keys) {
+                const auto [first, end] = r.span(r.expert(key));
+                found.insert(found.end(), r.order.begin() + first, r.order.begin() + end);
+            }
+            return array(std::move(found));
+        }, "keys"_a, "The pairs of these needed experts.")
+        .def("part", [](const Routing& r, const Segments& keys, const Pairs<float>& weights) {
+            if (static_cast<std::int64_t>(weights.shape(0)) != r.tokens || static_cast<std::int64_t>(weights.shape(1)) != r.top_k)
+                refuse("weights are [T, K], not of tokens", static_cast<std::int64_t>(weights.shape(0)));
+            Part p = part(r, keys, weights.data());
+            return std::make_tuple(array(std::move(p.experts)), array(std::move(p.starts)), array(std::move(p.rows)),
+                                   array(std::move(p.weights)), array(std::move(p.tokens)));
+        }, "keys"_a, "weights"_a,
+             "Of some needed experts, in this order, as `ExpertBatch` has them: experts, starts, rows, weights; and the tokens\n"
+             "of these rows, rising. weights: of all pairs [T, K].")
+        .def("open", [](const Routing& r, Core& core, const Segments& low) {
+            return core.open(r.layer, r.keys, r.counts, r.tokens, low);
+        }, "core"_a, "low"_a, nb::call_guard<nb::gil_scoped_release>(), "`ExpertCache.open`.")
+        .def("next", [](Routing& r, Core& core, std::int64_t neurons) -> std::optional<std::pair<Groups, Replicas>> {
+            {
+                nb::gil_scoped_release unlocked;
+                const auto [first, stop] = core.next();
+                if (first == stop) return std::nullopt;
+                r.groups(core, first, stop, neurons);
+            }
+            std::pair<Groups, Replicas> found;
+            for (const Group& g : r.found()) found.first.emplace_back(g.start, g.stop, g.first, g.neurons, g.add);
+            for (const Group& g : r.replicas) found.second.emplace_back(g.start, g.stop, g.first);
+            return found;
+        }, "core"_a, "neurons"_a, "`ExpertCache.next`.");
+}
+
+}  // namespace tiermoe::core
