@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -129,15 +130,14 @@ class NdpWorker:
         start_s = time.perf_counter()
         self._check(batch)
         hidden = _as_float32(batch.hidden)
+        groups, spans = dict[int, list[tuple[int, int, int]]](), pairwise(batch.starts.tolist())
+        for expert, bits, span in zip(batch.experts.tolist(), batch.bits.tolist(), spans, strict=True):
+            groups.setdefault(bits, []).append((expert, *span))
         partials = []
-        for bits in np.unique(batch.bits).tolist():
-            groups = [
-                (int(batch.experts[i]), int(batch.starts[i]), int(batch.starts[i + 1]))
-                for i in np.flatnonzero(batch.bits == bits)
-            ]
+        for bits in sorted(groups):
             operand = self._operand(batch.layer, bits, batch.activation)
             partials.append(np.empty(hidden.shape, np.float32))
-            operand.run(groups, batch.rows, batch.weights, hidden, partials[-1])
+            operand.run(groups[bits], batch.rows, batch.weights, hidden, partials[-1])
         partial = partials[0] if partials else np.zeros(hidden.shape, np.float32)
         for other in partials[1:]:
             partial += other

@@ -246,7 +246,8 @@ def by_part(
             found[f"layer, by part{words}", part] = _layer_us([s.layers for s in parts], _part_s(part)).median
         token = {part: fmean(step.parts[part] for step in totals) * 1e6 for part in totals[0].parts}
         of_layers: dict[str, Callable[[HostPass], float]] = {
-            "kernels": _KERNEL_S, "waits for copies": _part_s("copies"), "host": _OUTSIDE_S,
+            "kernels": _KERNEL_S, "waits for copies": _part_s("copies"), "waits for peers": _part_s("join"),
+            "host": _OUTSIDE_S,
         }  # fmt: skip
         for name, value in of_layers.items():
             token[f"layers, {name}"] = fmean(sum(map(value, step)) for step in layers) * 1e6

@@ -27,9 +27,9 @@ from .native import Joined, NativeDense
 
 PARTS = (
     "read", "wait", "reroute", "plan", "begin", "issue", "await", "copies", "send", "prefetch", "pre_evict", "run",
-    "native", "kernels", "combine", "other",  # what is left: sorting the routing, segments, counters
+    "join", "native", "kernels", "combine", "other",  # what is left: sorting the routing, segments, counters
 )  # fmt: skip
-KERNEL_PARTS = ("kernels", "combine")
+KERNEL_PARTS = ("kernels", "combine", "join")  # and waits for peers
 STEP_PARTS = ("schedule", "announce", "dense", "sample", "deliver", "manager")  # manager: what is left of the loop
 Clock = Callable[[], float]  # seconds: time.perf_counter, or time.thread_time for the thread's CPU time
 _EMPTYCALLS = 256  # by which the cost of a clock reading is measured
@@ -52,8 +52,8 @@ class HostPass:
     """One pass of one MoE layer: tokens in the batch, seconds of the host by part (of `PARTS`), experts that it missed
     (0 unless they are asked for).
 
-    copies: waits for copies where the host waits for them itself. On CUDA `kernels` and `combine` are the seconds of
-    launching them.
+    copies: waits for copies where the host waits for them itself. join: waits for peers' answers, and taking them. On
+    CUDA `kernels` and `combine` are the seconds of launching them.
     """
 
     layer: int
@@ -76,8 +76,8 @@ class HostPass:
 
     @property
     def outside_s(self) -> float:
-        """Seconds of the host outside kernels and waits."""
-        return self.total_s - self.kernel_s - self.parts["wait"] - self.parts["copies"]
+        """Seconds of the host outside kernels and waits, those for peers included."""
+        return self.total_s - self.kernel_s - self.parts["wait"] - self.parts["copies"] - self.parts["join"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +246,7 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
         for method in ("layer", "skip"):
             yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, method
     yield "run", backend, "run"
+    yield "join", backend, "join"
     if layer.native is not None:
         for method in ("run", "run_view"):
             yield "native", layer.native, method  # less its reading, kernels and waits
