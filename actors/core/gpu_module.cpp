@@ -48,7 +48,7 @@ class GpuLayer : public Layer {
         if (rule_) rule_->asks(wanted_);
         if (ahead_ && asking != Asking::hooks && ahead_->takes(top_k)) ahead_->asks(*this, asking == Asking::always, wanted_);
         for (Asked& one : routers_) one.known = false;
-        picked_ = ids;
+        read_ids_ = ids;
         read(hidden, rule_ ? nb::make_tuple(ids, weights) : nb::make_tuple(ids), wanted_);
         return pass({nullptr, ids_.data(), rule_ ? weights_.data() : nullptr, tokens, top_k, nullptr}, asking);
     }
@@ -56,7 +56,7 @@ class GpuLayer : public Layer {
     // None: not run. ids [tokens, top_k]: as they run.
     nb::object run_view(nb::handle hidden, const std::int64_t* ids, nb::handle weights, std::int64_t tokens, std::int64_t top_k) {
         if (!takes(hidden, weights, tokens, top_k)) return nb::none();
-        picked_ = nb::none();
+        read_ids_ = nb::none();
         return pass({nullptr, ids, nullptr, tokens, top_k, nullptr}, Asking::hooks);
     }
 
@@ -67,7 +67,7 @@ class GpuLayer : public Layer {
     }
 
     const LayerRows& rows() const { return rows_; }
-    nb::handle picked() const { return picked_; }
+    nb::handle read_ids() const { return read_ids_; }
     // Seconds of the last pass, where it is timed: of reading, and of the waits in it.
     std::pair<double, double> read_s() const { return {read_s_, read_waited_s_}; }
 
@@ -80,7 +80,7 @@ class GpuLayer : public Layer {
 
     void compute(const Given& given, const Routed& routed) override {
         const double began_s = timed_s();
-        rows_.order = Layer::picked_.order.data(), rows_.top_k = routed.top_k;
+        rows_.order = picked_.order.data(), rows_.top_k = routed.top_k;
         rows_.changed = routed.weights == given.weights ? nullptr : routed.weights;
         waited_s_ = 0.0;
         out_ = nb::steal(launches_.run(launches_.self, rows_, {next_groups, this}));
@@ -175,7 +175,7 @@ class GpuLayer : public Layer {
     const nb::object fetch_;
     std::vector<Asked> routers_;
     LayerRows rows_{};  // of the present pass
-    nb::handle picked_;
+    nb::handle read_ids_;
     Routers wanted_;
     std::vector<std::int64_t> ids_;
     std::vector<float> weights_;
@@ -215,7 +215,7 @@ fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads`
         .def("router", &GpuLayer::add, "operands"_a.none(), "outputs"_a, "The number of a router (weight, bias, layers, softmax), or of another.")
         .def("call", [](GpuLayer& layer, nb::callable hooks) {
             layer.hooks([&layer, hooks = nb::object(hooks)](const Given&) {
-                hooks(nb::handle(layer.rows().hidden), layer.picked(), nb::handle(layer.rows().weights));
+                hooks(nb::handle(layer.rows().hidden), layer.read_ids(), nb::handle(layer.rows().weights));
             });
         }, "hooks"_a)
         .def("run", [](GpuLayer& layer, nb::handle hidden, nb::handle ids, nb::handle weights, int asking) {
