@@ -95,6 +95,7 @@ class Picked {
         for (std::int64_t i = first; i < stop; ++i) {
             const Segment s = core.present().run[i];
             const std::int64_t expert = s % layout.experts;
+            if (!needs(expert)) throw std::invalid_argument("the plan is of another routing");
             const auto [begin, end] = span(expert);
             const Slot slot = core.slots()[s];
             if (!layout.split && s >= layout.keys()) {

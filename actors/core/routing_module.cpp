@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -24,7 +25,7 @@ template <typename T>
 using Pairs = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;  // [T, K]
 
 std::int64_t in_range(std::int64_t layer, std::int64_t experts, std::int64_t tokens, std::int64_t top_k) {
-    if (layer < 0 || experts < 1 || !product_fits({layer + 1, experts}, kMostKeys)) refuse("there is no such layer", layer);
+    if (layer < 0 || layer >= kMostKeys || experts < 1 || !product_fits({layer + 1, experts}, kMostKeys)) refuse("there is no such layer", layer);
     if (tokens < 0 || top_k < 1 || !product_fits({tokens, top_k}, kMostKeys)) refuse("a routing has pairs, not tokens", tokens);
     return experts;
 }
@@ -65,6 +66,10 @@ void of_ids(Routing* made, std::int64_t layer, std::int64_t experts, const Pairs
 Routing of_counts(std::int64_t layer, std::int64_t experts, std::int64_t tokens, const Segments& needed, const Segments& counts) {
     Routing made(layer, experts, tokens, 1);
     made.expect(needed.data(), static_cast<std::int64_t>(needed.size()));
+    std::int64_t left = kMostKeys;
+    for (std::int64_t count : counts)
+        if (count > left) refuse("a routing has fewer rows than", count);
+        else left -= std::max<std::int64_t>(count, 0);
     if (!made.take(needed, counts, layer * experts)) refuse("experts come once, with a count each, not as", static_cast<std::int64_t>(needed.size()));
     return made;
 }
@@ -77,6 +82,7 @@ struct Part {
 };
 
 Part part(const Routing& routing, const Segments& keys, const float* weights) {
+    if (routing.pairs() > routing.tokens * routing.top_k) refuse("rows that come by expert are in no token", routing.pairs());
     Part found;
     std::vector<std::int32_t> place(static_cast<std::size_t>(routing.tokens), 0);
     for (Key key : keys) {
@@ -122,7 +128,9 @@ void bind_routing(nb::module_& m) {
         .def_prop_ro("experts", [](const Routing& r) { return r.experts; },
                      "Distinct: as picked for one token of distinct experts, else rising.")
         .def_prop_ro("counts", [](const Routing& r) { return r.counts; }, "Rows of each.")
-        .def_prop_ro("in_order", [](const Routing& r) { return r.tokens == 1 && static_cast<std::int64_t>(r.experts.size()) == r.top_k; },
+        .def_prop_ro("in_order", [](const Routing& r) {
+            return r.tokens == 1 && r.pairs() == r.top_k && static_cast<std::int64_t>(r.experts.size()) == r.top_k;
+        },
                      "Whether `order` is 0, 1, ..: of one token of distinct experts.")
         .def_prop_ro("order", [](nb::handle_t<Routing> self) {
             Routing& r = nb::cast<Routing&>(self);

@@ -64,6 +64,11 @@ def test_rows_that_come_by_expert_are_the_pairs() -> None:
     found = Routing.of_counts(LAYER, E, 3, [4, 1], [2, 1])
     assert (found.experts, found.counts, found.order.tolist()) == ([4, 1], [2, 1], [0, 1, 2])
     assert (found.layer, found.tokens, found.top_k, found.pairs, found.in_order) == (LAYER, 3, 1, 3, False)
+    twice = Routing.of_counts(LAYER, E, 1, [4], [2])  # a row that runs one expert two times
+    assert (twice.order.tolist(), twice.in_order) == ([0, 1], False)
+    assert Routing.of_counts(LAYER, E, 1, [4], [1]).in_order
+    with pytest.raises(ValueError, match="in no token"):
+        twice.part([BASE + 4], np.ones((1, 1), np.float32))
 
 
 def test_what_is_no_routing_is_refused() -> None:
@@ -80,6 +85,11 @@ def test_what_is_no_routing_is_refused() -> None:
     for needed, counts in (([1, 1], [1, 1]), ([1], [0]), ([1], [])):
         with pytest.raises(ValueError, match="experts come once"):
             Routing.of_counts(LAYER, E, 1, needed, counts)
+    for counts in ([1 << 40], [1 << 62, 1 << 62]):
+        with pytest.raises(ValueError, match="has fewer rows"):
+            Routing.of_counts(LAYER, E, 1, [1, 2][: len(counts)], counts)
+    with pytest.raises(ValueError, match="there is no such layer"):
+        Routing((1 << 63) - 1, E, ids)
     found = Routing(LAYER, E, ids)
     for key in (BASE + 2, BASE - 1, BASE + E, -1):
         with pytest.raises(ValueError, match="the layer does not need expert"):
