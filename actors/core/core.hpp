@@ -175,6 +175,7 @@ struct Governor {
     std::int64_t used = 0, wasted = 0, resting = 0;  // prefetches of the window; layers left to rest
 
     bool allows();  // whether a layer may prefetch; asked once a layer, which counts the pause down
+    bool next_allows() const { return resting <= 1; }  // of `allows`
     void pause(std::int64_t layers) { resting = resting > layers + 1 ? resting : layers + 1; }
 };
 

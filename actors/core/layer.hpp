@@ -147,7 +147,7 @@ struct ReplaceMissing : LayerRule {
 // Prefetch by the routers of the layers behind, on this layer's input.
 struct AskRouters : LayerAhead {
     void asks(Layer& layer, bool always, Routers& routers) const override {
-        if (layers && (always || !idle(layer.core()))) routers.push_back(router);
+        if (layers && (always || (layer.core().governor().next_allows() && !idle(layer.core())))) routers.push_back(router);
     }
     void run(Layer& layer, const Given& given, bool always, std::vector<double>& best) override;
     bool idle(const Core& core) const {

@@ -308,7 +308,9 @@ class GpuLayer(NativeLayer):
         if asked is None:
             return -1
         self._asked.append(asked)
-        return self.layer.router(operands_of(asked, 1), self._experts * getattr(asked.probe, "layers", 1))
+        fixed = isinstance(asked.probe, LinearRouter)  # others' operands may be of one input only
+        operands = operands_of(asked, 1) if fixed else None
+        return self.layer.router(operands, self._experts * getattr(asked.probe, "layers", 1))
 
     def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         asking = self.asking(ids.shape[0])

@@ -194,10 +194,10 @@ class _ReplayedRouter:
         rows = self._replay.logits(table, self._layer, tokens)[: len(hidden)]  # a policy may ask about some of the rows
         return torch.addmm(rows, hidden.to(weight.dtype), weight.t())
 
-    def on_device(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        """As of `LinearRouter`, for one token."""
+    def on_device(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """As of `LinearRouter`, for the present token alone: the next one's are others."""
         weight, table, tokens = self._replay.operands(self._layer)
-        if not isinstance(tokens, slice) or len(hidden) != 1:
+        if not isinstance(tokens, slice) or rows != 1:
             return None
         return weight, self._replay.row(table, self._layer, tokens.start), 1
 

@@ -112,6 +112,13 @@ class TestStartUp:
         # guards against the text of Ray's own class, which is the actor's traceback
         assert str(refused.value) == "budget 1 is less than one expert; give at least 1024 bytes"
 
+    @pytest.mark.slow
+    @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU to find")
+    def test_missing_resources_are_named_at_once(self) -> None:
+        short = r"the lead fits on no node: node \w+ \(GPU: needs 1, has 0 free of 0, short of 1\)"
+        with pytest.raises(ConfigError, match=short), _deployment(device="cuda"):
+            pytest.fail("started")
+
     @pytest.mark.parametrize(
         ("cluster", "says"),
         [

@@ -91,7 +91,7 @@ def test_the_call_itself_waits_for_nothing(
     stack = stack_on(gpu, torch.float32, True)
     layer, inputs = stack.layers[0], inputs_of(4, gpu, torch.float32)
     assert layer.native is not None
-    view = layer.backend.look(0, False, *inputs)
+    view = layer.backend.look(layer, False, *inputs)
     layer.native.run_view(view)  # compiles
     with forbid_waits() as waits:
         layer.native.run_view(view)

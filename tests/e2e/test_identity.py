@@ -93,7 +93,7 @@ def test_presets(name: str, budget: float, reference: Reference, request: pytest
     """Requests together, then one alone; and what a preset promises besides."""
     store = request.getfixturevalue("gated_store" if name == "pre-gated" else "store")
     with serving_locally(store, preset(name, budget)) as worker:
-        if (name, budget) == ("next-gate", 1.0):
+        if (name, budget) in (("on-demand", 0.05), ("next-gate", 1.0), ("next-gate", 0.05)):
             reference.check(worker, 12, 48)
         reference.check(worker, 4)
         reference.check(worker, 1)
@@ -143,6 +143,15 @@ def test_what_a_preset_measures_must_be_there(
     with pytest.raises(error) as raised, serving_locally(bare_store, preset(name)):
         pass
     raised.match(match)
+
+
+@slow
+def test_one_at_a_time(store: ExpertStore, reference: Reference) -> None:
+    with serving(store, preset("next-gate")) as worker:
+        for number in range(6):
+            reference.check(worker, 1, 48, first=number)
+        assert worker.stats().total().prefetched_hits > 0
+        _check_budget(worker)
 
 
 # -- links and copies ----------------------------------------------------------------------------------------------

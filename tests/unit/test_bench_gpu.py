@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tiermoe.actors.engine.host_view import Asked, operands_of
 from tiermoe.benchmarks.gpu import build, checks, job, page
 from tiermoe.benchmarks.gpu.job import Part, Record
 from tiermoe.benchmarks.gpu.models import REAL
@@ -212,7 +213,15 @@ def test_a_replay_answers_for_the_present_and_for_later_layers() -> None:
     assert chosen.sum().item() == pytest.approx(1.0)
     probes = replay.probes()
     for layer, token in ((1, 2), (2, 2), (0, 3)):  # this layer; the next, foreseen; the next token's first
-        assert set(probes[layer](hidden).topk(2)[1][0].tolist()) == set(trace.ids[token, layer].tolist())
+        asked = Asked(probes[layer], False)
+        scores = probes[layer](hidden)
+        assert set(scores.topk(2)[1][0].tolist()) == set(trace.ids[token, layer].tolist())
+        operands = operands_of(asked, 1)  # of a kernel, which are the present token's alone
+        assert operands is not None
+        weight, bias, count, softmax = operands
+        assert bias is not None
+        torch.testing.assert_close(torch.addmm(bias[None], hidden, weight.t()), scores)
+        assert (count, softmax, operands_of(asked, 2)) == (1, False, None)
     with pytest.raises(ValueError, match="has 6 tokens"):
         replay.begin(6, 1)
     replay.close()
