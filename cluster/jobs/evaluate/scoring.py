@@ -175,8 +175,9 @@ class Evaluation:
         self.reference(progress)
         for _ in range(_TRIES):
             worker.reset_stats()
+            before = worker.stats().ndp_losses  # which no reset forgets
             sums = self._sums(worker, progress)
-            if not _ndp_failures(worker):
+            if not _ndp_failures(worker, before):
                 policy = worker.settings.policy
                 return Quality(policy.name, policy.lossless, worker.stats().executor, sums, self.options)
             for peer in worker.engine.ndp.members:
@@ -244,10 +245,10 @@ class Evaluation:
         return found
 
 
-def _ndp_failures(worker: Any) -> int:
-    """Losses of the NDP worker, and experts computed without it because it was late."""
+def _ndp_failures(worker: Any, before: int) -> int:
+    """Losses of NDP workers since there were `before`, and experts computed without them because they were late."""
     stats = worker.stats()
-    return int(stats.ndp_losses + stats.total().ndp_recomputed)
+    return int(stats.ndp_losses - before + stats.total().ndp_recomputed)
 
 
 def _shown(things: Sequence[_T], what: str, progress: Progress | None) -> Iterable[_T]:
