@@ -27,6 +27,7 @@ PROTOCOL_VERSION = 1
 TOKEN_KEY = "tiermoe-token"
 CLIENT_KEY = "tiermoe-client"
 _OVERHEAD = 64 * 1024  # of gRPC, above the largest message
+_LATE_S = 0.1  # a wait that ends later than this says that this process was not run
 
 
 def _path(service: str, method: str) -> str:
@@ -222,7 +223,7 @@ class ControlStream:
             self._ping(sequence)
             answered = self._await_pong(sequence, patience_s)
             took_s = time.monotonic() - begin
-            if answered or took_s > 2 * patience_s:  # the latter: this process was stopped
+            if answered or took_s > patience_s + _LATE_S:  # the latter: this process had no time either; ask again
                 continue
             self._end(f"no sign of life for {took_s + options.heartbeat_s:.1f} s")
             return

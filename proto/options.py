@@ -12,6 +12,7 @@ from ..errors import ConfigError, MessageError, MessageTooLarge
 from .tls import TlsFiles
 
 MIB = 1 << 20
+LIVENESS_S = 0.9  # of silence
 TransportChoice = Literal["auto", "shm", "grpc"]
 # Bytes of an arriving message -> a writable buffer of exactly that size, aligned to 16, or None for ordinary bytes.
 # The reading thread calls it; the message and its arrays reference the buffer.
@@ -97,7 +98,7 @@ class ChannelOptions:
     spin_s: float = field(default_factory=default_spin_s)
     resend_after_s: float = 0.25
     heartbeat_s: float = 0.2
-    liveness_s: float = 0.9
+    liveness_s: float = field(default_factory=lambda: LIVENESS_S)
     open_deadline_s: float = 5.0
     queued_bytes: int = 32 * MIB
     supply: Supply | None = None

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 # beside tests/cluster and tests/multinode
 _STARTS_RAY = ("e2e/test_api", "e2e/test_cli", "e2e/test_readme", "e2e/test_write_a_policy", "install/test_wheel")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_channels() -> Iterator[None]:
+    """Channels of this process bear a full machine, which may be silent for seconds. Tests of liveness give their own.
+
+    A killed or closed peer is lost at once as ever.
+    """
+    from tiermoe.proto import options
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "LIVENESS_S", 30.0)
+        yield
 
 
 @pytest.fixture

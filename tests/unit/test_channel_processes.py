@@ -64,8 +64,8 @@ def test_a_peer_that_dies_or_stops_is_lost_soon(transport: str, number: int, liv
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_busy_peer_is_not_lost(transport: str) -> None:
-    options = ChannelOptions(transport=transport)  # type: ignore[arg-type]
-    with _peer("1.6") as (_, address), open_channel(address, options) as channel:
+    options = ChannelOptions(transport=transport, liveness_s=1.8)  # type: ignore[arg-type]
+    with _peer("3") as (_, address), open_channel(address, options) as channel:
         assert isinstance(channel.call(HealthRequest(), 10.0), HealthReport)
 
 
