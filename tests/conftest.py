@@ -51,6 +51,14 @@ def _patient_channels() -> Iterator[None]:
 
 
 @pytest.fixture
+def usual_liveness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that stop a peer: channels of this process lose it as soon as a user's would."""
+    from tiermoe.proto import options
+
+    monkeypatch.setattr(options, "LIVENESS_S", 0.9)
+
+
+@pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Any:
     """`commands.Command`: `tiermoe ARGS` in this process."""
     from commands import Command

