@@ -12,7 +12,6 @@ from pydantic import Field
 
 from tiermoe.actors.policies.sharding import Ownership
 from tiermoe.cluster.jobs.bench.cases import Config, Model, Options, Repeats
-from tiermoe.cluster.jobs.bench.random_model import Form
 
 if TYPE_CHECKING:
     from tiermoe.cluster.config import RunConfig
@@ -127,21 +126,6 @@ class Scale(Served):
     ownership: Ownership = Field("layer-expert", description="Rule by which experts belong to GPUs.")
 
 
-class Predict(Options):
-    """Predicted against measured tokens per second: presets x budgets x the model and a random one of another shape."""
-
-    measure = "validation.predict"
-    model: Model = None
-    repeats: Repeats = 5
-    preset: tuple[str, ...] = Field(
-        ("on-demand", "next-gate", "mixtral-offloading", "moe-infinity", "hobbit", "fmoe"),
-        description="Preset, compared at each budget; repeat it.",
-    )
-    budget: tuple[str, ...] = Field(("0.25", "0.5", "0.75"), description="Device memory for experts; repeat it.")
-    link_gbps: Gbps = 16.0
-    max_tokens: Tokens = 48
-
-
 class Core(Options):
     """Microseconds of the core in a layer, by preset, and by order of eviction; layer steps of the simulator."""
 
@@ -158,7 +142,7 @@ class Core(Options):
 
 
 class Validation(Options):
-    """The simulator against this machine: TPOT and hit rate of presets x budgets x links on the same prompts."""
+    """The simulator and what `plan` predicts against this machine: TPOT and hit rate of presets x budgets x links."""
 
     measure = "validation.validation"
     model: Model = None
@@ -192,25 +176,6 @@ class Auto(Options):
     quick: bool = Field(False, description="Cells of one shape at batch 1, on few layers and tokens.")
 
 
-class Prepare(Options):
-    """Memory, disk and seconds of preparing checkpoints in published forms; SIGKILL midway, and going on."""
-
-    measure = "prepare.prepare"
-    form: tuple[Form, ...] = Field(tuple(Form), description="Form of the experts; repeat it.")
-    gigabytes: float = Field(4.0, ge=0.001, description="Bytes of each checkpoint at least, 1e9.")
-    folder: Path | None = Field(None, description="Where checkpoints are written and removed; default: the system's.")
-
-
-class Exact(Options):
-    """Log-probabilities of held-out text with experts near data, against all resident: rounding of two kernels."""
-
-    measure = "exact.exact"
-    model: Model = None
-    policy: tuple[str, ...] = Field(("monde", "context-ndp-full"), description="Preset with NDP workers; repeat it.")
-    passages: int = Field(8, ge=1, description="Of held-out text.")
-    tokens: int = Field(64, ge=1, description="Scored of each, after 32 of its prompt.")
-
-
 class Channel(Options):
     """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
 
@@ -219,19 +184,17 @@ class Channel(Options):
 
 
 class Kernel(Options):
-    """Packed experts on one core against memory bandwidth and torch; or on many against bandwidth."""
+    """The CPU's kernels of packed and published experts, on one core or many, against memory bandwidth."""
 
     measure = "kernels.kernel"
     repeats: Repeats = 7
     group: int = Field(64, description="Quantization group: 32, 64 or 128.")
     instruction_set: str | None = Field(None, description="Of our kernels; default: the best here.")
-    threads: int | None = Field(
-        None, ge=1, le=1024, description="1 to 4 bits on so many cores against their bandwidth alone."
-    )
+    threads: int = Field(1, ge=1, le=1024, description="Cores.")
 
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale,
-    "predict": Predict, "core": Core, "validation": Validation, "auto": Auto, "prepare": Prepare,
-    "exact": Exact, "channel": Channel, "kernel": Kernel,
+    "core": Core, "validation": Validation, "auto": Auto, "channel": Channel,
+    "kernel": Kernel,
 }  # fmt: skip

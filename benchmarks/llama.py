@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiermoe.cluster.jobs.bench.metrics import Measures
 from tiermoe.errors import RuntimeFailure, UnsupportedModelError
@@ -186,23 +185,6 @@ class LlamaCpp:
             tokens.append(self._next(tokens[-1:]))
         taken_s = time.perf_counter() - first_s
         return {"ttft_s": first_s - begin_s, "tpot_s": taken_s / (max_tokens - 1)}, tokens
-
-    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """The logits [T, V] after each token of one sequence. Raises RuntimeFailure: it is too long."""
-        lib, context = self._lib, self._context
-        lib.llama_memory_clear(lib.llama_get_memory(context), True)
-        batch = lib.llama_batch_init(len(tokens), 0, 1)
-        try:
-            batch.n_tokens = len(tokens)
-            for at, token in enumerate(tokens):
-                batch.token[at], batch.pos[at], batch.logits[at] = token, at, True
-                batch.n_seq_id[at], batch.seq_id[at][0] = 1, 0
-            self._decoded(lib.llama_decode(context, batch))
-            vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-            found = (lib.llama_get_logits_ith(context, at) for at in range(len(tokens)))
-            return np.stack([np.ctypeslib.as_array(row, (vocabulary,)) for row in found])
-        finally:
-            lib.llama_batch_free(batch)
 
     def _next(self, tokens: Sequence[int]) -> int:
         lib = self._lib

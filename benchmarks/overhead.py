@@ -42,7 +42,7 @@ from tiermoe.cluster.jobs.bench.serving import (
 
 from .cases import Against, Overhead
 from .llama import INSTALL, LlamaCpp, missing, write_gguf
-from .random_model import VOCABULARY, qwen3_layers, save_published
+from .random_model import VOCABULARY, NamedModel, save_published
 
 OURS = "tiermoe all-resident"
 REFERENCES = ("grouped_mm", "batched_mm", "eager")  # transformers' experts implementations that run on a CPU
@@ -143,7 +143,8 @@ def _against_llama(options: Overhead, config: RunConfig, report: Report, progres
 def _layers(options: Overhead, report: Report, progress: Progress | None) -> None:
     """Random layers of Qwen3-30B-A3B's shape on llama.cpp and all-resident."""
     with tempfile.TemporaryDirectory(prefix="tiermoe-layers-") as scratch:
-        model_dir = save_published(Form.BF16, qwen3_layers(options.layers), Path(scratch) / "model")
+        shape = NamedModel("qwen3-30b-a3b", layers=options.layers).shape
+        model_dir = save_published(Form.BF16, shape, Path(scratch) / "model")
         rng = np.random.default_rng(0)
         prompts = [tuple(map(int, rng.integers(3, VOCABULARY, PROMPT_TOKENS))) for _ in range(2)]
         store = str(Path(scratch) / "store")

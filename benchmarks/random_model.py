@@ -22,7 +22,7 @@ from tiermoe.proto.private import user_cache
 if TYPE_CHECKING:
     import torch
 
-    from .quantizers import Quantize, Tensors
+    Tensors = dict[str, torch.Tensor]
 
 VOCABULARY = 4096  # of the default model, whose tokenizer and text random models share
 NAMES = {"qwen3-30b-a3b": 128}  # random models by name: a shape of configs/shapes, and the size of its attention heads
@@ -30,55 +30,48 @@ _DISTINCT = 16  # experts of different weights of a random model by name
 _HOST_SHARE = 0.9  # of free memory: the rest is of the processes themselves
 
 
-# -- in the form in which it would be published ------------------------------------------------------------------------
+# -- in a form ---------------------------------------------------------------------------------------------------------
 
 
-def save_published(form: Form, shape: MoeShape, folder: Path, distinct: int | None = None, seed: int = 0) -> Path:
-    """Write a Qwen3-MoE checkpoint whose experts have a published form, one file a layer; the folder.
+def save_published(form: Form, shape: MoeShape, folder: Path, distinct: int | None = None) -> Path:
+    """Write a Qwen3-MoE checkpoint whose experts have this form, in bfloat16 one file a layer; the folder.
 
-    The random weights before quantization depend on shape and seed alone. `gguf` is one file of Q8_0 blocks, `q4_0`
-    one of Q4_0 blocks. Holds one layer's experts in memory at a time; bytes are on disk when this returns.
+    The random weights before quantization depend on shape and seed alone. Holds one layer's experts in memory at a
+    time; bytes are on disk when this returns.
 
     Args:
-        distinct: so many experts are quantized and take turns; None: all are different.
+        distinct: so many experts' weights take turns; None: all are different.
 
     Raises:
-        ConfigError: the package that writes the form is not installed. StoreError: the disk is full.
+        StoreError: the disk is full.
     """
     folder.mkdir(parents=True)
     config = _qwen3_config(shape)
-    experts = _experts(shape, distinct, seed)
+    experts = _experts(shape, distinct)
     if form in (Form.GGUF, Form.Q4_0):
         from .llama import save_gguf_blocks
 
         (folder / "config.json").write_text(json.dumps(config))
-        dense = {name: tensor for part in _dense(shape, seed) for name, tensor in part.items()}
+        dense = {name: tensor for part in _dense(shape) for name, tensor in part.items()}
         kind = "Q4_0" if form is Form.Q4_0 else "Q8_0"
         save_gguf_blocks(config, dense, experts, folder / "model.gguf", kind)
         return folder
-    quantize, quantization = _quantizer(form)
     from tiermoe.cluster.checkpoints.plan import raw_bytes, type_code
     from tiermoe.cluster.jobs.prepare.writer import write_tensors
 
-    quantized: dict[int, Tensors] = {}  # experts that come again
     index: dict[str, str] = {}
-    for layer, dense in enumerate(_dense(shape, seed)):
+    for layer, dense in enumerate(_dense(shape)):
         tensors = dict(dense)
         for expert in range(shape.experts if layer < shape.layers else 0):
-            key, matrices = next(experts)
-            if key not in quantized:
-                quantized[key] = {
-                    f"{name}{suffix}": part for name, matrix in matrices.items()
-                    for suffix, part in quantize(matrix.float())[0].items()
-                }  # fmt: skip
-            found = quantized[key] if distinct is not None else quantized.pop(key)
-            tensors |= {f"model.layers.{layer}.mlp.experts.{expert}.{name}": part for name, part in found.items()}
+            _, matrices = next(experts)
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            tensors |= {f"{prefix}.{name}.weight": matrix for name, matrix in matrices.items()}
         file = f"model-{layer:05d}-of-{shape.layers + 1:05d}.safetensors"
         header = {name: (type_code(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
         write_tensors(folder / file, header, (raw_bytes(tensor.contiguous()) for tensor in tensors.values()))
         index |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    (folder / "config.json").write_text(json.dumps(config | quantization))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -113,7 +106,7 @@ class NamedModel:
     @property
     def disk_bytes(self) -> int:
         """Of the checkpoint, and of a store where its bytes are not mapped as they lie."""
-        return self.expert_bytes * (2 if self.form in (Form.BF16, Form.GPTQ) else 1)
+        return self.expert_bytes * (2 if self.form is Form.BF16 else 1)
 
     def require_memory(self, workers: int, share: float) -> None:
         """Refuse what host memory does not hold: the experts once, and each worker's slots, in the dtype of a CPU.
@@ -138,7 +131,7 @@ class NamedModel:
             cache: of such folders; None: `random` in the user's cache folder.
 
         Raises:
-            StoreError: the disk has too little space, with the numbers. ConfigError: as `save_published`.
+            StoreError: the disk has too little space, with the numbers.
         """
         from tiermoe.cluster.jobs.prepare.writer import disk_errors, require_space
 
@@ -162,38 +155,6 @@ class NamedModel:
 MODELS |= {name: partial(NamedModel, name) for name in NAMES}
 
 
-def qwen3_layers(layers: int) -> MoeShape:
-    """Some layers of Qwen3-30B-A3B."""
-    return NamedModel("qwen3-30b-a3b", layers=layers).shape
-
-
-_COMPRESSED: dict[Form, tuple[str, dict[str, Any]]] = {  # layout of compressed-tensors, and its weights but for bits
-    Form.INT4: ("pack-quantized", {"type": "int", "strategy": "group", "group_size": 64}),
-    Form.MXFP4: ("mxfp4-pack-quantized", {"type": "float", "strategy": "group", "group_size": 32}),
-    Form.NVFP4: ("nvfp4-pack-quantized", {"type": "float", "strategy": "tensor_group", "group_size": 16}),
-}
-
-
-def _quantizer(form: Form) -> tuple[Quantize, dict[str, Any]]:
-    """The function that quantizes a matrix, and what config.json says of it."""
-
-    from .quantizers import FP8_CONFIG, compressed, fp8_block, gptq, gptq_config
-
-    def plain(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        return {".weight": matrix.bfloat16()}, matrix
-
-    if form is Form.BF16:
-        return plain, {}
-    quantize: Quantize = fp8_block
-    config: dict[str, Any] = FP8_CONFIG
-    if form is Form.GPTQ:
-        quantize, config = gptq(4, 128, False, True), gptq_config(4, 128, False, True)
-    elif form is not Form.FP8:
-        layout, options = _COMPRESSED[form]
-        quantize, config = compressed(layout, num_bits=4, **options)
-    return quantize, {"quantization_config": config}
-
-
 def _qwen3_config(shape: MoeShape) -> dict[str, Any]:
     heads = shape.hidden // 64
     return {
@@ -207,36 +168,29 @@ def _qwen3_config(shape: MoeShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _dense(shape: MoeShape, seed: int) -> Iterator[Tensors]:
-    """What is not a routed expert: of each layer, then the rest."""
+def _dense(shape: MoeShape) -> Iterator[Tensors]:
+    """What is not a routed expert, by transformers' names: of each layer, then the rest."""
     import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    generator = torch.Generator().manual_seed(seed)
-    config = _qwen3_config(shape)
-    queries = config["num_attention_heads"] * shape.head
-    keys = config["num_key_value_heads"] * shape.head
-    hidden = shape.hidden
-    sizes = {
-        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries), "mlp.gate": (shape.experts, hidden),
-        "self_attn.q_norm": (shape.head,), "self_attn.k_norm": (shape.head,),
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**_qwen3_config(shape)))
+    sizes = {name: tensor.shape for name, tensor in model.state_dict().items() if ".experts." not in name}
+    generator = torch.Generator().manual_seed(0)
 
-    def made(size: tuple[int, ...], scale: float) -> torch.Tensor:
-        if len(size) == 1:
-            return torch.ones(size, dtype=torch.bfloat16)
-        return (torch.randn(size, generator=generator) * scale).bfloat16()
+    def made(name: str) -> torch.Tensor:
+        if len(sizes[name]) == 1:
+            return torch.ones(sizes[name], dtype=torch.bfloat16)
+        scale = 1.0 if "embed_tokens" in name else 0.02  # else all tokens take the same experts
+        return (torch.randn(sizes[name], generator=generator) * scale).bfloat16()
 
-    for layer in range(shape.layers):
-        yield {f"model.layers.{layer}.{name}.weight": made(size, 0.02) for name, size in sizes.items()}
-    yield {
-        "model.embed_tokens.weight": made((shape.vocabulary, hidden), 1.0),  # else all tokens take the same experts
-        "model.norm.weight": made((hidden,), 0), "lm_head.weight": made((shape.vocabulary, hidden), 0.02),
-    }  # fmt: skip
+    layers = [f"model.layers.{layer}." for layer in range(shape.layers)]
+    for prefix in layers:
+        yield {name: made(name) for name in sizes if name.startswith(prefix)}
+    yield {name: made(name) for name in sizes if not name.startswith(tuple(layers))}
 
 
-def _experts(shape: MoeShape, distinct: int | None, seed: int) -> Iterator[tuple[int, Tensors]]:
+def _experts(shape: MoeShape, distinct: int | None) -> Iterator[tuple[int, Tensors]]:
     """Matrices of the experts in order, without end, and a number that is the same for the same expert."""
     import torch
 
@@ -244,7 +198,7 @@ def _experts(shape: MoeShape, distinct: int | None, seed: int) -> Iterator[tuple
     sizes["down_proj"] = (shape.hidden, shape.intermediate)
 
     def expert(number: int) -> Tensors:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + number + 1)
+        generator = torch.Generator().manual_seed(number + 1)
         return {name: (torch.randn(size, generator=generator) * 0.02).bfloat16() for name, size in sizes.items()}
 
     if distinct is None:

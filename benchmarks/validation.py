@@ -1,28 +1,25 @@
-"""`bench validation` and `predict`: the simulator against measured runs.
+"""`bench validation`: the simulator, and what `plan` predicts, against measured runs.
 
-A validation cell is a preset at a budget on a link. All cells serve the same prompts, and the simulator replays the
+A cell is a preset at a budget on a link. All cells serve the same prompts, and the simulator replays the
 routing of these very prompts with this machine's costs, measured at the begin. One worker is alive at a time.
 `on-demand` begins and ends each group of cells that share a budget and a link; a group in which it drifts is discarded.
 Before, each preset runs once on a stepped link, whose clock stands still while the worker computes: its hits depend on
 decisions and counting alone, and no load of the machine changes them.
 
-`predict` compares the tokens per second that `plan` and `run` would print. For each preset in turn: the machine's costs
-(`jobs/measure_machine.py`), then its cells, so that inputs and measurements see the same machine. The routing is
-recorded once a model, from other prompts than those that are measured.
+`plan` prints the speed of `planned_ms` for a model that ships a recorded routing, here that of the same prompts, and of
+`without_routing_ms` for any other, whose routing it assumes.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import astuple
 from itertools import combinations, product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -30,7 +27,6 @@ from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.cluster.config import RunConfig, engine_settings, load_policy
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
-from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
 from tiermoe.cluster.jobs.bench.serving import (
     Prompt,
     Split,
@@ -48,28 +44,26 @@ from tiermoe.cluster.jobs.replay import replay, require_replayable
 from tiermoe.cluster.simulate.executor import context_of
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
-from tiermoe.cluster.topology.estimate import OVERLAP, Prediction, make_plan, measured_hardware
+from tiermoe.cluster.topology.estimate import Prediction, make_plan, measured_hardware
 from tiermoe.cluster.topology.estimate import predict as predict_by_formula
 from tiermoe.cluster.topology.inputs import facts_of_store, local_ray, this_machine
 from tiermoe.cluster.topology.machine_costs import MachineCosts
 from tiermoe.cluster.topology.spec import ClusterSpec, ModelFacts
 
-from .cases import LATENCY_US, Predict, Validation
+from .cases import LATENCY_US, Validation
 
 PROMPT_TOKENS, DISTANCES = 32, 4
 CONTROL = "on-demand"
 TPOT_WITHIN, HITS_WITHIN, DRIFT, DIFFER, MIN_KEPT = 0.15, 0.01, 0.05, 0.05, 0.5
 STEP_US = 150.0  # of the clock for each layer, on a stepped link
-WITHIN, MIN_SHARE = 0.25, 1.0  # of `predict`
-RECORDED = 4  # prompts of `predict` whose routing predicts
-RANDOM = MoeShape(layers=4, experts=32, top_k=4, hidden=512, intermediate=256, vocabulary=4096)
+PLANNED_WITHIN = 0.25
 
 
 def validation(options: Validation, progress: Progress | None) -> Report:
     """TPOT and hit rate, simulated and measured.
 
     Bars, over the groups that are kept: TPOT within 15%, hit rate within one point, and the order of two presets the
-    same where they differ by over 5%; at least half of the cells are kept.
+    same where they differ by over 5%; at least half of the cells are kept; every planned speed within 25%.
 
     Raises:
         ConfigError: an unknown preset, or one that cannot be replayed. RuntimeFailure: a request failed.
@@ -84,7 +78,9 @@ def validation(options: Validation, progress: Progress | None) -> Report:
     costs = measure_machine(progress, tuple(dict.fromkeys((CONTROL, *presets))))
     report.figures["costs"] = costs.model_dump(mode="json")
     with tempfile.TemporaryDirectory(prefix="tiermoe-validation-") as folder:
-        trace = _record(base, prompts, options.max_tokens, Path(folder) / "trace", progress)
+        recorded = Path(folder) / "trace"
+        record_served(base, Split(tuple(prompts), ()), options.max_tokens, DISTANCES, recorded, progress)
+        trace = Trace(recorded)
         total = len(budgets) * len(links) * (len(presets) + 2) + len(presets)
         advance = advancing(progress, "serving", total)
         stepped = report.figures["stepped"] = list[dict[str, Any]]()
@@ -112,20 +108,22 @@ def _config(base: RunConfig, preset: str, budget: str, gbps: float) -> RunConfig
     return base.model_copy(update={"policy": preset, "budget": budget, "link": link})
 
 
-def _record(base: RunConfig, prompts: Sequence[Prompt], tokens: int, out: Path, progress: Progress | None) -> Trace:
-    record_served(base, Split(tuple(prompts), ()), tokens, DISTANCES, out, progress)
-    return Trace(out)
-
-
 def _cell(
     config: RunConfig, costs: MachineCosts, trace: Trace, prompts: Sequence[Prompt], tokens: int, report: Report
 ) -> dict[str, Any]:
     """One cell: the first prompt warms both executors up and does not count."""
-    simulated = _simulated(config, costs, trace)
+    spec, facts, assumed = _planned(config, costs)
+    host, _ = costs.of_policy(config.policy)
+    machine = simulated_machine(trace.header, spec, facts, costs, assumed, host, grows=True)
+    simulated = _replayed(trace, config.policy, machine, spec.budget_bytes // spec.slot_bytes)
+    planned = predict_by_trace(assumed, spec, facts, config, costs, trace)
     times_s, stats = _served(config, prompts, tokens)
     report.executor, measured_s = stats.executor, fmean(times_s)
-    times = {"measured_ms": measured_s * 1e3, "simulated_ms": simulated["tpot_s"] * 1e3}
-    return _compared(config, stats, simulated) | times | {"ratio": simulated["tpot_s"] / measured_s}
+    return _compared(config, stats, simulated) | {
+        "measured_ms": measured_s * 1e3, "simulated_ms": simulated["tpot_s"] * 1e3,
+        "ratio": simulated["tpot_s"] / measured_s,
+        "planned_ms": 1e3 / planned.tokens_per_s, "without_routing_ms": 1e3 / assumed.tokens_per_s,
+    }  # fmt: skip
 
 
 def _stepped_cell(config: RunConfig, trace: Trace, prompts: Sequence[Prompt], tokens: int) -> dict[str, Any]:
@@ -141,9 +139,7 @@ def _stepped_cell(config: RunConfig, trace: Trace, prompts: Sequence[Prompt], to
     return {"budget": config.budget, "link_gbps": link.gbps} | _compared(config, stats, simulated)
 
 
-def _served(
-    config: RunConfig, prompts: Sequence[Prompt], tokens: int, advance: Callable[[], None] = lambda: None
-) -> tuple[list[float], EngineStats]:
+def _served(config: RunConfig, prompts: Sequence[Prompt], tokens: int) -> tuple[list[float], EngineStats]:
     """TPOT of each prompt but the first, and the counters of these."""
     times_s = list[float]()
     with closing(start_worker(config)) as worker:
@@ -153,7 +149,6 @@ def _served(
             measures, _ = serve(worker.submit, [prompt], tokens)
             if number:
                 times_s.append(measures["tpot_s"])
-            advance()
         return times_s, worker.stats()
 
 
@@ -162,13 +157,6 @@ def _compared(config: RunConfig, stats: EngineStats, simulated: dict[str, Any]) 
         "policy": config.policy, "hit_rate": stats.hit_rate, "simulated_hit_rate": simulated["hit_rate"],
         "hits_off": simulated["hit_rate"] - stats.hit_rate,
     }  # fmt: skip
-
-
-def _simulated(config: RunConfig, costs: MachineCosts, trace: Trace) -> dict[str, Any]:
-    spec, facts, assumed = _planned(config, costs)
-    host, _ = costs.of_policy(config.policy)
-    machine = simulated_machine(trace.header, spec, facts, costs, assumed, host, grows=True)
-    return _replayed(trace, config.policy, machine, spec.budget_bytes // spec.slot_bytes)
 
 
 def _planned(config: RunConfig, costs: MachineCosts) -> tuple[ClusterSpec, ModelFacts, Prediction]:
@@ -194,95 +182,12 @@ def _bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
         and max(a["measured_ms"], b["measured_ms"]) > (1 + DIFFER) * min(a["measured_ms"], b["measured_ms"])
     ]  # fmt: skip
     same = [(a["measured_ms"] < b["measured_ms"]) == (a["simulated_ms"] < b["simulated_ms"]) for a, b in pairs]
+    off = [abs(row["measured_ms"] / row["planned_ms"] - 1) for row in kept]  # of tokens per second
     nan = float("nan")
     return [
         Bar("largest error of TPOT", max((abs(r["ratio"] - 1) for r in kept), default=nan), "<=", TPOT_WITHIN),
         Bar("largest error of the hit rate", max((abs(r["hits_off"]) for r in kept), default=nan), "<=", HITS_WITHIN),
         Bar("pairs in the same order", fmean(same) if same else 1.0 if kept else nan, ">=", 1.0),
+        Bar("largest error of the planned speed", max(off, default=nan), "<=", PLANNED_WITHIN),
         Bar("share of cells kept", len(kept) / len(rows) if rows else nan, ">=", MIN_KEPT),
     ]
-
-
-# -- predict -----------------------------------------------------------------------------------------------------------
-
-
-def predict(options: Predict, progress: Progress | None) -> Report:
-    """Decode speed of one request, predicted and measured.
-
-    `predicted` replays the recorded routing with the measured costs, as `run` does for a model that ships one;
-    `without_routing` assumes a routing, as for any other. `measured` is the median over prompts, after one that is not
-    counted.
-
-    Bar: `predicted` within 25% of `measured` in every cell.
-
-    Raises:
-        ConfigError: an unknown preset, or one that cannot be replayed. RuntimeFailure: a request failed.
-    """
-    policies = {name: load_policy(name) for name in options.preset}
-    for settings in policies.values():
-        require_replayable(settings)
-    report = Report("predict", "")
-    report.settings = options.settings(
-        latency_us=LATENCY_US, prompt_tokens=PROMPT_TOKENS, threads=1, assumed_overlap=OVERLAP,
-        random_model=list(astuple(RANDOM)),
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="tiermoe-predict-") as folder:
-        bases, prompts = _models(options, Path(folder))
-        traces = {
-            name: _record(base, prompts[name][:RECORDED], options.max_tokens, Path(folder) / f"trace-{name}", progress)
-            for name, base in bases.items()
-        }
-        for base in bases.values():
-            ensure_artifacts(base, list(policies.values()))
-        for name, settings in policies.items():
-            costs = measure_machine(progress, (name,))
-            report.figures.setdefault("costs", {})[name] = costs.model_dump(mode="json")
-            for model, base in bases.items():
-                for budget in ("1.0",) if settings.preload == "all" else options.budget:
-                    config = _config(base, name, budget, options.link_gbps)
-                    row: dict[str, Any] = {"model": model, "policy": name, "budget": budget}
-                    row |= _predicted(config, costs, traces[model])
-                    label, served = f"{model}, {name}", prompts[model][RECORDED:]
-                    row |= _measured_speed(config, served, options, report, progress, label)
-                    ratio = row["predicted"] / row["measured"]
-                    report.rows.append(row | {"ratio": ratio, "within": abs(ratio - 1) <= WITHIN})
-    share = sum(row["within"] for row in report.rows) / len(report.rows)
-    report.bars.append(Bar(f"share of cells predicted within {WITHIN:.0%}", share, ">=", MIN_SHARE))
-    return report
-
-
-def _models(options: Predict, folder: Path) -> tuple[dict[str, RunConfig], dict[str, Sequence[Prompt]]]:
-    """The configurations of both models by name, and their prompts: those to record, then those to measure."""
-    own = run_config(options.model, None)
-    random = run_config(str(save_random_model(RANDOM, folder / "random")), None, store=str(folder / "store"))
-    count, draw = RECORDED + 1 + options.repeats, np.random.default_rng(0)
-    drawn = [tuple(draw.integers(0, RANDOM.vocabulary, PROMPT_TOKENS).tolist()) for _ in range(count)]
-    name = own.model_dir.name
-    return {name: own, "random": random}, {
-        name: heldout_prompts(own.model_dir, count, PROMPT_TOKENS), "random": drawn,
-    }  # fmt: skip
-
-
-def _predicted(config: RunConfig, costs: MachineCosts, trace: Trace) -> dict[str, Any]:
-    """Tokens per second with and without the routing; the hit rate, and a token's waits for copies, of the former."""
-    spec, facts, formula = _planned(config, costs)
-    replayed = predict_by_trace(formula, spec, facts, config, costs, trace)
-    return {
-        "predicted": replayed.tokens_per_s, "without_routing": formula.tokens_per_s,
-        "predicted_hit_rate": replayed.hit_share,
-        "predicted_wait_ms": replayed.parts_s["load_s"] * facts.layers * 1e3,
-    }  # fmt: skip
-
-
-def _measured_speed(
-    config: RunConfig, prompts: Sequence[Prompt], options: Predict, report: Report, progress: Progress | None,
-    label: str,
-) -> dict[str, Any]:  # fmt: skip
-    """Median tokens per second and the spread over the prompts, the hit rate, and a token's waits for copies."""
-    times_s, stats = _served(config, prompts, options.max_tokens, advancing(progress, label, len(prompts)))
-    report.executor, speeds = stats.executor, [1 / tpot_s for tpot_s in times_s]
-    forwards = options.max_tokens * (len(prompts) - 1)  # a prompt's counts as one
-    return {
-        "measured": median(speeds), "least": min(speeds), "most": max(speeds), "hit_rate": stats.hit_rate,
-        "wait_ms": stats.total().blocked_io_s / forwards * 1e3,
-    }  # fmt: skip

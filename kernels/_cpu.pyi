@@ -129,11 +129,6 @@ def expect_map(probabilities: numpy.typing.NDArray[numpy.float64], keys: numpy.t
 def read_bytes(address: int, size: int) -> int:
     """Reads a buffer once, as fast as one thread can."""
 
-def dot_rows(function: int, n: int, rows: int, matrix: int, row_bytes: int, y: int, out: int) -> None:
-    """
-    out[i] = function(row i of matrix, y), with ggml's `ggml_vec_dot_t`; for the benchmark alone.
-    """
-
 def instruction_sets() -> tuple[str, ...]:
     """
     What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable".

@@ -61,8 +61,6 @@ def rows(cpu: Any) -> None:
             cpu.expert_ffn(at(numbers), at(numbers), at(numbers), at(numbers), pairs, [], 1, neurons, width, 0, 0)
     with refused():
         cpu.decode_next(0, [1])
-    with refused():
-        cpu.dot_rows(0, 1, HUGE, 0, 4, 0, 0)
     threads = cpu.threads(1, [])
     arrays = array("i", [0]), numbers, memoryview(numbers).cast("B").cast("f", (2, 2)), memoryview(
         array("f", [0.0] * 4)

@@ -25,7 +25,19 @@ GOLDEN = Path(__file__).with_name("golden") / "gguf.json"
 def logits(file: Path) -> np.ndarray:
     """[T, V] of a model after each token of the prompt."""
     with closing(llama.LlamaCpp(file, exact=True)) as model:
-        return model.logits(PROMPT)
+        lib, context = model._lib, model._context
+        batch = lib.llama_batch_init(len(PROMPT), 0, 1)
+        try:
+            batch.n_tokens = len(PROMPT)
+            for at, token in enumerate(PROMPT):
+                batch.token[at], batch.pos[at], batch.logits[at] = token, at, True
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, 0
+            model._decoded(lib.llama_decode(context, batch))
+            vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model._model))
+            found = (lib.llama_get_logits_ith(context, at) for at in range(len(PROMPT)))
+            return np.stack([np.ctypeslib.as_array(row, (vocabulary,)) for row in found])
+        finally:
+            lib.llama_batch_free(batch)
 
 
 def tokens(file: Path, texts: Sequence[str]) -> dict[str, Any]:

@@ -18,11 +18,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
-from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_checkpoint
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-from tiermoe.benchmarks.quantizers import (
+from quantizers import (
     FP8_CONFIG,
     Quantize,
     Tensors,
@@ -33,6 +29,9 @@ from tiermoe.benchmarks.quantizers import (
     gptq_config,
     words_of,
 )
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny_checkpoint
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31], [8, 120, 33, 60, 60, 2, 71]]
 TOKENS = 10

@@ -36,14 +36,14 @@ DISTINCT_LAYERS = 2  # that have experts and replicas of their own, which serve 
 
 def run(context: Context, record: Record) -> None:
     """Time the kernels, 1 to 4 bits, on half of the cores and on all: fewer threads may saturate the memory."""
-    from ..kernels import THREADS_COLD_BYTES, kernel_threads
+    from ..kernels import measured
 
     cores = usable_cores()
-    shapes, cold_bytes = (TOY_SHAPES, TOY_BYTES) if context.toy else (SHAPES, THREADS_COLD_BYTES)
+    shapes, cold_bytes = (TOY_SHAPES, TOY_BYTES) if context.toy else (SHAPES, None)
     for threads in sorted({1} if context.toy else {max(1, cores // 2), max(1, cores - 2), cores}, reverse=True):
         if not record.has_time(context, 6.0, f"near-data kernels on {threads} threads"):
             continue
-        report = kernel_threads(threads, REPEATS, shapes=shapes, cold_bytes=cold_bytes)
+        report = measured(threads, REPEATS, shapes=shapes, cold_bytes=cold_bytes)
         for hidden, neurons in shapes:
             of = [row for row in report.rows if (row["hidden"], row["intermediate"]) == (hidden, neurons)]
             found = {

@@ -59,8 +59,6 @@ def machine(context: Context, record: Record) -> None:
         } | _nvidia_smi()  # fmt: skip
     record.row("machine", **found)
     record_peaks(context, record)
-    if context.device.type == "cuda":
-        record_attention(context, record)
     for threads in sorted({1, usable_cores()}):
         record.row("host read", threads=threads, gbps=host_read_gbps(threads, context.toy))
 
@@ -100,27 +98,6 @@ def record_peaks(context: Context, record: Record) -> Peaks:
     )
     record.row("peaks", h2d_gbps=found.h2d, d2h_gbps=found.d2h, hbm_gbps=found.hbm)
     return found
-
-
-def record_attention(context: Context, record: Record) -> None:
-    """A decode step's sdpa at lengths of the keys that are new, and again; by torch's choice, and without cuDNN."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    query = torch.randn(1, 16, 1, 128, device=context.device).bfloat16()
-    try:
-        for name, cudnn in (("torch's default", True), ("without cuDNN", False)):
-            torch.backends.cuda.enable_cudnn_sdp(cudnn)
-            us: dict[str, list[float]] = {"first": [], "again": []}
-            for length in range(200, 216):
-                keys, values = torch.randn(2, 1, 16, length, 128, device=context.device).bfloat16()
-                for times in us.values():
-                    context.synchronize()
-                    begin_s = time.perf_counter()
-                    torch.nn.functional.scaled_dot_product_attention(query, keys, values)
-                    context.synchronize()
-                    times.append((time.perf_counter() - begin_s) * 1e6)
-            record.row("attention", sdpa=name, **{f"{turn}_us": spread_of(times) for turn, times in us.items()})
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def host_read_gbps(threads: int, toy: bool) -> float:

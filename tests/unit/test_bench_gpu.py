@@ -178,7 +178,7 @@ def test_no_part_imports_ray_or_typer() -> None:
     program = (
         "import sys; sys.modules |= dict.fromkeys(('ray', 'typer', 'click', 'fastapi', 'matplotlib'));"
         "from tiermoe.benchmarks.gpu import job; print(*(part.name for part in job.PARTS if part.load()));"
-        "from tiermoe.benchmarks.kernels import kernel_threads"
+        "from tiermoe.benchmarks.kernels import measured"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

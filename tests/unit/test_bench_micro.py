@@ -1,4 +1,4 @@
-"""The micro-benchmarks: options made from the registry, and what `scale` and `kernel --threads` decide."""
+"""The micro-benchmarks: options made from the registry, and what `scale` and `kernel` decide."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tiermoe.benchmarks import serving
 from tiermoe.benchmarks.cases import Scale, Ttft
-from tiermoe.benchmarks.kernels import kernel_threads
+from tiermoe.benchmarks.kernels import FULL, PUBLISHED, measured
 from tiermoe.benchmarks.serving import VARIANTS, Variant, scale, scale_bars, scale_row, ttft
 from tiermoe.cluster.jobs.bench.metrics import Spread
 from tiermoe.errors import CheckpointError, ConfigError
@@ -91,9 +91,18 @@ _SHAPE = (64, 48)
     [
         ({"group": 48}, "no group of 48"),
         ({"instruction_set": "vliw"}, "no vliw"),
-        ({"cold_bytes": 4096}, "do not fit in 4096 bytes"),
+        ({"cold_bytes": 4096}, "does not fit in 4096"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(given: dict[str, object], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        kernel_threads(2, 1, **{"shapes": [_SHAPE], "cold_bytes": 1 << 20} | given)  # type: ignore[arg-type]
+        measured(2, 1, **{"shapes": [_SHAPE], "cold_bytes": 1 << 20} | given)  # type: ignore[arg-type]
+
+
+def test_kernels_of_each_form_are_measured() -> None:
+    report = measured(1, 1, shapes=[(256, 256)], cold_bytes=4 << 20, published=True)
+    assert {row["case"] for row in report.rows} == {
+        "read", "1 bit", "2 bits", "3 bits", "4 bits", "8 bits", *PUBLISHED, *(f"full {dtype}" for dtype in FULL),
+    }  # fmt: skip
+    assert {row["measure"] for row in report.rows} == {"gbps", "us_per_expert", "gweights_per_s", "of_read"}
+    assert len(report.bars) == 3

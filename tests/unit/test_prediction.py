@@ -194,8 +194,7 @@ def test_a_recorded_routing_replaces_the_assumed_one(tmp_path: Path, monkeypatch
 def test_the_benchmark_measures_its_inputs_and_its_cells(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tiermoe.benchmarks import validation
-    from tiermoe.benchmarks.cases import Predict
+    from tiermoe.benchmarks.cases import Validation
     from tiermoe.cluster.jobs import measure_machine as machine
     from tiermoe.cluster.jobs.bench.cases import measure
 
@@ -203,16 +202,18 @@ def test_the_benchmark_measures_its_inputs_and_its_cells(
     small, large = (replace(shape, experts=8, vocabulary=512) for shape in (machine.SMALL, machine.LARGE))
     monkeypatch.setattr(machine, "SMALL", replace(small, layers=2))
     monkeypatch.setattr(machine, "LARGE", replace(large, hidden=512))
-    monkeypatch.setattr(validation, "RANDOM", replace(validation.RANDOM, experts=8, hidden=128, layers=2))
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (model / "heldout").mkdir()
     (model / "heldout" / "text.jsonl").write_text("\n".join(json.dumps({"text": TEXT[i : i + 60]}) for i in range(6)))
-    report = measure(Predict(model=str(model), preset=("next-gate",), budget=("0.5",), repeats=1, max_tokens=6))
-    assert [(row["model"], row["policy"]) for row in report.rows] == [("model", "next-gate"), ("random", "next-gate")]
-    for row in report.rows:
-        assert row["predicted"] > 0
-        assert row["ratio"] == row["predicted"] / row["measured"]
-    costs = report.figures["costs"]["next-gate"]["policies"]["next-gate"]
+    few = {"preset": ("next-gate",), "budget": ("0.5",), "link_gbps": (16.0,), "repeats": 1, "max_tokens": 6}
+    report = measure(Validation(model=str(model), **few))  # type: ignore[arg-type]
+    (row,) = report.rows
+    assert row["policy"] == "next-gate"
+    assert min(row["measured_ms"], row["simulated_ms"], row["planned_ms"], row["without_routing_ms"]) > 0
+    assert row["ratio"] == pytest.approx(row["simulated_ms"] / row["measured_ms"])
+    costs = report.figures["costs"]["policies"]["next-gate"]
     assert costs["step_us"] > 0
     assert min(costs["layer_us"], costs["miss_us"], costs["load_us"]) >= 0  # a fit on a tiny model may find none
-    assert [bar.limit for bar in report.bars] == [1.0]
+    (stepped,) = report.figures["stepped"]
+    assert stepped["hits_off"] == pytest.approx(0.0)
+    assert [bar.limit for bar in report.bars] == [0.15, 0.01, 1.0, 0.25, 0.5, 0.01]

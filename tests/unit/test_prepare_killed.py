@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from published import RELEASES, write
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import describe_replicas
-from tiermoe.benchmarks.prepare import measure_form
+from tiermoe.benchmarks.random_model import save_published
 from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 
 # The command line, which kills itself before the n-th change of a file whose path starts so; n = 0: never.
 _PROGRAM = """
@@ -49,6 +51,13 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if "verified" not in path.name}
 
 
+def run(start: str, changes: int, model: Path, out: Path, *options: str) -> int:
+    """The exit status of `tiermoe prepare`, which is killed at so many changes of files whose path starts so."""
+    command = [sys.executable, "-c", _PROGRAM, f"{out}{start}", str(changes), "prepare", str(model), str(out), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, timeout=_TIMEOUT_S, env=environment, capture_output=True).returncode
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL and the audit of opened files as on Linux")
 @pytest.mark.parametrize("calibrated", [False, True])
@@ -56,20 +65,14 @@ def test_a_killed_preparation_with_replicas_finishes(
     checkpoint: Path, calibration: Path, tmp_path: Path, calibrated: bool
 ) -> None:
     out = tmp_path / "made" / "store"
-
-    def run(start: str, changes: int) -> int:
-        command = [sys.executable, "-c", _PROGRAM, f"{out}{start}", str(changes), "prepare", str(checkpoint), str(out)]
-        options = ["--bits", "2", "--group-size", "32", *(("--calibration", str(calibration)) if calibrated else ())]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run([*command, *options], timeout=_TIMEOUT_S, env=environment, capture_output=True).returncode
-
+    options = ("--bits", "2", "--group-size", "32", *(("--calibration", str(calibration)) if calibrated else ()))
     for start, changes in _KILLS[calibrated]:
-        assert run(start, changes) == -signal.SIGKILL, (start, changes)
+        assert run(start, changes, checkpoint, out, *options) == -signal.SIGKILL, (start, changes)
         assert out.with_name(f"store{start}").exists()
         assert out.exists() == (start == ".replicas")
     ExpertStore(out)  # whole, while its replicas are not
     assert describe_replicas(out) is None
-    assert run("", 0) == 0
+    assert run("", 0, checkpoint, out, *options) == 0
     assert [path.name for path in out.parent.iterdir()] == ["store"]
     ExpertStore(out, verify="full")
     view = describe_replicas(out, verify="full")
@@ -80,14 +83,22 @@ def test_a_killed_preparation_with_replicas_finishes(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="memory of a process as Linux counts it")
-@pytest.mark.parametrize("form", [Form.FP8, Form.GPTQ, Form.GGUF])
-def test_a_killed_preparation_of_a_published_form_finishes(form: Form, tmp_path: Path) -> None:
-    """As `bench prepare` does it with gigabytes: a mapped form, one that is written again, and a GGUF file."""
-    row = measure_form(form, MoeShape(8, 32, 4, 512, 256), tmp_path / "work")
-    assert row["checkpoint_gb"] > 0.03
-    assert 0.5 <= row["killed_at"] < 1
-    assert row["same_files"] == 1
-    assert row["disk_mb"] == pytest.approx(row["plan_mb"], rel=0.05)
-    assert row["mapped"] == ("no" if form is Form.GPTQ else "yes")
-    assert not (tmp_path / "work").exists()
+@pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL and the audit of opened files as on Linux")
+@pytest.mark.parametrize(("name", "mapped"), [
+    ("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", True), ("Qwen/Qwen3-30B-A3B-GPTQ-Int4", False), ("GGUF", True),
+])  # fmt: skip
+def test_a_killed_preparation_of_a_published_form_finishes(name: str, mapped: bool, tmp_path: Path) -> None:
+    """A form whose bytes are mapped, one that is written again, and a GGUF file."""
+    if name == "GGUF":
+        model = save_published(Form.GGUF, MoeShape(4, 4, 2, 256, 128, vocabulary=64), tmp_path / "model")
+    else:
+        model, _ = write(next(release for release in RELEASES if release.name == name), tmp_path)
+    out = tmp_path / "made" / "store"
+    assert run(".partial", 5, model, out) == -signal.SIGKILL
+    assert out.with_name("store.partial").exists()
+    assert not out.exists()
+    assert run("", 0, model, out) == 0
+    assert [path.name for path in out.parent.iterdir()] == ["store"]
+    assert (facts_of_checkpoint(model).mapped_bytes > 0) == mapped
+    assert run("", 0, model, tmp_path / "whole") == 0
+    assert files(out) == files(tmp_path / "whole")

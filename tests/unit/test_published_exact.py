@@ -12,11 +12,11 @@ import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from published import FP8_CONFIG, RELEASES, Release, awq, modelopt_nvfp4, write
+from quantizers import Quantize, Tensors, compressed, gptq
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.benchmarks.quantizers import Quantize, Tensors, compressed, gptq
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import CheckpointError, FormError, StoreError, TierMoeError, UnsupportedModelError

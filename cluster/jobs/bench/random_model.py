@@ -44,21 +44,16 @@ def save_random_model(shape: MoeShape, folder: Path) -> Path:
 
 
 class Form(StrEnum):
-    """A published form of the experts: of which release, see `docs/checkpoints.md`."""
+    """The form of the experts: bfloat16, or one GGUF file of Q8_0 or Q4_0 blocks."""
 
     BF16 = "bf16"
-    FP8 = "fp8"
-    INT4 = "int4"
-    MXFP4 = "mxfp4"
-    NVFP4 = "nvfp4"
-    GPTQ = "gptq"
     GGUF = "gguf"
     Q4_0 = "q4_0"
 
     @property
     def bits(self) -> float:
         """Of a weight, with its share of the scales."""
-        return {Form.BF16: 16, Form.FP8: 8, Form.GGUF: 8.5, Form.Q4_0: 4.5, Form.GPTQ: 4.125}.get(self, 4.25)
+        return {Form.BF16: 16, Form.GGUF: 8.5, Form.Q4_0: 4.5}[self]
 
 
 class NamedModel(Protocol):

@@ -1,6 +1,6 @@
 """Matrices quantized as MoE models are published: by the code of the form's own library, else as its tools do it.
 
-Benchmarks and tests write checkpoints with these. Each function takes a matrix [O, I] in float32 and gives the tensors
+Tests write checkpoints with these. Each function takes a matrix [O, I] in float32 and gives the tensors
 by the suffix of their names, and the float32 values that they stand for.
 """
 
