@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 
-from ..errors import RuntimeFailure
+from ..errors import ConfigError, RuntimeFailure
 from ..proto.private import open_own, own_folder
 
 _ANSWER_DEADLINE_S = 5.0
@@ -66,12 +66,13 @@ def check_joinable(address: str) -> None:
         address: HOST:PORT of a head node.
 
     Raises:
-        RuntimeFailure: the address is malformed, no Ray answers, or its authentication mode is not this process's.
+        ConfigError: the address is malformed.
+        RuntimeFailure: no Ray answers, or its authentication mode is not this process's.
     """
-    remedy = "give ray.address as HOST:PORT of a running head node (`ray start --head` prints it)"
+    remedy = "give HOST:PORT of a running head node (`ray start --head` prints it)"
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise RuntimeFailure(f"Ray address '{address}' is not HOST:PORT", remedy)
+        raise ConfigError(f"Ray address '{address}' is not HOST:PORT", remedy)
     if os.environ.get("RAY_USE_TLS", "0") != "0":
         return  # the question below would have to be asked with the cluster's certificates
     code = _ask_for_cluster_id(address)

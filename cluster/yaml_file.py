@@ -118,11 +118,19 @@ def explain(
         return ConfigError(f"{source}: key '{'.'.join(loc)}' is missing", "add it")
     path = loc[: len(field)]
     where = option_name(*path) if _is_given(options or {}, path) else f"{source}: key '{'.'.join(path)}'"
-    message = str(finding["msg"]).removeprefix("Value error, ")
+    # a value that is none of a union's members has a finding for each of them
+    same = [found for found in error.errors(include_url=False) if _same_value(found, finding, len(path))]
+    first, *others = dict.fromkeys(str(found["msg"]).removeprefix("Value error, ") for found in same)
+    message = ", or ".join((first, *(other.removeprefix("Input should be ") for other in others)))
     if finding["type"] == "value_error" and isinstance(finding["input"], Mapping):  # of keys that do not go together
         what, _, remedy = message.partition(": ")
         return ConfigError(": ".join(filter(None, (source, ".".join(path), what))), remedy or "correct one of them")
     return ConfigError(f"{where} is {finding['input']!r}", message[:1].lower() + message[1:])
+
+
+def _same_value(one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
+    """Whether two findings are of one value, below the same `depth` keys."""
+    return one["input"] is other["input"] and one["loc"][:depth] == other["loc"][:depth]
 
 
 def _locate(model: type[BaseModel], loc: list[str]) -> tuple[type[BaseModel] | None, list[str]]:

@@ -121,12 +121,16 @@ async def _generate(
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> Json:
+        return {"object": "list", "data": [await model(service.model_name)]}
+
+    @app.get("/v1/models/{name:path}")  # a name may have slashes
+    async def model(name: str) -> Json:
+        service.check_model(name)
         plan = service.backend.plan
-        model = {
+        return {
             "id": service.model_name, "object": "model", "created": service.started_s, "owned_by": "tiermoe",
             "max_model_len": service.limit_tokens, "policy": plan.get("policy"), "lossless": plan.get("lossless"),
         }  # fmt: skip
-        return {"object": "list", "data": [model]}
 
     @app.get("/health")
     async def health() -> Json:

@@ -393,6 +393,8 @@ def test_models_version_and_readiness() -> None:
     async def call(http: httpx.AsyncClient) -> list[Any]:
         models = (await http.get("/v1/models")).json()
         assert models["data"][0]["id"] == "fake"
+        assert (await http.get("/v1/models/fake")).json() == models["data"][0]
+        assert error(await http.get("/v1/models/org/other"))[0] == 404
         assert "tiermoe" in (await http.get("/version")).json()
         ready = await http.get("/ready")
         backend.failure = "the worker died"

@@ -119,7 +119,8 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, yaml: str, message: s
     [
         ({"link": {"gbps": -1.0}}, "--link-gbps is -1"),
         ({"cluster": {"shards": 65}}, r"^--shards is 65; input should be less than or equal to 64$"),
-        ({"cluster": {"ndp_workers": "many"}}, r"^--ndp-workers is 'many'"),
+        ({"cluster": {"ndp_workers": "many"}}, r"^--ndp-workers is 'many'; input should be 'per-node', or a valid int"),
+        ({"cluster": {"ndp_workers": 0}}, r"^--ndp-workers is 0; input should be 'per-node', or greater than or equal"),
         ({"ndp": {"cores": [-1]}}, "cores"),
     ],
 )

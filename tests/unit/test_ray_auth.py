@@ -17,7 +17,7 @@ import pytest
 
 from tiermoe.cluster import ray_session
 from tiermoe.cluster.ray_auth import adopt_mode, check_joinable, ensure_private_token
-from tiermoe.errors import RuntimeFailure
+from tiermoe.errors import ConfigError, RuntimeFailure, TierMoeError
 
 
 class _Head(grpc.GenericRpcHandler):
@@ -86,9 +86,12 @@ def test_the_mode_of_a_cluster_is_taken_over_before_ray_is_imported(
     assert os.environ.get("RAY_AUTH_MODE") == then
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "host:port"])
-def test_an_address_without_a_ray_is_refused(address: str) -> None:
-    with pytest.raises(RuntimeFailure, match=f"'{address}'"):
+@pytest.mark.parametrize(
+    ("address", "error"), [("127.0.0.1:1", RuntimeFailure), ("nonsense", ConfigError), ("host:port", ConfigError)]
+)
+def test_an_address_without_a_ray_is_refused(address: str, error: type[TierMoeError]) -> None:
+    """Exit code 2 where the address is malformed, which was 1."""
+    with pytest.raises(error, match=f"'{address}'"):
         check_joinable(address)
 
 
