@@ -17,7 +17,7 @@ from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spre
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import _cpu
 from tiermoe.kernels.form_ffn import FormLayer
-from tiermoe.kernels.forms import ExpertForm, MatrixForm
+from tiermoe.kernels.forms import BLOCKS, ExpertForm, MatrixForm
 from tiermoe.kernels.pack import BITS, GROUPS, PackedShape
 from tiermoe.kernels.packed_ffn import FullLayer, PackedLayer, Threads, instruction_sets
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # hidden size, neurons: Qwen3-30B-A3B, Qwen1.5-MoE-A2.7B, Mixtral-8x7B
 SHAPES = ((2048, 768), (2048, 1408), (4096, 14336))
 EXPERTS = 8  # of one call, as in a decode step, where so many fit in the bytes of a case
-COLD_BYTES, MOST_COLD = 128 << 20, 1 << 30  # of each case's experts, for each thread and at most: beyond the caches
+COLD_BYTES, MOST_COLD = 256 << 20, 1 << 30  # of each case's experts, for each thread and at most: beyond the caches
 _PIECES = 4  # of each thread's share of the read, to balance slow cores
 
 # published forms that are measured
@@ -91,7 +91,8 @@ def measured(
             shape = _Shape(hidden, neurons, pool, group, cold_bytes, now)
             cases = [shape.read(*read), *(shape.packed(bits) for bits in BITS)]
             if published:
-                cases += [*(shape.form(kind) for kind in PUBLISHED), *(shape.full(dtype) for dtype in FULL)]
+                kinds = [kind for kind in PUBLISHED if neurons % BLOCKS.get(kind, (1,))[0] == 0]  # q4_k's are of 256
+                cases += [*(shape.form(kind) for kind in kinds), *(shape.full(dtype) for dtype in FULL)]
             results = interleaved(cases, repeats, 1, progress, f"{hidden} x {neurons}")
             common = {"hidden": hidden, "intermediate": neurons}
             report.rows += rows_of(results, **common)

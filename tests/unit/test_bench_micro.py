@@ -100,9 +100,10 @@ def test_what_cannot_be_measured_is_refused(given: dict[str, object], what: str)
 
 
 def test_kernels_of_each_form_are_measured() -> None:
-    report = measured(1, 1, shapes=[(256, 256)], cold_bytes=4 << 20, published=True)
+    report = measured(1, 1, shapes=[(256, 256), (256, 128)], cold_bytes=4 << 20, published=True)
     assert {row["case"] for row in report.rows} == {
         "read", "1 bit", "2 bits", "3 bits", "4 bits", "8 bits", *PUBLISHED, *(f"full {dtype}" for dtype in FULL),
     }  # fmt: skip
     assert {row["measure"] for row in report.rows} == {"gbps", "us_per_expert", "gweights_per_s", "of_read"}
-    assert len(report.bars) == 3
+    assert {row["intermediate"] for row in report.rows if row["case"] == "q4_k"} == {256}  # its blocks are of 256
+    assert len(report.bars) == 6
