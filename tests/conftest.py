@@ -110,9 +110,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    _keep_what_is_there()
+
+
+@pytest.hookimpl(trylast=True)  # once the file's fixtures are gone
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        _keep_what_is_there()
+
+
+def _keep_what_is_there() -> None:
     """What is imported by now stays: transformers collects garbage at each end of its batching, some hundred times.
 
-    Each such collection then looks at what tests have made, and not at a million objects of libraries.
+    Each such collection then looks at what the tests of a file have made, and not at a million objects of libraries,
+    of which tests import more as they go.
     """
     gc.collect()
     gc.freeze()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tiermoe import errors
 
@@ -32,6 +36,14 @@ def sources() -> list[tuple[Path, list[ast.AST], set[str]]]:
         }
         found.append((path, nodes, _OURS | own))
     return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_trees_stay() -> Iterator[None]:
+    gc.disable()  # as in test_import_directions.py
+    yield
+    sources.cache_clear()
+    gc.enable()
 
 
 def texts(node: ast.AST) -> list[str]:
