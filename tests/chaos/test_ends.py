@@ -83,13 +83,12 @@ def test_sigterm_to_every_process_is_an_end_in_order() -> None:
         assert not server.leftovers(family)
 
 
-@pytest.mark.parametrize("after_s", [0.2, 3.0])
-def test_ctrl_c_while_ray_starts(after_s: float) -> None:
+def test_ctrl_c_while_ray_starts() -> None:
     with served(*_OPTIONS, wait=False) as server:
         while "starting Ray" not in server.said():
             assert server.process.poll() is None, server.said()
             time.sleep(0.05)
-        time.sleep(after_s)  # into Ray's start, which says nothing
+        time.sleep(3.0)  # into Ray's start, which says nothing
         family = server.family()
         os.killpg(server.process.pid, signal.SIGINT)
         assert server.process.wait(timeout=10) == 130

@@ -35,7 +35,7 @@ ARCHITECTURES = [
 ]
 # In every run: a common one, shared experts with latent attention, biases, serial batching. The others are slow.
 ALWAYS = frozenset(("qwen3_moe", "deepseek_v3", "gpt_oss", "lfm2_moe"))
-TOKENS = 32
+TOKENS = 16
 
 
 @pytest.mark.parametrize(

@@ -252,8 +252,7 @@ def test_a_signal_while_text_streams_ends_in_order(number: signal.Signals, code:
 
 @needs_model
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("after_s", [0.2, 2.0])
+@pytest.mark.parametrize(("after_s", "times"), [(0.2, 2), (2.0, 1)])
 def test_ctrl_c_while_ray_starts_is_said_and_leaves_nothing(after_s: float, times: int) -> None:
     """As from a script, whose shell starts what is in the background with SIGINT ignored."""
     args = [sys.executable, "-c", MAIN, "run", "import os", "--threads", "1", "--device", "cpu"]

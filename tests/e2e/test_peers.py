@@ -9,22 +9,17 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from channel_peer import wait_until
-from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, iteration
-from numpy.typing import NDArray
 from quick import quick
 from serving import Reference, greedy, serving_group, serving_locally, settings
 
-from tiermoe.actors.engine.peers.matcher import MatcherLink
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, MatcherOptions, ShardSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.local import LocalWorker
 from tiermoe.cluster.worker_process import Role, WorkerProcess
-from tiermoe.proto.messages import HealthReport, HealthRequest, PrefetchCommand
 
 slow = pytest.mark.slow
 PATIENCE_S = 30.0
@@ -89,16 +84,6 @@ def test_a_request_outlives_a_shard(strike: signal.Signals, store: ExpertStore, 
         os.kill(pid, 0)
 
 
-@slow
-def test_four_shards(store: ExpertStore, reference: Reference) -> None:
-    with serving_locally(store, _sharded(4, 0.125)) as worker:
-        reference.check(worker, 4, 16)
-        pids = {part["pid"] for part in worker.shard_stats()[1:]}
-        assert pids == {process.pid for process in worker.shard_processes}
-        assert len(pids) == 3
-
-
-
 # -- one NDP worker ------------------------------------------------------------------------------------------------
 
 
@@ -113,24 +98,19 @@ def _near_data(policy: str, budget: str = "0.5", workers: int = 1, **more: Any) 
 
 
 @slow
-@pytest.mark.parametrize(
-    ("policy", "transport"),
-    [("context-ndp-full", "shm"), ("context-ndp-full", "grpc"), ("monde", "auto"), ("auto", "auto")],
-)
-def test_near_data_in_full_precision(policy: str, transport: str, reference: Reference) -> None:
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_near_data_in_full_precision(transport: str, reference: Reference) -> None:
     """The other placements in one process: tests/unit/test_placer.py, and their tokens in tests/golden."""
-    more = {"link": SLOW} if policy == "auto" else {}
-    with _near_data(policy, ndp={"transport": transport}, **more) as worker:
+    with _near_data("context-ndp-full", ndp={"transport": transport}) as worker:
         reference.check(worker, 4, 48)
         reference.check(worker, 1, 48, first=4)
         stats = worker.stats()
         assert stats.total().ndp_tokens > 0
-        assert stats.total().bytes_demanded_decode == 0 or policy in ("monde", "auto")
+        assert stats.total().bytes_demanded_decode == 0
         assert stats.ndp_losses == 0, stats.ndp_last_failure
         assert stats.expert_bytes_peak <= stats.expert_budget_bytes
-        if transport != "auto":
-            assert worker.engine.peers["ndp/0"].transport == transport
-        assert (worker.engine.prefetching is not None) == (policy == "auto")  # in its local forwards
+        assert worker.engine.peers["ndp/0"].transport == transport
+        assert worker.engine.prefetching is None
 
 
 @slow
@@ -338,64 +318,3 @@ def test_the_matcher_is_killed(store: ExpertStore, reference: Reference, tmp_pat
         wait_until(lambda: worker.health()["matcher"] == "connected", PATIENCE_S)
         assert worker.matcher_stats()["maps"] >= held
         wait_until(lambda: hit_rate() > 0.8 * before and follows_maps(), PATIENCE_S)
-
-
-@slow
-def test_a_link_outlives_the_matcher(tmp_path: Path) -> None:
-    """Without a worker: the link goes on without it, and it comes back with what it knew."""
-    wanted = SETTINGS.model_copy(update={"snapshot_s": 0.02})
-    role = Role.matcher(wanted, SHAPE, TOP_K, snapshot=tmp_path / "maps")
-    with WorkerProcess(role) as process, closing(MatcherLink(process.link, wanted, SHAPE)) as link:
-        link.start()
-        assert link.wait_until_found(PATIENCE_S)
-        for number in range(5):
-            _run(link, iteration(number))
-        assert link.source == "expert-map"
-        wait_until(lambda: _saved(link) == 5, PATIENCE_S)
-
-        pid = process.pid
-        for context in range(2):  # in the midst of an iteration
-            link.observe(5, context, *_at(iteration(5), context))
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: link.source == "next-gate", PATIENCE_S)
-        for number in range(5, 105):  # nobody is there, and nothing waits
-            shown = iteration(number)
-            link.begin(number, shown.sequences, shown.embeddings)
-            for layer in range(SHAPE.layers):
-                assert link.take(number, layer) == []
-                link.observe(number, layer, *_at(shown, layer))
-        assert "not there" in link.report()["problem"]
-
-        process.restart()
-        assert link.wait_until_found(PATIENCE_S)
-        again = iteration(105, seed=3)
-        taken = _run(link, again)
-        assert link.source == "expert-map"
-        begun = taken[0]  # the semantic match is the iteration that was seen before: it names its experts first
-        first_layer = [key for key in begun.keys.tolist()[: len(begun.keys) - begun.hints] if key < SHAPE.experts]
-        top = (-again.probabilities[0, 0]).argsort()[:TOP_K]
-        assert first_layer == top.tolist()
-        assert link.report()["lost"] == 1
-
-
-def _at(shown: Iteration, layer: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    return shown.sequences, shown.probabilities[layer]
-
-
-def _run(link: MatcherLink, shown: Iteration) -> list[PrefetchCommand]:
-    link.begin(shown.number, shown.sequences, shown.embeddings)
-    for layer in range(SHAPE.layers):
-        link.observe(shown.number, layer, *_at(shown, layer))
-    taken: list[PrefetchCommand] = []
-    while link.waiting:
-        link._asked[0].pending.result()  # at most its deadline
-        taken += link.take(shown.number, -1)
-    return taken
-
-
-def _saved(link: MatcherLink) -> int:
-    channel = link._peer.current
-    report = None if channel is None else channel.call(HealthRequest(), PATIENCE_S)
-    assert isinstance(report, HealthReport)
-    maps, unsaved = int(report.details["maps"]), int(report.details["unsaved"])
-    return maps if unsaved == 0 else -1

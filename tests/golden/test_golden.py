@@ -27,9 +27,7 @@ import pytest
 from commands import Command
 from golden_rig import PRESETS, ExpertStore
 
-FIRST = {  # in `make test`; the others take a minute more, and hobbit's replicas another
-    "activeevict", "buddymoe", "fmoe", "moepic", "next-gate", "on-demand", "pre-gated",
-}  # fmt: skip
+FIRST = {"activeevict", "buddymoe", "fmoe", "moepic"}  # in `make test`: lossy ones, and one of maps and of splits
 StoreOf = Callable[[str], ExpertStore]
 _CPU = dict(
     line.partition(":")[::2] for line in Path("/proc/cpuinfo").read_text().replace("\t", "").splitlines() if ":" in line

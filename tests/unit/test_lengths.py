@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick import quick
 from serving import gathered, greedy, prepared, reference_greedy, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
@@ -94,13 +95,19 @@ def asked(prompt: Sequence[int], generated: Sequence[int] = ()) -> GenerationReq
     return GenerationRequest(f"{len(prompt)}", tuple(prompt), sampling, tuple(generated))
 
 
-QUICK = {("phimoe", "together"), ("qwen3_moe", "giving way"), ("laguna", "in pieces"), ("olmoe", "serial")}
+FAST = [("phimoe", "together"), ("qwen3_moe", "giving way"), ("laguna", "in pieces"), ("olmoe", "serial")]
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [pytest.param(n, w, marks=() if (n, w) in QUICK else pytest.mark.slow) for n in MODELS for w in KV],
-)
+    quick(
+        [
+            *FAST, ("phimoe", "giving way"), ("phimoe", "serial"), ("qwen3_moe", "in pieces"), ("gpt_oss", "together"),
+            ("gpt_oss", "giving way"), ("laguna", "serial"), ("olmoe", "together"), ("olmoe", "in pieces"),
+        ],
+        FAST,
+    ),
+)  # fmt: skip
 def test_tokens_are_those_of_a_request_alone(name: str, way: str, checkpoints: Any, alone: Any) -> None:
     requests = [asked(prompt) for prompt in prompts()]
     with batcher_of(fresh(checkpoints[name]), KV[way]) as batcher:
@@ -110,8 +117,7 @@ def test_tokens_are_those_of_a_request_alone(name: str, way: str, checkpoints: A
         assert [generated(batcher, request)[0] for request in requests] == alone[name]
 
 
-@pytest.mark.parametrize("name", ["phimoe", "qwen3_moe", "olmoe"])
-@pytest.mark.parametrize("way", ["in pieces", "serial"])
+@pytest.mark.parametrize(("name", "way"), [("phimoe", "in pieces"), ("qwen3_moe", "serial"), ("olmoe", "in pieces")])
 def test_a_request_of_another_lead_resumes(name: str, way: str, checkpoints: Any, alone: Any) -> None:
     """Its generated tokens are fed in one forward, and have the embeddings of tokens that were generated."""
     with batcher_of(fresh(checkpoints[name]), KV[way]) as batcher:

@@ -34,7 +34,7 @@ def kv(**more: Any) -> KvSettings:
     return KvSettings(**{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 64, **more})
 
 
-@pytest.fixture(scope="module", params=["native", "off"])
+@pytest.fixture(scope="module", params=["native", pytest.param("off", marks=pytest.mark.slow)])
 def worker(store: Any, request: pytest.FixtureRequest) -> Iterator[GpuWorker]:
     with serving(store, settings(0.5, "next-gate", kv=kv(), compile=request.param)) as worker:
         yield worker

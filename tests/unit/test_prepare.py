@@ -422,6 +422,7 @@ print(kilobytes("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_bounded_by_layers_not_by_the_model(qwen: Path, tmp_path: Path) -> None:
     """Eight layers of 40 MB: the growth must stay under two layers and a fixed allowance."""

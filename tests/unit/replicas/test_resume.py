@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -81,13 +80,16 @@ def stop(*_args: object) -> None:
     raise KeyboardInterrupt
 
 
-STEPS = ("capture", "_write_figures", "pack_expert", "_write_tables", "write_file")
-
-
 @pytest.mark.parametrize(
     ("step", "kept"),
-    quick(itertools.product(STEPS, (True, False)), [("capture", True), ("pack_expert", False), ("write_file", True)]),
-)
+    quick(
+        [
+            ("capture", True), ("_write_figures", False), ("pack_expert", False), ("_write_tables", True),
+            ("write_file", True),
+        ],
+        [("capture", True), ("pack_expert", False)],
+    ),
+)  # fmt: skip
 def test_an_interrupted_run_resumes(
     made: Path, checkpoint: Path, calibration: Path, tmp_path: Path, step: str, kept: bool
 ) -> None:
