@@ -44,7 +44,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        elsewhere = "choose another OUT (`tiermoe run`: --store)"
+        elsewhere = "choose another OUT (`tiermoe run`: --store or --cache-dir)"
         remedy = "free some space and run the same command again: it resumes" if full else elsewhere
         raise StoreError(f"{path} cannot be written ({error.strerror})", remedy) from error
 
