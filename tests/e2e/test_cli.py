@@ -225,7 +225,7 @@ def test_a_run_keeps_its_contract(tmp_path: Path) -> None:
 @contextmanager
 def _streaming() -> Iterator[subprocess.Popen[str]]:
     """A long run that has begun to print its text."""
-    args = [TIERMOE, "run", "import os", "--device", "cpu", "--max-tokens", "2000"]
+    args = [TIERMOE, "run", "import os", "--policy", "next-gate", "--device", "cpu", "--max-tokens", "2000"]
     with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         seen = ""
@@ -255,7 +255,7 @@ def test_a_signal_while_text_streams_ends_in_order(number: signal.Signals, code:
 @pytest.mark.parametrize(("after_s", "times"), [(0.2, 2), (2.0, 1)])
 def test_ctrl_c_while_ray_starts_is_said_and_leaves_nothing(after_s: float, times: int) -> None:
     """As from a script, whose shell starts what is in the background with SIGINT ignored."""
-    args = [sys.executable, "-c", MAIN, "run", "import os", "--threads", "1", "--device", "cpu"]
+    args = [sys.executable, "-c", MAIN, "run", "import os", "--policy", "next-gate", "--device", "cpu"]
     with subprocess.Popen(
         args, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
