@@ -85,8 +85,9 @@ def pytest_configure(config: pytest.Config) -> None:
     with contextlib.suppress(ImportError):  # the same
         import hypothesis
 
-        hypothesis.settings.register_profile("tests", deadline=None)  # which a busy machine exceeds now and then
-        hypothesis.settings.load_profile("tests")
+        if not config.getoption("--hypothesis-profile", None):  # else hypothesis has loaded that one
+            hypothesis.settings.register_profile("tests", deadline=None)  # which a busy machine exceeds now and then
+            hypothesis.settings.load_profile("tests")
     # pytest-xdist would begin with the group of the most tests; in the order of collection the longest one begins
     config.option.loadscopereorder = False
 
