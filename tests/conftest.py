@@ -38,24 +38,25 @@ _STARTS_RAY = ("e2e/test_api", "e2e/test_cli", "e2e/test_readme", "e2e/test_writ
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _patient_channels() -> Iterator[None]:
+def _patient_channels() -> Iterator[float]:
     """Channels of this process bear a full machine, which may be silent for seconds. Tests of liveness give their own.
 
-    A killed or closed peer is lost at once as ever.
+    A killed or closed peer is lost at once as ever. The value: the usual liveness.
     """
     from tiermoe.proto import options
 
+    usual_s = options.LIVENESS_S
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "LIVENESS_S", 30.0)
-        yield
+        yield usual_s
 
 
 @pytest.fixture
-def usual_liveness(monkeypatch: pytest.MonkeyPatch) -> None:
+def usual_liveness(_patient_channels: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that stop a peer: channels of this process lose it as soon as a user's would."""
     from tiermoe.proto import options
 
-    monkeypatch.setattr(options, "LIVENESS_S", 0.9)
+    monkeypatch.setattr(options, "LIVENESS_S", _patient_channels)
 
 
 @pytest.fixture
