@@ -46,7 +46,9 @@ _GPU_WORKER_THREADS = 4
 DEFAULT_LINK = LinkSettings(gbps=16.0, latency_us=10.0)  # of every command: a PCIe 4.0 x8
 _BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
 AUTO, DEFAULT_BUDGET = "auto", "0.25"
+DEFAULT_POLICY = "default"  # `auto` or `next-gate`: `topology.default_policy` decides, with the model and the nodes
 STEPPED = "next-gate"  # the default policy with `link.layer_us`
+QUICK_COPY_US = 60.0  # of one expert: below, `next-gate` is the default
 LOSSLESS = "lossless"
 _QUALITY = re.compile(r"kl\s*=\s*(?P<nats>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)")
 _QUALITY_REMEDY = "give lossless, or kl= and the nats of KL divergence that a token may cost, such as kl=0.01"
@@ -180,8 +182,9 @@ class RunConfig(EngineOptions):
         description="folder of prepared stores; default: tiermoe/stores in $XDG_CACHE_HOME, or in ~/.cache",
     )
     policy: str = Field(
-        default=AUTO, description="policy preset: a name in configs/policies, or a YAML file; where link.layer_us is "
-        f"given and this is not, {STEPPED}"
+        default=DEFAULT_POLICY, description="policy preset: a name in configs/policies, or a YAML file; "
+        f"{DEFAULT_POLICY}: {STEPPED} on a GPU, where link.layer_us is given, and where the link copies an expert in "
+        f"less than {QUICK_COPY_US:g} us; else {AUTO}, and where quality or ndp_workers are given"
     )  # fmt: skip
     quality: str = Field(
         default=LOSSLESS, description="quality that policy auto may trade for speed: lossless, or kl=NATS, the mean KL "
@@ -213,6 +216,11 @@ class RunConfig(EngineOptions):
         link = given.get("link")
         layer_us = link.get("layer_us") if isinstance(link, Mapping) else getattr(link, "layer_us", None)
         return given if layer_us is None else {**given, "policy": STEPPED}
+
+    @property
+    def asks_for_auto(self) -> bool:
+        """Whether something is given that only `auto` can carry out."""
+        return kl_budget(self.quality) is not None or "ndp_workers" in self.cluster.model_fields_set
 
     @property
     def chosen_budget(self) -> str | float | int:
@@ -356,12 +364,12 @@ def kl_budget(quality: str) -> float | None:
 
 
 def chosen_policy(name_or_path: str, quality: str = LOSSLESS) -> PolicySettings:
-    """A policy with its quality budget.
+    """A policy with its quality budget; of the default one, `auto` until `topology.default_policy` has decided.
 
     Raises:
         ConfigError: as `load_policy` and `kl_budget`, or the policy has another rule for misses than `auto`.
     """
-    policy, nats = load_policy(name_or_path), kl_budget(quality)
+    policy, nats = load_policy(AUTO if name_or_path == DEFAULT_POLICY else name_or_path), kl_budget(quality)
     if nats is None:
         return policy
     if policy.placement.kind != AUTO or policy.reroutes:

@@ -40,9 +40,10 @@ from .replica import Replica
 from .scratch import Scratch
 from .supervision import RayWatch
 from .topology.budget import with_terms
+from .topology.default_policy import with_default_policy
 from .topology.estimate import PlanResult, make_plans
 from .topology.inputs import facts_of_store, local_notes, local_ray, nodes_from_ray, this_machine
-from .topology.spec import ModelFacts, Topology, wants_gpu
+from .topology.spec import ModelFacts, NodeInfo, Topology, wants_gpu
 
 _CALL_DEADLINE_S = 30.0
 
@@ -103,6 +104,7 @@ class Deployment:
         self._failed: set[Replica] = set()  # whose lead rests
         self._ray_watch: RayWatch | None = None
         self._planned: PlanResult | None = None
+        self._notes: tuple[str, ...] = ()
         self.plan: dict[str, Any] = {}
         self.startup_s = 0.0
 
@@ -301,17 +303,23 @@ class Deployment:
         """Refuse what a Ray on this machine could not hold before it is started, where its nodes are known."""
         if self._local:
             nodes = this_machine(local_ray(self.config, self._settings))
-            self._settings = with_terms(self.config, self._settings, facts, nodes, here=True)
+            self._choose(facts, nodes)
             if not wants_gpu(self._settings, nodes):  # what Ray takes for a GPU, only Ray knows
                 make_plans(self.config, self._settings, facts, nodes, "this machine")
 
     def _plans(self, facts: ModelFacts) -> list[PlanResult]:
         nodes = [node for node in nodes_from_ray(ray.nodes()) if node.alive]  # Ray remembers those that have left
         where = "a Ray of its own" if self._local else f"the Ray at {self.config.ray.address}"
-        notes = local_notes(self.config, self._settings) if self._local else ()
         if not self._local:
-            self._settings = with_terms(self.config, self._settings, facts, nodes, here=False)
+            self._choose(facts, nodes)
+        notes = (*self._notes, *(local_notes(self.config, self._settings) if self._local else ()))
         return make_plans(self.config, self._settings, facts, nodes, where, notes, here=self._local)
+
+    def _choose(self, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> None:
+        """What is decided with the nodes: the default policy and the budget `auto`."""
+        gpu = wants_gpu(self._settings, nodes)
+        self._settings, self._notes = with_default_policy(self.config, self._settings, facts, gpu)
+        self._settings = with_terms(self.config, self._settings, facts, nodes, here=self._local)
 
     def _start_replicas(self, plans: Sequence[PlanResult]) -> None:
         self._planned = plans[0]

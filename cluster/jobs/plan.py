@@ -19,6 +19,7 @@ from ..host import shown, usable_cores
 from ..report.runtime import topology_tables
 from ..report.tables import results, show
 from ..topology.budget import with_terms
+from ..topology.default_policy import with_default_policy
 from ..topology.estimate import PlanResult, make_plans
 from ..topology.inputs import (
     facts_of_checkpoint,
@@ -29,7 +30,7 @@ from ..topology.inputs import (
     nodes_of_cluster,
     this_machine,
 )
-from ..topology.spec import ModelFacts, NodeInfo
+from ..topology.spec import ModelFacts, NodeInfo, wants_gpu
 from .options import AsJson, Config, with_options
 from .prediction import with_routing
 from .prepare.needs import note
@@ -100,6 +101,8 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
     if here and (missing := note(settings.policy, config)) is not None:
         notes.append(missing)
     facts = model_facts(config)
+    settings, why = with_default_policy(config, settings, facts, wants_gpu(settings, there))
+    notes += why
     settings = with_terms(config, settings, facts, there, here)
     result = make_plans(config, settings, facts, there, nodes_from, notes, here)[0]
     return with_routing(result, config) if here else result

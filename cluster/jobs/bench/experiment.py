@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from ....actors.base_settings import Settings
 from ....actors.policy_settings import PolicySettings
 from ....errors import ConfigError
-from ...config import AUTO, LOSSLESS, chosen_policy, configs_dir, kl_budget, load_policy, parse_budget
+from ...config import AUTO, LOSSLESS, chosen_policy, configs_dir, kl_budget, parse_budget
 from ...yaml_file import explain, merged, read_yaml
 from ..evaluate.quality import EvaluationOptions
 from .clone import benchmarks_dir, load
@@ -190,7 +190,7 @@ class Section(Settings):
             ConfigError: a quality is malformed, or none of the variants is `auto`.
         """
         lossy = [quality for quality in self.qualities if kl_budget(quality) is not None]
-        planned = [v.name for v in self.variants if load_policy(v.preset).placement.kind == AUTO]
+        planned = [v.name for v in self.variants if chosen_policy(v.preset).placement.kind == AUTO]
         if lossy and self.variants and not planned:
             chosen_policy(self.variants[0].preset, lossy[0])  # refuses
         for variant in self.variants:
