@@ -96,12 +96,12 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
     settings = engine_settings(config)  # refused before a hub is asked
     config = located(config, "sizes")
     there, nodes_from = _nodes(config, nodes, live)
-    if config.ray.address is None and nodes is None:
-        notes += local_notes(config, settings)
     if here and (missing := note(settings.policy, config)) is not None:
         notes.append(missing)
     facts = model_facts(config)
     settings, why = with_default_policy(config, settings, facts, wants_gpu(settings, there))
+    if config.ray.address is None and nodes is None:
+        notes += local_notes(config, settings)
     notes += why
     settings = with_terms(config, settings, facts, there, here)
     result = make_plans(config, settings, facts, there, nodes_from, notes, here)[0]
