@@ -16,37 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 from pydantic import Field
 
 from ..errors import BudgetError, ConfigError, size
 from .base_settings import Settings
 
 MARGIN_BYTES, MARGIN_SHARE = 512 << 20, 0.05  # workspaces of libraries; fragmentation, and what others take meanwhile
-_VERSION_1 = "/sys/fs/cgroup/memory"
-_CGROUPS = (  # limit, usage, and in memory.stat beside it: pages of files, which are given back when needed
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
-    (f"{_VERSION_1}/memory.limit_in_bytes", f"{_VERSION_1}/memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def host_free_bytes() -> int:
-    """Memory that this process may still allocate: of the machine, and of the control group around it.
-
-    Pages of files that were read, such as a checkpoint's, count as free in both.
-    """
-    free = int(psutil.virtual_memory().available)
-    for limit, usage, cached in _CGROUPS:
-        try:
-            left = int(Path(limit).read_text()) - int(Path(usage).read_text())
-            stat = dict(line.split() for line in Path(usage).with_name("memory.stat").read_text().splitlines())
-            left += int(stat.get(cached, 0))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-        free = min(free, max(0, left))
-    return free
 
 
 class AutoBudget(Settings):

@@ -19,7 +19,6 @@ from rich.progress import Progress
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import check_combination
 from tiermoe.cluster.config import RunConfig, engine_settings, parse_budget
-from tiermoe.cluster.host import usable_cores
 from tiermoe.cluster.jobs.bench.cells import check_tokens
 from tiermoe.cluster.jobs.bench.metrics import (
     Bar,
@@ -35,6 +34,7 @@ from tiermoe.cluster.jobs.bench.metrics import (
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
 from tiermoe.errors import BudgetError, CheckpointError, RuntimeFailure
+from tiermoe.limits import usable_cores
 
 from .cases import LATENCY_US, Scale, Ttft, Turns
 

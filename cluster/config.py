@@ -31,8 +31,9 @@ from ..actors.settings import (
     check_combination,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
+from ..limits import usable_cores
 from ..proto.tls import TlsFiles
-from .host import STORE_CPUS, shown, usable_cores
+from .host import STORE_CPUS, shown
 from .yaml_file import explain, merged, read_yaml
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import CheckpointError, ConfigError
+from ...limits import cores, cores_words, memory, memory_words
 from ..checkpoints.checkpoint import refuse_unsupported
 from ..checkpoints.hub import located
 from ..config import DEFAULT_BUDGET, RunConfig, default_model_dir, engine_settings, load_run_config, on_this_machine
-from ..host import shown, usable_cores
+from ..host import shown
 from ..report.runtime import topology_tables
 from ..report.tables import results, show
 from ..topology.budget import with_terms
@@ -72,7 +73,8 @@ def _nodes(config: RunConfig, file: Path | None, live: bool) -> tuple[list[NodeI
             f"the configuration joins the Ray at {address}, whose nodes are not known here",
             "pass --live to ask it, or --nodes FILE",
         )
-    return this_machine(local_ray(config, engine_settings(config))), f"this machine, {usable_cores()} usable cores"
+    offered = f"this machine, {cores_words(*cores())}, {memory_words(memory())}"
+    return this_machine(local_ray(config, engine_settings(config))), offered
 
 
 def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) -> PlanResult:
