@@ -290,7 +290,7 @@ class SimulatedEngine:
         each = [found, *(shard.cache.stats for shard in self._shards)]
         return replace(
             found, slots=self.slots, layers=layers, decode_hits=sum(stats.decode_hits for stats in each),
-            decode_misses=sum(stats.decode_misses for stats in each),
+            decode_misses=sum(stats.decode_misses for stats in each), decode_shard_experts=0,
             decode_blocked_io_s=sum(stats.decode_blocked_io_s for stats in each),
         )  # fmt: skip
 
