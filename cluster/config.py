@@ -121,16 +121,11 @@ class ClusterConfig(Settings):
 
 
 class HardwareConfig(Settings):
-    """What the prediction of tokens per second assumes, see `topology.estimate`. Gigabytes are 1e9 bytes.
+    """The links by which a plan says what copies take at least, see `topology.estimate`. Gigabytes are 1e9 bytes.
 
-    Nothing here is measured, and nothing here changes what runs.
+    Nothing here changes what runs.
     """
 
-    memory_gbps: float | None = Field(
-        default=None,
-        gt=0,
-        description="memory bandwidth of a GPU or of the CPU stand-in; default: by the kind of device",
-    )
     link_gbps: float | None = Field(
         default=None, gt=0, description="bandwidth from host to GPU; default: by the kind of device, or link.gbps"
     )
@@ -141,10 +136,6 @@ class HardwareConfig(Settings):
         default=3.0, gt=0, description="bandwidth between nodes, one direction; the default is 25 Gbit/s Ethernet"
     )
     network_latency_us: float = Field(default=50.0, ge=0, description="latency of a message between nodes")
-    prefetch_useful: float = Field(
-        default=0.5, ge=0, le=1, description="share of the missing experts that prefetch loads in time",
-        json_schema_extra=in_unit("share"),
-    )
 
 
 class RaySettings(Settings):

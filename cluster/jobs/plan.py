@@ -1,6 +1,6 @@
-"""`tiermoe plan`: what would run where, with how many bytes and how fast, without starting anything.
+"""`tiermoe plan`: what would run where, with how many bytes, without starting anything.
 
-configuration + sizes of the model + nodes -> topology -> prediction -> tables or JSON
+configuration + sizes of the model + nodes -> topology and times of copies -> tables or JSON
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from ..topology.inputs import (
 )
 from ..topology.spec import ModelFacts, NodeInfo
 from .options import AsJson, Config, with_options
-from .prediction import with_routing
 from .prepare.needs import note
 
 
@@ -103,15 +102,14 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
         notes.append(missing)
     facts = model_facts(config)
     settings = with_terms(config, settings, facts, there, here)
-    result = make_plans(config, settings, facts, there, nodes_from, notes, here)[0]
-    return with_routing(result, config) if here else result
+    return make_plans(config, settings, facts, there, nodes_from, notes, here)[0]
 
 
 def plan(
     model: str | None = None, *, policy: str | None = None, budget: str | float | None = None,
     config: str | None = None, nodes: str | Path | None = None, **options: Any,
 ) -> dict[str, Any]:
-    """What would run where, with how many bytes and how fast. What `tiermoe.plan` is; starts nothing.
+    """What would run where, with how many bytes. What `tiermoe.plan` is; starts nothing.
 
     Args:
         model, policy, budget, config, options: as of `tiermoe.LLM`; of a hub's model only sizes are fetched.
@@ -138,7 +136,7 @@ def plan_command(
     live: Annotated[bool, typer.Option("--live", help="Ask the Ray at ray.address for its nodes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what would run where, with how many bytes and how fast, and start nothing."""
+    """Say what would run where, with how many bytes, and start nothing."""
     record = planned(load_run_config(config, options), nodes, live).as_dict()
     if as_json:
         print(json.dumps(record))

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ...actors.engine.stats import count_needed, hit_rate, needed_shares
-from .tables import Facts, Grid, facts, grid, seconds, share, size, speed
+from .tables import Facts, Grid, facts, grid, seconds, share, size
 
 _ABSENT, _LOADING, RESIDENT = 0, 1, 2  # `actors.policies.residency.State`
 _MARKS = {_ABSENT: "·", _LOADING: "~", RESIDENT: "█"}
@@ -79,7 +79,6 @@ def summary_table(result: Mapping[str, Any]) -> Facts:
         ("time to first token", seconds(result["ttft_s"])),
         ("time per output token",
          f"{seconds(tpot_s)} ({1 / tpot_s:.1f} tokens/s)" if tpot_s else "none (fewer than two tokens)"),
-        *([("predicted", speed(result["prediction"]))] if result.get("prediction") else []),
         *_counter_rows(result, result.get("plan") or {}),
         ("start-up", _startup(result)),
         _executor_row(result),
