@@ -463,7 +463,7 @@ def _check_budget_share(policy: PolicySettings, budget: float | int | AutoBudget
         where = "on the device, but the budget is" if gpus == 1 else f"on {gpus} GPUs, but the budget of each is"
         raise BudgetError(
             f"policy '{policy.name}' keeps every expert {where} {budget:.4g} of them",
-            f"pass --budget {math.ceil(1e4 / gpus) / 1e4}, or choose a policy that loads on demand",
+            "pass --budget 1.0, or choose a policy that loads on demand",  # the fullest GPU may have more than 1 / G
         )
 
 

@@ -153,7 +153,7 @@ def examine(model_dir: Path) -> tuple[dict[str, Any], ConfigError | None]:
 def doctor_command(
     model: Model = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Also measure the host time of a step, and keep all figures for `replay --machine this`.")
+        bool, typer.Option("--save", help="Also measure the host time of a step; `replay --machine this` reads it.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the figures of --save to this file.")] = None,
     as_json: AsJson = False,

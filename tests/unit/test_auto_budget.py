@@ -68,7 +68,13 @@ def test_too_little_is_refused_with_every_term() -> None:
         "256.00 MiB activations of 512 tokens at once", "margin leave nothing", "one takes 8.00 MiB",
     ):  # fmt: skip
         assert part in said
-    assert f"{(TERMS.slot - TERMS.measured(2 * GIB).terms['experts']) / MIB:.2f} MiB more" in said
+    for of in (TERMS, TERMS.model_copy(update={"devices": 3, "least": 100 * MIB})):
+        with pytest.raises(BudgetError, match=r"which \d+B more of free memory") as found:
+            _ = of.measured(2 * GIB).nbytes
+        more = int(str(found.value).partition("which ")[2].partition("B more")[0])  # was less by the margin's share
+        assert of.measured(2 * GIB + more).nbytes >= max(of.slot, of.least)
+        with pytest.raises(BudgetError):
+            _ = of.measured(2 * GIB + more - MIB).nbytes
     assert "--kv-tokens" in found.value.remedy
     with pytest.raises(ConfigError, match=r"free memory, which is not known here.*cluster\.gpu_memory"):
         _ = AutoBudget().nbytes

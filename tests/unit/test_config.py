@@ -213,7 +213,7 @@ def test_settings_that_agree() -> None:
 @pytest.mark.parametrize(
     ("gpus", "enough", "says"),
     [(1, 1.0, r"--budget 1\.0")]
-    + [(n, 1 / n, rf"on {n} GPUs, but the budget of each is .*--budget 0\.\d+") for n in (2, 3, 4)],
+    + [(n, 1 / n, rf"on {n} GPUs, but the budget of each is .*--budget 1\.0") for n in (2, 3, 4)],
 )
 def test_all_resident_wants_its_part_on_each_gpu(gpus: int, enough: float, says: str) -> None:
     shards = ClusterConfig(shards=gpus)

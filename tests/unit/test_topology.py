@@ -266,7 +266,7 @@ def test_low_bit_replicas_take_host_memory_and_a_share_of_the_budget() -> None:
 
 @pytest.mark.parametrize("policy", ["hobbit", "moe-apex"])
 def test_low_bit_presets_count_the_bytes_that_the_files_have(policy: str) -> None:
-    config = load_run_config(None, {"policy": policy, "device": "cpu", "threads": 1, "budget": "0.5"})
+    config = load_run_config(None, {"policy": policy, "device": "cpu", "threads": 1, "budget": "8KiB"})
     spec = cluster_spec(config, engine_settings(config), FACTS, [])
     assert spec.low_bit == LowBitSpec(PackedShape(4, 4, 4, 64).nbytes(), 0.25)
 
