@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import psutil
 
-from .errors import size
+from .errors import ConfigError, size
 
 _ROOT = Path("/")
 _NO_LIMIT = 1 << 60  # version 1 writes the greatest number of pages
@@ -74,6 +74,20 @@ def cores() -> tuple[int, str]:
     amount, source, _ = min([own, *cpu_quotas()], key=lambda bound: bound.amount)
     fraction = f", {amount:.2f} cores" if amount != int(amount) else ""
     return max(1, int(amount)), source + fraction
+
+
+def check_threads(key: str, threads: int | None) -> None:
+    """Refuse more threads of one process than cores that it may keep busy; None: not given.
+
+    Raises:
+        ConfigError: with the number of usable cores, and what bounds them.
+    """
+    count, source = cores()
+    if threads is not None and threads > count:
+        raise ConfigError(
+            f"{key} is {threads}, and {cores_words(count, source)} can be used here",
+            f"give at most {count}, or leave it out",
+        )
 
 
 def cores_with_peers() -> int:

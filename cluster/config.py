@@ -31,7 +31,7 @@ from ..actors.settings import (
     check_combination,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
-from ..limits import usable_cores
+from ..limits import check_threads, usable_cores
 from ..proto.tls import TlsFiles
 from .host import STORE_CPUS, shown
 from .yaml_file import explain, merged, read_yaml
@@ -407,10 +407,13 @@ def on_this_machine(config: RunConfig) -> RunConfig:
     """The configuration with a device that is here; of a cluster that is joined nothing is known yet.
 
     Raises:
-        ConfigError: there is none, or a GPU that CUDA cannot use.
+        ConfigError: there is none, or a GPU that CUDA cannot use; or a process is to have more threads than this
+            machine has cores for it.
     """
     if config.ray.address is not None:
         return config
+    check_threads("threads", config.threads)
+    check_threads("ndp.threads", config.ndp.threads)
     check_gpu(config.device)
     if config.device == "cuda" and not has_gpu():
         raise absent()

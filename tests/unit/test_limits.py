@@ -9,16 +9,18 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from commands import Command
 from control_groups import PATHS, PLACES, VERSIONS, make_groups
 from typer.testing import CliRunner
 
-from tiermoe import limits
+from tiermoe import LLM, limits
 from tiermoe.cluster.api.settings import default_replicas
 from tiermoe.cluster.cli import app
-from tiermoe.cluster.config import engine_settings, load_run_config
+from tiermoe.cluster.config import engine_settings, load_run_config, on_this_machine
 from tiermoe.cluster.host import cpu
 from tiermoe.cluster.jobs import doctor
 from tiermoe.cluster.topology.inputs import local_ray, this_machine
+from tiermoe.errors import ConfigError
 from tiermoe.proto.options import default_spin_s
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -154,3 +156,45 @@ def test_doctor_and_plan_say_what_bounds_them(root: Path, monkeypatch: pytest.Mo
     assert "1 core (cpu.max of /system.slice/x.service), 400.00 MiB free of 512.00 MiB (memory.max of" in planned
     refused = CliRunner().invoke(app, ["plan", "--device", "cpu", "--budget", "auto"])
     assert "400.00 MiB free" in str(refused.exception)
+
+
+@pytest.mark.parametrize("key", ["threads", "ndp.threads"])
+@pytest.mark.parametrize("name", ["run", "serve", "up", "a file", "a file of serve"])
+def test_more_threads_than_usable_cores_are_refused(
+    key: str, name: str, root: Path, tmp_path: Path, command: Command
+) -> None:
+    """`--threads 999` was taken."""
+    make_groups(root, "v2", "own", cores=3)
+    prompt = ("hello",) if name in ("run", "a file") else ()
+    if name.startswith("a file"):
+        file = tmp_path / "run.yaml"
+        file.write_text("threads: 999\n" if key == "threads" else "ndp:\n  threads: 999\n")
+        given = ("serve" if "serve" in name else "run", *prompt, "--config", str(file))
+    else:
+        given = (name, *prompt, f"--{key.replace('.', '-')}", "999")
+    code, out, err = command(*given)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error: {key} is 999, and 3 cores (cpu.max of /system.slice/x.service) can be used here; give at most 3, or "
+        "leave it out\n"
+    )
+
+
+def test_threads_of_other_commands_and_of_python(root: Path, command: Command, tmp_path: Path) -> None:
+    make_groups(root, "v1", "own", cores=1)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n')
+    for given in (
+        ("eval", "--policy", "on-demand", "--threads", "2"), ("record", prompts, tmp_path / "t", "--threads", "2"),
+        ("bench", "kernel", "--threads", "2"),
+    ):  # fmt: skip
+        code, _, err = command(*given)
+        assert code == 2
+        assert "threads is 2, and 1 core (cpu.cfs_quota_us of /system.slice/x.service) can be used here" in err, err
+    for options in ({"threads": 2}, {"ndp": {"threads": 2}}):
+        with pytest.raises(ConfigError, match=r"threads is 2, and 1 core \(.*give at most 1"):
+            LLM(**options)
+    record = command.json("plan", "--policy", "on-demand")  # of what would fit
+    assert record["spec"]["threads"] == 1
+    joined = {"threads": 999, "ray": {"address": "head:6379"}}  # the nodes have other cores
+    assert on_this_machine(load_run_config(None, joined)).threads == 999
