@@ -43,7 +43,7 @@ CPU_SIZE := 0.4 GB (1.4 GB on disk)
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
   $(addprefix --extra-index-url ,$(TORCH_INDEX)) -c constraints.txt
 # What type checkers may follow: the package's own files, under the package's name, whatever the clone is called.
-PACKAGE := __init__.py errors.py actors benchmarks cluster kernels proto
+PACKAGE := __init__.py errors.py limits.py actors benchmarks cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard actors/core/*.cpp actors/core/*.hpp kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 

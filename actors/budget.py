@@ -14,39 +14,16 @@ need it, and `SharingRule` decides when.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 from pydantic import Field
 
 from ..errors import BudgetError, ConfigError, size
 from .base_settings import Settings
 
 MARGIN_BYTES, MARGIN_SHARE = 512 << 20, 0.05  # workspaces of libraries; fragmentation, and what others take meanwhile
-_VERSION_1 = "/sys/fs/cgroup/memory"
-_CGROUPS = (  # limit, usage, and in memory.stat beside it: pages of files, which are given back when needed
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
-    (f"{_VERSION_1}/memory.limit_in_bytes", f"{_VERSION_1}/memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def host_free_bytes() -> int:
-    """Memory that this process may still allocate: of the machine, and of the control group around it.
-
-    Pages of files that were read, such as a checkpoint's, count as free in both.
-    """
-    free = int(psutil.virtual_memory().available)
-    for limit, usage, cached in _CGROUPS:
-        try:
-            left = int(Path(limit).read_text()) - int(Path(usage).read_text())
-            stat = dict(line.split() for line in Path(usage).with_name("memory.stat").read_text().splitlines())
-            left += int(stat.get(cached, 0))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-        free = min(free, max(0, left))
-    return free
 
 
 class AutoBudget(Settings):
@@ -58,7 +35,7 @@ class AutoBudget(Settings):
         dense, kv, activations: of each lead; activations of the largest forward.
         mapped, processes: host memory of mapped experts, and of the run's processes, where they share it with slots.
         leads, devices: that take their share of this memory.
-        slot: of one expert. most: of all experts.
+        slot: of one expert. least: that the policy needs on each device (`slot_budget`). most: of all experts.
         chunk, tokens: rows of the largest forward, and tokens of the KV cache, for messages.
     """
 
@@ -72,6 +49,7 @@ class AutoBudget(Settings):
     leads: int = Field(default=1, ge=0)
     devices: int = Field(default=1, ge=1)
     slot: int = Field(default=1, ge=1)
+    least: int = Field(default=1, ge=1)
     most: int = Field(default=1, ge=1)
     chunk: int = 0
     tokens: int = 0
@@ -113,17 +91,28 @@ class AutoBudget(Settings):
         """Bytes for the experts of one device.
 
         Raises:
-            BudgetError: less than one expert is left; the message has every term. ConfigError: as `terms`.
+            BudgetError: less than the policy needs is left; the message has every term, and how much more free memory
+                is enough. ConfigError: as `terms`.
         """
-        terms = self.terms
-        if terms["experts"] >= self.slot:
+        terms, least = self.terms, max(self.slot, self.least)
+        if terms["experts"] >= least:
             return terms["experts"]
-        short = self.slot - terms["experts"]
+        what = f"one takes {size(least)}" if least == self.slot else f"the policy needs {size(least)} at least"
         raise BudgetError(
-            f"budget auto: {in_words(terms, self.chunk, self.tokens)}; one takes {size(self.slot)}, "
-            f"{size(short * self.devices)} more",
+            f"budget auto: {in_words(terms, self.chunk, self.tokens)}; {what}, which {self._more(least)}B more of free "
+            "memory hold",
             "lower --kv-tokens or kv.max_batch_tokens, end what else uses the memory, or give --budget bytes",
         )
+
+
+    def _more(self, least: int) -> int:
+        """Further bytes of free memory that leave so many for each device; a share of them goes to the margin."""
+        assert self.free is not None  # of `terms`
+        taken = sum(self.terms.values()) - self.terms["free"] - self.terms["experts"]
+        more = math.ceil((least * self.devices + taken - self.free) / (1 - MARGIN_SHARE))
+        while (found := self.model_copy(update={"free": self.free + more}).terms["experts"]) < min(least, self.most):
+            more += (least - found) * self.devices
+        return more
 
 
 def in_words(terms: Mapping[str, int], chunk: int, tokens: int) -> str:

@@ -349,7 +349,9 @@ class GpuWorker:
         from .engine.peers.shards import account
 
         others = self._engine.shards.reports() if self._engine.shards is not None else []
-        return [{"shard": "shard/0", "state": "serving"} | account(self._engine.stats()), *others]
+        own = {"shard": "shard/0", "state": "serving"} | account(self._engine.stats())
+        # a health report has no null: before anything ran, it has no rate
+        return [{"hit_rate": None} | part if "hits" in part else part for part in (own, *others)]
 
     def ndp_stats(self) -> list[dict[str, Any]]:
         """Counters of each NDP worker (`worker`: its name) since its start; a lost or late one has only its `state`."""

@@ -20,6 +20,7 @@ from tiermoe.kernels.form_ffn import FormLayer
 from tiermoe.kernels.forms import BLOCKS, ExpertForm, MatrixForm
 from tiermoe.kernels.pack import BITS, GROUPS, PackedShape
 from tiermoe.kernels.packed_ffn import FullLayer, PackedLayer, Threads, instruction_sets
+from tiermoe.limits import check_threads
 
 if TYPE_CHECKING:
     from .cases import Kernel
@@ -41,6 +42,7 @@ FASTER, NARROWER = 2.0, 0.6
 
 def kernel(options: Kernel, progress: Progress | None) -> Report:
     """Packed experts, published forms and plain numbers: see `measured`."""
+    check_threads("--threads", options.threads)
     return measured(options.threads, options.repeats, options.group, options.instruction_set, progress, published=True)
 
 

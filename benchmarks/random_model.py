@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiermoe.actors.budget import host_free_bytes
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.random_model import LAYERS, MODELS, Form, MoeShape
 from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.errors import ConfigError, size
+from tiermoe.limits import host_free_bytes
 from tiermoe.proto.private import user_cache
 
 if TYPE_CHECKING:

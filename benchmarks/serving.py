@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.progress import Progress
 
+from tiermoe.actors.engine.stats import hit_rate
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import check_combination
 from tiermoe.cluster.config import RunConfig, engine_settings, parse_budget
-from tiermoe.cluster.host import usable_cores
 from tiermoe.cluster.jobs.bench.cells import check_tokens
 from tiermoe.cluster.jobs.bench.metrics import (
     Bar,
@@ -35,6 +35,7 @@ from tiermoe.cluster.jobs.bench.metrics import (
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
 from tiermoe.errors import BudgetError, CheckpointError, RuntimeFailure
+from tiermoe.limits import usable_cores
 
 from .cases import LATENCY_US, Scale, Ttft, Turns
 
@@ -335,6 +336,7 @@ def _shard_measures(worker: Any, before: Sequence[dict[str, Any]]) -> Measures:
 
     loaded, hits, misses = of_each("bytes_loaded"), of_each("hits"), of_each("misses")
     total = worker.stats().total()
+    counted = {"hits": sum(hits), "misses": sum(misses), "ndp_experts": total.ndp_experts}
     return {
         "io_path_s": total.io_path_s,
         "link_path_s": total.link_path_s,
@@ -342,7 +344,7 @@ def _shard_measures(worker: Any, before: Sequence[dict[str, Any]]) -> Measures:
         "blocked_io_s_all": sum(of_each("blocked_io_s")),
         "shard_wait_s": total.shard_wait_s,
         "recomputed": float(total.shard_recomputed),
-        "hit_rate": ratio(sum(hits), sum(hits) + sum(misses)),
+        "hit_rate": hit_rate(counted) or 0.0,
         **{f"bytes_loaded_{i}": loaded[i] for i in range(len(loaded))},
         **{f"needed_{i}": hits[i] + misses[i] for i in range(len(loaded))},
     }

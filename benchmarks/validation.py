@@ -1,4 +1,4 @@
-"""`bench validation`: the simulator, and what `plan` predicts, against measured runs.
+"""`bench validation`: the simulator, and predicted decode steps, against measured runs.
 
 A cell is a preset at a budget on a link. All cells serve the same prompts, and the simulator replays the
 routing of these very prompts with this machine's costs, measured at the begin. One worker is alive at a time.
@@ -6,8 +6,8 @@ routing of these very prompts with this machine's costs, measured at the begin. 
 Before, each preset runs once on a stepped link, whose clock stands still while the worker computes: its hits depend on
 decisions and counting alone, and no load of the machine changes them.
 
-`plan` prints the speed of `planned_ms` for a model that ships a recorded routing, here that of the same prompts, and of
-`without_routing_ms` for any other, whose routing it assumes.
+`planned_ms` is predicted from a recorded routing, here that of the same prompts, `without_routing_ms` from an assumed
+one. `plan` prints neither: no interval around them has held in nine of ten measurements.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _planned(config: RunConfig, costs: MachineCosts) -> tuple[ClusterSpec, Model
     settings = engine_settings(config)
     facts = facts_of_store(prepared_store(config, settings), config.model_dir)
     plan = make_plan(config, settings, facts, this_machine(local_ray(config, settings)), "this machine", here=False)
-    hardware = measured_hardware(plan.prediction.hardware, costs, config.link.gbps)
+    hardware = measured_hardware(plan.times.hardware, costs, config.link.gbps)
     assumed = predict_by_formula(plan.topology, plan.spec, facts, hardware, costs, "measured in this run")
     return plan.spec, facts, assumed
 

@@ -31,8 +31,9 @@ from ..actors.settings import (
     check_combination,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
+from ..limits import check_threads, usable_cores
 from ..proto.tls import TlsFiles
-from .host import STORE_CPUS, shown, usable_cores
+from .host import STORE_CPUS, shown
 from .yaml_file import explain, merged, read_yaml
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
@@ -122,16 +123,11 @@ class ClusterConfig(Settings):
 
 
 class HardwareConfig(Settings):
-    """What the prediction of tokens per second assumes, see `topology.estimate`. Gigabytes are 1e9 bytes.
+    """The links by which a plan says what copies take at least, see `topology.estimate`. Gigabytes are 1e9 bytes.
 
-    Nothing here is measured, and nothing here changes what runs.
+    Nothing here changes what runs.
     """
 
-    memory_gbps: float | None = Field(
-        default=None,
-        gt=0,
-        description="memory bandwidth of a GPU or of the CPU stand-in; default: by the kind of device",
-    )
     link_gbps: float | None = Field(
         default=None, gt=0, description="bandwidth from host to GPU; default: by the kind of device, or link.gbps"
     )
@@ -142,10 +138,6 @@ class HardwareConfig(Settings):
         default=3.0, gt=0, description="bandwidth between nodes, one direction; the default is 25 Gbit/s Ethernet"
     )
     network_latency_us: float = Field(default=50.0, ge=0, description="latency of a message between nodes")
-    prefetch_useful: float = Field(
-        default=0.5, ge=0, le=1, description="share of the missing experts that prefetch loads in time",
-        json_schema_extra=in_unit("share"),
-    )
 
 
 class RaySettings(Settings):
@@ -423,10 +415,13 @@ def on_this_machine(config: RunConfig) -> RunConfig:
     """The configuration with a device that is here; of a cluster that is joined nothing is known yet.
 
     Raises:
-        ConfigError: there is none, or a GPU that CUDA cannot use.
+        ConfigError: there is none, or a GPU that CUDA cannot use; or a process is to have more threads than this
+            machine has cores for it.
     """
     if config.ray.address is not None:
         return config
+    check_threads("threads", config.threads)
+    check_threads("ndp.threads", config.ndp.threads)
     check_gpu(config.device)
     if config.device == "cuda" and not has_gpu():
         raise absent()
@@ -479,7 +474,7 @@ def _check_budget_share(policy: PolicySettings, budget: float | int | AutoBudget
         where = "on the device, but the budget is" if gpus == 1 else f"on {gpus} GPUs, but the budget of each is"
         raise BudgetError(
             f"policy '{policy.name}' keeps every expert {where} {budget:.4g} of them",
-            f"pass --budget {math.ceil(1e4 / gpus) / 1e4}, or choose a policy that loads on demand",
+            "pass --budget 1.0, or choose a policy that loads on demand",  # the fullest GPU may have more than 1 / G
         )
 
 

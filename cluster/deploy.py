@@ -294,9 +294,11 @@ class Deployment:
             return
         self._scratch = Scratch()
         given = local_ray(self.config, self._settings)
+        # Ray asks the machine, and its first control group at most: it is told what the plan counts on
+        memory = int(this_machine(given)[0].amount("memory"))
         start_local(
             self._scratch, given.cpus, dict(given.resources), ray_settings.object_store_bytes, threads,
-            ray_settings.dashboard, given.memory,
+            ray_settings.dashboard, memory,
         )  # fmt: skip
 
     def _refuse_early(self, facts: ModelFacts) -> None:

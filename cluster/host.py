@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from datetime import UTC, datetime
@@ -12,12 +11,12 @@ from typing import Any
 
 import psutil
 
+from ..limits import usable_cores
 from ..proto.private import user_cache
 
 GGUF_CACHE = "gguf"  # in the user's cache: folders that stand for GGUF files
 STORE_CPUS = 1.0  # that Ray reserves for a store
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _PACKAGES = ("tiermoe", "torch", "transformers", "ray")
 # What our kernels can make use of, by the kernel's names for it (x86, then Arm).
 _FEATURES = (
@@ -40,16 +39,6 @@ def shown(path: Path) -> Path:
     own = links[0].readlink()
     beside = own.with_name(path.name)
     return beside if path != folder and beside.exists() else own
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: by its affinity, and by the quota of the control group around it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = _QUOTA.read_text(encoding="ascii").split()
-        return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such group, or "max"
-        return cores
 
 
 def thread_limits(threads: int) -> dict[str, str]:

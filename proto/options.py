@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import ConfigError, MessageError, MessageTooLarge
+from ..limits import cores_with_peers
 from .tls import TlsFiles
 
 MIB = 1 << 20
@@ -61,10 +61,10 @@ def too_large(size: int, most: int) -> MessageTooLarge:
 def default_spin_s() -> float:
     """How long a side polls before it sleeps: 200 us; after the first 5 us it yields the core between polls.
 
-    A wake-up costs some 40 us. With 50 us, one late round trip made both sides sleep from then on. The count of cores
-    is the machine's: the peer is likely to run on a core outside this process's affinity.
+    A wake-up costs some 40 us. With 50 us, one late round trip made both sides sleep from then on. This process's
+    affinity does not count: the peer is likely to run on a core outside it.
     """
-    return 200e-6 if (os.cpu_count() or 1) > 1 else 0.0
+    return 200e-6 if cores_with_peers() > 1 else 0.0
 
 
 @dataclass(frozen=True)

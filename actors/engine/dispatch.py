@@ -156,18 +156,18 @@ class DeviceBackend:
         peer, start_s = call.peer, time.perf_counter()
         answer = call.result()
         waited_s = time.perf_counter() - start_s
-        stats, timeline, experts = self.cache.stats.layers[layer], self.cache.timeline, len(call.keys)
+        stats, timeline, experts = self.cache.stats, self.cache.timeline, len(call.keys)
         if timeline.enabled:
             name = "NDP" if peer.kind == "ndp" else peer.label
             timeline.span("wait", f"L{layer} {name} wait", start_s, start_s + waited_s)
             if answer is not None:
                 args = {"experts": experts, "pairs": call.pairs, "kernel_us": round(answer.measured_s * 1e6, 1)}
                 timeline.span(peer.name, f"L{layer} {name}", call.sent_s, call.sent_s + answer.paced_s, args)
-        stats.count_answer(peer.kind, waited_s, experts, call.pairs, answer)
+        stats.count_answer(layer, peer.kind, waited_s, experts, call.pairs, answer, self.cache.decode_only)
         if answer is None:
             return None
         if peer.kind == "ndp":
-            self.cache.stats.count_worker(peer.name, experts, call.pairs)
+            stats.count_worker(peer.name, experts, call.pairs)
         else:
             call.blocked_s, call.link_s = answer.paced_s - answer.measured_s, answer.modelled_s
         return self._activations.receive(answer.partial)

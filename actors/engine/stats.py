@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from ...proto.messages import ExpertResult
 
 PeerKind = Literal["ndp", "shard"]
+_NEEDED = ("hits", "misses", "ndp_experts", "shard_experts")
 
 
 @dataclass(slots=True)
@@ -20,9 +22,9 @@ class LayerStats:
     """Counters of one MoE layer since the last reset.
 
     A hit is a needed expert that was resident when the routing became known; a later arrival is a miss, even if the
-    compute did not wait. Counted per forward and expert, without experts of NDP workers and other shards. A split
-    expert is a hit if all of it was resident, an expert in low precision if its replica was. Bytes are slot bytes on
-    every executor.
+    compute did not wait. Counted per forward and expert; experts that NDP workers and other shards computed are neither
+    and have counters of their own (`needed_shares` has them all). A split expert is a hit if all of it was resident, an
+    expert in low precision if its replica was. Bytes are slot bytes on every executor.
     """
 
     hits: int = 0
@@ -217,6 +219,8 @@ class EngineStats:
     dropped: int = 0  # pairs that did not run
     decode_hits: int = 0  # part of all hits and misses: of forwards without rows of a prompt
     decode_misses: int = 0
+    decode_ndp_experts: int = 0  # part of all experts that NDP workers and other shards computed, alike
+    decode_shard_experts: int = 0
     decode_blocked_io_s: float = 0.0  # of the same forwards
 
     def total(self) -> LayerStats:
@@ -231,7 +235,7 @@ class EngineStats:
         """Zero what counts requests; sizes, losses and trials stay."""
         self.layers[:] = [LayerStats() for _ in self.layers]
         self.migrations = self.substitutions = self.dropped = 0
-        self.decode_hits = self.decode_misses = 0
+        self.decode_hits = self.decode_misses = self.decode_ndp_experts = self.decode_shard_experts = 0
         self.decode_blocked_io_s = 0.0
         self.ndp_workers, self.prefetch_sources = {}, {}
         if self.configurator is not None:
@@ -266,34 +270,80 @@ class EngineStats:
         else:
             self.ndp_refusals, self.ndp_last_failure = self.ndp_refusals + 1, why
 
+    def count_answer(
+        self, layer: int, kind: PeerKind, waited_s: float, experts: int, pairs: int, answer: ExpertResult | None,
+        decode: bool,
+    ) -> None:  # fmt: skip
+        """As `LayerStats.count_answer`. decode: the forward has no rows of a prompt."""
+        self.layers[layer].count_answer(kind, waited_s, experts, pairs, answer)
+        if answer is None or not decode:
+            return
+        if kind == "shard":
+            self.decode_shard_experts += experts
+        else:
+            self.decode_ndp_experts += experts
+
     @property
-    def hit_rate(self) -> float:
-        """Hits over hits and misses; 1.0 if there are none."""
-        total = self.total()
-        asked = total.hits + total.misses
-        return total.hits / asked if asked else 1.0
+    def hit_rate(self) -> float | None:
+        """`needed_shares` of hits; None: nothing was needed yet."""
+        return hit_rate(asdict(self.total()))
 
     @property
     def decode_hit_rate(self) -> float | None:
         """Of forwards without rows of a prompt; None: they needed nothing."""
-        return _share(self.decode_hits, self.decode_misses)
+        return hit_rate(self._decode)
 
     @property
     def prefill_hit_rate(self) -> float | None:
         """Of forwards with rows of a prompt; None: they needed nothing."""
-        total = self.total()
-        return _share(total.hits - self.decode_hits, total.misses - self.decode_misses)
+        total = asdict(self.total())
+        return hit_rate({name: total[name] - count for name, count in self._decode.items()})
+
+    @property
+    def _decode(self) -> dict[str, int]:
+        return {
+            "hits": self.decode_hits, "misses": self.decode_misses, "ndp_experts": self.decode_ndp_experts,
+            "shard_experts": self.decode_shard_experts,
+        }  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """Flat totals for JSON, with the per-layer counters beside them."""
         total = self.total()
-        flat = asdict(total) | {"bytes_loaded": total.bytes_loaded, "hit_rate": self.hit_rate}
+        flat = asdict(total) | {"bytes_loaded": total.bytes_loaded}
+        flat |= {"hit_rate": hit_rate(flat), "needed_shares": needed_shares(flat)}
         own = {k: v for k, v in asdict(self).items() if k != "layers"}
         return flat | own | {"layers": [asdict(x) for x in self.layers]}
 
 
-def _share(hits: int, misses: int) -> float | None:
-    return hits / (hits + misses) if hits + misses else None
+def needed_shares(counters: Mapping[str, float]) -> dict[str, float] | None:
+    """What became of the needed experts: shares of all of them, which sum to 1; None: nothing was needed yet.
+
+    Every hit rate of this project is `hit` of these, over the same whole.
+
+    hit: ran from a slot that held it when the routing became known, without waiting for a copy. waited: its prefetch
+    was under way. loaded: on demand. near_data: an NDP worker computed it. other_gpu: another shard did; counters that
+    are the sum over all GPUs have it among that GPU's own.
+
+    Args:
+        counters: of `LayerStats` by name; those that are missing are 0.
+    """
+    hits, misses, near, other = (counters.get(name) or 0 for name in _NEEDED)
+    if not (needed := hits + misses + near + other):
+        return None
+    waited = min(misses, counters.get("late_prefetches") or 0)
+    ways = {"hit": hits, "waited": waited, "loaded": misses - waited, "near_data": near, "other_gpu": other}
+    return {way: count / needed for way, count in ways.items()}
+
+
+def hit_rate(counters: Mapping[str, float]) -> float | None:
+    """`needed_shares` of hits; None: nothing was needed yet."""
+    shares = needed_shares(counters)
+    return None if shares is None else shares["hit"]
+
+
+def count_needed(counters: Mapping[str, float]) -> float:
+    """Needed experts, per forward: the whole of `needed_shares`."""
+    return sum(counters.get(name) or 0 for name in _NEEDED)
 
 
 TRACKS = {"compute": 1, "wait": 2, "copy": 3, "prefetch": 4, "token": 5, "forward": 6, "matcher": 7}  # and peers

@@ -32,12 +32,12 @@ from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store.artifacts import MapShape, PolicyArtifacts
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.host import usable_cores
 from tiermoe.cluster.jobs.bench.serving import serve
 from tiermoe.cluster.simulate.hit_rates import hit_rates, policies
 from tiermoe.cluster.simulate.synthetic import FAMILIES
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.cluster.yaml_file import read_yaml
+from tiermoe.limits import usable_cores
 
 from .job import NO_TIME, Context, Record
 from .models import REAL, TOY, HostExperts, RandomModel, RealShape, build_random_model, moe_layers

@@ -17,18 +17,17 @@ import torch
 from pydantic import ConfigDict
 from torch import nn
 
-from tiermoe.actors.budget import host_free_bytes
 from tiermoe.actors.engine.cache.low_bits import ReplicaWeights
 from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.model.attention import attention_for
 from tiermoe.actors.engine.model.model import MoeBlock, assign_dense, blocks_at, register_implementation
 from tiermoe.actors.store.format import ExpertShape
-from tiermoe.cluster.host import usable_cores
 from tiermoe.cluster.simulate.shapes import ModelShape, shape_named
 from tiermoe.cluster.yaml_file import read_yaml
 from tiermoe.errors import ConfigError, UnsupportedModelError
 from tiermoe.kernels.pack import PackedShape
 from tiermoe.kernels.packed_slots import packed_shapes
+from tiermoe.limits import host_free_bytes, usable_cores
 
 from .job import Context
 from .near_data import DISTINCT_LAYERS

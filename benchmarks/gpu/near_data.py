@@ -19,9 +19,9 @@ from tiermoe.actors.store.files import LayerArrays
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.actors.store.replicas import ReplicaTables
 from tiermoe.cluster.config import load_hardware
-from tiermoe.cluster.host import usable_cores
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.kernels.pack import PackedShape
+from tiermoe.limits import usable_cores
 from tiermoe.proto.peers import Directory, PeerLink, ndp_name
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.settings import CopySettings, EngineSettings, LinkSettings
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.host import cpu, usable_cores
+from tiermoe.cluster.host import cpu
 from tiermoe.cluster.jobs.bench.metrics import Spread
+from tiermoe.limits import usable_cores
 
 from .job import ROOT, Context, Record
 from .models import REAL, TOY, HostExperts

@@ -29,6 +29,9 @@ _TOTAL_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 3
 _EXPERTS = {
     "expert_hits": ("Experts that a forward needed and found resident.", "hits"),
     "expert_misses": ("Experts that a forward needed and did not find resident.", "misses"),
+    "expert_late_prefetches": ("Part of the misses: the prefetch was under way.", "late_prefetches"),
+    "expert_near_data": ("Experts that a forward needed and NDP workers computed.", "ndp_experts"),
+    "expert_other_gpu": ("Experts that a forward needed and a GPU computed that does not answer.", "shard_experts"),
     "expert_bytes_wasted": ("Bytes that a prefetch loaded and no layer used.", "bytes_wasted"),
     "blocked_io_seconds": ("Seconds that the compute waited for copies.", "blocked_io_s"),
     "ndp_tokens": ("(token, expert) pairs that NDP workers computed.", "ndp_tokens"),
@@ -175,6 +178,8 @@ class Metrics:
                 for key in {key for _, key in _EXPERTS.values()} | {f"bytes_loaded_{cause}" for cause in _CAUSES}:
                     if any(key in part for part in parts):
                         stats[key] = sum(part.get(key, 0) for part in parts)
+                if any("hits" in part for part in parts):  # of the GPU that owns it, each is a hit or a miss
+                    stats["shard_experts"] = 0
             self.runtime.stats, self.runtime.load, self.runtime.links = stats, load, links
             self._read_s = time.monotonic()
 

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from ...actors.base_settings import Settings, in_unit
-from ..host import usable_cores
+from ...limits import usable_cores
 
 ToolFormatName = Literal[  # keys of `tools.TOOL_FORMATS`
     "harmony", "hermes", "qwen-xml", "glm-xml", "mistral", "deepseek", "kimi", "lfm", "pythonic", "llama-json",

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...actors.engine.stats import count_needed, hit_rate, needed_shares
 from ...errors import RuntimeFailure, TierMoeError
 from ..host import versions
 from ..report.status import merged_residency
@@ -56,7 +57,6 @@ class StatusReader:
         fresh, residency = await asyncio.gather(self._refreshed(), self._residency())
         plan, runtime = service.backend.plan, metrics.runtime
         stats, load = runtime.stats or {}, runtime.load or {}
-        hits, misses = stats.get("hits", 0), stats.get("misses", 0)
         return {
             "model": service.model_name, "policy": plan.get("policy"), "lossless": plan.get("lossless"),
             "version": versions()["tiermoe"], "uptime_s": round(time.monotonic() - service.begun_s, 1),
@@ -68,7 +68,8 @@ class StatusReader:
             },
             "tokens": metrics.token_counts(), "latency": recent_latency(metrics, time.perf_counter()),
             "experts": {
-                "hits": hits, "misses": misses, "bytes_loaded": stats.get("bytes_loaded"),
+                "hits": stats.get("hits", 0), "misses": stats.get("misses", 0), "needed": count_needed(stats),
+                "hit_rate": hit_rate(stats), "shares": needed_shares(stats), "bytes_loaded": stats.get("bytes_loaded"),
                 "bytes_wasted": stats.get("bytes_wasted"), "slots": stats.get("slots"), "count": stats.get("experts"),
             },
             "links": [{"gpu": gpu, "busy_s": seconds} for gpu, seconds in runtime.links.items()],

@@ -6,7 +6,6 @@ source pattern and concatenates gate and up. Here nothing is stacked: each exper
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from ...actors.store.format import part_bytes
 from ...actors.store.published import LayerMap, runs_of
 from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import DTYPES, ExpertForm, MatrixForm
+from ...limits import usable_cores
 from .checkpoint import Entry, TensorEntry, read_bytes
 from .gguf_header import EXPERT_REMEDY
 from .matrices import QuantizedEntry, Raw, plain_form
@@ -123,8 +123,8 @@ class LayerExperts:
 
 
 def in_order(function: Any, items: Sequence[Any]) -> Iterator[Any]:
-    """The results of calls on all cores, in order; NumPy works without the interpreter's lock. Few are ahead."""
-    cores = os.cpu_count() or 1
+    """The results of calls on all usable cores, in order; NumPy works without the interpreter's lock. Few are ahead."""
+    cores = usable_cores()
     with ThreadPoolExecutor(cores) as pool:
         waiting = []
         for item in items:

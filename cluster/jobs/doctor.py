@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import psutil
 import typer
 from rich.console import Console
 
 from ...errors import CheckpointError, ConfigError, reason
+from ...limits import Memory, cores, cores_words, memory, memory_words
 from ..checkpoints.hub import headers, locate
 from ..config import check_model_dir, default_model_dir
 from ..host import cpu, shown, versions
@@ -67,9 +67,8 @@ def devices() -> list[Device]:
     from ...actors.engine.make_device import cuda_usable
 
     if not cuda_usable():
-        memory = psutil.virtual_memory()
-        name = "cpu (stands in for a GPU)"
-        return [Device(name, memory.total, memory.available, host_copy_gbps(), "memcpy (emulated)")]
+        host = memory()
+        return [Device("cpu (stands in for a GPU)", host.total, host.free, host_copy_gbps(), "memcpy (emulated)")]
     found = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -120,15 +119,18 @@ def examine(model_dir: Path) -> tuple[dict[str, Any], ConfigError | None]:
     Raises:
         CheckpointError: a model other than the absent default one was given and cannot be read.
     """
-    memory = psutil.virtual_memory()
+    host = memory()
     found, refusal = list[Device](), None
     try:
         found = devices()
     except ConfigError as error:
         refusal = error
     report: dict[str, Any] = {
-        "cpu": cpu(),
-        "memory": {"total_bytes": memory.total, "free_bytes": memory.available, "copy_gbps": host_copy_gbps()},
+        "cpu": cpu() | {"cores_from": cores()[1]},
+        "memory": {
+            "total_bytes": host.total, "total_from": host.total_from, "free_bytes": host.free,
+            "free_from": host.free_from, "copy_gbps": host_copy_gbps(),
+        },
         "devices": [asdict(device) for device in found],
         "versions": versions(),
         "unusable_gpu": None if refusal is None else str(refusal),
@@ -151,7 +153,7 @@ def examine(model_dir: Path) -> tuple[dict[str, Any], ConfigError | None]:
 def doctor_command(
     model: Model = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Also measure the host time of a step, and keep all figures for predictions.")
+        bool, typer.Option("--save", help="Also measure the host time of a step; `replay --machine this` reads it.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the figures of --save to this file.")] = None,
     as_json: AsJson = False,
@@ -190,13 +192,17 @@ def _saved(console: Console, out: Path | None) -> dict[str, Any]:
     return costs.model_dump(mode="json")
 
 
+def _free(host: dict[str, Any]) -> str:
+    return memory_words(Memory(host["total_bytes"], host["total_from"], host["free_bytes"], host["free_from"]))
+
+
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    chip, memory, model = report["cpu"], report["memory"], report["model"]
+    chip, host, model = report["cpu"], report["memory"], report["model"]
     rows = [
-        ("cpu", f"{chip['model']}, {chip['cores']} usable cores ({chip['physical_cores']} physical)"),
+        ("cpu", f"{chip['model']}, {chip['physical_cores']} physical cores"),
+        ("usable cores", cores_words(chip["cores"], chip["cores_from"])),
         ("instruction sets", " ".join(chip["instruction_sets"]) or "none that matter here"),
-        ("host memory", f"{size(memory['free_bytes'])} free of {size(memory['total_bytes'])}, "
-                        f"copy {memory['copy_gbps']:.1f} GB/s (one thread, measured)"),
+        ("host memory", f"{_free(host)}, copy {host['copy_gbps']:.1f} GB/s (one thread, measured)"),
     ]  # fmt: skip
     for device in report["devices"]:
         rows.append(("device", f"{device['name']}, {size(device['free_bytes'])} free"))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,14 +22,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...actors.budget import AutoBudget
-from ...actors.policies.sharding import owned_experts
-from ...actors.settings import EngineSettings, budget_bytes, check_published
-from ...actors.store.format import read_manifest
-from ...errors import BudgetError, ConfigError, RequestError, size
+from ...actors.gpu_driver import gpu_count, has_gpu
+from ...actors.settings import EngineSettings, check_published
+from ...actors.slot_budget import divide
+from ...errors import BudgetError, ConfigError, RequestError
 from ..checkpoints.hub import located
 from ..checkpoints.quantization import published_as
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config, on_this_machine
 from ..ray_auth import adopt_mode
+from ..topology.inputs import facts_of_store
+from ..topology.spec import compute_item_bytes, slot_sizes
 from ..yaml_file import option_name
 from .prepare.needs import check_artifacts, prepared_store
 
@@ -190,7 +192,8 @@ def deployed(
         adopt_mode(config.ray.address)
     from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
 
-    store = prepared_store(config, settings, progress=not notices.quiet, check=check_budget)
+    check = partial(check_budget, local=config.ray.address is None)
+    store = prepared_store(config, settings, progress=not notices.quiet, check=check)
 
     def notify(line: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # as `deploy.say`
@@ -214,33 +217,35 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConf
     return config, settings
 
 
-def check_budget(settings: EngineSettings, store: Path) -> None:
+def check_budget(settings: EngineSettings, store: Path, local: bool = True) -> None:
     """Refuse a budget that the worker would refuse, before Ray starts.
 
-    A dtype that only the worker's device decides is taken for the smaller one, and the worker has the last word. What
-    `auto` comes to is known with the nodes (`topology.budget`).
+    Where only the worker's device decides the dtype and is not known here, a budget is refused that is too small for
+    the smaller one, with the least that is enough for the larger; the worker has the last word. What `auto` comes to is
+    known with the nodes (`topology.budget`).
+
+    Args:
+        local: the worker runs on this machine.
 
     Raises:
-        BudgetError: it holds no expert, or not all experts that a GPU owns, and the policy keeps all.
+        BudgetError: it is less than the policy needs.
     """
     if isinstance(settings.budget, AutoBudget):
         return
-    manifest = read_manifest(store)
-    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if settings.device == "cpu" else "bfloat16")
-    slot_bytes, form = manifest.experts.nbytes(4 if dtype == "float32" else 2), str(dtype)
-    if manifest.published is not None:
-        slot_bytes, form = manifest.published.slot_bytes, manifest.published.label()
-    layers, each, shards = len(manifest.layers), manifest.experts.num_experts, settings.shards
-    experts = layers * each
-    budget = budget_bytes(settings.budget, slot_bytes, experts)
-    most = max(owned_experts(layers, each, shards.count, shards.ownership))
-    if settings.policy.preload == "all" and budget < most * slot_bytes:
-        where = "" if shards.count == 1 else f" on the fullest of {shards.count} GPUs"
-        raise BudgetError(
-            f"policy '{settings.policy.name}' keeps all experts resident, {size(most * slot_bytes)} in {form}{where}; "
-            f"the budget is {size(most * slot_bytes - budget)} short of it",
-            f"pass --budget {math.ceil(1e4 * most / experts) / 1e4}, or choose a policy that loads on demand",
-        )
+    gpus = [settings.device == "cuda"]
+    if settings.device == "auto" and not (local and gpu_count()):
+        gpus = [True, False] if has_gpu() or not local else [False]
+    elif settings.device == "auto":
+        gpus = [True]
+    facts, refusal = facts_of_store(store, store), None
+    for item in sorted({compute_item_bytes(settings, gpu) for gpu in gpus}):
+        try:
+            divide(settings.policy, settings.budget, slot_sizes(settings, facts, item))
+            return
+        except BudgetError as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
 
 
 def _option(key: str) -> tuple[Any, Any]:

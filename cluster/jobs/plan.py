@@ -1,6 +1,6 @@
-"""`tiermoe plan`: what would run where, with how many bytes and how fast, without starting anything.
+"""`tiermoe plan`: what would run where, with how many bytes, without starting anything.
 
-configuration + sizes of the model + nodes -> topology -> prediction -> tables or JSON
+configuration + sizes of the model + nodes -> topology and times of copies -> tables or JSON
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import CheckpointError, ConfigError
+from ...limits import cores, cores_words, memory, memory_words
 from ..checkpoints.checkpoint import refuse_unsupported
 from ..checkpoints.hub import located
 from ..config import DEFAULT_BUDGET, RunConfig, default_model_dir, engine_settings, load_run_config, on_this_machine
-from ..host import shown, usable_cores
+from ..host import shown
 from ..report.runtime import topology_tables
 from ..report.tables import results, show
 from ..topology.budget import with_terms
@@ -32,7 +33,6 @@ from ..topology.inputs import (
 )
 from ..topology.spec import ModelFacts, NodeInfo, wants_gpu
 from .options import AsJson, Config, with_options
-from .prediction import with_routing
 from .prepare.needs import note
 
 
@@ -73,7 +73,8 @@ def _nodes(config: RunConfig, file: Path | None, live: bool) -> tuple[list[NodeI
             f"the configuration joins the Ray at {address}, whose nodes are not known here",
             "pass --live to ask it, or --nodes FILE",
         )
-    return this_machine(local_ray(config, engine_settings(config))), f"this machine, {usable_cores()} usable cores"
+    offered = f"this machine, {cores_words(*cores())}, {memory_words(memory())}"
+    return this_machine(local_ray(config, engine_settings(config))), offered
 
 
 def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) -> PlanResult:
@@ -104,15 +105,14 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
         notes += local_notes(config, settings)
     notes += why
     settings = with_terms(config, settings, facts, there, here)
-    result = make_plans(config, settings, facts, there, nodes_from, notes, here)[0]
-    return with_routing(result, config) if here else result
+    return make_plans(config, settings, facts, there, nodes_from, notes, here)[0]
 
 
 def plan(
     model: str | None = None, *, policy: str | None = None, budget: str | float | None = None,
     config: str | None = None, nodes: str | Path | None = None, **options: Any,
 ) -> dict[str, Any]:
-    """What would run where, with how many bytes and how fast. What `tiermoe.plan` is; starts nothing.
+    """What would run where, with how many bytes. What `tiermoe.plan` is; starts nothing.
 
     Args:
         model, policy, budget, config, options: as of `tiermoe.LLM`; of a hub's model only sizes are fetched.
@@ -139,7 +139,7 @@ def plan_command(
     live: Annotated[bool, typer.Option("--live", help="Ask the Ray at ray.address for its nodes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what would run where, with how many bytes and how fast, and start nothing."""
+    """Say what would run where, with how many bytes, and start nothing."""
     record = planned(load_run_config(config, options), nodes, live).as_dict()
     if as_json:
         print(json.dumps(record))

@@ -1,47 +1,25 @@
-"""The prediction that `tiermoe plan` and `tiermoe run` print: a recorded routing, replayed with this machine's costs.
+"""A decode step's time from a recorded routing, replayed with this machine's costs: hits, bytes and waits are those of
+the policy at its budget. `bench validation` compares it with what it measures.
 
-A model may ship a routing trace (folder `routing`, made by `tiermoe record`). Where it does, the machine's costs are
-known and the simulated executor runs the policy, the prediction is its time per token; hits, bytes and waits are the
-policy's own at this budget. Else `topology.estimate` has assumed a routing, and its prediction stays.
+A model may ship a routing trace (folder `routing`, made by `tiermoe record`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from ...actors.policies.cost import Link
-from ...errors import ConfigError, TierMoeError
+from ...errors import ConfigError
 from ..config import DEFAULT_POLICY, RunConfig, chosen_policy
 from ..simulate.executor import context_of
 from ..simulate.machine import Machine, machine_of
 from ..simulate.trace import Trace, TraceHeader
-from ..topology.estimate import WITHIN, PlanResult, Prediction, layer_bytes, threads_note
-from ..topology.machine_costs import MachineCosts, PolicyCosts, known_costs
+from ..topology.estimate import WITHIN, Prediction, layer_bytes, threads_note
+from ..topology.machine_costs import MachineCosts, PolicyCosts
 from ..topology.spec import ClusterSpec, ModelFacts
 from .replay import replay, require_replayable
 
 ROUTING = "routing"
-
-
-def shipped_routing(model_dir: Path) -> Path | None:
-    """The routing trace that ships with a model, if any."""
-    folder = model_dir / ROUTING
-    return folder if (folder / "trace.json").is_file() else None
-
-
-def with_routing(planned: PlanResult, config: RunConfig) -> PlanResult:
-    """The plan with a prediction from the model's routing trace; the same plan if it has none, or it does not fit."""
-    costs, source = known_costs()
-    trace = shipped_routing(config.model_dir)
-    if costs is None or trace is None or planned.prediction.low is None or planned.spec.shards > 1:
-        return planned
-    try:
-        prediction = predict_by_trace(planned.prediction, planned.spec, planned.facts, config, costs, Trace(trace))
-    except TierMoeError as error:
-        basis = (*planned.prediction.basis, f"the recorded routing is unusable: {error.what}")
-        return replace(planned, prediction=replace(planned.prediction, basis=basis))
-    return replace(planned, prediction=replace(prediction, basis=(f"host time {source}", *prediction.basis[1:])))
 
 
 def predict_by_trace(
@@ -67,12 +45,12 @@ def predict_by_trace(
     forwards = max(1, record["forwards_run"])
     nbytes = record["bytes_loaded"] / header.slot_bytes * spec.slot_bytes / forwards
     loads = record["bytes_loaded"] / header.slot_bytes / forwards / facts.layers  # of a layer
-    token_s = record["tpot_s"]
+    token_s, hits = record["tpot_s"], record["hit_rate"] or 0.0  # of no forward
     parts = dict(assumed.parts_s) | {
         "dense_s": costs.dense_s(layer_bytes(spec, facts)),
         "host_s": (policy.layer_us + loads * policy.load_us) * 1e-6,
-        "hit_s": record["hit_rate"] * facts.top_k * costs.expert_s(spec.slot_bytes),
-        "miss_s": (1 - record["hit_rate"]) * facts.top_k * costs.expert_s(spec.slot_bytes),
+        "hit_s": hits * facts.top_k * costs.expert_s(spec.slot_bytes),
+        "miss_s": (1 - hits) * facts.top_k * costs.expert_s(spec.slot_bytes),
         "load_s": record["blocked_io_s"] / forwards / facts.layers,
     }
     return replace(
@@ -80,7 +58,7 @@ def predict_by_trace(
         tokens_per_s=1 / token_s,
         low=1 / (token_s * (1 + WITHIN)),
         high=1 / (token_s * (1 - WITHIN)),
-        hit_share=record["hit_rate"],
+        hit_share=hits,
         bytes_loaded_per_token=nbytes,
         layer_s=token_s / facts.layers,
         parts_s=parts,

@@ -19,12 +19,21 @@ from ...actors.policies.eviction import Belady, EvictionPolicy
 from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.registry import PolicyContext, kinds, make, options, options_class, policy_class
 from ...actors.policy_settings import PolicySettings
-from ...errors import BudgetError, ConfigError
+from ...actors.slot_budget import divide
+from ...errors import ConfigError
 from ..config import DEFAULT_LINK, load_policy, parse_budget
 from ..host import now, versions
 from ..report.tables import Facts, Grid, facts, grid, progress_on, results, seconds, share, show, size
 from ..simulate.arrivals import Arrival, arrivals_of
-from ..simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, first_split, replays_routing
+from ..simulate.executor import (
+    SimulatedEngine,
+    context_of,
+    engine_of,
+    eviction_of,
+    first_split,
+    replays_routing,
+    sizes_of,
+)
 from ..simulate.hit_rates import result, serve
 from ..simulate.machine import Machine, load_machine
 from ..simulate.predictors import Recall, load_predictors, recall, routing_profile, split, train_predictors
@@ -264,6 +273,7 @@ def engine_for(
         BudgetError: it holds no expert, or not all experts, and all are preloaded.
         ConfigError: the preset needs what the trace or the machine lacks.
     """
+    divide(settings, budget, sizes_of(header, settings, machine.gpus))  # or it is refused
     split = None if settings.split.kind == "off" else first_split(header, settings, budget)
     eviction = eviction_of(settings, header) if eviction is None else eviction
     policy = checked_prefetch(settings, replace(context or context_of(header), eviction=eviction), header)
@@ -274,8 +284,6 @@ def engine_for(
         profile=routing_profile(header, requests) if "profile" in settings.needs else None,
     )  # fmt: skip
     if settings.preload == "all":
-        if engine.slots < engine.stats.experts:
-            raise BudgetError(f"policy '{settings.name}' keeps all experts resident", "pass --budget 1.0")
         engine.preload()
     return engine
 

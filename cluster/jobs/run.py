@@ -41,7 +41,6 @@ from .options import (
     refuse_runtime_options,
     with_options,
 )
-from .prediction import with_routing
 
 _ATTACHED_DEADLINE_S = 3600.0
 
@@ -107,7 +106,7 @@ def _run_here(
     with BoundedEnd(llm.abandon, terminated=143) as ending, llm:
         deployment = llm.start()
         ending.serving()
-        planned = with_routing(deployment.planned, llm.config).as_dict()
+        planned = deployment.planned.as_dict()
         if plan_to is not None:
             show(plan_to, plan_table(llm.plan), *placed_tables(planned))
         _write_text(prompt, stream, text_out)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ...actors.engine.stats import hit_rate
 from ...errors import ConfigError, reason
 
 PERCENTS = (*range(0, 95, 5), 95, 96, 97, 98, 99, 100)  # of `percentiles`
@@ -186,8 +187,12 @@ class _Row(_Part):
     hit_rate: float | None = None
     hits: float | None = None
     misses: float | None = None
+    ndp_experts: float | None = None
+    shard_experts: float | None = None
     decode_hits: float | None = None
     decode_misses: float | None = None
+    decode_ndp_experts: float | None = None
+    decode_shard_experts: float | None = None
     expert_bytes_peak: float | None = None
     blocked_io_s: float | None = None
     writeback_blocked_s: float | None = None
@@ -278,15 +283,20 @@ def _link(gbps: float | None) -> str:
 def _rates(once: Callable[[str], float | None]) -> dict[str, float] | None:
     """Hit rates by phase, as far as their counts are there."""
 
-    def rate(hits: float | None, misses: float | None) -> float | None:
-        return None if hits is None or misses is None or hits + misses <= 0 else hits / (hits + misses)
-
-    hits, misses, decode_hits, decode_misses = map(once, ("hits", "misses", "decode_hits", "decode_misses"))
-    whole = once("hit_rate")
-    found = {"all": rate(hits, misses) if whole is None else whole, "decode": rate(decode_hits, decode_misses)}
-    if hits is not None and misses is not None and decode_hits is not None and decode_misses is not None:
-        found["prefill"] = rate(hits - decode_hits, misses - decode_misses)
+    names = ("hits", "misses", "ndp_experts", "shard_experts")
+    of_all, of_decode = ({name: once(f"{phase}{name}") for name in names} for phase in ("", "decode_"))
+    counted, phases = (counts["hits"] is not None and counts["misses"] is not None for counts in (of_all, of_decode))
+    if of_decode["ndp_experts"] is None and of_all["ndp_experts"]:  # of an earlier version: not by phase
+        phases = False
+    found = {"all": hit_rate(_given(of_all)) if counted else once("hit_rate")}
+    if counted and phases:
+        found["decode"] = hit_rate(_given(of_decode))
+        found["prefill"] = hit_rate({name: (of_all[name] or 0) - (of_decode[name] or 0) for name in names})
     return {name: value for name, value in found.items() if value is not None} or None
+
+
+def _given(counts: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: count for name, count in counts.items() if count is not None}
 
 
 def _blocked(once: Callable[[str], float | None]) -> dict[str, float] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...actors.budget import in_words
 from .status import planned_by
-from .tables import Facts, Grid, count, facts, grid, seconds, size, speed
+from .tables import Facts, Grid, count, facts, grid, seconds, size
 
 _KINDS = {
     "dense": "dense", "kv": "kv", "slots": "slots", "low_bit": "slots for replicas", "mapped": "mapped",
@@ -81,21 +81,15 @@ def topology_tables(record: Mapping[str, Any]) -> list[Facts | Grid]:
 
 
 def placed_tables(record: Mapping[str, Any]) -> list[Facts | Grid]:
-    """The same plan carried out, in short: each actor with its node and bytes, and what was predicted.
+    """The same plan carried out, in short: each actor with its node and bytes, and what copies take.
 
     Args:
         record: as `topology.estimate.PlanResult.as_dict` makes it.
     """
     addresses = {load["node"]: load["address"] for load in record["topology"]["loads"]}
     actors = [actor | {"node": addresses.get(actor["node"], actor["node"])} for actor in record["topology"]["actors"]]
-    prediction = record["prediction"]
-    predicted = facts("Predicted, not measured", [
-        ("decode", f"{speed(prediction)} for one request on {prediction['hardware']['name']}, "
-                   f"bound by {prediction['bound_by']}; {size(prediction['bytes_loaded_per_token'])} loaded a token"),
-        ("from", "; ".join(prediction["basis"])),
-    ])  # fmt: skip
     placed = _actors(actors, f"Topology on {record['nodes_from']}", scheduled=False)
-    return [placed, predicted, *_notes(record)]
+    return [placed, _prediction(record["prediction"]), *_notes(record)]
 
 
 def _kernels(choice: Mapping[str, Any]) -> str:
@@ -246,16 +240,12 @@ def _nodes(loads: Iterable[Mapping[str, Any]]) -> Grid:
 
 def _prediction(prediction: Mapping[str, Any]) -> Facts:
     hardware = prediction["hardware"]
-    parts = ", ".join(f"{name.removesuffix('_s')} {seconds(value)}" for name, value in prediction["parts_s"].items())
+    one, token = seconds(prediction["copy_s_least"]), seconds(prediction["token_copies_s_least"])
     ndp = f"; NDP modelled as {prediction['ndp_hardware']}" if prediction["ndp_hardware"] else ""
     return facts("Predicted, not measured", [
-        ("decode", f"{speed(prediction)} for one request, bound by {prediction['bound_by']}"),
-        ("from", "; ".join(prediction["basis"])),
-        ("one layer", f"{seconds(prediction['layer_s'])}, before overlap: {parts}"),
-        ("loads", f"{size(prediction['bytes_loaded_per_token'])} a token"),
-        ("hits", f"{prediction['hit_share']:.1%}"),
-        ("hardware", f"{hardware['name']}: memory {hardware['memory_gbps']:g} GB/s, link "
-                             f"{hardware['link_gbps']:g} GB/s after {hardware['link_latency_us']:g} us, network "
-                             f"{hardware['network_gbps']:g} GB/s after {hardware['network_latency_us']:g} us, "
-                             f"prefetch brings {hardware['prefetch_useful']:.0%} of the misses in time{ndp}"),
+        ("tokens/s", prediction["not_predicted"]),
+        ("copies", f"{size(prediction['copy_bytes'])} each, at least {one} over these links; at least {token} for a "
+                   "token whose experts are all copied"),
+        ("links", f"{hardware['name']}: {hardware['link_gbps']:g} GB/s after {hardware['link_latency_us']:g} us, "
+                  f"network {hardware['network_gbps']:g} GB/s after {hardware['network_latency_us']:g} us{ndp}"),
     ])  # fmt: skip

@@ -8,12 +8,20 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from .tables import Facts, Grid, facts, grid, seconds, share, size, speed
+from ...actors.engine.stats import count_needed, hit_rate, needed_shares
+from .tables import Facts, Grid, facts, grid, seconds, share, size
 
 _ABSENT, _LOADING, RESIDENT = 0, 1, 2  # `actors.policies.residency.State`
 _MARKS = {_ABSENT: "·", _LOADING: "~", RESIDENT: "█"}
 _STYLES = {_ABSENT: "dim", _LOADING: "yellow", RESIDENT: ""}
 _HOTNESS = ("blue", "cyan", "green", "yellow", "red")  # a resident's share of the most used expert's uses
+NOTHING_RAN = "none: nothing ran yet"
+_ELSEWHERE = {"ndp_experts": "near data", "shard_experts": "on other GPUs"}
+_LEAST_SHARE = 0.0005  # of the needed experts that is named
+_WAYS = {  # of `needed_shares`
+    "hit": "hits", "loaded": "loaded on demand", "near_data": "computed near data", "other_gpu": "on other GPUs",
+    "waited": "waited for",
+}  # fmt: skip
 _SHARES = "·▁▂▃▄▅▆▇█"  # of a cell's experts that are resident, where a cell is several
 
 
@@ -71,7 +79,6 @@ def summary_table(result: Mapping[str, Any]) -> Facts:
         ("time to first token", seconds(result["ttft_s"])),
         ("time per output token",
          f"{seconds(tpot_s)} ({1 / tpot_s:.1f} tokens/s)" if tpot_s else "none (fewer than two tokens)"),
-        *([("predicted", speed(result["prediction"]))] if result.get("prediction") else []),
         *_counter_rows(result, result.get("plan") or {}),
         ("start-up", _startup(result)),
         _executor_row(result),
@@ -179,7 +186,7 @@ def _cell(states: Sequence[int], uses: Sequence[int], most: int) -> tuple[str, s
 def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The engine's counters, without those that the policy does not use."""
     return [
-        ("expert hit rate", f"{total['hit_rate']:.1%} ({total['hits']} hits, {total['misses']} misses)"),
+        ("expert hit rate", _hit_rate(total)),
         ("loaded", f"{size(total['bytes_loaded'])}, of it prefetched {size(total['bytes_loaded_prefetch'])}, "
                    f"wasted {size(total['bytes_wasted'])}"),
         *_low_bit_rows(total),
@@ -194,6 +201,15 @@ def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tup
                           f"{total['slots']} slots for {total['experts']} experts"),
         *shared_rows(total),
     ]  # fmt: skip
+
+
+def _hit_rate(total: Mapping[str, Any]) -> str:
+    """The share of needed experts that were hits, and the counts of all that it is a share of."""
+    if not count_needed(total):
+        return NOTHING_RAN
+    counts = [f"{total['hits']} hits", f"{total['misses']} misses"]
+    counts += [f"{n} {said}" for name, said in _ELSEWHERE.items() if (n := total.get(name))]
+    return f"{share(hit_rate(total))} ({', '.join(counts)})"
 
 
 def _executor_row(total: Mapping[str, Any]) -> tuple[str, str]:
@@ -296,20 +312,18 @@ def planner_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _needed(total: Mapping[str, Any]) -> str:
     """Where the needed experts were, or what became of them, where there are several ways."""
-    ways = total.get("planner") or total.get("ndp_experts")
-    return f"{_shares(total)};" if ways else f"{share(total['hit_rate'])} hits,"
+    if not count_needed(total):
+        return f"{NOTHING_RAN},"
+    ways = any(total.get(name) for name in ("planner", *_ELSEWHERE))
+    return f"{_shares(total)};" if ways else f"{share(hit_rate(total))} hits,"
 
 
 def _shares(total: Mapping[str, Any]) -> str:
     """What became of the needed experts, in shares of all of them, which add up to 100%."""
-    near, waited = total["ndp_experts"], total["late_prefetches"]
-    ways = {
-        "hits": total["hits"], "loaded on demand": total["misses"] - waited, "computed near data": near,
-        "waited for": waited,
-    }  # fmt: skip
-    needed = sum(ways.values())
-    seen = [(way, count / needed) for way, count in ways.items() if count > 0.0005 * needed]
-    return ", ".join(f"{share(part)} {way}" for way, part in seen) or "none needed"
+    found = needed_shares(total)
+    if found is None:
+        return NOTHING_RAN
+    return ", ".join(f"{share(found[way])} {said}" for way, said in _WAYS.items() if found[way] > _LEAST_SHARE)
 
 
 def _forwards(planner: Mapping[str, Any]) -> str:
@@ -365,15 +379,16 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Grid:
         layers = gpu.get("residency")
         resident = None if layers is None else sum(state == RESIDENT for layer in layers for state in layer["states"])
         if "hits" in gpu:
-            asked = gpu["hits"] + gpu["misses"]
+            asked = gpu["hits"] + gpu["misses"]  # near data and other GPUs are the lead's to count
             cells += [
                 f"{'?' if resident is None else resident} in {gpu['slots']} slots",
-                f"{gpu['hits'] / asked:.1%} of {asked}" if asked else "nothing asked",
+                f"{gpu['hits'] / asked:.1%} of {asked}" if asked else NOTHING_RAN,
                 size(gpu["bytes_loaded"]), seconds(gpu["total_io_s"]), seconds(gpu["blocked_io_s"]),
                 f"{size(gpu['expert_bytes_peak'])} of {size(gpu['expert_budget_bytes'])}",
             ]  # fmt: skip
         rows.append(cells)
-    return grid("GPUs", ("GPU", "state", "resident", "hit rate", "loaded", "link busy", "blocked", "memory"), rows)
+    columns = ("GPU", "state", "resident", "hits of its own", "loaded", "link busy", "blocked", "memory")
+    return grid("GPUs", columns, rows)
 
 
 def _health(health: Mapping[str, Any]) -> str:

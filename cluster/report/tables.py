@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -154,13 +154,6 @@ def seconds(value: float | None) -> str:
     if value < 1e-3:
         return f"{value * 1e6:.0f} us"
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
-
-
-def speed(prediction: Mapping[str, Any]) -> str:
-    """Predicted tokens per second, with their range, or the word rough: no bound on what will be measured."""
-    low, high = prediction["low"], prediction["high"]
-    parts = [*(["rough"] if prediction["rough"] else []), *([] if low is None else [f"{low:.2g} to {high:.2g}"])]
-    return f"about {prediction['tokens_per_s']:.2g} tokens/s ({', '.join(parts)})"
 
 
 def count(number: int, noun: str) -> str:

@@ -218,7 +218,7 @@ class RecordedBackend:
             self._clock.advance(host_s)
         self._runner.run(routing, None, None, step.kernel, None)
         if calls:
-            join(calls, self._clock, self.host, step.cache.stats.layers[step.index])
+            join(calls, self._clock, self.host, step.cache, step.index)
 
 
 class RecordedRun:

@@ -31,15 +31,16 @@ from ...actors.policies.cost import load_s
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.fmoe import ExpertMapPolicy
 from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
-from ...actors.policies.moepic.split import SplitLayout, buffer_for
+from ...actors.policies.moepic.split import SplitLayout
 from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
 from ...actors.policies.routing import Rerouting
 from ...actors.policy_settings import PolicySettings
 from ...actors.settings import budget_bytes, mixed_slots
+from ...actors.slot_budget import SlotSizes, divide
 from ...actors.store.artifacts import PolicyArtifacts
-from ...errors import BudgetError, ConfigError, TraceError
+from ...errors import ConfigError, TraceError
 from ...kernels.pack import PackedShape
 from .backend import (
     Compute,
@@ -100,13 +101,20 @@ def first_split(header: TraceHeader, policy: PolicySettings, budget: float | int
         BudgetError: the budget is too small for it. TraceError: the experts cannot be split.
     """
     header.refuse_pairs(2, "take a policy without a split")  # the configurator's counts, and a layer's new ones
-    split, neurons, keys = policy.split, neurons_of(header), header.layers * header.experts
-    slots = min(budget_bytes(budget, header.slot_bytes, keys) // header.slot_bytes, keys)
-    buffer = buffer_for(split.theta, header.top_k) if split.buffer is None else split.buffer
-    try:
-        return SplitLayout.uniform(header.layers, header.experts, neurons, slots * neurons, split.theta, buffer)
-    except ValueError as error:
-        raise BudgetError(f"the budget of {slots} experts cannot be split: {error}", "give a larger budget") from error
+    split = divide(policy, budget, sizes_of(header, policy)).split
+    assert split is not None  # the caller's condition
+    return split
+
+
+def sizes_of(header: TraceHeader, policy: PolicySettings, gpus: int = 1) -> SlotSizes:
+    """What a budget is divided by at a trace's shape, of each of so many GPUs.
+
+    Raises:
+        TraceError: the policy splits experts that cannot be split.
+    """
+    neurons = 1 if policy.split.kind == "off" else neurons_of(header)
+    low = None if policy.low_bit is None else replica_bytes(header, policy.low_bit.bits)
+    return SlotSizes(header.layers, header.experts, header.slot_bytes, neurons, header.top_k, low, gpus)
 
 
 class SimulatedEngine:
@@ -290,7 +298,7 @@ class SimulatedEngine:
         each = [found, *(shard.cache.stats for shard in self._shards)]
         return replace(
             found, slots=self.slots, layers=layers, decode_hits=sum(stats.decode_hits for stats in each),
-            decode_misses=sum(stats.decode_misses for stats in each),
+            decode_misses=sum(stats.decode_misses for stats in each), decode_shard_experts=0,
             decode_blocked_io_s=sum(stats.decode_blocked_io_s for stats in each),
         )  # fmt: skip
 

@@ -256,13 +256,15 @@ def send(
     return tasks
 
 
-def join(tasks: Sequence[SimulatedTask], clock: Clock, host: LeadHost, stats: LayerStats) -> None:
+def join(tasks: Sequence[SimulatedTask], clock: Clock, host: LeadHost, cache: ExpertCache, layer: int) -> None:
     """Wait for the answers, and take them."""
     for task in tasks:
         waited_s = max(0.0, task.done_s - clock.now_s)
         clock.now_s += waited_s
         host.handle()
-        stats.count_answer(task.kind, waited_s, len(task.keys), task.pairs, task.answer)
+        cache.stats.count_answer(
+            layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.decode_only
+        )
 
 
 def rows_of(spans: Sequence[Span]) -> list[SequenceRows]:
@@ -349,13 +351,16 @@ def _planned_placer(
 
 
 def merged(lead: LayerStats, others: Sequence[LayerStats]) -> LayerStats:
-    """A layer's counters over all GPUs; passes, paths and answers are the lead's."""
+    """A layer's counters over all GPUs; passes, paths and answers are the lead's.
+
+    `shard_experts` is 0: an expert is a hit or a miss of the GPU that owns it.
+    """
     own = ("forwards", "waves", "io_path_s", "link_path_s")
     values = {
         name: found + (0 if name in own else sum(getattr(other, name) for other in others))
         for name, found in asdict(lead).items()
     }
-    return LayerStats(**values)
+    return LayerStats(**values | {"shard_experts": 0})
 
 
 class MatcherLag(PrefetchPolicy):

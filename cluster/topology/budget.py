@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from ...actors.budget import AutoBudget, ModelSizes, activation_bytes
 from ...actors.gpu_driver import gpus_free_bytes
 from ...actors.settings import EngineSettings
+from ...actors.slot_budget import least_bytes
 from ..config import RunConfig
-from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, wants_gpu
+from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, slot_sizes, wants_gpu
 
 _RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each of our processes without weights
 
@@ -31,11 +32,12 @@ def with_terms(
         return settings
     gpu, kv, cluster = wants_gpu(settings, nodes), settings.kv, config.cluster
     item, tokens, rows = compute_item_bytes(settings, gpu), kv.num_blocks * kv.page_size, kv.max_batch_tokens
-    slot = facts.slot_bytes(item)
+    slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
     terms = AutoBudget(
         dense=facts.dense_elements * item, kv=facts.kv_elements * item * tokens,
         activations=activation_bytes(_sizes(facts), rows, tokens, kv.max_num_seqs, item, settings.attention),
-        slot=slot, most=slot * facts.layers * facts.experts, chunk=rows, tokens=tokens,
+        slot=slot, least=least_bytes(settings.policy, sizes) or slot, most=slot * facts.layers * facts.experts,
+        chunk=rows, tokens=tokens,
     )  # fmt: skip
     if gpu:
         found = [int(cluster.gpu_memory)] if cluster.gpu_memory is not None else []

@@ -1,6 +1,10 @@
-"""Predicted tokens per second of one request's decode, line by line.
+"""What a plan says of times, and the closed form of a decode step that `bench validation` compares with measurements.
 
-With L layers, K experts a token, G GPUs, resident share r and the machine's costs (`machine_costs.py`), per layer:
+A plan says what copies take at least (`copy_times`): bytes over the bandwidth of their link, which no run beats. It
+says no tokens per second: no interval around a prediction has held in nine of ten measurements, so none is printed.
+
+The closed form (`predict`), line by line. With L layers, K experts a token, G GPUs, resident share r and the machine's
+costs (`machine_costs.py`), per layer:
 
     dense_s = dense_layer + (dense bytes / L + KV bytes / L) / dense_gbps
                                                               the lead reads attention, norms, router, head once
@@ -34,7 +38,7 @@ o = 0 to twice that. `jobs/prediction.py` replays a recorded routing instead, wi
 Where it is not measured, `assumed_costs` gives bandwidths of the kind of device, no host time and o = 0: the result may
 be too high or too low, by a factor, and is called rough. Left out: batching (weights that several tokens share).
 
-`make_plan`: configuration + sizes of the model + nodes -> topology -> prediction; `tiermoe plan` prints it, and a
+`make_plan`: configuration + sizes of the model + nodes -> topology and times of copies; `tiermoe plan` prints it, and a
 deployment carries it out.
 """
 
@@ -53,6 +57,8 @@ from .machine_costs import MachineCosts, PolicyCosts, known_costs
 from .planner import plan_topology
 from .spec import ClusterSpec, ModelFacts, NdpSpec, NodeInfo, NodeLoad, Topology, cluster_spec
 
+NOT_PREDICTED = "not predicted: no interval has held in 9 of 10 measurements; `tiermoe run` measures it"
+PREFETCH_USEFUL = 0.5  # share of the missing experts that prefetch brings in time, u
 OVERLAP = 0.3  # of a token's experts with the token's before, where no routing is recorded
 CONTEXT_TOKENS = 512  # whose keys and values a step reads
 WITHIN = 0.15  # half the width of a range from measured costs and a recorded routing
@@ -72,6 +78,58 @@ class Hardware:
     network_gbps: float
     network_latency_us: float
     prefetch_useful: float
+
+
+@dataclass(frozen=True)
+class CopyTimes:
+    """What copies of experts take at least: bounds by the bandwidth of their link, never measured.
+
+    Attributes:
+        nbytes: of one expert's copy. one_s: seconds of it.
+        token_s: of one token's decode if all its experts are copied, each GPU over its own link.
+        hardware: the links that were counted on.
+        ndp_hardware: name of the modelled NDP device; None if there is none.
+    """
+
+    nbytes: int
+    one_s: float
+    token_s: float
+    hardware: Hardware
+    ndp_hardware: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with the speed that is not predicted, and why."""
+        hardware = asdict(self.hardware)
+        links = {name: hardware[name] for name in hardware if name not in ("memory_gbps", "prefetch_useful")}
+        return {
+            "label": "predicted", "tokens_per_s": None, "not_predicted": NOT_PREDICTED, "copy_bytes": self.nbytes,
+            "copy_s_least": self.one_s, "token_copies_s_least": self.token_s, "hardware": links,
+            "ndp_hardware": self.ndp_hardware,
+        }  # fmt: skip
+
+
+def copy_times(topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware) -> CopyTimes:
+    """The bounds of a plan.
+
+    The stand-in copies what slots hold, a GPU what is stored; a policy that may load a low-bit replica in place of an
+    expert copies that at least. A layer waits for the GPU with the most experts, of K at least K / G rounded up.
+    """
+    stored = facts.all_bytes // (facts.layers * facts.experts)
+    nbytes = stored if spec.gpu or facts.form is not None else spec.slot_bytes
+    if spec.low_bit is not None:
+        nbytes = min(nbytes, spec.low_bit.replica_bytes)
+    one_s = _load_s(hardware, nbytes, _mapped_share(topology, facts))
+    ndp = _counted_on(spec)
+    return CopyTimes(
+        nbytes, one_s, one_s * math.ceil(facts.top_k / spec.shards) * facts.layers, hardware,
+        None if ndp is None else ndp.hardware.name,
+    )  # fmt: skip
+
+
+def _mapped_share(topology: Topology, facts: ModelFacts) -> float:
+    """The share of layers that lie on the workers' own nodes."""
+    workers = topology.having("lead", "shard")
+    return sum(len(worker.layers) for worker in workers) / (len(workers) * facts.layers)
 
 
 @dataclass(frozen=True)
@@ -120,15 +178,16 @@ def resolve_hardware(given: HardwareConfig, gpu: bool, link_gbps: float | None, 
     name, memory, link, latency = _H100 if gpu else _STAND_IN
     if not gpu:
         link, latency = link_gbps or link, link_latency_us
-    assumed = None in (given.memory_gbps, given.link_gbps, given.link_latency_us)
+    throttled = not gpu and link_gbps is not None
+    assumed = not throttled and None in (given.link_gbps, given.link_latency_us)
     return Hardware(
-        name=f"{name}, assumed" if assumed else "as configured",
-        memory_gbps=given.memory_gbps or memory,
+        name=f"{name}, assumed" if assumed else f"{name}, as configured",
+        memory_gbps=memory,
         link_gbps=given.link_gbps or link,
         link_latency_us=latency if given.link_latency_us is None else given.link_latency_us,
         network_gbps=given.network_gbps,
         network_latency_us=given.network_latency_us,
-        prefetch_useful=given.prefetch_useful,
+        prefetch_useful=PREFETCH_USEFUL,
     )
 
 
@@ -217,7 +276,6 @@ def _layer(
     costs: MachineCosts,
 ) -> tuple[dict[str, float], float, float]:  # fmt: skip
     """The parts of a layer before overlap, its seconds, and the bytes that a token loads. share: r."""
-    workers = topology.having("lead", "shard")
     parallel = facts.top_k / math.ceil(facts.top_k / spec.shards)
     experts_s = facts.top_k / parallel * costs.expert_s(spec.slot_bytes)
     missing = facts.top_k * (1 - share)
@@ -238,7 +296,7 @@ def _layer(
         parts["ndp_s"] = _ndp_s(ndp, facts, missing, len(topology.having("ndp")))
         parts["ndp_s"] += hops_s if topology.has_remote("ndp") else 0.0
         return parts, ahead_s + max(here_s, parts["ndp_s"]), 0.0
-    mapped = sum(len(worker.layers) for worker in workers) / (len(workers) * facts.layers)
+    mapped = _mapped_share(topology, facts)
     parts["miss_s"] = (1 - share) * experts_s
     stored = facts.all_bytes / (facts.layers * facts.experts)
     exact = spec.gpu or facts.form is not None
@@ -270,6 +328,7 @@ class PlanResult:
     """A plan and its inputs.
 
     Attributes:
+        times: what is said of times.
         nodes_from: where the nodes come from, for people.
         notes: the topology's and our own.
     """
@@ -277,7 +336,7 @@ class PlanResult:
     facts: ModelFacts
     spec: ClusterSpec
     topology: Topology
-    prediction: Prediction
+    times: CopyTimes
     nodes_from: str
     notes: tuple[str, ...]
 
@@ -289,7 +348,7 @@ class PlanResult:
             "spec": asdict(self.spec),
             "nodes_from": self.nodes_from,
             "topology": self.topology.as_dict(),
-            "prediction": self.prediction.as_dict(),
+            "prediction": self.times.as_dict(),
             "notes": list(self.notes),
         }
 
@@ -303,7 +362,7 @@ def make_plan(
     notes: Sequence[str] = (),
     here: bool = True,
 ) -> PlanResult:
-    """Place every actor and predict what comes of it.
+    """Place every actor, and say what its copies take at least.
 
     Args:
         notes: in addition to the topology's.
@@ -315,17 +374,14 @@ def make_plan(
     spec = cluster_spec(config, settings, facts, nodes)
     topology = plan_topology(spec, facts, nodes)
     hardware = resolve_hardware(config.hardware, spec.gpu, config.link.gbps, config.link.latency_us)
-    given = (config.hardware.memory_gbps, config.hardware.link_gbps, config.hardware.link_latency_us)
-    costs, source = known_costs() if here and given == (None, None, None) else (None, "host time is not known")
-    if costs is not None and costs.executor != ("real" if spec.gpu else "emulated"):
-        costs, source = None, "host time is measured for another device: run `tiermoe doctor --save`"
-    if costs is not None:
-        hardware = measured_hardware(hardware, costs, config.link.gbps)
+    throttled = config.hardware.link_gbps is not None or (config.link.gbps is not None and not spec.gpu)
+    costs, _ = known_costs() if here and not throttled else (None, "")
+    if costs is not None and costs.executor == ("real" if spec.gpu else "emulated"):
+        hardware = measured_hardware(hardware, costs, None)
     found = [*topology.notes, *notes]
     if facts.dense_estimated:
         found.append("dense bytes are computed from config.json: the weights are not here")
-    prediction = predict(topology, spec, facts, hardware, costs, source)
-    return PlanResult(facts, spec, topology, prediction, nodes_from, tuple(found))
+    return PlanResult(facts, spec, topology, copy_times(topology, spec, facts, hardware), nodes_from, tuple(found))
 
 
 def make_plans(

@@ -17,18 +17,18 @@ from typing import Annotated, Any, Literal
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_validator
 
 from ...actors.base_settings import Settings
-from ...actors.budget import host_free_bytes
 from ...actors.gpu_driver import gpu_count
 from ...actors.settings import EngineSettings
 from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ...kernels.forms import ExpertForm
+from ...limits import host_free_bytes, usable_cores
 from ..checkpoints.hub import headers, tensors_of
 from ..checkpoints.hub_cache import name_of
 from ..checkpoints.quantization import FP8_SCALES, expected_experts, plain_experts, quantization_of, with_one_scale
 from ..checkpoints.weight_files import OTHER_CONFIG
 from ..config import RunConfig
-from ..host import shown, usable_cores
+from ..host import shown
 from ..prompt import EXPERT_COUNTS, load_model_config
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
@@ -371,7 +371,7 @@ def this_machine(given: LocalRay) -> list[NodeInfo]:
     resources = {
         "CPU": float(given.cpus),
         "GPU": float(gpu_count()),
-        "memory": float(free if given.memory is None else min(free, given.memory)),
+        "memory": float(max(1, free if given.memory is None else min(free, given.memory))),  # 0: not known
         **given.resources,
     }
     return [NodeInfo("local", "127.0.0.1", True, {name: amount for name, amount in resources.items() if amount})]

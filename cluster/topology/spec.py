@@ -13,7 +13,8 @@ from typing import Any, Literal
 from ...actors.budget import AutoBudget
 from ...actors.policies.cost import FULL_BITS, NdpProfile, packed_bytes
 from ...actors.policies.sharding import Ownership
-from ...actors.settings import CopySettings, EngineSettings, budget_bytes, check_published
+from ...actors.settings import CopySettings, EngineSettings, check_published
+from ...actors.slot_budget import SlotSizes, divide
 from ...kernels.pack import PackedShape
 from ..config import RunConfig
 
@@ -232,8 +233,7 @@ def cluster_spec(
     check_published(policy, facts.form)
     slot_bytes, low_bit = facts.slot_bytes(item), None
     if (low := policy.low_bit) is not None:
-        shape = PackedShape(facts.hidden, facts.intermediate, low.bits, settings.ndp.group_size)
-        low_bit = LowBitSpec(shape.nbytes(), low.share)
+        low_bit = LowBitSpec(low_bit_bytes(settings, facts), low.share)
     return ClusterSpec(
         shards=cluster.shards,
         ownership=cluster.ownership,
@@ -242,7 +242,7 @@ def cluster_spec(
         gpu=gpu,
         threads=settings.threads,
         policy=policy.name,
-        budget_bytes=budget_bytes(settings.budget, slot_bytes, facts.layers * facts.experts),
+        budget_bytes=divide(policy, settings.budget, slot_sizes(settings, facts, item)).budget,
         slot_bytes=slot_bytes,
         compute_item_bytes=item,
         preload=policy.preload == "all",
@@ -259,6 +259,22 @@ def cluster_spec(
         copied_most=_copied_most(settings.copies, facts) if gpu else 0,
         auto=budget.in_terms if isinstance(budget := settings.budget, AutoBudget) else None,
     )
+
+
+def low_bit_bytes(settings: EngineSettings, facts: ModelFacts) -> int:
+    """Bytes of one replica of a policy with `on_miss: low-bit`."""
+    low = settings.policy.low_bit
+    assert low is not None  # the caller's condition
+    return PackedShape(facts.hidden, facts.intermediate, low.bits, settings.ndp.group_size).nbytes()
+
+
+def slot_sizes(settings: EngineSettings, facts: ModelFacts, item: int) -> SlotSizes:
+    """What a budget is divided by, on devices that compute in numbers of `item` bytes."""
+    low_bit = None if settings.policy.low_bit is None else low_bit_bytes(settings, facts)
+    return SlotSizes(
+        facts.layers, facts.experts, facts.slot_bytes(item), facts.intermediate, facts.top_k, low_bit,
+        settings.shards.count, settings.shards.ownership,
+    )  # fmt: skip
 
 
 def compute_item_bytes(settings: EngineSettings, gpu: bool) -> int:

@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.serving.scoring import score_with
 from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.host import usable_cores
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
 from tiermoe.cluster.jobs.record.command import read_prompts
 from tiermoe.cluster.prompt import encode_prompt, load_tokenizer
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import RequestError
+from tiermoe.limits import usable_cores
 
 TIERMOE = str(Path(sys.executable).with_name("tiermoe"))
 MAIN = "from tiermoe.cluster.cli import main; main()"

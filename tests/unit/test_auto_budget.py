@@ -6,20 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from control_groups import make_groups
 from fake_gpu import FakeGpu
 from serving import settings
 from topology_cases import FACTS
 from typer.testing import CliRunner
 
-from tiermoe import LLM
-from tiermoe.actors import budget as budgets
+from tiermoe import LLM, limits
 from tiermoe.actors.budget import (
     MARGIN_BYTES,
     MARGIN_SHARE,
     AutoBudget,
     ModelSizes,
     activation_bytes,
-    host_free_bytes,
     in_words,
 )
 from tiermoe.actors.engine.cache.device import CpuDevice, settle_budget
@@ -69,7 +68,13 @@ def test_too_little_is_refused_with_every_term() -> None:
         "256.00 MiB activations of 512 tokens at once", "margin leave nothing", "one takes 8.00 MiB",
     ):  # fmt: skip
         assert part in said
-    assert f"{(TERMS.slot - TERMS.measured(2 * GIB).terms['experts']) / MIB:.2f} MiB more" in said
+    for of in (TERMS, TERMS.model_copy(update={"devices": 3, "least": 100 * MIB})):
+        with pytest.raises(BudgetError, match=r"which \d+B more of free memory") as found:
+            _ = of.measured(2 * GIB).nbytes
+        more = int(str(found.value).partition("which ")[2].partition("B more")[0])  # was less by the margin's share
+        assert of.measured(2 * GIB + more).nbytes >= max(of.slot, of.least)
+        with pytest.raises(BudgetError):
+            _ = of.measured(2 * GIB + more - MIB).nbytes
     assert "--kv-tokens" in found.value.remedy
     with pytest.raises(ConfigError, match=r"free memory, which is not known here.*cluster\.gpu_memory"):
         _ = AutoBudget().nbytes
@@ -94,20 +99,13 @@ def test_other_processes_of_a_gpu_count() -> None:
 
 
 def test_the_control_group_bounds_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, usage, stat = tmp_path / "max", tmp_path / "current", tmp_path / "memory.stat"
-    monkeypatch.setattr(budgets, "_CGROUPS", ((str(limit), str(usage), "inactive_file"),))
-    stat.write_text("anon 5\ninactive_file 0\n")
-    whole = host_free_bytes()  # no such group
-    limit.write_text("max\n")
-    usage.write_text("5\n")
-    assert host_free_bytes() > whole // 2
-    limit.write_text("1005\n")
-    assert host_free_bytes() == CpuDevice(LinkSettings(gbps=None)).free_bytes() == 1000
-    assert inputs.this_machine(inputs.LocalRay(1, {}))[0].amount("memory") == 1000
-    usage.write_text("2005\n")
-    assert host_free_bytes() == 0
-    stat.write_text("anon 405\ninactive_file 1600\n")  # a checkpoint that was read is no use of memory
-    assert host_free_bytes() == 600
+    """A checkpoint that was read is no use of memory. No memory left is not memory that is not known."""
+    device = CpuDevice(LinkSettings(gbps=None))
+    for used, cached, free in ((5, 0, 1000), (2005, 0, 0), (2005, 1600, 600)):
+        make_groups(tmp_path, "v2", "own", memory=1005, used=used, cached=cached)
+        monkeypatch.setattr(limits, "_ROOT", tmp_path)
+        assert limits.host_free_bytes() == device.free_bytes() == free
+        assert inputs.this_machine(inputs.LocalRay(1, {}))[0].amount("memory") == max(1, free)
 
 
 def test_the_stand_in_shares_host_memory_with_the_run() -> None:

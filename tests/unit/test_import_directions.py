@@ -18,7 +18,10 @@ import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PARTS = ("cluster", "actors", "proto", "kernels")
-_FILES = [*sorted(p for part in _PARTS for p in (_ROOT / part).rglob("*.py")), _ROOT / "errors.py"]
+_LOWEST = ("errors", "limits")
+_FILES = [
+    *sorted(p for part in _PARTS for p in (_ROOT / part).rglob("*.py")), *(_ROOT / f"{name}.py" for name in _LOWEST),
+]  # fmt: skip
 _RAY_LIFE_CYCLE = {"init", "shutdown", "kill", "remote", "placement_group", "remove_placement_group"}
 
 
@@ -114,8 +117,8 @@ def _within(module: str, part: str) -> bool:
         (("cluster.config", "cluster.host"), ("cluster.topology", "cluster.jobs")),
         ("cluster.topology", ("cluster.jobs", "cluster.deploy")),
         ("cluster.checkpoints", ("cluster.jobs", "cluster.topology", "cluster.deploy")),
-        ("errors", _PARTS),
-        ((*_PARTS, "errors"), ("benchmarks", "tests")),
+        (_LOWEST, _PARTS),
+        ((*_PARTS, *_LOWEST), ("benchmarks", "tests")),
     ],
     ids=str,
 )

@@ -85,7 +85,10 @@ def test_values(families: dict[str, Metric]) -> None:
     }  # fmt: skip
     found = {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
     assert {key: found[f"tiermoe_{key[0]}", *key[1:]] for key in values} == values
-    counters = ("expert_misses", "expert_bytes_wasted", "blocked_io_seconds", "ndp_tokens", "substitutions")
+    counters = (
+        "expert_misses", "expert_late_prefetches", "expert_near_data", "expert_other_gpu", "expert_bytes_wasted",
+        "blocked_io_seconds", "ndp_tokens", "substitutions",
+    )  # fmt: skip
     wanted = [*(f"{name}_total" for name in counters), "num_requests_running", "num_requests_waiting"]
     assert {(f"tiermoe_{name}",) for name in wanted} <= set(found)
 

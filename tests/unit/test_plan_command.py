@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 from commands import Command
 from safetensors.numpy import save_file
-from topology_cases import FACTS, a_node, places_of
+from topology_cases import FACTS, SPEC, a_node, places_of
 
+import tiermoe
 from tiermoe.actors.store.format import MANIFEST_NAME, Manifest
-from tiermoe.cluster.config import engine_settings, load_run_config
+from tiermoe.cluster.config import HardwareConfig, engine_settings, load_run_config
 from tiermoe.cluster.jobs.plan import model_facts
 from tiermoe.cluster.report.tables import size
-from tiermoe.cluster.topology.estimate import predict, resolve_hardware
+from tiermoe.cluster.topology.estimate import copy_times, predict, resolve_hardware
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint, nodes_from_file, nodes_from_ray
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.cluster.topology.spec import NODE_ID_LABEL, NodeInfo, cluster_spec, replica_bytes
@@ -168,6 +169,35 @@ def test_tables_name_actors_bytes_and_that_it_is_predicted(
     assert (code, err) == (0, "")
     for text in ("Planned, not started", "shard-1", "Predicted, not measured", "H100-class, assumed", "1 CPU, 1 store"):
         assert text in out
+
+
+def test_no_speed_is_predicted_and_copies_have_a_bound(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said "4.6e+02 tokens/s (rough)" where 33 to 87 were measured. Text, JSON and Python agree."""
+    monkeypatch.setenv("COLUMNS", "200")
+    options = ("--device", "cpu", "--policy", "on-demand", "--budget", "25%")
+    said, found = command("plan", *options)[1], command.json("plan", *options)["prediction"]
+    assert tiermoe.plan(device="cpu", policy="on-demand", budget="25%")["prediction"] == found
+    assert (found["label"], found["tokens_per_s"]) == ("predicted", None)
+    slot = 3 * 256 * 64 * 4
+    assert found["copy_bytes"] == slot
+    assert found["copy_s_least"] == pytest.approx(10e-6 + slot / 16e9)  # of the emulated link
+    assert found["token_copies_s_least"] == pytest.approx(16 * 4 * found["copy_s_least"])
+    assert found["hardware"]["name"] == "CPU stand-in, as configured"
+    rows = {line.partition(" ")[0]: " ".join(line.split()) for line in said.splitlines()}
+    assert rows["tokens/s"] == f"tokens/s {found['not_predicted']}"
+    assert rows["copies"] == (
+        "copies 192.00 KiB each, at least 22 us over these links; at least 1.4 ms for a token whose experts are all "
+        "copied"
+    )
+    assert not re.search(r"\de[+-]\d", said)  # plain numbers
+
+
+def test_each_gpu_copies_its_part_of_a_token() -> None:
+    """Of 2 experts each of 2 GPUs copies at least 1; a layer that another node holds comes over the network."""
+    spec, nodes = replace(SPEC, shards=2), [a_node("a", CPU=9, GPU=2)]
+    hardware = resolve_hardware(HardwareConfig(link_gbps=1, link_latency_us=0), True, None, 0.0)
+    times = [copy_times(plan_topology(of, FACTS, nodes), of, FACTS, hardware) for of in (SPEC, spec)]
+    assert [of.token_s / of.one_s for of in times] == [FACTS.layers * 2, FACTS.layers]
 
 
 def _on_terminal(columns: int, *args: str) -> str:

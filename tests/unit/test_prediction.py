@@ -26,11 +26,10 @@ from tiermoe.cluster.jobs.measure_machine import (
     _typical,
     probe,
 )
-from tiermoe.cluster.jobs.prediction import predict_by_trace, with_routing
-from tiermoe.cluster.report.tables import speed
+from tiermoe.cluster.jobs.prediction import predict_by_trace
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.cluster.topology import machine_costs as machines
-from tiermoe.cluster.topology.estimate import OVERLAP, WITHIN, Hardware, PlanResult, Prediction, predict
+from tiermoe.cluster.topology.estimate import OVERLAP, WITHIN, Hardware, Prediction, predict
 from tiermoe.cluster.topology.machine_costs import MachineCosts, PolicyCosts, known_costs, machine_name, write_costs
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.errors import ConfigError
@@ -87,17 +86,14 @@ def test_without_costs_it_is_rough_and_no_bound() -> None:
     spec = replace(SPEC, gpu=False)
     got = predict(plan_topology(spec, FACTS, [a_node("a", CPU=3)]), spec, FACTS, HARDWARE)
     assert (got.low, got.high, got.rough) == (None, None, True)
-    assert speed(got.as_dict()) == f"about {got.tokens_per_s:.2g} tokens/s (rough)"
 
 
 def test_measured_costs_give_a_range_and_other_threads_make_it_rough() -> None:
     got = _predict(threads=COSTS.threads)
     assert not got.rough
-    assert speed(got.as_dict()) == f"about {got.tokens_per_s:.2g} tokens/s ({got.low:.2g} to {got.high:.2g})"
     other = _predict(threads=COSTS.threads + 1)
     assert other.rough
     assert other.basis[-1] == "costs were measured with --threads 1, and the worker has 2"
-    assert "(rough, " in speed(other.as_dict())
 
 
 def test_two_points_give_calls_and_bandwidth() -> None:
@@ -168,7 +164,7 @@ def test_costs_are_kept_for_this_machine_and_shipped_for_others(
     assert known_costs()[1] == "table table.json"  # a damaged file is none
 
 
-def test_a_recorded_routing_replaces_the_assumed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_routing_replaces_the_assumed_one(tmp_path: Path) -> None:
     trace = tmp_path / "routing"
     traces.write(trace, traces.header(layers=4, experts=8, slot_bytes=192), [[1, 2, 3]], decodes=6)
     config = RunConfig(policy="on-demand", model=str(tmp_path))
@@ -179,15 +175,9 @@ def test_a_recorded_routing_replaces_the_assumed_one(tmp_path: Path, monkeypatch
     assert "recorded tokens, replayed" in got.basis[1]
     assert 0 < got.hit_share < 1  # a cold cache
     assert got.tokens_per_s < assumed.tokens_per_s  # with everything resident
-    monkeypatch.setattr("tiermoe.cluster.jobs.prediction.known_costs", lambda: (COSTS, "measured on this machine"))
-    planned = PlanResult(FACTS, spec, topology, assumed, "here", ())
-    assert with_routing(planned, config).prediction.tokens_per_s == got.tokens_per_s
     other = replace(FACTS, experts=16)
     with pytest.raises(ConfigError, match="4 layers of 8 experts, top-2"):
         predict_by_trace(assumed, spec, other, config, COSTS, Trace(trace))
-    kept = with_routing(replace(planned, facts=other), config).prediction
-    assert kept.tokens_per_s == assumed.tokens_per_s
-    assert "unusable" in kept.basis[-1]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from fakes import FAKE_FACTS, FakeWorker, fake_plan
 from rich.console import Console
 from safetensors.numpy import save_file
 
+from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.cluster.attach import actor_records
 from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
@@ -214,6 +215,51 @@ def test_the_tables_of_a_deployment() -> None:
         "Deployment d3f1aa at 10.0.0.5:6379", "serving, 3 requests running", "NOT HEALTHY: layer 1 changed",
         "restarting, restarted 2 times", "L0 ██~····· 2/8", "75.0% (6 hits, 2 misses)", "next-gate: lossless",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("near", "other", "shares", "said"),
+    [
+        (0, 0, (0.75, 0.125, 0.125, 0, 0), "75.0% (6 hits, 2 misses)"),
+        (8, 0, (0.375, 0.0625, 0.0625, 0.5, 0), "37.5% (6 hits, 2 misses, 8 near data)"),
+        (8, 4, (0.3, 0.05, 0.05, 0.4, 0.2), "30.0% (6 hits, 2 misses, 8 near data, 4 on other GPUs)"),
+    ],
+)
+def test_the_hit_rate_is_a_share_of_all_needed_experts(
+    near: int, other: int, shares: tuple[float, ...], said: str
+) -> None:
+    """Experts near data were left out: 100% with nothing on the device, 43.1% in text and 0.709 in JSON."""
+    layers = [LayerStats(hits=6, misses=1), LayerStats(misses=1, late_prefetches=1)]
+    layers[1].ndp_experts, layers[1].shard_experts = near, other
+    stats = EngineStats(
+        layers=layers, decode_hits=2, decode_misses=1, decode_ndp_experts=near, decode_shard_experts=other // 2
+    )
+    record = json.loads(json.dumps(stats.as_dict()))
+    assert tuple(record["needed_shares"].values()) == pytest.approx(shares)
+    assert sum(record["needed_shares"].values()) == pytest.approx(1.0)
+    assert record["hit_rate"] == stats.hit_rate == shares[0]
+    assert stats.decode_hit_rate == 2 / (3 + near + other // 2)
+    assert stats.prefill_hit_rate == 4 / (5 + other - other // 2)
+    of_all = {"ttft_s": 0.5, "tpot_s": None, "startup_s": 2.0, "lossless": True, "prompt_tokens": 3}
+    request = of_all | {"generated_tokens": 1, "finish": "length", "policy": "auto", "plan": fake_plan(_SETTINGS, "s")}
+    summary, brief = (" ".join(_text(table(record | request)).split()) for table in (summary_table, brief_table))
+    _shows(summary, f"expert hit rate {said}")
+    _shows(brief, f"experts {shares[0]:.1%} hits")
+
+
+def test_before_the_first_request_nothing_is_a_hit() -> None:
+    """`tiermoe status` said 100.0%."""
+    stats = EngineStats(layers=[LayerStats()])
+    record = json.loads(json.dumps(stats.as_dict()))
+    assert record["hit_rate"] is record["needed_shares"] is None
+    assert stats.decode_hit_rate is stats.prefill_hit_rate is None
+    common = {"id": "d", "address": "h:1", "actors": [], "residency": None}
+    plan = fake_plan(_SETTINGS, "store")
+    counters = FakeWorker(_SETTINGS, {}).stats().as_dict() | {"hits": 0, "misses": 0, "hit_rate": None}
+    gpu = counters | {"shard": "shard/0", "state": "serving"}
+    text = _text(*status_tables(common | {"plan": plan, "counters": counters, "gpus": [gpu, gpu]}, 160), width=160)
+    assert text.count("none: nothing ran yet") == 3  # of all, and of each GPU
+    assert "100.0%" not in text
 
 
 def test_residency_of_all_gpus_is_one_map() -> None:

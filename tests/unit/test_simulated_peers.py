@@ -98,6 +98,10 @@ def test_near_data_devices_work_beside_the_gpu(workers: int) -> None:
         engine.forward([("a", step(header, [0, 1, 2]))])
         total = engine.live_stats().total()
         assert (total.hits, total.misses, total.ndp_experts) == (1, 0, 2)
+        stats = engine.live_stats()  # the rates were 1.0: what ran near data was not among what was needed
+        assert stats.hit_rate == pytest.approx(1 / 3)
+        assert stats.as_dict()["needed_shares"]["near_data"] == pytest.approx(2 / 3)
+        assert sorted([stats.decode_hit_rate or 0.0, stats.prefill_hit_rate or 0.0]) == pytest.approx([0.0, 1 / 3])
         bits = settings.precision.widths[0] if settings.precision.widths else 16
         want_s = max(expert_s, ndp_s(header, [1] * (2 // workers), bits, 1))
         assert engine.clock.now_s - begin_s == pytest.approx(want_s)

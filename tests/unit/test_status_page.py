@@ -39,7 +39,8 @@ def test_what_the_page_reads() -> None:
     assert found["tokens"] == {"prompt": 7, "generated": 9}
     assert found["latency"]["requests"] == 2
     assert 0 < found["latency"]["ttft_s"]["p50"] <= found["latency"]["ttft_s"]["p99"]
-    assert (found["experts"]["hits"], found["experts"]["misses"]) == (5, 2)
+    assert (found["experts"]["hits"], found["experts"]["misses"], found["experts"]["needed"]) == (5, 2, 7)
+    assert found["experts"]["hit_rate"] == found["experts"]["shares"]["hit"] == 5 / 7
     assert found["links"] == [{"gpu": "shard/0", "busy_s": 0.0}]
     assert found["residency"] == [
         {"states": [2, 0, 1], "uses": [4, 0, 1]}, {"states": [0, 2, 2], "uses": [0, 1, 8]},
@@ -56,7 +57,7 @@ def test_the_map_is_of_all_gpus_that_answer() -> None:
                            {"shard": "shard/2", "state": "lost"}]  # fmt: skip
     found = read_status(backend)
     assert found["residency"] == [{"states": [2, 2, 0], "uses": [4, 7, 0]}]
-    assert (found["experts"]["hits"], found["experts"]["misses"]) == (5, 3)
+    assert (found["experts"]["hits"], found["experts"]["misses"], found["experts"]["hit_rate"]) == (5, 3, 5 / 8)
     assert found["links"] == [{"gpu": "shard/0", "busy_s": 0.5}, {"gpu": "shard/1", "busy_s": 0.25}]
 
 

@@ -266,7 +266,7 @@ def test_low_bit_replicas_take_host_memory_and_a_share_of_the_budget() -> None:
 
 @pytest.mark.parametrize("policy", ["hobbit", "moe-apex"])
 def test_low_bit_presets_count_the_bytes_that_the_files_have(policy: str) -> None:
-    config = load_run_config(None, {"policy": policy, "device": "cpu", "threads": 1, "budget": "0.5"})
+    config = load_run_config(None, {"policy": policy, "device": "cpu", "threads": 1, "budget": "8KiB"})
     spec = cluster_spec(config, engine_settings(config), FACTS, [])
     assert spec.low_bit == LowBitSpec(PackedShape(4, 4, 4, 64).nbytes(), 0.25)
 
@@ -405,6 +405,8 @@ def test_hardware_is_named_assumed_until_all_of_it_is_given() -> None:
     gpu = resolve_hardware(HardwareConfig(), True, 16.0, 10.0)
     assert (gpu.name, gpu.memory_gbps, gpu.link_gbps) == ("H100-class, assumed", 3350.0, 55.0)
     stand_in = resolve_hardware(HardwareConfig(), False, 16.0, 10.0)
-    assert (stand_in.name, stand_in.link_gbps, stand_in.link_latency_us) == ("CPU stand-in, assumed", 16.0, 10.0)
-    given_all = HardwareConfig(memory_gbps=1, link_gbps=2, link_latency_us=0)
-    assert resolve_hardware(given_all, True, None, 0.0) == Hardware("as configured", 1, 2, 0, 3.0, 50.0, 0.5)
+    assert (stand_in.name, stand_in.link_gbps, stand_in.link_latency_us) == ("CPU stand-in, as configured", 16.0, 10.0)
+    assert resolve_hardware(HardwareConfig(), False, None, 0.0).name == "CPU stand-in, assumed"
+    given_all = HardwareConfig(link_gbps=2, link_latency_us=0)
+    wanted = Hardware("H100-class, as configured", 3350.0, 2, 0, 3.0, 50.0, 0.5)
+    assert resolve_hardware(given_all, True, None, 0.0) == wanted

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,9 +11,9 @@ import torch
 from ....errors import BudgetError, ConfigError, size
 from ...core import _core
 from ...policies.cost import Link, load_s
-from ...policies.moepic.split import SplitLayout, SplitOptions, buffer_for
 from ...policies.registry import PolicyContext
-from ...settings import EngineSettings, budget_bytes, mixed_slots
+from ...settings import EngineSettings
+from ...slot_budget import SlotSizes, divide
 from ...store.format import ExpertShape, Published
 from ..stats import EngineStats, LayerStats, Timeline
 from .cache import ExpertCache
@@ -45,12 +43,18 @@ def make_cache(
         shared_bytes: of memory beside the budget that slots may have at times (`ExpertCache.resize`).
 
     Raises:
-        BudgetError: the budget does not hold one slot of each kind, or the device's memory does not hold the budget.
-        ConfigError: the policy needs all experts resident, and they do not fit; or it splits experts with biases.
+        BudgetError: the budget does not hold one slot of each kind, or all experts where the policy needs them
+            resident; or the device's memory does not hold the budget. ConfigError: experts with biases are split.
     """
     policy, layers, keys = settings.policy, len(weights), len(weights) * shape.num_experts
     slot_bytes = slot_nbytes(shape, dtype, published)
-    bought = _divide(settings, shape, layers, slot_bytes, owned, top_k, replicas)
+    if policy.split.kind != "off" and shape.has_bias:
+        raise ConfigError("experts with biases cannot be split", "use a policy without split")
+    sizes = SlotSizes(
+        layers, shape.num_experts, slot_bytes, shape.intermediate, top_k,
+        None if replicas is None else replicas.shape.nbytes(), settings.shards.count, settings.shards.ownership,
+    )  # fmt: skip
+    bought = divide(policy, settings.budget, sizes, owned)
     stats = EngineStats(
         layers=[LayerStats() for _ in range(layers)],
         expert_budget_bytes=bought.budget,
@@ -96,55 +100,3 @@ def make_cache(
 def slot_nbytes(shape: ExpertShape, dtype: torch.dtype, published: Published | None) -> int:
     """Bytes of one slot; arguments as of `make_cache`."""
     return shape.nbytes(dtype.itemsize) if published is None else published.slot_bytes
-
-
-@dataclass(frozen=True)
-class _Bought:
-    """What a device's budget of bytes buys."""
-
-    budget: int
-    slots: int  # of whole experts
-    split: SplitLayout | None
-    replica_slots: int
-
-
-def _divide(
-    settings: EngineSettings, shape: ExpertShape, layers: int, slot_bytes: int, owned: int, top_k: int,
-    replicas: ReplicaWeights | None,
-) -> _Bought:  # fmt: skip
-    policy, keys = settings.policy, layers * shape.num_experts
-    budget = budget_bytes(settings.budget, slot_bytes, keys)
-    slots, replica_slots = min(budget // slot_bytes, owned), 0
-    if replicas is not None and policy.low_bit is not None:
-        slots, replica_slots = mixed_slots(budget, slot_bytes, replicas.shape.nbytes(), policy.low_bit.share, owned)
-    if policy.preload == "all" and slots < owned:
-        raise ConfigError(
-            f"policy {policy.name} keeps all {owned} experts resident, the budget holds {slots}",
-            f"use --budget {math.ceil(1e4 * owned / keys) / 1e4} or another policy",
-        )
-    split = None
-    if policy.split.kind != "off":
-        split = first_split(policy.split, shape, layers, slots, top_k)
-        if policy.split.kind == "fixed":  # nothing will ever use more
-            slots = math.ceil(split.total_neurons / shape.intermediate)
-    return _Bought(budget, slots, split, replica_slots)
-
-
-def first_split(settings: SplitOptions, shape: ExpertShape, layers: int, slots: int, top_k: int) -> SplitLayout:
-    """The initial split: every layer alike. `slots`: whole experts that the memory holds.
-
-    Raises:
-        BudgetError: a top of each layer and a bottom do not fit. ConfigError: the experts have biases.
-    """
-    if shape.has_bias:
-        raise ConfigError("experts with biases cannot be split", "use a policy without split")
-    buffer = settings.buffer if settings.buffer is not None else buffer_for(settings.theta, top_k)
-    try:
-        return SplitLayout.uniform(
-            layers, shape.num_experts, shape.intermediate, slots * shape.intermediate, settings.theta, buffer
-        )
-    except ValueError as error:
-        raise BudgetError(
-            f"the budget of {slots} experts does not hold a part of one of each of {layers} layers: {error}",
-            "give a larger budget, or use a policy without split",
-        ) from error

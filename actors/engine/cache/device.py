@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....limits import host_free_bytes
 from ....proto.options import Supply
-from ...budget import AutoBudget, host_free_bytes
+from ...budget import AutoBudget
 from ...settings import CopySettings, EngineSettings, LinkSettings
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-import os
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from ....limits import usable_cores
 from ...settings import CopySettings
 from ..cache.device import Copied, PinReport, Tensors
 from ..cache.slots import HostLayer
@@ -124,8 +124,7 @@ def fill_pages(tensor: torch.Tensor, page: int = mmap.PAGESIZE) -> int:
 
 
 def _thread_per_core() -> ThreadPoolExecutor:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return ThreadPoolExecutor(cores, "tiermoe-pages")
+    return ThreadPoolExecutor(usable_cores(), "tiermoe-pages")
 
 
 def _register_all(device: Registrar, layers: Sequence[Tensors]) -> list[str | None]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ....actors.engine.stats import needed_shares
 from ....actors.policies.quality import QualityReport
 from ....actors.policy_settings import PolicySettings
 from ....actors.settings import LinkSettings
@@ -312,8 +313,8 @@ def score_worker(cell: Cell, worker: Any, progress: Progress | None) -> dict[str
             "picks": picks, "substitutions": stats.substitutions, "dropped": stats.dropped,
             "replaced": ratio(stats.substitutions, picks), "left_out": ratio(stats.dropped, picks),
             **_charged(stats.quality, total.misses + total.ndp_experts),
-            "scored_hit_rate": ratio(total.hits, total.hits + total.misses),
-            "ndp_share": ratio(total.ndp_experts, total.ndp_experts + total.hits + total.misses),
+            "scored_hit_rate": stats.hit_rate or 0.0,
+            "ndp_share": (needed_shares(asdict(total)) or {}).get("near_data", 0.0),
             **{name: getattr(total, name) for name in _SCORED},
         }  # fmt: skip
 

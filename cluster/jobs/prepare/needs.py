@@ -26,11 +26,12 @@ from ....actors.store.artifacts import READERS, predictors_of
 from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
 from ....errors import CheckpointError, StoreError, TierMoeError
+from ....limits import usable_cores
 from ....proto.private import user_cache
 from ...checkpoints.checkpoint import open_checkpoint
 from ...checkpoints.quantization import published_as
 from ...config import RunConfig, default_model_dir
-from ...host import shown, usable_cores
+from ...host import shown
 from .calibration import MAX_TOKENS, shipped_calibration
 from .job import ensure_prepared, is_current, is_store, store_dir
 from .replicas import ensure_replicas

@@ -30,7 +30,7 @@ from ....actors.store.files import ExpertStore
 from ....actors.store.replicas import Calibration, ReplicaTables
 from ....kernels.pack import pack_expert
 from ....kernels.quantize import QuantizedBatch, damped, damping_for, gptq, round_to_nearest
-from ...host import usable_cores
+from ....limits import usable_cores
 from ...report.tables import LineProgress
 from ...topology.inputs import facts_of_store
 from .calibration import Windows

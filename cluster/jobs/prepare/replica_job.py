@@ -46,8 +46,8 @@ from ....errors import StoreError
 from ....kernels.fit import expected_losses, fit_layer
 from ....kernels.pack import PackedShape
 from ....kernels.packed_ffn import Threads
+from ....limits import usable_cores
 from ...checkpoints.experts import in_order
-from ...host import usable_cores
 from ...report.tables import byte_progress
 from .job import REPLICA_WORK
 from .replicas import ReplicaOptions
