@@ -1,4 +1,4 @@
-"""What the driver reads of a checkpoint, and text into token ids: by `tokenizers` alone, without torch."""
+"""What the driver reads of a checkpoint, and text into token ids; without torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from ..actors.requests import SamplingParams
 from ..actors.settings import KvSettings
+from ..actors.tokenizer import is_tokenizer_file, read_tokenizer
 from ..errors import CheckpointError, RequestError
 from .checkpoints.weight_files import OTHER_CONFIG, read_json_object, refuse_unreadable
 from .host import shown
@@ -21,18 +22,22 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The model's fast tokenizer.
+    """The model's tokenizer, with the ids and texts of transformers' `AutoTokenizer`, without truncation and padding.
 
     Raises:
-        CheckpointError: tokenizer.json is not one.
+        CheckpointError: the folder has none, one of its files is malformed, or `tokenizers` cannot carry it out.
     """
-    path = model_dir / "tokenizer.json"
-    refuse_unreadable(path)
+    folder = model_dir.absolute()
+    files = sorted(file for file in folder.iterdir() if is_tokenizer_file(file.name)) if folder.is_dir() else []
+    for file in files:
+        refuse_unreadable(file)
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        remedy = "install a newer `tokenizers`, or copy tokenizer.json from where the model is published"
-        raise CheckpointError(f"'{shown(path)}' cannot be read: {_line(error)}", remedy) from error
+        return read_tokenizer(folder).tokenizer()
+    except CheckpointError as error:
+        what = error.what
+        for path in (*files, folder):  # of a GGUF file the folder is in the cache
+            what = what.replace(f"'{path}'", f"'{shown(path)}'")
+        raise CheckpointError(what, error.remedy) from error
 
 
 def load_model_config(model_dir: Path) -> dict[str, Any]:
@@ -113,7 +118,3 @@ def sampling_params(
         if not fine:
             raise RequestError(f"{option} is {value}", f"give {wanted}")
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from ....actors.tokenizer import is_tokenizer_file
 from ....errors import CheckpointError, ConfigError, reason
 from ...host import shown
 from ...prompt import load_tokenizer
@@ -74,7 +75,8 @@ def load_heldout(model_dir: Path) -> HeldOut:
         CheckpointError: there is no such text, or it cannot be read.
     """
     tokenizer, digest = load_tokenizer(model_dir), hashlib.sha256()
-    digest.update((model_dir / "tokenizer.json").read_bytes())
+    for file in _tokenizer_files(model_dir):
+        digest.update(file.read_bytes())
     kinds: dict[str, dict[str, list[Passage]]] = {}
     seen: set[str] = set()
     for path in sorted((model_dir / "heldout").glob("*.jsonl")):
@@ -117,6 +119,12 @@ def load_text(model_dir: Path, file: Path) -> HeldOut:
     if not passages:
         raise ConfigError(f"'{file}' has no text", _OWN_REMEDY)
     return HeldOut(tuple((passage,) for passage in passages), _leading(tokenizer), "", file)
+
+
+def _tokenizer_files(model_dir: Path) -> list[Path]:
+    """What the fingerprint is of: tokenizer.json, or where there is none all files that stand for it."""
+    whole = model_dir / "tokenizer.json"
+    return [whole] if whole.is_file() else sorted(f for f in model_dir.iterdir() if is_tokenizer_file(f.name))
 
 
 def _lines(path: Path) -> list[str]:

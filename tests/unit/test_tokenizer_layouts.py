@@ -1,0 +1,296 @@
+"""Layouts in which checkpoints publish their tokenizers: ids and texts are those of transformers' `AutoTokenizer`.
+
+Before, tokenizer.json alone was read: with its truncation and padding, and without special tokens of other files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from tiermoe.actors import tokenizer as reader
+from tiermoe.cluster.detokenizer import IncrementalText
+from tiermoe.cluster.prompt import encode_prompt, load_tokenizer
+from tiermoe.errors import CheckpointError
+
+_TEXT = [
+    "The people of the town don't know what's in the book; they've read it, and we're here. I'm sure!",
+    "def add(one, other):\n    return one + other  # 3.14\n",
+    "Über die Brücke gehen 12 Leute , und 345 andere ' warten ' dort ? 大きな 🙂",
+] * 4
+_SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>")
+TEXTS = (
+    "hello", "", " leading and trailing ", "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n",
+    "a <|end|> b<|end|>c", "</s><s> x", "don't ' do ' it , now . 3.14 we're", "  two  spaces\n\n\tand tabs", "naïve 大 🙂 é",
+    "word " * 300,
+)  # fmt: skip
+
+
+@cache
+def _trained(kind: str) -> str:
+    """A small tokenizer without special tokens, as JSON."""
+    if kind == "byte-level":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    elif kind == "metaspace":
+        made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=first)
+    elif kind == "unigram":
+        made = Tokenizer(models.Unigram())
+        made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>")
+    else:
+        made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        made.normalizer = normalizers.BertNormalizer()
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        made.decoder = decoders.WordPiece(cleanup=False)
+        trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    made.train_from_iterator(_TEXT, trainer)
+    parts = json.loads(made.to_str())
+    parts["added_tokens"] = []
+    return json.dumps(parts)
+
+
+KINDS = ("byte-level", "metaspace", "unigram", "wordpiece")
+Files = dict[str, Any]  # content by name; not text: as JSON
+
+
+def _parts(kind: str) -> dict[str, Any]:
+    return json.loads(_trained(kind))
+
+
+def _added(kind: str, **flags: bool) -> list[dict[str, Any]]:
+    """The special tokens, with ids behind the vocabulary where it has none of that name."""
+    made, entries = Tokenizer.from_str(_trained(kind)), []
+    for name in _SPECIAL:
+        known = made.token_to_id(name)
+        made.add_tokens([name]) if known is None else None
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        entries.append({"id": made.token_to_id(name), "content": name, **plain, **flags})
+    return entries
+
+
+def _decoder(kind: str, **flags: bool) -> dict[str, Any]:
+    return {str(entry.pop("id")): entry for entry in _added(kind, **flags)}
+
+
+def whole(kind: str) -> Files:
+    return {"tokenizer.json": {**_parts(kind), "added_tokens": _added(kind)}}
+
+
+def limited(kind: str) -> Files:
+    limits = {
+        "truncation": {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0},
+        "padding": {"strategy": {"Fixed": 128}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                    "pad_type_id": 0, "pad_token": "<pad>"},
+    }  # fmt: skip
+    return {"tokenizer.json": {**_parts(kind), "added_tokens": _added(kind), **limits}}
+
+
+def in_the_configuration(kind: str) -> Files:
+    config = {"added_tokens_decoder": _decoder(kind), "bos_token": "<s>", "eos_token": "<|im_end|>"}
+    return {"tokenizer.json": _parts(kind), "tokenizer_config.json": config}
+
+
+def flags_in_the_configuration(kind: str) -> Files:
+    entries = _added(kind, special=False, normalized=True)
+    config = {"added_tokens_decoder": _decoder(kind, lstrip=True, rstrip=True)}
+    return {"tokenizer.json": {**_parts(kind), "added_tokens": entries}, "tokenizer_config.json": config}
+
+
+def single_words(kind: str) -> Files:
+    return {"tokenizer.json": _parts(kind), "tokenizer_config.json": {
+        "added_tokens_decoder": _decoder(kind, single_word=True, special=False, normalized=True)}}  # fmt: skip
+
+
+def of_old(kind: str) -> Files:
+    """added_tokens.json and special_tokens_map.json, as before transformers 4.34."""
+    return {
+        "tokenizer.json": _parts(kind), "added_tokens.json": {entry["content"]: entry["id"] for entry in _added(kind)},
+        "special_tokens_map.json": {"bos_token": "<s>", "eos_token": {"content": "<|im_end|>", "lstrip": False,
+                                    "normalized": False, "rstrip": True, "single_word": False}},
+    }  # fmt: skip
+
+
+def further_special(kind: str) -> Files:
+    return {"tokenizer.json": _parts(kind), "tokenizer_config.json": {"extra_special_tokens": list(_SPECIAL)}}
+
+
+def additional_special(kind: str) -> Files:
+    return {"tokenizer.json": _parts(kind), "special_tokens_map.json": {"additional_special_tokens": list(_SPECIAL)}}
+
+
+def named_special(kind: str) -> Files:
+    names = {"im_start_token": "<|im_start|>", "end_token": "<|end|>"}
+    return {"tokenizer.json": _parts(kind), "tokenizer_config.json": {"extra_special_tokens": names, "eos_token": "</s>"}}
+
+
+def entries_of_the_vocabulary(kind: str) -> Files:
+    """Special tokens that are ordinary entries, which only the configuration names."""
+    parts = _parts(kind)
+    vocabulary = parts["model"]["vocab"]
+    for name in _SPECIAL:
+        if isinstance(vocabulary, dict):
+            vocabulary.setdefault(name, len(vocabulary))
+        elif name not in {token for token, _ in vocabulary}:
+            vocabulary.append([name, -9.0])
+    config = {"eos_token": "<|im_end|>", "extra_special_tokens": ["<|im_start|>", "<|end|>"]}
+    return {"tokenizer.json": parts, "tokenizer_config.json": config}
+
+
+def cleaned_up(kind: str) -> Files:
+    return {**whole(kind), "tokenizer_config.json": {"clean_up_tokenization_spaces": True}}
+
+
+def cleaned_up_without_decoder(kind: str) -> Files:
+    return {"tokenizer.json": {**whole(kind)["tokenizer.json"], "decoder": None},
+            "tokenizer_config.json": {"clean_up_tokenization_spaces": True}}  # fmt: skip
+
+
+def cleaned_up_bpe(kind: str) -> Files:
+    key = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    return {**whole(kind), "tokenizer_config.json": {"clean_up_tokenization_spaces": True, key: True}}
+
+
+def split_special(kind: str) -> Files:
+    return {**whole(kind), "tokenizer_config.json": {"split_special_tokens": True}}
+
+
+def ends_added(kind: str) -> Files:
+    """Read where there is no tokenizer.json, else its post-processor counts."""
+    return {**whole(kind), "tokenizer_config.json": {
+        "add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "eos_token": "</s>"}}  # fmt: skip
+
+
+def ends_in_a_template(kind: str) -> Files:
+    made = Tokenizer.from_str(json.dumps(whole(kind)["tokenizer.json"]))
+    ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
+    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A $B", special_tokens=ids)
+    return {"tokenizer.json": made.to_str(), "tokenizer_config.json": {"add_bos_token": False, "bos_token": "<s>"}}
+
+
+def of_several_versions(kind: str) -> Files:
+    return {
+        "tokenizer.json": _parts(kind), "tokenizer.4.0.0.json": whole(kind)["tokenizer.json"],
+        "tokenizer_config.json": {"fast_tokenizer_files": ["tokenizer.4.0.0.json", "tokenizer.json"]},
+    }  # fmt: skip
+
+
+LAYOUTS: tuple[Callable[[str], Files], ...] = (
+    whole, limited, in_the_configuration, flags_in_the_configuration, single_words, of_old, further_special,
+    additional_special, named_special, entries_of_the_vocabulary, cleaned_up, cleaned_up_without_decoder,
+    cleaned_up_bpe, split_special, ends_added, ends_in_a_template, of_several_versions,
+)  # fmt: skip
+
+
+def _merges(kind: str) -> str:
+    pairs = _parts(kind)["model"]["merges"]
+    return "\n".join(["#version: 0.2", *(pair if isinstance(pair, str) else " ".join(pair) for pair in pairs)]) + "\n"
+
+
+def _two_files(kind: str = "byte-level") -> Files:
+    return {"vocab.json": _parts(kind)["model"]["vocab"], "merges.txt": _merges(kind)}
+
+
+def _words() -> str:
+    return "\n".join(sorted(_parts("wordpiece")["model"]["vocab"], key=_parts("wordpiece")["model"]["vocab"].get)) + "\n"
+
+
+_QWEN2 = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "add_prefix_space": False}
+_LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+OTHERS: dict[str, tuple[str | None, Files]] = {  # model type, and files
+    "vocab.json, merges.txt": ("qwen3_moe", _two_files()),
+    "vocab.json, merges.txt, a class": (None, {**_two_files(), "tokenizer_config.json": _QWEN2}),
+    "vocab.json, merges.txt, added tokens": ("qwen2_moe", {
+        **_two_files(), "tokenizer_config.json": {**_QWEN2, "added_tokens_decoder": _decoder("byte-level")}}),
+    "vocab.json, merges.txt, tokens of old": ("qwen2_moe", {
+        **_two_files(), "tokenizer_config.json": _QWEN2, "added_tokens.json": {"<|im_start|>": 500, "<|im_end|>": 501},
+        "special_tokens_map.json": {"additional_special_tokens": ["<|im_start|>"]}}),
+    "vocab.json, merges.txt, GPT-2": (None, {
+        **_two_files(), "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}}),
+    "vocab.json, merges.txt, a begin": (None, {
+        **_two_files(), "tokenizer_config.json": {
+            "tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "bos_token": "<s>"}}),
+    "vocab.txt": ("bert", {"vocab.txt": _words(), "tokenizer_config.json": {"tokenizer_class": "BertTokenizer"}}),
+    "vocab.txt, cased": (None, {"vocab.txt": _words(), "tokenizer_config.json": {
+        "tokenizer_class": "BertTokenizer", "do_lower_case": False, "clean_up_tokenization_spaces": True}}),
+    "Qwen2's class": ("qwen3_moe", {**in_the_configuration("byte-level"), "tokenizer_config.json": {
+        **_QWEN2, "added_tokens_decoder": _decoder("byte-level")}}),
+    "Qwen2's class, limited": ("qwen2_moe", {**limited("byte-level"), "tokenizer_config.json": _QWEN2}),
+    "a model's class": ("qwen3_5_moe", whole("byte-level")),
+    "OLMoE's class": ("olmoe", {**whole("byte-level"), "tokenizer_config.json": {
+        "tokenizer_class": "GPTNeoXTokenizer", "add_eos_token": True, "eos_token": "</s>"}}),
+    "Llama's class over bytes": ("mixtral", {**whole("byte-level"), "tokenizer_config.json": _LLAMA}),
+    "Llama's class": ("mixtral", {**whole("metaspace"), "tokenizer_config.json": _LLAMA}),
+    "Llama's class, not legacy": (None, {**whole("metaspace"), "tokenizer_config.json": {
+        **_LLAMA, "legacy": False, "add_prefix_space": False}}),
+    "Llama's class, ends": ("llama", {**limited("metaspace"), "tokenizer_config.json": {
+        **_LLAMA, "add_eos_token": True, "add_bos_token": True}}),
+    "T5's class": (None, {**whole("unigram"), "tokenizer_config.json": {"tokenizer_class": "T5Tokenizer"}}),
+    "a class that is not there": ("mixtral", {**whole("metaspace"), "tokenizer_config.json": {
+        "tokenizer_class": "NobodysTokenizer", "eos_token": "<|end|>"}}),
+    "code that is not needed": (None, {**whole("byte-level"), "tokenizer_config.json": {
+        "auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "PreTrainedTokenizerFast"}}),
+}  # fmt: skip
+
+
+def write(folder: Path, files: Files, model_type: str | None = None) -> Path:
+    folder.mkdir()
+    if model_type is not None:
+        files = {"config.json": {"model_type": model_type}, **files}
+    for name, content in files.items():
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def theirs(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def check(folder: Path) -> None:
+    """The same ids with and without special tokens, and the same texts, at once and piece by piece."""
+    expected, ours = theirs(folder), load_tokenizer(folder)
+    for text in TEXTS:
+        ids = expected(text)["input_ids"]
+        assert ours.encode(text).ids == ids
+        plain = expected(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text, add_special_tokens=False).ids == plain
+        for skip in (True, False):
+            shown = expected.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == shown
+            pieces = IncrementalText(ours, skip_special=skip)
+            assert "".join(pieces.add([token]) for token in ids) + pieces.finish() == shown
+    assert ours.get_vocab() == expected.get_vocab()
+    assert ours.truncation is None
+    assert ours.padding is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_equal_to_transformers(layout: Callable[[str], Files], kind: str, tmp_path: Path) -> None:
+    check(write(tmp_path / "model", layout(kind)))
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_equal_to_transformers_by_class(case: str, tmp_path: Path) -> None:
+    model_type, files = OTHERS[case]
+    check(write(tmp_path / "model", files, model_type))
