@@ -34,7 +34,7 @@ from ..errors import CheckpointError
 from ..proto.private import own_folder, user_cache
 
 GGUF_MARK = "made_from_gguf"  # key of tokenizer_config.json: tokenizer.json has all of it, with llama.cpp's ids
-_FORMAT = 2  # of the cached files
+_FORMAT = 5  # of the cached files
 _READ_S = 300.0
 _VOCABULARY = re.compile(r"tokenizer\.json|vocab\.(json|txt)|tekken\.json|.+\.(model|tiktoken)|tokenizer\.model\..+")
 _OTHER = re.compile(r"config\.json|tokenizer.*\.json|.*tokens.*\.json|merges\.txt|.*vocab.*\.(json|txt)")
@@ -68,11 +68,13 @@ def has_tokenizer(folder: Path) -> bool:
 class TokenizerText:
     """A tokenizer in the form of tokenizer.json.
 
-    json: its text. split_special: special tokens in a text are text; the form has no place for it.
+    json: its text. split_special: special tokens in a text are text. special_tokens: those that have a name, such as
+    `eos_token`; None: tokenizer_config.json has them all. The form has no place for these two.
     """
 
     json: str
     split_special: bool = False
+    special_tokens: dict[str, Any] | None = None
 
     def tokenizer(self) -> Tokenizer:
         """As `tokenizers` has it."""
@@ -81,16 +83,18 @@ class TokenizerText:
         return made
 
     def encode(self) -> bytes:
-        """A line with the flags, and the text."""
-        return json.dumps({"split_special": self.split_special}).encode() + b"\n" + self.json.encode()
+        """A line with the rest, and the text."""
+        text, rest = self.json.encode(), [self.split_special, self.special_tokens]
+        return json.dumps([hashlib.sha256(text).hexdigest(), *rest], default=str).encode() + b"\n" + text
 
     @classmethod
     def decode(cls, data: bytes) -> TokenizerText:
-        """Raises ValueError: not of `encode`."""
-        flags, found, text = data.partition(b"\n")
-        if not found:
-            raise ValueError("it has one line")
-        return cls(text.decode(), bool(json.loads(flags)["split_special"]))
+        """Raises ValueError: not of `encode`, or damaged."""
+        line, _, text = data.partition(b"\n")
+        digest, split_special, special_tokens = json.loads(line)
+        if digest != hashlib.sha256(text).hexdigest():
+            raise ValueError("it is damaged")
+        return cls(text.decode(), split_special, special_tokens)
 
 
 def read_tokenizer(folder: Path) -> TokenizerText:
@@ -104,7 +108,7 @@ def read_tokenizer(folder: Path) -> TokenizerText:
     if not has_tokenizer(folder):
         raise CheckpointError(f"no tokenizer in '{folder}'", _WHOLE)
     cached = _cached(folder)
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return TokenizerText.decode(cached.read_bytes())
     found = _read(folder) if "torch" in sys.modules else _read_in_a_process(folder)
     with contextlib.suppress(OSError, RuntimeError):  # the next process reads the folder again
@@ -151,7 +155,7 @@ def _read(folder: Path) -> TokenizerText:
     """What `AutoTokenizer` makes of a folder. Raises as `read_tokenizer`."""
     settings = _json_object(folder / "tokenizer_config.json")
     if settings.get(GGUF_MARK) is True:
-        return _final(_from_file(folder / "tokenizer.json"), clean_up=False)
+        return TokenizerText(_final(_from_file(folder / "tokenizer.json"), clean_up=False))
     try:
         with _quiet():
             from transformers import AutoTokenizer
@@ -163,45 +167,50 @@ def _read(folder: Path) -> TokenizerText:
         raise _why(folder, settings, error) from error
     backend = getattr(found, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise CheckpointError(
-            f"the tokenizer in '{folder}' is a {type(found).__name__}, which is Python code and no fast tokenizer",
-            "pass a release of the model that has a tokenizer.json",
-        )
+        raise _slow(folder, type(found).__name__)
     # as in `_decode` of transformers: of BPE only where it is asked for by its long name
     clean_up = bool(found.clean_up_tokenization_spaces) and (
         type(backend.model).__name__ != "BPE"
         or bool(getattr(found, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
     )
-    return _final(backend, clean_up, bool(getattr(found, "split_special_tokens", False)))
+    return TokenizerText(_final(backend, clean_up), bool(found.split_special_tokens), found.special_tokens_map)
 
 
-def _final(backend: Tokenizer, clean_up: bool, split_special: bool = False) -> TokenizerText:
+def _final(backend: Tokenizer, clean_up: bool) -> str:
     backend.no_truncation()
     backend.no_padding()
-    if clean_up:
+    wrong, renamed = _shown_otherwise(backend)
+    names = [decoders.Replace(old, new) for old, new in renamed.items()]
+    steps = [decoders.Fuse(), *(decoders.Replace(old, new) for old, new in _CLEAN_UP)] if clean_up else []
+    if names or steps:
         # without a decoder tokens are joined by spaces, as this one joins those that do not begin with NUL
         own = backend.decoder or decoders.WordPiece("\0", cleanup=False)
-        steps = [decoders.Replace(old, new) for old, new in _CLEAN_UP]
-        backend.decoder = decoders.Sequence([own, decoders.Fuse(), *steps])
-    return TokenizerText(_with_skipped(backend), split_special)
+        backend.decoder = decoders.Sequence([*names, own, *steps])
+    text = backend.to_str()
+    if wrong:
+        parts = json.loads(text)
+        for entry in parts["added_tokens"]:
+            entry["special"] ^= entry["id"] in wrong
+        text = json.dumps(parts, ensure_ascii=False)
+    return text
 
 
-def _with_skipped(backend: Tokenizer) -> str:
-    """Its text, where `special` are the added tokens that its decoding skips.
+def _shown_otherwise(backend: Tokenizer) -> tuple[set[int], dict[str, str]]:
+    """What the text of a tokenizer does not say: ids of added tokens that its decoding takes as special or not against
+    their flag, and added tokens that it decodes as another name, by their own.
 
-    After a token has been added twice, with other flags, `tokenizers` may go by the first of them.
+    A token that has been added twice, with other flags, may be decoded by the first of them.
     """
-    text, wrong = backend.to_str(), set[int]()
+    again = Tokenizer.from_str(backend.to_str())
+    wrong, renamed = set[int](), dict[str, str]()
     for i, token in backend.get_added_tokens_decoder().items():
         shown, kept = (backend.decode([i], skip_special_tokens=skip) for skip in (False, True))
         if shown and token.special != (not kept):
             wrong.add(i)
-    if not wrong:
-        return text
-    parts = json.loads(text)
-    for entry in parts["added_tokens"]:
-        entry["special"] ^= entry["id"] in wrong
-    return json.dumps(parts, ensure_ascii=False)
+        own, name = again.id_to_token(i), backend.id_to_token(i)
+        if own and name is not None and name != own:
+            renamed[own] = name
+    return wrong, renamed
 
 
 def _from_file(path: Path) -> Tokenizer:
@@ -244,7 +253,12 @@ def _why(folder: Path, settings: dict[str, Any], error: Exception) -> Checkpoint
             remedy = "if its tokenizer.json gives the same tokens, remove auto_map from tokenizer_config.json in a copy"
         what = f"the tokenizer in '{folder}', {kind}, is Python code of the checkpoint, which is not run"
         return CheckpointError(what, remedy)
-    if "tokenizer.json" not in names and (lacking := _lacking(names)) is not None:
+    import transformers
+
+    made = getattr(transformers, str(kind), None)
+    if isinstance(made, type) and not issubclass(made, transformers.PreTrainedTokenizerFast):
+        return _slow(folder, made.__name__)
+    if "tokenizer.json" not in names and (lacking := _lacking(names, line)) is not None:
         model, package = lacking
         return CheckpointError(
             f"the tokenizer in '{folder}' is {model}, which {package} reads, and it is not installed",
@@ -259,10 +273,19 @@ def _why(folder: Path, settings: dict[str, Any], error: Exception) -> Checkpoint
     )
 
 
-def _lacking(names: list[str]) -> tuple[str, str] | None:
-    """A vocabulary for which a package is missing, and the package."""
+def _slow(folder: Path, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"the tokenizer in '{folder}' is a {kind}, which is Python code of transformers and has no fast form",
+        "pass a release of the model whose tokenizer is a fast one",
+    )
+
+
+def _lacking(names: list[str], line: str) -> tuple[str, str] | None:
+    """A vocabulary for which a package is missing, and the package. line: what transformers says."""
     for name in names:
-        packages = ("tiktoken",) if "tiktoken" in name else ("sentencepiece", "protobuf")
+        packages = ("sentencepiece", "protobuf", *(["tiktoken"] if "tiktoken" in line else []))
+        if "tiktoken" in name:
+            packages = ("tiktoken",)
         if name.endswith((".model", ".tiktoken")) or name.startswith("tokenizer.model"):
             for package in packages:
                 if _version(package) is None:

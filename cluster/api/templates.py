@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...actors.tokenizer import has_tokenizer
+from ...actors.tokenizer import has_tokenizer, read_tokenizer
 from ...errors import CheckpointError, ConfigError, RuntimeFailure, reason
 from ..checkpoints.weight_files import optional_json, read_json_object
 from .refusals import ApiError, from_failure, refused
@@ -417,6 +417,9 @@ def _transformers_own(folder: Path, settings: Mapping[str, Any]) -> tuple[Any, d
     finally:
         if worker is not None:
             worker.close()
+    with contextlib.suppress(CheckpointError):  # a class may be chosen by the type of the model, and has tokens
+        named = read_tokenizer(folder).special_tokens
+        tokens = tokens if named is None else named
     return source, tokens
 
 

@@ -342,8 +342,8 @@ class _Vocabulary:
         generation |= {f"{name}_token_id": found[name] for name in ("bos", "pad") if found[name] is not None}
         return {
             "tokenizer_config.json": {
-                "tokenizer_class": "PreTrainedTokenizerFast", **({GGUF_MARK: True} if made else {}), **tokens, "clean_up_tokenization_spaces": False,
-                **({} if template is None else {"chat_template": template}),
+                "tokenizer_class": "PreTrainedTokenizerFast", **tokens, "clean_up_tokenization_spaces": False,
+                **({GGUF_MARK: True} if made else {}), **({} if template is None else {"chat_template": template}),
             },
             "generation_config.json": generation,
         }  # fmt: skip

@@ -15,11 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from fake_api import complete, post
+from rich.console import Console
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from tiermoe import LLM
 from tiermoe.actors import tokenizer as reader
+from tiermoe.actors.gpu_worker import _vocabulary_of
 from tiermoe.cluster.detokenizer import IncrementalText
+from tiermoe.cluster.jobs.evaluate.text import load_heldout, load_text
+from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.jobs.prepare.calibration import read_windows
+from tiermoe.cluster.jobs.record.command import read_prompts
 from tiermoe.cluster.prompt import encode_prompt, load_tokenizer
 from tiermoe.errors import CheckpointError
 
@@ -31,7 +39,8 @@ _TEXT = [
 _SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>")
 TEXTS = (
     "hello", "", " leading and trailing ", "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n",
-    "a <|end|> b<|end|>c", "</s><s> x", "don't ' do ' it , now . 3.14 we're", "  two  spaces\n\n\tand tabs", "naïve 大 🙂 é",
+    "a <|end|> b<|end|>c", "</s><s> x", "don't ' do ' it , now . 3.14 we're", "  two  spaces\n\n\tand tabs",
+    "naïve 大 🙂 é",
     "word " * 300,
 )  # fmt: skip
 
@@ -63,7 +72,8 @@ def _trained(kind: str) -> str:
         made.normalizer = normalizers.BertNormalizer()
         made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         made.decoder = decoders.WordPiece(cleanup=False)
-        trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+        first = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=first)
     made.train_from_iterator(_TEXT, trainer)
     parts = json.loads(made.to_str())
     parts["added_tokens"] = []
@@ -141,7 +151,8 @@ def additional_special(kind: str) -> Files:
 
 def named_special(kind: str) -> Files:
     names = {"im_start_token": "<|im_start|>", "end_token": "<|end|>"}
-    return {"tokenizer.json": _parts(kind), "tokenizer_config.json": {"extra_special_tokens": names, "eos_token": "</s>"}}
+    config = {"extra_special_tokens": names, "eos_token": "</s>"}
+    return {"tokenizer.json": _parts(kind), "tokenizer_config.json": config}
 
 
 def entries_of_the_vocabulary(kind: str) -> Files:
@@ -212,7 +223,8 @@ def _two_files(kind: str = "byte-level") -> Files:
 
 
 def _words() -> str:
-    return "\n".join(sorted(_parts("wordpiece")["model"]["vocab"], key=_parts("wordpiece")["model"]["vocab"].get)) + "\n"
+    vocabulary = _parts("wordpiece")["model"]["vocab"]
+    return "\n".join(sorted(vocabulary, key=vocabulary.get)) + "\n"
 
 
 _QWEN2 = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "add_prefix_space": False}
@@ -294,3 +306,125 @@ def test_equal_to_transformers(layout: Callable[[str], Files], kind: str, tmp_pa
 def test_equal_to_transformers_by_class(case: str, tmp_path: Path) -> None:
     model_type, files = OTHERS[case]
     check(write(tmp_path / "model", files, model_type))
+
+
+def test_the_driver_reads_without_torch_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that reads imports no torch either; afterwards the cache has it, for any folder with these files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write(tmp_path / "model", _two_files(), "qwen3_moe")
+    code = (
+        "import sys; from pathlib import Path; from tiermoe.cluster.prompt import load_tokenizer\n"
+        "print(load_tokenizer(Path(sys.argv[1])).encode('a <|endoftext|>').ids)\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert json.loads(shown) == theirs(folder)("a <|endoftext|>")["input_ids"]
+    (cached,) = (tmp_path / "cache" / "tiermoe" / "tokenizers").iterdir()
+    assert cached.stat().st_mode & 0o77 == 0
+    monkeypatch.setattr(reader, "_read", lambda folder: pytest.fail("read again"))
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert load_tokenizer(other).encode("a <|endoftext|>").ids == json.loads(shown)
+    (other / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(pytest.fail.Exception, match="read again"):
+        load_tokenizer(other)
+
+
+def test_a_cache_that_is_damaged_or_not_writable_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write(tmp_path / "model", whole("byte-level"))
+    ids = load_tokenizer(folder).encode("<|im_start|>a").ids
+    (cached,) = (tmp_path / "cache" / "tiermoe" / "tokenizers").iterdir()
+    for damaged in (b"", b"{}\n{}", b'{"no": 1}\n{}', b"\xff\n", cached.read_bytes()[:-100]):
+        cached.write_bytes(damaged)
+        assert load_tokenizer(folder).encode("<|im_start|>a").ids == ids
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert load_tokenizer(folder).encode("<|im_start|>a").ids == ids
+
+
+_REFUSED: dict[str, tuple[Files, str]] = {
+    "nothing": ({"tokenizer_config.json": {}, "merges.txt": ""}, r"no tokenizer in '.*model'; pass the folder of"),
+    "cut": ({"tokenizer.json": "{"}, r"model/tokenizer\.json' cannot be read"),
+    "cut configuration": ({**whole("byte-level"), "tokenizer_config.json": "{"}, r"_config\.json' is not valid JSON"),
+    "no object": ({**whole("byte-level"), "added_tokens.json": "[]"}, r"added_tokens\.json' is not a JSON object"),
+    "code of its own": (
+        {**_two_files(), "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["own.Own", None]},
+                                                   "tokenizer_class": "OwnTokenizer"}},
+        r"OwnTokenizer, is Python code of the checkpoint, which is not run; pass a release"),
+    "code beside a whole one": (
+        {**whole("byte-level"), "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["own.Own", None]},
+                                                          "tokenizer_class": "OwnTokenizer"}},
+        r"is not run; if its tokenizer\.json gives the same tokens, remove auto_map from tokenizer_config\.json"),
+    "a slow one": (
+        {"vocab.txt": "a\n", "tokenizer_config.json": {"tokenizer_class": "BertJapaneseTokenizer"}},
+        "is a BertJapaneseTokenizer, which is Python code of transformers"),
+    "a flag that is none": (
+        {**whole("byte-level"), "tokenizer_config.json": {"bos_token": 7}}, "the tokenizer's configuration in"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_what_transformers_does_not_load_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    files, says = _REFUSED[case]
+    with pytest.raises(CheckpointError, match=says):
+        load_tokenizer(write(tmp_path / "model", files))
+
+
+@pytest.mark.parametrize(("file", "package"), [("tokenizer.model", "sentencepiece"), ("own.tiktoken", "tiktoken")])
+def test_a_package_that_is_missing_is_named(
+    file: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_version", lambda name: None if name in ("sentencepiece", "tiktoken") else "1")
+    folder = write(tmp_path / "model", {file: "no model"}, "mixtral")
+    with pytest.raises(CheckpointError, match=rf"is {file}, which {package} reads.*with: pip install {package}"):
+        load_tokenizer(folder)
+
+
+def test_an_error_comes_out_of_the_other_process(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", {**whole("byte-level"), "tokenizer_config.json": "{"})
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json' is not valid JSON.*; correct it"):
+        reader._read_in_a_process(folder)
+
+
+def test_every_way_in_gives_these_ids(checkpoint: Path, tmp_path: Path) -> None:
+    """`/tokenize`, completions, `LLM`, record, evaluation, calibration, grammars; of the checkpoint and its store."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    parts = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    limits = {name: limited("byte-level")["tokenizer.json"][name] for name in ("truncation", "padding")}
+    (folder / "tokenizer.json").write_text(json.dumps({**parts, "added_tokens": [], **limits}))
+    special = {str(i): {"content": name, "special": True} for i, name in enumerate(("<pad>", "<s>", "</s>"))}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": special, "bos_token": "<s>"}))
+    prompt = "<s>" + 5 * "some text, " + "</s>"
+    ids = theirs(folder)(prompt)["input_ids"]
+    assert (ids[0], ids[-1], len(ids)) == (1, 2, 2 + 5 * len("some text, "))
+    (tmp_path / "text.txt").write_text(prompt)
+    (tmp_path / "more.txt").write_text(9 * prompt)
+    (folder / "heldout").mkdir()
+    (folder / "heldout" / "notes.jsonl").write_text(json.dumps({"text": prompt}) + "\n")
+    store = prepare(folder, tmp_path / "store", progress=False)
+    assert LLM(str(folder)).stream(prompt).completion.prompt_token_ids == tuple(ids)
+    assert load_heldout(folder).passages[0].ids == tuple(ids)
+    for path in (folder, store):
+        tokenizer = load_tokenizer(path)
+        assert encode_prompt(tokenizer, prompt) == tuple(ids)
+        assert post("/tokenize", {"prompt": prompt}, tokenizer=tokenizer).json()["tokens"] == ids
+        assert post("/detokenize", {"tokens": ids}, tokenizer=tokenizer).json() == {"prompt": prompt}
+        usage = complete({"prompt": prompt, "max_tokens": 1}, tokenizer=tokenizer)["usage"]
+        assert usage["prompt_tokens"] == len(ids)
+        assert read_prompts(tmp_path / "text.txt", path) == [tuple(ids)]
+        assert load_text(path, tmp_path / "text.txt").passages[0].ids == tuple(ids)
+        windows = read_windows(tmp_path / "more.txt", path, Console(quiet=True)).ids.ravel()
+        assert windows.tolist() == (9 * ids)[: len(windows)]
+        vocabulary, notes = _vocabulary_of(path)
+        assert Tokenizer.from_str(vocabulary).encode(prompt).ids == ids
+        assert notes == []
+
+
+def test_a_tokenizer_that_grammars_cannot_read_is_a_note(tmp_path: Path) -> None:
+    vocabulary, notes = _vocabulary_of(write(tmp_path / "model", {"tokenizer.json": "{"}))
+    assert vocabulary is None
+    assert "grammars are refused: " in notes[0]
+    assert _vocabulary_of(tmp_path) == (None, [])
