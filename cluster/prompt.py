@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     if not ids:
         raise RequestError("the prompt yields no token", "pass a longer PROMPT")
     return ids
+
+
+def check_vocabulary(ids: Iterable[int], model_config: Mapping[str, Any], model_dir: Path) -> None:
+    """Raise CheckpointError if the model, by its configuration as from `load_model_config`, has no such token."""
+    highest, vocabulary = max(ids, default=0), model_config.get("vocab_size")
+    if isinstance(vocabulary, int) and highest >= vocabulary:
+        raise CheckpointError(
+            f"the tokenizer of '{shown(model_dir)}' gives token {highest}, the model has {vocabulary}",
+            "pass a checkpoint with its own tokenizer",
+        )
 
 
 def check_length(prompt_tokens: int, max_tokens: int, model_config: dict[str, Any], kv: KvSettings) -> None:

@@ -218,5 +218,5 @@ def test_a_tokenizer_that_llguidance_cannot_read_is_refused() -> None:
     """It came out as a bare ValueError."""
     words = Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
-    with pytest.raises(RequestError, match="llguidance cannot read the model's tokenizer.*; ask without a grammar"):
+    with pytest.raises(RequestError, match=r"llguidance cannot read the model's tokenizer.*; ask without a grammar"):
         Grammars(words.to_str(), 2, [1]).matcher(grammar_of(guided_regex="a"))

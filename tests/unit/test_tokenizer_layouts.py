@@ -23,6 +23,8 @@ from transformers import AutoTokenizer
 from tiermoe import LLM
 from tiermoe.actors import tokenizer as reader
 from tiermoe.actors.gpu_worker import _vocabulary_of
+from tiermoe.cluster.api.templates import load_chat_template
+from tiermoe.cluster.config import check_model_dir
 from tiermoe.cluster.detokenizer import IncrementalText
 from tiermoe.cluster.jobs.evaluate.text import load_heldout, load_text
 from tiermoe.cluster.jobs.prepare import prepare
@@ -428,3 +430,27 @@ def test_a_tokenizer_that_grammars_cannot_read_is_a_note(tmp_path: Path) -> None
     assert vocabulary is None
     assert "grammars are refused: " in notes[0]
     assert _vocabulary_of(tmp_path) == (None, [])
+
+
+def test_a_chat_template_comes_with_every_layout(tmp_path: Path) -> None:
+    """It was read beside a tokenizer.json only, and knew no token that the class for the type of the model has."""
+    files = {**_two_files(), "chat_template.jinja": "{{ messages[0].content }}{{ eos_token }}"}
+    folder = write(tmp_path / "model", files, "qwen3_moe")
+    check_model_dir(folder)
+    template = load_chat_template(folder, None)
+    chat = [{"role": "user", "content": "hi"}]
+    assert template.render(chat) == theirs(folder).apply_chat_template(chat, tokenize=False) == "hi<|endoftext|>"
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    """Such as an added one without a row of the embedding; the evaluation ended with an IndexError of torch."""
+    folder = write(tmp_path / "model", in_the_configuration("byte-level"))
+    tokens = Tokenizer.from_str(_trained("byte-level")).get_vocab_size()
+    (folder / "config.json").write_text(json.dumps({"model_type": "mixtral", "vocab_size": tokens}))
+    (tmp_path / "text.txt").write_text(30 * "a plain text, ")
+    (tmp_path / "more.txt").write_text(30 * "a text with <|end|>, ")
+    load_text(folder, tmp_path / "text.txt")
+    for use in (lambda: load_text(folder, tmp_path / "more.txt"),
+                lambda: read_windows(tmp_path / "more.txt", folder, Console(quiet=True))):  # fmt: skip
+        with pytest.raises(CheckpointError, match=rf"gives token {tokens + 4}, the model has {tokens}"):
+            use()

@@ -21,8 +21,9 @@ from tokenizers import Tokenizer
 
 from ....actors.tokenizer import is_tokenizer_file
 from ....errors import CheckpointError, ConfigError, reason
+from ...checkpoints.weight_files import CONFIG
 from ...host import shown
-from ...prompt import load_tokenizer
+from ...prompt import check_vocabulary, load_model_config, load_tokenizer
 from .quality import EvaluationOptions
 
 _REMEDY = "use the default model, give text with --text, or add heldout/KIND.jsonl with a text field on each line"
@@ -92,7 +93,7 @@ def load_heldout(model_dir: Path) -> HeldOut:
     queues = [[tuple(passages) for passages in sources.values()] for sources in kinds.values()]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     documents = tuple(document for document in turns if document is not None)
-    return HeldOut(documents, _leading(tokenizer), digest.hexdigest())
+    return _checked(HeldOut(documents, _leading(tokenizer), digest.hexdigest()), model_dir)
 
 
 def load_text(model_dir: Path, file: Path) -> HeldOut:
@@ -118,7 +119,15 @@ def load_text(model_dir: Path, file: Path) -> HeldOut:
     passages = [passage for passage in passages if passage.text.strip()]
     if not passages:
         raise ConfigError(f"'{file}' has no text", _OWN_REMEDY)
-    return HeldOut(tuple((passage,) for passage in passages), _leading(tokenizer), "", file)
+    return _checked(HeldOut(tuple((passage,) for passage in passages), _leading(tokenizer), "", file), model_dir)
+
+
+def _checked(heldout: HeldOut, model_dir: Path) -> HeldOut:
+    """Raises CheckpointError: the tokenizer has tokens that the model does not have, and the text uses one."""
+    if (model_dir / CONFIG).is_file():
+        used = itertools.chain(heldout.leading, *(passage.ids for passage in heldout.passages))
+        check_vocabulary(used, load_model_config(model_dir), model_dir)
+    return heldout
 
 
 def _tokenizer_files(model_dir: Path) -> list[Path]:
