@@ -31,7 +31,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders
 
 from ..errors import CheckpointError
-from ..proto.private import own_folder, user_cache
+from ..proto.private import open_own, own_folder, user_cache
 
 GGUF_MARK = "made_from_gguf"  # key of tokenizer_config.json: tokenizer.json has all of it, with llama.cpp's ids
 _FORMAT = 5  # of the cached files
@@ -61,7 +61,10 @@ def is_vocabulary(name: str) -> bool:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has a vocabulary in any of the forms that transformers reads."""
-    return folder.is_dir() and any(is_vocabulary(file.name) and file.is_file() for file in folder.iterdir())
+    try:
+        return any(is_vocabulary(file.name) and file.is_file() for file in folder.iterdir())
+    except OSError:  # no folder, or one that this user may not list
+        return False
 
 
 @dataclass(frozen=True)
@@ -108,16 +111,18 @@ def read_tokenizer(folder: Path) -> TokenizerText:
     if not has_tokenizer(folder):
         raise CheckpointError(f"no tokenizer in '{folder}'", _WHOLE)
     cached = _cached(folder)
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return TokenizerText.decode(cached.read_bytes())
+    if cached is not None:
+        with contextlib.suppress(OSError, ValueError, TypeError), open(open_own(cached, os.O_RDONLY), "rb") as file:
+            return TokenizerText.decode(file.read())
     found = _read(folder) if "torch" in sys.modules else _read_in_a_process(folder)
-    with contextlib.suppress(OSError, RuntimeError):  # the next process reads the folder again
-        _write(cached, found.encode())
+    if cached is not None:
+        with contextlib.suppress(OSError):  # the next process reads the folder again
+            _write(cached, found.encode())
     return found
 
 
-def _cached(folder: Path) -> Path:
-    """The file of the cache for what a folder has now."""
+def _cached(folder: Path) -> Path | None:
+    """The file of the cache for what a folder has now; None: this user has no cache."""
     digest = hashlib.sha256(json.dumps([_FORMAT, *(_version(name) for name in _LIBRARIES)]).encode())
     for file in sorted(folder.iterdir()):
         if is_tokenizer_file(file.name) and file.is_file():
@@ -127,7 +132,10 @@ def _cached(folder: Path) -> Path:
                 what = f"'{file}' cannot be read ({error.strerror})"
                 raise CheckpointError(what, "make it a file that this user may read") from error
             digest.update(f"\0{file.name}\0{len(data)}\0".encode() + data)
-    return user_cache() / "tokenizers" / digest.hexdigest()[:32]
+    try:
+        return user_cache() / "tokenizers" / digest.hexdigest()[:32]
+    except RuntimeError:  # no home
+        return None
 
 
 def _version(package: str) -> str | None:

@@ -46,7 +46,7 @@ class Grammars:
         except ImportError as error:
             raise RequestError("the runtime has no llguidance, which grammars need", _REMEDY) from error
         if self._json is None or not self._eos:
-            missing = "tokenizer" if self._json is None else "stop token"
+            missing = "tokenizer (tokenizer.json or another form)" if self._json is None else "stop token"
             raise RequestError(f"the model has no {missing}, which grammars need", "ask without a grammar")
         with self._lock:
             if self._tokens is None:
