@@ -261,11 +261,12 @@ def _why(folder: Path, settings: dict[str, Any], error: Exception) -> Checkpoint
             remedy = "if its tokenizer.json gives the same tokens, remove auto_map from tokenizer_config.json in a copy"
         what = f"the tokenizer in '{folder}', {kind}, is Python code of the checkpoint, which is not run"
         return CheckpointError(what, remedy)
-    import transformers
+    with contextlib.suppress(ImportError, RuntimeError):  # a class that lacks a package
+        import transformers
 
-    made = getattr(transformers, str(kind), None)
-    if isinstance(made, type) and not issubclass(made, transformers.PreTrainedTokenizerFast):
-        return _slow(folder, made.__name__)
+        made = getattr(transformers, str(kind), None)
+        if isinstance(made, type) and not issubclass(made, transformers.PreTrainedTokenizerFast):
+            return _slow(folder, made.__name__)
     if "tokenizer.json" not in names and (lacking := _lacking(names, line)) is not None:
         model, package = lacking
         return CheckpointError(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from ..actors.requests import SamplingParams
 from ..actors.settings import KvSettings
-from ..actors.tokenizer import is_tokenizer_file, read_tokenizer
+from ..actors.tokenizer import is_tokenizer_file, is_vocabulary, read_tokenizer
 from ..errors import CheckpointError, RequestError
 from .checkpoints.weight_files import OTHER_CONFIG, read_json_object, refuse_unreadable
 from .host import shown
@@ -30,8 +30,10 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     """
     folder = model_dir.absolute()
     files = sorted(file for file in folder.iterdir() if is_tokenizer_file(file.name)) if folder.is_dir() else []
+    whole = folder / "tokenizer.json"
     for file in files:
-        refuse_unreadable(file)
+        if file == whole or whole not in files or not is_vocabulary(file.name):  # others do not count beside it
+            refuse_unreadable(file)
     try:
         return read_tokenizer(folder).tokenizer()
     except CheckpointError as error:

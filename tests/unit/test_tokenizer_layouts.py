@@ -385,6 +385,13 @@ def test_a_package_that_is_missing_is_named(
         load_tokenizer(folder)
 
 
+def test_a_vocabulary_that_does_not_count_may_be_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4998304776\n"
+    check(write(tmp_path / "model", {**whole("metaspace"), "tokenizer.model": pointer}, "mixtral"))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model' is a git-lfs pointer"):
+        load_tokenizer(write(tmp_path / "other", {"tokenizer.model": pointer}, "mixtral"))
+
+
 def test_an_error_comes_out_of_the_other_process(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", {**whole("byte-level"), "tokenizer_config.json": "{"})
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json' is not valid JSON.*; correct it"):
