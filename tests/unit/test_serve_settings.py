@@ -18,7 +18,7 @@ from tiermoe.cluster.jobs import serve
         ("limits: {waiting: -1}", [], "key 'limits.waiting' is -1"),
         ("deployment: abcdef", [], "give --attach"),
         ("limits: {request_s: 5}", [], "set request_deadline_s"),
-        ("tokenizer: /nowhere", [], "no tokenizer in '/nowhere'"),
+        ("tokenizer: /nowhere", ["--port", "0"], "no tokenizer in '/nowhere'"),
         ("", ["--api-key-file", "/nowhere/key"], "cannot be read"),
         ("", ["--chat-template", "/nowhere/template"], "cannot be read"),
         ("", ["--deployment", "abcdef"], "--attach"),
