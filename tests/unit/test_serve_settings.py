@@ -33,7 +33,7 @@ def test_what_is_wrong_is_refused_in_one_line(
     file = tmp_path / "server.yaml"
     file.write_text(text)
     if text:
-        options = ["--server-config", str(file)]
+        options = [*options, "--server-config", str(file)]
     assert words in command.refusal("serve", "--device", "cpu", *options)
 
 
