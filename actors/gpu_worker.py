@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError, NotServing, RuntimeFailure, UnsupportedModelError
+from ..errors import CheckpointError, ConfigError, NotServing, RuntimeFailure, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .engine.serving.streams import Outbox, Stream
 from .requests import GenerationRequest, SamplingParams, TokenEvent
@@ -27,6 +27,7 @@ from .store.dense import dense_folder
 from .store.files import StoreView, renewed, verified
 from .store.pages import StoreGuard, problem
 from .store.replicas import describe_replicas, read_tables
+from .tokenizer import has_tokenizer, read_tokenizer
 
 _REPORT_S = 5.0
 _CLIENT_GONE_S = 30.0  # without a call
@@ -148,8 +149,7 @@ class GpuWorker:
             if "predictors" in settings.policy.needs:
                 predictors = predictors_of(folder, manifest, settings.policy.prefetch.distance)
             artifacts = read_policy_artifacts(settings.policy, folder, manifest)
-            tokenizer = folder / "tokenizer.json"
-            vocabulary = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
+            vocabulary, no_grammars = _vocabulary_of(folder)
         blocks = find_blocks(self._model, manifest)
         top_k = experts_per_token(self._model.config)
         self._begin("probing")
@@ -157,6 +157,7 @@ class GpuWorker:
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
             self._matcher_link(), predictors, artifacts, low_bit, manifest.published,
         )  # fmt: skip
+        self._engine.notes += no_grammars
         if self._engine.prefetching is not None:
             self._engine.prefetching.watch_embeddings(self._model)
         experts = [block.experts for block in blocks]
@@ -436,6 +437,14 @@ def _end_process(error: BaseException) -> None:
     with contextlib.suppress(OSError):  # the log is on a full disk
         traceback.print_exception(error)
     os._exit(1)
+
+
+def _vocabulary_of(folder: Path) -> tuple[str | None, list[str]]:
+    """The tokenizer for grammars, and notes; None: there is none, or it is not readable, and requests say so."""
+    try:
+        return (read_tokenizer(folder).json if has_tokenizer(folder) else None), []
+    except CheckpointError as error:
+        return None, [f"grammars are refused: {error}"]
 
 
 def make_batcher(

@@ -30,6 +30,7 @@ from ..actors.settings import (
     StoreSettings,
     check_combination,
 )
+from ..actors.tokenizer import has_tokenizer
 from ..errors import BudgetError, CheckpointError, ConfigError
 from ..limits import check_threads, usable_cores
 from ..proto.tls import TlsFiles
@@ -502,18 +503,18 @@ def check_model_dir(path: Path) -> None:
     """Refuse a model directory that cannot be served, before anything is started.
 
     Raises:
-        CheckpointError: no such directory, or one without config.json or tokenizer.json.
+        CheckpointError: no such directory, or one without config.json or a tokenizer.
     """
     if not path.is_dir():
         remedy = (
             "make it with `make train-default-model`, or pass --model DIRECTORY"
             if path == default_model_dir()
-            else "pass --model a checkpoint's folder (safetensors, config.json, tokenizer.json), or ORG/NAME of a hub"
+            else "pass --model a checkpoint's folder (safetensors, config.json, tokenizer), or ORG/NAME of a hub"
         )
         raise CheckpointError(f"no model at '{path}'", remedy)
-    for name in ("config.json", "tokenizer.json"):
-        if not (path / name).is_file():
-            whole, own = "download the whole checkpoint, with its fast tokenizer", shown(path)
+    for name, there in (("config.json", (path / "config.json").is_file()), ("tokenizer.json", has_tokenizer(path))):
+        if not there:
+            whole, own = "download the whole checkpoint, with its tokenizer", shown(path)
             remedy = whole if own == path else f"put the model's {name} beside it"  # own: a GGUF file
             raise CheckpointError(f"'{own}' has no {name}", remedy)
 

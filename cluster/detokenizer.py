@@ -10,6 +10,7 @@ changes:
     ByteFallback            a run of byte tokens, once it has ended: one wrong byte makes all of the run U+FFFD
     ByteLevel               bytes; characters come once they are whole
     Fuse, then Strip        the ends of the whole text
+    Fuse, then Replace      the whole text, but for an end that may begin what is replaced
     others (CTC)            at the end
 
 All pieces together are `tokenizer.decode(all ids)`: the steps are the library's, but for ByteLevel and the last Strip.
@@ -172,6 +173,45 @@ class _Ends:
         return ()
 
 
+class _Replaced:
+    """Replaces a string in the whole text, as `str.replace`. An end that may begin it waits for more.
+
+    waiting: places of tokens behind the begin of what waits, from there on.
+    """
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new = old, new
+        self.held = ""
+        self._waiting: tuple[int, ...] = ()
+
+    def feed(self, piece: Piece) -> Iterable[Piece]:
+        starts = (*self._waiting, *(len(self.held) + start for start in piece.starts))
+        text, done, shown = self.held + piece.text, 0, ""
+        found: list[tuple[int, int]] = []  # ends of what is replaced, in the text and in what is shown
+        while (place := text.find(self._old, done)) >= 0:
+            shown += text[done:place] + self._new
+            done = place + len(self._old)
+            found.append((done, len(shown)))
+        ready = next(i for i in range(max(done, len(text) - len(self._old) + 1), len(text) + 1)
+                     if self._old.startswith(text[i:]))  # fmt: skip
+        shown, self.held = shown + text[done:ready], text[ready:]
+        self._waiting = tuple(start - ready for start in starts if start > ready)
+        return (Piece(shown, tuple(self._place(start, found) for start in starts if start <= ready)),)
+
+    def finish(self) -> Iterable[Piece]:
+        rest, starts, self.held, self._waiting = self.held, self._waiting, "", ()
+        return (Piece(rest, starts),)
+
+    def _place(self, start: int, found: Sequence[tuple[int, int]]) -> int:
+        """Where a place of the text is in what is shown; inside what is replaced, places are counted from its end."""
+        before = 0
+        for end, shown in found:
+            if start < end:
+                return min(start + before, max(shown - len(self._new), shown - (end - start)))
+            before = shown - end
+        return start + before
+
+
 class _AtTheEnd:
     """A step that may change anything until no more tokens come. fused: it gets the text as one token."""
 
@@ -201,14 +241,22 @@ def _steps(tokenizer: Tokenizer) -> list[_Step]:
         if kind == "Fuse":
             fused = True
         elif fused:
-            ends = kind == "Strip"
-            steps.append(_Ends(part["content"], part["start"], part["stop"]) if ends else _AtTheEnd(decoder, True))
+            steps.append(_of_the_whole(part, decoder))
         elif kind == "ByteLevel":
             steps.append(_Utf8())
             fused = True
         else:
             steps.append(_STEPS[kind](decoder) if kind in _STEPS else _AtTheEnd(decoder, False))
     return steps
+
+
+def _of_the_whole(part: Mapping[str, Any], decoder: Any) -> _Step:
+    """A step that gets the text as one token."""
+    if part["type"] == "Strip":
+        return _Ends(part["content"], part["start"], part["stop"])
+    if part["type"] == "Replace" and part["pattern"].get("String"):
+        return _Replaced(part["pattern"]["String"], part["content"])
+    return _AtTheEnd(decoder, True)
 
 
 def _alone(decoder: Any) -> Callable[[str], str]:

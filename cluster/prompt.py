@@ -1,8 +1,9 @@
-"""What the driver reads of a checkpoint, and text into token ids: by `tokenizers` alone, without torch."""
+"""What the driver reads of a checkpoint, and text into token ids; without torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer
 
 from ..actors.requests import SamplingParams
 from ..actors.settings import KvSettings
+from ..actors.tokenizer import is_tokenizer_file, is_vocabulary, read_tokenizer
 from ..errors import CheckpointError, RequestError
 from .checkpoints.weight_files import OTHER_CONFIG, read_json_object, refuse_unreadable
 from .host import shown
@@ -21,18 +23,24 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The model's fast tokenizer.
+    """The model's tokenizer, with the ids and texts of transformers' `AutoTokenizer`, without truncation and padding.
 
     Raises:
-        CheckpointError: tokenizer.json is not one.
+        CheckpointError: the folder has none, one of its files is malformed, or `tokenizers` cannot carry it out.
     """
-    path = model_dir / "tokenizer.json"
-    refuse_unreadable(path)
+    folder = model_dir.absolute()
+    files = sorted(file for file in folder.iterdir() if is_tokenizer_file(file.name)) if folder.is_dir() else []
+    whole = folder / "tokenizer.json"
+    for file in files:
+        if file == whole or whole not in files or not is_vocabulary(file.name):  # others do not count beside it
+            refuse_unreadable(file)
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        remedy = "install a newer `tokenizers`, or copy tokenizer.json from where the model is published"
-        raise CheckpointError(f"'{shown(path)}' cannot be read: {_line(error)}", remedy) from error
+        return read_tokenizer(folder).tokenizer()
+    except CheckpointError as error:
+        what = error.what
+        for path in (*files, folder):  # of a GGUF file the folder is in the cache
+            what = what.replace(f"'{path}'", f"'{shown(path)}'")
+        raise CheckpointError(what, error.remedy) from error
 
 
 def load_model_config(model_dir: Path) -> dict[str, Any]:
@@ -66,6 +74,16 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     if not ids:
         raise RequestError("the prompt yields no token", "pass a longer PROMPT")
     return ids
+
+
+def check_vocabulary(ids: Iterable[int], model_config: Mapping[str, Any], model_dir: Path) -> None:
+    """Raise CheckpointError if the model, by its configuration as from `load_model_config`, has no such token."""
+    highest, vocabulary = max(ids, default=0), model_config.get("vocab_size")
+    if isinstance(vocabulary, int) and highest >= vocabulary:
+        raise CheckpointError(
+            f"the tokenizer of '{shown(model_dir)}' gives token {highest}, the model has {vocabulary}",
+            "pass a checkpoint with its own tokenizer",
+        )
 
 
 def check_length(prompt_tokens: int, max_tokens: int, model_config: dict[str, Any], kv: KvSettings) -> None:
@@ -113,7 +131,3 @@ def sampling_params(
         if not fine:
             raise RequestError(f"{option} is {value}", f"give {wanted}")
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

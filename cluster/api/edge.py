@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 
+from ...actors.tokenizer import has_tokenizer
 from ...errors import ConfigError, RuntimeFailure
 from ...proto.tls import TlsFiles
 from ..attach import leads_of
@@ -152,14 +153,15 @@ class Edge:
 
 
 def tokenizer_folder(plan: dict[str, Any], given: str | None) -> Path:
-    """Where tokenizer.json is: the given folder, else the runtime's expert store.
+    """Where the tokenizer is: the given folder, else the runtime's expert store.
 
     Raises:
         ConfigError: not there.
     """
     folder = Path(given).expanduser() if given is not None else Path(plan["store_path"])
-    if not (folder / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         raise ConfigError(
-            f"no tokenizer.json in '{folder}' on the server's node", f"name the folder of {plan['model']}'s checkpoint"
+            f"no tokenizer.json in '{folder}' on the server's node, and no other tokenizer",
+            f"name the folder of {plan['model']}'s checkpoint",
         )
     return folder

@@ -60,7 +60,9 @@ class ApiSettings(Settings):
     model_name: str | None = Field(
         default=None, description="name of the model for clients; default: its folder's name"
     )
-    tokenizer: str | None = Field(default=None, description="folder with tokenizer.json; default: the expert store")
+    tokenizer: str | None = Field(
+        default=None, description="folder with the tokenizer's files; default: the expert store"
+    )
     chat_template: str | None = Field(
         default=None, description="Jinja file of the chat template; default: the model's own"
     )

@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...actors.tokenizer import has_tokenizer, read_tokenizer
 from ...errors import CheckpointError, ConfigError, RuntimeFailure, reason
-from ..checkpoints.weight_files import read_json_object
+from ..checkpoints.weight_files import optional_json, read_json_object
 from .refusals import ApiError, from_failure, refused
 from .rendering import LENGTH_BYTES, RESULT_CHARACTERS, pack, unpack
 
@@ -384,11 +385,10 @@ def load_chat_template(folder: Path, file: Path | None) -> ChatTemplate | None:
     Raises:
         ConfigError: the file cannot be read, or does not compile. CheckpointError: a file of the folder is malformed.
     """
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    settings = read_json_object(folder / "tokenizer_config.json") if has_tokenizer else {}
+    settings = optional_json(folder / "tokenizer_config.json") or {}
     if file is None and not _has_template(folder, settings):
         return None  # and no process is started
-    found, tokens = _transformers_own(folder, settings) if (folder / "tokenizer.json").is_file() else (None, {})
+    found, tokens = _transformers_own(folder, settings) if has_tokenizer(folder) else (None, {})
     source = (found or _processors_own(folder)) if file is None else _read(file)
     if not source:
         return None
@@ -417,6 +417,9 @@ def _transformers_own(folder: Path, settings: Mapping[str, Any]) -> tuple[Any, d
     finally:
         if worker is not None:
             worker.close()
+    with contextlib.suppress(CheckpointError):  # a class may be chosen by the type of the model, and has tokens
+        named = read_tokenizer(folder).special_tokens
+        tokens = tokens if named is None else named
     return source, tokens
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...actors.store.format import ITEM_BYTES, JOURNAL_NAME, MANIFEST_NAME, STAMP_NAME, SourceFile, TensorSpec
 from ...actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
+from ...actors.tokenizer import is_tokenizer_file
 from ...errors import CheckpointError
 from ..host import shown
 from .hub_cache import name_of
@@ -184,7 +185,7 @@ def _small_file(path: Path, name: str) -> SourceFile:
 def _is_extra(path: Path) -> bool:
     reserved = (MANIFEST_NAME, STAMP_NAME, JOURNAL_NAME, REPLICAS_NAME, REPLICA_STAMP_NAME)
     return (
-        path.suffix in _EXTRA_SUFFIXES
+        (path.suffix in _EXTRA_SUFFIXES or is_tokenizer_file(path.name))
         and path.name[0] not in ".-"
         and path.name not in reserved
         and not path.name.endswith(".index.json")

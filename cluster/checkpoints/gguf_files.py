@@ -19,6 +19,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from ...actors.store.format import ITEM_BYTES, SourceFile, TensorSpec
 from ...actors.store.published import head_digest
+from ...actors.tokenizer import GGUF_MARK, is_tokenizer_file
 from ...errors import CheckpointError, StoreError, UnsupportedModelError
 from ...kernels.forms import BLOCKS, FLOATS, MatrixForm
 from ...proto.private import user_cache
@@ -120,7 +121,8 @@ class _Dequantized:
 
 # --- what a checkpoint's folder has beside its weights --------------------------------------------------------------
 
-_FORMAT = 3  # of the folders in the cache: what is made of metadata
+_SETTINGS = "tokenizer_config.json"
+_FORMAT = 4  # of the folders in the cache: what is made of metadata
 
 
 def gguf_folder(path: Path) -> Path:
@@ -156,6 +158,8 @@ def gguf_folder(path: Path) -> Path:
         with_texts = read_gguf(files, texts=True)
         if "tokenizer.json" not in beside:
             save_tokenizer(with_texts, folder)
+            if (given := beside.pop(_SETTINGS, None)) is not None:
+                _merge_settings(folder / _SETTINGS, given)
         else:
             with contextlib.suppress(CheckpointError):  # the vocabulary beside it is the one that counts
                 save_settings(with_texts, folder)
@@ -165,6 +169,15 @@ def gguf_folder(path: Path) -> Path:
     return folder
 
 
+def _merge_settings(path: Path, given: bytes) -> None:
+    """Settings of one's own, such as a chat template, before those of the metadata; the tokenizer is the file's."""
+    with contextlib.suppress(ValueError, TypeError):  # malformed: whoever reads it says so
+        made = json.loads(path.read_text(encoding="utf-8"))
+        given = json.dumps({**made, **json.loads(given), GGUF_MARK: True}, indent=1).encode()
+    path.write_bytes(given)
+
+
 def _is_beside(file: Path) -> bool:
     """Whether a file beside a GGUF file belongs to its checkpoint."""
-    return file.is_file() and file.suffix in (".json", ".jinja") and not file.name.endswith(".index.json")
+    known = file.suffix in (".json", ".jinja") or is_tokenizer_file(file.name)
+    return file.is_file() and known and not file.name.endswith(".index.json")

@@ -24,6 +24,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from ...actors.tokenizer import GGUF_MARK
 from ...errors import CheckpointError, UnsupportedModelError
 from .gguf_header import REWRITE, Header
 
@@ -127,19 +128,20 @@ def save_tokenizer(header: Header, folder: Path) -> None:
         CheckpointError: the vocabulary is malformed.
     """
     _Vocabulary(header).tokenizer().save(str(folder / "tokenizer.json"))
-    save_settings(header, folder)
+    save_settings(header, folder, made=True)
 
 
-def save_settings(header: Header, folder: Path) -> None:
+def save_settings(header: Header, folder: Path, made: bool = False) -> None:
     """Write a GGUF file's special tokens, chat templates and tokens that end a generation.
 
     Args:
         header: read with `texts`.
+        made: the folder's tokenizer.json is made of the same file, and its ids are llama.cpp's.
 
     Raises:
         CheckpointError: the vocabulary is malformed.
     """
-    for name, content in _Vocabulary(header).settings().items():
+    for name, content in _Vocabulary(header).settings(made).items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
@@ -329,8 +331,8 @@ class _Vocabulary:
 
     # -- the other files of a tokenizer
 
-    def settings(self) -> dict[str, Any]:
-        """tokenizer_config.json and generation_config.json."""
+    def settings(self, made: bool) -> dict[str, Any]:
+        """tokenizer_config.json and generation_config.json. made: tokenizer.json is from here, too."""
         keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "cls": "cls",
                 "mask": "mask"}  # fmt: skip
         found = {name: self._token(key, self._default(key)) for name, key in keys.items()}
@@ -341,7 +343,7 @@ class _Vocabulary:
         return {
             "tokenizer_config.json": {
                 "tokenizer_class": "PreTrainedTokenizerFast", **tokens, "clean_up_tokenization_spaces": False,
-                **({} if template is None else {"chat_template": template}),
+                **({GGUF_MARK: True} if made else {}), **({} if template is None else {"chat_template": template}),
             },
             "generation_config.json": generation,
         }  # fmt: skip

@@ -16,12 +16,13 @@ import errno
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
+from ...actors.tokenizer import has_tokenizer
 from ...errors import CheckpointError
 from ..config import RunConfig, default_model_dir
 from ..report.tables import byte_progress, size
@@ -42,10 +43,15 @@ _NAME = re.compile(
 _SIZES = ("config.json", "*config*.json", INDEX)
 _PATTERNS: dict[Need, tuple[str, ...]] = {
     "sizes": _SIZES,
-    "text": (*_SIZES, "tokenizer*", "*tokens*.json", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*",
+    "text": (*_SIZES, "tokenizer*", "*tokens*.json", "merges.txt", "chat_template*",
              "additional_chat_templates/*.jinja"),
 }
-_NEEDED: dict[Need, tuple[str, ...]] = {"sizes": (CONFIG,), "text": (CONFIG, "tokenizer.json")}
+# fetched one after the other and behind the rest: with one of them in the cache, an interruption has left nothing out
+_VOCABULARIES = (
+    ("tokenizer.json",),
+    ("vocab.*", "*.tiktoken", "tekken.json", "tokenizer.model*", "spiece.model", "spm*.model", "sentencepiece*.model",
+     "tiktoken*.model"),
+)  # fmt: skip
 _WORKERS = 4  # files at a time: an interruption loses no more than these
 _STOP_S = 5.0
 _SPARE_BYTES = 64 << 20
@@ -88,7 +94,7 @@ def locate(model: str | None, need: Need = "text") -> Path:
     if repository.gguf is not None:
         return _gguf_folder(_gguf_of(repository))
     cached = cached_in(_cache() / folder_of(repository.name), repository.revision)
-    if cached is not None and all((cached / name).is_file() for name in _NEEDED[need]):
+    if cached is not None and (cached / CONFIG).is_file() and (need == "sizes" or has_tokenizer(cached)):
         return cached
     found = _fetch_small(repository, need)
     if not (found / CONFIG).is_file():
@@ -200,7 +206,8 @@ def _gguf_of(repository: Repository) -> Path:
         there = _listed(repository)
         files = _chosen(repository, sorted(there))
         _refuse_dense(repository, files[0])
-        found = _fetch(repository, {name: there[name] for name in files}, _PATTERNS["text"])
+        small = (*_PATTERNS["text"], *(pattern for patterns in _VOCABULARIES for pattern in patterns))
+        found = _fetch(repository, {name: there[name] for name in files}, small)
     return found / files[0]
 
 
@@ -273,13 +280,22 @@ def _fetch_small(repository: Repository, need: Need) -> Path:
     """Fetch what a need takes, without weights; the snapshot's folder."""
     cache = _cache()
     with _hub_errors(repository, cache), Console(stderr=True).status(f"asking for {repository.name} ..."):
-        return _snapshot(repository, list(_PATTERNS[need]), cache)
+        if need == "sizes":
+            return _snapshot(repository, list(_PATTERNS[need]), cache)
+        last = [pattern for patterns in _VOCABULARIES for pattern in patterns]
+        found = _snapshot(repository, list(_PATTERNS[need]), cache, ignored=last)
+        for patterns in _VOCABULARIES:
+            _snapshot(repository, list(patterns), cache)
+        return found
 
 
 def _snapshot(
-    repository: Repository, patterns: list[str], cache: Path, arrived: Callable[[int], None] | None = None
-) -> Path:
+    repository: Repository, patterns: list[str], cache: Path, arrived: Callable[[int], None] | None = None,
+    ignored: Sequence[str] = (),
+) -> Path:  # fmt: skip
     """`snapshot_download` of the patterns, in a thread: the library would end a Ctrl-C only after its running files."""
+    if not any("/" in pattern for pattern in patterns):
+        ignored = (*ignored, "*/*")
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import tqdm
 
@@ -305,7 +321,7 @@ def _snapshot(
             done.append(snapshot_download(
                 repository.name, revision=repository.revision, cache_dir=cache, endpoint=constants.ENDPOINT,
                 allow_patterns=patterns, library_name="tiermoe", max_workers=_WORKERS,
-                ignore_patterns=["*/*"] if not any("/" in pattern for pattern in patterns) else None,
+                ignore_patterns=list(ignored) or None,
                 tqdm_class=Bar,
             ))  # fmt: skip
         except BaseException as error:

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from ...actors.requests import SamplingParams
+from ...actors.tokenizer import has_tokenizer
 from ...errors import RequestError, reason
 from ..checkpoints.hub import locate
 from ..config import RunConfig
@@ -137,9 +138,9 @@ def _run_attached(
         deployment = attachment.choose(wanted)
         plan = attachment.ask(deployment, "plan")
         folder = locate(model) if model is not None else Path(plan["store_path"])
-        if not (folder / "tokenizer.json").is_file():
+        if not has_tokenizer(folder):
             raise RequestError(
-                f"no tokenizer.json in '{shown(folder)}' on this machine",
+                f"no tokenizer.json in '{shown(folder)}' on this machine, and no other tokenizer",
                 f"pass --model the folder of {plan['model']}'s checkpoint",
             )
         tokenizer = load_tokenizer(folder)

@@ -19,6 +19,7 @@ from ..api.request_log import check_file
 from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
 from ..checkpoints.hub import locate
 from ..config import RunConfig
+from ..prompt import load_tokenizer
 from ..report.steps import Steps
 from ..yaml_file import explain, merged, read_yaml
 from .ending import BoundedEnd
@@ -160,8 +161,11 @@ def _serve_own(config: RunConfig, server: ApiSettings, server_socket: ServerSock
         with _http_server(server.model_copy(update=own), server_socket, deployment.plan, where, steps) as check:
             yield check
 
+    def checks(located: RunConfig) -> None:
+        load_tokenizer(Path(server.tokenizer) if server.tokenizer is not None else located.model_dir)
+
     with server_socket:
-        serve_until_ended("serve", config, served, lambda steps: server_socket.open(steps.progress))
+        serve_until_ended("serve", config, served, lambda steps: server_socket.open(steps.progress), checks)
 
 
 def _serve_attached(address: str, wanted: str | None, server: ApiSettings, server_socket: ServerSocket) -> None:

@@ -47,6 +47,7 @@ def serve_until_ended(
     config: RunConfig,
     beside: Callable[[Deployment, Steps], AbstractContextManager[Check]],
     begins: Callable[[Steps], None] = lambda steps: None,
+    checks: Callable[[RunConfig], None] = lambda config: None,
 ) -> None:
     """Start a runtime, enter what belongs beside it, and watch both until the runtime is ended in order.
 
@@ -56,6 +57,7 @@ def serve_until_ended(
         command: whose start it is.
         beside: entered once the runtime is ready, left before it ends; the steps are for what it starts.
         begins: called before anything is started, with the steps of the start.
+        checks: called before `begins`, with the model as a folder; refuses what belongs beside the runtime.
 
     SIGTERM ends it in order, with exit code 0. Ray's own end, or a hang of it, ends the process with exit code 1.
 
@@ -63,6 +65,7 @@ def serve_until_ended(
         TierMoeError: an input was refused, the runtime did not start, or its lead or what is beside it has failed.
     """
     config, settings = checked_settings(config)
+    checks(config)
     notices, local = Console(stderr=True), config.ray.address is None
     entries: list[Entry] = []
     deployment: Deployment | None = None

@@ -21,6 +21,7 @@ from tiermoe.cluster.llm import TextStream
 from tiermoe.cluster.prompt import load_tokenizer
 
 _SPACE = decoders.Replace("▁", " ")
+_CLEAN_UP = [decoders.Replace(old, new) for old, new in ((" .", "."), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"))]
 DECODERS: dict[str, Any] = {
     "none": None,
     "byte-level": decoders.ByteLevel(),
@@ -39,6 +40,10 @@ DECODERS: dict[str, Any] = {
     "each token": decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Replace(Regex("[ab]+"), "x")]),
     "ctc": decoders.CTC(),
     "replaced at the end": decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
+    "replaced by more": decoders.Sequence([decoders.Fuse(), decoders.Replace("aba", "abab")]),
+    "a pattern at the end": decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex("[ab]+"), "x")]),
+    "clean-up": decoders.Sequence([decoders.WordPiece("\0", cleanup=False), decoders.Fuse(), *_CLEAN_UP]),
+    "clean-up of bytes": decoders.Sequence([decoders.ByteLevel(), decoders.Fuse(), *_CLEAN_UP]),
 }
 _NAMES = list(dict.fromkeys([
     *(f"<0x{byte:02X}>" for byte in range(256)), "<0x0a>", "<0xzz>", "▁", "▁▁", "▁a", "a", "b", "ab", "##a", "##",
@@ -102,6 +107,15 @@ def test_tokens_begin_where_their_characters_are(name: str, given_text: str) -> 
     assert data.decode()[:cut].strip(" ") == ""
     places = [max(0, len(b"".join(map(tokens.of, ids[:i])).decode(errors="ignore")) - cut) for i in range(len(ids))]
     assert text.starts == places
+
+
+def test_a_text_that_is_cleaned_up_is_shown_as_it_comes() -> None:
+    """Such decoders gave out nothing before the last token."""
+    tokenizer = TOKENIZERS["clean-up"]
+    text = IncrementalText(tokenizer)
+    shown = [text.add([tokenizer.token_to_id(name)]) for name in ("a", ".", "b", "'", "a", "a")]
+    assert shown == ["a", ".", " b", "", " ' a".replace(" ' ", "'"), " a"]
+    assert text.starts == [0, 1, 2, 4, 4, 6]
 
 
 def _spelled(letter: str) -> list[str]:

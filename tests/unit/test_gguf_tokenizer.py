@@ -23,6 +23,7 @@ from tiermoe.cluster.api.templates import load_chat_template
 from tiermoe.cluster.checkpoints.gguf_header import read_gguf
 from tiermoe.cluster.checkpoints.gguf_tokenizer import save_tokenizer
 from tiermoe.cluster.checkpoints.hub import locate
+from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.errors import CheckpointError, UnsupportedModelError
 
 GOLDEN = json.loads(llama_reference.GOLDEN.read_text())
@@ -36,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def made(file: Path) -> Tokenizer:
     save_tokenizer(read_gguf([file], texts=True), file.parent)
-    return Tokenizer.from_file(str(file.parent / "tokenizer.json"))
+    return load_tokenizer(file.parent)
 
 
 def settings(file: Path, name: str) -> dict[str, Any]:
@@ -191,6 +192,30 @@ def test_templates_and_ends_come_along_with_a_tokenizer_beside(
     assert load_chat_template(folder, None) is not None
     (out.parent / "generation_config.json").write_text('{"eos_token_id": 5}')
     assert json.loads((locate(str(out)) / "generation_config.json").read_text()) == {"eos_token_id": 5}
+
+
+def test_a_class_of_transformers_does_not_change_the_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The type of the model, or a tokenizer_config.json beside the file, names one that makes its own tokenizer."""
+    from ggufs import model, rewrite
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    alone = made(byte_level(_file(tmp_path, "alone"), "qwen2"))
+    (tmp_path / "alone" / "config.json").write_text('{"model_type": "qwen3_5_moe"}')
+    assert load_tokenizer(tmp_path / "alone").to_str() == alone.to_str()
+    keys = {f"tokenizer.ggml.{name}": value for name, value in {
+        "model": "gpt2", "pre": "default", "tokens": ["a", "b", "ab", "<x>"], "merges": ["a b"],
+        "token_type": [1, 1, 1, 3]}.items()}  # fmt: skip
+    file = rewrite(model(tmp_path / "m.gguf", "qwen3moe"), tmp_path / "out" / "m.gguf", keys)[0]
+    (file.parent / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "Qwen2Tokenizer", "chat_template": "own", "eos_token": "<x>", "extra_special_tokens": ["b"]
+    }))  # fmt: skip
+    folder = locate(str(file))
+    assert load_tokenizer(folder).encode("abb<x>").ids == [2, 1, 3]
+    assert load_tokenizer(folder).get_vocab_size() == 4
+    assert load_chat_template(folder, None).render([{"role": "user", "content": "hi"}]) == "own"
+    (file.parent / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json' is not valid JSON"):
+        load_tokenizer(locate(str(file)))
 
 
 def _file(folder: Path, name: str) -> Path:

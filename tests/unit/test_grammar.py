@@ -13,6 +13,7 @@ import torch
 from fake_api import EOS, FakeBackend, byte_tokenizer, error, post
 from serving import prepared, serving_both
 from tiny_models import save_tiny_checkpoint
+from tokenizers import Tokenizer, decoders, models
 
 from tiermoe.actors.engine.serving.grammar import Grammars
 from tiermoe.actors.engine.serving.streams import Streams
@@ -211,3 +212,11 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (status, param, "tiermoe[grammar]" in message) == (400, "guided_regex", True)
     with pytest.raises(RequestError, match="llguidance"):
         Grammars("{}", 10, [2]).matcher("")
+
+
+def test_a_tokenizer_that_llguidance_cannot_read_is_refused() -> None:
+    """It came out as a bare ValueError."""
+    words = Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.decoder = decoders.WordPiece()
+    with pytest.raises(RequestError, match=r"llguidance cannot read the model's tokenizer.*; ask without a grammar"):
+        Grammars(words.to_str(), 2, [1]).matcher(grammar_of(guided_regex="a"))

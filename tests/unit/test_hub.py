@@ -18,9 +18,10 @@ from huggingface_hub import constants
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.checkpoints import hub
 from tiermoe.cluster.checkpoints.hub_cache import Repository
-from tiermoe.cluster.config import load_run_config
+from tiermoe.cluster.config import check_model_dir, load_run_config
 from tiermoe.cluster.jobs.bench.serving import run_config
 from tiermoe.cluster.jobs.prepare import ensure_prepared
+from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.errors import CheckpointError, UnsupportedModelError
 
 NAME = "org/tiny"
@@ -71,6 +72,42 @@ def test_only_what_is_needed_is_fetched_and_the_cache_comes_first(server: HubSer
     for name in (NAME, f"{NAME}@main", f"{NAME}@{commit}", str(cache), str(cache / "snapshots" / commit)):
         assert hub.locate(name) == folder
     assert ensure_prepared(folder, progress=False) == store
+    assert len(server.requests) == before
+
+
+def test_a_vocabulary_in_two_files_is_fetched_and_comes_last(
+    server: HubServer, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused for want of a tokenizer.json that nobody had published; and a download that ended between the
+    vocabulary and added_tokens.json would count as whole."""
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    (folder / "tokenizer.json").unlink()
+    more = {"vocab.json": model["vocab"], "added_tokens.json": {"<|x|>": 300}, "special_tokens_map.json": {}}
+    for name, content in more.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    server.add(NAME, folder).files.update(_OTHERS)
+    server.blocked.add("added_tokens.json")
+
+    def interrupt(thread: threading.Thread) -> None:
+        while "added_tokens.json" not in server.fetched():
+            thread.join(0.01)
+        threading.Timer(0.2, server.released.set).start()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hub, "_wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hub.locate(NAME)
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("vocab.json"))
+    server.blocked.clear()
+    found = hub.locate(NAME)
+    assert {*more, "merges.txt", "config.json"} <= {path.name for path in found.iterdir()}
+    check_model_dir(found)
+    assert load_tokenizer(found).encode("a<|x|>").ids[1:] == [259]
+    before = len(server.requests)
+    assert hub.locate(NAME) == found
     assert len(server.requests) == before
 
 

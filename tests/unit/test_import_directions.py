@@ -142,12 +142,14 @@ def test_inside_the_package_imports_are_relative() -> None:
 
 
 def test_only_these_import_torch() -> None:
-    """And transformers; the server renders chats with a part of it that imports no torch (`test_templates`)."""
+    """And transformers; the server renders chats with a part of it that imports no torch (`test_templates`), and
+    tokenizers are read in a process without it (`test_tokenizer_layouts`)."""
     may = ("actors.engine", "actors.gpu_worker", "kernels", "cluster.jobs")
     may += ("cluster.checkpoints.plan", "cluster.checkpoints.gguf_plan")
     offenders = _offenders((*_PARTS, "errors"), ("torch", "transformers"))
     others = [line for line in offenders if not any(_within(line.split()[0], part) for part in may)]
     assert sorted(others) == [
+        "actors.tokenizer imports transformers",
         "cluster.api.rendering imports transformers",
         "cluster.api.rendering imports transformers.utils.chat_template_utils",
     ]

@@ -22,7 +22,7 @@ class Grammars:
     scores (padding of the embedding, which never comes either).
 
     Args:
-        tokenizer: the text of tokenizer.json; None: there is none.
+        tokenizer: the text of tokenizer.json, as `read_tokenizer` gives it; None: there is none.
         vocabulary: tokens that the model scores.
         eos: tokens that end a request; a text that is complete may go on with these only.
     """
@@ -46,7 +46,7 @@ class Grammars:
         except ImportError as error:
             raise RequestError("the runtime has no llguidance, which grammars need", _REMEDY) from error
         if self._json is None or not self._eos:
-            missing = "tokenizer.json" if self._json is None else "stop token"
+            missing = "tokenizer (tokenizer.json or another form)" if self._json is None else "stop token"
             raise RequestError(f"the model has no {missing}, which grammars need", "ask without a grammar")
         with self._lock:
             if self._tokens is None:
@@ -54,7 +54,11 @@ class Grammars:
                 ends = [token for token in self._eos if token < known]
                 if not ends:
                     raise RequestError("the model's stop token is not in its tokenizer", "ask without a grammar")
-                self._tokens = LLTokenizer(self._json, n_vocab=max(known, self._vocabulary), eos_token=ends)
+                try:
+                    self._tokens = LLTokenizer(self._json, n_vocab=max(known, self._vocabulary), eos_token=ends)
+                except ValueError as error:
+                    what = f"llguidance cannot read the model's tokenizer: {' '.join(str(error).split())[:200]}"
+                    raise RequestError(what, "ask without a grammar") from error
         found = LLMatcher(self._tokens, grammar, log_level=0)
         if found.is_error():
             raise RequestError(f"the grammar is refused: {_first_line(found)}", "correct it")

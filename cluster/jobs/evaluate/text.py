@@ -19,9 +19,11 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from ....actors.tokenizer import is_tokenizer_file
 from ....errors import CheckpointError, ConfigError, reason
+from ...checkpoints.weight_files import CONFIG
 from ...host import shown
-from ...prompt import load_tokenizer
+from ...prompt import check_vocabulary, load_model_config, load_tokenizer
 from .quality import EvaluationOptions
 
 _REMEDY = "use the default model, give text with --text, or add heldout/KIND.jsonl with a text field on each line"
@@ -74,7 +76,8 @@ def load_heldout(model_dir: Path) -> HeldOut:
         CheckpointError: there is no such text, or it cannot be read.
     """
     tokenizer, digest = load_tokenizer(model_dir), hashlib.sha256()
-    digest.update((model_dir / "tokenizer.json").read_bytes())
+    for file in _tokenizer_files(model_dir):
+        digest.update(file.read_bytes())
     kinds: dict[str, dict[str, list[Passage]]] = {}
     seen: set[str] = set()
     for path in sorted((model_dir / "heldout").glob("*.jsonl")):
@@ -90,7 +93,7 @@ def load_heldout(model_dir: Path) -> HeldOut:
     queues = [[tuple(passages) for passages in sources.values()] for sources in kinds.values()]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     documents = tuple(document for document in turns if document is not None)
-    return HeldOut(documents, _leading(tokenizer), digest.hexdigest())
+    return _checked(HeldOut(documents, _leading(tokenizer), digest.hexdigest()), model_dir)
 
 
 def load_text(model_dir: Path, file: Path) -> HeldOut:
@@ -116,7 +119,21 @@ def load_text(model_dir: Path, file: Path) -> HeldOut:
     passages = [passage for passage in passages if passage.text.strip()]
     if not passages:
         raise ConfigError(f"'{file}' has no text", _OWN_REMEDY)
-    return HeldOut(tuple((passage,) for passage in passages), _leading(tokenizer), "", file)
+    return _checked(HeldOut(tuple((passage,) for passage in passages), _leading(tokenizer), "", file), model_dir)
+
+
+def _checked(heldout: HeldOut, model_dir: Path) -> HeldOut:
+    """Raises CheckpointError: the tokenizer has tokens that the model does not have, and the text uses one."""
+    if (model_dir / CONFIG).is_file():
+        used = itertools.chain(heldout.leading, *(passage.ids for passage in heldout.passages))
+        check_vocabulary(used, load_model_config(model_dir), model_dir)
+    return heldout
+
+
+def _tokenizer_files(model_dir: Path) -> list[Path]:
+    """What the fingerprint is of: tokenizer.json, or where there is none all files that stand for it."""
+    whole = model_dir / "tokenizer.json"
+    return [whole] if whole.is_file() else sorted(f for f in model_dir.iterdir() if is_tokenizer_file(f.name))
 
 
 def _lines(path: Path) -> list[str]:

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from ....actors.store.replicas import Calibration
-from ....errors import CheckpointError, ConfigError, reason
-from ...host import shown
-from ...prompt import load_model_config, load_tokenizer
+from ....errors import ConfigError, reason
+from ...prompt import check_vocabulary, load_model_config, load_tokenizer
 from ...report.tables import show
 
 WINDOW_TOKENS = 512
@@ -68,12 +67,7 @@ def read_windows(path: Path, model_dir: Path, console: Console, most: int = MAX_
             f"give at least {LEAST_TOKENS}, better ten thousand or more",
         )
     config = load_model_config(model_dir)
-    vocabulary = config.get("vocab_size")
-    if isinstance(vocabulary, int) and max(stream) >= vocabulary:
-        raise CheckpointError(
-            f"the tokenizer of '{shown(model_dir)}' gives token {max(stream)}, the model has {vocabulary}",
-            "pass a checkpoint with its own tokenizer",
-        )
+    check_vocabulary(stream, config, model_dir)
     longest = config.get("max_position_embeddings")
     window = min(WINDOW_TOKENS, len(stream), longest if isinstance(longest, int) else WINDOW_TOKENS)
     count = len(stream) // window
