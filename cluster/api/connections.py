@@ -11,7 +11,7 @@ An answer that comes before its request is whole says `Connection: close`, and t
 client still sends, within bounds: the next request is never read out of a body, and no reset takes the answer away.
 
 An offer of another protocol (`Upgrade: h2c` of Java's clients, `websocket`) is ignored, as RFC 9110 (7.8) allows: the
-request is answered over HTTP/1.1, with its body. Requests that RFC 9112 calls invalid (its 3.2: not one `Host`) get 400.
+request is answered over HTTP/1.1, with its body. What RFC 9112 calls invalid (3.2: not exactly one `Host`) gets 400.
 """
 
 from __future__ import annotations
