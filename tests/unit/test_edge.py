@@ -244,7 +244,7 @@ def test_the_limit_is_of_the_decoded_body() -> None:
     assert send_coded(gzip.compress(b" " * (2**20 - len(_PLAIN)) + _PLAIN), "gzip", limits).status_code == 200
     assert error(send_coded(gzip.compress(b" " * 2**20 + _PLAIN), "gzip", limits))[0] == 413
     assert error(send_coded(zlib.compress(b" " * 2**20 + _PLAIN), "deflate", limits))[0] == 413
-    assert error(send_coded(gzip.compress(b"") * 2000, "gzip", limits))[2].startswith("the body has more than 1000 gzip")
+    assert error(send_coded(gzip.compress(b"") * 2000, "gzip", limits))[2].startswith("the body has more than 1000")
 
 
 @pytest.mark.parametrize(
