@@ -119,8 +119,10 @@ def _same(value: Any, neutral: Any) -> bool:
 
 def nearest(name: str, own: Iterable[str]) -> str | None:
     """The known parameter that a misspelt one is likely to mean."""
-    found = difflib.get_close_matches(name.lower(), sorted({*own, *IGNORED, *NEUTRAL}), 1, 0.75)
-    return found[0] if found else None
+    for known in (own, {*IGNORED, *NEUTRAL}):  # what has an effect is rather meant
+        if found := difflib.get_close_matches(name.lower(), sorted(known), 1, 0.75):
+            return found[0]
+    return None
 
 
 def instead(name: str) -> str:

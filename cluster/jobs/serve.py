@@ -15,7 +15,7 @@ from rich.console import Console
 from ...errors import ConfigError
 from ...proto.tls import TlsFiles
 from ..api.keys import read_keys
-from ..api.origins import Access
+from ..api.origins import ANY, Access
 from ..api.request_log import check_file
 from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
 from ..checkpoints.hub import locate
@@ -219,6 +219,9 @@ def _http_server(
         if server.api_key_file is None and server_socket.host not in ("127.0.0.1", "localhost", "::1"):
             warning = f"no key is asked for: whoever reaches {server_socket.host} may use the model; see --api-key-file"
             Console(stderr=True).print(warning, soft_wrap=True)
+        if server.api_key_file is None and ANY in server.allow_origins:
+            warning = "no key is asked for: every web page that a user of this machine opens may use the model"
+            Console(stderr=True).print(f"{warning}; see --allow-origin", soft_wrap=True)
         out.file.flush()
         yield FileWatch(checks | {"the HTTP server": http.look}, say).look
 

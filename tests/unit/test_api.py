@@ -378,8 +378,9 @@ def test_a_developers_message_is_shown_by_every_template(template: str, shown: s
 
 @pytest.mark.parametrize(
     ("written", "meant"),
-    [("temprature", "temperature"), ("max_token", "max_tokens"), ("Top_P", "top_p"), ("qqq", None)],
-)
+    [("temprature", "temperature"), ("modell", "model"), ("strem", "stream"),
+     ("max_token", "max_tokens"), ("Top_P", "top_p"), ("qqq", None)],
+)  # fmt: skip
 def test_a_misspelt_parameter_is_refused_with_the_one_that_was_meant(written: str, meant: str | None) -> None:
     status, param, message = error(post("/v1/completions", {"prompt": "p", written: 1}))
     assert (status, param) == (400, written)
