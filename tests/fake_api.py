@@ -16,6 +16,7 @@ from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent, TokenLogprob
 from tiermoe.cluster.api.keys import KeyRing
 from tiermoe.cluster.api.lead import LeadState
+from tiermoe.cluster.api.origins import Access
 from tiermoe.cluster.api.records import Sink
 from tiermoe.cluster.api.routes import make_app
 from tiermoe.cluster.api.service import Service
@@ -152,11 +153,12 @@ def serving(
     limits: LimitSettings | None = None,
     sinks: Sequence[Sink] = (),
     tokenizer: Tokenizer | None = None,
+    access: Access | None = None,
 ) -> tuple[Service, Callable[[], httpx.AsyncClient]]:
     """The service, and clients of it."""
     chats = None if template is None else ChatTemplate(template, {"eos_token": "<end>"})
     service = Service(backend, tokenizer or byte_tokenizer(), chats, "fake", limits or LimitSettings())
-    app = make_app(service, None if keys is None else KeyRing(keys), sinks=sinks)
+    app = make_app(service, None if keys is None else KeyRing(keys), sinks=sinks, access=access)
 
     def client() -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")

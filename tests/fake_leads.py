@@ -109,6 +109,23 @@ class FakeLead:
         return self._waiting.pop(request_id, None) is not None
 
 
+class RealLead:
+    """A worker of this process as the actor that it would be: its methods run in threads and fail as Ray's tasks do."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> _Method:
+        async def call(*args: Any) -> Any:
+            try:
+                return await asyncio.to_thread(getattr(self._worker, name), *args)
+            except Exception as error:
+                raise RayTaskError(name, str(error), error).as_instanceof_cause() from error
+
+        # Ray's calls begin without an await
+        return _Method(lambda *args: asyncio.ensure_future(call(*args)))
+
+
 async def _answer(item: Any) -> Any:
     if isinstance(item, Exception):
         raise item

@@ -19,6 +19,7 @@ from .refusals import refused
 from .schema import ChatBody, CompletionBody, GenerationBody, finite
 from .service import Choice, Echo, Run, Service
 from .text import Delta, ScoredToken
+from .thinking import hides_reasoning
 from .tools import Parser, PlainParser, ToolCall
 
 Json = dict[str, Any]
@@ -84,7 +85,10 @@ async def chat(service: Service, body: ChatBody) -> CheckedRequest:
         for index in range(body.choices)
     )
     parsers = tuple(parser() for _ in choices)
-    form = ChatForm(service.token_bytes, bool(body.logprobs), parsers, body.parallel_tool_calls is not False)
+    form = ChatForm(
+        service.token_bytes, bool(body.logprobs), parsers, body.parallel_tool_calls is not False,
+        reasoning=not hides_reasoning(body),
+    )  # fmt: skip
     return CheckedRequest(choices, len(ids), form, body)
 
 
@@ -213,6 +217,7 @@ class ChatForm:
     Args:
         parsers: of each choice's text.
         several: whether a message may have more than one tool call.
+        reasoning: whether it shows the model's.
     """
 
     id_prefix = "chatcmpl"
@@ -220,8 +225,12 @@ class ChatForm:
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def __init__(self, names: TokenBytes, logprobs: bool, parsers: Sequence[Parser], several: bool = True) -> None:
+    def __init__(
+        self, names: TokenBytes, logprobs: bool, parsers: Sequence[Parser], several: bool = True,
+        reasoning: bool = True,
+    ) -> None:  # fmt: skip
         self._names, self._logprobs, self._parsers, self._several = names, logprobs, parsers, several
+        self._reasoning = reasoning
         self._calls = [0] * len(parsers)  # so far
 
     def opening(self, index: int) -> Json:
@@ -235,7 +244,7 @@ class ChatForm:
         calls = self._numbered(index, parsed.calls)
         if finish == "stop" and self._calls[index]:
             finish = "tool_calls"
-        reasoning = {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}
+        reasoning = {"reasoning_content": parsed.reasoning} if parsed.reasoning and self._reasoning else {}
         if streamed:
             content: Json = reasoning | ({"content": parsed.content} if parsed.content else {})
             content = {"delta": content | ({"tool_calls": calls} if calls else {})}

@@ -9,15 +9,20 @@ are complete, however they are framed. Requests behind one that is answered wait
 
 An answer that comes before its request is whole says `Connection: close`, and the connection takes and drops what the
 client still sends, within bounds: the next request is never read out of a body, and no reset takes the answer away.
+
+An offer of another protocol (`Upgrade: h2c` of Java's clients, `websocket`) is ignored, as RFC 9110 (7.8) allows: the
+request is answered over HTTP/1.1, with its body. What RFC 9112 calls invalid (3.2: not exactly one `Host`) gets 400.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from .refusals import ApiError
@@ -29,6 +34,8 @@ _DRAIN_BYTES = 16 * 2**20  # that are dropped behind an early answer
 _DRAIN_S = 5.0
 _TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is gone is noticed within a minute
 _JSON = b"application/json"
+_VERSIONS = frozenset({"1.0", "1.1"})
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")  # RFC 3986: host and port
 
 
 class TimedConnection(HttpToolsProtocol):
@@ -45,6 +52,7 @@ class TimedConnection(HttpToolsProtocol):
         self._framing = self._stretch = self._body = 0
         self._body_left = 0  # of an announced length
         self._drained: int | None = None  # bytes; None: what comes is parsed
+        self._offered = self._again = False  # the request offers another protocol; it is parsed again without
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -83,9 +91,44 @@ class TimedConnection(HttpToolsProtocol):
             del self._waiting[:size]
             self._framing += len(piece)
             self._stretch += len(piece)
-            super().data_received(piece)
+            self._feed(piece)
+            if self._drained is not None:
+                return
             if self._stretch > _FRAMING_BYTES or self._framing > _FRAMING_BYTES + _FRAMING_PER_BYTE * self._body:
                 self._refuse(431, self._too_much())
+
+    def _feed(self, piece: bytes) -> None:
+        """Parse a piece. The parser stops behind the headers of a request that offers another protocol, as if what
+        follows were that: another one gets the request without its offer, and then its body.
+        """
+        self._unset_keepalive_if_required()
+        while True:
+            try:
+                self.parser.feed_data(piece)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                piece = self._without_offer() + piece[stop.args[0] :]
+                self._offered, self._again = False, True
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+            except httptools.HttpParserError as error:
+                why = error.__context__
+                if isinstance(why, ApiError):
+                    self._refuse(why.status, why.message)
+                else:
+                    self.send_400_response("")
+                return
+
+    def _without_offer(self) -> bytes:
+        """The head of the request that was parsed, without `Upgrade`."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(option for option in options if option.lower() != b"upgrade")
+            if name != b"upgrade":
+                lines.append(name + b": " + value)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _answering(self) -> bool:
         """Whether a whole request is not answered yet."""
@@ -97,13 +140,11 @@ class TimedConnection(HttpToolsProtocol):
             return f"the request's headers exceed {_FRAMING_BYTES} bytes; send fewer"
         return f"chunk sizes, extensions and trailers exceed {_FRAMING_BYTES} bytes; send larger chunks and no trailers"
 
-    def handle_websocket_upgrade(self) -> None:
-        self._stop()
-        self._waiting.clear()
-        super().handle_websocket_upgrade()
-
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if self._again:  # its bytes are counted, and its time runs
+            self._again = False
+            return
         self._expect_request()
         self._begun = True
 
@@ -112,6 +153,12 @@ class TimedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            raise ApiError(400, "this server is no proxy and opens no tunnels")
+        if self.parser.should_upgrade():
+            self._offered = True
+            return
+        self._check_head()
         self._stop()
         self._in_headers = False
         lengths = [value for name, value in self.headers if name == b"content-length"]
@@ -120,6 +167,43 @@ class TimedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not before:
             self._close_early_answer(self.cycle)
+
+    def _check_head(self) -> None:
+        """Refuse what RFC 9112 says to; of a target that is a whole URL (3.2.2) its authority becomes the `Host`.
+
+        Raises:
+            ApiError: 400, or 501: a transfer coding that is not known.
+        """
+        version = self.parser.get_http_version()
+        if version not in _VERSIONS:
+            raise ApiError(400, f"HTTP/{version} is not spoken here; send HTTP/1.1")
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            raise ApiError(400, f"the request has {len(hosts) or 'no'} 'Host' headers; send one")
+        if hosts and _HOST.fullmatch(hosts[0]) is None:
+            raise ApiError(400, "the 'Host' header is no host with a port; send HOST or HOST:PORT")
+        codings = [value.lower().strip() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and version == "1.0":
+            raise ApiError(400, "HTTP/1.0 has no 'Transfer-Encoding'; send HTTP/1.1, or a 'Content-Length'")
+        if codings not in ([], [b"chunked"]) and codings[-1].endswith(b"chunked"):  # else the parser refuses them
+            raise ApiError(501, "of transfer codings only chunked is known; send 'Transfer-Encoding: chunked'")
+        if not self.url.startswith(b"/"):
+            self._take_authority()
+
+    def _take_authority(self) -> None:
+        if self.url == b"*" and self.parser.get_method() == b"OPTIONS":
+            return
+        target = httptools.parse_url(self.url)
+        if target.schema is None or target.schema.lower() not in (b"http", b"https") or target.userinfo is not None:
+            raise ApiError(400, "the request's target is no path of this server; send a path, such as /v1/models")
+        host = b"[%b]" % target.host if b":" in target.host else target.host
+        host += b"" if target.port is None else b":%d" % target.port
+        self.headers[:] = [(name, host if name == b"host" else value) for name, value in self.headers]
+        self.url = (target.path or b"/") + (b"" if target.query is None else b"?" + target.query)
+
+    def on_message_complete(self) -> None:
+        if not self._offered:
+            super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         self._framing -= len(body)

@@ -25,6 +25,7 @@ from ..attach import leads_of
 from ..prompt import load_tokenizer
 from .backend import LeadBackend
 from .keys import KeyRing
+from .origins import Access
 from .request_log import RequestLog
 from .routes import make_app
 from .server_socket import DRAIN_S, Descriptors, server_options
@@ -46,6 +47,7 @@ class Edge:
         server_socket: name of the `ServerSocket`.
         tls: for HTTPS; None: HTTP.
         shared: folder of what the edges of this server share; None: there is one edge.
+        access: which web pages may ask; None: only those of the server itself.
 
     Raises:
         TierMoeError: no such deployment, no tokenizer, an unreadable key or template.
@@ -58,8 +60,9 @@ class Edge:
         server_socket: str,
         tls: TlsFiles | None,
         shared: str | None = None,
+        access: Access | None = None,
     ) -> None:
-        self._settings, self._plan, self._tls = settings, plan, tls
+        self._settings, self._plan, self._tls, self._access = settings, plan, tls, access
         self._shared = None if shared is None else Path(shared)
         if self._shared is not None:
             share_counters(self._shared)
@@ -142,7 +145,7 @@ class Edge:
             self._sinks.append(RequestLog(settings.request_log, log, service.metrics.line_dropped))
         if settings.otlp_endpoint is not None:
             self._sinks.append(Tracer(make_exporter(settings.otlp_endpoint)))
-        return make_app(service, keys, sinks=self._sinks)
+        return make_app(service, keys, sinks=self._sinks, access=self._access)
 
     def _follow(self) -> None:
         """End with the process of `tiermoe serve`, whatever ended it; a thread."""

@@ -1,4 +1,4 @@
-"""What stands before every route: the key, the request's id, and the size and time of its body."""
+"""What stands before every route: the key, web pages, the request's id, and the coding, size and time of its body."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from fastapi import Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from .encodings import Decoder, decoder
 from .keys import ANYONE, Key, KeyRing, fingerprint
+from .origins import Access, headers_of, path_of
 from .records import CLIENT_GONE, RequestRecord, Sink
 from .refusals import ApiError
 from .settings import LimitSettings
@@ -37,12 +40,15 @@ class Guard:
         keys: the bearer keys; None: none is asked for.
         limits: on bodies.
         sinks: what gets the record of each request at its end; they must not block.
+        access: which web pages may ask.
     """
 
     def __init__(
-        self, app: App, keys: KeyRing | None, limits: LimitSettings, sinks: Sequence[Sink] = ()
-    ) -> None:
+        self, app: App, keys: KeyRing | None, limits: LimitSettings, sinks: Sequence[Sink] = (),
+        access: Access | None = None,
+    ) -> None:  # fmt: skip
         self._app, self._keys, self._limits = app, keys, limits
+        self._access = Access(keyed=keys is not None) if access is None else access
         self._sinks = tuple(sinks)
         self._held = 0  # bytes of the bodies of all requests under way
 
@@ -50,26 +56,31 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.lower(): value for name, value in scope["headers"]}
+        headers = headers_of(scope)
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         trace = {name: headers[name.encode()].decode("latin-1") for name in _TRACE if name.encode() in headers}
-        record = RequestRecord(request_id, scope["method"], scope["path"], trace)
+        path = path_of(scope)
+        record = RequestRecord(request_id, scope["method"], path, trace)
         scope.setdefault("state", {})["record"] = record
+        scope = {**scope, "path": path, "raw_path": scope.get("raw_path", path.encode()).rstrip(b"/") or b"/"}
+        added = [(b"x-request-id", request_id.encode()), *self._access.answer_headers(headers)]
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+                message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
         try:
             await self._answer(scope, receive, named, headers, record)
         except ClientDisconnect:  # a client that left a stream is not a failure of the server
             raise
-        except Exception:  # Starlette answers 500 outside of this
-            record.status = 500 if record.status == CLIENT_GONE else record.status
-            record.reason = "server_error"
+        except Exception as error:  # raised once more, for the log
+            failure = ApiError(500, f"the server failed: {type(error).__name__}; report it")
+            record.refuse(failure)
+            if record.status == CLIENT_GONE:  # no answer has begun
+                await JSONResponse(failure.body, failure.status)(scope, receive, named)
             raise
         finally:
             record.ended_s = time.perf_counter()
@@ -80,12 +91,20 @@ class Guard:
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], record: RequestRecord
     ) -> None:
         try:
+            if (foreign := self._access.refusal(scope, headers)) is not None:
+                raise foreign
+            if self._access.is_preflight(scope, headers):
+                permission = {name.decode(): value.decode() for name, value in self._access.permission(headers)}
+                await Response(status_code=204, headers=permission)(scope, receive, send)
+                return
             scope["state"]["key"] = self._check(record, headers)
+            coded = [value for name, value in scope["headers"] if name.lower() == b"content-encoding"]
+            coding = decoder(coded) if record.method not in READS else None
         except ApiError as refusal:
             record.refuse(refusal)
             await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send)
             return
-        body = _Body(receive, self._limits, self._hold)
+        body = _Body(receive, self._limits, self._hold, coding)
         # the connection leaves a HEAD's body out
         routed = {**scope, "method": "GET"} if record.method == "HEAD" else scope
         try:
@@ -118,10 +137,15 @@ class Guard:
 
 
 class _Body:
-    """The body of one request as it arrives: counted even without an announced length, and within its deadline."""
+    """The body of one request as it arrives, decoded: counted even without an announced length, and within its
+    deadline.
+    """
 
-    def __init__(self, receive: Receive, limits: LimitSettings, hold: Callable[[int], None]) -> None:
-        self._receive, self._limits, self._hold = receive, limits, hold
+    def __init__(
+        self, receive: Receive, limits: LimitSettings, hold: Callable[[int], None], coding: Decoder | None
+    ) -> None:
+        self._receive, self._limits, self._hold, self._coding = receive, limits, hold, coding
+        self._came = 0  # bytes as they were sent
         self._due_s: float | None = asyncio.get_running_loop().time() + limits.body_s
         self.taken = 0
 
@@ -129,7 +153,7 @@ class _Body:
         """The next message.
 
         Raises:
-            ApiError: 408, 413 or 429.
+            ApiError: 400, 408, 413 or 429.
         """
         try:
             async with asyncio.timeout_at(self._due_s):
@@ -138,11 +162,17 @@ class _Body:
             raise ApiError(408, f"the body did not arrive within {self._limits.body_s:g} s; send it again") from None
         if message["type"] != "http.request" or not message.get("more_body", False):
             self._due_s = None  # what comes after it is the end of the connection
+        self._came += len(message.get("body", b""))
+        if self._coding is not None and message["type"] == "http.request":
+            decoded = self._coding.feed(message.get("body", b""), self._limits.body_bytes - self.taken)
+            message = {**message, "body": decoded}
         count = len(message.get("body", b""))
-        if self.taken + count > self._limits.body_bytes:
+        if max(self.taken + count, self._came) > self._limits.body_bytes:
             raise _too_large(self._limits)
         self._hold(count)
         self.taken += count
+        if self._coding is not None and message["type"] == "http.request" and self._due_s is None:
+            self._coding.finish()
         return message
 
 

@@ -13,6 +13,7 @@ from pydantic import (
     StringConstraints,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from .refusals import refused
 
@@ -60,9 +61,32 @@ class Sent(Body):
         return found
 
 
+UNSUPPORTED = "unsupported_content"  # type of a finding
+_KINDS = {  # of content parts that are no text: what clients call them
+    "images": ("image_url", "input_image", "image", "image_file"),
+    "audio": ("input_audio", "audio", "audio_url"),
+    "videos": ("video_url", "input_video", "video"),
+    "files": ("file", "input_file", "file_url", "document"),
+}
+_NOT_TEXT = {name: kind for kind, names in _KINDS.items() for name in names}
+
+
 class ContentPart(Sent):
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        name = given.get("type")
+        if isinstance(name, str) and name in _NOT_TEXT:
+            kind = _NOT_TEXT[name]
+            raise PydanticCustomError(UNSUPPORTED, f"{kind} are not supported; this server takes text alone")
+        if name == "refusal" and "text" not in given:  # of an answer that comes back
+            return {"text" if key == "refusal" else key: value for key, value in given.items()}
+        return given
 
 
 class CalledFunction(Sent):
@@ -100,13 +124,15 @@ class Message(Sent):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if self.content is None and not self.tool_calls:
+        # an answer may have had none: its tokens went into reasoning, or it was nothing
+        spoke = self.role == "assistant" and self.model_fields_set - {"role", "name"}
+        if self.content is None and not self.tool_calls and not spoke:
             raise ValueError("a message needs content")
         return self
 
@@ -119,7 +145,7 @@ class Message(Sent):
             "name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content, "reasoning": self.reasoning, "thinking": self.thinking,
         }  # fmt: skip
-        plain = {"role": self.role, "content": content or ""}
+        plain = {"role": self.role, "content": content or self.refusal or ""}
         return plain | {name: value for name, value in rest.items() if value is not None}
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from ...errors import RequestError, RuntimeFailure, TierMoeError
 
 _INVALID = "invalid_request_error"
-_TYPES = {400: _INVALID, 401: "authentication_error", 404: "not_found_error", 405: _INVALID, 408: _INVALID,
-          413: _INVALID, 415: _INVALID, 429: "rate_limit_error", 503: "service_unavailable"}  # fmt: skip
+_TYPES = {400: _INVALID, 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 405: _INVALID,
+          408: _INVALID, 413: _INVALID, 415: _INVALID, 429: "rate_limit_error",
+          503: "service_unavailable"}  # fmt: skip
 
 
 class ApiError(Exception):

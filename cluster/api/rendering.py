@@ -26,6 +26,7 @@ from typing import Any
 RESULT_CHARACTERS = 32 * 2**20  # eight times a body
 MEMORY_BYTES = 2**30  # of a worker, over what it has at its start
 LENGTH_BYTES = 8
+_WORDS = 10_000  # of one template, at most
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -88,10 +89,15 @@ class Worker:
         # without a vocabulary: its templates are wanted, and tokens are made by `tokenizers` alone
         self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=_no_vocabulary(), chat_template=source, **tokens)
 
-    def _compile(self, source: str) -> None:
-        from transformers.utils.chat_template_utils import render_jinja_template
+    def _compile(self, source: str) -> dict[str, list[str]]:
+        """Names that the template reads, and the words in it: what callers may give, and which values it compares."""
+        from jinja2 import nodes
+        from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        render_jinja_template([], chat_template=source)
+        tree = _compile_jinja_template(source).environment.parse(source)
+        names = {found.name for found in tree.find_all(nodes.Name) if found.ctx == "load"}
+        words = {found.value for found in tree.find_all(nodes.Const) if isinstance(found.value, str)}
+        return {"names": sorted(names)[:_WORDS], "words": sorted(word for word in words if len(word) <= 16)[:_WORDS]}
 
     def _render(self, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> str:
         text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, **given))

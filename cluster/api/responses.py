@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from .answers import CheckedRequest, Json
-from .messages import Body, ContentPart, Sent, Text
+from .messages import ContentPart, Sent, Text
 from .refusals import refused
-from .schema import ChatBody, SamplingBody
+from .schema import ChatBody, ReasoningBody, RequestBody, SamplingBody
 from .service import Run
 
 
@@ -24,18 +24,21 @@ class InputMessage(Sent):
     phase: None = None
 
 
-class TextOptions(Body):
-    format: dict[str, Any] | None = None
-    verbosity: Literal["medium"] | None = None
+class TextOptions(RequestBody):
+    format: dict[str, Any] | None = None  # `verbosity` is a hint, and ignored
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(SamplingBody, ReasoningBody):
     """`POST /v1/responses`."""
 
     input: str | list[InputMessage]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     text: TextOptions | None = None
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return super().ignored + (() if self.text is None else tuple(f"text.{name}" for name in self.text.ignored))
 
     @property
     def chat(self) -> ChatBody:
@@ -57,7 +60,7 @@ class ResponsesBody(SamplingBody):
         if form is not None and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
         wanted: Json = {"messages": given, "max_completion_tokens": self.max_output_tokens, "response_format": form}
-        shared = {name: getattr(self, name) for name in SamplingBody.model_fields}
+        shared = {name: getattr(self, name) for name in (*SamplingBody.model_fields, *ReasoningBody.model_fields)}
         chat = ChatBody.model_validate(wanted | shared)
         chat._ignored = self.ignored
         return chat

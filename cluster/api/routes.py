@@ -24,6 +24,7 @@ from .answers import Answer, CheckedRequest, Json, chat, completion
 from .bodies import body_route
 from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
+from .origins import Access
 from .parameters import warning
 from .records import CLIENT_GONE, Generation, RequestRecord, Sink
 from .refusals import ApiError
@@ -35,18 +36,21 @@ from .status import StatusReader, page
 _LOG = logging.getLogger("tiermoe.server")
 
 
-def make_app(service: Service, keys: KeyRing | None, *, sinks: Sequence[Sink] = ()) -> FastAPI:
+def make_app(
+    service: Service, keys: KeyRing | None, *, sinks: Sequence[Sink] = (), access: Access | None = None
+) -> FastAPI:
     """The server.
 
     Args:
         service: what answers.
         keys: the bearer keys for every route but /health; None: none is asked for.
         sinks: receivers of each request's record at its end, in addition to the metrics.
+        access: which web pages may ask; None: only those of the server itself.
     """
-    app = FastAPI(title="tiermoe", version=versions()["tiermoe"])
+    app = FastAPI(title="tiermoe", version=versions()["tiermoe"], redirect_slashes=False)
     app.router.route_class = body_route(service.offload, service.limit_tokens)
     sinks = (service.metrics.request, *sinks)
-    app.add_middleware(Guard, keys=keys, limits=service.limits, sinks=sinks)
+    app.add_middleware(Guard, keys=keys, limits=service.limits, sinks=sinks, access=access)
     _add_error_handlers(app)
     _add_generation(app, service)
     _add_state(app, service)
@@ -175,10 +179,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def refuse(request: Request, error: ApiError) -> Response:
         request.state.record.refuse(error)
         return JSONResponse(error.body, error.status, error.headers)
-
-    @app.exception_handler(Exception)  # Starlette raises it once more, for the log
-    async def failed(request: Request, error: Exception) -> Response:
-        return await refuse(request, ApiError(500, f"the server failed: {type(error).__name__}; report it"))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:

@@ -8,7 +8,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,12 +22,18 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from ...actors.requests import MAX_LOGPROBS, SamplingParams
-from .messages import Body, Message, NamedTool, Text, Tool
-from .parameters import nearest, sift
+from .messages import UNSUPPORTED, Body, Message, NamedTool, Text, Tool
+from .parameters import instead, integral, nearest, sift
 from .refusals import ApiError, refused
+from .thinking import Budget, Effort, Reasoning, Thinking, variables
+
+if TYPE_CHECKING:
+    from .templates import ChatTemplate
 
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
+_OBJECTS = frozenset({"reasoning", "thinking", "usage"})  # parameters that may be objects
+_FORMS = frozenset({"Reasoning", "Thinking", "UsageOptions"})  # and the names of these
 # of a union's lists those that do not fit end at their first member, not after a finding for each
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
@@ -44,8 +51,9 @@ class RequestBody(Body):
         if not isinstance(given, dict):
             return handler(given)
         kept, ignored, off = sift(given, cls.model_fields)
+        kept |= {name: integral(kept[name]) for name in _integers(cls) & kept.keys()}
         if off is not None:
-            raise refused(f"'{off}' is not supported; leave it out", off, "unsupported_parameter")
+            raise refused(f"'{off}' is not supported; {instead(off)}", off, "unsupported_parameter")
         body = handler(kept)
         body._ignored = ignored
         return body
@@ -56,6 +64,18 @@ class RequestBody(Body):
         return self._ignored
 
 
+@cache
+def _integers(body: type[BaseModel]) -> frozenset[str]:
+    """Names of the fields that are whole numbers, or lists of them."""
+
+    def kinds(form: Any) -> set[type]:
+        form = getattr(form, "__value__", form)  # of an alias
+        return ({form} if isinstance(form, type) else set()).union(*map(kinds, get_args(form)))
+
+    each = {name: kinds(field.annotation) for name, field in body.model_fields.items()}
+    return frozenset(name for name, found in each.items() if int in found and float not in found)
+
+
 def _field_names(body: type[BaseModel]) -> set[str]:
     """Of a body and of those that inherit it."""
     return set(body.model_fields).union(*map(_field_names, body.__subclasses__()))
@@ -63,14 +83,16 @@ def _field_names(body: type[BaseModel]) -> set[str]:
 
 def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first finding of pydantic, with the parameter's name."""
-    finding = findings[0]
+    finding = next((found for found in findings if found["type"] == UNSUPPORTED), findings[0])
     chat = "messages" in finding["loc"][:2]
-    if chat:  # of a content's two forms the list of parts says more
+    objects = _OBJECTS.intersection(map(str, finding["loc"]))
+    if (chat or objects) and finding["type"] != UNSUPPORTED:  # of a value's forms the one with parts says more
         finding = max(findings, key=lambda found: len(found["loc"]))
     places = [str(part) for part in finding["loc"] if part != "body"]
     if chat:  # pydantic names the forms, too
         last = [] if (places[-1], finding["type"]) == ("str", "string_type") else places[-1:]
         places = [part for part in places[:-1] if not part.startswith("list[")] + last
+    places = [part for part in places if part not in _FORMS]
     # a union's members are named after the field: they mean nothing to a client
     field = places[0] if places else None
     if finding["type"] == "extra_forbidden":
@@ -100,6 +122,12 @@ class Display:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+
+
+class UsageOptions(RequestBody):
+    """OpenRouter's form of `include_usage`."""
+
+    include: bool = False
 
 
 class StreamOptions(RequestBody):
@@ -191,6 +219,7 @@ class GenerationBody(SamplingBody):
     n: int | None = Field(default=None, ge=1)
     response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
+    usage: bool | UsageOptions | None = None
 
     def check(self) -> None:
         """Refuse what would have no effect.
@@ -262,7 +291,8 @@ class GenerationBody(SamplingBody):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        also = self.usage.include if isinstance(self.usage, UsageOptions) else bool(self.usage)
+        return also or (self.stream_options is not None and self.stream_options.include_usage)
 
     @property
     def running_usage(self) -> bool:
@@ -336,13 +366,31 @@ _TEMPLATE_NAMES = (
 )  # fmt: skip
 
 
-class TemplateBody(RequestBody):
+class ReasoningBody(RequestBody):
+    """What is asked of the model's reasoning: see `thinking`."""
+
+    reasoning_effort: Effort = None
+    reasoning: Effort | Literal["on", "off"] | bool | Reasoning = None
+    thinking: Effort | Literal["on", "off"] | bool | Thinking = None
+    think: Effort | Literal["on", "off"] | bool = None
+    enable_thinking: bool | None = None
+    thinking_budget: Budget | None = None
+    thinking_token_budget: Budget | None = None
+    include_reasoning: bool | None = None
+
+
+class TemplateBody(ReasoningBody):
     """What a chat template gets in addition to messages and tools."""
 
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    def variables(self, template: ChatTemplate) -> dict[str, Any]:
+        """Further ones for this template; what it does not know is ignored from now on."""
+        found, ignored = variables(self, template.variables, template.levels)
+        self._ignored += ignored
+        return found | (self.chat_template_kwargs or {})
 
     @property
     def all_documents(self) -> list[dict[str, Any]] | None:

@@ -126,7 +126,8 @@ class HttpServer:
         """One more edge; its handle."""
         if self._settings.replicas > 1 and self._shared is None:
             self._shared = str(server_folder() / str(os.getpid()))
-        arguments = (self._settings, self._plan, self._server_socket.name, self._server_socket.tls, self._shared)
+        socket = self._server_socket
+        arguments = (self._settings, self._plan, socket.name, socket.tls, self._shared, socket.access)
         for number in itertools.count():
             name = f"{self._settings.deployment}/edge/{number}"
             with contextlib.suppress(ValueError):  # the name is taken: several servers may be before one runtime

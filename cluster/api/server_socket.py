@@ -26,12 +26,14 @@ from types import TracebackType
 from typing import Any
 
 import uvicorn
+from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from ...errors import ConfigError, RuntimeFailure
 from ...proto.tls import TlsFiles
 from .connections import TimedConnection
-from .guard import READS, App, Receive, Scope, Send
+from .guard import READS, App, Message, Receive, Scope, Send
+from .origins import PROBED, Access, headers_of, path_of
 from .refusals import ApiError
 
 SILENCE_S = 60  # of a connection; see `connections.py`
@@ -42,7 +44,6 @@ _END_S = 3.0
 _TAKEN_S = 1.0  # for connections that the server socket has got and not answered
 _STEP_S = 0.01
 _GIVE_S = 30.0  # in which an edge gets standard error
-_PATHS = frozenset({"/health", "/ready"})
 _MARK = b"\0"  # a descriptor needs a byte to travel with
 Progress = Callable[[], tuple[str, float | None] | None]  # the current step of the start, seconds left
 
@@ -70,19 +71,20 @@ class ServerSocket:
         host: address to bind.
         port: 0: one that is free.
         tls: for HTTPS; with a CA, clients need a certificate of it. None: HTTP.
+        access: which web pages may read its answers.
 
     Attributes:
         port: the one that it got.
         url: of the server.
-        tls: as given.
+        tls, access: as given.
         name: by which the edges of this machine ask for the descriptors (`Descriptors`).
 
     Raises:
         ConfigError: the address is not this machine's, or the port is taken.
     """
 
-    def __init__(self, host: str, port: int, tls: TlsFiles | None = None) -> None:
-        self.host, self.tls = host, tls
+    def __init__(self, host: str, port: int, tls: TlsFiles | None = None, access: Access | None = None) -> None:
+        self.host, self.tls, self.access = host, tls, access
         self._listener = _bound(host, port)
         self.port = int(self._listener.getsockname()[1])
         shown = f"[{host}]" if ":" in host else host
@@ -197,9 +199,23 @@ class ServerSocket:
         if why is None:
             step, left_s = self._progress() or ("the runtime is prepared", None)
             why = f"the server starts: {step}"
-        probed = scope["method"] in READS and scope["path"] in _PATHS
-        answer = _probed(scope["path"], why, left_s) if probed else _refused(why, left_s)
-        await answer(scope, receive, send)
+        path, headers, access = path_of(scope), headers_of(scope), self.access or Access()
+        # a page learns nothing here but that it has to wait; what it may do is checked once there is something to do
+        added = access.answer_headers(headers)
+
+        async def readable(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        answer: App
+        if access.is_preflight(scope, headers):
+            permission = {name.decode(): value.decode() for name, value in access.permission(headers)}
+            answer = Response(status_code=204, headers=permission | {"Connection": "close"})
+        else:
+            probed = scope["method"] in READS and path in PROBED
+            answer = _probed(path, why, left_s) if probed else _refused(why, left_s)
+        await answer(scope, receive, readable)
 
 
 class Descriptors:

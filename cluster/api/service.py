@@ -294,12 +294,13 @@ class Service:
         plain = [message.plain for message in messages]
         size = sum(len(message["content"]) + len(message["role"]) for message in plain) + 64 * len(plain)
         size += sum(len(str(message["tool_calls"])) for message in plain if "tool_calls" in message)
-        size += sum(len(str(given)) for given in (body.chat_template_kwargs, body.documents, tools) if given)
+        options = body.variables(template)
+        size += sum(len(str(given)) for given in (options, body.documents, tools) if given)
         text = await self.offload.run(
             size,
             lambda: template.render(
                 plain, tools=tools, documents=body.all_documents, add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message, options=body.chat_template_kwargs,
+                continue_final_message=body.continue_final_message, options=options,
             ),
             waits=True,
         )  # fmt: skip

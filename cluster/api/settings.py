@@ -5,12 +5,13 @@ Keys are in a file (`keys.py`): what is an argument shows in process lists and i
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ...actors.base_settings import Settings, in_unit
 from ...limits import usable_cores
+from .origins import checked_host, checked_origin
 
 ToolFormatName = Literal[  # keys of `tools.TOOL_FORMATS`
     "harmony", "hermes", "qwen-xml", "glm-xml", "mistral", "deepseek", "kimi", "lfm", "pythonic", "llama-json",
@@ -71,6 +72,16 @@ class ApiSettings(Settings):
     )
     api_key_file: str | None = Field(
         default=None, description="file of bearer keys, one a line; default: no authentication"
+    )
+    allow_origins: tuple[Annotated[str, AfterValidator(checked_origin)], ...] = Field(
+        default=(),
+        description="origins of web pages that may use the server, such as https://chat.example.com, or *; default: "
+        "none but its own",
+    )
+    allowed_hosts: tuple[Annotated[str, AfterValidator(checked_host)], ...] = Field(
+        default=(),
+        description="names of the server in `Host`, besides its addresses and this machine's name; *.NAME: those below "
+        "a name, *: all. With a key they are checked only if given",
     )
     request_log: RequestLogFormat = Field(default="text", description="log a line for each request: text, json or off")
     request_log_file: str | None = Field(default=None, description="file of the request log; default: standard error")

@@ -19,6 +19,7 @@ from typing import Any
 
 from ...actors.engine.stats import count_needed, hit_rate, needed_shares
 from ...errors import RuntimeFailure, TierMoeError
+from ...proto.peers import shard_name
 from ..host import versions
 from ..report.status import merged_residency
 from .metrics import Metrics
@@ -87,8 +88,8 @@ class StatusReader:
 
     async def _residency(self) -> list[dict[str, Any]] | None:
         """Of every layer, over all GPUs that answer; None: none does."""
-        shards = self._service.backend.plan.get("shards") or {}
-        roles = [None, *(f"shard/{number}" for number in range(1, int(shards.get("count", 1))))]
+        others = (self._service.backend.plan.get("shards") or ())[1:]  # the lead's part is the first
+        roles = [None, *(shard_name(part["shard"]) for part in others)]
         return merged_residency(await asyncio.gather(*map(self._residency_of, roles)))
 
     async def _residency_of(self, role: str | None) -> list[dict[str, Any]] | None:

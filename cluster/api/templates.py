@@ -25,6 +25,7 @@ from ...errors import CheckpointError, ConfigError, RuntimeFailure, reason
 from ..checkpoints.weight_files import optional_json, read_json_object
 from .refusals import ApiError, from_failure, refused
 from .rendering import LENGTH_BYTES, RESULT_CHARACTERS, pack, unpack
+from .thinking import LEVELS, VARIABLES
 
 RENDER_S = 5.0  # for one request; an ordinary chat takes under a millisecond, one of 4 MB a tenth of a second
 _END_S = 2.0
@@ -233,6 +234,8 @@ class ChatTemplate:
     Attributes:
         problem: why it cannot render any chat; None: it can.
         takes_documents: whether a prompt shows documents.
+        takes_developer: whether it shows a developer's message; else it gets it as the system's.
+        variables, levels: those of `thinking` that it reads, and the levels of effort that it names.
         text_arguments: it wants the arguments of calls as text, not as an object.
     """
 
@@ -244,16 +247,22 @@ class ChatTemplate:
         self.problem: str | None = None
         self._overrun: _TemplateTimeout | None = None  # of a probe: no other is tried
         self._renders = True  # False: not even the shortest chat
+        self.variables, self.levels = frozenset[str](), frozenset[str]()
         for text in (source,) if isinstance(source, str) else source.values():
             try:
-                self._renderer.ask({"compile": {"source": text}})
+                read = self._renderer.ask({"compile": {"source": text}})
+                self.variables |= frozenset(VARIABLES).intersection(read["names"])
+                self.levels |= frozenset(LEVELS).intersection(read["words"])
             except ValueError as error:
                 self.problem = f"the chat template does not compile: {error}"
             except _TemplateTimeout as overrun:
                 self.problem = overrun.message
+        self.takes_developer = True
         self._wants_parts = self._needs_parts()
         if self._overrun is not None:
             self.problem, self._renders = self._overrun.message, False
+        developer = [{"role": "developer", "content": _ANSWER}, _user()]
+        self.takes_developer = _ANSWER in (self._tried(developer) or "")
         self.takes_documents = _DOCUMENT["text"] in (self._tried([_user()], documents=[_DOCUMENT]) or "")
 
     def render(
@@ -348,6 +357,8 @@ class ChatTemplate:
     def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as this template wants it."""
         made = dict(message)
+        if made["role"] == "developer" and not self.takes_developer:
+            made["role"] = "system"
         if self._wants_parts:
             made["content"] = [{"type": "text", "text": message["content"]}]
         if self.text_arguments and "tool_calls" in made:

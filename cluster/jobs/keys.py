@@ -98,7 +98,9 @@ def _kind(field: FieldInfo) -> str:
         if origin is Literal:
             words += [f"`{value}`" for value in typing.get_args(member)]
         elif origin is tuple:
-            words.append("list of whole numbers")
+            (of, *_) = typing.get_args(member)
+            of = typing.get_args(of)[0] if typing.get_origin(of) is Annotated else of
+            words.append("list of texts" if of is str else "list of whole numbers")
         elif origin is dict or member is dict:
             words.append("mapping")
         else:

@@ -15,6 +15,7 @@ from rich.console import Console
 from ...errors import ConfigError
 from ...proto.tls import TlsFiles
 from ..api.keys import read_keys
+from ..api.origins import ANY, Access
 from ..api.request_log import check_file
 from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
 from ..checkpoints.hub import locate
@@ -51,6 +52,8 @@ def serve_command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = 8000,
     api_key_file: Annotated[Path | None, option_of(ApiSettings, "api_key_file")] = None,
+    allow_origin: Annotated[list[str] | None, option_of(ApiSettings, "allow_origins")] = None,
+    allowed_host: Annotated[list[str] | None, option_of(ApiSettings, "allowed_hosts")] = None,
     model_name: Annotated[str | None, option_of(ApiSettings, "model_name")] = None,
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
     tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
@@ -77,6 +80,7 @@ def serve_command(
         server_config,
         {
             "model_name": model_name, "chat_template": chat_template, "api_key_file": api_key_file,
+            "allow_origins": allow_origin, "allowed_hosts": allowed_host,
             "tool_format": _one_of("--tool-format", tool_format, ToolFormatName),
             "request_log": _one_of("--request-log", request_log, RequestLogFormat),
             "request_log_file": request_log_file, "otlp_endpoint": otlp_endpoint, "replicas": edge_replicas,
@@ -89,14 +93,15 @@ def serve_command(
         _check_files(server)
         folder = str(locate(options["model"])) if "model" in options else None
         _serve_attached(
-            attach, deployment, server.model_copy(update={"tokenizer": folder}), _server_socket(host, port, tls)
-        )
+            attach, deployment, server.model_copy(update={"tokenizer": folder}),
+            _server_socket(host, port, tls, server),
+        )  # fmt: skip
     elif deployment is not None:
         raise ConfigError("--deployment names a runtime that is already running", "pass --attach HOST:PORT with it")
     else:
         chosen = checked_config(config, options)
         _check_files(server)
-        _serve_own(chosen, server, _server_socket(host, port, tls))
+        _serve_own(chosen, server, _server_socket(host, port, tls, server))
 
 
 def _settings(file: Path | None, options: dict[str, Any]) -> ApiSettings:
@@ -141,10 +146,11 @@ def _tls(certificate: Path | None, key: Path | None, ca: Path | None) -> TlsFile
     return files
 
 
-def _server_socket(host: str, port: int, tls: TlsFiles | None) -> ServerSocket:
+def _server_socket(host: str, port: int, tls: TlsFiles | None, server: ApiSettings) -> ServerSocket:
     from ..api.server_socket import ServerSocket
 
-    return ServerSocket(host, port, tls)
+    access = Access(server.allow_origins, server.allowed_hosts, host, keyed=server.api_key_file is not None)
+    return ServerSocket(host, port, tls, access)
 
 
 def _serve_own(config: RunConfig, server: ApiSettings, server_socket: ServerSocket) -> None:
@@ -217,6 +223,9 @@ def _http_server(
         if server.api_key_file is None and server_socket.host not in ("127.0.0.1", "localhost", "::1"):
             warning = f"no key is asked for: whoever reaches {server_socket.host} may use the model; see --api-key-file"
             Console(stderr=True).print(warning, soft_wrap=True)
+        if server.api_key_file is None and ANY in server.allow_origins:
+            warning = "no key is asked for: every web page that a user of this machine opens may use the model"
+            Console(stderr=True).print(f"{warning}; see --allow-origin", soft_wrap=True)
         out.file.flush()
         yield FileWatch(checks | {"the HTTP server": http.look}, say).look
 

@@ -109,12 +109,12 @@ def test_generated_bodies(server: tuple[str, Any], path: str, mode: Any, request
 
 
 _SEEDS = (
-    b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 31\r\n\r\n'
+    b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 31\r\n\r\n'
     b'{"prompt": "hi", "stream":true}',
-    b'POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n'
-    b'\r\n2b\r\n{"messages":[{"role":"u","content":"\\ud83d"\r\n3\r\n}]}\r\n0\r\n\r\n',
-    b"GET /health HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n\r\nGET /v1/models HTTP/1.0\r\n\r\n",
-    b"GET /metrics?%ff=%00&a=\xff HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+    b'Transfer-Encoding: chunked\r\n\r\n2b\r\n{"messages":[{"role":"u","content":"\\ud83d"\r\n3\r\n}]}\r\n0\r\n\r\n',
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n\r\nGET /v1/models HTTP/1.0\r\n\r\n",
+    b"GET /metrics?%ff=%00&a=\xff HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
     b"OPTIONS * HTTP/1.1\r\nHost: [::1\r\nAuthorization: bearer \x80\r\nX-Request-Id: \xc3\xa9\r\n\r\n",
 )

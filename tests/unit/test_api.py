@@ -232,6 +232,8 @@ def test_values_that_mean_nothing_are_no_reason_to_refuse() -> None:
 
 
 _FOREIGN = {
+    "verbosity": "low", "provider": {"order": ["a"]}, "models": ["a", "b"], "transforms": ["middle-out"],
+    "mm_processor_kwargs": {"a": 1}, "num_ctx": 8192, "drop_params": True, "prompt_cache_retention": "24h", "ttl": 300,
     "user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "priority": 5, "keep_alive": "5m",
     "cache_prompt": True, "id_slot": 0, "safety_identifier": "x",
 }  # fmt: skip
@@ -252,10 +254,133 @@ def test_parameters_of_other_servers_are_ignored_named_and_counted(path: str, st
     assert "warning" not in post("/v1/completions", {"prompt": "p"}).headers
 
 
+def test_parameters_within_others_are_as_if_they_were_not() -> None:
+    """Ollama's `options`, and `extra_body` where a client sends it as it is; what is beside them wins."""
+    for name in ("options", "extra_body"):
+        backend, body = FakeBackend(), {"prompt": "p", "seed": 3, name: {"seed": 4, "top_k": 5, "num_ctx": 4096}}
+        response = post("/v1/completions", body, backend)
+        assert (backend.requests[0].sampling.seed, backend.requests[0].sampling.top_k) == (3, 5)
+        assert response.headers["warning"] == '299 tiermoe "ignored parameters: num_ctx"'
+        assert error(post("/v1/completions", {"prompt": "p", name: {"mirostat": 2}}))[:2] == (400, "mirostat")
+        assert error(post("/v1/completions", {"prompt": "p", name: {"tempratur": 1}}))[1] == "tempratur"
+        assert post("/v1/completions", {"prompt": "p", name: None}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("n_predict", 5, "use 'max_tokens'"), ("repeat_penalty", 1.1, "use 'repetition_penalty'"),
+     ("functions", [{"name": "f"}], "use 'tools'"), ("web_search_options", {}, "leave it out"),
+     ("plugins", [{"id": "web"}], "leave it out"), ("modalities", ["text", "audio"], "leave it out"),
+     ("mirostat", 1, "leave it out"), ("return_token_ids", True, "leave it out")],
+)  # fmt: skip
+def test_what_would_change_the_answer_is_refused_with_what_to_use(name: str, value: Any, words: str) -> None:
+    status, param, message = error(post("/v1/chat/completions", _CHAT | {name: value}))
+    assert (status, param) == (400, name)
+    assert message.endswith(words)
+
+
+@pytest.mark.parametrize("usage", [True, {"include": True}])
+def test_openrouters_usage_is_that_of_a_stream(usage: Any) -> None:
+    *_, last = events(post("/v1/completions", {"prompt": "hi", "stream": True, "usage": usage}))
+    assert (last["choices"], last["usage"]["total_tokens"]) == ([], 5)
+    assert "warning" not in post("/v1/completions", {"prompt": "hi", "usage": usage}).headers
+    off = events(post("/v1/completions", {"prompt": "hi", "stream": True, "usage": {"include": False}}))
+    assert all("usage" not in chunk for chunk in off)
+
+
+_WHOLE = {"max_tokens": 7.0, "n": 2.0, "top_k": 5.0, "seed": -1.0, "min_tokens": 3.0, "stop_token_ids": [7.0, 8]}
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    """JSON has one kind of number: JavaScript, Lua and R write 64 as 64.0 or 1e2. They were refused."""
+    backend = FakeBackend()
+    complete({"prompt": [104.0, 105], "logprobs": 1.0} | _WHOLE, backend)
+    first, second = (request.sampling for request in backend.requests)
+    assert (first.max_tokens, first.top_k, first.min_tokens, first.logprobs) == (7, 5, 3, 1)
+    assert (first.stop_token_ids, backend.requests[0].prompt_ids) == ((7, 8), (104, 105))
+    assert (first.seed, second.seed) == (2**64 - 1, 0)
+    assert all(type(value) is int for value in (first.max_tokens, first.top_k, first.seed, *first.stop_token_ids))
+    assert complete({"prompt": [[104.0], [105.0, 104]]})["usage"]["prompt_tokens"] == 3
+    assert chat({"max_completion_tokens": 9.0, "logprobs": True, "top_logprobs": 2.0})["choices"]
+    assert post("/v1/responses", {"input": "hi", "max_output_tokens": 2.0}).json()["usage"]["output_tokens"] == 2
+    assert post("/detokenize", {"tokens": [104.0]}).json() == {"prompt": "h"}
+    written = b'{"prompt": "hi", "max_tokens": 1e1}'
+    kind = {"Content-Type": "application/json"}
+    response = ask(FakeBackend(), lambda http: http.post("/v1/completions", content=written, headers=kind))
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("value", [64.5, 1e300, 2.0**60, -0.5, "64", True, [64]])
+@pytest.mark.parametrize("name", ["max_tokens", "n", "seed", "top_k"])
+def test_what_is_no_whole_number_is_refused(name: str, value: Any) -> None:
+    status, param, message = error(post("/v1/completions", {"prompt": "p", name: value}))
+    assert (status, param) == (400, name)
+    assert "valid integer" in message
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [({"type": "image_url", "image_url": {"url": "data:"}}, "images"), ({"type": "input_image"}, "images"),
+     ({"type": "input_audio", "input_audio": {}}, "audio"), ({"type": "video_url"}, "videos"),
+     ({"type": "file", "file": {}}, "files"), ({"type": "input_file"}, "files")],
+)  # fmt: skip
+def test_content_that_is_no_text_is_named(part: dict[str, Any], kind: str) -> None:
+    content = [{"type": "text", "text": "what is this?"}, part]
+    body = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": content}]}
+    for path, given, param in (("/v1/chat/completions", body, "messages"), ("/tokenize", body, "messages"),
+                               ("/v1/responses", {"input": body["messages"]}, "input")):  # fmt: skip
+        status, found, message = error(post(path, given))
+        assert (status, found) == (400, param)
+        assert f"{kind} are not supported; this server takes text alone" in message
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ({"content": None, "reasoning_content": "hm"}, ""), ({"content": None}, ""), ({"refusal": "no"}, "no"),
+        ({"content": None, "refusal": "no"}, "no"), ({"content": "x", "refusal": None, "function_call": None}, "x"),
+        ({"content": None, "tool_calls": None, "audio": None, "reasoning": "hm"}, ""), ({"content": []}, ""),
+        ({"content": None, "tool_calls": []}, ""), ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "ab"),
+        ({"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, ""),
+    ],
+)  # fmt: skip
+def test_an_answer_without_text_comes_back(message: dict[str, Any], shown: str) -> None:
+    backend = FakeBackend()
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant"} | message, {"role": "user", "content": "v"}]
+    response = post("/v1/chat/completions", {"messages": messages}, backend)
+    assert response.status_code == 200, response.text
+    assert bytes(backend.requests[0].prompt_ids).decode() == f"u{shown}v"
+
+
+def test_messages_that_say_nothing_are_refused() -> None:
+    for message in ({"role": "user", "content": None}, {"role": "assistant"}, {"role": "tool", "content": None}):
+        assert error(post("/v1/chat/completions", {"messages": [message]}))[:2] == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}", "developer:be brief;user:hi;"),
+        ("{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}:{{ m.content }};{% endif %}"
+         "{% endfor %}", "system:be brief;user:hi;"),
+        ("{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('no such role') }}{% endif %}"
+         "{{ m.role }}:{{ m.content }};{% endfor %}", "system:be brief;user:hi;"),
+    ],
+)  # fmt: skip
+def test_a_developers_message_is_shown_by_every_template(template: str, shown: str) -> None:
+    """Templates that do not know the role left it out of the prompt, or refused the chat."""
+    backend = FakeBackend()
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    post("/v1/chat/completions", {"messages": messages}, backend, template=template)
+    assert bytes(backend.requests[0].prompt_ids).decode() == shown
+
+
 @pytest.mark.parametrize(
     ("written", "meant"),
-    [("temprature", "temperature"), ("max_token", "max_tokens"), ("Top_P", "top_p"), ("qqq", None)],
-)
+    [("temprature", "temperature"), ("modell", "model"), ("strem", "stream"),
+     ("max_token", "max_tokens"), ("Top_P", "top_p"), ("qqq", None)],
+)  # fmt: skip
 def test_a_misspelt_parameter_is_refused_with_the_one_that_was_meant(written: str, meant: str | None) -> None:
     status, param, message = error(post("/v1/completions", {"prompt": "p", written: 1}))
     assert (status, param) == (400, written)

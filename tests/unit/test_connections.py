@@ -314,3 +314,111 @@ def test_raw_bytes_get_a_json_refusal(sent: bytes) -> None:
     (answer,) = talk(asks(sent))
     status, error = parsed(answer)
     assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+_JAVAS = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQB")
+
+
+@pytest.mark.parametrize(
+    "offer", [_JAVAS, ("Connection: upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"),
+              ("Connection: keep-alive, Upgrade", "Upgrade: TLS/1.0, h2c"), ("Upgrade: h2c",)],
+    ids=["java", "websocket", "tls", "alone"],
+)  # fmt: skip
+def test_an_offer_of_another_protocol_is_ignored_and_the_body_read(offer: tuple[str, ...]) -> None:
+    """Java's HTTP clients send h2c with the first request of a connection: it was answered as one without a body."""
+    sized, rest, body = post("/read", *offer, "Content-Length: 4"), get("/read", "Connection: close"), b"hell"
+    chunked = post("/read", *offer, _CHUNKED) + chunk(b"x" * 5000) + b"0\r\nX-A: b\r\n\r\n"
+    sent = [
+        [sized + body + rest], [sized, body + rest], [sized, *(body[i : i + 1] for i in range(4)), rest],
+        [bytes([byte]) for byte in sized + body + rest], [chunked + rest],
+        [sized + body + chunked + sized + body + rest],
+        [post("/read", *offer, "Content-Length: 100000"), b"x" * 100_000 + rest],
+        [post("/read", *offer, "Content-Length: 0") + rest],
+    ]  # fmt: skip
+    read = [[4], [4], [4], [4], [5000], [4, 5000, 4], [100_000], [0]]
+    for answer, sizes in zip(talk(*(asks(*pieces) for pieces in sent), silence_s=5), read, strict=True):
+        assert answer.count(b"HTTP/1.1 200") == len(sizes) + 1, answer
+        places = [answer.index(b"read %d\r\n" % size) for size in sizes]
+        assert places == sorted(places) or len(set(sizes)) < len(sizes)
+
+
+def test_an_offer_changes_nothing_else_of_a_request() -> None:
+    """Neither the framing, whose contradictions stay refused, nor the end of the connection, nor an early answer."""
+    offer = ("Connection: close, Upgrade", "Upgrade: h2c")
+    closed, early, both, seen, tunnel = talk(
+        asks(post("/read", *offer, "Content-Length: 2") + b"hi" + get("/")),
+        waits_to_read(post("/json", *_JAVAS, f"Content-Length: {2**22}"), b"x" * 2**22),
+        asks(post("/read", *_JAVAS, "Content-Length: 1", _CHUNKED) + b"0\r\n\r\n"),
+        asks(get("/headers", *_JAVAS, "X-A: b"), get("/", "Connection: close")),
+        asks(b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n"),
+        silence_s=5,
+    )  # fmt: skip
+    assert closed.count(b"HTTP/1.1") == 1
+    assert b"read 2" in closed
+    assert (early.count(b"HTTP/1."), parsed(early)[0]) == (1, 503)
+    assert (parsed(both)[0], parsed(tunnel)[0]) == (400, 400)
+    assert b"(b'x-a', b'b')" in seen
+    assert b"upgrade" not in seen.lower()
+
+
+def test_the_head_behind_an_offer_has_its_bounds() -> None:
+    offered = post("/read", *_JAVAS, _CHUNKED)
+    trailers, headers = talk(
+        asks(offered + b"0\r\n", *_TRAILERS), asks(offered[:-2], *[b"X-A: " + b"b" * 1000 + b"\r\n"] * 200), silence_s=5
+    )
+    assert [parsed(answer)[0] for answer in (trailers, headers)] == [431, 431]
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", "2 'Host' headers"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", "2 'Host' headers"),
+        (b"GET / HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n", "2 'Host' headers"),
+        (b"GET / HTTP/1.1\r\nX-A: b\r\n\r\n", "no 'Host' headers"),
+        (b"GET http://a/ HTTP/1.1\r\n\r\n", "no 'Host' headers"),
+        (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", "HTTP/2.0 is not spoken"),
+        (b"GET / HTTP/0.9\r\n\r\n", "HTTP/0.9 is not spoken"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", ""),
+        (b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n", "no host with a port"),
+        (b"GET / HTTP/1.1\r\nHost: a/b@c\r\n\r\n", "no host with a port"),
+        (b"GET / HTTP/1.1\r\nHost: a:b\r\n\r\n", "no host with a port"),
+        (b"GET / HTTP/1.1\r\nHost : a\r\n\r\n", ""),
+        (b"GET / HTTP/1.1\r\n Host: a\r\n\r\n", ""),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX-A: b\r\n c\r\n\r\n", ""),  # obsolete line folding
+        (b"GET / HTTP/1.1\nHost: a\n\n", ""),
+        (b"GET / HTTP/1.1\r\nHost: a\rX-A: b\r\n\r\n", ""),
+        (b"GET a HTTP/1.1\r\nHost: a\r\n\r\n", ""),
+        (b"GET * HTTP/1.1\r\nHost: a\r\n\r\n", "no path of this server"),
+        (b"GET ftp://a/ HTTP/1.1\r\nHost: a\r\n\r\n", "no path of this server"),
+        (b"GET http://u:p@a/ HTTP/1.1\r\nHost: a\r\n\r\n", "no path of this server"),
+        (b"POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "HTTP/1.0 has no"),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nx", ""),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1, 1\r\n\r\nx", ""),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n", ""),
+    ],
+    ids=lambda part: repr(part[:60]),
+)
+def test_what_rfc_9112_calls_invalid_is_400(sent: bytes, words: str) -> None:
+    """Two `Host` headers, none, or HTTP/2.0 were answered: a proxy in front may have read another request."""
+    (answer,) = talk(asks(sent))
+    status, error = parsed(answer)
+    assert (status, answer.count(b"HTTP/1.1 ")) == (400, 1)
+    assert words in error["message"]
+
+
+def test_what_rfc_9112_allows_is_answered() -> None:
+    """A target that is a whole URL gives the host; HTTP/1.0 needs none; a transfer coding that is not known is 501."""
+    old, empty, whole, bare, star, coded = talk(
+        asks(b"GET / HTTP/1.0\r\n\r\n"),
+        asks(get("/", "Connection: close").replace(b"Host: a", b"Host:")),
+        asks(b"GET http://b:8/headers?q HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"),
+        asks(b"GET http://[::1] HTTP/1.1\r\nHost: [::1]:80\r\nConnection: close\r\n\r\n"),
+        asks(b"OPTIONS * HTTP/1.1\r\nHost: a.b-c_d:8000\r\nConnection: close\r\n\r\n"),
+        asks(post("/read", "Transfer-Encoding: gzip, chunked") + b"0\r\n\r\n"),
+        silence_s=2,
+    )
+    for answer in (old, empty, whole, bare, star):
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+    assert b"(b'host', b'b:8')" in whole
+    assert parsed(coded)[0] == 501

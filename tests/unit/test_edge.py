@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 import time
+import tracemalloc
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +20,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tiermoe.cluster.api.bodies import parse
 from tiermoe.cluster.api.offload import Offload
 from tiermoe.cluster.api.refusals import ApiError
+from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.text import longest_token
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.prompt import load_tokenizer
@@ -193,3 +197,88 @@ def test_short_texts_pass_long_ones_and_the_long_are_bounded() -> None:
         offload.close()
 
     asyncio.run(asyncio.wait_for(call(), 60))
+
+
+def send_coded(content: bytes, coding: str, limits: LimitSettings | None = None, step: int = 1 << 16) -> httpx.Response:
+    """A body in pieces, without an announced length."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for begin in range(0, len(content), step):
+            yield content[begin : begin + step]
+
+    headers = _JSON | {"Content-Encoding": coding}
+    return ask(
+        FakeBackend(), lambda http: http.post("/v1/completions", content=pieces(), headers=headers), limits=limits
+    )
+
+
+_PLAIN = b'{"prompt": "hi"}'
+_BARE = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+_CODED = {
+    "gzip": gzip.compress(_PLAIN), "x-gzip": gzip.compress(_PLAIN), "identity, gzip": gzip.compress(_PLAIN),
+    "GZip": gzip.compress(_PLAIN[:5]) + gzip.compress(_PLAIN[5:]), "deflate": zlib.compress(_PLAIN),
+    " Deflate ": _BARE.compress(_PLAIN) + _BARE.flush(), "identity": _PLAIN, "": _PLAIN,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("coding", _CODED)
+def test_a_coded_body_is_decoded(coding: str) -> None:
+    """gzip was parsed as JSON, and refused as such."""
+    for step in (1, 7, 1 << 16):
+        response = send_coded(_CODED[coding], coding, step=step)
+        assert response.json()["choices"][0]["text"] == "HI"
+
+
+def test_the_limit_is_of_the_decoded_body() -> None:
+    """A bomb is refused before it is memory, and so are coded bytes that decode to nothing."""
+    limits, bomb = LimitSettings(body_bytes=2**20), gzip.compress(b" " * 2**26)
+    assert len(bomb) < limits.body_bytes
+    tracemalloc.start()
+    try:
+        refused = send_coded(bomb, "gzip", limits)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert error(refused)[0] == 413
+    assert most < 16 * 2**20
+    assert send_coded(gzip.compress(b" " * (2**20 - len(_PLAIN)) + _PLAIN), "gzip", limits).status_code == 200
+    assert error(send_coded(gzip.compress(b" " * 2**20 + _PLAIN), "gzip", limits))[0] == 413
+    assert error(send_coded(zlib.compress(b" " * 2**20 + _PLAIN), "deflate", limits))[0] == 413
+    assert error(send_coded(gzip.compress(b"") * 2000, "gzip", limits))[2].startswith("the body has more than 1000")
+
+
+@pytest.mark.parametrize(
+    ("coding", "content", "status", "words"),
+    [
+        ("br", _PLAIN, 415, "'br'"), ("zstd", _PLAIN, 415, "'zstd'"), ("gzip, gzip", _PLAIN, 415, "'gzip, gzip'"),
+        ("compress", _PLAIN, 415, "'compress'"), ("gzip", _PLAIN, 400, "is not valid gzip"),
+        ("deflate", b"\xff\xff" + _PLAIN, 400, "is not valid deflate"),
+        ("gzip", gzip.compress(_PLAIN)[:-3], 400, "ends before its gzip data"),
+        ("gzip", gzip.compress(_PLAIN)[:5], 400, "ends before its gzip data"),
+        ("deflate", b"x", 400, "ends before its deflate data"),
+        ("gzip", gzip.compress(_PLAIN) + b"{}", 400, "is not valid gzip"),
+        ("deflate", zlib.compress(_PLAIN) + b"{}", 400, "bytes behind its deflate data"),
+        ("gzip", b"", 400, "the body is missing"),
+    ],
+)
+def test_a_coding_that_is_unknown_or_damaged_is_refused(coding: str, content: bytes, status: int, words: str) -> None:
+    response = send_coded(content, coding)
+    assert error(response)[0] == status
+    assert words in error(response)[2]
+    assert ("accept-encoding" in response.headers) == (status == 415)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/models"), ("GET", "/health"), ("GET", "/ready"), ("GET", "/metrics"),
+                         ("GET", "/version"), ("GET", "/status"), ("GET", "/v1/models/fake"), ("GET", "/"),
+                         ("HEAD", "/health"), ("POST", "/v1/completions"), ("POST", "/tokenize")],
+)  # fmt: skip
+def test_a_slash_at_the_end_means_nothing(method: str, path: str) -> None:
+    """`/v1/models/` was the model with an empty name, and others were redirects, which lose a body for some clients."""
+    for slashes in ("/", "//"):
+        response = ask(
+            FakeBackend(),
+            lambda http, s=slashes: http.request(method, path + s, json={"prompt": "p"} if method == "POST" else None),
+        )
+        assert response.status_code == 200, response.text
+    assert error(ask(FakeBackend(), lambda http: http.request("GET", "/v1/model/")))[0] == 404

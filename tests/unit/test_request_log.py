@@ -237,10 +237,13 @@ def test_a_handler_that_raises_is_a_500_and_a_client_that_left_is_none(kind: typ
         async def broken(scope: Any, receive: Any, send: Any) -> None:
             raise kind
 
+        async def send(message: Any) -> None:
+            assert message["type"] == "http.response.body" or message["status"] == 500
+
         found: list[RequestRecord] = []
         guard = Guard(broken, None, LimitSettings(), [found.append])
         with pytest.raises(kind):
-            await guard({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None)  # type: ignore[arg-type]
+            await guard({"type": "http", "method": "GET", "path": "/", "headers": []}, None, send)  # type: ignore[arg-type]
         return found[0]
 
     record = asyncio.run(run())

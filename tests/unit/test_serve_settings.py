@@ -22,6 +22,9 @@ from tiermoe.cluster.jobs import serve
         ("", ["--api-key-file", "/nowhere/key"], "cannot be read"),
         ("", ["--chat-template", "/nowhere/template"], "cannot be read"),
         ("", ["--deployment", "abcdef"], "--attach"),
+        ("", ["--allow-origin", "https://a.example", "--allow-origin", "a.example"], "'a.example' is no origin; give"),
+        ("", ["--allowed-host", "a.example:8000"], "'a.example:8000' is no host; give a name"),
+        ("allow_origins: [https://a.example/x]", [], "'https://a.example/x' is no origin"),
         ("", ["--attach", "127.0.0.1:1", "--budget", "25%"], "belongs to the runtime"),
         ("", ["--policy", "nothing"], "no policy"),
     ],
@@ -46,3 +49,5 @@ def test_options_come_over_the_servers_configuration(tmp_path: Path) -> None:
     plain = serve._settings(None, {"chat_template": Path("a.jinja"), "limits": {}})
     assert (plain.limits, plain.request_log) == (LimitSettings(), "text")
     assert Path(str(plain.chat_template)).is_absolute()
+    pages = serve._settings(None, {"allow_origins": ["https://a.example/", "*"], "allowed_hosts": []})
+    assert (pages.allow_origins, pages.allowed_hosts) == (("https://a.example", "*"), ())

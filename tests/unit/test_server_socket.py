@@ -21,6 +21,7 @@ from second_user import as_nobody, needs_root
 pytest.importorskip("uvicorn")
 
 from tiermoe.cluster.api import server_socket as module
+from tiermoe.cluster.api.origins import Access
 from tiermoe.cluster.api.server_socket import Descriptors, ServerSocket
 from tiermoe.cluster.report.steps import Steps
 from tiermoe.errors import ConfigError, RuntimeFailure
@@ -95,6 +96,22 @@ def test_the_server_socket_says_how_long_the_start_takes() -> None:
         refused = http.post("/v1/completions", json={"prompt": "p"})
         assert refused.status_code == 503
         assert refused.json()["error"]["message"].startswith("the server starts: starting Ray; ready in about 3")
+
+
+def test_a_page_that_is_allowed_reads_that_the_server_starts() -> None:
+    page = {"Origin": "https://a.example"}
+    asks = page | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    with (
+        ServerSocket("127.0.0.1", 0, access=Access(("https://a.example",))) as server_socket,
+        httpx.Client(base_url=server_socket.url, timeout=20) as http,
+    ):
+        server_socket.open(lambda: ("starting", 1.0))
+        permission, refused = http.options("/v1/completions", headers=asks), http.post("/v1/completions", headers=page)
+        ready = http.get("/ready/", headers=page)
+        assert (permission.status_code, refused.status_code, ready.status_code) == (204, 503, 503)
+        for answer in (permission, refused, ready):
+            assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert "retry-after" in refused.headers["access-control-expose-headers"]
 
 
 def test_the_server_socket_answers_a_client_that_first_sends_its_whole_body() -> None:

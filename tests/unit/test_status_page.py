@@ -49,7 +49,7 @@ def test_what_the_page_reads() -> None:
 
 def test_the_map_is_of_all_gpus_that_answer() -> None:
     backend = FakeBackend()
-    backend.plan["shards"] = {"count": 3}
+    backend.plan["shards"] = [{"shard": number, "experts": 3, "slots": 2} for number in range(3)]
     lead, shard = LayerResidency((2, 0, 0), (4, 0, 0)), LayerResidency((0, 2, 0), (0, 7, 0))
     backend.residency = {None: [lead], "shard/1": [shard]}
     backend.shard_stats = [{"shard": "shard/0", "state": "serving", "hits": 3, "misses": 1, "total_io_s": 0.5},
