@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from tiermoe.cluster.commands import Command
 from tiermoe.cluster.jobs.bench.cases import command
 from tiermoe.cluster.jobs.bench.command import PageOut, experiment_command
 from tiermoe.cluster.jobs.bench.experiment import experiment_files, parts, read_experiment
 from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, file_or_folder, finish
-from tiermoe.cluster.report.tables import show
+from tiermoe.cluster.report.tables import results, show
 from tiermoe.errors import ConfigError
 
 from .cases import CASES
@@ -47,9 +47,9 @@ def papers(
     finish(lambda progress: run_papers(names, quick, folder, jobs, progress), as_json, check, file)
 
 
-@app.command()
+@app.command(cls=Command)
 def redraw(
-    results: Annotated[list[Path], typer.Argument(help="Files that --out wrote.", metavar="RESULT.json...")],
+    files: Annotated[list[Path], typer.Argument(help="Files that --out wrote.", metavar="RESULT.json...")],
 ) -> None:
     """Write the figures, verdicts and page tables of results again, beside them, without measuring anything."""
     from tiermoe.cluster.jobs.bench.table import write_folder
@@ -57,7 +57,7 @@ def redraw(
 
     from .papers import judged_again
 
-    for file in results:
+    for file in files:
         record = dict(read_json(file))
         if record.get("name") not in experiment_files() or "rows" not in record:
             raise ConfigError(f"'{file}' has no figures", "give the result of an experiment")
@@ -65,10 +65,10 @@ def redraw(
         if file.name != f"{experiment.stem}.json":  # another result would be written over
             raise ConfigError(f"'{file}' is a result of '{experiment.stem}'", f"name it {experiment.stem}.json")
         write_folder(experiment, judged_again(experiment, record), file.parent)
-        show(Console(), str(file))
+        show(results(), str(file))
 
 
-@app.command()
+@app.command(cls=Command)
 def gpu(
     out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.md.")] = Path("docs/results"),
     parts: Annotated[str, typer.Option(help="Parts to run, separated by commas; default: all (docs/gpu.md).")] = "",

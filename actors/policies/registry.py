@@ -160,7 +160,7 @@ def policy_class(point: Point, kind: str) -> Any:
     module, colon, name = kind.partition(":")
     if not colon:
         raise ValueError(f"no {point} policy '{kind}'; there are {', '.join(known)}; or give my_package.module:Class")
-    found = getattr(_imported(point, kind, module), name, None)
+    found = called(kind, "import", getattr, _imported(point, kind, module), name, None)
     if found is None:
         raise ValueError(f"{point} '{kind}': module {module} has no class {name}")
     base = _BASES.get(point, PolicyOptions)

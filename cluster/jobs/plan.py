@@ -5,7 +5,6 @@ configuration + sizes of the model + nodes -> topology -> prediction -> tables o
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from ..checkpoints.checkpoint import refuse_unsupported
 from ..checkpoints.hub import located
 from ..config import DEFAULT_BUDGET, RunConfig, default_model_dir, engine_settings, load_run_config, on_this_machine
 from ..host import shown, usable_cores
+from ..report.output import print_json
 from ..report.runtime import topology_tables
 from ..report.tables import results, show
 from ..topology.budget import with_terms
@@ -139,6 +139,6 @@ def plan_command(
     """Say what would run where, with how many bytes and how fast, and start nothing."""
     record = planned(load_run_config(config, options), nodes, live).as_dict()
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
         return
     show(results(), *topology_tables(record))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,6 +21,7 @@ from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import DEFAULT_LINK, load_policy, parse_budget
 from ..host import now, versions
+from ..report.output import print_json
 from ..report.tables import Facts, Grid, facts, grid, progress_on, results, seconds, share, show, size
 from ..simulate.arrivals import Arrival, arrivals_of
 from ..simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, first_split, replays_routing
@@ -123,7 +123,7 @@ def replay_command(
         table = _figures(rows[0]) if policies is None else _policies_table(rows)
     show(results(as_json), table)
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
 
 
 def replay_trace(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ...errors import ConfigError, reason
+from ..report import tables
 from ..report.page import report_page
 from ..report.results import read_results
 from ..report.tables import show, size
@@ -30,4 +30,4 @@ def report_command(
         (out / _NAME).write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"'{out}' cannot be written: {reason(error)}", "give another folder") from error
-    show(Console(), f"{out / _NAME}: {size(len(page.encode()))}")
+    show(tables.results(), f"{out / _NAME}: {size(len(page.encode()))}")

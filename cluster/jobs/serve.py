@@ -20,6 +20,7 @@ from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFor
 from ..checkpoints.hub import locate
 from ..config import RunConfig
 from ..report.steps import Steps
+from ..report.tables import results
 from ..yaml_file import explain, merged, read_yaml
 from .ending import BoundedEnd
 from .options import (
@@ -206,7 +207,7 @@ def _http_server(
             http = stack.enter_context(HttpServer(server, server_socket, plan))
         _say_if_chats_fail(server)
         end_helper()  # the server's processes have their own
-        out = Console()
+        out = results()
         out.print(where, soft_wrap=True)
         out.print(f"serving at {server_socket.url}/v1", soft_wrap=True)
         out.print("end it:    Ctrl-C")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ...errors import ConfigError
+from ..commands import Command
+from ..report.output import print_json
 from ..report.tables import Facts, Grid, facts, grid, results, share, show
 from ..simulate.importers import FORMATS, import_trace
 from ..simulate.shapes import shape_named
@@ -27,7 +28,7 @@ trace_app = typer.Typer(
 def _top() -> None: ...
 
 
-@trace_app.command("stats")
+@trace_app.command("stats", cls=Command)
 def stats_command(
     trace: Annotated[Path, typer.Argument(help="Trace folder.", metavar="TRACE")],
     slots: Annotated[
@@ -45,10 +46,10 @@ def stats_command(
     } | figures_of(routing_of(found.header, found.requests()), sizes, seed)  # fmt: skip
     show(results(as_json), *_tables(record))
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
 
 
-@trace_app.command("make")
+@trace_app.command("make", cls=Command)
 def make_command(
     out: Annotated[Path, typer.Argument(help="Trace folder to write.", metavar="OUT")],
     family: Annotated[str, typer.Option(help=f"Family of the routing: {', '.join(FAMILIES)}.")],
@@ -78,10 +79,10 @@ def make_command(
     if as_json:
         record = {"name": "trace-make", "trace": str(out), "family": family, "shape": shape, "figures": found,
                   "targets": targets}  # fmt: skip
-        print(json.dumps(record))
+        print_json(record)
 
 
-@trace_app.command("import")
+@trace_app.command("import", cls=Command)
 def import_command(
     file: Annotated[Path, typer.Argument(help="Trace that another program recorded.", metavar="FILE")],
     out: Annotated[Path, typer.Argument(help="Trace folder to write.", metavar="OUT")],
@@ -115,7 +116,7 @@ def import_command(
         f"experts, top-{header.top_k}",
     )
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
 
 
 def _slots(text: str, header: TraceHeader) -> list[int]:

@@ -17,6 +17,7 @@ from ....errors import ConfigError
 from ...checkpoints.hub import locate
 from ...checkpoints.quantization import published_as
 from ...host import shown
+from ...report.output import stdout
 from ...simulate.trace import HEADER_NAME
 from ..options import as_command, fields_as_options
 from ..profile.command import OUTPUT_TOKENS, ProfileRequest, profile_request
@@ -200,7 +201,7 @@ def _prepare(
     additions.refuse_for(store)
     for add in steps:
         add(store)
-    typer.echo(store)
+    print(store, file=stdout(), flush=True)
 
 
 prepare_command = as_command(

@@ -14,6 +14,7 @@ from rich.console import Console
 from ....errors import ConfigError, RequestError, TraceError, reason
 from ...config import check_model_dir, engine_settings, on_this_machine
 from ...prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
+from ...report.output import print_json
 from ...report.tables import progress_on, results, share, show, size
 from ...simulate.trace import MAX_DISTANCE, TraceHeader
 from ...simulate.trace_writer import MOST_REPEATED, NGRAM, Repeats, merge_traces
@@ -201,4 +202,4 @@ def _say(header: TraceHeader, out: Path, as_json: bool) -> None:
         f"{share(header.repeated_8grams)}",
     )
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
