@@ -128,6 +128,11 @@ def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
+def exit_code(error: TierMoeError) -> int:
+    """Of a command that the error ends: 1 the runtime failed, 2 the user can correct it."""
+    return 1 if isinstance(error, RuntimeFailure) else 2
+
+
 def told(error: BaseException) -> str:
     """What an exception says, in one line; empty where it says nothing, or cannot."""
     try:

@@ -37,7 +37,7 @@ def main(args: list[str] | None = None) -> None:
 
 def _run(args: list[str] | None) -> None:
     """Run the commands; an error that the user can act on is one line."""
-    from ..errors import OutputClosed, RuntimeFailure, TierMoeError, told
+    from ..errors import OutputClosed, TierMoeError, exit_code, told
     from .commands import app
     from .report.output import guarded
 
@@ -48,7 +48,7 @@ def _run(args: list[str] | None) -> None:
         sys.exit(_CLOSED)
     except TierMoeError as error:
         print(f"error: {told(error)}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, RuntimeFailure) else 2)
+        sys.exit(exit_code(error))
     except MemoryError as error:
         why = told(error)
         print(f"error: there is not enough memory{f' ({why})' if why else ''}; give less at a time", file=sys.stderr)

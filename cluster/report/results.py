@@ -8,7 +8,7 @@ Numbers are taken as they are in the file: nothing is computed that the file doe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ...errors import ConfigError, reason
+from ...errors import ConfigError, TierMoeError, exit_code, reason, rebuilt, told
 
 PERCENTS = (*range(0, 95, 5), 95, 96, 97, 98, 99, 100)  # of `percentiles`
 _OF_ALL = ("executor", "hardware", "versions", "date")  # keys of a file that hold for all of its rows
@@ -108,6 +108,31 @@ def measurements(record: Mapping[str, Any], file: str) -> list[Measurement]:
         f"'{file}' is {said}, which compares no policies",
         "give results of run, bench with an experiment such as compare, bench serve, eval or replay",
     )
+
+
+def refused_row(error: TierMoeError, **row: Any) -> dict[str, Any]:
+    """The row of what was refused, or failed, beside the finished ones. row: what it was."""
+    return row | {"refused": told(error), "error": type(error).__name__}
+
+
+def measured_rows(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Those that were not refused."""
+    return [row for row in rows if "refused" not in row]
+
+
+def refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each row that was refused."""
+    keys = ("section", "context", "budget", "link_gbps")
+    return [
+        f"refused: {row['policy']}" + "".join(f", {key} {row[key]}" for key in keys if row.get(key) not in (None, ""))
+        + f": {row['refused']}"
+        for row in rows if "refused" in row
+    ]  # fmt: skip
+
+
+def exit_code_of(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Of a command with these rows: 0 all are finished, else as of an error that ends the command."""
+    return max((exit_code(rebuilt(row["error"], row["refused"])) for row in rows if "refused" in row), default=0)
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
