@@ -13,7 +13,6 @@ import functools
 import inspect
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType, TracebackType
@@ -177,9 +176,8 @@ def _is_of_a_signal(error: BaseException, kind: str) -> bool:
     """Whether a signal's handler raised it, amid a hook: a function of the program; or Python's own, which has no
     frame.
     """
-    python_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if isinstance(error, KeyboardInterrupt) and python_interrupts:
-        return threading.current_thread() is threading.main_thread()
+    if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True
     frames = list(_frames(error.__traceback__))
     if not frames or frames[-1][0].co_filename == __file__:  # raised in native code
         return True
