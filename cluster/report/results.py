@@ -287,7 +287,7 @@ def _rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     if (model := (record.get("settings") or {}).get("model")) is not None:
         common["model"] = str(model)
     found = []
-    for row in record.get("rows", [record]):
+    for row in measured_rows(record.get("rows", [record])):
         if "server" in row or ("policy" in row and row.keys() & {"budget", "plan"}):
             found.append(common | {key: value for key, value in row.items() if value is not None or key not in common})
     return found

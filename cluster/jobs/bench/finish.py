@@ -16,6 +16,7 @@ from ...commands import Command
 from ...config import RunConfig
 from ...report.files import check_writable, write_json
 from ...report.output import print_json
+from ...report.results import exit_code_of
 from ...report.tables import progress_on, results, show
 from ..options import option_of
 from .metrics import Report, print_report
@@ -44,7 +45,7 @@ def finish(
         written: called with the report after it is in its file.
 
     Raises:
-        Exit: with 1, if `check` and a bar is missed.
+        Exit: with the code of what was refused in a part of the report; with 1, if `check` and a bar is missed.
     """
     if out is not None:
         check_writable(out, "--out")
@@ -57,6 +58,8 @@ def finish(
     written(report)
     if as_json:
         print_json(report.as_dict())
+    if code := exit_code_of(report.refused):
+        raise typer.Exit(code)
     if check and not report.ok:
         raise typer.Exit(1)
 
