@@ -9,6 +9,7 @@ import typer
 
 from ...errors import ConfigError
 from ..commands import Command
+from ..report.files import check_folder
 from ..report.output import print_json
 from ..report.tables import Facts, Grid, facts, grid, results, share, show
 from ..simulate.importers import FORMATS, import_trace
@@ -62,6 +63,7 @@ def make_command(
     as_json: AsJson = False,
 ) -> None:
     """Draw a synthetic trace of a published model's shape, in a family that is calibrated on published statistics."""
+    check_folder(out, "OUT", empty=True)
     if family not in FAMILIES:
         raise ConfigError(f"--family is '{family}'", f"give one of {', '.join(FAMILIES)}")
     header = write_synthetic(
@@ -99,6 +101,7 @@ def import_command(
     as_json: AsJson = False,
 ) -> None:
     """Make a trace of vLLM's returned routed experts, Megatron's routing trace, or CSV."""
+    check_folder(out, "OUT", empty=True)
     if kind is not None and kind not in FORMATS:
         raise ConfigError(f"--format is '{kind}'", f"give one of {', '.join(FORMATS)}")
     known = None if shape is None else shape_named(shape)

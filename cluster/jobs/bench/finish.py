@@ -42,7 +42,7 @@ def finish(
     """Measure, print tables, and apply `--out`, `--json` and `--check`.
 
     Args:
-        written: called with the report after it is in its file.
+        written: called with the report after it is printed and in its file.
 
     Raises:
         Exit: with the code of what was refused in a part of the report; with 1, if `check` and a bar is missed.
@@ -55,9 +55,9 @@ def finish(
     print_report(report, results(as_json))
     if out is not None:
         write_json(out, report.as_dict())
-    written(report)
     if as_json:
         print_json(report.as_dict())
+    written(report)
     if code := exit_code_of(report.refused):
         raise typer.Exit(code)
     if check and not report.ok:
