@@ -2,34 +2,73 @@
 
 from __future__ import annotations
 
+import copy
 from importlib import import_module
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from .host import versions
 from .report.output import set_aside
 
+# of a help, the most asked for first; others, such as a command's own options, come before these
+_PANELS = ("Options", "Model", "Memory", "Sampling", "Output", "Runtime", "Cluster", "Emulation")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-app = typer.Typer(
-    name="tiermoe",
-    help="Serve Mixture-of-Experts models that outgrow the GPU.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-jobs = typer.Typer(help="Jobs on files of other commands.", no_args_is_help=True)
-app.add_typer(jobs, name="jobs")
 
 
 class Command(TyperCommand):
     """A command that prints its results through `report.output.stdout`; what else prints goes to standard error."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        TyperCommand.format_help(_for_help(self, ctx), ctx, formatter)
+
     def invoke(self, ctx: Any) -> Any:
         with set_aside():
             return super().invoke(ctx)
+
+
+class Group(TyperGroup):
+    """A command that has commands."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        TyperGroup.format_help(_for_help(self, ctx), ctx, formatter)
+
+
+def _for_help(command: Any, ctx: Any) -> Any:
+    """A copy of a command for its help: panels in the order of `_PANELS`, and flags, whose type says nothing, as
+    `--x/--no-x` without it.
+    """
+
+    def place(option: Any) -> int:
+        panel = getattr(option, "rich_help_panel", None)
+        return _PANELS.index(panel) if panel in _PANELS else 0
+
+    def shown(option: Any) -> Any:
+        option = copy.copy(option)
+        if getattr(option, "is_flag", False):
+            option.opts = ["/".join(pair) for pair in zip_longest(option.opts, option.secondary_opts, fillvalue="")]
+            option.opts, option.secondary_opts = [name.strip("/") for name in option.opts], []
+            option.display_type_rich = lambda ctx: None
+        return option
+
+    options = [shown(option) for option in sorted(command.get_params(ctx), key=place)]
+    command = copy.copy(command)
+    command.get_params = lambda ctx: options
+    return command
+
+
+app = typer.Typer(
+    name="tiermoe",
+    cls=Group,
+    help="Serve Mixture-of-Experts models that outgrow the GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+jobs = typer.Typer(cls=Group, help="Merge the traces of several recordings.", no_args_is_help=True)
+app.add_typer(jobs, name="jobs")
 
 
 def _show_versions(wanted: bool) -> None:

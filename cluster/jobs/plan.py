@@ -126,7 +126,7 @@ def plan(
 
 
 @with_options(
-    "model", "store", "policy", "quality", "device", "budget", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
+    "model", "policy", "quality", "budget", "device", "store", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
     "cluster.host_memory", "cluster.shards", "cluster.ndp_workers", "cluster.replicas",
 )
 def plan_command(

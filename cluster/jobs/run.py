@@ -33,6 +33,7 @@ from ..report.status import brief_table, summary_table
 from ..report.tables import show
 from .ending import BoundedEnd
 from .options import (
+    OUTPUT,
     RUNTIME,
     AsJson,
     Attach,
@@ -70,13 +71,20 @@ def run_command(
     ] = None,
     attach: Attach = None,
     deployment: DeploymentId = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a timeline to this file, for ui.perfetto.dev.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a timeline to this file, for ui.perfetto.dev.", rich_help_panel=OUTPUT),
+    ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print the effective plan before the run and all counters after it.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Print the effective plan before the run and all counters after it.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate text for one prompt, and report time and bytes in a few lines."""
+    """Generate text for one prompt, on standard output; report time and bytes in a few lines, on standard error."""
     sampling = sampling_params(max_tokens, temperature, top_p, top_k, seed)
     report, text_out = Console(stderr=True), sys.stderr if as_json else stdout()
     if attach is not None:

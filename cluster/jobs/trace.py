@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import ConfigError
-from ..commands import Command
+from ..commands import Command, Group
 from ..report.files import check_folder
 from ..report.output import print_json
 from ..report.tables import Facts, Grid, facts, grid, results, share, show
@@ -20,8 +20,8 @@ from ..simulate.trace import MAX_DISTANCE, Trace, TraceHeader
 from .options import AsJson
 
 trace_app = typer.Typer(
-    help="Statistics of routing traces; import traces of other programs; make synthetic ones.", no_args_is_help=True,
-    add_completion=False, pretty_exceptions_enable=False,
+    cls=Group, help="Statistics of routing traces; import traces of other programs; make synthetic ones.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
 

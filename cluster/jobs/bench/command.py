@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from typer.core import TyperGroup
 
 from ....errors import ConfigError, reason
+from ...commands import Group
 from ...report.files import check_writable, require_plots
 from ...report.tables import show
 from ..options import as_command
@@ -51,7 +51,7 @@ _Address = Annotated[
 ]
 
 
-class _Group(TyperGroup):
+class _Group(Group):
     """Benchmarks by name, those of a clone too, and experiments by the path of their file."""
 
     def list_commands(self, ctx: Any) -> list[str]:
