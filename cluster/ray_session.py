@@ -64,9 +64,9 @@ class _Node(ray_node.Node):
     other Ray of the machine could run jobs (`ray job submit`).
     """
 
-    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
-        params.dashboard_agent_listen_port = 0
-        super().__init__(params, *args, **options)
+    def __init__(self, ray_params: Any, *args: Any, **options: Any) -> None:
+        ray_params.dashboard_agent_listen_port = 0
+        super().__init__(ray_params, *args, **options)
         os.chdir("/")
 
 

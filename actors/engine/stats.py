@@ -218,6 +218,7 @@ class EngineStats:
     decode_hits: int = 0  # part of all hits and misses: of forwards without rows of a prompt
     decode_misses: int = 0
     decode_blocked_io_s: float = 0.0  # of the same forwards
+    policy_s: dict[str, float] = field(default_factory=dict)  # in hooks of policies from outside, by kind
 
     def total(self) -> LayerStats:
         """The sum over layers."""

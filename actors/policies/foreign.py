@@ -25,6 +25,36 @@ _LIBRARIES = ("site-packages", "dist-packages")
 _GUARDED = "__tiermoe_guarded__"  # set on what is guarded already
 
 
+class Meter:
+    """Seconds in the hooks of such policies, by kind; hooks that a hook calls are part of it.
+
+    Attributes:
+        clock: of the process that runs them, in seconds; None: nothing is counted.
+    """
+
+    def __init__(self) -> None:
+        self.clock: Callable[[], float] | None = None
+        self.spent_s: dict[str, float] = {}
+        self._inside = False
+
+    def reset(self) -> None:
+        self.spent_s = {}
+
+    def timed(self, kind: str, function: Callable[[], Any]) -> Any:
+        """What a hook's call returns."""
+        if self.clock is None or self._inside:
+            return function()
+        begin_s, self._inside = self.clock(), True
+        try:
+            return function()
+        finally:
+            self._inside = False
+            self.spent_s[kind] = self.spent_s.get(kind, 0.0) + self.clock() - begin_s
+
+
+METER = Meter()  # of this process
+
+
 def failure(kind: str, hook: str, error: BaseException, code: CodeType | None = None) -> PolicyError:
     """What the user sees of a policy's exception.
 
@@ -149,7 +179,8 @@ def _wrapped(
 
     @functools.wraps(function)
     def call(*args: Any, **given: Any) -> Any:
-        found = called(kind, hook, functools.partial(function, *args, **given), passing=passing)
+        call_it = functools.partial(function, *args, **given)
+        found = called(kind, hook, METER.timed, kind, call_it, passing=passing)
         if check is None:
             return found
         try:

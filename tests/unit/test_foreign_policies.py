@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tiermoe.actors.policies import foreign
+from tiermoe.actors.policies.foreign import Meter
 from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted, WantedKeys
 from tiermoe.actors.policies.registry import NotPrepared, PolicyContext, make, options
 from tiermoe.actors.policies.routing import RerouteView
@@ -377,6 +379,20 @@ def test_whatever_is_raised_is_one_line(
     policy = eviction(broken(source + f"    def used(self, keys):\n        {raised}  #!\n"))
     with pytest.raises(PolicyError, match=rf"failed in used\(\), broken.py:\d+: {said}; mend it"):
         policy.used([1])
+
+
+def test_the_time_of_hooks_is_counted_once(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, now_s = Meter(), iter(range(100))
+    meter.clock = lambda: float(next(now_s))
+    monkeypatch.setattr(foreign, "METER", meter)
+    kind = broken(FIFO.replace("pass", "self.admitted(keys[0])"))  # a hook within a hook
+    policy = eviction(kind)
+    policy.used([1])
+    policy.used([2])
+    assert meter.spent_s == {kind: 2.0}
+    make("eviction", options("eviction", "lru"), CONTEXT).admitted(1)  # of this repository
+    meter.reset()
+    assert meter.spent_s == {}
 
 
 def test_a_module_that_fails_when_it_is_asked_for_the_class(broken: Any) -> None:

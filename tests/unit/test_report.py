@@ -93,6 +93,19 @@ def test_a_run_is_reported_in_four_lines() -> None:
     _shows(lossy, "LOSSY: 0 substitutions, 0 dropped", "no rate", "of all its requests")
 
 
+def test_a_slow_policy_is_named_as_the_cause() -> None:
+    """A policy that sleeps was only a slow run."""
+    stats = FakeWorker(_SETTINGS, {}).stats().as_dict()
+    times = {"ttft_s": 0.5, "tpot_s": 0.1, "generated_tokens": 6}
+    times |= {"prompt_tokens": 1, "finish": "length", "startup_s": 1}
+    request = {"policy": "own", "lossless": True, "plan": fake_plan(_SETTINGS, "store")} | times
+    slow = stats | request | {"policy_s": {"mine.slow:Sleepy": 0.6}}
+    for text in (_text(brief_table(slow)), _text(summary_table(slow))):
+        _shows(text, "the code of mine.slow:Sleepy took 600.0 ms, 60.0% of the request's time")
+    quick = stats | request | {"policy_s": {"mine.slow:Sleepy": 0.01}}
+    assert "Sleepy" not in _text(brief_table(quick))
+
+
 _PATH = "/a/folder/whose-name-has-hyphens/and/is/longer/than/a/narrow/terminal/on-demand.yaml"
 _ROWS = [("on-demand", "31.1%", _PATH), ("context-ndp-prefix-split", "35.4%", "-")]
 
