@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
+from tiermoe.benchmarks import trace_metrics
 from tiermoe.benchmarks.command import EXPERIMENTS
 from tiermoe.benchmarks.papers import paper_names
 from tiermoe.benchmarks.random_model import NamedModel, save_published
@@ -34,6 +36,7 @@ from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.bench.run import run_experiment
 from tiermoe.cluster.jobs.bench.serving import Split, split_prompts
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, PolicyError, RequestError, RuntimeFailure
 
 _PROMPTS = ((1, 2), (3, 4), (5, 6), (7, 8))
@@ -225,6 +228,35 @@ def test_a_variant_that_fails_leaves_the_others_their_figures(tmp_path: Path, ro
     again = Starter()
     _run(experiment, again, out)  # the cell of the mended policy is measured again
     assert {line.partition(" ")[0] for line in again.log} == {"on-demand@0.25/2.0", "next-gate@0.25/2.0"}
+
+
+@pytest.mark.usefixtures("passages")
+def test_a_variant_that_fails_in_a_simulated_section_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the trace that the first failed on, the others were never replayed."""
+    calls: list[str] = []
+
+    def replayed(preset: Any, *args: object) -> list[dict[str, float]]:
+        calls.append(preset.name)
+        if preset.name == "on-demand":
+            raise PolicyError("policy p failed", "mend it")
+        return [{"tpot_ms": 1.0}]
+
+    monkeypatch.setattr(trace_metrics, "replay", replayed)
+    monkeypatch.setattr(trace_metrics, "load_machine", lambda *a: Machine.model_construct())
+    monkeypatch.setattr(run.Study, "recorded", lambda self, context: SimpleNamespace(header=None, measure=()))
+    monkeypatch.setattr(run.Study, "traced", lambda self, context: None)
+    section = {"name": "s", "executor": "simulated", "variants": ["on-demand", "next-gate"]}
+    work = {"repeats": 1, "fresh": False, "prompts_file": "prompts.txt"}
+    experiment = Experiment(name="x", title="X", summary="X.", workload=work, grid={"links": [2.0]}, sections=[section])
+    for _ in range(2):  # again, from the journal: a policy may be mended meanwhile
+        report, _ = run_experiment(experiment, out=tmp_path / "out.json")
+        assert [row["policy"] for row in report.rows] == ["next-gate"]
+        assert [(row["policy"], row["refused"]) for row in report.refused] == [
+            ("on-demand", "policy p failed; mend it")
+        ]  # fmt: skip
+    assert calls == ["on-demand", "next-gate"] * 2
 
 
 @pytest.mark.usefixtures("passages")

@@ -410,12 +410,19 @@ class Journal:
         self._add(cell.key, found)
         self._write()
 
-    def step(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The recorded result of a step, as plain values; at its first call the step is measured."""
-        if name not in self.steps:
-            self.steps[name] = measure()
+    def step(self, name: str, measure: Callable[[], Any], final: Callable[[Any], bool] = lambda found: True) -> Any:
+        """The recorded result of a step, as plain values; at its first call the step is measured.
+
+        Args:
+            final: whether a result is recorded; another one is measured again by a run that resumes.
+        """
+        if name in self.steps:
+            return self.steps[name]
+        found = measure()
+        if final(found):
+            self.steps[name] = found
             self._write()
-        return self.steps[name]
+        return found
 
     def discard(self) -> None:
         """Delete the file, once the result is written."""

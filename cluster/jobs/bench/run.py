@@ -178,10 +178,15 @@ def run_experiment(
             if section.executor == "simulated":
                 assert study_of_clone is not None  # as just checked
                 simulate = partial(study_of_clone.simulate, study, section, links)
-                study.rows += journal.step(f"section {section.name}", simulate)
+                # a policy that is refused may be mended until the run resumes
+                found = journal.step(f"section {section.name}", simulate, lambda rows: rows == measured_rows(rows))
+                study.rows += measured_rows(found)
+                study.refused += [row for row in found if "refused" in row]
             else:
                 study.cells += _cells(study, section, links, files)
         _run_cells(study, cells or partial(_in_turn, study, start, score))
+        if study.refused and not study.rows:
+            raise rebuilt(study.refused[0]["error"], study.refused[0]["refused"])
         _judge(study)
         figures: dict[str, Any] = {}
         if study.ran:
@@ -420,14 +425,11 @@ def _run_cells(study: Study, run: Cells) -> None:
                 study.journal.add(study.cells[left[number]], measured)
     study.ran = [(cell, found[i]) for i, cell in enumerate(study.cells)]
     outcomes = [(cell, outcome) for cell, measured in study.ran for outcome in measured.outcomes]
-    study.refused = [
+    study.refused += [
         {"section": cell.section, "context": cell.context, "policy": outcome.policy, "budget": cell.budget,
          "link_gbps": cell.gbps} | outcome.refused
         for cell, outcome in outcomes if outcome.refused
     ]  # fmt: skip
-    if outcomes and len(study.refused) == len(outcomes):
-        first = study.refused[0]
-        raise rebuilt(first["error"], first["refused"])
     for section in dict.fromkeys(cell.section for cell in study.cells):
         study.rows += _rows([(cell, m) for cell, m in study.ran if cell.section == section])
 
