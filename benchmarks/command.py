@@ -12,7 +12,7 @@ from tiermoe.cluster.jobs.bench.cases import command
 from tiermoe.cluster.jobs.bench.command import PageOut, experiment_command
 from tiermoe.cluster.jobs.bench.experiment import experiment_files, parts, read_experiment
 from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, file_or_folder, finish
-from tiermoe.cluster.report.files import require_plots
+from tiermoe.cluster.report.files import check_folder, require_plots
 from tiermoe.cluster.report.tables import results, show
 from tiermoe.errors import ConfigError
 
@@ -81,6 +81,7 @@ def gpu(
     sizes: Annotated[str, typer.Option(help="real, or toy: seconds of work, to try the script.")] = "real",
 ) -> None:
     """Every check and measurement that needs a GPU, in under eight minutes; exits with 1 when a check fails."""
+    check_folder(out, "--out")
     from .gpu.job import main
 
     given = ["--out", str(out), "--parts", parts, "--seconds", str(seconds), "--device", device, "--sizes", sizes]
