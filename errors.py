@@ -66,6 +66,14 @@ class RuntimeFailure(TierMoeError):
     """The runtime itself failed: an actor died, a start-up or request deadline passed."""
 
 
+class OutputError(RuntimeFailure):
+    """Standard output cannot be written."""
+
+
+class OutputClosed(OutputError):
+    """The reader of standard output, such as `head`, has ended."""
+
+
 class NotServing(RuntimeFailure):
     """The lead has died and is being started again; requests can be sent once it serves."""
 
@@ -118,6 +126,19 @@ def size(nbytes: float) -> str:
 def reason(error: Exception) -> str:
     """Why a file was refused, for a message that names the file: of an `OSError` neither its number nor its path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def exit_code(error: TierMoeError) -> int:
+    """Of a command that the error ends: 1 the runtime failed, 2 the user can correct it."""
+    return 1 if isinstance(error, RuntimeFailure) else 2
+
+
+def told(error: BaseException) -> str:
+    """What an exception says, in one line; empty where it says nothing, or cannot."""
+    try:
+        return " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    except BaseException:  # of a class from outside
+        return ""
 
 
 def rebuilt(kind: str, text: str) -> TierMoeError:

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from tiermoe.cluster.jobs.bench.cells import Journal
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, markdown
 from tiermoe.cluster.jobs.bench.nodes import over_processes
+from tiermoe.cluster.report.files import check_writable
 from tiermoe.cluster.simulate.synthetic import FAMILIES
 
 from .auto_cells import (
@@ -63,6 +64,8 @@ def auto(options: Options, progress: Progress | None) -> Report:
     tried = [cells[i] for i in sorted(rng.permutation(len(cells))[: 2 if options.quick else options.variant_cells])]
     settings = options.settings(cells=len(cells), of=len(grid()), decode=decode, prompt=PROMPT)
     settings = {k: v for k, v in settings.items() if k not in ("jobs", "journal")}
+    if options.journal is not None:
+        check_writable(options.journal, "--journal")
     journal = Journal(options.journal, settings)
     own_us: dict[str, float] = journal.step(
         "own_us",

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from tiermoe.cluster.commands import Command
 from tiermoe.cluster.jobs.bench.cases import command
 from tiermoe.cluster.jobs.bench.command import PageOut, experiment_command
 from tiermoe.cluster.jobs.bench.experiment import experiment_files, parts, read_experiment
 from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, file_or_folder, finish
-from tiermoe.cluster.report.tables import show
+from tiermoe.cluster.report.files import check_folder, require_plots
+from tiermoe.cluster.report.tables import results, show
 from tiermoe.errors import ConfigError
 
 from .cases import CASES
@@ -43,21 +44,24 @@ def papers(
     from .papers import paper_names, run_papers
 
     file, folder = file_or_folder(out)
+    if folder is not None:
+        require_plots("--out FOLDER")
     names = list(parts(only)) if only else paper_names()
     finish(lambda progress: run_papers(names, quick, folder, jobs, progress), as_json, check, file)
 
 
-@app.command()
+@app.command(cls=Command)
 def redraw(
-    results: Annotated[list[Path], typer.Argument(help="Files that --out wrote.", metavar="RESULT.json...")],
+    files: Annotated[list[Path], typer.Argument(help="Files that --out wrote.", metavar="RESULT.json...")],
 ) -> None:
     """Write the figures, verdicts and page tables of results again, beside them, without measuring anything."""
+    require_plots("`tiermoe bench redraw`")
     from tiermoe.cluster.jobs.bench.table import write_folder
     from tiermoe.cluster.report.results import read_json
 
     from .papers import judged_again
 
-    for file in results:
+    for file in files:
         record = dict(read_json(file))
         if record.get("name") not in experiment_files() or "rows" not in record:
             raise ConfigError(f"'{file}' has no figures", "give the result of an experiment")
@@ -65,10 +69,10 @@ def redraw(
         if file.name != f"{experiment.stem}.json":  # another result would be written over
             raise ConfigError(f"'{file}' is a result of '{experiment.stem}'", f"name it {experiment.stem}.json")
         write_folder(experiment, judged_again(experiment, record), file.parent)
-        show(Console(), str(file))
+        show(results(), str(file))
 
 
-@app.command()
+@app.command(cls=Command)
 def gpu(
     out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.md.")] = Path("docs/results"),
     parts: Annotated[str, typer.Option(help="Parts to run, separated by commas; default: all (docs/gpu.md).")] = "",
@@ -77,6 +81,7 @@ def gpu(
     sizes: Annotated[str, typer.Option(help="real, or toy: seconds of work, to try the script.")] = "real",
 ) -> None:
     """Every check and measurement that needs a GPU, in under eight minutes; exits with 1 when a check fails."""
+    check_folder(out, "--out")
     from .gpu.job import main
 
     given = ["--out", str(out), "--parts", parts, "--seconds", str(seconds), "--device", device, "--sizes", sizes]

@@ -39,6 +39,7 @@ from tiermoe.cluster.jobs.bench.serving import (
     serve,
     start_worker,
 )
+from tiermoe.cluster.report.tables import show
 
 from .cases import Against, Overhead
 from .llama import INSTALL, LlamaCpp, missing, write_gguf
@@ -65,19 +66,22 @@ def overhead(options: Overhead, progress: Progress | None) -> Report:
 
     Bars: ratio of medians to transformers <= 1.0 at batch 1 and at batch 8. Medians of the rounds' ratios to llama.cpp
     <= 2.5 on the model and <= 1.15 on the layers; of `next-gate` to all-resident <= 1.15; each preset gives llama.cpp's
-    tokens. Where llama-cpp-python is not installed, its bars are missed.
+    tokens. Where llama-cpp-python is not installed, llama.cpp is not measured, and there are no bars on it.
 
     Raises:
         RuntimeFailure: the tokens of ours and transformers differ.
     """
     settings = options.settings(prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, threads=1)
     report = Report("overhead", "", settings=settings)
+    if (absent := missing()) and {Against.LLAMA_CPP, Against.LAYERS} & set(options.against):
+        report.not_measured.append(f"llama.cpp, without {absent[0]}: {INSTALL}")
+        show(Console(stderr=True), *(f"not measured: {peer}" for peer in report.not_measured))  # it takes minutes
     config = options.run_of("all-resident")
     if Against.TRANSFORMERS in options.against:
         _against_transformers(options, config, report, progress)
     if Against.LLAMA_CPP in options.against:
         _against_llama(options, config, report, progress)
-    if Against.LAYERS in options.against:
+    if Against.LAYERS in options.against and not absent:  # of no use alone
         _layers(options, report, progress)
     return report
 
@@ -131,11 +135,12 @@ def _against_llama(options: Overhead, config: RunConfig, report: Report, progres
     found = _pairs(options, report, config.model_dir, configs, prompts, LLAMA_TOKENS, generated, progress)
     report.rows += rows_of(found, batch=1)
     total = LLAMA_PROMPTS * LLAMA_TOKENS
-    for name in configs:
-        pairs = zip(generated.get(LLAMA, []), generated[name], strict=False)
+    for name in configs if LLAMA in generated else ():
+        pairs = zip(generated[LLAMA], generated[name], strict=True)
         same = sum(a == b for theirs, ours in pairs for a, b in zip(theirs, ours, strict=True))
         report.bars.append(Bar(f"tokens of {total} that are llama.cpp's, {name}", same, ">=", total))
-    report.bars.append(Bar("tpot over llama.cpp, all-resident", _paired(found, OURS, LLAMA), "<=", MODEL_BAR))
+    if LLAMA in found:
+        report.bars.append(Bar("tpot over llama.cpp, all-resident", _paired(found, OURS, LLAMA), "<=", MODEL_BAR))
     what = f"tpot over all-resident, next-gate at {options.budget} and {options.link_gbps:g} GB/s"
     report.bars.append(Bar(what, _paired(found, NEXT_GATE, OURS), "<=", POLICY_BAR))
 
@@ -180,10 +185,7 @@ def _pairs(
 
     with ExitStack() as stack:
         cases = []
-        if absent := missing():
-            note = f"llama.cpp is not measured without {absent[0]}: {INSTALL}"
-            Console(stderr=True).print(note, markup=False, soft_wrap=True)
-        else:
+        if not missing():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiermoe-gguf-")))
             llama = stack.enter_context(closing(LlamaCpp(write_gguf(model_dir, folder / "model.gguf"))))
             cases.append(case(LLAMA, llama.generate))
@@ -195,5 +197,5 @@ def _pairs(
 
 
 def _paired(found: Mapping[str, Mapping[str, Spread]], case: str, base: str) -> float:
-    """Median of the rounds' ratios of time per token; NaN where `base` was not measured."""
-    return median_ratio(found[case]["tpot_s"], found[base]["tpot_s"]) if base in found else float("nan")
+    """Median of the rounds' ratios of time per token."""
+    return median_ratio(found[case]["tpot_s"], found[base]["tpot_s"])

@@ -32,6 +32,7 @@ from tiermoe.cluster.jobs.bench.run import Study, run_experiment
 from tiermoe.cluster.jobs.bench.serving import Recorded, read_split
 from tiermoe.cluster.jobs.bench.synthetic_settings import Comparison, Simulation, Traces
 from tiermoe.cluster.jobs.replay import engine_for, require_replayable
+from tiermoe.cluster.report.results import refused_row
 from tiermoe.cluster.simulate.arrivals import arrivals_of
 from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of
 from tiermoe.cluster.simulate.hit_rates import result, serve
@@ -40,7 +41,7 @@ from tiermoe.cluster.simulate.predictors import train_predictors
 from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.cluster.simulate.synthetic import CALIBRATIONS, FAMILIES, write_synthetic
 from tiermoe.cluster.yaml_file import explain
-from tiermoe.errors import ConfigError
+from tiermoe.errors import ConfigError, TierMoeError
 
 PAPER = "paper-"  # how names of papers' experiments begin
 WITHIN = 0.25  # of the published figure
@@ -120,7 +121,7 @@ def synthetic_rows(study: Study, section: Section, on: Simulation) -> list[dict[
     """Rows of all variants at each trace, budget and swept value, as plain values; links are the machine's own.
 
     Raises:
-        ConfigError: a variant needs what the machine or a trace lacks, or a swept name is unknown.
+        ConfigError: a swept name is unknown. What a variant is refused for is its row (`refused_row`).
     """
     rows, variants = list[dict[str, Any]](), presets_of(section)
     for _, preset in variants:
@@ -141,11 +142,16 @@ def synthetic_rows(study: Study, section: Section, on: Simulation) -> list[dict[
             if not variant.least_top_k <= recorded.header.top_k <= variant.most_top_k:
                 continue
             cell = json.dumps(row)  # all but the variant
-            rows.append(row | {
-                "cell": cell, "policy": variant.name, "preset": variant.preset, "lossless": preset.lossless,
-                "writes_back": preset.evict_writeback, "executor": "simulated",
-                **_replayed(on, point, changed(preset, point), budget, recorded, variant.preset),
-            })  # fmt: skip
+            row |= {"cell": cell, "policy": variant.name, "preset": variant.preset}
+            try:
+                figures = _replayed(on, point, changed(preset, point), budget, recorded, variant.preset)
+            except TierMoeError as error:
+                rows.append(refused_row(error, **row))
+            else:
+                rows.append(row | {
+                    "lossless": preset.lossless, "writes_back": preset.evict_writeback, "executor": "simulated",
+                    **figures,
+                })  # fmt: skip
             stepped()
     return rows
 

@@ -28,11 +28,13 @@ from tiermoe.cluster.jobs.bench.experiment import Section
 from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, metric, values_of
 from tiermoe.cluster.jobs.bench.run import Study
 from tiermoe.cluster.jobs.bench.serving import Calibration, Recorded, Split, record_served, shape_of
+from tiermoe.cluster.report.results import refused_row
 from tiermoe.cluster.simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, serve
 from tiermoe.cluster.simulate.machine import Machine, load_machine
 from tiermoe.cluster.simulate.predictors import shown
 from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.cluster.simulate.statistics import routing_of
+from tiermoe.errors import TierMoeError
 
 from .papers import engine_of_split, presets_of, synthetic, transfers
 
@@ -49,7 +51,7 @@ def recorded_rows(study: Study, section: Section, links: Sequence[LinkAt]) -> li
     All contexts run on the machine that recorded the first context's trace; the section's own `ratios` are of it.
 
     Raises:
-        ConfigError: a variant needs what a trace lacks, or no link is as fast as a ratio.
+        ConfigError: no link is as fast as a ratio. What a variant is refused for is its row (`refused_row`).
     """
     experiment, rows, latency_us = study.experiment, list[dict[str, Any]](), study.base.link.latency_us
     presets = presets_of(section, experiment.workload.tau)
@@ -63,12 +65,17 @@ def recorded_rows(study: Study, section: Section, links: Sequence[LinkAt]) -> li
         stepped = study.stepped(f"replaying {section.name}", len(chosen) * len(budgets) * len(presets))
         for (gbps, ratio), budget, (variant, preset) in product(chosen, budgets, presets):
             throttled = machine.model_copy(update={"link_gbps": gbps, "link_latency_us": latency_us})
-            (figures,) = replay(preset, budget, throttled, recorded, len(recorded.measure))
-            rows.append({
-                "section": section.name, "context": context, "policy": variant.name, "preset": variant.preset,
-                "budget": budget, "link_gbps": gbps, "ratio": ratio, "lossless": preset.lossless,
-                "executor": "simulated", "writes_back": preset.evict_writeback, **figures,
-            })  # fmt: skip
+            row = {"section": section.name, "context": context, "policy": variant.name, "preset": variant.preset,
+                   "budget": budget, "link_gbps": gbps}  # fmt: skip
+            try:
+                (figures,) = replay(preset, budget, throttled, recorded, len(recorded.measure))
+            except TierMoeError as error:
+                rows.append(refused_row(error, **row))
+            else:
+                rows.append(row | {
+                    "ratio": ratio, "lossless": preset.lossless, "executor": "simulated",
+                    "writes_back": preset.evict_writeback, **figures,
+                })  # fmt: skip
             stepped()
     return rows
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -530,11 +530,15 @@ def _preset(section: str, name_or_path: str, what: str) -> Path:
     if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         path = configs_dir() / section / f"{name_or_path}.yaml"
     if not path.is_file():
-        known = _presets(section)
-        near = difflib.get_close_matches(name_or_path, known, n=1)
-        choose = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(known)},"
-        raise ConfigError(f"no {what} '{name_or_path}'", f"{choose} or give the path of a YAML file")
+        raise no_such_name(what, name_or_path, _presets(section))
     return path
+
+
+def no_such_name(what: str, given: str, known: Sequence[str]) -> ConfigError:
+    """The refusal of a name that is not among the known ones, nor a file."""
+    near = difflib.get_close_matches(given, known, n=1)
+    choose = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(known)},"
+    return ConfigError(f"no {what} '{given}'", f"{choose} or give the path of a YAML file")
 
 
 def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:

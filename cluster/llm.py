@@ -53,7 +53,9 @@ class Completion:
 
 
 class LLM:
-    """A model and the runtime that serves it, which starts when it is first needed and ends with `close` or `with`.
+    """A model and the runtime that serves it.
+
+    The runtime starts with the `with` block, or else with the first request; it ends with the block, or with `close`.
 
     Args:
         model: folder, or org/name[@revision] of a Hugging Face hub; None: the model of the project.

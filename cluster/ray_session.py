@@ -59,10 +59,14 @@ class _Node(ray_node.Node):
 
     Ray puts the folder that its driver is in at the front of its workers' module path, where files of a clone would
     shadow modules (`profile`, `trace`, `triton`). `start_local` goes back.
+
+    The agent that each node runs listens on a free port. Ray's default is one fixed port: while this Ray had it, no
+    other Ray of the machine could run jobs (`ray job submit`).
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, ray_params: Any, *args: Any, **options: Any) -> None:
+        ray_params.dashboard_agent_listen_port = 0
+        super().__init__(ray_params, *args, **options)
         os.chdir("/")
 
 

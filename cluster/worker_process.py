@@ -25,6 +25,7 @@ from ..actors.store.artifacts import MapShape
 from ..errors import RuntimeFailure, TierMoeError
 from ..proto.peers import MATCHER, LocalDirectory, PeerLink, ndp_name, shard_name
 from .host import thread_limits
+from .report.output import set_aside, stdout
 
 _START_S = 120.0
 _END_S = 5.0
@@ -197,7 +198,12 @@ def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
 
 
 def main() -> None:
-    """The child: serve until standard input ends."""
+    """The child: serve until standard input ends. Standard output has the address alone: the parent reads one line."""
+    with set_aside():
+        _serve()
+
+
+def _serve() -> None:
     worker, arguments = pickle.loads(base64.b64decode(sys.stdin.readline()))  # from the parent, over its own pipe
     module, _, name = worker.partition(":")
     try:
@@ -206,7 +212,7 @@ def main() -> None:
         )
     except TierMoeError as error:
         sys.exit(str(error))
-    print(served.address, flush=True)
+    print(served.address, file=stdout(), flush=True)
     sys.stdin.read()
     served.close()
 

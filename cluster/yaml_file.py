@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from ..actors.policies.registry import UNKNOWN_KEY
 from ..errors import ConfigError, reason
 
 _UNPREFIXED = ("cluster", "kv")  # sections whose command-line options do not begin with their name
@@ -109,8 +110,10 @@ def explain(
     finding = error.errors(include_url=False)[0]
     loc = [str(part) for part in finding["loc"]]
     parent, field = _locate(model, loc)
-    if finding["type"] == "extra_forbidden":
+    if finding["type"] in ("extra_forbidden", UNKNOWN_KEY):
         known = sorted(parent.model_fields) if parent is not None else []
+        if finding["type"] == UNKNOWN_KEY:  # of a policy's options
+            loc, known = [*loc, *finding["ctx"]["key"].split(".")], finding["ctx"]["known"].split(", ")
         close = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.5)
         remedy = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
         return ConfigError(f"{source}: unknown key '{'.'.join(loc)}'", remedy)

@@ -15,6 +15,7 @@ from ...kernels.packed_slots import PackedKernel
 from ...proto.peers import PeerLink
 from ..core import _core
 from ..policies.baselines import Predictor
+from ..policies.foreign import METER
 from ..policies.hobbit import MixedPrecision
 from ..policies.prefetch_trials import PrefetchTrials
 from ..policies.routing import Rerouting, SequenceRows
@@ -103,6 +104,7 @@ class ExpertEngine:
         published: Published | None = None,
     ) -> None:
         layers, policy = len(weights), settings.policy
+        METER.clock = time.perf_counter
         artifacts = PolicyArtifacts() if artifacts is None else artifacts
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
@@ -381,6 +383,7 @@ class ExpertEngine:
         self.cache.live_stats()
         self._stats.matcher = None if self.matcher is None else self.matcher.report()
         self._stats.quality = None if self._rule is None else self._rule.report()
+        self._stats.policy_s = dict(METER.spent_s)
         return self._stats
 
     def residency(self) -> list[LayerResidency]:
@@ -394,6 +397,7 @@ class ExpertEngine:
         if self._rule is not None:
             self._rule.reset()
         self.cache.reset_stats()
+        METER.reset()
         self.timeline.clear()
 
     def close(self) -> None:

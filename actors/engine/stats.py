@@ -222,6 +222,7 @@ class EngineStats:
     decode_ndp_experts: int = 0  # part of all experts that NDP workers and other shards computed, alike
     decode_shard_experts: int = 0
     decode_blocked_io_s: float = 0.0  # of the same forwards
+    policy_s: dict[str, float] = field(default_factory=dict)  # in hooks of policies from outside, by kind
 
     def total(self) -> LayerStats:
         """The sum over layers."""

@@ -11,17 +11,48 @@ from __future__ import annotations
 
 import functools
 import inspect
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
-from ...errors import PolicyError, TierMoeError
+from ...errors import PolicyError, TierMoeError, told
 
 _HERE = __name__.partition(".")[0]
 _LIBRARIES = ("site-packages", "dist-packages")
 _GUARDED = "__tiermoe_guarded__"  # set on what is guarded already
+
+
+class Meter:
+    """Seconds in the hooks of such policies, by kind; hooks that a hook calls are part of it.
+
+    Attributes:
+        clock: of the process that runs them, in seconds; None: nothing is counted.
+    """
+
+    def __init__(self) -> None:
+        self.clock: Callable[[], float] | None = None
+        self.spent_s: dict[str, float] = {}
+        self._inside = False
+
+    def reset(self) -> None:
+        self.spent_s = {}
+
+    def timed(self, kind: str, function: Callable[[], Any]) -> Any:
+        """What a hook's call returns."""
+        if self.clock is None or self._inside:
+            return function()
+        begin_s, self._inside = self.clock(), True
+        try:
+            return function()
+        finally:
+            self._inside = False
+            self.spent_s[kind] = self.spent_s.get(kind, 0.0) + self.clock() - begin_s
+
+
+METER = Meter()  # of this process
 
 
 def failure(kind: str, hook: str, error: BaseException, code: CodeType | None = None) -> PolicyError:
@@ -33,7 +64,7 @@ def failure(kind: str, hook: str, error: BaseException, code: CodeType | None = 
     """
     where = (code.co_filename, code.co_firstlineno) if code is not None else _place(error, kind)
     at = "" if where is None else f", {Path(where[0]).name}:{where[1]}"
-    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    text = told(error)
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return PolicyError(f"policy {kind} failed in {hook}{at}: {said}", "mend it, or choose another policy")
 
@@ -148,7 +179,8 @@ def _wrapped(
 
     @functools.wraps(function)
     def call(*args: Any, **given: Any) -> Any:
-        found = called(kind, hook, functools.partial(function, *args, **given), passing=passing)
+        call_it = functools.partial(function, *args, **given)
+        found = called(kind, hook, METER.timed, kind, call_it, passing=passing)
         if check is None:
             return found
         try:
@@ -166,10 +198,22 @@ def _is_ours(cls: Any) -> bool:
 
 def _is_failure(error: BaseException, kind: str) -> bool:
     """Whether an exception is the policy's own; not one of ours, or of a signal."""
-    if isinstance(error, SystemExit):  # `sys.exit` of the policy, which would end a thread without a word
-        frames = list(_frames(error.__traceback__))
-        return bool(frames) and _is_own(frames[-1][0], frames[-1][2], kind)
-    return isinstance(error, Exception) and not isinstance(error, TierMoeError)
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # a policy's would end a thread without a word
+        return not _is_of_a_signal(error, kind)
+    return not isinstance(error, TierMoeError)
+
+
+def _is_of_a_signal(error: BaseException, kind: str) -> bool:
+    """Whether a signal's handler raised it, amid a hook: a function of the program; or Python's own, which has no
+    frame.
+    """
+    if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True
+    frames = list(_frames(error.__traceback__))
+    if not frames or frames[-1][0].co_filename == __file__:  # raised in native code
+        return True
+    top = frames[-1][2].partition(".")[0]
+    return top in (_HERE, "__main__") and not _is_own(frames[-1][0], frames[-1][2], kind)
 
 
 def _frames(trace: TracebackType | None) -> Any:

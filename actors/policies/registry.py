@@ -22,10 +22,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 from ..base_settings import Settings
 from .foreign import called, failure, guard_options, made
@@ -33,6 +35,7 @@ from .foreign import called, failure, guard_options, made
 if TYPE_CHECKING:
     from ..policy_settings import PolicySettings
 
+UNKNOWN_KEY = "unknown_option"  # type of pydantic's finding; its context has `key`, and `known` ones
 Point = Literal["eviction", "prefetch", "routing", "on_miss", "pre_evict", "placement", "precision", "split"]
 C = TypeVar("C", bound=type)
 
@@ -160,7 +163,7 @@ def policy_class(point: Point, kind: str) -> Any:
     module, colon, name = kind.partition(":")
     if not colon:
         raise ValueError(f"no {point} policy '{kind}'; there are {', '.join(known)}; or give my_package.module:Class")
-    found = getattr(_imported(point, kind, module), name, None)
+    found = called(kind, "import", getattr, _imported(point, kind, module), name, None)
     if found is None:
         raise ValueError(f"{point} '{kind}': module {module} has no class {name}")
     base = _BASES.get(point, PolicyOptions)
@@ -192,7 +195,7 @@ def options(point: Point, value: Any, default: str = "") -> Any:
 
     Raises:
         ValueError: there is no such policy, or the options are of another kind.
-        ValidationError: a value is out of range.
+        ValidationError: a value is out of range. PydanticCustomError: a key is unknown (`UNKNOWN_KEY`).
     """
     if isinstance(value, PolicyOptions):
         return value
@@ -202,7 +205,8 @@ def options(point: Point, value: Any, default: str = "") -> Any:
     kind = str(values.setdefault("kind", default))
     cls = options_class(point, kind)
     foreign: dict[type[PolicyOptions], list[str]] = {}
-    for key in sorted(set(values) - set(cls.model_fields)):
+    strangers = set(values) - set(_keys(cls)) if kind in _CLASSES[point] else set()
+    for key in sorted(strangers):
         owner = next((o for o in map(_options_of, _CLASSES[point].values()) if key in o.model_fields), None)
         if owner is not None:
             if values[key] == owner.model_fields[key].get_default():
@@ -211,7 +215,35 @@ def options(point: Point, value: Any, default: str = "") -> Any:
                 foreign.setdefault(owner, []).append(key)
     for owner, keys in foreign.items():
         raise ValueError(owner.refusal.format(point=point, kind=kind, keys=", ".join(keys)))
-    return called(kind, "Options()", cls.model_validate, values, passing=ValueError)
+    try:
+        return called(kind, "Options()", cls.model_validate, values, passing=ValueError)
+    except ValidationError as error:
+        raise _unknown_key(cls, error) or error from None
+
+
+def _unknown_key(cls: type[PolicyOptions], error: ValidationError) -> PydanticCustomError | None:
+    """What says which keys there are, if the first finding is a key that there is not: pydantic does not."""
+    finding = error.errors(include_url=False, include_context=False)[0]
+    if finding["type"] != "extra_forbidden":
+        return None
+    model: Any = cls
+    for part in finding["loc"][:-1]:
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        members = () if field is None else (field.annotation, *get_args(field.annotation))
+        model = next((m for m in members if isinstance(m, type) and issubclass(m, BaseModel)), None)
+        if model is None:
+            return None
+    key, known = ".".join(map(str, finding["loc"])), sorted(_keys(model))
+    context = {"key": key, "known": ", ".join(known)}
+    return PydanticCustomError(UNKNOWN_KEY, "Extra inputs are not permitted: '{key}'; known keys: {known}", context)
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    """The names by which values of its fields are given."""
+    fields = model.model_fields.items()
+    by_name = model.model_config.get("populate_by_name") or model.model_config.get("validate_by_name")
+    aliases = [field.validation_alias for _, field in fields if isinstance(field.validation_alias, str)]
+    return aliases + [name for name, field in fields if by_name or not isinstance(field.validation_alias, str)]
 
 
 def make(point: Point, options: PolicyOptions, context: PolicyContext) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from ..checkpoints.hub import headers, locate
 from ..config import check_model_dir, default_model_dir
 from ..host import cpu, shown, versions
 from ..report.files import check_writable
+from ..report.output import print_json
 from ..report.tables import facts, progress_on, results, show, size
 from ..topology.inputs import ROUTED
 from ..topology.machine_costs import cache_file, write_costs
@@ -169,7 +169,7 @@ def doctor_command(
     if save and refusal is None:
         report["costs"] = _saved(console, out)
     if as_json:
-        print(json.dumps(report))
+        print_json(report)
     else:
         show(results(), facts("This machine", _rows(report)))
     if refusal is not None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 _START_S = 1.0  # to end in order while it starts
 _SERVING_S = 40.0  # afterwards: requests under way have 20 s
@@ -22,7 +23,9 @@ _AGAIN_S = 1.0  # after a second signal
 _SIGNAL_S = 1.0  # between the end of Ray's processes and a signal that ended them too, and this process
 _INTERRUPTED, _TERMINATED = 130, 143
 _SAY_S = 0.5
+_AGAIN_AFTER_S = 0.01
 _saying, _said = threading.RLock(), False  # a second signal's handler may run within the first one's
+_codes: list[int] = []  # of the signals that came
 
 
 def handle_signals() -> None:
@@ -32,15 +35,31 @@ def handle_signals() -> None:
     """
 
     def interrupt(number: int, frame: object) -> None:
+        _codes.append(_INTERRUPTED)
         say_ending()
         raise KeyboardInterrupt
 
     def terminate(number: int, frame: object) -> None:
+        _codes.append(_TERMINATED)
         say_ending()
         sys.exit(_TERMINATED)
 
+    def unraisable(failed: Any, before: Callable[[Any], Any] = sys.unraisablehook) -> None:
+        """Python drops an interrupt that comes within a finalizer, or a callback of its import system: ask again."""
+        if not _codes:
+            before(failed)
+        elif isinstance(failed.exc_value, KeyboardInterrupt | SystemExit):
+            number = signal.SIGINT if _codes[0] == _INTERRUPTED else signal.SIGTERM
+            threading.Timer(_AGAIN_AFTER_S, os.kill, (os.getpid(), number)).start()  # past this function, too
+
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, terminate)
+    sys.unraisablehook = unraisable
+
+
+def signalled() -> int | None:
+    """The exit code of the first signal; None: there was none."""
+    return _codes[0] if _codes else None
 
 
 def say_ending() -> None:
@@ -155,6 +174,5 @@ class BoundedEnd:
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h")  # the cursor, which a status line hides
         with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..deploy import Deployment
 
 RUNTIME = (
-    "model", "store", "cache_dir", "policy", "quality", "device", "dtype", "threads", "budget", "kv.tokens",
+    "model", "policy", "quality", "budget", "device", "dtype", "threads", "store", "cache_dir", "kv.tokens",
     "kv.max_model_len", "kv.max_num_seqs", "cluster.host_memory", "cluster.shards", "cluster.ndp_workers",
     "cluster.channel_tls", "ndp.threads", "link.gbps", "link.latency_us", "ndp.hardware", "ndp.pace",
 )  # fmt: skip
@@ -63,10 +63,24 @@ def _panel(model: type[BaseModel], field: FieldInfo) -> str:
     return str(found or getattr(model, "panel", "Options"))
 
 
-Config = Annotated[str | None, typer.Option(help="Configuration: a YAML file, or a name in configs/clusters.")]
-Attach = Annotated[str | None, typer.Option(help="Use the runtime at HOST:PORT, which `tiermoe up` started.")]
-DeploymentId = Annotated[str | None, typer.Option(help="Id of the runtime at --attach, if there are several.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
+OUTPUT, _RUNTIME = "Output", "Runtime"  # panels of the help
+Config = Annotated[
+    str | None,
+    typer.Option(help="Configuration: a YAML file, or a name in configs/clusters.", rich_help_panel=_RUNTIME),
+]
+Attach = Annotated[
+    str | None,
+    typer.Option(help="Use the runtime at HOST:PORT, which `tiermoe up` started.", rich_help_panel=_RUNTIME),
+]
+DeploymentId = Annotated[
+    str | None, typer.Option(help="Id of the runtime at --attach, if there are several.", rich_help_panel=_RUNTIME)
+]
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one JSON object on stdout, everything else on stderr.", rich_help_panel=OUTPUT
+    ),
+]
 Model = Annotated[str | None, option_of(RunConfig, "model")]
 Policy = Annotated[  # of commands whose default is not a run's
     str,

@@ -5,7 +5,6 @@ configuration + sizes of the model + nodes -> topology and times of copies -> ta
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ from ..checkpoints.checkpoint import refuse_unsupported
 from ..checkpoints.hub import located
 from ..config import DEFAULT_BUDGET, RunConfig, default_model_dir, engine_settings, load_run_config, on_this_machine
 from ..host import shown
+from ..report.output import print_json
 from ..report.runtime import topology_tables
 from ..report.tables import results, show
 from ..topology.budget import with_terms
@@ -129,7 +129,7 @@ def plan(
 
 
 @with_options(
-    "model", "store", "policy", "quality", "device", "budget", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
+    "model", "policy", "quality", "budget", "device", "store", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
     "cluster.host_memory", "cluster.shards", "cluster.ndp_workers", "cluster.replicas",
 )
 def plan_command(
@@ -142,6 +142,6 @@ def plan_command(
     """Say what would run where, with how many bytes, and start nothing."""
     record = planned(load_run_config(config, options), nodes, live).as_dict()
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
         return
     show(results(), *topology_tables(record))

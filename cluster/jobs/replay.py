@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,9 +19,11 @@ from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.registry import PolicyContext, kinds, make, options, options_class, policy_class
 from ...actors.policy_settings import PolicySettings
 from ...actors.slot_budget import divide
-from ...errors import ConfigError
+from ...errors import ConfigError, TierMoeError
 from ..config import DEFAULT_LINK, load_policy, parse_budget
 from ..host import now, versions
+from ..report.output import print_json
+from ..report.results import exit_code_of, refusals, refused_row
 from ..report.tables import Facts, Grid, facts, grid, progress_on, results, seconds, share, show, size
 from ..simulate.arrivals import Arrival, arrivals_of
 from ..simulate.executor import (
@@ -114,25 +115,68 @@ def replay_command(
     if policies is not None and (policy != "on-demand" or as_recall or not names):
         raise ConfigError(f"--policies is '{policies}', beside --policy or --recall", "give one of the three")
     for name in names:
-        require_replayable(load_policy(name))  # all are refused before the first runs
+        load_policy(name)  # one that is unknown or malformed, before the first runs
+    rows: list[dict[str, Any]] = []
     if as_recall:
         _check_learn(learn)
         table: Facts | Grid
         record, table = recall_table(Trace(trace), 0.7 if learn is None else learn, console)
     else:
-        rows = [
-            replay_trace(
-                trace, name, budget=budget, prefetch=prefetch, distance=distance, synchronous=synchronous,
-                eviction=eviction, predictors=predictors, link_gbps=link_gbps, link_latency_us=link_latency_us,
-                machine=machine, at_once=at_once, learn=learn, rate=rate, arrivals=arrivals, console=console,
-            )
-            for name in names
-        ]  # fmt: skip
-        record = rows[0] if policies is None else {"name": "replays", "rows": rows}
-        table = _figures(rows[0]) if policies is None else _policies_table(rows)
-    show(results(as_json), table)
+        prepare = partial(
+            prepared, trace, budget=budget, prefetch=prefetch, distance=distance, synchronous=synchronous,
+            eviction=eviction, predictors=predictors, link_gbps=link_gbps, link_latency_us=link_latency_us,
+            machine=machine, at_once=at_once, learn=learn, rate=rate, arrivals=arrivals, console=console,
+        )  # fmt: skip
+        if policies is None:
+            record = prepare(names[0])()
+            table = _figures(record)
+        else:
+            common = {"name": "replay", "trace": str(trace), "budget": budget}
+            rows = replay_each({name: partial(prepare, name) for name in names}, common, console)
+            record, table = {"name": "replays", "rows": rows}, _policies_table(rows)
+    show(results(as_json), table, *refusals(rows))
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
+    if code := exit_code_of(rows):
+        raise typer.Exit(code)
+
+
+def replay_each(
+    prepares: Mapping[str, Callable[[], Replay]], common: Mapping[str, Any], console: Console
+) -> list[dict[str, Any]]:
+    """The records of several policies, each as `replay_trace` gives it; of one that is refused, a row with the reason.
+
+    What can be refused before is said on the console before the first runs.
+
+    Args:
+        prepares: by policy. common: what the row of a refused one has, beside its policy.
+
+    Raises:
+        TierMoeError: all are refused; that of the first.
+    """
+    runs, found = dict[str, Replay](), dict[str, dict[str, Any]]()
+    errors: list[TierMoeError] = []
+
+    def refuse(name: str, error: TierMoeError) -> None:
+        errors.append(error)
+        found[name] = refused_row(error, **common, policy=name)
+
+    for name, prepare in prepares.items():
+        try:
+            runs[name] = prepare()
+            runs[name].check()
+        except TierMoeError as error:
+            refuse(name, error)
+    if len(found) == len(prepares):
+        raise errors[0]
+    show(console, *refusals(found.values()))
+    for name, run in runs.items():
+        if name not in found:
+            try:
+                found[name] = run()
+            except TierMoeError as error:
+                refuse(name, error)
+    return [found[name] for name in prepares]
 
 
 def replay_trace(
@@ -176,6 +220,20 @@ def replay_trace(
     Raises:
         TierMoeError: the trace, the policy or an option is refused.
     """
+    return prepared(
+        trace, policy, budget=budget, prefetch=prefetch, distance=distance, synchronous=synchronous, eviction=eviction,
+        predictors=predictors, link_gbps=link_gbps, link_latency_us=link_latency_us, machine=machine, at_once=at_once,
+        learn=learn, rate=rate, arrivals=arrivals, console=console,
+    )()  # fmt: skip
+
+
+def prepared(
+    trace: str | Path, policy: str, *, budget: str | float | int, prefetch: str | None, distance: int | None,
+    synchronous: bool, eviction: str | None, predictors: str | Path | None, link_gbps: float | None,
+    link_latency_us: float | None, machine: str | Path | None, at_once: int, learn: float | None, rate: float | None,
+    arrivals: str | Path | None, console: Console | None,
+) -> Replay:  # fmt: skip
+    """The replay of one policy, with its options checked against each other. Arguments and errors as `replay_trace`."""
     if at_once < 1:
         raise ConfigError(f"--at-once is {at_once}", "give a number of at least 1")
     _check_learn(learn)
@@ -205,9 +263,38 @@ def replay_trace(
         "rate": rate, "arrivals": None if arrivals is None else str(arrivals), "machine": simulated.model_dump(),
         "versions": versions(), "date": now(),
     }  # fmt: skip
-    return record | replay(
-        found, settings, context, simulated, parse_budget(budget), at_once, first, console, times, optimum
+    return Replay(
+        record, found, settings, context, simulated, parse_budget(budget), at_once, first, console, times, optimum
     )
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One policy on a trace, ready to run. record: what it is; the others are arguments of `replay`."""
+
+    record: Mapping[str, Any]
+    trace: Trace
+    settings: PolicySettings
+    context: PolicyContext
+    machine: Machine
+    budget: float | int
+    at_once: int
+    first: int
+    console: Console | None
+    arrivals: Iterable[Arrival] | None
+    optimum: bool
+
+    def check(self) -> None:
+        """Raises TierMoeError: refused by the trace's shape, the machine or the budget; no request is replayed."""
+        learn = islice(self.trace.requests(), self.first or None)
+        engine_for(self.settings, self.trace.header, self.machine, self.budget, learn, self.context)
+
+    def __call__(self) -> dict[str, Any]:
+        """The record with counters and times. Raises TierMoeError: see `replay`."""
+        return {**self.record} | replay(
+            self.trace, self.settings, self.context, self.machine, self.budget, self.at_once, self.first, self.console,
+            self.arrivals, self.optimum,
+        )  # fmt: skip
 
 
 def _check_learn(learn: float | None) -> None:
@@ -439,7 +526,7 @@ def _policies_table(rows: list[dict[str, Any]]) -> Grid:
         "TTFT", "TPOT",
     )  # fmt: skip
     cells = [
-        (
+        (row["policy"], "refused") if "refused" in row else (
             row["policy"], share(row["hit_rate"]), share(row["prefill_hit_rate"]), share(row["decode_hit_rate"]),
             size(row["bytes_loaded_demand"] + row["bytes_loaded_prefetch"]), size(row["bytes_loaded_prefetch"]),
             size(row["bytes_wasted"]), seconds(row["blocked_io_s"]), seconds(row["ttft_s"]), seconds(row["tpot_s"]),

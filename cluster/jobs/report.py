@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ...errors import ConfigError, reason
+from ...errors import ConfigError, exit_code, reason, told
+from ..report import tables
+from ..report.files import check_folder, require_plots
 from ..report.page import report_page
 from ..report.results import read_results
-from ..report.tables import show, size
 
 _NAME = "report.html"
 
@@ -23,11 +24,20 @@ def report_command(
     ],
     out: Annotated[Path, typer.Option(help=f"Folder to write {_NAME} to.")],
 ) -> None:
-    """Write one HTML page that compares results: speed against memory, hits, waits, quality, residency, latency."""
-    page = report_page(read_results(results))
+    """Write one HTML page that compares results: speed against memory, hits, waits, quality, residency, latency.
+
+    Files that compare no policies are named, and the others are shown.
+    """
+    check_folder(out, "--out")
+    require_plots("`tiermoe report`")
+    refused: list[ConfigError] = []
+    page = report_page(read_results(results, refused.append))
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / _NAME).write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"'{out}' cannot be written: {reason(error)}", "give another folder") from error
-    show(Console(), f"{out / _NAME}: {size(len(page.encode()))}")
+    tables.show(tables.results(), f"{out / _NAME}: {tables.size(len(page.encode()))}")
+    if refused:
+        tables.show(Console(stderr=True), *(f"not shown: {told(error)}" for error in refused))
+        raise typer.Exit(exit_code(refused[0]))

@@ -1,12 +1,13 @@
 """`tiermoe run`: one prompt, streamed, and a few lines about it; with -v the plan before and all measurements after.
 
+The text goes to standard output, all else to standard error; with --json, one object alone goes to standard output.
+
     check everything -> prepare the store -> deploy -> stream -> report
     --attach:           join the Ray of a runtime    -> stream -> report
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -26,12 +27,14 @@ from ..host import cpu, now, shown, versions
 from ..llm import LLM, Completion, TextStream
 from ..prompt import encode_prompt, load_tokenizer, sampling_params
 from ..report.files import check_writable, write_timeline
+from ..report.output import print_json, stdout
 from ..report.results import percentiles
 from ..report.runtime import placed_tables, plan_table
 from ..report.status import brief_table, summary_table
-from ..report.tables import results, show
+from ..report.tables import show
 from .ending import BoundedEnd
 from .options import (
+    OUTPUT,
     RUNTIME,
     AsJson,
     Attach,
@@ -68,15 +71,22 @@ def run_command(
     ] = None,
     attach: Attach = None,
     deployment: DeploymentId = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a timeline to this file, for ui.perfetto.dev.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a timeline to this file, for ui.perfetto.dev.", rich_help_panel=OUTPUT),
+    ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print the effective plan before the run and all counters after it.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Print the effective plan before the run and all counters after it.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate text for one prompt, and report time and bytes in a few lines."""
+    """Generate text for one prompt, on standard output; report time and bytes in a few lines, on standard error."""
     sampling = sampling_params(max_tokens, temperature, top_p, top_k, seed)
-    report, text_out = results(as_json), sys.stderr if as_json else sys.stdout
+    report, text_out = Console(stderr=True), sys.stderr if as_json else stdout()
     if attach is not None:
         refuse_runtime_options(options | {"config": config, "trace": trace})
         text = _prompt_text(prompt, prompt_file)
@@ -89,7 +99,7 @@ def run_command(
         record = _run_here(chosen, text, sampling, trace, text_out, planned)
     show(report, "", summary_table(record) if verbose else brief_table(record))
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
 
 
 def _run_here(

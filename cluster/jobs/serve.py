@@ -22,6 +22,7 @@ from ..checkpoints.hub import locate
 from ..config import RunConfig
 from ..prompt import load_tokenizer
 from ..report.steps import Steps
+from ..report.tables import results
 from ..yaml_file import explain, merged, read_yaml
 from .ending import BoundedEnd
 from .options import (
@@ -216,7 +217,7 @@ def _http_server(
             http = stack.enter_context(HttpServer(server, server_socket, plan))
         _say_if_chats_fail(server)
         end_helper()  # the server's processes have their own
-        out = Console()
+        out = results()
         out.print(where, soft_wrap=True)
         out.print(f"serving at {server_socket.url}/v1", soft_wrap=True)
         out.print("end it:    Ctrl-C")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from ...errors import ConfigError, RuntimeFailure, TierMoeError
 from ..registry import Entry, Registry
+from ..report.output import print_json, stdout
 from ..report.status import merged_residency, status_tables
 from ..report.tables import results, show
 from .options import AsJson, attached
@@ -46,7 +46,7 @@ def status_command(address: Address = None, deployment: Deployment = None, as_js
         what = f"deployment '{deployment}'" if deployment is not None else "deployment"
         raise RuntimeFailure(f"no {what} runs at {', '.join(addresses)}", _START)
     if as_json:
-        print(json.dumps({"deployments": found}))
+        print_json({"deployments": found})
         return
     console = results()
     for record in found:
@@ -102,7 +102,7 @@ def down_command(address: Address = None, deployment: Deployment = None) -> None
     ]
     if address is None and not entries:
         what = f"deployment '{deployment}'" if deployment is not None else "runtime of `tiermoe up`"
-        print(f"no {what} runs on this machine: nothing to end")
+        print(f"no {what} runs on this machine: nothing to end", file=stdout(), flush=True)
         return
     if len(entries) > 1:
         raise ConfigError(
@@ -130,7 +130,7 @@ def _end_here(entry: Entry) -> None:
                 f"end it with `kill -9 {entry.pid}`, which also ends its processes and removes its files",
             )
         time.sleep(_POLL_S)
-    print(f"deployment {entry.deployment} has ended")
+    print(f"deployment {entry.deployment} has ended", file=stdout(), flush=True)
 
 
 def _end_there(address: str, deployment: str | None) -> None:
@@ -139,11 +139,11 @@ def _end_there(address: str, deployment: str | None) -> None:
         ids = attachment.deployments()
         if not ids or (deployment is not None and deployment not in ids):
             what = f"deployment '{deployment}'" if deployment is not None else "deployment"
-            print(f"no {what} runs at {address}: nothing to end")
+            print(f"no {what} runs at {address}: nothing to end", file=stdout(), flush=True)
             return
         chosen = attachment.choose(deployment)
         attachment.end(chosen)
-    print(f"deployment {chosen} has ended")
+    print(f"deployment {chosen} has ended", file=stdout(), flush=True)
 
 
 def _plain(answer: Any) -> Any:

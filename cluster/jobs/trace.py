@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ...errors import ConfigError
+from ..commands import Command, Group
+from ..report.files import check_folder
+from ..report.output import print_json
 from ..report.tables import Facts, Grid, facts, grid, results, share, show
 from ..simulate.importers import FORMATS, import_trace
 from ..simulate.shapes import shape_named
@@ -18,8 +20,8 @@ from ..simulate.trace import MAX_DISTANCE, Trace, TraceHeader
 from .options import AsJson
 
 trace_app = typer.Typer(
-    help="Statistics of routing traces; import traces of other programs; make synthetic ones.", no_args_is_help=True,
-    add_completion=False, pretty_exceptions_enable=False,
+    cls=Group, help="Statistics of routing traces; import traces of other programs; make synthetic ones.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
 
@@ -27,7 +29,7 @@ trace_app = typer.Typer(
 def _top() -> None: ...
 
 
-@trace_app.command("stats")
+@trace_app.command("stats", cls=Command)
 def stats_command(
     trace: Annotated[Path, typer.Argument(help="Trace folder.", metavar="TRACE")],
     slots: Annotated[
@@ -45,10 +47,10 @@ def stats_command(
     } | figures_of(routing_of(found.header, found.requests()), sizes, seed)  # fmt: skip
     show(results(as_json), *_tables(record))
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
 
 
-@trace_app.command("make")
+@trace_app.command("make", cls=Command)
 def make_command(
     out: Annotated[Path, typer.Argument(help="Trace folder to write.", metavar="OUT")],
     family: Annotated[str, typer.Option(help=f"Family of the routing: {', '.join(FAMILIES)}.")],
@@ -61,6 +63,7 @@ def make_command(
     as_json: AsJson = False,
 ) -> None:
     """Draw a synthetic trace of a published model's shape, in a family that is calibrated on published statistics."""
+    check_folder(out, "OUT", empty=True)
     if family not in FAMILIES:
         raise ConfigError(f"--family is '{family}'", f"give one of {', '.join(FAMILIES)}")
     header = write_synthetic(
@@ -78,10 +81,10 @@ def make_command(
     if as_json:
         record = {"name": "trace-make", "trace": str(out), "family": family, "shape": shape, "figures": found,
                   "targets": targets}  # fmt: skip
-        print(json.dumps(record))
+        print_json(record)
 
 
-@trace_app.command("import")
+@trace_app.command("import", cls=Command)
 def import_command(
     file: Annotated[Path, typer.Argument(help="Trace that another program recorded.", metavar="FILE")],
     out: Annotated[Path, typer.Argument(help="Trace folder to write.", metavar="OUT")],
@@ -98,6 +101,7 @@ def import_command(
     as_json: AsJson = False,
 ) -> None:
     """Make a trace of vLLM's returned routed experts, Megatron's routing trace, or CSV."""
+    check_folder(out, "OUT", empty=True)
     if kind is not None and kind not in FORMATS:
         raise ConfigError(f"--format is '{kind}'", f"give one of {', '.join(FORMATS)}")
     known = None if shape is None else shape_named(shape)
@@ -115,7 +119,7 @@ def import_command(
         f"experts, top-{header.top_k}",
     )
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
 
 
 def _slots(text: str, header: TraceHeader) -> list[int]:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..config import RunConfig
 from ..registry import Entry, Registry
+from ..report.output import stdout
 from ..report.runtime import placed_tables, plan_table
 from ..report.steps import LastStart, Steps
 from ..report.tables import results, show
@@ -31,7 +32,7 @@ def up_command(options: dict[str, Any], config: Config = None) -> None:
 
     @contextmanager
     def announced(deployment: Deployment, steps: Steps) -> Iterator[Check]:
-        out, address = Console(), deployment.address
+        out, address = results(), deployment.address
         out.print(f"deployment {deployment.id} is ready at {address} ({deployment.startup_s:.1f} s)")
         out.print(f"use it:    tiermoe run PROMPT --attach {address}", soft_wrap=True)
         out.print(f"watch it:  tiermoe status --address {address}", soft_wrap=True)
@@ -82,7 +83,7 @@ def serve_until_ended(
             Registry().withdraw(entry.deployment)
         abandoned = deployment is not None and deployment.abandon()
         if abandoned and ending.terminated:
-            print(how, flush=True)
+            print(how, file=stdout(), flush=True)
         return abandoned
 
     with ExitStack() as listed, BoundedEnd(force) as ending:
@@ -115,6 +116,6 @@ def serve_until_ended(
         except DeploymentEnded:
             pass
         except SystemExit:  # of SIGTERM
-            Console().print(ended())
+            results().print(ended())
             return
-    Console().print(f"deployment {deployment.id} was ended by `tiermoe down`")
+    results().print(f"deployment {deployment.id} was ended by `tiermoe down`")

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import ConfigError, reason
 
+INSTALL_PLOTS = "install it with `pip install 'tiermoe[plots]'`"  # a remedy
 _COLOURS = (
     "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22",
     "#000080", "#006400", "#8b0000", "#daa520", "#4b0082", "#ff1493", "#2f4f4f",
@@ -52,6 +53,45 @@ def check_writable(path: Path, what: str = "trace path") -> None:
         raise ConfigError(f"{what} '{path}' is not writable", "give a path that you may write")
 
 
+def check_folder(folder: Path, what: str, *, empty: bool = False) -> None:
+    """Refuse a path that cannot become, or is not, a folder to write to, before the run; nothing is made.
+
+    Args:
+        what: what the message calls it.
+        empty: one that has files is refused, too.
+
+    Raises:
+        ConfigError: it is a file, it has files, or it or the folder above cannot be written.
+    """
+    try:
+        there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+        if not there.is_dir():
+            below = "" if there == folder else f": '{there}'"
+            raise ConfigError(f"{what} '{folder}'{below} is a file", "name a folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{what} '{folder}' cannot be written", "name a folder that you may write")
+        if empty and there == folder and any(folder.iterdir()):
+            raise ConfigError(f"'{folder}' is not empty", "name a new folder, or remove that one")
+    except OSError as error:
+        what = f"{what} '{folder}' cannot be used: {reason(error)}"
+        raise ConfigError(what, "name a folder that you may write") from error
+
+
+def require_plots(option: str) -> None:
+    """Refuse, before anything is measured, what draws figures where nothing can draw them.
+
+    Args:
+        option: that asks for figures, for the message.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{option} draws figures with matplotlib: {reason(error)}", INSTALL_PLOTS) from error
+
+
 def write_timeline(path: Path, events: Sequence[dict[str, Any]]) -> None:
     """Write Chrome trace events (`ph`, `ts` in microseconds, ...) in the object form of the format.
 
@@ -87,7 +127,7 @@ def new_canvas(what: str, size: tuple[float, float]) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"cannot plot '{what}': {error}", "install it with `pip install 'tiermoe[plots]'`") from error
+        raise ConfigError(f"cannot plot '{what}': {error}", INSTALL_PLOTS) from error
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

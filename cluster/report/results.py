@@ -8,7 +8,7 @@ Numbers are taken as they are in the file: nothing is computed that the file doe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,13 +17,19 @@ from typing import Any, NamedTuple
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...actors.engine.stats import hit_rate
-from ...errors import ConfigError, reason
+from ...errors import ConfigError, TierMoeError, exit_code, reason, rebuilt, told
 
 PERCENTS = (*range(0, 95, 5), 95, 96, 97, 98, 99, 100)  # of `percentiles`
 _OF_ALL = ("executor", "hardware", "versions", "date")  # keys of a file that hold for all of its rows
 _QUALITY = ("kl_nats", "perplexity_ratio", "top1_agreement")
 _BLOCKED = {  # part of the waits, and its counter
     "copies": "blocked_io_s", "write-back": "writeback_blocked_s", "NDP workers": "ndp_wait_s", "GPUs": "shard_wait_s",
+}  # fmt: skip
+
+
+_UNNAMED = {  # results that do not say which command wrote them, by keys that they have
+    "plan": {"topology", "prediction", "notes"}, "doctor": {"cpu", "memory", "devices"}, "status": {"deployments"},
+    "record": {"trace", "forwards", "rows"},
 }  # fmt: skip
 
 
@@ -84,13 +90,27 @@ def percentiles(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.4g}") for value in np.percentile(values, PERCENTS)] if values else []
 
 
-def read_results(paths: Sequence[Path]) -> list[Measurement]:
+def read_results(paths: Sequence[Path], refused: Callable[[ConfigError], None] | None = None) -> list[Measurement]:
     """The measurements of all files, in order; quality that `eval` measured is added to speeds of the same origin.
 
+    Args:
+        refused: called with the error of each file that is left out; None: the first one is raised.
+
     Raises:
-        ConfigError: a file cannot be read, cannot be compared, or lacks a key.
+        ConfigError: a file cannot be read, cannot be compared, or lacks a key; with `refused`: each of them.
     """
-    return _joined([measured for path in paths for measured in measurements(read_json(path), path.name)])
+    found, errors = list[Measurement](), list[ConfigError]()
+    for path in paths:
+        try:
+            found += measurements(read_json(path), path.name)
+        except ConfigError as error:
+            errors.append(error)
+    if errors and (refused is None or not found):
+        raise errors[0]
+    for error in errors:
+        assert refused is not None  # as just checked
+        refused(error)
+    return _joined(found)
 
 
 def measurements(record: Mapping[str, Any], file: str) -> list[Measurement]:
@@ -103,12 +123,37 @@ def measurements(record: Mapping[str, Any], file: str) -> list[Measurement]:
         where = ".".join(str(part) for part in first["loc"])
         what = f"'{file}' lacks '{where}'" if first["type"] == "missing" else f"'{file}': '{where}': {first['msg']}"
         raise ConfigError(what, "measure it again with this version of tiermoe") from error
-    name = record.get("name")
+    name = record.get("name") or next((name for name, keys in _UNNAMED.items() if record.keys() >= keys), None)
     said = f"a result of '{name}'" if name else "no result of tiermoe"
     raise ConfigError(
         f"'{file}' is {said}, which compares no policies",
         "give results of run, bench with an experiment such as compare, bench serve, eval or replay",
     )
+
+
+def refused_row(error: TierMoeError, **row: Any) -> dict[str, Any]:
+    """The row of what was refused, or failed, beside the finished ones. row: what it was."""
+    return row | {"refused": told(error), "error": type(error).__name__}
+
+
+def measured_rows(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Those that were not refused."""
+    return [row for row in rows if "refused" not in row]
+
+
+def refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each row that was refused."""
+    keys = ("section", "context", "budget", "link_gbps")
+    return [
+        f"refused: {row['policy']}" + "".join(f", {key} {row[key]}" for key in keys if row.get(key) not in (None, ""))
+        + f": {row['refused']}"
+        for row in rows if "refused" in row
+    ]  # fmt: skip
+
+
+def exit_code_of(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Of a command with these rows: 0 all are finished, else as of an error that ends the command."""
+    return max((exit_code(rebuilt(row["error"], row["refused"])) for row in rows if "refused" in row), default=0)
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -209,6 +254,8 @@ class _Row(_Part):
     def _repeated(cls, value: dict[str, Any]) -> dict[str, Any]:
         """A report in memory has its repeated measures as `spread`, a file as `values`."""
         spread = value.get("spread") or {}
+        if not isinstance(spread, Mapping) or not all(isinstance(found, Mapping) for found in spread.values()):
+            raise ValueError("'spread' is not as tiermoe writes it")
         return {"values": {name: found["values"] for name, found in spread.items()}} | value
 
     def once(self, name: str) -> float | None:
@@ -264,10 +311,13 @@ class _Row(_Part):
 def _rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a file that compare policies, each with what the file says of all; a file may be one row itself."""
     common = {key: record[key] for key in _OF_ALL if key in record}
-    if (model := (record.get("settings") or {}).get("model")) is not None:
-        common["model"] = str(model)
+    settings, rows = record.get("settings"), record.get("rows")
+    if isinstance(settings, Mapping) and settings.get("model") is not None:
+        common["model"] = str(settings["model"])
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+        rows = [record]  # in the result of `eval`, `rows` is an option
     found = []
-    for row in record.get("rows", [record]):
+    for row in measured_rows(rows):
         if "server" in row or ("policy" in row and row.keys() & {"budget", "plan"}):
             found.append(common | {key: value for key, value in row.items() if value is not None or key not in common})
     return found

@@ -12,6 +12,7 @@ from ...actors.engine.stats import count_needed, hit_rate, needed_shares
 from .tables import Facts, Grid, facts, grid, seconds, share, size
 
 _ABSENT, _LOADING, RESIDENT = 0, 1, 2  # `actors.policies.residency.State`
+_SLOW = 0.2  # of a request's time, from which a policy is named as its cause
 _MARKS = {_ABSENT: "·", _LOADING: "~", RESIDENT: "█"}
 _STYLES = {_ABSENT: "dim", _LOADING: "yellow", RESIDENT: ""}
 _HOTNESS = ("blue", "cyan", "green", "yellow", "red")  # a resident's share of the most used expert's uses
@@ -41,8 +42,20 @@ def brief_table(result: Mapping[str, Any]) -> Facts:
         ("speed", f"{each}, the first after {seconds(result['ttft_s'])}"),
         ("experts", f"{_needed(result)} {size(result['bytes_loaded'])} loaded, "
                     f"{seconds(result['blocked_io_s'])} lost to copies{whose}"),
+        *_slow_policies(result),
         _executor_row(result),
     ])  # fmt: skip
+
+
+def _slow_policies(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A row for each policy from outside whose own code took much of a request's time."""
+    whole_s = (result["ttft_s"] or 0.0) + (result["tpot_s"] or 0.0) * max(0, result.get("generated_tokens", 1) - 1)
+    if "attached_to" in result or not whole_s:  # its counters are of other requests, too
+        return []
+    return [
+        ("slow policy", f"the code of {kind} took {seconds(spent_s)}, {share(spent_s / whole_s)} of the request's time")
+        for kind, spent_s in result.get("policy_s", {}).items() if spent_s >= _SLOW * whole_s
+    ]
 
 
 def _lost(result: Mapping[str, Any]) -> str:
@@ -80,6 +93,7 @@ def summary_table(result: Mapping[str, Any]) -> Facts:
         ("time per output token",
          f"{seconds(tpot_s)} ({1 / tpot_s:.1f} tokens/s)" if tpot_s else "none (fewer than two tokens)"),
         *_counter_rows(result, result.get("plan") or {}),
+        *_slow_policies(result),
         ("start-up", _startup(result)),
         _executor_row(result),
     ]  # fmt: skip

@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.text import Text
 
 from ...errors import size as size
+from .output import stdout
 
 _EVERY_S, _BYTES_EVERY_S = 2.0, 5.0
 _LEAST_VALUE = 20  # columns of a value, however long the names beside it are
@@ -36,7 +37,7 @@ _LEAST_VALUE = 20  # columns of a value, however long the names beside it are
 
 def results(as_json: bool = False) -> Console:
     """Where results go: standard output; with `--json`, which has one object there, standard error."""
-    return Console(stderr=as_json)
+    return Console(stderr=True) if as_json else Console(file=stdout())
 
 
 def show(console: Console, *results: RenderableType) -> None:

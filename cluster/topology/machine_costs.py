@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 from ...actors.base_settings import Settings
 from ...errors import ConfigError
 from ...proto.private import user_cache
-from ..config import configs_dir
+from ..config import configs_dir, no_such_name
 from ..host import cpu
 from ..yaml_file import explain, read_yaml
 
@@ -140,9 +140,14 @@ def costs_of(machine: str | Path) -> MachineCosts:
 
 
 def machine_file(machine: str | Path) -> Path:
-    """A file, or that of a name in configs/machines."""
-    shipped = configs_dir() / _FOLDER / f"{machine}.yaml"
-    return shipped if not Path(machine).suffix and shipped.is_file() else Path(machine)
+    """A file, or that of a name in configs/machines. Raises ConfigError: there is neither."""
+    folder = configs_dir() / _FOLDER
+    shipped, file = folder / f"{machine}.yaml", Path(machine).expanduser()
+    if not file.suffix and shipped.is_file():
+        return shipped
+    if not file.exists():
+        raise no_such_name("machine", str(machine), [THIS, *sorted(path.stem for path in folder.glob("*.yaml"))])
+    return file
 
 
 def read_costs(path: Path) -> MachineCosts | None:

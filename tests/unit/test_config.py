@@ -424,10 +424,16 @@ def test_every_key_has_a_meaning_and_every_number_a_unit() -> None:
 
 def test_options_are_in_panels(command: Command) -> None:
     _, text, _ = command("run", "--help")
-    panels = ["Options", "Model", "Memory", "Cluster", "Emulation", "Sampling"]
+    panels = ["Options", "Model", "Memory", "Sampling", "Output", "Runtime", "Cluster", "Emulation"]
     places = [text.index(f"─ {panel} ─") for panel in panels]
     assert places == sorted(places)
     assert "org/name[@revision]" in text  # no markup
+    assert "bool" not in text
+    assert "--ndp-pace/--no-ndp-pace" in text
+    names = ("--model ", "--policy ", "--budget ", "--max-tokens ", "--link-gbps ")
+    assert sorted(names, key=text.index) == list(names)
+    for args in ((), ("bench",), ("bench", "compare"), ("trace",), ("trace", "stats"), ("jobs",)):
+        assert "<bool>" not in command(*args, "--help")[1], args
     memory = text[places[2] : places[3]]
     assert all(option in memory for option in ("--budget", "--max-model-len", "--max-num-seqs", "--host-memory"))
 

@@ -105,3 +105,23 @@ def test_a_background_job_of_a_script(tmp_path: Path) -> None:
         check=True, cwd=tmp_path,
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("there, code 130\n", "ending ...\n")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "interrupt()\n",
+        "try: interrupt()\nexcept BaseException: raise ImportError('no typer')\n",  # as some libraries do
+        "class Lost:\n    def __del__(self): interrupt()\nLost()\ntime.sleep(60)\n",  # Python drops it
+    ],
+)
+def test_ctrl_c_while_modules_are_imported_is_one_line(module: str, tmp_path: Path) -> None:
+    """It was a traceback before the handlers were there, and where a library answers it with an error of its own."""
+    head = "import os, signal, time\ndef interrupt(): signal.raise_signal(signal.SIGINT)\n"
+    (tmp_path / "typer.py").write_text(head + module)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    program = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "prepare", "x"]
+    done = subprocess.run(
+        program, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "ending ...\n")

@@ -6,14 +6,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from typer import Exit
 from typer.testing import CliRunner
 
 from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
+from tiermoe.benchmarks import trace_metrics
 from tiermoe.benchmarks.command import EXPERIMENTS
 from tiermoe.benchmarks.papers import paper_names
 from tiermoe.benchmarks.random_model import NamedModel, save_published
@@ -28,11 +31,13 @@ from tiermoe.cluster.jobs.bench.experiment import (
     load_experiment,
     options_of,
 )
+from tiermoe.cluster.jobs.bench.finish import finish
 from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.bench.run import run_experiment
 from tiermoe.cluster.jobs.bench.serving import Split, split_prompts
-from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RequestError, RuntimeFailure
+from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.errors import BudgetError, CheckpointError, ConfigError, PolicyError, RequestError, RuntimeFailure
 
 _PROMPTS = ((1, 2), (3, 4), (5, 6), (7, 8))
 
@@ -183,6 +188,84 @@ def test_links_are_not_emulated_on_real_hardware(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(run, "has_gpu", lambda: True)
     with pytest.raises(ConfigError, match="emulated on the CPU stand-in only"):  # before anything starts
         _run(_experiment(), Starter())
+
+
+@pytest.mark.usefixtures("passages")
+@pytest.mark.parametrize("round_number", [0, 1, 2])
+def test_a_variant_that_fails_leaves_the_others_their_figures(tmp_path: Path, round_number: int) -> None:
+    """One failure threw away all that had been measured. round_number: 0 while it starts, 1 and 2 while it serves."""
+    out, experiment = tmp_path / "out.json", _experiment(budgets=["0.25", "0.5"])
+
+    class Failing(Starter):
+        def __call__(self, config: RunConfig) -> FakeWorker:
+            worker, served = super().__call__(config), 0
+            if worker.name != "next-gate@0.25/2.0":
+                return worker
+
+            def submit(request: GenerationRequest) -> list[TokenEvent]:
+                nonlocal served
+                served += 1
+                if served > 4 * (round_number - 1):
+                    raise PolicyError("policy p failed", "mend it")
+                return FakeWorker.submit(worker, request)
+
+            if round_number == 0:
+                raise PolicyError("policy p failed", "mend it")
+            worker.submit = submit  # type: ignore[method-assign]
+            return worker
+
+    start = Failing()
+    report, _ = _run(experiment, start, out)
+    assert [(row["policy"], row["budget"]) for row in report.rows] == [
+        ("on-demand", "0.25"), ("on-demand", "0.5"), ("next-gate", "0.5")
+    ]  # fmt: skip
+    assert report.rows[0]["spread"]["misses"]["values"] == [12.0, 12.0]
+    last = report.as_dict()["rows"][-1]
+    assert (last["policy"], last["budget"], last["refused"]) == ("next-gate", "0.25", "policy p failed; mend it")
+    with pytest.raises(Exit) as ended:
+        finish(lambda progress: report, as_json=True, check=False)
+    assert ended.value.exit_code == 2
+    again = Starter()
+    _run(experiment, again, out)  # the cell of the mended policy is measured again
+    assert {line.partition(" ")[0] for line in again.log} == {"on-demand@0.25/2.0", "next-gate@0.25/2.0"}
+
+
+@pytest.mark.usefixtures("passages")
+def test_a_variant_that_fails_in_a_simulated_section_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the trace that the first failed on, the others were never replayed."""
+    calls: list[str] = []
+
+    def replayed(preset: Any, *args: object) -> list[dict[str, float]]:
+        calls.append(preset.name)
+        if preset.name == "on-demand":
+            raise PolicyError("policy p failed", "mend it")
+        return [{"tpot_ms": 1.0}]
+
+    monkeypatch.setattr(trace_metrics, "replay", replayed)
+    monkeypatch.setattr(trace_metrics, "load_machine", lambda *a: Machine.model_construct())
+    monkeypatch.setattr(run.Study, "recorded", lambda self, context: SimpleNamespace(header=None, measure=()))
+    monkeypatch.setattr(run.Study, "traced", lambda self, context: None)
+    section = {"name": "s", "executor": "simulated", "variants": ["on-demand", "next-gate"]}
+    work = {"repeats": 1, "fresh": False, "prompts_file": "prompts.txt"}
+    experiment = Experiment(name="x", title="X", summary="X.", workload=work, grid={"links": [2.0]}, sections=[section])
+    for _ in range(2):  # again, from the journal: a policy may be mended meanwhile
+        report, _ = run_experiment(experiment, out=tmp_path / "out.json")
+        assert [row["policy"] for row in report.rows] == ["next-gate"]
+        assert [(row["policy"], row["refused"]) for row in report.refused] == [
+            ("on-demand", "policy p failed; mend it")
+        ]  # fmt: skip
+    assert calls == ["on-demand", "next-gate"] * 2
+
+
+@pytest.mark.usefixtures("passages")
+def test_a_run_whose_variants_all_fail_is_refused() -> None:
+    def start(config: RunConfig) -> FakeWorker:
+        raise BudgetError("too small", "give more")
+
+    with pytest.raises(BudgetError, match="too small"):
+        run_experiment(_experiment(), start=start)
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tiermoe.actors.policies import foreign
+from tiermoe.actors.policies.foreign import Meter
 from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted, WantedKeys
 from tiermoe.actors.policies.registry import NotPrepared, PolicyContext, make, options
 from tiermoe.actors.policies.routing import RerouteView
 from tiermoe.actors.policies.slot_classes import make_eviction
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.errors import PolicyError, StoreError
+from tiermoe.cluster.config import load_policy
+from tiermoe.errors import ConfigError, PolicyError, StoreError
 
 HEAD = """
 from functools import lru_cache
@@ -353,6 +358,71 @@ def test_errors_of_ours_and_interrupts_pass(broken: Any) -> None:
     exec("def ended(): raise SystemExit(143)", cli)  # as by SIGTERM's handler, in the midst of a hook
     with pytest.raises(SystemExit):
         policy.removed(cli["ended"])
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("raise BaseException('boom')", "BaseException: boom"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),  # its own: the program has a handler
+        ("import argparse; argparse.ArgumentParser(add_help=False).parse_args(['x'])", "SystemExit: 2"),
+        ("raise Silent", "Silent"),
+    ],
+)
+def test_whatever_is_raised_is_one_line(
+    broken: Any, raised: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exceptions that are no `Exception`, and one that cannot say what it is, ended a command with a traceback."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: lambda *_: None)
+    source = "class Silent(BaseException):\n    def __str__(self): raise KeyError\n" + FIFO
+    policy = eviction(broken(source + f"    def used(self, keys):\n        {raised}  #!\n"))
+    with pytest.raises(PolicyError, match=rf"failed in used\(\), broken.py:\d+: {said}; mend it"):
+        policy.used([1])
+
+
+def test_the_time_of_hooks_is_counted_once(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, now_s = Meter(), iter(range(100))
+    meter.clock = lambda: float(next(now_s))
+    monkeypatch.setattr(foreign, "METER", meter)
+    kind = broken(FIFO.replace("pass", "self.admitted(keys[0])"))  # a hook within a hook
+    policy = eviction(kind)
+    policy.used([1])
+    policy.used([2])
+    assert meter.spent_s == {kind: 2.0}
+    make("eviction", options("eviction", "lru"), CONTEXT).admitted(1)  # of this repository
+    meter.reset()
+    assert meter.spent_s == {}
+
+
+def test_a_module_that_fails_when_it_is_asked_for_the_class(broken: Any) -> None:
+    kind = broken("def __getattr__(name):\n    raise KeyError(name)\n")
+    with pytest.raises(PolicyError, match=r"failed in import, broken.py:.*KeyError"):
+        options("eviction", kind)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"spar": 8}, "unknown key 'eviction.spar'; did you mean 'spare'?"),
+        ({"zzz": 8}, "unknown key 'eviction.zzz'; known keys: inner, kind, spare"),
+        ({"inner": {"dept": 1}}, "unknown key 'eviction.inner.dept'; did you mean 'depth'?"),
+        ({"rho": 0.25}, "unknown key 'eviction.rho'; known keys: inner, kind, spare"),  # another policy's default
+    ],
+)
+def test_an_unknown_option_names_those_of_the_policy(
+    broken: Any, tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    """`known keys: kind` was all that a preset's reader said."""
+    kind = broken(
+        "from pydantic import BaseModel\nclass Inner(BaseModel, extra='forbid'):\n    depth: int = 0\n" + FIFO
+        + "    class Options(PolicyOptions):\n        spare: int = 0\n        inner: Inner = Inner()\n"
+    )  # fmt: skip
+    preset = tmp_path / "own.yaml"
+    preset.write_text(json.dumps({"name": "own", "lossless": True, "eviction": {"kind": kind, **given}}))
+    with pytest.raises(ConfigError) as refused:
+        load_policy(str(preset))
+    assert message in str(refused.value)
 
 
 def test_what_its_base_refuses_stays_a_refusal(broken: Any) -> None:

@@ -76,6 +76,33 @@ def test_policies_are_all_refused_before_the_first_runs(
     assert message in err
 
 
+def test_a_refused_policy_is_a_row_beside_the_finished_ones(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One refusal threw away what had been replayed. What can be known before is said before anything runs."""
+    trace = _trace(tmp_path)
+    (tmp_path / "failing_policy.py").write_text(
+        "from tiermoe.actors.policies.eviction import Lru\nfrom tiermoe.actors.policies.registry import PolicyOptions\n"
+        "class Failing(Lru):\n    Options = PolicyOptions\n    def used(self, keys): raise KeyError('boom')\n"
+    )
+    (tmp_path / "own.yaml").write_text("{name: own, lossless: true, eviction: 'failing_policy:Failing'}")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = f"on-demand,{tmp_path / 'own.yaml'},context-ndp-full,next-gate"
+    code, out, err = command("replay", trace, "--policies", names, "--json")
+    assert code == 2
+    rows = json.loads(out)["rows"]
+    assert [row.get("refused", "")[:40] for row in rows] == [
+        "", "policy failing_policy:Failing failed in ", "policy 'context-ndp-full' computes on an", ""
+    ]  # fmt: skip
+    assert rows[3]["tpot_s"] > 0
+    assert err.index("refused: context-ndp-full") < err.index("replaying requests")
+    code, out, _ = command("replay", trace, "--policies", names)
+    assert code == 2
+    assert out.count("KeyError: 'boom'; mend it") == 1
+    assert "next-gate" in out
+    del sys.modules["failing_policy"]
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray.exceptions as rex
+from commands import Command
 from fakes import FAKE_FACTS, FakeWorker, fake_plan
 from rich.console import Console
 from safetensors.numpy import save_file
@@ -92,6 +94,46 @@ def test_a_run_is_reported_in_four_lines() -> None:
         _shows(line, "50.0% hits, 15.0% loaded on demand, 30.0% computed near data, 5.0% waited for; ")
     lossy = _text(brief_table(stats | request | {"lossless": False, "tpot_s": None, "attached_to": "d"}))
     _shows(lossy, "LOSSY: 0 substitutions, 0 dropped", "no rate", "of all its requests")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("record", "{prompts}", "{out}"),
+        ("trace", "make", "{out}", "--family", "no-such", "--shape", "no-such"),
+        ("trace", "import", "{prompts}", "{out}"),
+        ("jobs", "merge-traces", "{out}", "{out}"),
+        ("prepare", "no-such-model", "{out}"),
+        ("bench", "gpu", "--out", "{out}"),
+        ("report", "no-such.json", "--out", "{out}"),
+    ],
+    ids=lambda args: args[0],
+)
+def test_where_a_command_cannot_write_is_said_first(args: tuple[str, ...], tmp_path: Path, command: Command) -> None:
+    """`record` found out after it had recorded for 13 seconds."""
+    full, file = tmp_path / "full", tmp_path / "file"
+    full.mkdir()
+    for path in (full / "x", file):
+        path.write_text("a b c\n" * 3)
+    for out in (file, file / "below", full):
+        if out == full and args[0] in ("bench", "report"):
+            continue  # what is in it stays
+        line = command.refusal(*(arg.format(out=out, prompts=file) for arg in args))
+        assert str(out) in line
+        assert re.search(r"is a file|is not empty|is not an expert store", line)
+
+
+def test_a_slow_policy_is_named_as_the_cause() -> None:
+    """A policy that sleeps was only a slow run."""
+    stats = FakeWorker(_SETTINGS, {}).stats().as_dict()
+    times = {"ttft_s": 0.5, "tpot_s": 0.1, "generated_tokens": 6}
+    times |= {"prompt_tokens": 1, "finish": "length", "startup_s": 1}
+    request = {"policy": "own", "lossless": True, "plan": fake_plan(_SETTINGS, "store")} | times
+    slow = stats | request | {"policy_s": {"mine.slow:Sleepy": 0.6}}
+    for text in (_text(brief_table(slow)), _text(summary_table(slow))):
+        _shows(text, "the code of mine.slow:Sleepy took 600.0 ms, 60.0% of the request's time")
+    quick = stats | request | {"policy_s": {"mine.slow:Sleepy": 0.01}}
+    assert "Sleepy" not in _text(brief_table(quick))
 
 
 _PATH = "/a/folder/whose-name-has-hyphens/and/is/longer/than/a/narrow/terminal/on-demand.yaml"

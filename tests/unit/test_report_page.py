@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import traces
+from commands import Command
 
-from tiermoe.cluster.config import configs_dir
+from tiermoe.cluster.config import configs_dir, default_model_dir
+from tiermoe.cluster.jobs.bench import run
 from tiermoe.cluster.jobs.bench.metrics import Report, Spread
 from tiermoe.cluster.jobs.replay import replay_trace
 from tiermoe.cluster.jobs.report import report_command
+from tiermoe.cluster.report import page
 from tiermoe.cluster.report.figures import pareto
 from tiermoe.cluster.report.page import caption, report_page
 from tiermoe.cluster.report.results import measurements, percentiles, read_results
@@ -188,3 +192,78 @@ def test_results_of_the_documentation_are_read() -> None:
     found = read_results([_DOCS / f"{name}.json" for name in ("moepic", "buddymoe", "fmoe", "activeevict")])
     assert {one.file for one in found} == {"moepic.json", "buddymoe.json", "fmoe.json", "activeevict.json"}
     assert all(one.tpot_ms for one in found if one.file == "moepic.json")
+
+
+def test_an_option_that_is_called_rows_is_no_list_of_rows(tmp_path: Path) -> None:
+    """The result of `eval`, whose `rows` is a number or none, ended `report` with a TypeError."""
+    for rows in (None, 5):
+        found = read_results(written(tmp_path, eval=evaluated() | {"rows": rows}))
+        assert [one.policy for one in found] == ["drop"]
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"model": "m", "spec": {}, "topology": {}, "prediction": {}, "notes": []}, "plan"),
+        ({"cpu": {}, "memory": {}, "devices": [], "model": None}, "doctor"),
+        ({"name": "trace-stats", "rows": 3}, "trace-stats"),
+    ],
+)
+def test_what_cannot_be_shown_is_named_and_the_rest_is_shown(
+    tmp_path: Path, command: Command, record: dict[str, Any], name: str
+) -> None:
+    ours, other = written(tmp_path, run=ran(), other=record)
+    line = command.refusal("report", other, "--out", tmp_path)
+    assert f"'other.json' is a result of '{name}', which compares no policies" in line
+    code, out, err = command("report", ours, other, "--out", tmp_path)
+    assert (code, out.count("report.html")) == (2, 1)
+    assert err.startswith("not shown: 'other.json'")
+
+
+def test_rows_that_were_refused_are_not_shown(tmp_path: Path) -> None:
+    rows = [row("on-demand", "0.25", 4.0), {"policy": "own", "budget": "0.25", "refused": "no; mend", "error": "X"}]
+    found = read_results(written(tmp_path, compare=compared(rows=rows)))
+    assert [one.policy for one in found] == ["on-demand"]
+
+
+def test_without_matplotlib_nothing_is_measured_for_a_figure(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bench compare --html` measured for minutes, and then found out."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(run, "run_experiment", lambda *a, **k: pytest.fail("measured"))
+    (result,) = written(tmp_path, run=ran())
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a b c\n")
+    compare = ("bench", "compare", "--policies", "on-demand", "--prompts", prompts)
+    for args, option in (
+        ((*compare, "--html", tmp_path / "x.html"), "--html"),
+        (("bench", "fmoe", "--out", tmp_path / "folder"), "--out FOLDER"),
+        (("bench", "papers", "--out", tmp_path / "folder"), "--out FOLDER"),
+        (("bench", "redraw", result), "redraw"),
+        (("report", result, "--out", tmp_path / "page"), "report"),
+        (("prepare", default_model_dir(), "--profile", prompts, "--profile-figures", tmp_path / "maps"), "figures"),
+    ):
+        line = command.refusal(*args)
+        assert option in line
+        assert "pip install" in line
+    assert not (tmp_path / "page").exists()
+
+
+def test_results_come_before_their_figures(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = Report("compare", "emulated", [row("on-demand", "0.25", 4.0)], settings={"model": "m"})
+    journal = type("Journal", (), {"discard": lambda self: None})()
+    monkeypatch.setattr(run, "run_experiment", lambda *a, **k: (report, journal))
+
+    def fail(*args: object) -> str:
+        raise ConfigError("cannot draw", "buy a pen")
+
+    monkeypatch.setattr(page, "report_page", fail)
+    out, args = tmp_path / "out.json", ("--policies", "on-demand", "--prompts", "p.txt", "--html", tmp_path / "x.html")
+    code, printed, err = command("bench", "compare", *args, "--out", out, "--json")
+    assert code == 2
+    assert "cannot draw" in err
+    assert json.loads(printed)["rows"][0]["policy"] == "on-demand"
+    assert json.loads(out.read_text()) == json.loads(printed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,9 +22,10 @@ from ....actors.engine.stats import needed_shares
 from ....actors.policies.quality import QualityReport
 from ....actors.policy_settings import PolicySettings
 from ....actors.settings import LinkSettings
-from ....errors import ConfigError, RuntimeFailure
+from ....errors import ConfigError, RuntimeFailure, TierMoeError
 from ...config import RunConfig
 from ...report.files import write_json
+from ...report.results import refused_row
 from ..evaluate.quality import EvaluationOptions
 from .metrics import Measures, ratio
 from .serving import Prompt, ensure_artifacts, own_store, serve, start_worker
@@ -126,6 +127,7 @@ class Outcome:
     values: by measure, one number for each repetition. layers: counters of each layer, summed over the repetitions.
     quality: see `score_worker`; None: not scored. between_s: seconds between tokens of all repetitions, of requests
     that are served one at a time. residency: states and uses of each layer's experts after the last repetition.
+    refused: keys of `refused_row`, with the error that ended it; then it has no figures.
     """
 
     policy: str
@@ -136,6 +138,7 @@ class Outcome:
     quality: dict[str, Any] | None = None
     between_s: list[float] = field(default_factory=list)
     residency: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
+    refused: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -157,13 +160,15 @@ def measure_cell(
 ) -> Measured:  # fmt: skip
     """Measure a cell in this process. Only the cell's workers are alive; all are closed at the end.
 
+    A variant that is refused, or fails, leaves the cell; the others go on.
+
     Args:
         known: tokens of lossless variants in other cells, by index of the prompt.
         advanced: called after each round of a variant.
         start: starts a worker. score: scores a worker's quality; None: `score_worker`.
 
     Raises:
-        RuntimeFailure: a request failed, or lossless variants gave different tokens.
+        RuntimeFailure: lossless variants gave different tokens.
         ConfigError: links are to be emulated on hardware that has its own.
     """
     scorer = score or partial(score_worker, cell)
@@ -179,49 +184,64 @@ def measure_cell(
         outcomes = {policy.name: Outcome(policy.name, policy.settings.lossless, "") for policy in cell.policies}
         if not cell.serve:
             for name, config in configs.items():
-                with closing(start(config)) as worker:
+                with _leaving(outcomes[name]), closing(start(config)) as worker:
                     outcomes[name].executor = worker.stats().executor
                     outcomes[name].quality = scorer(worker, progress)
                 advanced()
             return Measured(list(outcomes.values()), {})
         workers: dict[str, Any] = {}
         for name, config in configs.items():
-            worker = workers[name] = stack.enter_context(closing(start(config)))
-            outcomes[name].executor = worker.stats().executor
+            with _leaving(outcomes[name], workers):
+                workers[name] = stack.enter_context(closing(start(config)))
+                outcomes[name].executor = workers[name].stats().executor
             if outcomes[name].executor == "real" and cell.gbps is not None:
                 raise ConfigError("links are emulated on the CPU stand-in only", "pass --links none on this hardware")
-        for worker in workers.values():
-            _serve(worker, cell.warm_up, cell)
+        for name, worker in list(workers.items()):
+            with _leaving(outcomes[name], workers):
+                _serve(worker, cell.warm_up, cell)
             advanced()
         tokens = dict(known or {})
-        for number in range(cell.repeats):
+        for number in range(cell.repeats if workers else 0):
             _repetition(cell, number, workers, outcomes, tokens, advanced)
-        for name, outcome in outcomes.items():
-            outcome.residency = [(layer.states, layer.uses) for layer in workers[name].residency()]
-            if cell.scoring is not None and (cell.scoring.lossless or not outcome.lossless):
-                outcome.quality = scorer(workers[name], progress)
+        for name, worker in list(workers.items()):
+            with _leaving(outcome := outcomes[name], workers):
+                outcome.residency = [(layer.states, layer.uses) for layer in worker.residency()]
+                if cell.scoring is not None and (cell.scoring.lossless or not outcome.lossless):
+                    outcome.quality = scorer(worker, progress)
         return Measured(list(outcomes.values()), tokens)
 
 
+@contextmanager
+def _leaving(outcome: Outcome, workers: dict[str, Any] | None = None) -> Iterator[None]:
+    """A variant's error inside the block is its outcome, and its worker is closed and leaves the others."""
+    try:
+        yield
+    except TierMoeError as error:
+        outcome.refused = refused_row(error)
+        outcome.values, outcome.layers, outcome.between_s, outcome.residency = {}, [], [], []
+        if workers is not None and (worker := workers.pop(outcome.policy, None)) is not None:
+            worker.close()
+
+
 def _repetition(
-    cell: Cell, number: int, workers: Mapping[str, Any], outcomes: Mapping[str, Outcome],
+    cell: Cell, number: int, workers: dict[str, Any], outcomes: Mapping[str, Outcome],
     known: dict[int, list[int]], advanced: Callable[[], None],
 ) -> None:  # fmt: skip
     """Serve the prompts once on every variant, A B C, so that drift of the machine affects all of them."""
     indices = cell.round(number)
     given: dict[str, dict[int, list[int]]] = {}
-    for name, worker in workers.items():
-        worker.reset_stats()
-        outcome = outcomes[name]
-        measures, tokens = _serve(worker, [cell.prompts[i] for i in indices], cell, outcome.between_s)
-        stats = worker.stats()
-        for measure, value in {**counters(stats), **measures}.items():
-            outcome.values.setdefault(measure, [0.0] * number).append(value)  # a new counter was zero before
-        for values in outcome.values.values():
-            values += [0.0] * (number + 1 - len(values))
-        layers = [{k: float(v) for k, v in layer.items() if v} for layer in stats.as_dict()["layers"]]
-        outcome.layers = added(outcome.layers, layers)
-        given[name] = dict(zip(indices, tokens, strict=True))
+    for name, worker in list(workers.items()):
+        with _leaving(outcome := outcomes[name], workers):
+            worker.reset_stats()
+            measures, tokens = _serve(worker, [cell.prompts[i] for i in indices], cell, outcome.between_s)
+            stats = worker.stats()
+            for measure, value in {**counters(stats), **measures}.items():
+                outcome.values.setdefault(measure, [0.0] * number).append(value)  # a new counter was zero before
+            for values in outcome.values.values():
+                values += [0.0] * (number + 1 - len(values))
+            layers = [{k: float(v) for k, v in layer.items() if v} for layer in stats.as_dict()["layers"]]
+            outcome.layers = added(outcome.layers, layers)
+            given[name] = dict(zip(indices, tokens, strict=True))
         advanced()
     for name, by_prompt in given.items():
         if outcomes[name].lossless:
@@ -391,12 +411,19 @@ class Journal:
         self._add(cell.key, found)
         self._write()
 
-    def step(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The recorded result of a step, as plain values; at its first call the step is measured."""
-        if name not in self.steps:
-            self.steps[name] = measure()
+    def step(self, name: str, measure: Callable[[], Any], final: Callable[[Any], bool] = lambda found: True) -> Any:
+        """The recorded result of a step, as plain values; at its first call the step is measured.
+
+        Args:
+            final: whether a result is recorded; another one is measured again by a run that resumes.
+        """
+        if name in self.steps:
+            return self.steps[name]
+        found = measure()
+        if final(found):
+            self.steps[name] = found
             self._write()
-        return self.steps[name]
+        return found
 
     def discard(self) -> None:
         """Delete the file, once the result is written."""

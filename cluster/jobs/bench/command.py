@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from typer.core import TyperGroup
 
-from ....errors import ConfigError
-from ...report.files import check_writable
+from ....errors import ConfigError, reason
+from ...commands import Group
+from ...report.files import check_writable, require_plots
 from ...report.tables import show
 from ..options import as_command
 from .cases import Serve, command
@@ -51,7 +51,7 @@ _Address = Annotated[
 ]
 
 
-class _Group(TyperGroup):
+class _Group(Group):
     """Benchmarks by name, those of a clone too, and experiments by the path of their file."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -142,21 +142,15 @@ def _run(
     file, folder = file_or_folder(out)
     if html is not None:
         check_writable(html, "--html")
+        require_plots("--html")
+    if folder is not None and experiment.plots:
+        require_plots("--out FOLDER")
     result = file if folder is None else folder / f"{experiment.stem}.json"
     discard: list[Callable[[], None]] = []
 
     def measure(progress: Progress) -> Report:
         with _cells(address, progress) as cells:
             report, journal = run_experiment(experiment, model, config, result, progress, cells, earlier=result)
-        if folder is not None:
-            from .table import write_folder
-
-            write_folder(experiment, report.as_dict(), folder)
-        if html is not None:
-            from ...report.page import report_page
-            from ...report.results import measurements
-
-            html.write_text(report_page(measurements(report.as_dict(), "this run"), experiment.title), encoding="utf-8")
         if experiment.printed is not None:
             from .table import table_of
 
@@ -164,13 +158,35 @@ def _run(
         discard.append(journal.discard)
         return report
 
+    def draw(report: Report) -> None:
+        """Figures come after the results are printed and in their file."""
+        if folder is not None:
+            from .table import write_folder
+
+            write_folder(experiment, report.as_dict(), folder)
+        if html is not None:
+            _write_html(html, report, experiment.title)
+        discard[0]()
+
     try:
-        finish(measure, as_json, check, file, lambda _: discard[0]())
+        finish(measure, as_json, check, file, draw)
     except (KeyboardInterrupt, SystemExit):
         if result is not None and journal_file(result).exists():
             said = f"'{journal_file(result)}' has the finished part: the same command resumes"
             show(Console(stderr=True), said)
         raise
+
+
+def _write_html(html: Path, report: Report, title: str) -> None:
+    """The page of `tiermoe report`. Raises ConfigError: it cannot be written."""
+    from ...report.page import report_page
+    from ...report.results import measurements
+
+    page = report_page(measurements(report.as_dict(), "this run"), title)
+    try:
+        html.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{html}' cannot be written: {reason(error)}", "give another path") from error
 
 
 @contextmanager

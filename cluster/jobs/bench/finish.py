@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from typer.core import TyperCommand
 
 from ....errors import ConfigError
+from ...commands import Command
 from ...config import RunConfig
 from ...report.files import check_writable, write_json
+from ...report.output import print_json
+from ...report.results import exit_code_of
 from ...report.tables import progress_on, results, show
 from ..options import option_of
 from .metrics import Report, print_report
@@ -41,10 +42,10 @@ def finish(
     """Measure, print tables, and apply `--out`, `--json` and `--check`.
 
     Args:
-        written: called with the report after it is in its file.
+        written: called with the report after it is printed and in its file.
 
     Raises:
-        Exit: with 1, if `check` and a bar is missed.
+        Exit: with the code of what was refused in a part of the report; with 1, if `check` and a bar is missed.
     """
     if out is not None:
         check_writable(out, "--out")
@@ -54,9 +55,11 @@ def finish(
     print_report(report, results(as_json))
     if out is not None:
         write_json(out, report.as_dict())
-    written(report)
     if as_json:
-        print(json.dumps(report.as_dict()))
+        print_json(report.as_dict())
+    written(report)
+    if code := exit_code_of(report.refused):
+        raise typer.Exit(code)
     if check and not report.ok:
         raise typer.Exit(1)
 
@@ -88,7 +91,7 @@ def say_overridden(config: str | None, fixed: Collection[str]) -> None:
         show(Console(stderr=True), f"note: not taken from '{config}', this benchmark sets: {', '.join(keys)}")
 
 
-class JsonCommand(TyperCommand):
+class JsonCommand(Command):
     """A command with the flag `--json` and the option `--out`.
 
     `--json FILE.json` and `--json=FILE` mean `--out FILE`. Any other word after `--json` stays an error.

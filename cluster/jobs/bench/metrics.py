@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from ....errors import ConfigError, reason
 from ...host import cpu, now, versions
+from ...report.results import refusals
 from ...report.tables import Grid, grid, show
 
 Measures = dict[str, float]
@@ -70,7 +71,8 @@ class Report:
     """The result of a benchmark; `as_dict` is what `--json` prints.
 
     shown: keys of the rows that the table shows; empty: all but "values". figures: other results by key of the JSON
-    object. printed: lines of Markdown that are printed in place of the rows.
+    object. printed: lines of Markdown that are printed in place of the rows. refused: rows without figures, of what was
+    refused or failed (`refused_row`). not_measured: peers that are not here, each with the reason; no bar is on them.
     """
 
     name: str
@@ -81,6 +83,8 @@ class Report:
     shown: tuple[str, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)
     printed: list[str] = field(default_factory=list)
+    refused: list[dict[str, Any]] = field(default_factory=list)
+    not_measured: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -91,9 +95,9 @@ class Report:
         return {
             "name": self.name, "hardware": cpu(), "executor": self.executor, "versions": versions(),
             "date": now(),
-            "settings": self.settings, "rows": _without_nan(self.rows),
+            "settings": self.settings, "rows": _without_nan([*self.rows, *self.refused]),
             "bars": _without_nan([asdict(bar) | {"ok": bar.ok} for bar in self.bars]), **_without_nan(self.figures),
-        }  # fmt: skip
+        } | ({"not_measured": self.not_measured} if self.not_measured else {})  # fmt: skip
 
 
 def interleaved(
@@ -300,6 +304,7 @@ def print_report(report: Report, console: Console) -> None:
         show(console, title, "", *_grids(report.printed))
     elif report.rows:
         show(console, grid(title, *table_of(report)))
+    show(console, *refusals(report.refused), *(f"not measured: {peer}" for peer in report.not_measured))
     for bar in report.bars:
         show(console, f"{'holds' if bar.ok else 'missed'}  {bar.name}: {bar.value:.3g} {bar.op} {bar.limit:g}")
 

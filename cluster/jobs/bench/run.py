@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from ....actors.budget import AutoBudget
 from ....actors.gpu_driver import has_gpu
-from ....errors import ConfigError, size
+from ....errors import ConfigError, rebuilt, size
 from ...config import (
     LOSSLESS,
     RunConfig,
@@ -28,7 +28,7 @@ from ...config import (
     parse_budget,
 )
 from ...host import cpu, versions
-from ...report.results import percentiles
+from ...report.results import measured_rows, percentiles
 from ...simulate.machine import Machine, load_machine, without_ndp
 from ..prepare.measures import add_predictors_of_trace
 from ..replay import require_replayable
@@ -72,7 +72,8 @@ class Study:
 
     base: the configuration. text: of the model whose text the prompts are; a random model has none.
     passages: prompts to choose from, by context. scratch: a temporary folder.
-    calibration: None without ratios. ran: engine cells with their results.
+    calibration: None without ratios. ran: engine cells with their results. refused: a row for each variant of a cell
+    that was refused, or failed, there.
     """
 
     experiment: Experiment
@@ -86,6 +87,7 @@ class Study:
     cells: list[Cell] = field(default_factory=list)
     ran: list[tuple[Cell, Measured]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    refused: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     _traces: dict[str, Recorded] = field(default_factory=dict)
@@ -176,23 +178,29 @@ def run_experiment(
             if section.executor == "simulated":
                 assert study_of_clone is not None  # as just checked
                 simulate = partial(study_of_clone.simulate, study, section, links)
-                study.rows += journal.step(f"section {section.name}", simulate)
+                # a policy that is refused may be mended until the run resumes
+                found = journal.step(f"section {section.name}", simulate, lambda rows: rows == measured_rows(rows))
+                study.rows += measured_rows(found)
+                study.refused += [row for row in found if "refused" in row]
             else:
                 study.cells += _cells(study, section, links, files)
         _run_cells(study, cells or partial(_in_turn, study, start, score))
+        if study.refused and not study.rows:
+            raise rebuilt(study.refused[0]["error"], study.refused[0]["refused"])
         _judge(study)
         figures: dict[str, Any] = {}
         if study.ran:
             figures["orders"] = orders(study.rows)
         if study.calibration is not None:
             figures["calibration"] = asdict(study.calibration)
-        for metric in experiment.metrics:
+        for metric in () if study.refused else experiment.metrics:  # they compare all variants
             figures |= METRICS[metric.metric](study, **metric.options)
-    executors = {o.executor for _, found in study.ran for o in found.outcomes}
+    executors = {o.executor for _, found in study.ran for o in found.outcomes if not o.refused}
     executors |= {"simulated"} if any(s.executor == "simulated" for s in experiment.sections) else set()
     report = Report(
         experiment.name, ", ".join(sorted(executors, key=lambda name: name != "simulated")), rounded(study.rows),
         study.bars, rounded(study.settings), experiment.shown or _shown(study.rows), rounded(figures),
+        refused=study.refused,
     )  # fmt: skip
     return report, journal
 
@@ -355,7 +363,7 @@ def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> No
         raise ConfigError(f"--parts {given} needs rows from an earlier run", "pass the --out of that run")
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        rows = [row for row in record["rows"] if row["section"] in sections]
+        rows = [row for row in measured_rows(record["rows"]) if row["section"] in sections]
         then = record["settings"] | {"hardware": record["hardware"]["model"]}
         if record["name"] != name or {row["section"] for row in rows} != set(sections):
             raise ValueError(f"it lacks rows of {', '.join(sections)}")
@@ -413,15 +421,22 @@ def _run_cells(study: Study, run: Cells) -> None:
     if left := [i for i in range(len(study.cells)) if i not in found]:
         for number, measured in run([study.cells[i] for i in left]):
             found[left[number]] = measured
-            study.journal.add(study.cells[left[number]], measured)
+            if not any(outcome.refused for outcome in measured.outcomes):  # a policy may be mended meanwhile
+                study.journal.add(study.cells[left[number]], measured)
     study.ran = [(cell, found[i]) for i, cell in enumerate(study.cells)]
+    outcomes = [(cell, outcome) for cell, measured in study.ran for outcome in measured.outcomes]
+    study.refused += [
+        {"section": cell.section, "context": cell.context, "policy": outcome.policy, "budget": cell.budget,
+         "link_gbps": cell.gbps} | outcome.refused
+        for cell, outcome in outcomes if outcome.refused
+    ]  # fmt: skip
     for section in dict.fromkeys(cell.section for cell in study.cells):
         study.rows += _rows([(cell, m) for cell, m in study.ran if cell.section == section])
 
 
 def _rows(ran: Sequence[tuple[Cell, Measured]]) -> list[dict[str, Any]]:
     """Medians with spread of every outcome of a section."""
-    every = [(cell, found, outcome) for cell, found in ran for outcome in found.outcomes]
+    every = [(cell, found, outcome) for cell, found in ran for outcome in found.outcomes if not outcome.refused]
     counted = {key for *_, outcome in every for key, values in outcome.values.items() if any(values)} | {"same_tokens"}
     rows = []
     for cell, found, outcome in every:

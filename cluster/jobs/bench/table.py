@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import ConfigError, reason
+from ...report.results import measured_rows
 from .experiment import Column, Experiment, Table
 from .metrics import Spread, fill_page, markdown, paired
 
@@ -160,7 +161,7 @@ def select(source: str, where: Mapping[str, Any], record: Mapping[str, Any]) -> 
     for part in source.split("."):
         listed = listed.get(part, []) if isinstance(listed, Mapping) else []
     found = []
-    for row in listed:
+    for row in measured_rows(listed):
         if all(row.get(key) in (value if isinstance(value, list) else [value]) for key, value in where.items()):
             values = row["values"] if "values" in row else {k: s["values"] for k, s in row.get("spread", {}).items()}
             found.append({**row, "spread": {name: Spread.of(v) for name, v in values.items() if v}})

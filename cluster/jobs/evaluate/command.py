@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -16,6 +15,7 @@ from rich.progress import Progress
 from ....errors import ConfigError
 from ...config import LOSSLESS, check_model_dir, engine_settings, on_this_machine
 from ...host import cpu, now, versions
+from ...report.output import print_json
 from ...report.tables import Grid, grid, results, show, size
 from ..bench.serving import run_config, start_worker
 from ..options import AsJson, Budget, Model, Policy, Threads
@@ -75,7 +75,7 @@ def eval_command(
         record, found = evaluate(model, policy, budget, threads, options, progress, text, quality)
     show(results(as_json), quality_table(found))
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
 
 
 def evaluate(

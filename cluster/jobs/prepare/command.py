@@ -17,11 +17,13 @@ from ....errors import ConfigError
 from ...checkpoints.hub import locate
 from ...checkpoints.quantization import published_as
 from ...host import shown
+from ...report.files import check_folder
+from ...report.output import stdout
 from ...simulate.trace import HEADER_NAME
 from ..options import as_command, fields_as_options
 from ..profile.command import OUTPUT_TOKENS, ProfileRequest, profile_request
 from .calibration import read_texts, shipped_calibration
-from .job import default_store_dir, is_store, prepare
+from .job import default_store_dir, is_store, prepare, refuse_foreign
 from .replicas import CALIBRATION_TOKENS, ReplicaOptions, add_replicas, parse_bits
 
 _STRIDE = 3  # default layers ahead of predictors
@@ -187,6 +189,11 @@ def _prepare(
     """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
     if out is not None and cache_dir is not None:
         raise ConfigError("OUT and --cache-dir are both given", "leave one out: OUT names the store folder itself")
+    for folder, what in ((out, "OUT"), (cache_dir, "--cache-dir")):
+        if folder is not None:
+            check_folder(folder, what)
+    if out is not None:
+        refuse_foreign(out)
     additions, model = Additions(**options), locate(checkpoint)
     steps = additions.steps(model)
     if not is_store(model):
@@ -200,7 +207,7 @@ def _prepare(
     additions.refuse_for(store)
     for add in steps:
         add(store)
-    typer.echo(store)
+    print(store, file=stdout(), flush=True)
 
 
 prepare_command = as_command(

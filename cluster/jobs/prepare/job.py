@@ -84,7 +84,7 @@ def _opened(model_dir: Path, progress: bool = True) -> Checkpoint:
 def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) -> Path:
     if not force and is_current(out, checkpoint.source):
         return out
-    _refuse_foreign(out)
+    refuse_foreign(out)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True, quiet=not progress)
@@ -132,7 +132,7 @@ def is_current(out: Path, source: tuple[SourceFile, ...]) -> bool:
     return manifest.source == source and all(p.is_file() and p.stat().st_size == size for p, size in paths.items())
 
 
-def _refuse_foreign(out: Path) -> None:
+def refuse_foreign(out: Path) -> None:
     """Refuse to replace a folder that is not a store (a damaged one counts): it may be the user's."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return

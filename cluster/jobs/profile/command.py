@@ -17,7 +17,7 @@ from ....actors.policies.buddymoe.buddies import BuddyOptions, ExpertProfile, Ra
 from ....actors.store.artifacts import ProfileManifest, ProfileSource, read_profile
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError, reason
-from ...report.files import plot_counts, plot_matrix
+from ...report.files import check_folder, plot_counts, plot_matrix, require_plots
 from ...report.tables import Grid, grid, show
 from ..prepare.calibration import read_texts
 
@@ -230,6 +230,9 @@ def profile_request(
         raise ConfigError("--profile-outputs is given with --profile-trace", "leave it out: a trace has no outputs")
     if warmup_weight is not None and warmup is None:
         raise ConfigError("--profile-warmup-weight is given without --profile-warmup", "add --profile-warmup TOKENS")
+    if figures is not None:
+        check_folder(figures, "--profile-figures")
+        require_plots("--profile-figures")
     options = ProfileOptions(
         OUTPUT_TOKENS if outputs is None else outputs, warmup or 0, 0.0 if warmup_weight is None else warmup_weight
     )

@@ -14,6 +14,8 @@ from rich.console import Console
 from ....errors import ConfigError, RequestError, TraceError, reason
 from ...config import check_model_dir, engine_settings, on_this_machine
 from ...prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
+from ...report.files import check_folder
+from ...report.output import print_json
 from ...report.tables import progress_on, results, share, show, size
 from ...simulate.trace import MAX_DISTANCE, TraceHeader
 from ...simulate.trace_writer import MOST_REPEATED, NGRAM, Repeats, merge_traces
@@ -96,6 +98,7 @@ def record_command(
     The first tokens of a text are prefilled, the others decoded one by one as they stand (teacher-forced). With
     --sample a text is a prompt, and what the model draws is decoded. Interrupted, it leaves a valid trace of what ran.
     """
+    check_folder(out, "OUT", empty=True)
     for option, value in (("limit", limit), ("prompt-tokens", prompt_tokens)):
         if value is not None and value < 1:
             raise ConfigError(f"--{option} is {value}", "give a number of at least 1")
@@ -181,6 +184,7 @@ def merge_command(
     as_json: AsJson = False,
 ) -> None:
     """Put traces of one model behind each other, in a new trace."""
+    check_folder(out, "OUT", empty=True)
     _say(merge_traces(traces, out), out, as_json)
 
 
@@ -201,4 +205,4 @@ def _say(header: TraceHeader, out: Path, as_json: bool) -> None:
         f"{share(header.repeated_8grams)}",
     )
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
