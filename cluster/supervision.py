@@ -23,7 +23,7 @@ import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray._private import state as gcs
 
-from ..errors import RuntimeFailure, TierMoeError
+from ..errors import LoopDied, RuntimeFailure, TierMoeError
 from .attach import CONTROL, ActorRecord, Lead, lead_record
 from .placement import LEAD, family, remake, split_name
 from .ray_session import as_failure, ray_addresses, ray_processes
@@ -86,7 +86,7 @@ class _Files:
 
 
 class LeadKeeper:
-    """Starts a lead again that has died or hangs. No call blocks on the lead.
+    """Starts a lead again that has died, hangs, or whose generation loop died. No call blocks on the lead.
 
     Args:
         deployment: its id.
@@ -114,9 +114,9 @@ class LeadKeeper:
         """Check once, and act. A lead that failed is restarted after `REST_S`.
 
         Raises:
-            RuntimeFailure: the lead has ended for good, has died `DEATHS` times within `WITHIN_S`, or its loop died;
-                again at each look while it rests.
-            TierMoeError: it refused to start again.
+            RuntimeFailure: the lead has ended for good, or has died `DEATHS` times within `WITHIN_S`; again at each
+                look while it rests.
+            TierMoeError: it refused to start again, or a policy of its own failed.
         """
         self._allow_for_pause()
         if self._failure is not None and time.monotonic() < self._failed_s + REST_S:
@@ -176,7 +176,12 @@ class LeadKeeper:
             except ray.exceptions.RayActorError:
                 return  # the table says so at the next look
             except ray.exceptions.RayError as error:
-                raise as_failure(error, "the worker failed") from error
+                failure = as_failure(error, "the worker failed")
+                if not isinstance(failure, LoopDied):
+                    raise failure from error
+                self._notify(f"{self._label}: {failure.what}; its process is started again")
+                self._remake(record)
+                return
             if self._files.look(state):
                 self._remake(record)
             return

@@ -16,7 +16,7 @@ IGNORED = frozenset({
     "user", "store", "metadata", "service_tier", "prediction", "prompt_cache_key", "prompt_cache_retention",
     "safety_identifier", "include_obfuscation",
     # vLLM
-    "priority", "request_id", "cache_salt", "guided_decoding_backend", "spaces_between_special_tokens",
+    "priority", "request_id", "guided_decoding_backend", "spaces_between_special_tokens",
     "length_penalty", "early_stopping",
     # llama.cpp, TGI and Ollama
     "cache_prompt", "id_slot", "n_keep", "t_max_predict_ms", "n_cache_reuse", "n_indent", "keep_alive",

@@ -20,7 +20,15 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from ...actors.requests import MAX_LOGPROBS, SamplingParams
+from ...actors.requests import (
+    BIAS,
+    MAX_CACHE_SALT,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKENS,
+    PENALTY,
+    REPETITION,
+    SamplingParams,
+)
 from .messages import Body, Message, NamedTool, Text, Tool
 from .parameters import nearest, sift
 from .refusals import ApiError, refused
@@ -167,11 +175,11 @@ class SamplingBody(RequestBody):
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float | None = Field(default=None, ge=PENALTY[0], le=PENALTY[1])
+    frequency_penalty: float | None = Field(default=None, ge=PENALTY[0], le=PENALTY[1])
+    repetition_penalty: float | None = Field(default=None, ge=REPETITION[0], le=REPETITION[1])
     logit_bias: dict[str, float] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -182,6 +190,9 @@ class SamplingBody(RequestBody):
     grammar: Text | None = None
     json_schema: dict[str, Any] | None = None
     stream: bool | None = None
+    cache_salt: str | None = Field(
+        default=None, min_length=1, max_length=MAX_CACHE_SALT, description="shares KV pages with the same salt only"
+    )
 
 
 class GenerationBody(SamplingBody):
@@ -206,7 +217,7 @@ class GenerationBody(SamplingBody):
             if not 1 <= len(stop) <= _MAX_STOP_CHARS:
                 raise refused(f"a stop string of {len(stop)} characters; give 1 to {_MAX_STOP_CHARS}", "stop")
         for name, value in (self.logit_bias or {}).items():
-            if not (name.isascii() and name.isdigit() and -100 <= value <= 100):
+            if not (name.isascii() and name.isdigit() and len(name) <= 20 and BIAS[0] <= value <= BIAS[1]):
                 raise refused("'logit_bias': give token ids with numbers from -100 to 100", "logit_bias")
 
     def check_tokens(self, known: int) -> None:

@@ -70,6 +70,9 @@ class ApiSettings(Settings):
     api_key_file: str | None = Field(
         default=None, description="file of bearer keys, one a line; default: no authentication"
     )
+    share_prefix_cache: bool = Field(
+        default=False, description="share KV pages of equal prompts between keys, which see that in time and usage"
+    )
     request_log: RequestLogFormat = Field(default="text", description="log a line for each request: text, json or off")
     request_log_file: str | None = Field(default=None, description="file of the request log; default: standard error")
     otlp_endpoint: str | None = Field(

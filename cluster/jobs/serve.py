@@ -29,6 +29,7 @@ from .options import (
     DeploymentId,
     attached,
     checked_config,
+    help_of,
     option_of,
     refuse_runtime_options,
     with_options,
@@ -50,6 +51,9 @@ def serve_command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = 8000,
     api_key_file: Annotated[Path | None, option_of(ApiSettings, "api_key_file")] = None,
+    share_prefix_cache: Annotated[
+        bool, typer.Option("--share-prefix-cache", help=help_of(ApiSettings, "share_prefix_cache"))
+    ] = False,
     model_name: Annotated[str | None, option_of(ApiSettings, "model_name")] = None,
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
     tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
@@ -76,6 +80,7 @@ def serve_command(
         server_config,
         {
             "model_name": model_name, "chat_template": chat_template, "api_key_file": api_key_file,
+            "share_prefix_cache": share_prefix_cache,
             "tool_format": _one_of("--tool-format", tool_format, ToolFormatName),
             "request_log": _one_of("--request-log", request_log, RequestLogFormat),
             "request_log_file": request_log_file, "otlp_endpoint": otlp_endpoint, "replicas": edge_replicas,
