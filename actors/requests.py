@@ -11,7 +11,6 @@ from ..errors import RequestError, RuntimeFailure, TierMoeError, rebuilt
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_LOGPROBS = 20  # likeliest tokens that one position may report
-MAX_TOKENS = 1_000_000
 MAX_SEED = 2**64 - 1
 MAX_STOP_TOKENS = 1024  # they are masked in each step before `min_tokens`
 MAX_CACHE_SALT = 1024  # characters
@@ -76,7 +75,7 @@ class SamplingParams:
     def _check_ranges(self) -> None:
         least, most = REPETITION
         checks = [
-            ("max_tokens", 1 <= self.max_tokens <= MAX_TOKENS, f"ask for 1 to {MAX_TOKENS} tokens"),
+            ("max_tokens", self.max_tokens >= 1, "ask for at least one token"),
             ("temperature", 0.0 <= self.temperature <= MAX_TEMPERATURE, f"give 0 (greedy) to {MAX_TEMPERATURE:g}"),
             ("top_p", 0.0 < self.top_p <= 1.0, "give a number above 0 and up to 1"),
             ("top_k", self.top_k >= 0, "give 0 for no limit or a positive number"),
@@ -100,7 +99,7 @@ class SamplingParams:
     def _check_tokens(self, vocabulary: int | None, eos: Collection[int]) -> None:
         least, most = BIAS
         if not all(isinstance(value, Real) and least <= value <= most for _, value in self.logit_bias):
-            raise RequestError("a value of logit_bias is out of range", f"give numbers from {least} to {most}")
+            raise RequestError("logit_bias has a value out of range", f"give numbers from {least} to {most}")
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise RequestError(f"stop_token_ids are {len(self.stop_token_ids)}", f"give at most {MAX_STOP_TOKENS}")
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):

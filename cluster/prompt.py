@@ -13,6 +13,7 @@ from ..errors import CheckpointError, RequestError
 from .checkpoints.weight_files import OTHER_CONFIG, read_json_object, refuse_unreadable
 from .host import shown
 
+_MAX_TOKENS = 1_000_000
 _MAX_TEMPERATURE = 2.0
 _MAX_SEED = 2**63 - 1
 
@@ -101,6 +102,8 @@ def sampling_params(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     try:
         params.check()
+        if max_tokens > _MAX_TOKENS:
+            raise RequestError(f"max_tokens is {max_tokens}", f"give a number from 1 to {_MAX_TOKENS}")
         if temperature > _MAX_TEMPERATURE:
             raise RequestError(f"temperature is {temperature}", f"give 0 (greedy) to {_MAX_TEMPERATURE:g}")
         if seed is not None and seed > _MAX_SEED:

@@ -29,6 +29,7 @@ from ...actors.requests import (
     REPETITION,
     SamplingParams,
 )
+from ...errors import RequestError
 from .messages import Body, Message, NamedTool, Text, Tool
 from .parameters import nearest, sift
 from .refusals import ApiError, refused
@@ -232,6 +233,9 @@ class GenerationBody(SamplingBody):
         ):
             if unknown := [token for token in tokens if not 0 <= token < known]:
                 raise refused(f"'{name}': no token {unknown[0]}; give ids from 0 to {known - 1}", name)
+        if self.min_tokens and len(set(self.stop_token_ids or ())) >= known:
+            message = "'stop_token_ids' names every token, and none may come before min_tokens; leave one of both out"
+            raise refused(message, "stop_token_ids")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -295,7 +299,7 @@ class GenerationBody(SamplingBody):
         """
         if (self.min_tokens or 0) > max_tokens:
             raise refused(f"min_tokens {self.min_tokens} exceeds the limit of {max_tokens} tokens", "min_tokens")
-        return SamplingParams(
+        found = SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else float(self.temperature),
             top_p=1.0 if self.top_p is None else float(self.top_p),
@@ -313,6 +317,12 @@ class GenerationBody(SamplingBody):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             grammar=grammar,
         )
+        try:
+            found.check()
+        except RequestError as error:
+            name = error.what.partition(" ")[0]
+            raise refused(str(error), name if name in type(self).model_fields else None) from error
+        return found
 
 
 class CompletionBody(GenerationBody):

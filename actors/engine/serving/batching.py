@@ -43,7 +43,7 @@ from .logits import processor_of
 from .sampling import PromptScorer, pick_of, prompt_rows, refuse_unbounded
 from .scheduler import NAME, used_share
 from .steps import StepManager, Steps
-from .streams import Outbox, SequenceWatcher, Stream, Streams, of_memory
+from .streams import Outbox, SequenceWatcher, Stream, Streams
 
 if TYPE_CHECKING:
     from .recorded import Recorded
@@ -97,11 +97,11 @@ class _Failures(OutputRouter):
     def deliver(self, output: Any) -> None:
         # the manager gives the text only, while it handles the error
         name, error = output.request_id, sys.exception()
-        if isinstance(error, Exception) and not of_memory(error):
-            error = _loop_died(error)
-            if isinstance(error, LoopDied) and all(row.name != name for row in self._steps.carried):
-                error = NotServing(error.what, error.remedy)
-        self._streams.abort(name, "error", output.error, error)
+        cause = _loop_died(error) if isinstance(error, Exception) else error
+        if isinstance(cause, LoopDied) and all(row.name != name for row in self._steps.carried):
+            cause = NotServing(cause.what, cause.remedy)
+            cause.__cause__ = error
+        self._streams.abort(name, "error", output.error, cause)
 
 
 class ContinuousBatcher:
@@ -323,7 +323,9 @@ def _loop_died(error: Exception) -> TierMoeError:
     """What ends requests with the loop: a missing expert or a policy's failure as it is, else the loop's death."""
     if isinstance(error, PolicyError | StoreError):
         return error
-    return LoopDied(f"the generation loop died ({type(error).__name__}: {error})", _AGAIN)
+    failure = LoopDied(f"the generation loop died ({type(error).__name__}: {error})", _AGAIN)
+    failure.__cause__ = error  # an allocation that failed is found there
+    return failure
 
 
 # what transformers' paged cache does not hold, by the kind of a layer

@@ -270,7 +270,7 @@ class Streams:
         Args:
             cause: the exception; one of ours reaches the client with its type.
         """
-        if cause is not None and self.out_of_memory is not None and of_memory(cause):
+        if cause is not None and self.out_of_memory is not None and _of_memory(cause):
             self.out_of_memory(cause)
         stream = self._close(name)
         if stream is None:
@@ -319,7 +319,7 @@ class Streams:
         )
 
 
-def of_memory(error: BaseException) -> bool:
+def _of_memory(error: BaseException) -> bool:
     """Whether it is, or comes from, an allocation that failed: of Python, torch on a CPU, torch on a GPU, or C++."""
     found: BaseException | None = error
     while found is not None:
