@@ -195,8 +195,10 @@ _BAD_COMPLETIONS: dict[str, list[Any]] = {
     "prompt": ["", [], [[]], [257], [-1], 5, None, "x" * 64, ["a"] * 129], "max_tokens": [-1, "5"],
     "temperature": [-0.1, 2.1], "top_p": [0], "top_k": [-2], "n": [0, 129, True], "logprobs": [21], "min_tokens": [17],
     "seed": [2**64], "stop": [[""], ["a"] * 17], "stream_options": [{"include_usage": True}], "best_of": [2],
-    "frequency_penalty": [2.5], "presence_penalty": [-3], "repetition_penalty": [0], "min_p": [1.1],
-    "logit_bias": [{"5": 101}, {"x": 1}, {"-1": 1}, {"257": 1}, [1]], "stop_token_ids": [[257], 5], "typical_p": [0.5],
+    "frequency_penalty": [2.5], "presence_penalty": [-3], "repetition_penalty": [0, 1e-39, 1e39],
+    "min_p": [1.1], "cache_salt": ["", 5, "s" * 1025],
+    "logit_bias": [{"5": 101}, {"x": 1}, {"-1": 1}, {"257": 1}, [1], {"9" * 30: 1}, {"5": 1, "05": 1}],
+    "stop_token_ids": [[257], 5, [-1], [2**70], [1] * 1025], "typical_p": [0.5],
     "mirostat": [2], "use_beam_search": [True], "bad_words": [["x"]], "suffix": ["x"], "temprature": [1],
 }  # fmt: skip
 _BAD_CHATS: dict[str, list[Any]] = {
@@ -212,6 +214,7 @@ _CHAT = {"messages": [{"role": "user", "content": "hi"}]}
     [
         *(("/v1/completions", {name: value}, name) for name, values in _BAD_COMPLETIONS.items() for value in values),
         ("/v1/completions", {"prompt": "x" * 60}, "max_tokens"),
+        ("/v1/completions", {"min_tokens": 1, "stop_token_ids": list(range(257))}, "stop_token_ids"),
         ("/v1/completions", {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         *(("/v1/chat/completions", {name: value}, name) for name, values in _BAD_CHATS.items() for value in values),
         ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
