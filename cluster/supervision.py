@@ -100,6 +100,8 @@ class LeadKeeper:
         record = lead_record(deployment)
         self._restarts = 0 if record is None else record.restarts
         self._deaths: deque[float] = deque(maxlen=DEATHS)
+        self._died_s = 0.0
+        self._loop_died = False  # its process is ended for that
         self._failure: TierMoeError | None = None  # why it rests
         self._failed_s = 0.0
         self._dead = False  # not started since its death
@@ -114,8 +116,8 @@ class LeadKeeper:
         """Check once, and act. A lead that failed is restarted after `REST_S`.
 
         Raises:
-            RuntimeFailure: the lead has ended for good, or has died `DEATHS` times within `WITHIN_S`; again at each
-                look while it rests.
+            RuntimeFailure: the lead has ended for good, or has died `DEATHS` times within `WITHIN_S` (deaths of its
+                loop do not count); again at each look while it rests.
             TierMoeError: it refused to start again, or a policy of its own failed.
         """
         self._allow_for_pause()
@@ -147,8 +149,10 @@ class LeadKeeper:
             self._follow_health(record)
 
     def _died(self, restarts: int) -> None:
-        now_s = time.monotonic()
-        self._deaths.extend([now_s] * (restarts - self._restarts))
+        now_s = self._died_s = time.monotonic()
+        # a loop dies of what a request does, after the start's own was served, and each request has its own bound
+        self._deaths.extend([now_s] * (restarts - self._restarts - self._loop_died))
+        self._loop_died = False
         self._restarts, self._dead, self._start, self._health = restarts, True, None, None
         if len(self._deaths) == DEATHS and now_s - self._deaths[0] < WITHIN_S:
             raise RuntimeFailure(f"{self._label} died {DEATHS} times within {WITHIN_S:g} s", _LOG)
@@ -164,7 +168,7 @@ class LeadKeeper:
             return  # it died again: the next look finds out
         except ray.exceptions.RayError as error:
             raise as_failure(error, f"{self._label} did not start again") from error
-        self._notify(f"{self._label} serves again, {time.monotonic() - self._deaths[-1]:.0f} s after it died")
+        self._notify(f"{self._label} serves again, {time.monotonic() - self._died_s:.0f} s after it died")
 
     def _follow_health(self, record: ActorRecord) -> None:
         if self._health is None:
@@ -180,6 +184,7 @@ class LeadKeeper:
                 if not isinstance(failure, LoopDied):
                     raise failure from error
                 self._notify(f"{self._label}: {failure.what}; its process is started again")
+                self._loop_died = True
                 self._remake(record)
                 return
             if self._files.look(state):

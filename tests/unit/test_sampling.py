@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,16 @@ from tiny_models import VOCAB, save_tiny_checkpoint
 
 from tiermoe.actors.engine.serving import sampling as sampling_module
 from tiermoe.actors.engine.serving.logits import processor_of
-from tiermoe.actors.engine.serving.sampling import Pick, PromptRows, PromptScorer, cut, draw, next_tokens, pick_of
+from tiermoe.actors.engine.serving.sampling import (
+    Pick,
+    PromptRows,
+    PromptScorer,
+    _argmax_in_one_copy,
+    cut,
+    draw,
+    next_tokens,
+    pick_of,
+)
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
@@ -156,6 +166,9 @@ def test_greedy_takes_the_first_of_equal_ones_as_torch_does(row: list[float]) ->
     wide = [[-1e9] * 130 + row, [float("-inf")] * 61 + row * 50, row + [-1e9] * 77]  # across lanes and after them
     for scores in (torch.tensor([row, row[::-1]]), *(torch.tensor([found]) for found in wide)):
         assert sample([None] * len(scores), scores) == scores.argmax(-1).tolist()
+        for tokens, largest in (sampling_module._argmax(scores[None], len(scores)), _argmax_in_one_copy(scores)):
+            assert tokens == scores.argmax(-1).tolist()
+            assert np.array_equal(largest, scores.max(-1).values.numpy(), equal_nan=True)
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:

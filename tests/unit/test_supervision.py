@@ -111,6 +111,22 @@ def test_a_lead_whose_loop_died_is_started_again(fake: FakeRay, keeper: LeadKeep
     assert fake.calls == ["health", "start"]
 
 
+def test_deaths_of_the_loop_do_not_end_the_runtime(fake: FakeRay, keeper: LeadKeeper) -> None:
+    """Each is of a request, which has a bound of its own: several of them stopped everybody's streams for good."""
+    died = RayTaskError("health", "traceback", LoopDied("the generation loop died", "send the request again"))
+    for restarts in range(1, 8):
+        fake.answers["health"] = died
+        keeper.look()
+        assert len(fake.remade) == restarts
+        fake.record, fake.answers["health"] = fake.lead(restarts, "ALIVE"), {"state": "serving"}
+        keeper.look()
+    fake.record = fake.lead(9, "ALIVE")  # of another cause
+    keeper.look()
+    fake.record = fake.lead(10, "ALIVE")
+    with pytest.raises(RuntimeFailure, match="died 3 times"):
+        keeper.look()
+
+
 @pytest.mark.parametrize(("apart_s", "ends"), [(10.0, True), (40.0, False)])
 def test_three_deaths_within_a_minute_are_the_end(
     fake: FakeRay, keeper: LeadKeeper, apart_s: float, ends: bool

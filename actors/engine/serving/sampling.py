@@ -252,10 +252,10 @@ def next_tokens(
         failed: called with a row that gets no token, and why; its place in the result means nothing. None: the first
             failure of a pick is raised, and a row without a pick does not fail.
     """
-    tokens = _argmax(logits, rows)
+    tokens, largest = _argmax(logits, rows)
     if failed is not None:
-        for i in _unbounded_rows(logits, tokens):
-            if i >= len(picks) or picks[i] is None:
+        for i, score in enumerate(largest):
+            if not math.isfinite(score) and (i >= len(picks) or picks[i] is None):
                 failed(i, _unbounded())
     for i, pick in enumerate(picks):
         if pick is not None:
@@ -268,19 +268,21 @@ def next_tokens(
     return tokens
 
 
-def _unbounded_rows(logits: torch.Tensor, largest: Sequence[int]) -> list[int]:
-    """The rows of logits [1, N, V] whose largest score, at these places, is infinite or not a number."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        scores = logits.detach().numpy()
-        return [i for i, token in enumerate(largest) if not math.isfinite(scores[0, i, token])]
-    places = torch.tensor(largest, device=logits.device)[:, None]
-    found = logits[0, : len(largest)].gather(1, places)[:, 0].isfinite().tolist()
-    return [i for i, finite in enumerate(found) if not finite]
+def _argmax(logits: torch.Tensor, rows: int) -> tuple[list[int], list[float]]:
+    """Of each of the first rows of logits [1, N, V]: the first of the largest, as torch's, and its score.
 
-
-def _argmax(logits: torch.Tensor, rows: int) -> list[int]:
-    """Of each of the first rows of logits [1, N, V]: the first of the largest, as torch's, which is slower on a CPU."""
+    The score is infinite or not a number where the row has no finite largest one.
+    """
     if logits.device.type != "cpu":
-        return logits[0, :rows].float().argmax(-1).tolist()
-    logits = logits.float().contiguous()
-    return _cpu.argmax_rows(logits.data_ptr(), rows, logits.shape[-1])
+        return _argmax_in_one_copy(logits[0, :rows])
+    logits = logits.detach().float().contiguous()
+    tokens = _cpu.argmax_rows(logits.data_ptr(), rows, logits.shape[-1])  # torch's own is slower on a CPU
+    scores = logits.numpy()
+    return tokens, [float(scores[0, i, token]) for i, token in enumerate(tokens)]
+
+
+def _argmax_in_one_copy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """`_argmax` of logits [N, V] with one copy to the host."""
+    scores, tokens = logits.float().max(-1)
+    both = torch.stack([tokens.double(), scores.double()]).tolist()
+    return [int(token) for token in both[0]], both[1]

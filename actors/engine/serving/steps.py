@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchingManager
 
+from ....errors import TierMoeError
 from ...policies.routing import SequenceRows
 from ..cuda.runtime import GpuRuntime
 from ..model.lengths import lengths_of
@@ -192,6 +193,7 @@ class Steps:
             return self._step(processor)
 
     def _step(self, processor: Any) -> bool:
+        self.carried = ()
         batch = self.prepare(processor)
         if batch is None:
             return False
@@ -223,14 +225,15 @@ class Steps:
         self.deliver(delivered)
         if self._failed:
             self._end_failed(batch, scheduler)
-        self.carried = ()
         self._last = batch if batch.repeats else None
         return True
 
     def _end_failed(self, batch: Batch, scheduler: Any) -> None:
         """End the requests that failed in this step; the others go on."""
         for name, error in self._failed.items():
-            self._streams.abort(name, "error", f"{type(error).__name__}: {error}", error)
+            # a row's allocation that failed is no reason to end the process
+            cause = error if isinstance(error, TierMoeError) else None
+            self._streams.abort(name, "error", f"{type(error).__name__}: {error}", cause)
             scheduler.finish_request(name)
         scheduler.block_new_requests = batch.repeats = False
         self._failed.clear()
