@@ -90,6 +90,12 @@ class _Inbox:
         raise self._failure
 
 
+def _as_answer(failure: TierMoeError) -> TierMoeError:
+    """What ended a request, for its client: its own fault as it is, all else a failure of the runtime."""
+    known = isinstance(failure, RequestError | RuntimeFailure)
+    return failure if known else RuntimeFailure(failure.what, failure.remedy)
+
+
 def _detached_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """A task outside the request that starts it: Ray cancels a request's calls with it."""
     return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
@@ -153,8 +159,7 @@ class LeadClient:
                 event = await self._within(deadline_s, inbox.take())
                 ended = event.finish is not None
                 if (failure := event.failure) is not None:
-                    ours = isinstance(failure, RequestError | NotServing)
-                    raise failure if ours else RuntimeFailure(failure.what, failure.remedy)
+                    raise _as_answer(failure)
                 yield event
         except (DeadlinePassed, NotServing):
             raise  # it still runs, or a lead that Ray could not reach for a moment may run it
@@ -285,7 +290,7 @@ class LeadClient:
             failure = as_failure(error, "the worker failed during a request")
             if isinstance(error, ray.exceptions.RayActorError):
                 raise NotServing(failure.what, failure.remedy) from error
-            raise failure from error
+            raise _as_answer(failure) from error
 
     def _reap(self, request_id: str, begun: Awaitable[str]) -> None:
         """Cancel a request whose consumer has left, in a separate task: its consumer is itself being cancelled."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from fake_api import EOS, WAIT_S, FakeBackend, ask, chat, complete, error, events, post, serving
 
-from tiermoe.actors.requests import SamplingParams
+from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
+from tiermoe.errors import RequestError
 
 
 def test_a_completion() -> None:
@@ -226,6 +227,30 @@ def test_refused_with_the_parameters_name(path: str, change: dict[str, Any], par
     status, found, message = error(post(path, body | change, backend))
     assert (status, found) == (400, param), message
     assert backend.requests == []
+
+
+class _Refusing(FakeBackend):
+    """As a lead that refuses a request, before its first token or after."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent]:
+        for _ in range(self.after):
+            yield TokenEvent(request.request_id, (65,))
+        raise RequestError("the grammar is too complex", "change it")
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_what_the_lead_refuses_is_the_clients_error(path: str, after: int) -> None:
+    """Guards: a grammar that the lead refused was 503, at which clients try again."""
+    body = {"/v1/completions": {"prompt": "p"}, "/v1/responses": {"input": "p"}}.get(path, _CHAT)
+    assert error(post(path, body, _Refusing(after))) == (400, None, "the grammar is too complex; change it")
+    response = post(path, body | {"stream": True}, _Refusing(after))
+    *_, last = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n") if '"error"' in line]
+    assert last["error"]["type"] == "invalid_request_error"
 
 
 def test_values_that_mean_nothing_are_no_reason_to_refuse() -> None:

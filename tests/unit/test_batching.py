@@ -75,6 +75,7 @@ def test_the_type_of_an_error_of_ours_goes_with_its_text(streams: Streams) -> No
     again = rebuilt(first.error_type, first.error)
     assert (type(again), again.what, again.remedy) == (StoreError, lost.what, lost.remedy)
     assert type(rebuilt("Unheard", "what; remedy")) is TierMoeError
+    assert rebuilt("RequestError", "the grammar is too complex").what == "the grammar is too complex"
 
 
 @pytest.mark.parametrize(

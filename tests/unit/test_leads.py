@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, 
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
-from tiermoe.errors import DeadlinePassed, LoopDied, NotServing, RequestError, RuntimeFailure
+from tiermoe.errors import DeadlinePassed, LoopDied, NotServing, RequestError, RuntimeFailure, StoreError
 
 _WAIT_S = 20.0
 _REQUEST = GenerationRequest("r", (1, 2))
@@ -97,8 +97,9 @@ def test_a_request_past_its_deadline_is_cancelled() -> None:
         (TokenEvent("r", (), "error", error="the grammar is too complex", error_type="RequestError"), RequestError),
         (TokenEvent("r", (), "error", error="no; finite score", error_type="CheckpointError"), RuntimeFailure),
         (RayTaskError("generate", "traceback", RequestError("the prompt is empty", "give one")), RequestError),
+        (RayTaskError("generate", "traceback", StoreError("an expert is nowhere", "bring it back")), RuntimeFailure),
     ],
-    ids=["event", "of the request", "of the model", "refusal"],
+    ids=["event", "of the request", "of the model", "refusal", "of the store"],
 )
 def test_failures_are_typed_and_need_no_cancellation(item: Any, kind: type[Exception]) -> None:
     lead = FakeLead([item])
