@@ -91,8 +91,8 @@ class _Inbox:
 
 
 def _as_answer(failure: TierMoeError) -> TierMoeError:
-    """What ended a request, for its client: its own fault as it is, all else a failure of the runtime."""
-    known = isinstance(failure, RequestError | RuntimeFailure)
+    """What ended a request: its own fault, or a lead that does not serve, as it is; all else is a failed runtime."""
+    known = isinstance(failure, RequestError | NotServing)
     return failure if known else RuntimeFailure(failure.what, failure.remedy)
 
 
