@@ -17,7 +17,7 @@ from .lead import LeadClient, LeadState
 
 _SUMMED = ("stats", "load", "shard_stats")  # over all leads; else one of them answers for itself
 _LOSSES = 3  # of a lead during one request, without a token between them
-_ALONE = 2  # of those, after which a request is on trial
+_ALONE = 2  # of those, after which a request is on trial; deaths of a loop, the last on trial, after which it fails
 _DEATHS = 4  # of a generation loop in steps that carried one request, however many tokens came between them
 
 
@@ -63,8 +63,8 @@ class LeadBackend:
     requests of a lead that hangs move as well, but only to another lead.
 
     One request may be what the leads die of. Those that were in the last step of a loop that died, and those that have
-    lost their lead twice without a token, are sent one at a time, each until its first new token (a trial). The one
-    whose loop dies on trial fails, the others resume.
+    lost their lead twice without a token, are sent one at a time, each until its first new token (a trial), and so are
+    requests that come meanwhile. One whose loop dies for the second time, on trial, fails; the others resume.
 
     Args:
         handles: of the actors, by the id of the replica that each belongs to.
@@ -101,7 +101,7 @@ class LeadBackend:
             part = replace(request, request_id=name, generated=tuple(came))
             trial = _Trial(self._trial)
             try:
-                if suspect:
+                if suspect or self._trial.locked():
                     await trial.begin(deadline_s)
                 lead = await self._choose(deadline_s)
                 async with aclosing(lead.generate(part, deadline_s)) as events:
@@ -119,7 +119,7 @@ class LeadBackend:
                 lead.lost()
                 died = isinstance(error, LoopDied)
                 losses, deaths = losses + 1 if len(came) == known else 1, deaths + died
-                if died and (trial.under_way or deaths >= _DEATHS):
+                if died and deaths >= (_ALONE if trial.under_way else _DEATHS):
                     raise _poisonous(error, deaths) from error
                 if losses > _LOSSES:
                     raise

@@ -183,7 +183,10 @@ class DyingLead(FakeLead):
 
 @pytest.mark.parametrize("poisons", [1, 2])
 def test_a_request_that_a_loop_dies_of_fails_and_the_others_resume(poisons: int) -> None:
-    """Each is sent twice; who was in the same step is sent again, one at a time, and gets its tokens once."""
+    """Each is sent twice; who was in the same step is sent again, one at a time, and gets its tokens once.
+
+    One more such request comes meanwhile, and one that is good.
+    """
     lead = DyingLead()
 
     async def call(backend: LeadBackend) -> None:
@@ -195,16 +198,21 @@ def test_a_request_that_a_loop_dies_of_fails_and_the_others_resume(poisons: int)
         while not all(f"{name}" in lead._waiting for name in "abc"):
             await asyncio.sleep(0)
         bad = [asyncio.ensure_future(tokens(f"p{i}", 1, _POISON)) for i in range(poisons)]
+        while not lead.deaths:
+            await asyncio.sleep(0.001)
+        good.append(asyncio.ensure_future(tokens("new", 1)))
+        bad.append(asyncio.ensure_future(tokens("late", 1, _POISON)))
         for task in bad:
             with pytest.raises(RuntimeFailure, match=r"died \(KeyError: 'boom'\), \d times .* not run again") as failed:
                 await task
             assert not isinstance(failed.value, NotServing)
-        assert [await task for task in good] == [list(range(8))] * 3
+        assert [await task for task in good] == [list(range(8))] * 4
         assert await tokens("later", 1) == list(range(8))
 
     run([lead], call)
-    assert len(lead.deaths) <= 2 * poisons
-    assert all(sum(f"p{i}" in death for death in lead.deaths) == 2 for i in range(poisons))
+    assert len(lead.deaths) <= 2 * poisons + 2
+    for name in [f"p{i}" for i in range(poisons)] + ["late"]:
+        assert sum(name in death for death in lead.deaths) == 2
 
 
 def test_a_request_that_is_in_every_death_is_not_resumed_for_ever() -> None:
