@@ -78,6 +78,10 @@ class NotServing(RuntimeFailure):
     """The lead has died and is being started again; requests can be sent once it serves."""
 
 
+class LoopDied(NotServing):
+    """The lead's generation loop died in a step that carried the request; the lead is started again."""
+
+
 class ChannelError(RuntimeFailure):
     """A channel between two processes did not do what was asked."""
 
@@ -144,9 +148,12 @@ def told(error: BaseException) -> str:
 def rebuilt(kind: str, text: str) -> TierMoeError:
     """An error that another process raised, from the name of its class and its text.
 
-    A class that is not here gives a `TierMoeError`.
+    A class that is not here gives a `TierMoeError`, and a text without a remedy gets one.
     """
     found = globals().get(kind)
     cls = found if isinstance(found, type) and issubclass(found, TierMoeError) else TierMoeError
     what, _, remedy = text.rpartition("; ")
+    if not what:
+        what = text
+        remedy = "change the request" if issubclass(cls, RequestError) else "run again, and report it if it stays"
     return cls(what, remedy)

@@ -234,7 +234,7 @@ class GpuWorker:
         whose other stores refuse a layer is "damaged" as well.
 
         Raises:
-            RuntimeFailure: the generation loop died. PolicyError: of a policy.
+            LoopDied: generation ended for good; who keeps the lead starts its process again. PolicyError: of a policy.
         """
         if self._plan is None:
             return {"state": self._stage, "since_s": round(time.monotonic() - self._stage_begin_s, 1)}
@@ -273,7 +273,7 @@ class GpuWorker:
         """Queue a request now; the stream iterates over its tokens.
 
         Raises:
-            RequestError: malformed request. NotServing: not started. RuntimeFailure: the loop died.
+            RequestError: malformed request. NotServing: not started, or the loop died. PolicyError: of a policy.
         """
         return self._serving.submit(request)
 
@@ -295,7 +295,7 @@ class GpuWorker:
             A name of this process's life: one that was started again has another, and none of the requests.
 
         Raises:
-            RequestError: malformed request. NotServing: not started. RuntimeFailure: the loop died.
+            RequestError: malformed request. NotServing: not started, or the loop died. PolicyError: of a policy.
         """
         outbox = self._outboxes.setdefault(client, Outbox())
         outbox.begin(request.request_id)
@@ -420,7 +420,7 @@ def _record(model: Any, batcher: Any) -> list[str]:
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     for event in batcher.submit(GenerationRequest("record", (0, 0, 0), sampling, read_prefix_cache=False)):
         if event.failure is not None:
-            if event.error_type is not None:
+            if event.error_type is not None and not isinstance(event.failure, NotServing):
                 raise event.failure
             raise RuntimeFailure(f"a forward that is a CUDA graph failed: {event.error}", "use compile: off")
     if not recorded.replays and recorded.problem is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from .host import shown
 
 _MAX_TOKENS = 1_000_000
 _MAX_TEMPERATURE = 2.0
+_MAX_SEED = 2**63 - 1
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # the names in use
 
@@ -117,17 +117,17 @@ def sampling_params(
     Raises:
         RequestError: a value is out of range; the message names its option.
     """
-    checks = (
-        (1 <= max_tokens <= _MAX_TOKENS, "--max-tokens", max_tokens, f"a number from 1 to {_MAX_TOKENS}"),
-        (
-            math.isfinite(temperature) and 0 <= temperature <= _MAX_TEMPERATURE,
-            "--temperature", temperature, f"a number from 0 (greedy) to {_MAX_TEMPERATURE:g}",
-        ),
-        (math.isfinite(top_p) and 0 < top_p <= 1, "--top-p", top_p, "a number over 0 and up to 1"),
-        (top_k >= 0, "--top-k", top_k, "0 (no limit) or a positive number"),
-        (seed is None or 0 <= seed < 2**63, "--seed", seed, "a number from 0 to 2^63-1"),
-    )  # fmt: skip
-    for fine, option, value, wanted in checks:
-        if not fine:
-            raise RequestError(f"{option} is {value}", f"give {wanted}")
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    try:
+        params.check()
+        if max_tokens > _MAX_TOKENS:
+            raise RequestError(f"max_tokens is {max_tokens}", f"give a number from 1 to {_MAX_TOKENS}")
+        if temperature > _MAX_TEMPERATURE:
+            raise RequestError(f"temperature is {temperature}", f"give 0 (greedy) to {_MAX_TEMPERATURE:g}")
+        if seed is not None and seed > _MAX_SEED:
+            raise RequestError(f"seed is {seed}", "give a number from 0 to 2^63-1")
+    except RequestError as error:
+        name, _, rest = error.what.partition(" ")
+        raise RequestError(f"--{name.replace('_', '-')} {rest}", error.remedy) from None
+    return params
+

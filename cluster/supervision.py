@@ -23,7 +23,7 @@ import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray._private import state as gcs
 
-from ..errors import RuntimeFailure, TierMoeError
+from ..errors import LoopDied, RuntimeFailure, TierMoeError
 from .attach import CONTROL, ActorRecord, Lead, lead_record
 from .placement import LEAD, family, remake, split_name
 from .ray_session import as_failure, ray_addresses, ray_processes
@@ -86,7 +86,7 @@ class _Files:
 
 
 class LeadKeeper:
-    """Starts a lead again that has died or hangs. No call blocks on the lead.
+    """Starts a lead again that has died, hangs, or whose generation loop died. No call blocks on the lead.
 
     Args:
         deployment: its id.
@@ -100,6 +100,8 @@ class LeadKeeper:
         record = lead_record(deployment)
         self._restarts = 0 if record is None else record.restarts
         self._deaths: deque[float] = deque(maxlen=DEATHS)
+        self._died_s = 0.0
+        self._loop_died = False  # its process is ended for that
         self._failure: TierMoeError | None = None  # why it rests
         self._failed_s = 0.0
         self._dead = False  # not started since its death
@@ -114,9 +116,9 @@ class LeadKeeper:
         """Check once, and act. A lead that failed is restarted after `REST_S`.
 
         Raises:
-            RuntimeFailure: the lead has ended for good, has died `DEATHS` times within `WITHIN_S`, or its loop died;
-                again at each look while it rests.
-            TierMoeError: it refused to start again.
+            RuntimeFailure: the lead has ended for good, or has died `DEATHS` times within `WITHIN_S` (deaths of its
+                loop do not count); again at each look while it rests.
+            TierMoeError: it refused to start again, or a policy of its own failed.
         """
         self._allow_for_pause()
         if self._failure is not None and time.monotonic() < self._failed_s + REST_S:
@@ -147,8 +149,10 @@ class LeadKeeper:
             self._follow_health(record)
 
     def _died(self, restarts: int) -> None:
-        now_s = time.monotonic()
-        self._deaths.extend([now_s] * (restarts - self._restarts))
+        now_s = self._died_s = time.monotonic()
+        # a loop dies of what a request does, after the start's own was served, and each request has its own bound
+        self._deaths.extend([now_s] * (restarts - self._restarts - self._loop_died))
+        self._loop_died = False
         self._restarts, self._dead, self._start, self._health = restarts, True, None, None
         if len(self._deaths) == DEATHS and now_s - self._deaths[0] < WITHIN_S:
             raise RuntimeFailure(f"{self._label} died {DEATHS} times within {WITHIN_S:g} s", _LOG)
@@ -164,7 +168,7 @@ class LeadKeeper:
             return  # it died again: the next look finds out
         except ray.exceptions.RayError as error:
             raise as_failure(error, f"{self._label} did not start again") from error
-        self._notify(f"{self._label} serves again, {time.monotonic() - self._deaths[-1]:.0f} s after it died")
+        self._notify(f"{self._label} serves again, {time.monotonic() - self._died_s:.0f} s after it died")
 
     def _follow_health(self, record: ActorRecord) -> None:
         if self._health is None:
@@ -176,7 +180,13 @@ class LeadKeeper:
             except ray.exceptions.RayActorError:
                 return  # the table says so at the next look
             except ray.exceptions.RayError as error:
-                raise as_failure(error, "the worker failed") from error
+                failure = as_failure(error, "the worker failed")
+                if not isinstance(failure, LoopDied):
+                    raise failure from error
+                self._notify(f"{self._label}: {failure.what}; its process is started again")
+                self._loop_died = True
+                self._remake(record)
+                return
             if self._files.look(state):
                 self._remake(record)
             return

@@ -154,10 +154,14 @@ def serving(
     sinks: Sequence[Sink] = (),
     tokenizer: Tokenizer | None = None,
     access: Access | None = None,
+    share_prefix_cache: bool = False,
 ) -> tuple[Service, Callable[[], httpx.AsyncClient]]:
     """The service, and clients of it."""
     chats = None if template is None else ChatTemplate(template, {"eos_token": "<end>"})
-    service = Service(backend, tokenizer or byte_tokenizer(), chats, "fake", limits or LimitSettings())
+    service = Service(
+        backend, tokenizer or byte_tokenizer(), chats, "fake", limits or LimitSettings(),
+        share_prefix_cache=share_prefix_cache,
+    )  # fmt: skip
     app = make_app(service, None if keys is None else KeyRing(keys), sinks=sinks, access=access)
 
     def client() -> httpx.AsyncClient:

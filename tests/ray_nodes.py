@@ -334,11 +334,12 @@ def prompt() -> tuple[int, ...]:
 
 
 @contextmanager
-def deployed(**options: Any) -> Iterator[Deployment]:
-    """A runtime with one thread a worker."""
+def deployed(worker_class: type | None = None, **options: Any) -> Iterator[Deployment]:
+    """A runtime with one thread a worker, whose leads are of this class."""
     config = load_run_config(None, {"threads": 1, "device": "cpu"} | options)
     settings = engine_settings(config)
-    with Deployment(config, settings, str(prepared_store(config, settings))) as deployment:
+    store = str(prepared_store(config, settings))
+    with Deployment(config, settings, store, worker_class=worker_class) as deployment:
         yield deployment
 
 

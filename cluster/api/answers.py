@@ -81,7 +81,10 @@ async def chat(service: Service, body: ChatBody) -> CheckedRequest:
         tokens = max(1, service.limit_tokens - len(ids))
     service.check_length(len(ids), tokens, "messages")
     choices = tuple(
-        Choice(ids, body.sampling(tokens, index, body.wanted_logprobs, grammar=grammar), display)
+        Choice(
+            ids, body.sampling(tokens, index, body.wanted_logprobs, grammar=grammar), display,
+            cache_salt=body.cache_salt,
+        )
         for index in range(body.choices)
     )
     parsers = tuple(parser() for _ in choices)
@@ -146,7 +149,7 @@ async def completion(service: Service, body: CompletionBody) -> CheckedRequest:
         service.check_length(len(ids), tokens, "prompt")
         for index in range(body.choices):
             sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None, grammar)
-            choices.append(Choice(ids, sampling, body.display, shown=body.wanted_tokens > 0))
+            choices.append(Choice(ids, sampling, body.display, body.wanted_tokens > 0, body.cache_salt))
     echoes: tuple[Echo, ...] | None = None
     if body.echo:
         echoes = tuple([await service.echo_of(text, ids) for text, ids in zip(given, prompts, strict=True)])

@@ -12,11 +12,13 @@ from functools import reduce
 from typing import Any, Protocol
 
 from ...actors.requests import GenerationRequest, TokenEvent
-from ...errors import DeadlinePassed, NotServing, RuntimeFailure
+from ...errors import DeadlinePassed, LoopDied, NotServing, RuntimeFailure
 from .lead import LeadClient, LeadState
 
 _SUMMED = ("stats", "load", "shard_stats")  # over all leads; else one of them answers for itself
 _LOSSES = 3  # of a lead during one request, without a token between them
+_ALONE = 2  # of those, after which a request is on trial; deaths of a loop, the last on trial, after which it fails
+_DEATHS = 4  # of a generation loop in steps that carried one request, however many tokens came between them
 
 
 class Backend(Protocol):
@@ -60,6 +62,10 @@ class LeadBackend:
     other, the same one when it is back) and continues after the last token (`GenerationRequest.generated`). The
     requests of a lead that hangs move as well, but only to another lead.
 
+    One request may be what the leads die of. Those that were in the last step of a loop that died, and those that have
+    lost their lead twice without a token, are sent one at a time, each until its first new token (a trial), and so are
+    requests that come meanwhile. One whose loop dies for the second time, on trial, fails; the others resume.
+
     Args:
         handles: of the actors, by the id of the replica that each belongs to.
         plan: what the first one's `plan` returned.
@@ -72,6 +78,7 @@ class LeadBackend:
         self._deadline_s = deadline_s
         self._change = asyncio.Event()
         self._answers: dict[tuple[str, int], Any] = {}  # last of each method and lead
+        self._trial = asyncio.Lock()
         self.leads = [LeadClient(handle, self._changed, name) for name, handle in handles.items()]
 
     async def first_look(self) -> None:
@@ -86,28 +93,40 @@ class LeadBackend:
         if request.sampling.seed is None:  # else another lead would draw by another seed
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
         came: list[int] = []
-        tries = losses = 0
+        tries = losses = deaths = 0
+        suspect = False
         while True:
             known = len(came)
             name = f"{request.request_id}.{tries}" if tries else request.request_id
             part = replace(request, request_id=name, generated=tuple(came))
+            trial = _Trial(self._trial)
             try:
+                if suspect or self._trial.locked():
+                    await trial.begin(deadline_s)
                 lead = await self._choose(deadline_s)
                 async with aclosing(lead.generate(part, deadline_s)) as events:
                     async for event in events:
+                        if event.token_ids:
+                            trial.end()
                         self.last_event_s = time.monotonic()
                         came += event.token_ids
                         yield replace(event, request_id=request.request_id)
                         if event.finish is not None:
                             return
-            except DeadlinePassed:
+            except (DeadlinePassed, TimeoutError):
                 raise self._too_late() from None
-            except NotServing:
+            except NotServing as error:
                 lead.lost()
-                losses = losses + 1 if len(came) == known else 1
+                died = isinstance(error, LoopDied)
+                losses, deaths = losses + 1 if len(came) == known else 1, deaths + died
+                if died and deaths >= (_ALONE if trial.under_way else _DEATHS):
+                    raise _poisonous(error, deaths) from error
                 if losses > _LOSSES:
                     raise
+                suspect = died or losses >= _ALONE
                 tries += 1
+            finally:
+                trial.end()
 
     async def ask(self, method: str, role: str | None = None) -> Any:
         """With several leads: counters are sums, lists are joined; a lead that is away counts with its last answer."""
@@ -164,6 +183,36 @@ class LeadBackend:
 
     def _too_late(self) -> DeadlinePassed:
         return DeadlinePassed(f"the request passed its deadline of {self._deadline_s:g} s", "ask for fewer tokens")
+
+
+class _Trial:
+    """The turn of one request among those that a lead may have died of.
+
+    Args:
+        turn: of all of them.
+    """
+
+    def __init__(self, turn: asyncio.Lock) -> None:
+        self._turn, self.under_way = turn, False
+
+    async def begin(self, deadline_s: float) -> None:
+        """Wait for the turn. Raises TimeoutError: not before `deadline_s`, on the event loop's clock."""
+        async with asyncio.timeout_at(deadline_s):
+            await self._turn.acquire()
+        self.under_way = True
+
+    def end(self) -> None:
+        """The request is cleared, or has ended. Idempotent."""
+        if self.under_way:
+            self.under_way = False
+            self._turn.release()
+
+
+def _poisonous(error: LoopDied, deaths: int) -> RuntimeFailure:
+    return RuntimeFailure(
+        f"{error.what}, {deaths} times in steps that carried this request; it is not run again",
+        "report it, with the request",
+    )
 
 
 def _sum(a: Any, b: Any) -> Any:

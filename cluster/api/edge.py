@@ -137,8 +137,9 @@ class Edge:
         await self._backend.first_look()
         name = settings.model_name or Path(plan["model"]).name
         service = Service(
-            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format, self._shared
-        )
+            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format, self._shared,
+            settings.share_prefix_cache,
+        )  # fmt: skip
         if settings.request_log != "off":
             written = settings.request_log_file
             log = self._descriptors.standard_error if written is None else Path(written)

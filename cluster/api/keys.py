@@ -34,12 +34,26 @@ class Key:
         name: by which logs and messages call it.
         requests: choices that may wait or run for it; None: as many as the server takes.
         tokens: prompt tokens that may wait for it; None: no limit.
+        named: whether its line gives the name; else that is the line's number, which another key may get.
     """
 
     name: str
     secret: bytes = field(default=b"", repr=False)
     requests: int | None = None
     tokens: int | None = None
+    named: bool = field(default=False, compare=False)
+
+    def cache_salt(self, own: str | None = None) -> str:
+        """The salt of its requests in the prefix cache; "": the one of all requests without a key and a salt.
+
+        A key with a name keeps its salt when its secret is replaced; of one without a name the secret is the salt.
+
+        Args:
+            own: the request's salt.
+        """
+        who = self.name if self.named else hashlib.sha256(self.secret).hexdigest() if self.secret else ""
+        parts = [kind + text for kind, text in (("n" if self.named else "s", who), ("r", own or "")) if text]
+        return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest() if parts else ""
 
 
 ANYONE = Key("anyone")  # where no key is asked for
@@ -76,7 +90,7 @@ def _key(words: list[bytes], where: str) -> Key:
             )
         found[name] = value
     limits = {name: int(found[name]) for name in ("requests", "tokens") if name in found}
-    return Key(found.get("name", f"key-{where.rsplit(' ', 1)[1]}"), secret, **limits)
+    return Key(found.get("name", f"key-{where.rsplit(' ', 1)[1]}"), secret, named="name" in found, **limits)
 
 
 def fingerprint(authorization: bytes) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import ray
 
 from ...actors.requests import GenerationRequest, TokenEvent
-from ...errors import DeadlinePassed, NotServing, RuntimeFailure, TierMoeError
+from ...errors import DeadlinePassed, LoopDied, NotServing, RequestError, RuntimeFailure, TierMoeError
 from ..attach import CONTROL, EVENTS
 from ..ray_session import NAMESPACE, as_failure
 
@@ -90,6 +90,12 @@ class _Inbox:
         raise self._failure
 
 
+def _as_answer(failure: TierMoeError) -> TierMoeError:
+    """What ended a request: its own fault, or a lead that does not serve, as it is; all else is a failed runtime."""
+    known = isinstance(failure, RequestError | NotServing)
+    return failure if known else RuntimeFailure(failure.what, failure.remedy)
+
+
 def _detached_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """A task outside the request that starts it: Ray cancels a request's calls with it."""
     return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
@@ -141,8 +147,8 @@ class LeadClient:
             deadline_s: on the event loop's clock.
 
         Raises:
-            NotServing: it does not, or does not yet. DeadlinePassed: of the request. TierMoeError: it was refused, or
-                failed.
+            NotServing: it does not, or does not yet. LoopDied: its generation loop died of a step with the request.
+            DeadlinePassed: of the request. RequestError: it was refused. RuntimeFailure: it failed.
         """
         name, inbox, ended = request.request_id, _Inbox(), False
         self._inboxes[name] = inbox
@@ -153,7 +159,7 @@ class LeadClient:
                 event = await self._within(deadline_s, inbox.take())
                 ended = event.finish is not None
                 if (failure := event.failure) is not None:
-                    raise RuntimeFailure(failure.what, failure.remedy)
+                    raise _as_answer(failure)
                 yield event
         except (DeadlinePassed, NotServing):
             raise  # it still runs, or a lead that Ray could not reach for a moment may run it
@@ -237,7 +243,9 @@ class LeadClient:
             self._gone_s = now_s if self._gone_s is None else self._gone_s
             failure = as_failure(error, "the worker failed during a request")
             self._problem = str(failure)
-            if not isinstance(error, ray.exceptions.RayActorError) or now_s - self._gone_s > _GONE_S:
+            if isinstance(failure, LoopDied):
+                self._gone_s, self._problem = None, f"{failure.what}; its process is started again"
+            elif not isinstance(error, ray.exceptions.RayActorError) or now_s - self._gone_s > _GONE_S:
                 self.failure = RuntimeFailure(failure.what, failure.remedy)
         self.serves, self.hung = serves, hung
 
@@ -282,7 +290,7 @@ class LeadClient:
             failure = as_failure(error, "the worker failed during a request")
             if isinstance(error, ray.exceptions.RayActorError):
                 raise NotServing(failure.what, failure.remedy) from error
-            raise failure from error
+            raise _as_answer(failure) from error
 
     def _reap(self, request_id: str, begun: Awaitable[str]) -> None:
         """Cancel a request whose consumer has left, in a separate task: its consumer is itself being cancelled."""

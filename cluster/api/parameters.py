@@ -21,7 +21,7 @@ IGNORED = frozenset({
     "reasoning_effort", "reasoning", "thinking", "think", "enable_thinking", "thinking_budget", "thinking_token_budget",
     "include_reasoning", "stream_reasoning", "chat_template_kwargs",
     # vLLM and SGLang: places in a queue, caches, settings of what is not there
-    "priority", "request_id", "cache_salt", "guided_decoding_backend", "spaces_between_special_tokens",
+    "priority", "request_id", "guided_decoding_backend", "spaces_between_special_tokens",
     "length_penalty", "early_stopping", "mm_processor_kwargs", "media_io_kwargs", "data_parallel_rank", "rid",
     "extra_key", "bootstrap_host", "bootstrap_port", "bootstrap_room", "log_metrics",
     # llama.cpp, TGI, Ollama and LM Studio: memory, threads, slots, loading

@@ -21,7 +21,16 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from ...actors.requests import MAX_LOGPROBS, SamplingParams
+from ...actors.requests import (
+    BIAS,
+    MAX_CACHE_SALT,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKENS,
+    PENALTY,
+    REPETITION,
+    SamplingParams,
+)
+from ...errors import RequestError
 from .messages import UNSUPPORTED, Body, Message, NamedTool, Text, Tool
 from .parameters import instead, integral, nearest, sift
 from .refusals import ApiError, refused
@@ -195,11 +204,11 @@ class SamplingBody(RequestBody):
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float | None = Field(default=None, ge=PENALTY[0], le=PENALTY[1])
+    frequency_penalty: float | None = Field(default=None, ge=PENALTY[0], le=PENALTY[1])
+    repetition_penalty: float | None = Field(default=None, ge=REPETITION[0], le=REPETITION[1])
     logit_bias: dict[str, float] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -210,6 +219,9 @@ class SamplingBody(RequestBody):
     grammar: Text | None = None
     json_schema: dict[str, Any] | None = None
     stream: bool | None = None
+    cache_salt: str | None = Field(
+        default=None, min_length=1, max_length=MAX_CACHE_SALT, description="shares KV pages with the same salt only"
+    )
 
 
 class GenerationBody(SamplingBody):
@@ -235,7 +247,7 @@ class GenerationBody(SamplingBody):
             if not 1 <= len(stop) <= _MAX_STOP_CHARS:
                 raise refused(f"a stop string of {len(stop)} characters; give 1 to {_MAX_STOP_CHARS}", "stop")
         for name, value in (self.logit_bias or {}).items():
-            if not (name.isascii() and name.isdigit() and -100 <= value <= 100):
+            if not (name.isascii() and name.isdigit() and len(name) <= 20 and BIAS[0] <= value <= BIAS[1]):
                 raise refused("'logit_bias': give token ids with numbers from -100 to 100", "logit_bias")
 
     def check_tokens(self, known: int) -> None:
@@ -250,6 +262,9 @@ class GenerationBody(SamplingBody):
         ):
             if unknown := [token for token in tokens if not 0 <= token < known]:
                 raise refused(f"'{name}': no token {unknown[0]}; give ids from 0 to {known - 1}", name)
+        if self.min_tokens and len(set(self.stop_token_ids or ())) >= known:
+            message = "'stop_token_ids' names every token, and none may come before min_tokens; leave one of both out"
+            raise refused(message, "stop_token_ids")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -314,7 +329,7 @@ class GenerationBody(SamplingBody):
         """
         if (self.min_tokens or 0) > max_tokens:
             raise refused(f"min_tokens {self.min_tokens} exceeds the limit of {max_tokens} tokens", "min_tokens")
-        return SamplingParams(
+        found = SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else float(self.temperature),
             top_p=1.0 if self.top_p is None else float(self.top_p),
@@ -332,6 +347,12 @@ class GenerationBody(SamplingBody):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             grammar=grammar,
         )
+        try:
+            found.check()
+        except RequestError as error:
+            name = error.what.partition(" ")[0]
+            raise refused(str(error), name if name in type(self).model_fields else None) from error
+        return found
 
 
 class CompletionBody(GenerationBody):

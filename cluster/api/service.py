@@ -43,12 +43,14 @@ class Choice:
     """One choice to generate.
 
     shown: False: a token is generated for its prompt's log-probabilities only.
+    cache_salt: the request's own, for the prefix cache.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     display: Display
     shown: bool = True
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,12 +148,15 @@ class Service:
         limits: on requests.
         tool_format: how the model writes tool calls; None: as its template shows.
         shared: folder of what the server's replicas on this machine share (`shared.py`); None: there is one.
+        share_prefix_cache: whether requests of different keys share KV pages.
     """
 
     def __init__(
         self, backend: Backend, tokenizer: Tokenizer, template: ChatTemplate | None, model_name: str,
         limits: LimitSettings, tool_format: str | None = None, shared: Path | None = None,
+        share_prefix_cache: bool = False,
     ) -> None:  # fmt: skip
+        self._share_prefix_cache = share_prefix_cache
         self.calling = calling(template, tool_format)
         special = [item.content for item in tokenizer.get_added_tokens_decoder().values() if item.special]
         found = self.calling.format
@@ -341,7 +346,8 @@ class Service:
 
     async def _generate(self, choice: Choice, name: str, timer: ChoiceTimer, key: Key) -> AsyncGenerator[Delta]:
         """Wait for a slot, then generate under the id `name`; closing it early cancels the choice."""
-        request = GenerationRequest(name, choice.prompt_ids, choice.sampling)
+        salt = (ANYONE if self._share_prefix_cache else key).cache_salt(choice.cache_salt)
+        request = GenerationRequest(name, choice.prompt_ids, choice.sampling, cache_salt=salt)
         text = ChoiceText(self.tokenizer, choice.display, choice.sampling.min_tokens)
         async with self.admission.slot(key, len(choice.prompt_ids)):
             timer.started_s = time.perf_counter()

@@ -83,6 +83,9 @@ class ApiSettings(Settings):
         description="names of the server in `Host`, besides its addresses and this machine's name; *.NAME: those below "
         "a name, *: all. With a key they are checked only if given",
     )
+    share_prefix_cache: bool = Field(
+        default=False, description="share KV pages of equal prompts between keys, which see that in time and usage"
+    )
     request_log: RequestLogFormat = Field(default="text", description="log a line for each request: text, json or off")
     request_log_file: str | None = Field(default=None, description="file of the request log; default: standard error")
     otlp_endpoint: str | None = Field(

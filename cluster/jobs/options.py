@@ -49,7 +49,12 @@ RUNTIME = (
 def option_of(model: type[BaseModel], key: str, **more: Any) -> Any:
     """A typer option whose help is the description of a field, and whose panel its; `more` as for `typer.Option`."""
     field = model.model_fields[key]
-    return typer.Option(help=_help(field.description or ""), rich_help_panel=_panel(model, field), **more)
+    return typer.Option(help=help_of(model, key), rich_help_panel=_panel(model, field), **more)
+
+
+def help_of(model: type[BaseModel], key: str) -> str:
+    """The description of a field as an option's help."""
+    return _help(model.model_fields[key].description or "")
 
 
 def _help(description: str) -> str:

@@ -32,6 +32,7 @@ from .options import (
     DeploymentId,
     attached,
     checked_config,
+    help_of,
     option_of,
     refuse_runtime_options,
     with_options,
@@ -55,6 +56,9 @@ def serve_command(
     api_key_file: Annotated[Path | None, option_of(ApiSettings, "api_key_file")] = None,
     allow_origin: Annotated[list[str] | None, option_of(ApiSettings, "allow_origins")] = None,
     allowed_host: Annotated[list[str] | None, option_of(ApiSettings, "allowed_hosts")] = None,
+    share_prefix_cache: Annotated[
+        bool, typer.Option("--share-prefix-cache", help=help_of(ApiSettings, "share_prefix_cache"))
+    ] = False,
     model_name: Annotated[str | None, option_of(ApiSettings, "model_name")] = None,
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
     tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
@@ -82,6 +86,7 @@ def serve_command(
         {
             "model_name": model_name, "chat_template": chat_template, "api_key_file": api_key_file,
             "allow_origins": allow_origin, "allowed_hosts": allowed_host,
+            "share_prefix_cache": share_prefix_cache,
             "tool_format": _one_of("--tool-format", tool_format, ToolFormatName),
             "request_log": _one_of("--request-log", request_log, RequestLogFormat),
             "request_log_file": request_log_file, "otlp_endpoint": otlp_endpoint, "replicas": edge_replicas,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from fake_api import EOS, WAIT_S, FakeBackend, ask, chat, complete, error, events, post, serving
 
-from tiermoe.actors.requests import SamplingParams
+from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
+from tiermoe.errors import RequestError
 
 
 def test_a_completion() -> None:
@@ -195,8 +196,10 @@ _BAD_COMPLETIONS: dict[str, list[Any]] = {
     "prompt": ["", [], [[]], [257], [-1], 5, None, "x" * 64, ["a"] * 129], "max_tokens": [-1, "5"],
     "temperature": [-0.1, 2.1], "top_p": [0], "top_k": [-2], "n": [0, 129, True], "logprobs": [21], "min_tokens": [17],
     "seed": [2**64], "stop": [[""], ["a"] * 17], "stream_options": [{"include_usage": True}], "best_of": [2],
-    "frequency_penalty": [2.5], "presence_penalty": [-3], "repetition_penalty": [0], "min_p": [1.1],
-    "logit_bias": [{"5": 101}, {"x": 1}, {"-1": 1}, {"257": 1}, [1]], "stop_token_ids": [[257], 5], "typical_p": [0.5],
+    "frequency_penalty": [2.5], "presence_penalty": [-3], "repetition_penalty": [0, 1e-39, 1e39],
+    "min_p": [1.1], "cache_salt": ["", 5, "s" * 1025],
+    "logit_bias": [{"5": 101}, {"x": 1}, {"-1": 1}, {"257": 1}, [1], {"9" * 30: 1}, {"5": 1, "05": 1}],
+    "stop_token_ids": [[257], 5, [-1], [2**70], [1] * 1025], "typical_p": [0.5],
     "mirostat": [2], "use_beam_search": [True], "bad_words": [["x"]], "suffix": ["x"], "temprature": [1],
 }  # fmt: skip
 _BAD_CHATS: dict[str, list[Any]] = {
@@ -212,6 +215,7 @@ _CHAT = {"messages": [{"role": "user", "content": "hi"}]}
     [
         *(("/v1/completions", {name: value}, name) for name, values in _BAD_COMPLETIONS.items() for value in values),
         ("/v1/completions", {"prompt": "x" * 60}, "max_tokens"),
+        ("/v1/completions", {"min_tokens": 1, "stop_token_ids": list(range(257))}, "stop_token_ids"),
         ("/v1/completions", {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         *(("/v1/chat/completions", {name: value}, name) for name, values in _BAD_CHATS.items() for value in values),
         ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
@@ -223,6 +227,30 @@ def test_refused_with_the_parameters_name(path: str, change: dict[str, Any], par
     status, found, message = error(post(path, body | change, backend))
     assert (status, found) == (400, param), message
     assert backend.requests == []
+
+
+class _Refusing(FakeBackend):
+    """As a lead that refuses a request, before its first token or after."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent]:
+        for _ in range(self.after):
+            yield TokenEvent(request.request_id, (65,))
+        raise RequestError("the grammar is too complex", "change it")
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_what_the_lead_refuses_is_the_clients_error(path: str, after: int) -> None:
+    """Guards: a grammar that the lead refused was 503, at which clients try again."""
+    body = {"/v1/completions": {"prompt": "p"}, "/v1/responses": {"input": "p"}}.get(path, _CHAT)
+    assert error(post(path, body, _Refusing(after))) == (400, None, "the grammar is too complex; change it")
+    response = post(path, body | {"stream": True}, _Refusing(after))
+    *_, last = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n") if '"error"' in line]
+    assert last["error"]["type"] == "invalid_request_error"
 
 
 def test_values_that_mean_nothing_are_no_reason_to_refuse() -> None:

@@ -29,6 +29,7 @@ from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParam
 from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.config import load_policy
 from tiermoe.errors import (
+    LoopDied,
     NotServing,
     PolicyError,
     RequestError,
@@ -74,6 +75,7 @@ def test_the_type_of_an_error_of_ours_goes_with_its_text(streams: Streams) -> No
     again = rebuilt(first.error_type, first.error)
     assert (type(again), again.what, again.remedy) == (StoreError, lost.what, lost.remedy)
     assert type(rebuilt("Unheard", "what; remedy")) is TierMoeError
+    assert rebuilt("RequestError", "the grammar is too complex").what == "the grammar is too complex"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,23 @@ def test_names_cannot_be_forged(streams: Streams) -> None:
         (asked(logit_bias=((VOCABULARY, 1.0),)), "logit_bias"),
         (asked(logit_bias=((1, float("nan")),)), "logit_bias"),
         (asked(stop_token_ids=(-1,)), "stop_token_ids"),
+        (asked(repetition_penalty=1e-39), "repetition_penalty is 1e-39"),
+        (asked(repetition_penalty=1e39), "repetition_penalty"),
+        (asked(repetition_penalty=float("nan")), "repetition_penalty"),
+        (asked(frequency_penalty=1e308), "frequency_penalty"),
+        (asked(presence_penalty=-1e38), "presence_penalty"),
+        (asked(logit_bias=((1, 1e39),)), "logit_bias"),
+        (asked(logit_bias=((1, float("-inf")),)), "logit_bias"),
+        (asked(logit_bias=((1, 1.0), (1, 1.0))), "logit_bias names a token twice"),
+        (asked(stop_token_ids=(10**30,)), "stop_token_ids"),
+        (asked(stop_token_ids=tuple(range(VOCABULARY)), min_tokens=1), "stop_token_ids name every token"),
+        (asked(stop_token_ids=tuple(set(range(VOCABULARY)) - {EOS}), min_tokens=1), "stop_token_ids name every token"),
+        (asked(stop_token_ids=(1,) * 2000), "stop_token_ids are 2000"),
+        (asked(temperature="hot"), "temperature is 'hot'"),
+        (asked(temperature=1e30), "temperature"),
+        (asked(seed=0.5), "seed is 0.5"),
+        (asked(top_k=None), "top_k is None"),
+        (replace(asked(), cache_salt="s" * 2000), "cache_salt"),
     ],
 )
 def test_refused(streams: Streams, request_: GenerationRequest, match: str) -> None:
@@ -411,6 +430,105 @@ def test_clients_take_the_events_of_their_requests(
     worker.load()
     assert worker.batcher.streams.find("left") is None
     assert worker.take("one", 0.0) == (life, [])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "own", [{"presence_penalty": 1.25}, {"prompt_logprobs": 17}, {"temperature": 1.0, "min_p": 0.125}], ids=str
+)
+def test_a_request_that_fails_in_a_step_fails_alone(
+    workers: dict[str, GpuWorker], expected: list[list[int]], batching: str, own: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Guards the others: any exception of one request's scores, draw or scoring ended the generation loop."""
+
+    def failing(name: str, fails: Any) -> None:
+        real = getattr(*name_of(name))
+
+        def call(*args: Any) -> Any:
+            if fails(args):
+                raise ValueError("poison")
+            return real(*args)
+
+        monkeypatch.setattr(*name_of(name), call)
+
+    failing("logits.LogitsProcessor.__call__", lambda args: args[0]._params.presence_penalty == 1.25)
+    failing("sampling.token_logprobs", lambda args: args[2] == 17)
+    failing("sampling.cut", lambda args: args[1].min_p == 0.125)
+    worker = workers[batching]
+    streams = [worker.submit(numbered(i)) for i in (0, 1)]
+    bad = worker.submit(numbered(2, "bad", **own))
+    last = list(bad)[-1]
+    assert (last.finish, "poison" in (last.error or "")) == ("error", True)
+    assert [gathered(stream).token_ids for stream in streams] == [tokens[:TOKENS] for tokens in expected[:2]]
+    assert worker.health() == {"state": "serving", "running": 0}
+    assert free_kv(worker) == 1.0
+    assert generate(worker, [numbered(3)])[0].token_ids == expected[3][:TOKENS]
+
+
+def name_of(path: str) -> tuple[Any, str]:
+    """What has an attribute of a module of `serving`, and its name."""
+    module, *owners, name = path.split(".")
+    found = import_module(f"tiermoe.actors.engine.serving.{module}")
+    for owner in owners:
+        found = getattr(found, owner)
+    return found, name
+
+
+@BOTH
+@pytest.mark.parametrize("own", [{}, {"temperature": 1.0, "seed": 1}], ids=str)
+def test_scores_that_are_no_numbers_end_their_request_only(
+    workers: dict[str, GpuWorker], expected: list[list[int]], batching: str, own: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of a broken checkpoint. Guards a greedy request that went on with token 0, and a drawn one that ended all."""
+    worker, steps = workers[batching], import_module("tiermoe.actors.engine.serving.steps")
+    if batching == "continuous":
+        real, bad_steps = steps.next_tokens, iter([False, False, True])
+
+        def spoilt(logits: torch.Tensor, rows: int, *rest: Any) -> list[int]:
+            if rows == 2 and next(bad_steps, False):
+                logits = logits.clone()
+                logits[0, 0] = float("nan")
+            return real(logits, rows, *rest)
+
+        monkeypatch.setattr(steps, "next_tokens", spoilt)
+    else:
+        progress = import_module("tiermoe.actors.engine.serving.batching")._Progress
+        plain, times = progress.sample, iter([False, False, True])
+        spoil = float("nan")
+        monkeypatch.setattr(
+            progress, "sample", lambda self, scores: plain(self, scores * spoil if next(times, False) else scores)
+        )
+    bad, good = worker.submit(numbered(0, "bad", **own)), worker.submit(numbered(1))
+    events = list(bad)
+    assert events[-1].error_type == "CheckpointError"
+    assert "no finite score" in (events[-1].error or "")
+    assert gathered(good).token_ids == expected[1][:TOKENS]
+    assert worker.health()["state"] == "serving"
+
+
+def test_a_loop_that_dies_says_who_was_in_its_step(mixtral_store: Any) -> None:
+    """Those resume by a trial, others as after any death; the lead says that it is to be started again."""
+    with serving(mixtral_store, settings(1.0, kv=kv("continuous"))) as worker:
+        begun, both = threading.Event(), threading.Event()
+
+        def fail(rows: Any) -> None:
+            begun.set()
+            both.wait(30)
+            raise KeyError("boom")
+
+        worker.engine.begin_forward = fail
+        carried = worker.submit(numbered(0))
+        assert begun.wait(30)
+        queued = worker.submit(numbered(1))
+        both.set()
+        assert [list(stream)[-1].error_type for stream in (carried, queued)] == ["LoopDied", "NotServing"]
+        with pytest.raises(NotServing, match=r"the generation loop died \(KeyError: 'boom'\)") as refused:
+            worker.submit(numbered(0))
+        assert not isinstance(refused.value, LoopDied)  # it took no part
+        with pytest.raises(LoopDied):
+            worker.health()
 
 
 EXTRAS = {"repetition_penalty": 5.0, "min_length": 200, "num_beams": 3, "no_repeat_ngram_size": 1, "top_k": 3}

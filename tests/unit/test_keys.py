@@ -13,7 +13,7 @@ import pytest
 from fake_api import FakeBackend, ask, error, serving
 
 from tiermoe.cluster.api.admission import Admission
-from tiermoe.cluster.api.keys import Key, KeyRing, read_keys
+from tiermoe.cluster.api.keys import ANYONE, Key, KeyRing, read_keys
 from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.jobs.watched import FileWatch
 from tiermoe.errors import ConfigError
@@ -45,6 +45,47 @@ def test_a_line_is_a_key_and_its_limits(file: Path) -> None:
     assert (first, first.secret) == (Key("key-3", b"sesame-open"), b"sesame-open")
     assert second == Key("batch", b"0123456789abcdef", requests=3, tokens=50)
     assert "sesame" not in repr((first, second))
+
+
+def test_the_prefix_cache_is_salted_by_key(tmp_path: Path) -> None:
+    """By its name, which stays when its secret is replaced, else by its secret: a line's number may be another's."""
+
+    def salts(text: str) -> list[str]:
+        return [key.cache_salt() for key in read_keys(write(tmp_path / "keys", text))]
+
+    before = salts("one\ntwo\nthree name=web\nfour name=key-9\n")
+    assert len({"", *before}) == 5
+    assert salts("two\nsix\nseven name=web\nfour name=key-9") == [before[1], salts("six")[0], *before[2:]]
+    (key,) = read_keys(write(tmp_path / "keys", "one name=web"))
+    assert len({key.cache_salt(own) for own in (None, "a", "b", "web", "\ud800")}) == 5
+    assert len({ANYONE.cache_salt(own) for own in (None, "a", "b")} | {key.cache_salt("a")}) == 4
+    assert ANYONE.cache_salt() == ""
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_requests_carry_the_salt_of_their_key_and_their_own(tmp_path: Path, shares: bool) -> None:
+    """Of every route; `--share-prefix-cache` leaves their own."""
+    file, backend = write(tmp_path / "keys", "one name=a\ntwo name=b\n"), FakeBackend()
+
+    async def call(http: httpx.AsyncClient) -> list[int]:
+        found = []
+        for path, body in (
+            ("/v1/completions", {"prompt": "p"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "p"}]}),
+            ("/v1/responses", {"input": "p"}),
+        ):
+            for key in ("one", "two"):
+                for own in ({}, {"cache_salt": "x"}):
+                    answer = await http.post(path, json=body | own, headers=bearer(key))
+                    assert "warning" not in answer.headers
+                    found.append(answer.status_code)
+        return found
+
+    assert set(ask(backend, call, keys=file, share_prefix_cache=shares)) == {200}
+    salts = [request.cache_salt for request in backend.requests]
+    assert salts[:4] == salts[4:8] == salts[8:]
+    assert len(set(salts)) == (2 if shares else 4)
+    assert ("" in salts) == shares
 
 
 @pytest.mark.parametrize(

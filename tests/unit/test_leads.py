@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, 
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
-from tiermoe.errors import DeadlinePassed, NotServing, RequestError, RuntimeFailure
+from tiermoe.errors import DeadlinePassed, LoopDied, NotServing, RequestError, RuntimeFailure, StoreError
 
 _WAIT_S = 20.0
 _REQUEST = GenerationRequest("r", (1, 2))
@@ -93,9 +94,12 @@ def test_a_request_past_its_deadline_is_cancelled() -> None:
     ("item", "kind"),
     [
         (TokenEvent("r", (), "error", error="out of memory"), RuntimeFailure),
+        (TokenEvent("r", (), "error", error="the grammar is too complex", error_type="RequestError"), RequestError),
+        (TokenEvent("r", (), "error", error="no; finite score", error_type="CheckpointError"), RuntimeFailure),
         (RayTaskError("generate", "traceback", RequestError("the prompt is empty", "give one")), RequestError),
+        (RayTaskError("generate", "traceback", StoreError("an expert is nowhere", "bring it back")), RuntimeFailure),
     ],
-    ids=["event", "refusal"],
+    ids=["event", "of the request", "of the model", "refusal", "of the store"],
 )
 def test_failures_are_typed_and_need_no_cancellation(item: Any, kind: type[Exception]) -> None:
     lead = FakeLead([item])
@@ -142,6 +146,101 @@ def test_a_request_fails_when_no_lead_lives_through_it(count: int, states: list[
 
     run(leads, call)
     assert _cancelled(leads[0]) == ["r"] * tries
+
+
+_POISON = 66
+_DIED = LoopDied("the generation loop died (KeyError: 'boom')", "send the request again")
+
+
+class DyingLead(FakeLead):
+    """Counts: the n-th token of a request is n, one a call. Its loop dies of a prompt that has `_POISON`.
+
+    Attributes:
+        deaths: the requests of each step that it died in, without the numbers of their tries.
+    """
+
+    def __init__(self) -> None:
+        super().__init__([], later=[[]] * 99)
+        self.deaths: list[set[str]] = []
+        self._asked: dict[str, GenerationRequest] = {}
+
+    async def _begun(self, request: GenerationRequest, number: int) -> str:
+        known = len(request.generated)
+        tokens = [TokenEvent("", (n,), "length" if n == 7 else None) for n in range(known, 8)]
+        self._waiting[request.request_id] = tokens
+        self._asked[request.request_id] = request
+        return self.life
+
+    async def _take(self, client: str, wait_s: float) -> tuple[str, list[TokenEvent]]:
+        await asyncio.sleep(0.001)
+        inside = [name for name, items in self._waiting.items() if items]
+        if any(_POISON in self._asked[name].prompt_ids for name in inside):
+            self.deaths.append({name.partition(".")[0] for name in inside})
+            self._waiting.clear()
+            return self.life, [TokenEvent(n, (), "error", str(_DIED), "LoopDied") for n in inside]
+        return self.life, [replace(self._waiting[name].pop(0), request_id=name) for name in inside]
+
+
+@pytest.mark.parametrize("poisons", [1, 2])
+def test_a_request_that_a_loop_dies_of_fails_and_the_others_resume(poisons: int) -> None:
+    """Each is sent twice; who was in the same step is sent again, one at a time, and gets its tokens once.
+
+    One more such request comes meanwhile, and one that is good.
+    """
+    lead = DyingLead()
+
+    async def call(backend: LeadBackend) -> None:
+        async def tokens(name: str, *prompt: int) -> list[int]:
+            events = backend.generate(GenerationRequest(name, prompt))
+            return [token async for event in events for token in event.token_ids]
+
+        good = [asyncio.ensure_future(tokens(name, 1)) for name in "abc"]
+        while not all(f"{name}" in lead._waiting for name in "abc"):
+            await asyncio.sleep(0)
+        bad = [asyncio.ensure_future(tokens(f"p{i}", 1, _POISON)) for i in range(poisons)]
+        while not lead.deaths:
+            await asyncio.sleep(0.001)
+        good.append(asyncio.ensure_future(tokens("new", 1)))
+        bad.append(asyncio.ensure_future(tokens("late", 1, _POISON)))
+        for task in bad:
+            with pytest.raises(RuntimeFailure, match=r"died \(KeyError: 'boom'\), \d times .* not run again") as failed:
+                await task
+            assert not isinstance(failed.value, NotServing)
+        assert [await task for task in good] == [list(range(8))] * 4
+        assert await tokens("later", 1) == list(range(8))
+
+    run([lead], call)
+    assert len(lead.deaths) <= 2 * poisons + 2
+    for name in [f"p{i}" for i in range(poisons)] + ["late"]:
+        assert sum(name in death for death in lead.deaths) == 2
+
+
+def test_a_request_that_is_in_every_death_is_not_resumed_for_ever() -> None:
+    """Though it gets a token each time."""
+    died = TokenEvent("r", (), "error", str(_DIED), "LoopDied")
+    lead = FakeLead([_FIVE, died], later=[[_FIVE, died]] * 9)
+
+    async def call(backend: LeadBackend) -> None:
+        with pytest.raises(RuntimeFailure, match="4 times in steps that carried this request"):
+            await _tokens(backend)
+
+    run([lead], call)
+    assert len(lead.requests) == 4
+
+
+def test_a_lead_whose_loop_died_is_waited_for() -> None:
+    """Guards: every request failed at once, and the server's port closed."""
+    dead = RayTaskError("health", "traceback", _DIED)
+    refused = RayTaskError("begin", "traceback", NotServing(_DIED.what, _DIED.remedy))
+    states = ["serving", dead, "serving", dead, dead, ActorUnavailableError("it restarts", None), "created", "serving"]
+    first = [_FIVE, TokenEvent("r", (), "error", str(_DIED), "NotServing")]
+    lead = FakeLead(first, later=[[refused], [_SIX, _END]], states=states)
+
+    async def call(backend: LeadBackend) -> None:
+        assert await _tokens(backend) == [5, 6, 7, 8]
+        assert backend.leads[0].failure is None
+
+    run([lead], call)
 
 
 def test_a_request_goes_to_the_lead_with_the_fewest() -> None:

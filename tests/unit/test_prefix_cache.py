@@ -14,6 +14,7 @@ from golden_rig import emulated
 from serving import gathered, prepared, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
+from tiermoe.actors.engine.serving.scheduler import salted
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
@@ -51,9 +52,11 @@ def text(seed: int, tokens: int) -> tuple[int, ...]:
     return tuple(draw.randrange(3, VOCAB) for _ in range(tokens))
 
 
-def asked(name: str, prompt: Sequence[int], reads: bool = True, **sampling: Any) -> GenerationRequest:
+def asked(
+    name: str, prompt: Sequence[int], reads: bool = True, salt: str = "", **sampling: Any
+) -> GenerationRequest:
     params = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **sampling})
-    return GenerationRequest(name, tuple(prompt), params, read_prefix_cache=reads)
+    return GenerationRequest(name, tuple(prompt), params, read_prefix_cache=reads, cache_salt=salt)
 
 
 def generated(worker: GpuWorker, *requests: GenerationRequest) -> list[Generation]:
@@ -109,6 +112,33 @@ def test_an_equal_prompt_still_runs_its_last_rows(worker: GpuWorker) -> None:
     first, second = (generated(worker, asked(name, prompt))[0] for name in "ab")
     assert (first.cached_tokens, second.cached_tokens) == (0, 3 * PAGE)  # one row at least gives the first token
     assert first.token_ids == second.token_ids
+
+
+def test_requests_of_another_salt_share_nothing(worker: GpuWorker, plain: GpuWorker) -> None:
+    """Guards `cached_tokens`, and the time to the first token, which told one key what another had sent.
+
+    The keys are the same either way: an answer does not show a salt. The answer's own tokens are salted, too.
+    """
+    prompt = text(26, 4 * PAGE + 1)
+    (expected,) = generated(plain, asked("plain", prompt))
+    turns = [("one", 0), ("two", 0), ("", 0), ("one", 4 * PAGE), ("two", 4 * PAGE), ("\ud800", 0), ("", 4 * PAGE)]
+    for i, (salt, cached) in enumerate(turns):
+        (found,) = generated(worker, asked(f"r{i}", prompt, salt=salt))
+        assert (found.cached_tokens, found.token_ids) == (cached, expected.token_ids), (i, salt)
+    whole = (*prompt, *expected.token_ids)
+    cached = [generated(worker, asked(f"w{salt}", whole, salt=salt))[0].cached_tokens for salt in ("one", "three")]
+    assert cached == [(len(whole) - 1) // PAGE * PAGE, 0]
+    together = generated(worker, *(asked(f"t{salt}", prompt, salt=salt) for salt in ("one", "four", "five")))
+    assert [found.cached_tokens for found in together] == [4 * PAGE, 0, 0]
+
+
+def test_a_salt_changes_every_hash_and_no_length() -> None:
+    for tokens in (text(27, 3), text(27, 4), text(27, 40), ()):
+        one, two = salted(tokens, "one"), salted(tokens, "two")
+        assert len(one) == len(two) == len(tokens)
+        assert one == salted(tokens, "one")
+        assert tokens == () or one[:4] != two[:4]
+        assert all(0 <= token < 1 << 31 for token in one + two)
 
 
 def test_requests_share_blocks_while_they_run(worker: GpuWorker, plain: GpuWorker) -> None:

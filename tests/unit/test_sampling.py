@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,11 +16,22 @@ from serving import gathered, prepared, serving
 from serving import settings as engine_settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
+from tiermoe.actors.engine.serving import sampling as sampling_module
 from tiermoe.actors.engine.serving.logits import processor_of
-from tiermoe.actors.engine.serving.sampling import Pick, cut, draw, next_tokens, pick_of
+from tiermoe.actors.engine.serving.sampling import (
+    Pick,
+    PromptRows,
+    PromptScorer,
+    _argmax_in_one_copy,
+    cut,
+    draw,
+    next_tokens,
+    pick_of,
+)
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
+from tiermoe.errors import CheckpointError, RequestError
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2]))
 
@@ -153,6 +166,9 @@ def test_greedy_takes_the_first_of_equal_ones_as_torch_does(row: list[float]) ->
     wide = [[-1e9] * 130 + row, [float("-inf")] * 61 + row * 50, row + [-1e9] * 77]  # across lanes and after them
     for scores in (torch.tensor([row, row[::-1]]), *(torch.tensor([found]) for found in wide)):
         assert sample([None] * len(scores), scores) == scores.argmax(-1).tolist()
+        for tokens, largest in (sampling_module._argmax(scores[None], len(scores)), _argmax_in_one_copy(scores)):
+            assert tokens == scores.argmax(-1).tolist()
+            assert np.array_equal(largest, scores.max(-1).values.numpy(), equal_nan=True)
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
@@ -161,6 +177,60 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     assert sample([None, drawn, pick(0, temperature=0.0)], scores) == [
         int(scores[0].argmax()), draw(scores[1], drawn.params, 4, 2), int(scores[2].argmax()),
     ]  # fmt: skip
+
+
+def _broken(*_: Any) -> torch.Tensor:
+    raise ValueError("a grammar's library fails")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("row", "asked", "kind"),
+    [
+        (float("nan"), None, CheckpointError),
+        (float("inf"), None, CheckpointError),
+        (float("-inf"), None, CheckpointError),
+        (float("nan"), pick(1), CheckpointError),
+        (float("inf"), pick(1, top_p=0.5), CheckpointError),
+        (1.0, Pick(SamplingParams(temperature=1.0), 1, 0, "r", lambda row: row * float("inf")), RequestError),
+        (1.0, pick(1, min_tokens=4, stop_token_ids=tuple(range(9))), RequestError),
+        (1.0, Pick(SamplingParams(), 1, 0, "r", _broken), ValueError),
+    ],
+)
+def test_a_row_without_a_token_fails_alone(row: float, asked: Pick | None, kind: type, dtype: torch.dtype) -> None:
+    """Guards the generation loop: NaN gave an index out of range in the draw, and every other stream failed."""
+    scores = torch.randn(3, 9, generator=torch.Generator().manual_seed(2)).to(dtype)
+    whole = sample([None, pick(3), pick(4)], scores)
+    scores[1] = row
+    failed: dict[int, BaseException] = {}
+    asked_of = [None, asked, pick(4)]
+    found = next_tokens(scores[None], 3, asked_of, (), lambda *found: None, failed.__setitem__)
+    assert {i: type(error) for i, error in failed.items()} == {1: kind}
+    assert (found[0], found[2]) == (whole[0], whole[2])
+
+
+@pytest.mark.parametrize("top", [0, 7])
+def test_a_prompt_that_cannot_be_scored_fails_alone(top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, noted, failed = torch.randn(1, 4, 9), list[str](), dict[str, BaseException]()
+    scorer = PromptScorer(torch.nn.Identity(), lambda name, *found: noted.append(name))
+    scorer.failed = failed.__setitem__
+    scorer.expect([PromptRows("a", 0, (1, 2), 1, 99 if top else 1), PromptRows("b", 2, (3, 4), 1, 1)])
+    real = sampling_module.token_logprobs
+    monkeypatch.setattr(sampling_module, "token_logprobs", lambda *a: real(*a) if a[2] < 99 else [][0])
+    scorer._after(None, (), SimpleNamespace(logits=logits))
+    assert noted == (["b", "b"] if top else ["a", "a", "b", "b"])
+    assert [type(error) for error in failed.values()] == ([IndexError] if top else [])
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1e-320}, {"top_p": 1e-320}, {"min_p": 1e-320, "top_k": 1}], ids=str)
+@pytest.mark.parametrize("flush", [False, True])
+def test_numbers_near_zero_draw_the_likeliest(params: dict[str, Any], flush: bool) -> None:
+    """Also where the processor rounds them to zero."""
+    torch.set_flush_denormal(flush)
+    try:
+        assert support(draws=20, **params) == {1}
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:

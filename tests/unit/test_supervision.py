@@ -22,7 +22,7 @@ from tiermoe.cluster.config import RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment, say
 from tiermoe.cluster.placement import remake
 from tiermoe.cluster.supervision import LeadKeeper, WorkerKeeper
-from tiermoe.errors import RuntimeFailure, StoreError, TierMoeError
+from tiermoe.errors import LoopDied, RuntimeFailure, StoreError, TierMoeError
 
 
 class FakeRay:
@@ -96,6 +96,35 @@ def test_a_dead_lead_is_started_once_ray_has_made_it_again(fake: FakeRay, keeper
     assert said[1:] == ["the lead serves again, 12 s after it died"]
     keeper.look()
     assert fake.calls[2:] == ["health"]
+
+
+def test_a_lead_whose_loop_died_is_started_again(fake: FakeRay, keeper: LeadKeeper, said: list[str]) -> None:
+    """Guards `serve`, which ended four seconds after one request had failed in a step."""
+    died = LoopDied("the generation loop died (IndexError: out of range)", "send the request again")
+    fake.answers["health"] = RayTaskError("health", "traceback", died)
+    keeper.look()
+    assert fake.remade == [7]
+    assert said == [f"the lead: {died.what}; its process is started again"]
+    fake.answers["health"] = {"state": "serving"}
+    fake.record = fake.lead(1, "ALIVE")
+    keeper.look()
+    assert fake.calls == ["health", "start"]
+
+
+def test_deaths_of_the_loop_do_not_end_the_runtime(fake: FakeRay, keeper: LeadKeeper) -> None:
+    """Each is of a request, which has a bound of its own: several of them stopped everybody's streams for good."""
+    died = RayTaskError("health", "traceback", LoopDied("the generation loop died", "send the request again"))
+    for restarts in range(1, 8):
+        fake.answers["health"] = died
+        keeper.look()
+        assert len(fake.remade) == restarts
+        fake.record, fake.answers["health"] = fake.lead(restarts, "ALIVE"), {"state": "serving"}
+        keeper.look()
+    fake.record = fake.lead(9, "ALIVE")  # of another cause
+    keeper.look()
+    fake.record = fake.lead(10, "ALIVE")
+    with pytest.raises(RuntimeFailure, match="died 3 times"):
+        keeper.look()
 
 
 @pytest.mark.parametrize(("apart_s", "ends"), [(10.0, True), (40.0, False)])

@@ -22,7 +22,15 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.streamers import BaseStreamer
 
-from ....errors import PolicyError, RuntimeFailure, StoreError, TierMoeError, UnsupportedModelError
+from ....errors import (
+    LoopDied,
+    NotServing,
+    PolicyError,
+    RuntimeFailure,
+    StoreError,
+    TierMoeError,
+    UnsupportedModelError,
+)
 from ...policies.routing import SequenceRows
 from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
@@ -32,7 +40,7 @@ from ..model.lengths import lengths_of
 from ..model.model import quiet_logger
 from .grammar import Grammars
 from .logits import processor_of
-from .sampling import PromptScorer, pick_of, prompt_rows
+from .sampling import PromptScorer, pick_of, prompt_rows, refuse_unbounded
 from .scheduler import NAME, used_share
 from .steps import StepManager, Steps
 from .streams import Outbox, SequenceWatcher, Stream, Streams
@@ -44,6 +52,7 @@ if TYPE_CHECKING:
 _LATER = "auto_switch_to_flash" in inspect.signature(ContinuousBatchingConfig).parameters
 _SHARES = hasattr(PagedAttentionCache, "mark_complete_blocks")  # transformers 5.17 counts blocks otherwise
 _END_S = 30.0  # seconds for a loop that failed to end
+_AGAIN = "send the request again"
 
 
 class Batcher(Protocol):
@@ -75,15 +84,24 @@ class Batcher(Protocol):
 
 
 class _Failures(OutputRouter):
-    """Gives the requests that the manager fails to their streams."""
+    """Gives the requests that the manager fails to their streams.
 
-    def __init__(self, streams: Streams) -> None:
+    Of a loop that died, `LoopDied` says that the request was in its last step, and `NotServing` that it was not: either
+    resumes once the lead is started again.
+    """
+
+    def __init__(self, streams: Streams, steps: Steps) -> None:
         super().__init__()
-        self._streams = streams
+        self._streams, self._steps = streams, steps
 
     def deliver(self, output: Any) -> None:
         # the manager gives the text only, while it handles the error
-        self._streams.abort(output.request_id, "error", output.error, sys.exception())
+        name, error = output.request_id, sys.exception()
+        cause = _loop_died(error) if isinstance(error, Exception) else error
+        if isinstance(cause, LoopDied) and all(row.name != name for row in self._steps.carried):
+            cause = NotServing(cause.what, cause.remedy)
+            cause.__cause__ = error
+        self._streams.abort(name, "error", output.error, cause)
 
 
 class ContinuousBatcher:
@@ -136,7 +154,7 @@ class ContinuousBatcher:
         self._manager.shares_decoded = shares_decoded
         gpu = runtime_of(model.device) if model.device.type == "cuda" else None
         self._manager.steps = Steps(model, self.streams, watcher, self._scorer, gpu)
-        self._manager.output_router = _Failures(self.streams)
+        self._manager.output_router = _Failures(self.streams, self._manager.steps)
         try:
             with _quiet_manager():
                 self._manager.start()
@@ -154,13 +172,13 @@ class ContinuousBatcher:
         if isinstance(ours := self._fatal_error(), TierMoeError):
             raise ours  # a missing expert, a policy that failed: not for want of batching
         if error is not None:
-            raise _unsupported(model, error)
+            raise _unsupported(model, str(ours or error))
 
     def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
         """Queue a request; `events` as in `Streams.open`.
 
         Raises:
-            RequestError: malformed request. RuntimeFailure: the generation loop died.
+            RequestError: malformed request. NotServing: the generation loop died. PolicyError: of a policy.
         """
         stream = self.streams.open(request, events)
         if not self.streams.is_open(stream.name):
@@ -176,7 +194,8 @@ class ContinuousBatcher:
         # Asked again after queueing: a loop that dies in between would never look at the queue.
         if accepted is None or self._manager.background_thread_status.can_accept_new_requests() is not None:
             self.streams.abort(stream.name, "error", "the generation loop stopped")
-            raise self.failure or RuntimeFailure("the generation loop stopped (it is ending)", "restart the worker")
+            failure = self.failure or RuntimeFailure("the generation loop stopped (it is ending)", _AGAIN)
+            raise failure if isinstance(failure, PolicyError) else NotServing(failure.what, failure.remedy)
         return stream
 
     def record(self, recorded: Recorded) -> None:
@@ -217,8 +236,8 @@ class ContinuousBatcher:
     @property
     def failure(self) -> TierMoeError | None:
         """Why the generation loop died; None while it lives, or restarts with the next request."""
-        error = self._manager.background_thread_status.fatal_error
-        if error is None or isinstance(error, StoreError):
+        error = self._manager.died or self._manager.background_thread_status.fatal_error
+        if not isinstance(error, Exception) or isinstance(error, StoreError):
             return None
         return _loop_died(error)
 
@@ -301,10 +320,12 @@ def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
 
 
 def _loop_died(error: Exception) -> TierMoeError:
-    """Why there is no generation any more: a policy's failure as it is, else the worker's."""
-    if isinstance(error, PolicyError):
+    """What ends requests with the loop: a missing expert or a policy's failure as it is, else the loop's death."""
+    if isinstance(error, PolicyError | StoreError):
         return error
-    return RuntimeFailure(f"the generation loop died ({type(error).__name__}: {error})", "restart the worker")
+    failure = LoopDied(f"the generation loop died ({type(error).__name__}: {error})", _AGAIN)
+    failure.__cause__ = error  # an allocation that failed is found there
+    return failure
 
 
 # what transformers' paged cache does not hold, by the kind of a layer
@@ -374,6 +395,7 @@ class _Progress(BaseStreamer):
         """Scores [1, V] with all mass on the picked token; `generate` takes the argmax."""
         pick = pick_of(self._stream)
         if pick is None:
+            refuse_unbounded(scores[0])
             return scores
         token = pick.token(scores[0], self._streams.eos, self._streams.note)
         picked = torch.full_like(scores, float("-inf"))
@@ -417,7 +439,7 @@ class SerialBatcher:
         # would give other tokens than continuous batching does.
         model.generation_config = GenerationConfig()
         self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
-        self._last_error: Exception | None = None  # of a request
+        self._last_error: BaseException | None = None  # of a request
         self._thread = threading.Thread(target=self._run, name="tiermoe-serial", daemon=True)
         self._thread.start()
         try:
@@ -438,9 +460,9 @@ class SerialBatcher:
             ) from self._last_error
 
     def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
-        """Queue a request. Raises RequestError or RuntimeFailure like `ContinuousBatcher.submit`."""
-        if self.failure is not None:
-            raise self.failure
+        """Queue a request. Raises as `ContinuousBatcher.submit`."""
+        if (failure := self.failure) is not None:
+            raise failure if isinstance(failure, PolicyError) else NotServing(failure.what, failure.remedy)
         stream = self.streams.open(request, events)
         self._queue.put(stream)
         return stream
@@ -467,11 +489,11 @@ class SerialBatcher:
                 continue
             try:
                 self._generate(stream)
-            except Exception as error:  # the request reports it; a broken engine also refuses later ones
-                self._last_error = error
+            except BaseException as error:  # the request reports it; a broken engine also refuses later ones
+                self._last_error = cause = error
                 if isinstance(error, RuntimeFailure | PolicyError):
-                    self.failure = _loop_died(error)
-                self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", error)
+                    self.failure = cause = _loop_died(error)
+                self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", cause)
 
     @torch.no_grad()
     def _generate(self, stream: Stream) -> None:

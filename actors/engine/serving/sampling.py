@@ -6,10 +6,13 @@ request's n-th draw depends on (seed, n) alone. What a request changes in its sc
 The sampler reads the log-probabilities of generated tokens from the logits [V] before it changes them. The model
 computes only the logits of rows that predict a next token; for a prompt's log-probabilities it is asked for the
 prompt's rows too, which are removed from its answer. The logits are the model's own.
+
+A row whose token cannot be picked, or whose prompt cannot be scored, fails alone: the step's other rows get theirs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....errors import CheckpointError, RequestError
 from ....kernels import _cpu
 from ...requests import SamplingParams, TokenLogprob
 from .streams import Stream
 
 Note = Callable[[str, int, TokenLogprob], None]  # (stream, place in the prompt or among the generated tokens, value)
+_LEAST_TEMPERATURE = 1e-30  # a lower one gives the same tokens, and may be rounded to 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +80,14 @@ class PromptScorer:
 
     Args:
         note: called with each value, on the forward's thread.
+
+    Attributes:
+        failed: called with a stream whose prompt could not be scored, and why; None: the forward fails.
     """
 
     def __init__(self, model: Any, note: Note) -> None:
         self._model, self._note = model, note
+        self.failed: Callable[[str, BaseException], None] | None = None
         self._wanted: Sequence[PromptRows] = ()
         self._asked: int | None = None  # logits that the caller asked for, where the model computes no others
         self._hooks: list[Any] = []
@@ -115,8 +124,13 @@ class PromptScorer:
         extra = logits[self._asked :] if self._asked is not None else logits[self._rows(torch.empty(0).long())]
         for rows in self._wanted:
             part, extra = extra[: len(rows.tokens)], extra[len(rows.tokens) :]
-            for i, found in enumerate(token_logprobs(part, rows.tokens, rows.top)):
-                self._note(rows.name, rows.place + i, found)
+            try:
+                for i, found in enumerate(token_logprobs(part, rows.tokens, rows.top)):
+                    self._note(rows.name, rows.place + i, found)
+            except BaseException as error:
+                if self.failed is None:
+                    raise
+                self.failed(rows.name, error)
         self.close()
         if self._asked is not None:
             out.logits = out.logits[:, : self._asked]
@@ -133,7 +147,7 @@ def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> 
     Tokens stand in the order of their numbers. The uniform variate is 1 - Philox(key=seed, counter=step), in (0, 1].
     """
     # the largest score becomes 0: no temperature overflows it
-    weights = torch.exp((logits.double() - logits.max()) / params.temperature)
+    weights = torch.exp((logits.double() - logits.max()) / max(params.temperature, _LEAST_TEMPERATURE))
     if params.min_p > 0.0 or params.top_k or params.top_p < 1.0:
         cut(weights, params)
     mass = weights.cumsum(0)
@@ -180,12 +194,19 @@ class Pick:
         Args:
             eos: tokens that may not come before `min_tokens`.
             note: called with the token's log-probability by `scores`, where the request wants it.
+
+        Raises:
+            RequestError: no token has a finite score once the request's parameters have changed them.
+            CheckpointError: none had one before, either.
         """
         open_ = scores if self.process is None else self.process(scores)
         stops = [*eos, *self.params.stop_token_ids]
         if self.step < self.params.min_tokens and stops:
             open_ = open_.clone()
             open_[stops] = float("-inf")
+        if not math.isfinite(float(open_.max())):  # not a number, too, if any score is not
+            refuse_unbounded(scores)
+            raise RequestError("the request's parameters leave no token that may come next", "change or leave them out")
         greedy = self.params.temperature == 0
         token = int(open_.argmax()) if greedy else draw(open_, self.params, self.seed, self.step)
         if self.params.logprobs is not None:
@@ -205,20 +226,63 @@ def pick_of(stream: Stream | None) -> Pick | None:
     return Pick(params, stream.seed, step, stream.name, lambda scores: processor(scores, stream.generated))
 
 
+def refuse_unbounded(scores: torch.Tensor) -> None:
+    """Refuse scores [V] of a model without a finite largest one.
+
+    Raises:
+        CheckpointError: they are not numbers, or infinite.
+    """
+    if not math.isfinite(float(scores.max())):
+        raise _unbounded()
+
+
+def _unbounded() -> CheckpointError:
+    return CheckpointError(
+        "the model gives no finite score for the next token", "check its weights, or run it with dtype: float32"
+    )
+
+
 def next_tokens(
-    logits: torch.Tensor, rows: int, picks: Sequence[Pick | None], eos: Sequence[int], note: Note
-) -> list[int]:
-    """One token for each of the first rows of logits [1, N, V]; see `Pick.token`. picks: of each row, or of none."""
-    tokens = _argmax(logits, rows)
+    logits: torch.Tensor, rows: int, picks: Sequence[Pick | None], eos: Sequence[int], note: Note,
+    failed: Callable[[int, BaseException], None] | None = None,
+) -> list[int]:  # fmt: skip
+    """One token for each of the first rows of logits [1, N, V]; see `Pick.token`. picks: of each row, or of none.
+
+    Args:
+        failed: called with a row that gets no token, and why; its place in the result means nothing. None: the first
+            failure of a pick is raised, and a row without a pick does not fail.
+    """
+    tokens, largest = _argmax(logits, rows)
+    if failed is not None:
+        for i, score in enumerate(largest):
+            if not math.isfinite(score) and (i >= len(picks) or picks[i] is None):
+                failed(i, _unbounded())
     for i, pick in enumerate(picks):
         if pick is not None:
-            tokens[i] = pick.token(logits[0, i].float(), eos, note)
+            try:
+                tokens[i] = pick.token(logits[0, i].float(), eos, note)
+            except BaseException as error:  # a grammar's library may panic, which is no `Exception`
+                if failed is None:
+                    raise
+                failed(i, error)
     return tokens
 
 
-def _argmax(logits: torch.Tensor, rows: int) -> list[int]:
-    """Of each of the first rows of logits [1, N, V]: the first of the largest, as torch's, which is slower on a CPU."""
+def _argmax(logits: torch.Tensor, rows: int) -> tuple[list[int], list[float]]:
+    """Of each of the first rows of logits [1, N, V]: the first of the largest, as torch's, and its score.
+
+    The score is infinite or not a number where the row has no finite largest one.
+    """
     if logits.device.type != "cpu":
-        return logits[0, :rows].float().argmax(-1).tolist()
-    logits = logits.float().contiguous()
-    return _cpu.argmax_rows(logits.data_ptr(), rows, logits.shape[-1])
+        return _argmax_in_one_copy(logits[0, :rows])
+    logits = logits.detach().float().contiguous()
+    tokens = _cpu.argmax_rows(logits.data_ptr(), rows, logits.shape[-1])  # torch's own is slower on a CPU
+    scores = logits.numpy()
+    return tokens, [float(scores[0, i, token]) for i, token in enumerate(tokens)]
+
+
+def _argmax_in_one_copy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """`_argmax` of logits [N, V] with one copy to the host."""
+    scores, tokens = logits.float().max(-1)
+    both = torch.stack([tokens.double(), scores.double()]).tolist()
+    return [int(token) for token in both[0]], both[1]

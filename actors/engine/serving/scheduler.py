@@ -3,13 +3,18 @@
 A block is a page of every layer. transformers' cache hashes each full block with the tokens before it, and keeps the
 blocks of ended requests. A new request shares the longest run of blocks that its prompt begins with, and runs the rest:
 one row at least, whose logits give the first token. Blocks of sliding windows are overwritten and are not shared.
-Where keys depend on a sequence's length, only rows of the same regime are shared (`model.lengths`).
+Where keys depend on a sequence's length, only rows of the same regime are shared (`model.lengths`). Requests of
+different salts share nothing: the first block is hashed with the salt, and so are all that follow it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+import secrets
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
     from .shared_memory import SharedMemory
 
 NAME = "tiermoe"  # of `StepScheduler`, in transformers' registry
+_SALTED = 16  # tokens at the beginning of the first block that carry the salt
+_SECRET = secrets.token_bytes(32)  # of this process: no client can compute a hash
 
 
 class StepScheduler(FIFOScheduler):
@@ -33,6 +40,7 @@ class StepScheduler(FIFOScheduler):
         lengths: of the model.
         prompt_of: tokens of a request's prompt, as `SequenceLengths` counts them, by transformers' `RequestState`;
             None: the request was cancelled. A state's `tiermoe_prompt` is that of its last forward.
+        salt_of: the salt of the request of this name; None: it was cancelled. A state's `tiermoe_salt` likewise.
         memory: that the KV cache shares with experts; None: it has its own.
         shares_decoded: whether later requests may share the blocks of decoded tokens, too, and not of prompts alone.
     """
@@ -42,6 +50,7 @@ class StepScheduler(FIFOScheduler):
     reads_prefix: Callable[[str], bool]
     lengths: SequenceLengths
     prompt_of: Callable[[Any], int | None]
+    salt_of: Callable[[str], str | None]
     memory: SharedMemory | None = None
     starved_requests: list[Any]
 
@@ -72,7 +81,7 @@ class StepScheduler(FIFOScheduler):
         tokens = (state.initial_tokens + state.generated_tokens)[: state.position_offset]
         if not self.shares_decoded:
             tokens = tokens[: len(state.initial_tokens)]
-        tokens = self.lengths.keys(tokens, prompt)
+        tokens = salted(self.lengths.keys(tokens, prompt), state.tiermoe_salt)
         for allocator in self.cache.cache_allocators.values():
             allocator.mark_complete_blocks(state.request_id, tokens, len(tokens) // allocator.tokens_per_page)
 
@@ -103,13 +112,15 @@ class StepScheduler(FIFOScheduler):
 
     def _after_prefix(self, state: Any, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
         """The tokens to run of a request, which takes the blocks that it shares."""
-        pending = self.lengths.any and state.status == RequestStatus.PENDING
-        if not pending or (prompt := self.prompt_of(state)) is None:
+        if not self.cache.use_prefix_sharing or state.status != RequestStatus.PENDING:
             return list(super()._infer_request_tokens(state, request_ids_to_remove_from_waiting))
-        whole = state.remaining_prefill_tokens
-        state.remaining_prefill_tokens = self.lengths.keys(whole, prompt)
+        prompt, salt, begin = self.prompt_of(state), self.salt_of(state.request_id), state.position_offset
+        whole: list[int] = state.remaining_prefill_tokens
+        if prompt is None or salt is None:
+            return whole
+        state.remaining_prefill_tokens = salted(self.lengths.keys(whole, prompt), salt)
         super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
-        state.remaining_prefill_tokens = whole[state.position_offset :]
+        state.remaining_prefill_tokens = whole[state.position_offset - begin :]
         tokens: list[int] = state.remaining_prefill_tokens
         return tokens
 
@@ -128,6 +139,21 @@ class StepScheduler(FIFOScheduler):
         pool, ledger = self.cache.pool, allocator.ledger
         free = pool.count_free_blocks(allocator.index) + pool.num_free_sectors * allocator.blocks_per_sector
         drop_cached(pool, allocator, list(islice(ledger.cached_blocks, max(0, wanted - free))))
+
+
+def salted(tokens: Sequence[int], salt: str) -> list[int]:
+    """Token ids as they are hashed: the same where the salt is, and of another salt at no prompt.
+
+    Ids have fewer than 20 bits and a mask 31 for each, so two salts agree on a block of four or more tokens with a
+    chance of 2**-44 at most, whatever the tokens are.
+    """
+    return [token ^ mask for token, mask in zip(tokens, _masks(salt), strict=False)] + list(tokens[_SALTED:])
+
+
+@lru_cache(maxsize=4096)
+def _masks(salt: str) -> tuple[int, ...]:
+    digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=_SECRET, digest_size=4 * _SALTED).digest()
+    return tuple(word & 0x7FFFFFFF for word in struct.unpack(f"<{_SALTED}I", digest))
 
 
 def drop_cached(pool: Any, allocator: Any, blocks: list[int]) -> None:

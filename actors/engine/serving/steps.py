@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchingManager
 
+from ....errors import TierMoeError
 from ...policies.routing import SequenceRows
 from ..cuda.runtime import GpuRuntime
 from ..model.lengths import lengths_of
@@ -39,6 +40,16 @@ class StepManager(ContinuousBatchingManager):
     prefill_chunk: int | None = None
     memory: SharedMemory | None = None
     shares_decoded = True
+    died: BaseException | None = None  # what ended the loop, from before its requests end
+
+    def start(self) -> None:
+        """Start the loop; see transformers."""
+        self.died = None
+        super().start()
+
+    def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
+        self.died = error
+        super()._handle_critical_error(error, batch_processor)
 
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
@@ -47,7 +58,7 @@ class StepManager(ContinuousBatchingManager):
         processor.scheduler.memory = self.steps.memory = self.memory
         processor.scheduler.prefill_chunk = self.prefill_chunk
         processor.scheduler.shares_decoded = self.shares_decoded
-        processor.scheduler.reads_prefix = self.steps.reads_prefix
+        processor.scheduler.reads_prefix, processor.scheduler.salt_of = self.steps.reads_prefix, self.steps.salt_of
         processor.scheduler.lengths, processor.scheduler.prompt_of = self.steps.lengths, self.steps.prompt_of
         return processor
 
@@ -68,8 +79,13 @@ class StepManager(ContinuousBatchingManager):
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         """One step, or a wait for work; False: the loop ends."""
-        if self.steps.step(batch_processor):
-            return True
+        try:
+            if self.steps.step(batch_processor):
+                return True
+        except Exception:
+            raise
+        except BaseException as error:  # a library's panic: transformers would leave the requests without an end
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
         if self.memory is not None:
             self.memory.stepped()
             self.memory.fit_idle(batch_processor.scheduler)
@@ -118,8 +134,10 @@ class Steps:
     Attributes:
         memory: that the KV cache shares with experts; None: it has its own.
         recorded: decode steps that are replayed; None: none are.
+        carried: rows of the step under way, or of the one that ended the loop.
     """
 
+    carried: Sequence[SequenceRows] = ()
     memory: SharedMemory | None = None
     recorded: Recorded | None = None
 
@@ -133,10 +151,17 @@ class Steps:
         self.lengths = lengths_of(model)
         self._last: Batch | None = None  # the next step may repeat it
         self._disturbed = self._ends = False
+        self._failed: dict[str, BaseException] = {}  # streams that fail in the step under way, and why
+        scorer.failed = self._failed.__setitem__
 
     def reads_prefix(self, name: str) -> bool:
         """See `StepScheduler.reads_prefix`."""
         return self._streams.reads_prefix(name)
+
+    def salt_of(self, name: str) -> str | None:
+        """See `StepScheduler.salt_of`."""
+        stream = self._streams.get(name)
+        return None if stream is None else stream.request.cache_salt
 
     def prompt_of(self, state: Any) -> int | None:
         """See `StepScheduler.prompt_of`."""
@@ -168,9 +193,12 @@ class Steps:
             return self._step(processor)
 
     def _step(self, processor: Any) -> bool:
+        self.carried = ()
         batch = self.prepare(processor)
         if batch is None:
             return False
+        self.carried = batch.rows
+        self._failed.clear()
         if batch.repeat is None:
             for request, row in zip(batch.requests, batch.rows, strict=True):
                 self._streams.begin(row.name, request.state.position_offset - request.query_length)
@@ -183,9 +211,11 @@ class Steps:
             self.memory.stepped()
         if batch.repeat is None:
             for request in batch.requests:
-                if request.complete_blocks:
+                if request.complete_blocks and request.state.request_id not in self._failed:
                     scheduler.register(request.state)
         for state, token in zip(batch.states, batch.tokens, strict=True):
+            if state.request_id in self._failed:
+                continue
             ended = state.update_and_check_completion(token, None)
             if ended:
                 scheduler.register(state)
@@ -193,8 +223,20 @@ class Steps:
                 scheduler.block_new_requests = batch.repeats = False
             delivered.append((state.request_id, token, ended))
         self.deliver(delivered)
+        if self._failed:
+            self._end_failed(batch, scheduler)
         self._last = batch if batch.repeats else None
         return True
+
+    def _end_failed(self, batch: Batch, scheduler: Any) -> None:
+        """End the requests that failed in this step; the others go on."""
+        for name, error in self._failed.items():
+            # a row's allocation that failed is no reason to end the process
+            cause = error if isinstance(error, TierMoeError) else None
+            self._streams.abort(name, "error", f"{type(error).__name__}: {error}", cause)
+            scheduler.finish_request(name)
+        scheduler.block_new_requests = batch.repeats = False
+        self._failed.clear()
 
     def prepare(self, processor: Any) -> Batch | None:
         """The next batch; None: there is none, or the loop is to end."""
@@ -232,6 +274,7 @@ class Steps:
         )
         for request in requests:
             request.state.tiermoe_prompt = self.prompt_of(request.state)
+            request.state.tiermoe_salt = self.salt_of(request.state.request_id)
         sequences = [(request.query_length, request.state.tiermoe_prompt or 0) for request in requests]
         return Batch(requests, states, rows, sequences, inputs, repeats)
 
@@ -243,10 +286,14 @@ class Steps:
                 logits = self._model(**batch.inputs).logits  # [1, rows, V]
         if not self._keeps:
             logits = logits[:, batch.inputs["logits_indices"]]
+
+        def failed(row: int, error: BaseException) -> None:
+            self._failed[batch.states[row].request_id] = error
+
         picks = [] if batch.greedy else [pick_of(self._streams.get(state.request_id)) for state in batch.states]
         batch.greedy = batch.repeats and not any(picks)
         # transformers asks for a row of every request, also of one whose prompt goes on
-        return next_tokens(logits, len(batch.states), picks, self._streams.eos, self._streams.note)
+        return next_tokens(logits, len(batch.states), picks, self._streams.eos, self._streams.note, failed)
 
     def _replayed(self, batch: Batch) -> torch.Tensor | None:
         """The logits of a recorded step; None: the model is to run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import queue
 import secrets
 import threading
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 
 from ....errors import RequestError, RuntimeFailure, TierMoeError
 from ...policies.routing import SequenceRows
-from ...requests import MAX_LOGPROBS, FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
+from ...requests import FinishReason, GenerationRequest, TokenEvent, TokenLogprob
 from ...store.pages import check_pages
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")  # of torch's allocator for CPUs, of C++
@@ -162,11 +161,10 @@ class Streams:
                 use.
             RuntimeFailure: closed.
         """
+        request.check(self.vocabulary, self.eos)
         total = len(request.prompt_ids) + request.sampling.max_tokens
         if not request.prompt_ids:
             raise RequestError("the prompt is empty", "give at least one token")
-        if request.sampling.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.sampling.max_tokens}", "ask for at least one token")
         if self.positions is not None and total > self.positions:
             raise RequestError(
                 f"prompt and max_tokens are {total} tokens, the model was made for {self.positions} positions",
@@ -180,7 +178,6 @@ class Streams:
         unknown = [t for t in request.fed_ids if not 0 <= t < self.vocabulary]
         if unknown:
             raise RequestError(f"the model has no token {unknown[0]}", f"give ids from 0 to {self.vocabulary - 1}")
-        _check_sampling(request.sampling, self.vocabulary)
         processor = None if self._processor_of is None else self._processor_of(request)
         with self._lock:
             if self._closed:
@@ -332,36 +329,3 @@ def _of_memory(error: BaseException) -> bool:
             return True
         found = found.__cause__
     return False
-
-
-def _check_sampling(sampling: SamplingParams, vocabulary: int) -> None:
-    """Refuse values that would fail inside a batch, and other requests with them."""
-    if not 0.0 <= sampling.temperature < math.inf:
-        raise RequestError(f"temperature is {sampling.temperature}", "give 0 for greedy or a positive number")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise RequestError(f"top_p is {sampling.top_p}", "give a number above 0 and up to 1")
-    if sampling.top_k < 0:
-        raise RequestError(f"top_k is {sampling.top_k}", "give 0 for no limit or a positive number")
-    if sampling.seed is not None and not 0 <= sampling.seed < 1 << 64:
-        raise RequestError(f"seed is {sampling.seed}", "give a number from 0 to 2**64 - 1")
-    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
-        raise RequestError(f"min_tokens is {sampling.min_tokens}", "give a number from 0 to max_tokens")
-    if sampling.grammar is not None and (sampling.ignore_eos or sampling.min_tokens):
-        raise RequestError("a grammar says when the text ends", "leave ignore_eos and min_tokens out")
-    if not 0.0 <= sampling.min_p <= 1.0:
-        raise RequestError(f"min_p is {sampling.min_p}", "give a number from 0 to 1")
-    if not 0.0 < sampling.repetition_penalty < math.inf:
-        raise RequestError(f"repetition_penalty is {sampling.repetition_penalty}", "give a positive number, 1 for none")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not math.isfinite(value := getattr(sampling, name)):
-            raise RequestError(f"{name} is {value}", "give 0 for none or a finite number")
-    if not all(math.isfinite(value) for _, value in sampling.logit_bias):
-        raise RequestError("a value of logit_bias is not finite", "give numbers from -100 to 100")
-    for name, tokens in (
-        ("logit_bias", [token for token, _ in sampling.logit_bias]), ("stop_token_ids", sampling.stop_token_ids)
-    ):  # fmt: skip
-        if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
-            raise RequestError(f"{name}: the model has no token {unknown[0]}", f"give ids from 0 to {vocabulary - 1}")
-    for name in ("logprobs", "prompt_logprobs"):
-        if (count := getattr(sampling, name)) is not None and not 0 <= count <= MAX_LOGPROBS:
-            raise RequestError(f"{name} is {count}", f"give a number from 0 to {MAX_LOGPROBS}")
