@@ -204,6 +204,6 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt_file is None:
         return prompt or ""
     try:
-        return prompt_file.read_text(encoding="utf-8")
+        return prompt_file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"prompt file '{prompt_file}': {reason(error)}", "give a readable UTF-8 file") from error

@@ -121,7 +121,7 @@ def load_text(model_dir: Path, file: Path) -> HeldOut:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        return [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"'{path}' cannot be read: {reason(error)}", _REMEDY) from error
 
