@@ -507,7 +507,8 @@ def check_model_dir(path: Path) -> None:
             if path == default_model_dir()
             else "pass --model a checkpoint's folder (safetensors, config.json, tokenizer.json), or ORG/NAME of a hub"
         )
-        raise CheckpointError(f"no model at '{path}'", remedy)
+        what = f"'{path}' is a file, and no GGUF file" if path.is_file() else f"no model at '{path}'"
+        raise CheckpointError(what, remedy)
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
             whole, own = "download the whole checkpoint, with its fast tokenizer", shown(path)
