@@ -117,8 +117,10 @@ def refuse_outside(files: Iterable[Path], *folders: Path) -> None:
         remedy = "put the file itself there, or pass the folder that holds all of the model's files"
         try:
             end = file.resolve()
-        except (OSError, RuntimeError) as error:  # a circle of links
-            raise CheckpointError(f"'{file}' is a link that leads nowhere", remedy) from error
+        except (OSError, RuntimeError):
+            end = file
+        if end.is_symlink():  # of a circle
+            raise CheckpointError(f"'{file}' is a link that leads nowhere", remedy)
         if not any(end.is_relative_to(root) for root in roots):
             raise CheckpointError(f"'{file}' is a link to '{end}', outside of the checkpoint's folder", remedy)
 
