@@ -21,6 +21,7 @@ from tiermoe.cluster.api.routes import make_app
 from tiermoe.cluster.api.service import Service
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.templates import ChatTemplate
+from tiermoe.cluster.checkpoints.generation import NO_DEFAULTS, GenerationDefaults
 from tiermoe.errors import RuntimeFailure
 
 EOS = 256
@@ -152,10 +153,12 @@ def serving(
     limits: LimitSettings | None = None,
     sinks: Sequence[Sink] = (),
     tokenizer: Tokenizer | None = None,
+    defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> tuple[Service, Callable[[], httpx.AsyncClient]]:
     """The service, and clients of it."""
     chats = None if template is None else ChatTemplate(template, {"eos_token": "<end>"})
-    service = Service(backend, tokenizer or byte_tokenizer(), chats, "fake", limits or LimitSettings())
+    made = tokenizer or byte_tokenizer()
+    service = Service(backend, made, chats, "fake", limits or LimitSettings(), defaults=defaults)
     app = make_app(service, None if keys is None else KeyRing(keys), sinks=sinks)
 
     def client() -> httpx.AsyncClient:

@@ -21,6 +21,7 @@ import uvicorn
 from ...errors import ConfigError, RuntimeFailure
 from ...proto.tls import TlsFiles
 from ..attach import leads_of
+from ..checkpoints.generation import read_defaults
 from ..prompt import load_tokenizer
 from .backend import LeadBackend
 from .keys import KeyRing
@@ -133,8 +134,9 @@ class Edge:
         await self._backend.first_look()
         name = settings.model_name or Path(plan["model"]).name
         service = Service(
-            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format, self._shared
-        )
+            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format, self._shared,
+            read_defaults(folder, settings.generation_config),
+        )  # fmt: skip
         if settings.request_log != "off":
             written = settings.request_log_file
             log = self._descriptors.standard_error if written is None else Path(written)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from ...actors.requests import GenerationRequest, SamplingParams
 from ...errors import RuntimeFailure, TierMoeError
+from ..checkpoints.generation import NO_DEFAULTS, GenerationDefaults
 from ..detokenizer import IncrementalText, TokenBytes
 from ..report.steps import left_s
 from .admission import Admission
@@ -146,11 +147,13 @@ class Service:
         limits: on requests.
         tool_format: how the model writes tool calls; None: as its template shows.
         shared: folder of what the server's replicas on this machine share (`shared.py`); None: there is one.
+        defaults: of what a request leaves out.
     """
 
     def __init__(
         self, backend: Backend, tokenizer: Tokenizer, template: ChatTemplate | None, model_name: str,
         limits: LimitSettings, tool_format: str | None = None, shared: Path | None = None,
+        defaults: GenerationDefaults = NO_DEFAULTS,
     ) -> None:  # fmt: skip
         self.calling = calling(template, tool_format)
         special = [item.content for item in tokenizer.get_added_tokens_decoder().values() if item.special]
@@ -160,7 +163,7 @@ class Service:
             found.special or any(name in self.calling.written for name in special)
         )
         self.backend, self.tokenizer, self.template = backend, tokenizer, template
-        self.model_name, self.limits = model_name, limits
+        self.model_name, self.limits, self.defaults = model_name, limits, defaults
         self.token_bytes = TokenBytes(tokenizer)
         self.offload = Offload()
         self._longest_token = longest_token(tokenizer)

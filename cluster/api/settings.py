@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from ...actors.base_settings import Settings, in_unit
+from ..checkpoints.generation import GenerationConfigMode
 from ..host import usable_cores
 
 ToolFormatName = Literal[  # keys of `tools.TOOL_FORMATS`
@@ -69,6 +70,11 @@ class ApiSettings(Settings):
     )
     api_key_file: str | None = Field(
         default=None, description="file of bearer keys, one a line; default: no authentication"
+    )
+    generation_config: GenerationConfigMode = Field(
+        default="auto",
+        description="defaults of sampling of the model's generation_config.json for what a request leaves out: auto, "
+        "or none",
     )
     request_log: RequestLogFormat = Field(default="text", description="log a line for each request: text, json or off")
     request_log_file: str | None = Field(default=None, description="file of the request log; default: standard error")

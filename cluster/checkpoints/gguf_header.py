@@ -390,6 +390,11 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def shortest(value: Any) -> Any:
+    """A float of 32 bits as the shortest number that means it: 1e-06, not 9.999999974752427e-07."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
 def tensor_bytes(name: str, shape: tuple[int, ...], kind: int) -> int:
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     if shape and shape[-1] % block:

@@ -17,6 +17,7 @@ from ...proto.tls import TlsFiles
 from ..api.keys import read_keys
 from ..api.request_log import check_file
 from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
+from ..checkpoints.generation import GenerationConfigMode, read_defaults
 from ..checkpoints.hub import locate
 from ..config import RunConfig
 from ..report.steps import Steps
@@ -54,6 +55,9 @@ def serve_command(
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
     tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
     max_waiting: Annotated[int | None, option_of(LimitSettings, "waiting", min=0, show_default="256")] = None,
+    generation_config: Annotated[
+        str | None, option_of(ApiSettings, "generation_config", show_default="auto")
+    ] = None,
     request_log: Annotated[str | None, option_of(ApiSettings, "request_log", show_default="text")] = None,
     request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
     otlp_endpoint: Annotated[str | None, option_of(ApiSettings, "otlp_endpoint")] = None,
@@ -77,6 +81,7 @@ def serve_command(
         {
             "model_name": model_name, "chat_template": chat_template, "api_key_file": api_key_file,
             "tool_format": _one_of("--tool-format", tool_format, ToolFormatName),
+            "generation_config": _one_of("--generation-config", generation_config, GenerationConfigMode),
             "request_log": _one_of("--request-log", request_log, RequestLogFormat),
             "request_log_file": request_log_file, "otlp_endpoint": otlp_endpoint, "replicas": edge_replicas,
             "limits": {} if max_waiting is None else {"waiting": max_waiting},
@@ -160,8 +165,11 @@ def _serve_own(config: RunConfig, server: ApiSettings, server_socket: ServerSock
         with _http_server(server.model_copy(update=own), server_socket, deployment.plan, where, steps) as check:
             yield check
 
+    def check(located: RunConfig) -> None:
+        read_defaults(Path(server.tokenizer or located.model_dir), server.generation_config)
+
     with server_socket:
-        serve_until_ended("serve", config, served, lambda steps: server_socket.open(steps.progress))
+        serve_until_ended("serve", config, served, lambda steps: server_socket.open(steps.progress), check)
 
 
 def _serve_attached(address: str, wanted: str | None, server: ApiSettings, server_socket: ServerSocket) -> None:
@@ -205,10 +213,15 @@ def _http_server(
             steps("starting the HTTP server")
             http = stack.enter_context(HttpServer(server, server_socket, plan))
         _say_if_chats_fail(server)
+        defaults = read_defaults(Path(server.tokenizer or plan["store_path"]), server.generation_config)
+        if defaults.warning is not None:
+            Console(stderr=True).print(defaults.warning, soft_wrap=True, markup=False)
         end_helper()  # the server's processes have their own
         out = Console()
         out.print(where, soft_wrap=True)
         out.print(f"serving at {server_socket.url}/v1", soft_wrap=True)
+        if (said := defaults.said(server=True)) is not None:
+            out.print(said, soft_wrap=True, markup=False)
         out.print("end it:    Ctrl-C")
         if server.api_key_file is None and server_socket.host not in ("127.0.0.1", "localhost", "::1"):
             warning = f"no key is asked for: whoever reaches {server_socket.host} may use the model; see --api-key-file"

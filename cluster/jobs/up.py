@@ -47,6 +47,7 @@ def serve_until_ended(
     config: RunConfig,
     beside: Callable[[Deployment, Steps], AbstractContextManager[Check]],
     begins: Callable[[Steps], None] = lambda steps: None,
+    check: Callable[[RunConfig], None] = lambda config: None,
 ) -> None:
     """Start a runtime, enter what belongs beside it, and watch both until the runtime is ended in order.
 
@@ -56,6 +57,7 @@ def serve_until_ended(
         command: whose start it is.
         beside: entered once the runtime is ready, left before it ends; the steps are for what it starts.
         begins: called before anything is started, with the steps of the start.
+        check: raises what else is wrong with a checked configuration, whose model is a folder.
 
     SIGTERM ends it in order, with exit code 0. Ray's own end, or a hang of it, ends the process with exit code 1.
 
@@ -63,6 +65,7 @@ def serve_until_ended(
         TierMoeError: an input was refused, the runtime did not start, or its lead or what is beside it has failed.
     """
     config, settings = checked_settings(config)
+    check(config)
     notices, local = Console(stderr=True), config.ray.address is None
     entries: list[Entry] = []
     deployment: Deployment | None = None
@@ -100,13 +103,13 @@ def serve_until_ended(
                 with steps:
                     stack.enter_context(deployment)
                 show(results(), plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
-                check = stack.enter_context(beside(deployment, steps))
+                look = stack.enter_context(beside(deployment, steps))
                 rooms = ray_room_checks(session_folder(), local)
                 files = FileWatch(expiry_checks(config.cluster.tls) | rooms, say)
                 last.remember(steps.seconds)
                 ending.serving()
                 while deployment.watch():
-                    check()
+                    look()
                     files.look()
                     time.sleep(_WATCH_S)
         except DeploymentEnded:
