@@ -84,7 +84,8 @@ class Checkpoint:
         return name_of(self.path)
 
     def extras(self) -> list[Path]:
-        """Configuration and tokenizer files, which a store copies."""
+        """Configuration and tokenizer files, which a store copies. Raises CheckpointError: a link leads out."""
+        refuse_links_out(self.path)
         return sorted(path for path in self.path.iterdir() if _is_extra(path))
 
 

@@ -198,7 +198,7 @@ def read_gguf_header(path: Path, *, texts: bool = False) -> Header:
             if not file.read(1):
                 raise _Truncated("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                if data[:4] == b"FUGG" or data[4:8] in (b"\0\0\0\2", b"\0\0\0\3"):
+                if data[:4] == b"FUGG" or data[:8] in (b"GGUF\0\0\0\2", b"GGUF\0\0\0\3"):
                     raise CheckpointError(f"{path} is of the other byte order (big-endian)", _LITTLE_ENDIAN)
                 if data[:4] != b"GGUF":
                     raise _not_gguf(path, data[:64])

@@ -19,6 +19,7 @@ from ..api.request_log import check_file
 from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
 from ..checkpoints.generation import GenerationConfigMode, read_defaults
 from ..checkpoints.hub import locate
+from ..checkpoints.weight_files import refuse_links_out
 from ..config import RunConfig
 from ..report.steps import Steps
 from ..yaml_file import explain, merged, read_yaml
@@ -250,6 +251,8 @@ def _check_files(server: ApiSettings) -> None:
         make_exporter(server.otlp_endpoint).shutdown()
     if server.api_key_file is not None:
         read_keys(Path(server.api_key_file))
+    if server.tokenizer is not None and Path(server.tokenizer).is_dir():
+        refuse_links_out(Path(server.tokenizer))
     if server.request_log_file is not None:
         check_file(Path(server.request_log_file))
     if server.chat_template is not None:
