@@ -511,7 +511,8 @@ def check_model_dir(path: Path) -> None:
             if path == default_model_dir()
             else "pass --model a checkpoint's folder (safetensors, config.json, tokenizer), or ORG/NAME of a hub"
         )
-        raise CheckpointError(f"no model at '{path}'", remedy)
+        what = f"'{path}' is a file, and no GGUF file" if path.is_file() else f"no model at '{path}'"
+        raise CheckpointError(what, remedy)
     for name, there in (("config.json", (path / "config.json").is_file()), ("tokenizer.json", has_tokenizer(path))):
         if not there:
             whole, own = "download the whole checkpoint, with its tokenizer", shown(path)

@@ -31,14 +31,21 @@ def shown(path: Path) -> Path:
     A GGUF file has such a folder, with links to its parts (`checkpoints.gguf_files`).
     """
     folder = path if path.is_dir() else path.parent
-    if (user_cache() / GGUF_CACHE).resolve() not in folder.resolve().parents:
+    if not stands_for_gguf(folder):
         return path
+    if path.is_symlink():
+        return path.readlink()
     links = [file for file in sorted(folder.glob("*.gguf")) if file.is_symlink()]
     if not links:
         return path
     own = links[0].readlink()
     beside = own.with_name(path.name)
     return beside if path != folder and beside.exists() else own
+
+
+def stands_for_gguf(folder: Path) -> bool:
+    """Whether a folder is one of the cache that stands for GGUF files elsewhere, to which its links lead."""
+    return (user_cache() / GGUF_CACHE).resolve() in folder.resolve().parents
 
 
 def thread_limits(threads: int) -> dict[str, str]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 
 from ..actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
 from ..errors import RuntimeFailure
+from .checkpoints.generation import GenerationDefaults, check_mode, read_defaults
 from .config import RunConfig, load_run_config
 from .detokenizer import IncrementalText
 from .jobs.options import checked_settings, deployed
@@ -65,9 +67,12 @@ class LLM:
         options: any other key of a configuration file, sections as mappings: `threads=2, link={"gbps": 2}`.
         progress: show downloads, preparation and the steps of the start on standard error.
         timeline: record one, see `timeline`.
+        generation_config: "auto": penalties, top-p, top-k and min-p of the model's generation_config.json are the
+            defaults of `generate`; "none": they are not.
 
     Attributes:
         config: with the model as a folder.
+        defaults: of sampling, that the model publishes.
         startup_steps_s: seconds of each step of the last start.
 
     Raises:
@@ -76,25 +81,32 @@ class LLM:
 
     def __init__(
         self, model: str | None = None, *, policy: str | None = None, budget: str | float | None = None,
-        config: str | None = None, progress: bool = False, timeline: bool = False, **options: Any,
+        config: str | None = None, progress: bool = False, timeline: bool = False,
+        generation_config: str = "auto", **options: Any,
     ) -> None:
         chosen = load_run_config(config, {"model": model, "policy": policy, "budget": budget} | options)
-        self._begin(chosen, Console(stderr=True) if progress else Console(stderr=True, quiet=True), timeline)
+        notices = Console(stderr=True) if progress else Console(stderr=True, quiet=True)
+        self._begin(chosen, notices, timeline, generation_config)
 
     @classmethod
-    def of(cls, config: RunConfig, notices: Console, timeline: bool = False) -> LLM:
+    def of(
+        cls, config: RunConfig, notices: Console, timeline: bool = False, generation_config: str = "auto"
+    ) -> LLM:
         """The model of a checked configuration, with notices about its start on a console. Raises as the class."""
         made = cls.__new__(cls)
-        made._begin(config, notices, timeline)
+        made._begin(config, notices, timeline, generation_config)
         return made
 
-    def _begin(self, config: RunConfig, notices: Console, timeline: bool) -> None:
+    def _begin(self, config: RunConfig, notices: Console, timeline: bool, generation_config: str) -> None:
         if (replicas := config.cluster.replicas) > 1:
             config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"replicas": 1})})
             notices.print(
                 f"one of {replicas} replicas is started: `tiermoe serve` and `up` use them all", soft_wrap=True
             )
+        check_mode(generation_config)
         self.config, self._settings = checked_settings(config, trace=timeline)
+        self.defaults = read_defaults(self.config.model_dir, generation_config)
+        say_defaults(self.defaults, notices)
         self._notices = notices
         self.startup_steps_s: dict[str, float] = {}
         self._tokenizer: Tokenizer = load_tokenizer(self.config.model_dir)
@@ -148,7 +160,8 @@ class LLM:
         """Continue one text, or several at once: texts, or sequences of token ids.
 
         Args:
-            sampling: `max_tokens` (64), `temperature` (0.0: greedy), `top_p` (1.0), `top_k` (0: all), `seed`.
+            sampling: `max_tokens` (64), `temperature` (0.0: greedy), `top_p` (1.0), `top_k` (0: all), `seed`. Those of
+                `defaults` come in place of `top_p` and `top_k` that are not given, and penalties of theirs count.
 
         Returns:
             The completion of a text, or those of several in their order.
@@ -175,10 +188,11 @@ class LLM:
         Raises:
             RequestError: the prompt or an option is refused; iterating raises RuntimeFailure where the runtime fails.
         """
-        return self.stream_of(prompt, _sampling(**sampling))
+        return self.stream_of(prompt, _sampling(**sampling), tuple(sampling))
 
-    def stream_of(self, prompt: Prompt, params: SamplingParams) -> TextStream:
-        """`stream` with checked sampling options."""
+    def stream_of(self, prompt: Prompt, params: SamplingParams, given: Collection[str] = ()) -> TextStream:
+        """`stream` with checked sampling options; in place of those that are not among the given ones the model's."""
+        params = self.defaults.completed(params, given)
         ids = encode_prompt(self._tokenizer, prompt) if isinstance(prompt, str) else tuple(prompt)
         check_length(len(ids), params.max_tokens, self._model_config, self.config.kv)
         return TextStream(lambda request: self.start().generate(request), self._tokenizer, ids, params)
@@ -215,6 +229,7 @@ class TextStream:
 
     Attributes:
         completion: what there is of it so far.
+        sampling: how its tokens are picked.
 
     Args:
         generate: sends a request to a runtime and streams its tokens.
@@ -223,13 +238,13 @@ class TextStream:
     def __init__(
         self, generate: Generate, tokenizer: Tokenizer, ids: tuple[int, ...], sampling: SamplingParams
     ) -> None:
-        self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
+        self._generate, self._tokenizer, self.sampling = generate, tokenizer, sampling
         self.completion = Completion(ids)
         self.request_id = uuid.uuid4().hex
 
     def __iter__(self) -> Iterator[str]:
         done = self.completion = Completion(self.completion.prompt_token_ids)
-        request = GenerationRequest(self.request_id, done.prompt_token_ids, self._sampling)
+        request = GenerationRequest(self.request_id, done.prompt_token_ids, self.sampling)
         generation, text = Generation(request.request_id), IncrementalText(self._tokenizer)
         done.token_ids = generation.token_ids
         last_s: float | None = None
@@ -254,6 +269,16 @@ class TextStream:
         for _ in self:
             pass
         return self.completion
+
+
+def say_defaults(defaults: GenerationDefaults, notices: Console) -> None:
+    """Say which defaults of sampling a model brings, and which it brings in vain: to a program as a warning."""
+    if (said := defaults.said(server=False)) is not None:
+        notices.print(said, soft_wrap=True, markup=False)
+    if defaults.warning is not None and notices.quiet:
+        warnings.warn(defaults.warning, stacklevel=4)  # where the `LLM` is made
+    elif defaults.warning is not None:
+        notices.print(defaults.warning, soft_wrap=True, markup=False)
 
 
 def _sampling(

@@ -62,7 +62,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         # the loader derives from SafeLoader, so this is yaml.safe_load with one more check
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        content = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read '{path}': {reason(error)}", "give a readable UTF-8 YAML file") from error
     except yaml.YAMLError as error:

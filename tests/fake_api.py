@@ -22,6 +22,7 @@ from tiermoe.cluster.api.routes import make_app
 from tiermoe.cluster.api.service import Service
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.templates import ChatTemplate
+from tiermoe.cluster.checkpoints.generation import NO_DEFAULTS, GenerationDefaults
 from tiermoe.errors import RuntimeFailure
 
 EOS = 256
@@ -155,12 +156,13 @@ def serving(
     tokenizer: Tokenizer | None = None,
     access: Access | None = None,
     share_prefix_cache: bool = False,
+    defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> tuple[Service, Callable[[], httpx.AsyncClient]]:
     """The service, and clients of it."""
     chats = None if template is None else ChatTemplate(template, {"eos_token": "<end>"})
     service = Service(
         backend, tokenizer or byte_tokenizer(), chats, "fake", limits or LimitSettings(),
-        share_prefix_cache=share_prefix_cache,
+        share_prefix_cache=share_prefix_cache, defaults=defaults,
     )  # fmt: skip
     app = make_app(service, None if keys is None else KeyRing(keys), sinks=sinks, access=access)
 

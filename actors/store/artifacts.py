@@ -60,7 +60,7 @@ class Artifact:
 
     def encode(self, arrays: Mapping[str, NDArray[Any]], tag: Mapping[str, object]) -> bytes:
         """The file's bytes; `tag` is JSON that identifies the model."""
-        return _encode(arrays, {"tiermoe": json.dumps(dict(tag))})
+        return encode_tensors(arrays, {"tiermoe": json.dumps(dict(tag))})
 
     def read(self, path: Path) -> tuple[dict[str, Any], Arrays]:
         """The tag and the arrays of a file. Raises `error` when the file is missing or malformed."""
@@ -95,8 +95,13 @@ _LOSSES = Artifact("losses of lossy actions", "measure them with `tiermoe prepar
 _SENSITIVITY = Artifact("sensitivities", "measure it with `tiermoe prepare MODEL --sensitivity TEXT`")
 
 
-def _encode(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
-    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+def encode_tensors(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Arrays as the bytes of a safetensors file, whatever their order in memory; a scalar stays one.
+
+    All of the package's arrays are written here: the library writes an array's memory as it lies, so that one in
+    Fortran's order, such as a transposed one, would be read as other numbers. Weights go through `prepare.writer`.
+    """
+    whole = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     return save(whole, None if metadata is None else dict(metadata))
 
 
@@ -259,7 +264,7 @@ def save_maps(path: Path, arrays: Mapping[str, NDArray[np.float32]], shape: MapS
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(_encode(arrays, _map_header(shape, arrays["embeddings"].shape[1])))
+        part.write_bytes(encode_tensors(arrays, _map_header(shape, arrays["embeddings"].shape[1])))
         os.replace(part, path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -340,7 +345,7 @@ def encode_arrays(profile: ExpertProfile) -> tuple[bytes, FileRecord]:
     arrays = {name: getattr(profile, name) for name in ("activations", "binary", "weighted", "entropies")}
     if profile.outputs is not None:
         arrays |= {"dots": profile.outputs.dots, "norms": profile.outputs.norms}
-    data = _encode({name: array.astype(np.float32) for name, array in arrays.items()})
+    data = encode_tensors({name: array.astype(np.float32) for name, array in arrays.items()})
     digest = hashlib.sha256(data).hexdigest()
     return data, FileRecord(file=f"profile-{digest[:16]}.safetensors", nbytes=len(data), sha256=digest)
 

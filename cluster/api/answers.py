@@ -10,19 +10,20 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ...actors.requests import TokenLogprob
 from ..detokenizer import TokenBytes
 from .grammar import compiled, forced_call
 from .refusals import refused
-from .schema import ChatBody, CompletionBody, GenerationBody, finite
+from .schema import ChatBody, CompletionBody, GenerationBody, SamplingBody, finite
 from .service import Choice, Echo, Run, Service
 from .text import Delta, ScoredToken
 from .thinking import hides_reasoning
 from .tools import Parser, PlainParser, ToolCall
 
 Json = dict[str, Any]
+B = TypeVar("B", bound=GenerationBody)
 _GRAMMAR_BYTES = 4096  # its compilation takes as long as a text of this size, at least
 
 
@@ -76,9 +77,9 @@ async def chat(service: Service, body: ChatBody) -> CheckedRequest:
         display = replace(display, skip_special=False)
     grammar = await _grammar(service, body)
     ids = await service.chat_ids(body, body.messages, tools=body.offered_tools, special=body.add_special_tokens)
-    tokens = body.wanted_tokens
+    body, tokens = _with_defaults(service, body), body.wanted_tokens
     if tokens is None:
-        tokens = max(1, service.limit_tokens - len(ids))
+        tokens = _most_tokens(service, len(ids))
     service.check_length(len(ids), tokens, "messages")
     choices = tuple(
         Choice(
@@ -93,6 +94,19 @@ async def chat(service: Service, body: ChatBody) -> CheckedRequest:
         reasoning=not hides_reasoning(body),
     )  # fmt: skip
     return CheckedRequest(choices, len(ids), form, body)
+
+
+def _with_defaults(service: Service, body: B) -> B:
+    """A body with the model's own defaults in place of what it leaves out, as vLLM has it."""
+    names = SamplingBody.model_fields.keys()
+    left = {name: value for name, value in service.defaults.values.items() if name in names}
+    return body.model_copy(update={name: value for name, value in left.items() if getattr(body, name) is None})
+
+
+def _most_tokens(service: Service, prompt_tokens: int) -> int:
+    """How many tokens are generated where a request does not say: the model's own number, or as many as fit."""
+    room = max(1, service.limit_tokens - prompt_tokens)
+    return min(room, service.defaults.max_new_tokens or room)
 
 
 async def _grammar(service: Service, body: GenerationBody) -> str | None:
@@ -143,13 +157,15 @@ async def completion(service: Service, body: CompletionBody) -> CheckedRequest:
     # an empty list: says what is wrong
     grammar = await _grammar(service, body)
     prompts = tuple([await service.prompt_ids(prompt, special=special) for prompt in given or [""]])
-    tokens = max(1, body.wanted_tokens)
-    choices = []
+    body, wanted = _with_defaults(service, body), body.wanted_tokens
+    if body.max_tokens is None and service.defaults.max_new_tokens is not None:
+        wanted = _most_tokens(service, max(map(len, prompts)))
+    tokens, choices = max(1, wanted), []
     for ids in prompts:
         service.check_length(len(ids), tokens, "prompt")
         for index in range(body.choices):
             sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None, grammar)
-            choices.append(Choice(ids, sampling, body.display, body.wanted_tokens > 0, body.cache_salt))
+            choices.append(Choice(ids, sampling, body.display, wanted > 0, body.cache_salt))
     echoes: tuple[Echo, ...] | None = None
     if body.echo:
         echoes = tuple([await service.echo_of(text, ids) for text, ids in zip(given, prompts, strict=True)])

@@ -22,6 +22,7 @@ from ...actors.tokenizer import has_tokenizer
 from ...errors import ConfigError, RuntimeFailure
 from ...proto.tls import TlsFiles
 from ..attach import leads_of
+from ..checkpoints.generation import read_defaults
 from ..prompt import load_tokenizer
 from .backend import LeadBackend
 from .keys import KeyRing
@@ -138,7 +139,7 @@ class Edge:
         name = settings.model_name or Path(plan["model"]).name
         service = Service(
             self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format, self._shared,
-            settings.share_prefix_cache,
+            settings.share_prefix_cache, read_defaults(folder, settings.generation_config),
         )  # fmt: skip
         if settings.request_log != "off":
             written = settings.request_log_file

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import hmac
 import logging
@@ -65,7 +66,7 @@ def read_keys(file: Path) -> tuple[Key, ...]:
     Raises:
         ConfigError: it is unreadable, others may read it, or a line is malformed.
     """
-    text = read_private(file, "key file")
+    text = read_private(file, "key file").removeprefix(codecs.BOM_UTF8)
     lines = enumerate(text.splitlines(), 1)
     keys = tuple(_key(line.split(), f"key file '{file}', line {i}") for i, line in lines if line.split(b"#")[0].strip())
     if not keys:
@@ -103,7 +104,7 @@ def _named(file: Path) -> frozenset[bytes] | None:
     """The first words of a file's lines, whatever its mode; None: it is missing, another user's, or unreadable."""
     try:
         with os.fdopen(open_own(file, os.O_RDONLY), "rb") as opened:
-            lines = opened.read(MAX_BYTES).splitlines()
+            lines = opened.read(MAX_BYTES).removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError:
         return None
     return frozenset(line.split()[0] for line in lines if line.split(b"#")[0].strip())

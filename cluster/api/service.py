@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from ...actors.requests import GenerationRequest, SamplingParams
 from ...errors import RuntimeFailure, TierMoeError
+from ..checkpoints.generation import NO_DEFAULTS, GenerationDefaults
 from ..detokenizer import IncrementalText, TokenBytes
 from ..report.steps import left_s
 from .admission import Admission
@@ -149,12 +150,13 @@ class Service:
         tool_format: how the model writes tool calls; None: as its template shows.
         shared: folder of what the server's replicas on this machine share (`shared.py`); None: there is one.
         share_prefix_cache: whether requests of different keys share KV pages.
+        defaults: of what a request leaves out.
     """
 
     def __init__(
         self, backend: Backend, tokenizer: Tokenizer, template: ChatTemplate | None, model_name: str,
         limits: LimitSettings, tool_format: str | None = None, shared: Path | None = None,
-        share_prefix_cache: bool = False,
+        share_prefix_cache: bool = False, defaults: GenerationDefaults = NO_DEFAULTS,
     ) -> None:  # fmt: skip
         self._share_prefix_cache = share_prefix_cache
         self.calling = calling(template, tool_format)
@@ -165,7 +167,7 @@ class Service:
             found.special or any(name in self.calling.written for name in special)
         )
         self.backend, self.tokenizer, self.template = backend, tokenizer, template
-        self.model_name, self.limits = model_name, limits
+        self.model_name, self.limits, self.defaults = model_name, limits, defaults
         self.token_bytes = TokenBytes(tokenizer)
         self.offload = Offload()
         self._longest_token = longest_token(tokenizer)

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 
 from ...actors.base_settings import Settings, in_unit
 from ...limits import usable_cores
+from ..checkpoints.generation import GenerationConfigMode
 from .origins import checked_host, checked_origin
 
 ToolFormatName = Literal[  # keys of `tools.TOOL_FORMATS`
@@ -85,6 +86,11 @@ class ApiSettings(Settings):
     )
     share_prefix_cache: bool = Field(
         default=False, description="share KV pages of equal prompts between keys, which see that in time and usage"
+    )
+    generation_config: GenerationConfigMode = Field(
+        default="auto",
+        description="defaults of sampling of the model's generation_config.json for what a request leaves out: auto, "
+        "or none",
     )
     request_log: RequestLogFormat = Field(default="text", description="log a line for each request: text, json or off")
     request_log_file: str | None = Field(default=None, description="file of the request log; default: standard error")

@@ -447,7 +447,7 @@ def _processors_own(folder: Path) -> str | dict[str, str] | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.expanduser().read_text(encoding="utf-8")
+        return path.expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         what = f"chat template '{path}' cannot be read: {reason(error)}"
         raise ConfigError(what, "give a readable UTF-8 file") from error

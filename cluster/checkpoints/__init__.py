@@ -7,6 +7,7 @@
     matrices        the tensors of one quantized matrix -> its `kernels.forms.MatrixForm`
     checkpoint      `open_checkpoint`: all tensors of a folder, plain and quantized; no weight is read
     plan, gguf_plan which tensors make which parameter of the model (these import torch)
+    generation      defaults of sampling that a checkpoint publishes
     experts         the routed experts of a layer in their published form
 
 A new published form starts in `kernels/forms.py` (values and bytes), then `quantization` (what the configuration says)

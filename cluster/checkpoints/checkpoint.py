@@ -18,20 +18,21 @@ from .hub_cache import name_of
 from .quantization import Quantization, quantization_of
 from .weight_files import (
     CONFIG,
+    EXTRA_SUFFIXES,
     INDEX,
     MAX_JSON_BYTES,
     SINGLE,
     WeightFiles,
+    gguf_in,
     read_json_object,
     read_weights_header,
+    refuse_links_out,
     weight_files,
 )
 
 if TYPE_CHECKING:
     from .gguf_header import Header
     from .matrices import QuantizedEntry
-
-_EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Checkpoint:
         return name_of(self.path)
 
     def extras(self) -> list[Path]:
-        """Configuration and tokenizer files, which a store copies."""
+        """Configuration and tokenizer files, which a store copies. Raises CheckpointError: a link leads out."""
+        refuse_links_out(self.path)
         return sorted(path for path in self.path.iterdir() if _is_extra(path))
 
 
@@ -92,14 +94,15 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Open and check a folder of safetensors or GGUF files.
 
     Raises:
-        CheckpointError: the folder or a file is missing, truncated or malformed.
+        CheckpointError: the folder or a file is missing, truncated or malformed, or a link leads out of the folder.
         UnsupportedModelError: the weights are quantized in an unsupported way; refused before they are looked at.
     """
     path = model_dir.resolve()
     if not path.is_dir():
         raise CheckpointError(f"{model_dir} is not a folder", "pass the folder of a downloaded checkpoint")
+    refuse_links_out(path)
     config = read_json_object(path / CONFIG)
-    if not any((path / name).is_file() for name in (SINGLE, INDEX)) and any(path.glob("*.gguf")):
+    if gguf_in(path):
         return _open_gguf(path, config)
     quantization = quantization_of(path)
     files = weight_files(path)
@@ -123,7 +126,8 @@ def _open_gguf(path: Path, config: dict[str, Any]) -> Checkpoint:
     from .gguf_files import open_weights
     from .gguf_header import gguf_files  # the package is only needed for such files
 
-    found = open_weights([shown(file) for file in gguf_files(path)])
+    there = gguf_files(path)
+    found = open_weights([shown(file) for file in there], [file.name for file in there])
     source = (_small_file(path, CONFIG), *found.source)
     return Checkpoint(path, config, found.tensors, source, gguf=found.header)
 
@@ -152,8 +156,13 @@ def read_bytes(entry: TensorEntry, offset: int, nbytes: int) -> mmap.mmap | byte
 
 
 def refuse_unsupported(model_dir: Path) -> None:
-    """Raise UnsupportedModelError if the configuration names an unsupported quantization; reads no weight."""
+    """Refuse a configuration of an unsupported quantization; reads no weight.
+
+    Raises:
+        UnsupportedModelError: of such a one. CheckpointError: a link leads out of the folder.
+    """
     if (model_dir / CONFIG).is_file():
+        refuse_links_out(model_dir)
         quantization_of(model_dir)
 
 
@@ -166,7 +175,7 @@ def _refuse_without_weights(path: Path, files: WeightFiles) -> None:
     """Raise CheckpointError if a file of the weights is missing."""
     missing = [name for name in files.names if not (path / name).is_file()]
     if missing and files.names == (SINGLE,):
-        other = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
+        other = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
         found = f"only {other[0]}" if other else "no weights"
         raise CheckpointError(
             f"{path} has {found}, neither {SINGLE} nor {INDEX}",
@@ -185,7 +194,7 @@ def _small_file(path: Path, name: str) -> SourceFile:
 def _is_extra(path: Path) -> bool:
     reserved = (MANIFEST_NAME, STAMP_NAME, JOURNAL_NAME, REPLICAS_NAME, REPLICA_STAMP_NAME)
     return (
-        (path.suffix in _EXTRA_SUFFIXES or is_tokenizer_file(path.name))
+        (path.suffix in EXTRA_SUFFIXES or is_tokenizer_file(path.name))
         and path.name[0] not in ".-"
         and path.name not in reserved
         and not path.name.endswith(".index.json")

@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 
 from ...errors import CheckpointError, UnsupportedModelError
-from .gguf_header import REWRITE, Header, Tensor, tensor_bytes
+from .gguf_header import REWRITE, Header, Tensor, shortest, tensor_bytes
 
 _OTHER_FILE = "use another GGUF file of the model, or its safetensors form"
 _Of = str | Callable[[Any], Any]  # a name of transformers' configurations, or what makes the value of one
@@ -258,15 +258,10 @@ def _is_neutral(known: _Architecture, key: str, value: Any) -> bool:
 def _scalar(header: Header, key: str, value: Any) -> Any:
     """A value; of an array with one for each layer, the common one."""
     if not isinstance(value, list):
-        return _shortest(value)
+        return shortest(value)
     if not value or any(one != value[0] for one in value):
         raise _unsupported(header, key, value)
-    return _shortest(value[0])
-
-
-def _shortest(value: Any) -> Any:
-    """A float of 32 bits as the shortest number that means it: 1e-06, not 9.999999974752427e-07."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    return shortest(value[0])
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -416,7 +411,7 @@ def _number(header: Header, key: str, default: float) -> float:
     value = header.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise _no_number(header, key, value)
-    return _shortest(value)
+    return shortest(value)
 
 
 def _factors(header: Header) -> tuple[float, ...]:

@@ -29,7 +29,7 @@ from .gguf_config import config_of
 from .gguf_header import FORM_OF, SPLIT, Header, Tensor, gguf_files, parts_of, read_experts, read_gguf
 from .gguf_tokenizer import TOKENS, save_settings, save_tokenizer
 from .matrices import QuantizedEntry, Raw
-from .weight_files import CONFIG
+from .weight_files import CONFIG, GGUF_SUFFIX, refuse_outside
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,11 @@ class Gguf:
     source: tuple[SourceFile, ...] = ()
 
 
-def open_weights(files: list[Path]) -> Gguf:
+def open_weights(files: list[Path], names: list[str] | None = None) -> Gguf:
     """The tensors of a model's files; quantized ones as `QuantizedEntry`.
+
+    Args:
+        names: of the files in the checkpoint's folder, where links may stand for them; None: their own.
 
     Raises:
         CheckpointError: a file is unreadable or malformed, or the files are not those of one model.
@@ -51,14 +54,14 @@ def open_weights(files: list[Path]) -> Gguf:
     header = read_experts(files)
     tensors: dict[str, Entry] = {name: _entry(name, found) for name, found in header.tensors.items()}
     source = []
-    for path in files:
+    for path, name in zip(files, names or [path.name for path in files], strict=True):
         status = path.stat()
         try:
             digest = head_digest(path)
         except StoreError as error:
             raise CheckpointError(error.what, "make it a file that this user may read") from error
         source.append(
-            SourceFile(file=path.name, nbytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest)
+            SourceFile(file=name, nbytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest)
         )
     return Gguf(header, tensors, tuple(source))
 
@@ -128,41 +131,47 @@ _FORMAT = 4  # of the folders in the cache: what is made of metadata
 def gguf_folder(path: Path) -> Path:
     """A folder in the user's cache that stands for a GGUF checkpoint: links to the files, config.json, the tokenizer.
 
+    The links have the suffix, whether or not the files have it.
+
     Args:
-        path: the file, any part of a split one, or the folder that has it.
+        path: the file, any part of a split one, or the folder that has it. A file may be a link: the other parts and
+            what lies beside it are then in its folder, or in that of the file that it leads to.
 
     Raises:
-        CheckpointError: a file is malformed, or a part is missing.
+        CheckpointError: a file is malformed, a part is missing, or a link leads elsewhere.
         UnsupportedModelError: the model is dense, a key or the tokenizer is not supported, or the metadata lacks a part
             of the configuration and no config.json is beside the file.
     """
+    folders = [path]
     if path.is_dir():
         path = gguf_files(path)[0]
-    files = [file.absolute() for file in parts_of(path)]
+    else:
+        folders = [path.parent, path.resolve().parent]
+    files, own = parts_of(path), [file for file in sorted(path.parent.iterdir()) if _is_beside(file)]
+    refuse_outside([*files, *own], *folders)
+    files = [file.absolute() for file in files]
     header = read_experts(files)
-    own = [file for file in sorted(path.parent.iterdir()) if _is_beside(file)]
     stamp = json.dumps([_FORMAT, *([str(file), (s := file.stat()).st_size, s.st_mtime_ns] for file in [*files, *own])])
     name = SPLIT.fullmatch(path.name)
-    stem = path.stem if name is None else name["stem"]
+    stem = _stem(path) if name is None else name["stem"]
     folder = user_cache() / GGUF_CACHE / f"{stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}" / stem
     if (folder / CONFIG).is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
-        link = folder / file.name
+        link = folder / f"{_stem(file)}{GGUF_SUFFIX}"
         link.unlink(missing_ok=True)
         link.symlink_to(file)
     beside = {file.name: file.read_bytes() for file in own}
     config = beside.pop(CONFIG, None) or json.dumps(config_of(header), indent=1).encode()
     if TOKENS in header.metadata:
-        with_texts = read_gguf(files, texts=True)
         if "tokenizer.json" not in beside:
-            save_tokenizer(with_texts, folder)
+            save_tokenizer(read_gguf(files, texts=True), folder)
             if (given := beside.pop(_SETTINGS, None)) is not None:
                 _merge_settings(folder / _SETTINGS, given)
         else:
             with contextlib.suppress(CheckpointError):  # the vocabulary beside it is the one that counts
-                save_settings(with_texts, folder)
+                save_settings(read_gguf(files, texts=True), folder)
     for file_name, content in beside.items():
         (folder / file_name).write_bytes(content)
     (folder / CONFIG).write_bytes(config)  # last: without it the folder is made again
@@ -175,6 +184,11 @@ def _merge_settings(path: Path, given: bytes) -> None:
         made = json.loads(path.read_text(encoding="utf-8"))
         given = json.dumps({**made, **json.loads(given), GGUF_MARK: True}, indent=1).encode()
     path.write_bytes(given)
+
+
+def _stem(file: Path) -> str:
+    """A GGUF file's name without the suffix, which it may lack: a dot in a name is not the start of one."""
+    return file.stem if file.suffix.lower() == GGUF_SUFFIX else file.name
 
 
 def _is_beside(file: Path) -> bool:

@@ -16,19 +16,23 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from ...actors.store.format import first_problem
 from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import ExpertForm, MatrixForm
+from ..host import stands_for_gguf
+from .weight_files import gguf_in, refuse_outside
 
-SUFFIX = ".gguf"
 REFETCH = "download the checkpoint again"
 REWRITE = "write the file again with a current converter of llama.cpp"
-SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_LITTLE_ENDIAN = "rewrite it with gguf-convert-endian, which the package `gguf` installs"
+SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:\.gguf)?", re.IGNORECASE)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 EXPERT_REMEDY = "use a GGUF file of Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4, F16 or BF16"
@@ -45,7 +49,20 @@ FORM_OF: Mapping[GGMLQuantizationType, str] = {
     _Type.Q8_0: "q8_0", _Type.Q5_0: "q8_0", _Type.Q4_0: "q4_0", _Type.Q4_K: "q4_k", _Type.Q5_K: "q5_k",
     _Type.Q6_K: "q6_k",
 }  # fmt: skip
-_BESIDE = re.compile(r"^mmproj|imatrix")  # not the language model
+# types of ik_llama.cpp, of BitNet's fork, and former ones of llama.cpp, which the package does not know
+_OTHER_TYPES: Mapping[int, str] = {
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "I2_S", 37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8", 97: "Q8_0_X4", 98: "Q8_1_X4", 99: "Q8_2_X4", 133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN",
+    136: "Q8_K64", 137: "IQ2_K", 138: "IQ3_K", 139: "IQ4_K", 140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS",
+    146: "IQ4_KSS", 147: "Q8_K16", 148: "Q8_K32", 149: "Q8_KR8", 150: "Q8_K128", 151: "Q8_KV", 152: "IQ5_KS",
+    153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT", 156: "IQ3_KS", 157: "IQ2_KL", 158: "IQ1_KT", 202: "Q4_0_R8",
+    206: "Q5_0_R4", 208: "Q8_0_R8", 210: "Q2_K_R4", 211: "Q3_K_R4", 212: "Q4_K_R4", 213: "Q5_K_R4", 214: "Q6_K_R4",
+    216: "IQ2_XXS_R4", 217: "IQ2_XS_R4", 218: "IQ3_XXS_R4", 219: "IQ1_S_R4", 220: "IQ4_NL_R4", 221: "IQ3_S_R4",
+    222: "IQ2_S_R4", 223: "IQ4_XS_R8", 229: "IQ1_M_R4", 230: "BF16_R16", 233: "Q6_0_R4", 335: "IQ2_BN_R4",
+    337: "IQ2_K_R4", 338: "IQ3_K_R4", 339: "IQ4_K_R4", 340: "IQ5_K_R4", 344: "IQ4_KS_R4", 352: "IQ5_KS_R4",
+    397: "Q8_K_R16", 398: "Q8_KV_R8", 399: "Q8_K_R8",
+}  # fmt: skip
+_FIRST_OF_IK = 97
 _MOST = 1 << 24  # strings of a vocabulary, tensors, keys
 
 
@@ -105,10 +122,13 @@ class _Truncated(ValueError):
 
 
 class _Reader:
-    """Reads on in a file; every length is checked against the file's. texts: arrays of strings are read, too."""
+    """Reads on in a file; every length is checked against the file's. texts: arrays of strings are read, too.
+
+    damaged: a string since this was last set is no UTF-8, and has signs in place of the bytes that are none.
+    """
 
     def __init__(self, data: mmap.mmap | bytes, texts: bool) -> None:
-        self._data, self._texts, self.at = data, texts, 0
+        self._data, self._texts, self.at, self.damaged = data, texts, 0, False
 
     def number(self, code: str) -> Any:
         if struct.calcsize(code) > len(self._data) - self.at:
@@ -127,7 +147,12 @@ class _Reader:
     def text(self) -> str:
         first = self.at + 8
         self.skip()
-        return self._data[first : self.at].decode()
+        raw = self._data[first : self.at]
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            self.damaged = True
+            return raw.decode(errors="replace")
 
     def count(self, what: str) -> int:
         found: int = self.number("<Q")
@@ -173,6 +198,8 @@ def read_gguf_header(path: Path, *, texts: bool = False) -> Header:
             if not file.read(1):
                 raise _Truncated("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                if data[:4] == b"FUGG" or data[:8] in (b"GGUF\0\0\0\2", b"GGUF\0\0\0\3"):
+                    raise CheckpointError(f"{path} is of the other byte order (big-endian)", _LITTLE_ENDIAN)
                 if data[:4] != b"GGUF":
                     raise _not_gguf(path, data[:64])
                 return _parse(_Reader(data, texts), len(data), path)
@@ -194,15 +221,19 @@ def _parse(reader: _Reader, size: int, path: Path) -> Header:
     reader.number("<4s")
     version = reader.number("<I")
     if version not in (2, 3):
-        order = ", of the other byte order" if version in (2 << 24, 3 << 24) else ""
-        raise ValueError(f"version {version}{order}")
+        raise ValueError(f"version {version}")
     tensors, keys = reader.count("tensors"), reader.count("keys")
     metadata: dict[str, Any] = {}
+    damaged: list[str] = []
     for _ in range(keys):
         key = reader.text()
         if key in metadata:
             raise ValueError(f"the key {key!r} occurs twice")
+        reader.damaged = False
         metadata[key] = reader.value(reader.number("<I"))
+        if reader.damaged:
+            damaged.append(key)
+    _refuse_damaged(path, metadata, damaged)
     table = []
     for _ in range(tensors):
         name, dims = reader.text(), reader.number("<I")
@@ -218,9 +249,32 @@ def _parse(reader: _Reader, size: int, path: Path) -> Header:
     if len(found) != len(table):
         raise ValueError("a tensor's name occurs twice")
     for name, (shape, kind, offset, _) in found.items():
+        refuse_type(path, name, kind)
         if offset + tensor_bytes(name, shape, kind) > size:
             raise _Truncated(f"tensor {name!r} ends after the file")
     return Header(metadata, found, (path,))
+
+
+def _refuse_damaged(path: Path, metadata: Mapping[str, Any], damaged: Sequence[str]) -> None:
+    """Refuse strings that are not UTF-8 where they count; a name or a licence is read with signs in their place.
+
+    Raises:
+        CheckpointError: a key of the architecture or of the tokenizer has such a string.
+    """
+    counts = ("tokenizer.", f"{metadata.get('general.architecture')}.", "general.architecture", "general.type")
+    for key in damaged:
+        if key.startswith(counts):
+            own = ", or put the model's own tokenizer.json beside it" if key.startswith("tokenizer.") else ""
+            raise CheckpointError(f"{path}: a string of the key {key!r} is not UTF-8", f"{REWRITE}{own}")
+
+
+def refuse_type(path: Path, name: str, kind: int) -> None:
+    """Raise UnsupportedModelError, with the type's name: the package does not know a tensor's type."""
+    if kind in iter(GGMLQuantizationType):
+        return
+    whose = " of ik_llama.cpp" if kind >= _FIRST_OF_IK and kind in _OTHER_TYPES else ""
+    called = f"the type {_OTHER_TYPES[kind]}{whose}" if kind in _OTHER_TYPES else f"an unknown type, number {kind}"
+    raise UnsupportedModelError(f"{path}: tensor {name!r} has {called}, which is not supported", EXPERT_REMEDY)
 
 
 def read_gguf(files: Sequence[Path], *, texts: bool = False) -> Header:
@@ -291,11 +345,39 @@ def no_experts(file: Path | str, architecture: str) -> UnsupportedModelError:
 
 
 def read_experts(files: Sequence[Path]) -> Header:
-    """As `read_gguf`, of a model with routed experts. Raises UnsupportedModelError: it is dense."""
+    """As `read_gguf`, of a model with routed experts.
+
+    Raises:
+        UnsupportedModelError: it is dense, or a tensor has a type that its place cannot have.
+    """
     header = read_gguf(files)
     if header.dense:
         raise no_experts(files[0], header.architecture)
+    for name, (_, number, _, path) in header.tensors.items():
+        kind = _Type(number)
+        if kind in FORM_OF or header.is_draft(name):
+            continue
+        if _EXPERTS.fullmatch(name) is not None:
+            raise _no_expert_type(name, kind.name, f"{path}: ")
+        if not _has_values(kind):
+            what = f"{path}: tensor {name!r} has the type {kind.name}, which is not supported"
+            raise UnsupportedModelError(what, "use another GGUF file of the model, such as Q4_K_M or Q8_0")
     return header
+
+
+@cache
+def _has_values(kind: GGMLQuantizationType) -> bool:
+    """Whether the package can dequantize a type."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _no_expert_type(name: str, kind: str, where: str = "") -> UnsupportedModelError:
+    what = f"{where}the experts' tensor {name!r} has the type {kind}, which is not supported for experts"
+    return UnsupportedModelError(what, EXPERT_REMEDY)
 
 
 _PARTS = "put the parts of one model together, named MODEL-00001-of-0000N.gguf, as gguf-split does"
@@ -308,9 +390,12 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def shortest(value: Any) -> Any:
+    """A float of 32 bits as the shortest number that means it: 1e-06, not 9.999999974752427e-07."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
 def tensor_bytes(name: str, shape: tuple[int, ...], kind: int) -> int:
-    if kind not in iter(GGMLQuantizationType):
-        raise ValueError(f"tensor {name!r} is of the unknown type {kind}")
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     if shape and shape[-1] % block:
         raise ValueError(f"the rows of tensor {name!r} are not whole blocks")
@@ -321,12 +406,14 @@ def gguf_files(folder: Path) -> list[Path]:
     """The GGUF files of a folder that make one model: one, or all parts of one. Empty: there is none.
 
     Raises:
-        CheckpointError: there are several models, or a part is missing.
+        CheckpointError: there are several models, a part is missing, or a link leads out of the folder.
     """
-    there = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX and not _BESIDE.search(path.name))
+    there = gguf_in(folder)
     if not there:
         return []
     files = parts_of(there[0])
+    if not stands_for_gguf(folder):
+        refuse_outside(files, folder)
     if len(files) < len(there):
         other = next(path for path in there if path not in files)
         raise CheckpointError(f"{folder} has the GGUF files of several models ({there[0].name}, {other.name})",
@@ -336,11 +423,12 @@ def gguf_files(folder: Path) -> list[Path]:
 
 def part_names(name: str) -> list[str]:
     """The names of all parts of a split file, by the name of one; else that name alone."""
-    match = SPLIT.fullmatch(Path(name).name)
+    own = Path(name).name
+    match = SPLIT.fullmatch(own)
     if match is None:
         return [name]
-    count = int(match["count"])
-    parts = (f"{match['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1))
+    first, last = match.span("number")
+    parts = (f"{own[:first]}{i:05d}{own[last:]}" for i in range(1, int(match["count"]) + 1))
     return [str(Path(name).with_name(part)) for part in parts]
 
 
@@ -375,6 +463,8 @@ def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tup
     for name, (kind, shape) in tensors.items():
         if (match := _EXPERTS.fullmatch(name)) is None:
             continue
+        if FORM_OF.get(_Type[kind]) is None and match["kind"] != "bias":
+            raise _no_expert_type(name, kind)
         layer, part = layers.setdefault(int(match["layer"]), {}), f"{match['part']}.{match['kind']}"
         if match["one"] is not None:  # of experts apart, which have one form, or are refused when they are prepared
             part, shape = f"{match['one']}.weight", (1, *shape)
@@ -390,11 +480,8 @@ def _expert_form(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Expe
     """The form of a layer's experts, and whether slots want it as it lies: Q5_0 and gpt-oss's layout are repacked."""
     matrices: dict[str, Any] = {}
     for name, (kind, shape) in parts.items():
-        form = FORM_OF.get(_Type[kind])
-        if form is None:
-            raise UnsupportedModelError(f"the experts have the GGUF type {kind}, which is not supported", EXPERT_REMEDY)
         if name.endswith("weight"):
-            matrices[name.removesuffix(".weight")] = MatrixForm(form, shape[1], shape[2])
+            matrices[name.removesuffix(".weight")] = MatrixForm(FORM_OF[_Type[kind]], shape[1], shape[2])
     if "down.bias" not in parts:
         return ExpertForm(**matrices), all(kind != "Q5_0" for kind, _ in parts.values())
     gate, _ = matrices.pop("gate"), matrices.pop("up")

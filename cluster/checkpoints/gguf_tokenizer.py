@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ...actors.tokenizer import GGUF_MARK
 from ...errors import CheckpointError, UnsupportedModelError
-from .gguf_header import REWRITE, Header
+from .gguf_header import REWRITE, Header, shortest
 
 TOKENS = "tokenizer.ggml.tokens"
 _BESIDE = "put the model's own tokenizer.json beside it"
@@ -113,6 +113,11 @@ _FILL_IN = {  # what fills in a middle: those of the first three, too, end a gen
                 "<|code_suffix|>", "<|suffix|>"),
     "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
                 "<|code_middle|>", "<|middle|>"),
+}  # fmt: skip
+_SAMPLING = {  # llama.cpp's names of `general.sampling`, and those in generation_config.json
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty", "penalty_last_n": "penalty_last_n",
+    "xtc_probability": "xtc_probability", "mirostat": "mirostat", "sequence": "sequence",
 }  # fmt: skip
 _SHOWN = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))  # gpt-oss: text, not control
 
@@ -340,6 +345,7 @@ class _Vocabulary:
         template = self._chat_template()
         generation: dict[str, Any] = {"eos_token_id": self._ends(found["eos"])}
         generation |= {f"{name}_token_id": found[name] for name in ("bos", "pad") if found[name] is not None}
+        generation |= self._sampling()
         return {
             "tokenizer_config.json": {
                 "tokenizer_class": "PreTrainedTokenizerFast", **tokens, "clean_up_tokenization_spaces": False,
@@ -361,6 +367,18 @@ class _Vocabulary:
         if "<|tool_response>" in self.ids:  # Gemma: an ordinary token
             found.pop(self.ids.get("</s>", -1), None)
         return list(found)
+
+    def _sampling(self) -> dict[str, Any]:
+        """The file's defaults of sampling: those of transformers by its names, of others what has no such name."""
+        prefix = "general.sampling."
+        known = {
+            key.removeprefix(prefix): shortest(value)
+            for key, value in self._header.metadata.items()
+            if key.startswith(prefix)
+        }
+        if known.get("penalty_repeat", 1) == 1:
+            known.pop("penalty_last_n", None)  # tokens of which the repetition is penalized
+        return {_SAMPLING[name]: value for name, value in known.items() if name in _SAMPLING}
 
     def _chat_template(self) -> str | list[dict[str, str]] | None:
         """One template, or several by their names."""

@@ -26,13 +26,22 @@ from ...actors.tokenizer import has_tokenizer
 from ...errors import CheckpointError
 from ..config import RunConfig, default_model_dir
 from ..report.tables import byte_progress, size
-from .hub_cache import Repository, cached_in, folder_of, repository_of, snapshot_of
-from .weight_files import CONFIG, INDEX, SINGLE, read_weights_header, weight_files
+from .hub_cache import Repository, cached_in, folder_of, other_snapshots, repository_of, snapshot_of, snapshots_in
+from .weight_files import (
+    CONFIG,
+    GGUF_SUFFIX,
+    INDEX,
+    SINGLE,
+    gguf_in,
+    is_gguf,
+    read_weights_header,
+    refuse_links_out,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-SUFFIX = ".gguf"
 Need = Literal["sizes", "text"]
 Header = dict[str, tuple[str, tuple[int, ...]]]  # type code and shape by tensor
 
@@ -69,37 +78,51 @@ def locate(model: str | None, need: Need = "text") -> Path:
 
     A GGUF file has its configuration in it, so one of a hub is fetched here, with all of its parts.
 
+    A GGUF file is known by its first bytes, whatever its name. Without a network, the only snapshot of a repository in
+    the cache stands for a revision of which the cache does not know the commit.
+
     Args:
         model: folder, GGUF file, cache folder `models--org--name`, or org/name[@revision], for a GGUF file with
             :FILE.gguf or with its type, such as :Q4_K_M; None: the project's model.
 
     Raises:
-        CheckpointError: no such model here or at the hub, no access to it, no network, or a full disk.
+        CheckpointError: no such model here or at the hub, no access to it, no network, or a full disk; or a link of it
+            leads out of its folder.
     """
+    found = _located(model, need)
+    if found.is_dir():
+        refuse_links_out(found)
+    return found
+
+
+def _located(model: str | None, need: Need) -> Path:
     if model is None:
         return default_model_dir()
     path = Path(model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
+    if is_gguf(path):
         return _gguf_folder(path)
     if path.is_dir():
         found = snapshot_of(path)
-        if any(found.glob("*.gguf")) and not any((found / name).is_file() for name in (SINGLE, INDEX)):
-            return _gguf_folder(found)
-        return found
+        return _gguf_folder(found) if gguf_in(found) else found
     match = _NAME.fullmatch(model)
-    of_file = path.suffix in (".gguf", ".safetensors") and (match is None or match["gguf"] is None)
-    if match is None or ".." in model or "--" in match["repo"] or of_file:
+    of_file = path.suffix.lower() in (GGUF_SUFFIX, ".safetensors") and (match is None or match["gguf"] is None)
+    if match is None or ".." in model or "--" in match["repo"] or of_file or path.exists():
         return path  # `check_model_dir` says what is wrong with it
     repository = Repository(match["repo"], match["revision"] or "main", match["gguf"])
     if repository.gguf is not None:
         return _gguf_folder(_gguf_of(repository))
     cached = cached_in(_cache() / folder_of(repository.name), repository.revision)
-    if cached is not None and (cached / CONFIG).is_file() and (need == "sizes" or has_tokenizer(cached)):
+    if cached is not None and _has(cached, need):
         return cached
-    found = _fetch_small(repository, need)
+    try:
+        found = _fetch_small(repository, need)
+    except _Unreachable:
+        if (only := _only_snapshot(repository)) is None or not _has(only, need):
+            raise
+        return only
     if not (found / CONFIG).is_file():
         with _hub_errors(repository, _cache()):
-            files = [name for name in _listed(repository) if Path(name).suffix == SUFFIX]
+            files = [name for name in _listed(repository) if _has_suffix(name)]
         if files:
             raise CheckpointError(
                 f"'{repository.name}' has GGUF files and no {CONFIG}",
@@ -125,8 +148,8 @@ def complete(folder: Path, *, progress: bool = True) -> None:
             missing = [SINGLE]  # which transformers prefers
         absent = [name for name in missing if name not in there]
         if absent:
-            other = sorted(name for name in there if Path(name).suffix in (".bin", ".pt", ".pth", SUFFIX))
-            gguf = next((name for name in other if Path(name).suffix == SUFFIX), None)
+            other = sorted(name for name in there if Path(name).suffix in (".bin", ".pt", ".pth") or _has_suffix(name))
+            gguf = next((name for name in other if _has_suffix(name)), None)
             remedy = "choose a repository with the safetensors form"
             raise CheckpointError(
                 f"'{repository.name}' has no {absent[0]}" + (f", only {other[0]}" if other else ""),
@@ -182,6 +205,16 @@ def _missing(folder: Path) -> list[str]:
     return [name for name in weight_files(folder).names if not (folder / name).is_file()]
 
 
+class _Unreachable(CheckpointError):
+    """Files of a model are not here, and there is no network to fetch them."""
+
+
+def _only_snapshot(repository: Repository) -> Path | None:
+    """The one snapshot of a repository in the cache, whatever its commit; None: there are several, or none."""
+    there = snapshots_in(_cache() / folder_of(repository.name))
+    return there[0] if len(there) == 1 and repository.revision == "main" else None
+
+
 # -- GGUF files of a hub -----------------------------------------------------------------------------------------------
 
 
@@ -198,17 +231,38 @@ def _gguf_of(repository: Repository) -> Path:
         CheckpointError: there is no such file, or there are several, or a part is missing; or as `locate`.
     """
     cached = cached_in(_cache() / folder_of(repository.name), repository.revision)
-    if cached is not None:
-        here = [str(path.relative_to(cached)) for path in cached.rglob(f"*{SUFFIX}") if path.is_file()]
-        with contextlib.suppress(CheckpointError):
-            return cached / _chosen(repository, here)[0]
-    with _hub_errors(repository, _cache()):
-        there = _listed(repository)
-        files = _chosen(repository, sorted(there))
-        _refuse_dense(repository, files[0])
-        small = (*_PATTERNS["text"], *(pattern for patterns in _VOCABULARIES for pattern in patterns))
-        found = _fetch(repository, {name: there[name] for name in files}, small)
-    return found / files[0]
+    if cached is not None and (there := _chosen_here(repository, cached)) is not None:
+        return there
+    try:
+        with _hub_errors(repository, _cache()):
+            sizes = _listed(repository)
+            files = _chosen(repository, sorted(sizes))
+            _refuse_dense(repository, files[0])
+            small = (*_PATTERNS["text"], *(pattern for patterns in _VOCABULARIES for pattern in patterns))
+            found = _fetch(repository, {name: sizes[name] for name in files}, small)
+        return found / files[0]
+    except _Unreachable:
+        only = _only_snapshot(repository)
+        if only is None or (there := _chosen_here(repository, only)) is None:
+            raise
+        return there
+
+
+def _has(snapshot: Path, need: Need) -> bool:
+    """Whether a snapshot has the small files that are needed."""
+    return (snapshot / CONFIG).is_file() and (need == "sizes" or has_tokenizer(snapshot))
+
+
+def _chosen_here(repository: Repository, snapshot: Path) -> Path | None:
+    """The first file of the named GGUF model in a snapshot; None: it is not there, or not whole."""
+    here = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if _has_suffix(path.name)]
+    with contextlib.suppress(CheckpointError):
+        return snapshot / _chosen(repository, [name for name in here if (snapshot / name).is_file()])[0]
+    return None
+
+
+def _has_suffix(name: str) -> bool:
+    return Path(name).suffix.lower() == GGUF_SUFFIX
 
 
 def _refuse_dense(repository: Repository, name: str) -> None:
@@ -235,7 +289,7 @@ def _chosen(repository: Repository, names: Iterable[str]) -> list[str]:
     from .gguf_header import part_names  # the package `gguf` takes a tenth of the imports' time
 
     wanted = repository.gguf or ""
-    known = [name for name in names if Path(name).suffix == SUFFIX and not Path(name).name.startswith("mmproj")]
+    known = [name for name in names if _has_suffix(name) and not Path(name).name.lower().startswith("mmproj")]
     of_type = re.compile(rf"(.*[-./])?{re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
     fitting = [name for name in known if name == wanted] or [name for name in known if of_type.fullmatch(name)]
     models = dict.fromkeys(tuple(part_names(name)) for name in fitting)
@@ -392,12 +446,16 @@ def _hub_errors(repository: Repository, cache: Path) -> Iterator[None]:
     except Exception as failure:
         cause = failure.__cause__
         error = cause if isinstance(cause, hub.HfHubHTTPError) else failure  # such as a status 500
-        if _offline() or isinstance(error, hub.LocalEntryNotFoundError | hub.OfflineModeIsEnabled):
+        unanswered = type(error).__name__ in ("ConnectError", "ConnectTimeout")  # of httpx, the library's own client
+        if _offline() or unanswered or isinstance(error, hub.LocalEntryNotFoundError | hub.OfflineModeIsEnabled):
             why = "HF_HUB_OFFLINE is set" if _offline() else f"{constants.ENDPOINT} does not answer"
-            raise CheckpointError(
-                f"files of '{name}' are missing in '{cache}', and {why}",
-                f"on a machine with a network run `{repository.command}`, and copy {folder_of(name)} into that folder",
-            ) from error
+            what, how = f"files of '{name}' are missing in '{cache}'", ""
+            if cached_in(cache / folder_of(name), repository.revision) is None:
+                what, how = other_snapshots(cache / folder_of(name), repository) or (what, how)
+            fetch = (
+                f"on a machine with a network run `{repository.command}`, and copy {folder_of(name)} into that folder"
+            )
+            raise _Unreachable(f"{what}, and {why}", f"{how}, or {fetch}" if how else fetch) from error
         for kind, (what, remedy) in refusals.items():
             if isinstance(error, kind):
                 raise CheckpointError(what, remedy) from error

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT, _SHORT_COMMIT = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{7,39}")
 _FOLDER = "models--"
+_SHOWN = 4  # snapshots that a message names
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,37 @@ def snapshot_of(path: Path) -> Path:
     found = cached_in(path, "main")
     if found is not None:
         return found
-    there = sorted(entry.name for entry in (path / "snapshots").iterdir() if entry.is_dir())
+    there = snapshots_in(path)
     if len(there) == 1:
-        return path / "snapshots" / there[0]
+        return there[0]
     raise CheckpointError(
-        f"'{path}' names no snapshot for the branch main, and has {len(there)}",
+        f"'{path}' names no snapshot for the branch main, and has {len(there)}{_listed(there)}",
         "pass one of its folders snapshots/COMMIT",
     )
+
+
+def snapshots_in(folder: Path) -> list[Path]:
+    """The snapshots in a folder `models--org--name`, by commit."""
+    there = folder / "snapshots"
+    return sorted(path for path in there.iterdir() if path.is_dir()) if there.is_dir() else []
+
+
+def _listed(snapshots: Sequence[Path]) -> str:
+    names = ", ".join(path.name for path in snapshots[:_SHOWN])
+    return f": {names}{', ..' if len(snapshots) > _SHOWN else ''}" if names else ""
+
+
+def other_snapshots(folder: Path, repository: Repository) -> tuple[str, str] | None:
+    """Which snapshots of a repository are there, in place of the one that is asked for, and how to name one.
+
+    None: there is none.
+    """
+    there = snapshots_in(folder)
+    if not there:
+        return None
+    tail = "" if repository.gguf is None else f":{repository.gguf}"
+    what = f"'{folder}' has no snapshot for {repository.revision}, and has {len(there)}{_listed(there)}"
+    return what, f"name one, as {repository.name}@{there[0].name}{tail}"
 
 
 def cached_in(folder: Path, revision: str) -> Path | None:
@@ -55,7 +81,10 @@ def cached_in(folder: Path, revision: str) -> Path | None:
         try:
             commit = (folder / "refs" / revision).read_text(encoding="ascii").strip()
         except (OSError, ValueError):
-            return None
+            short = [path.name for path in snapshots_in(folder) if path.name.startswith(revision)]
+            if not _SHORT_COMMIT.fullmatch(revision) or len(short) != 1:
+                return None
+            commit = short[0]
     found = folder / "snapshots" / commit
     return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
 

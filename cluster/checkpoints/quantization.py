@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ...actors.store.format import first_problem
 from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import FLOATS, ExpertForm, MatrixForm
-from .weight_files import CONFIG, optional_json, read_json_object
+from .weight_files import CONFIG, gguf_in, optional_json, read_json_object
 
 # what tools write beside a config.json without `quantization_config`, and the method that they mean by default
 BESIDE: Mapping[str, str] = {
@@ -197,7 +197,7 @@ def published_as(model_dir: Path) -> str | None:
     Raises:
         UnsupportedModelError, CheckpointError: as `quantization_of`.
     """
-    if any(model_dir.glob("*.gguf")) and not any(model_dir.glob("*.safetensors")):
+    if gguf_in(model_dir):
         return "GGUF"
     if not (model_dir / CONFIG).is_file():
         return None

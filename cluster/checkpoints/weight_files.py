@@ -7,6 +7,9 @@ Which file holds a tensor is decided as transformers decides it, by the first of
     model.safetensors.index.json             the files that it names; other safetensors files do not count
     AutoGPTQ's own name                      by quantize_config.json, such as gptq_model-4bit-128g.safetensors
 
+GGUF files count where none of these is there: `gguf_in`. A link that leads out of the checkpoint's folder is refused,
+whatever file it stands for: what a checkpoint from elsewhere names would be read, and copied into a store.
+
 An index may name files in folders below its own. A tensor that it lists is where it says: copies in other files do not
 matter. A tensor that it does not list is read, too, if one of its files has it: of several copies the last file's.
 """
@@ -24,12 +27,18 @@ from typing import Any
 from ...actors.store.format import TensorSpec, first_problem, read_header
 from ...errors import CheckpointError
 from ..host import shown
+from .hub_cache import repository_of
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _WEIGHTS_KEY, _INDEX_SUFFIX = "transformers_weights", ".safetensors.index.json"
 _NAME = re.compile(r"(?:\w[\w.+ -]*/)*\w[\w.+ -]*\.safetensors")
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
 MAX_JSON_BYTES = 256 << 20
+EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of configuration and tokenizer files
+_READ_FOLDERS = ("additional_chat_templates", "heldout", "calibration")
+GGUF_SUFFIX = ".gguf"
+_GGUF_MAGICS = (b"GGUF", b"FUGG")  # of the other byte order, too, which is refused by name
+_NO_MODEL = re.compile(r"^mmproj|imatrix", re.IGNORECASE)  # GGUF files that are not a language model's
 
 
 def replace_file(path: Path) -> str:
@@ -92,6 +101,81 @@ def optional_json(path: Path) -> dict[str, Any] | None:
     return read_json_object(path) if path.is_file() else None
 
 
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def refuse_outside(files: Iterable[Path], *folders: Path) -> None:
+    """Refuse files that are links, or lie in linked folders, that lead out of all of some folders.
+
+    A snapshot of Hugging Face's cache may link to all of its repository. A folder itself may be reached through a link.
+
+    Raises:
+        CheckpointError: one leads out of them, or nowhere.
+    """
+    roots = [_root(folder) for folder in folders]
+    for file in files:
+        remedy = "put the file itself there, or pass the folder that holds all of the model's files"
+        try:
+            end = file.resolve()
+        except (OSError, RuntimeError):
+            end = file
+        if end.is_symlink():  # of a circle
+            raise CheckpointError(f"'{file}' is a link that leads nowhere", remedy)
+        if not any(end.is_relative_to(root) for root in roots):
+            raise CheckpointError(f"'{file}' is a link to '{end}', outside of the checkpoint's folder", remedy)
+
+
+def refuse_links_out(folder: Path) -> None:
+    """As `refuse_outside`, for the files of a checkpoint that are read or copied beside its weights.
+
+    Those are checked where they are found: by `weight_files` and `gguf_header.gguf_files`.
+    """
+    try:
+        own = [path for path in folder.iterdir() if path.suffix.lower() in EXTRA_SUFFIXES]
+        for name in _READ_FOLDERS:
+            if (folder / name).is_dir():
+                own += [folder / name, *(folder / name).iterdir()]
+    except OSError as error:
+        what = f"'{folder}' cannot be read ({error.strerror})"
+        raise CheckpointError(what, "make it a folder that this user may read") from error
+    refuse_outside(sorted(own), folder)
+
+
+def _root(folder: Path) -> Path:
+    """What the links of a folder may lead to."""
+    found = folder.resolve()
+    snapshot = next((path for path in (found, *found.parents) if repository_of(path) is not None), None)
+    return found if snapshot is None else snapshot.parents[1]
+
+
+# -- GGUF files --------------------------------------------------------------------------------------------------------
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is a GGUF file by its suffix, in upper or lower case, or by its first bytes."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == GGUF_SUFFIX:
+        return True
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) in _GGUF_MAGICS
+    except OSError:
+        return False
+
+
+def gguf_in(folder: Path) -> list[Path]:
+    """The GGUF files from which a folder's weights are read, sorted; none: it has safetensors files, or neither."""
+    if any((folder / name).is_file() for name in (SINGLE, INDEX)) or not folder.is_dir():
+        return []
+    there = [path for path in sorted(folder.iterdir()) if not _NO_MODEL.search(path.name)]
+    named = [path for path in there if path.suffix.lower() == GGUF_SUFFIX and path.is_file()]
+    return named or [path for path in there if is_gguf(path)]
+
+
+# -- safetensors files -------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class WeightFiles:
     """The safetensors files of a checkpoint.
@@ -118,8 +202,16 @@ def weight_files(folder: Path) -> WeightFiles:
     """The safetensors files of a checkpoint's folder; without an index and any file, the one that should be there.
 
     Raises:
-        CheckpointError: config.json or the index is malformed, or names a file that is not safetensors below it.
+        CheckpointError: config.json or the index is malformed, or names a file that is not safetensors below it, or
+            that is a link that leads out of the folder.
     """
+    found = _weight_files(folder)
+    names = found.names if found.index is None else (found.index, *found.names)
+    refuse_outside((folder / name for name in names), folder)
+    return found
+
+
+def _weight_files(folder: Path) -> WeightFiles:
     named = (optional_json(folder / CONFIG) or {}).get(_WEIGHTS_KEY)
     if named is not None:
         if not isinstance(named, str) or named.endswith(".safetensors"):

@@ -16,6 +16,7 @@ from rich.console import Console
 from ...errors import CheckpointError, ConfigError, reason
 from ...limits import Memory, cores, cores_words, memory, memory_words
 from ..checkpoints.hub import headers, locate
+from ..checkpoints.weight_files import gguf_in
 from ..config import check_model_dir, default_model_dir
 from ..host import cpu, shown, versions
 from ..report.files import check_writable
@@ -100,7 +101,7 @@ def routed_expert_elements(model_dir: Path) -> int:
     Raises:
         CheckpointError: no safetensors or GGUF file, or one whose header cannot be read.
     """
-    if any(model_dir.glob("*.gguf")):
+    if gguf_in(model_dir):
         from ..checkpoints.gguf_header import gguf_files, read_experts, typed_tensors
 
         tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = typed_tensors(read_experts(gguf_files(model_dir)))

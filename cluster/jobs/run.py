@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -21,10 +21,11 @@ from rich.console import Console
 from ...actors.requests import SamplingParams
 from ...actors.tokenizer import has_tokenizer
 from ...errors import RequestError, reason
+from ..checkpoints.generation import check_mode, read_defaults
 from ..checkpoints.hub import locate
 from ..config import RunConfig
 from ..host import cpu, now, shown, versions
-from ..llm import LLM, Completion, TextStream
+from ..llm import LLM, Completion, TextStream, say_defaults
 from ..prompt import encode_prompt, load_tokenizer, sampling_params
 from ..report.files import check_writable, write_timeline
 from ..report.output import print_json, stdout
@@ -60,15 +61,30 @@ def run_command(
         float, typer.Option(help="Sampling temperature; 0: greedy.", rich_help_panel="Sampling")
     ] = 0.0,
     top_p: Annotated[
-        float,
-        typer.Option(help="Sample from the likeliest tokens with this total probability.", rich_help_panel="Sampling"),
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="Sample from the likeliest tokens with this total probability; default: the model's own, else 1.",
+            rich_help_panel="Sampling",
+        ),
+    ] = None,
     top_k: Annotated[
-        int, typer.Option(help="Sample from this many likeliest tokens; 0: all.", rich_help_panel="Sampling")
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="Sample from this many likeliest tokens; 0: all; default: the model's own, else 0.",
+            rich_help_panel="Sampling",
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of sampling; default: random.", rich_help_panel="Sampling")
     ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Penalties, top-p, top-k and min-p of the model's generation_config.json for what is not given: "
+            "auto, or none.",
+            rich_help_panel="Sampling",
+        ),
+    ] = "auto",
     attach: Attach = None,
     deployment: DeploymentId = None,
     trace: Annotated[
@@ -85,25 +101,44 @@ def run_command(
     as_json: AsJson = False,
 ) -> None:
     """Generate text for one prompt, on standard output; report time and bytes in a few lines, on standard error."""
-    sampling = sampling_params(max_tokens, temperature, top_p, top_k, seed)
+    asked = Asked.of(generation_config, max_tokens, temperature, top_p, top_k, seed)
     report, text_out = Console(stderr=True), sys.stderr if as_json else stdout()
     if attach is not None:
         refuse_runtime_options(options | {"config": config, "trace": trace})
         text = _prompt_text(prompt, prompt_file)
-        record = _run_attached(attach, deployment, text, sampling, options.get("model"), text_out)
+        record = _run_attached(attach, deployment, text, asked, options.get("model"), text_out)
     elif deployment is not None:
         raise RequestError("--deployment names a runtime that is already running", "pass --attach HOST:PORT with it")
     else:
         chosen = checked_config(config, options)
         text, planned = _prompt_text(prompt, prompt_file), report if verbose else None
-        record = _run_here(chosen, text, sampling, trace, text_out, planned)
+        record = _run_here(chosen, text, asked, trace, text_out, planned)
     show(report, "", summary_table(record) if verbose else brief_table(record))
     if as_json:
         print_json(record)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Checked options of sampling. given: names of those that were given. mode: of the model's own defaults."""
+
+    params: SamplingParams
+    given: tuple[str, ...]
+    mode: str
+
+    @staticmethod
+    def of(
+        mode: str, max_tokens: int, temperature: float, top_p: float | None, top_k: int | None, seed: int | None
+    ) -> Asked:
+        """Raises RequestError: one is out of range. ConfigError: an unknown mode."""
+        check_mode(mode)
+        params = sampling_params(max_tokens, temperature, 1.0 if top_p is None else top_p, top_k or 0, seed)
+        given = {"top_p": top_p, "top_k": top_k}
+        return Asked(params, tuple(name for name, value in given.items() if value is not None), mode)
+
+
 def _run_here(
-    config: RunConfig, prompt: str, sampling: SamplingParams, trace: Path | None, text_out: TextIO,
+    config: RunConfig, prompt: str, asked: Asked, trace: Path | None, text_out: TextIO,
     plan_to: Console | None,
 ) -> dict[str, Any]:
     """Check all inputs against each other, prepare, deploy, generate; the record of `tiermoe run --json`.
@@ -112,8 +147,8 @@ def _run_here(
     """
     if trace is not None:
         check_writable(trace)
-    llm = LLM.of(config, Console(stderr=True), timeline=trace is not None)
-    stream = llm.stream_of(prompt, sampling)
+    llm = LLM.of(config, Console(stderr=True), timeline=trace is not None, generation_config=asked.mode)
+    stream = llm.stream_of(prompt, asked.params, asked.given)
     with BoundedEnd(llm.abandon, terminated=143) as ending, llm:
         deployment = llm.start()
         ending.serving()
@@ -124,7 +159,7 @@ def _run_here(
         stats = llm.stats() | {"residency": llm.residency()}
         if trace is not None:
             write_timeline(trace, llm.timeline())
-    record = _record(deployment.plan, prompt, sampling, stream.completion, stats, deployment.startup_s)
+    record = _record(deployment.plan, prompt, stream.sampling, stream.completion, stats, deployment.startup_s)
     return record | {
         "startup_steps_s": llm.startup_steps_s,
         "topology": planned["topology"] | {"notes": planned["notes"]},
@@ -134,7 +169,7 @@ def _run_here(
 
 
 def _run_attached(
-    address: str, wanted: str | None, prompt: str, sampling: SamplingParams, model: str | None, text_out: TextIO
+    address: str, wanted: str | None, prompt: str, asked: Asked, model: str | None, text_out: TextIO
 ) -> dict[str, Any]:
     """Attach to a runtime, generate, leave; the record of `tiermoe run --json`.
 
@@ -153,6 +188,9 @@ def _run_attached(
                 f"no tokenizer.json in '{shown(folder)}' on this machine, and no other tokenizer",
                 f"pass --model the folder of {plan['model']}'s checkpoint",
             )
+        defaults = read_defaults(folder, asked.mode)
+        say_defaults(defaults, Console(stderr=True))
+        sampling = defaults.completed(asked.params, asked.given)
         tokenizer = load_tokenizer(folder)
         ids, limit = encode_prompt(tokenizer, prompt), plan["max_prompt_tokens"]
         if len(ids) + sampling.max_tokens > limit:
@@ -214,6 +252,6 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt_file is None:
         return prompt or ""
     try:
-        return prompt_file.read_text(encoding="utf-8")
+        return prompt_file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"prompt file '{prompt_file}': {reason(error)}", "give a readable UTF-8 file") from error

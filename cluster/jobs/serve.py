@@ -18,7 +18,9 @@ from ..api.keys import read_keys
 from ..api.origins import ANY, Access
 from ..api.request_log import check_file
 from ..api.settings import ApiSettings, LimitSettings, RequestLogFormat, ToolFormatName
+from ..checkpoints.generation import GenerationConfigMode, read_defaults
 from ..checkpoints.hub import locate
+from ..checkpoints.weight_files import refuse_links_out
 from ..config import RunConfig
 from ..prompt import load_tokenizer
 from ..report.steps import Steps
@@ -63,6 +65,9 @@ def serve_command(
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
     tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
     max_waiting: Annotated[int | None, option_of(LimitSettings, "waiting", min=0, show_default="256")] = None,
+    generation_config: Annotated[
+        str | None, option_of(ApiSettings, "generation_config", show_default="auto")
+    ] = None,
     request_log: Annotated[str | None, option_of(ApiSettings, "request_log", show_default="text")] = None,
     request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
     otlp_endpoint: Annotated[str | None, option_of(ApiSettings, "otlp_endpoint")] = None,
@@ -88,6 +93,7 @@ def serve_command(
             "allow_origins": allow_origin, "allowed_hosts": allowed_host,
             "share_prefix_cache": share_prefix_cache,
             "tool_format": _one_of("--tool-format", tool_format, ToolFormatName),
+            "generation_config": _one_of("--generation-config", generation_config, GenerationConfigMode),
             "request_log": _one_of("--request-log", request_log, RequestLogFormat),
             "request_log_file": request_log_file, "otlp_endpoint": otlp_endpoint, "replicas": edge_replicas,
             "limits": {} if max_waiting is None else {"waiting": max_waiting},
@@ -174,7 +180,9 @@ def _serve_own(config: RunConfig, server: ApiSettings, server_socket: ServerSock
             yield check
 
     def checks(located: RunConfig) -> None:
-        load_tokenizer(Path(server.tokenizer) if server.tokenizer is not None else located.model_dir)
+        folder = Path(server.tokenizer or located.model_dir)
+        load_tokenizer(folder)
+        read_defaults(folder, server.generation_config)
 
     with server_socket:
         serve_until_ended("serve", config, served, lambda steps: server_socket.open(steps.progress), checks)
@@ -221,10 +229,15 @@ def _http_server(
             steps("starting the HTTP server")
             http = stack.enter_context(HttpServer(server, server_socket, plan))
         _say_if_chats_fail(server)
+        defaults = read_defaults(Path(server.tokenizer or plan["store_path"]), server.generation_config)
+        if defaults.warning is not None:
+            Console(stderr=True).print(defaults.warning, soft_wrap=True, markup=False)
         end_helper()  # the server's processes have their own
         out = results()
         out.print(where, soft_wrap=True)
         out.print(f"serving at {server_socket.url}/v1", soft_wrap=True)
+        if (said := defaults.said(server=True)) is not None:
+            out.print(said, soft_wrap=True, markup=False)
         out.print("end it:    Ctrl-C")
         if server.api_key_file is None and server_socket.host not in ("127.0.0.1", "localhost", "::1"):
             warning = f"no key is asked for: whoever reaches {server_socket.host} may use the model; see --api-key-file"
@@ -256,6 +269,8 @@ def _check_files(server: ApiSettings) -> None:
         make_exporter(server.otlp_endpoint).shutdown()
     if server.api_key_file is not None:
         read_keys(Path(server.api_key_file))
+    if server.tokenizer is not None and Path(server.tokenizer).is_dir():
+        refuse_links_out(Path(server.tokenizer))
     if server.request_log_file is not None:
         check_file(Path(server.request_log_file))
     if server.chat_template is not None:

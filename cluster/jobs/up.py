@@ -104,13 +104,13 @@ def serve_until_ended(
                 with steps:
                     stack.enter_context(deployment)
                 show(results(), plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
-                check = stack.enter_context(beside(deployment, steps))
+                look = stack.enter_context(beside(deployment, steps))
                 rooms = ray_room_checks(session_folder(), local)
                 files = FileWatch(expiry_checks(config.cluster.tls) | rooms, say)
                 last.remember(steps.seconds)
                 ending.serving()
                 while deployment.watch():
-                    check()
+                    look()
                     files.look()
                     time.sleep(_WATCH_S)
         except DeploymentEnded:

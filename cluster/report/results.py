@@ -159,7 +159,7 @@ def exit_code_of(rows: Iterable[Mapping[str, Any]]) -> int:
 def read_json(path: Path) -> Mapping[str, Any]:
     """A result file. Raises ConfigError: it cannot be read, or does not hold a JSON object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"'{path}' cannot be read: {reason(error)}", "give a result's JSON file") from error
     except json.JSONDecodeError as error:

@@ -52,7 +52,7 @@ def azure(path: Path) -> list[Arrival]:
     """
     remedy = f"give a CSV file with the columns {','.join(COLUMNS)}"
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file)
             if missing := [name for name in COLUMNS if name not in (table.fieldnames or ())]:
                 raise ConfigError(f"'{path}' has no column {missing[0]}", remedy)

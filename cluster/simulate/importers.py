@@ -67,7 +67,7 @@ def import_trace(
         TraceError: the file cannot be read, or a line is malformed. ConfigError: `out` is not empty.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"'{file}' cannot be read: {reason(error)}", "give a readable text file") from error
     found = list(FORMATS[kind or detected(file, text)](file, text))
@@ -140,7 +140,7 @@ def _embed(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
 
 
 def _json_lines(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{file}:{number}"
@@ -246,7 +246,7 @@ def _joined(parts: list[Ids]) -> Imported:
 
 def _csv(file: Path, text: str) -> Iterator[Imported]:
     try:
-        yield from _csv_requests(file, csv.DictReader(io.StringIO(text)))
+        yield from _csv_requests(file, csv.DictReader(io.StringIO(text), skipinitialspace=True))
     except csv.Error as error:
         raise TraceError(f"'{file}' is not a CSV file: {error}", _REMEDY) from error
 

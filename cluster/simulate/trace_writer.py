@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save
 
+from ...actors.store.artifacts import encode_tensors
 from ...errors import ConfigError, TraceError
 from .trace import DECODE, HEADER_NAME, PREFILL, ChunkRecord, Costs, TraceHeader, read_header
 
@@ -141,7 +141,7 @@ class TraceWriter:
             "embedding_tokens": tokens,
             "embeddings": np.asarray(embeddings, np.float16).reshape(-1, hidden),
         }
-        data = save(arrays)
+        data = encode_tensors(arrays)
         file = f"chunk-{len(self.header.chunks):05d}.safetensors"
         replace_file(self._out / file, data)
         record = ChunkRecord(

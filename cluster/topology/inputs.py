@@ -26,7 +26,7 @@ from ...limits import host_free_bytes, usable_cores
 from ..checkpoints.hub import headers, tensors_of
 from ..checkpoints.hub_cache import name_of
 from ..checkpoints.quantization import FP8_SCALES, expected_experts, plain_experts, quantization_of, with_one_scale
-from ..checkpoints.weight_files import OTHER_CONFIG
+from ..checkpoints.weight_files import OTHER_CONFIG, gguf_in
 from ..config import RunConfig
 from ..host import shown
 from ..prompt import EXPERT_COUNTS, load_model_config
@@ -103,7 +103,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
             f"'{model_dir / 'config.json'}' says {layers} layers of {experts} experts, more than any model has",
             OTHER_CONFIG,
         )
-    if gguf := any(model_dir.glob("*.gguf")):
+    if gguf := bool(gguf_in(model_dir)):
         from ..checkpoints.gguf_header import (  # the package takes 0.2 s
             expert_forms,
             gguf_files,

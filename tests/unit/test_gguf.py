@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
 from tiermoe.cluster.checkpoints.gguf_header import read_gguf, read_gguf_header
 from tiermoe.cluster.checkpoints.hub import locate
+from tiermoe.cluster.checkpoints.quantization import published_as
 from tiermoe.cluster.config import check_model_dir
 from tiermoe.cluster.jobs.doctor import routed_expert_elements
 from tiermoe.cluster.jobs.prepare import prepare
@@ -366,3 +368,130 @@ def test_what_lies_beside_a_file_makes_its_folder_anew(tmp_path: Path) -> None:
     second = locate(str(file))
     assert second != first
     assert json.loads((second / "generation_config.json").read_text()) == {"eos_token_id": 7}
+
+
+@pytest.mark.parametrize("name", ["m", "m.GGUF", "sha256-0a.v2", "m.Gguf"])
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_file_is_known_by_its_first_bytes(name: str, as_folder: bool, tmp_path: Path) -> None:
+    """Whatever it is called, alone or in a folder; its experts are mapped under its own name."""
+    (tmp_path / "mine").mkdir()
+    file = model(tmp_path / "m.gguf", "qwen3moe").rename(tmp_path / "mine" / name)
+    folder = locate(str(file.parent if as_folder else file))
+    assert [path.suffix for path in folder.iterdir() if path.is_symlink()] == [".gguf"]
+    assert facts_of_checkpoint(folder).form is not None
+    assert routed_expert_elements(folder) > 0
+    assert published_as(folder) == "GGUF"
+    store = prepare(folder, tmp_path / "store", progress=False)
+    assert ExpertStore(store).mapped
+    file.touch()
+    with pytest.raises(StoreError, match=f"{re.escape(str(file))}, which the store maps, changed"):
+        ExpertStore(store)
+
+
+@pytest.mark.parametrize("suffix", ["", ".GGUF"])
+def test_parts_are_known_without_the_suffix(suffix: str, tmp_path: Path) -> None:
+    base = model(tmp_path / "base.gguf", "qwen3moe")
+    parts = rewrite(base, tmp_path / "split" / "m.gguf", parts=3)
+    named = [part.rename(part.with_name(part.stem.replace("-of-", "-OF-" if suffix else "-of-") + suffix))
+             for part in parts]  # fmt: skip
+    for path in (named[1], named[0].parent):
+        folder = locate(str(path))
+        assert len([link for link in folder.iterdir() if link.is_symlink()]) == 3
+    store = prepare(folder, tmp_path / "store", progress=False)
+    assert len(ExpertStore(store).describe().checkpoint) > 1
+    named[2].unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {named[2].name}, a part of the model"):
+        locate(str(named[0]))
+
+
+def test_a_file_beside_that_is_no_language_model(tmp_path: Path) -> None:
+    """A folder with a projector alone has no model, and says so."""
+    (tmp_path / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no weights"):
+        open_checkpoint(locate(str(tmp_path)))
+
+
+def test_a_file_that_is_no_gguf_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"model.safetensors' is a file, and no GGUF file"):
+        check_model_dir(locate(str(tmp_path / "model.safetensors")))
+
+
+def _with_type(file: Path, tensor: str, kind: int) -> None:
+    """Write another number of a type into a tensor's entry of the header."""
+    data = bytearray(file.read_bytes())
+    at = data.index(len(tensor).to_bytes(8, "little") + tensor.encode()) + 8 + len(tensor)
+    at += 4 + 8 * int.from_bytes(data[at : at + 4], "little")
+    data[at : at + 4] = kind.to_bytes(4, "little")
+    file.write_bytes(data)
+
+
+EXPERTS, DENSE = "blk.0.ffn_down_exps.weight", "blk.0.attn_q.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind", "named"),
+    [
+        (EXPERTS, 10, "the type Q2_K, which is not supported for experts"),
+        (EXPERTS, 16, "the type IQ2_XXS, which is not supported for experts"),
+        (EXPERTS, 23, "the type IQ4_XS, which is not supported for experts"),
+        (EXPERTS, 144, "the type IQ4_KS of ik_llama.cpp, which is not supported"),
+        (DENSE, 139, "the type IQ4_K of ik_llama.cpp, which is not supported"),
+        (DENSE, 352, "the type IQ5_KS_R4 of ik_llama.cpp, which is not supported"),
+        (DENSE, 36, "the type I2_S, which is not supported"),
+        (DENSE, 250, "an unknown type, number 250, which is not supported"),
+        (DENSE, 15, "the type Q8_K, which is not supported"),
+    ],
+)
+def test_a_type_that_is_not_supported_is_named(tensor: str, kind: int, named: str, tmp_path: Path) -> None:
+    """Not called a malformed file; before anything is made."""
+    base = model(tmp_path / "base.gguf", "qwen3moe")
+    wide = {name: np.zeros((*array.shape[:-1], 256)) for name, array in tensors_of(base).items() if name == tensor}
+    file = rewrite(base, tmp_path / "own" / "m.gguf", tensors=wide)[0]  # whole blocks of any type
+    _with_type(file, tensor, kind)
+    with pytest.raises(UnsupportedModelError, match=rf"m\.gguf: .*tensor '{tensor}' has {named}") as refused:
+        locate(str(file))
+    assert "use a" in refused.value.remedy
+
+
+def test_bytes_that_are_no_utf8_count_where_they_are_read(tmp_path: Path) -> None:
+    """A name in another encoding made the file malformed."""
+    name, odd = "a name of twelve", "an odd \xe9 name: 1".encode("latin-1")
+    assert len(name) == len(odd)
+    keys = {"general.name": name, "general.description": [name, name]}
+    file = rewrite(model(tmp_path / "base.gguf", "qwen3moe"), tmp_path / "m.gguf", keys)[0]
+    file.write_bytes(file.read_bytes().replace(name.encode(), odd))
+    assert read_gguf_header(file, texts=True).metadata["general.name"] == "an odd � name: 1"
+    assert (locate(str(file)) / "config.json").is_file()
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "tokenizer.ggml.tokens", "tokenizer.chat_template"])
+def test_bytes_that_are_no_utf8_are_refused_where_they_matter(key: str, tmp_path: Path) -> None:
+    vocabulary = {"tokenizer.ggml.tokens": "eleven", "tokenizer.chat_template": "tenfold"}
+    texts = {"general.architecture": "qwen3moe", **vocabulary}
+    tokens = [*map(str, range(63)), "eleven"]
+    keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.chat_template": "tenfold"}
+    file = rewrite(model(tmp_path / "base.gguf", "qwen3moe"), tmp_path / "m.gguf", keys)[0]
+    data, text = file.read_bytes(), texts[key].encode()
+    at = data.index(len(text).to_bytes(8, "little") + text) + 8
+    file.write_bytes(data[: at + 1] + b"\xff" + data[at + 2 :])
+    with pytest.raises(CheckpointError, match=f"a string of the key '{key}' is not UTF-8"):
+        locate(str(file))
+
+
+def test_a_vocabulary_that_is_no_utf8_gives_way_to_a_tokenizer_beside(tmp_path: Path) -> None:
+    keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [*map(str, range(63)), "eleven"]}
+    file = rewrite(model(tmp_path / "base.gguf", "qwen3moe"), tmp_path / "m.gguf", keys)[0]
+    file.write_bytes(file.read_bytes().replace(b"eleven", b"el\xffven"))
+    (tmp_path / "tokenizer.json").write_text('{"own": true}')
+    assert json.loads((locate(str(file)) / "tokenizer.json").read_text()) == {"own": True}
+
+
+@pytest.mark.parametrize("magic", [b"GGUF", b"FUGG"])
+def test_the_other_byte_order_is_called_so(magic: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "m"
+    file.write_bytes(magic + bytes((0, 0, 0, 3)) + bytes(64))
+    with pytest.raises(CheckpointError, match=r"is of the other byte order \(big-endian\)") as refused:
+        locate(str(file))
+    assert "gguf-convert-endian" in refused.value.remedy

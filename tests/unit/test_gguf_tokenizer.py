@@ -158,6 +158,30 @@ def test_tokens_after_the_end_of_a_message(tmp_path: Path) -> None:
     assert tokenizer.decode([3, 8, 1, 4]) == "<|channel|>ab<|end|>"
 
 
+def test_defaults_of_sampling(tmp_path: Path) -> None:
+    """`general.sampling` by transformers' names; what has none there is named to the user as not carried out."""
+    from ggufs import rewrite
+
+    from tiermoe.cluster.checkpoints.generation import read_defaults
+
+    tokens = [*SPECIAL, "a", "b", "ab"]
+    plain = vocabulary(tmp_path / "m.gguf", "gpt2", tokens, [2, 3, 3, 3, 3, 4, 1, 1, 1], merges=["a b"], pre="qwen2")
+    keys = {
+        "general.sampling.temp": 0.7, "general.sampling.top_k": 20, "general.sampling.top_p": 0.95,
+        "general.sampling.min_p": 0.0, "general.sampling.penalty_last_n": 64, "general.sampling.mirostat": 2,
+    }  # fmt: skip
+    file = rewrite(plain, tmp_path / "sampled" / "m.gguf", keys)[0]
+    made(file)
+    found = read_defaults(file.parent)
+    assert found.values == {"temperature": 0.7, "top_p": 0.95, "top_k": 20, "min_p": 0.0}
+    assert found.not_carried_out == ("mirostat",)
+    file = rewrite(file, tmp_path / "penalized" / "m.gguf", {"general.sampling.penalty_repeat": 1.1})[0]
+    made(file)
+    found = read_defaults(file.parent)
+    assert found.values["repetition_penalty"] == 1.1
+    assert found.not_carried_out == ("penalty_last_n", "mirostat")  # of which tokens: here of all
+
+
 def test_chat_templates(tmp_path: Path) -> None:
     one = byte_level(_file(tmp_path, "one"), "qwen2")
     header = read_gguf([one], texts=True)

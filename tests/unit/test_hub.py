@@ -320,6 +320,50 @@ def test_a_cache_without_the_branch_main(tmp_path: Path) -> None:
     assert hub.locate(str(folder)) == folder / "snapshots" / ("1" * 40)
 
 
+def cached(snapshots: int, checkpoint: Path) -> list[Path]:
+    """Snapshots that were copied into the cache without `refs`, as some mirrors have them."""
+    folder = Path(constants.HF_HUB_CACHE) / "models--org--tiny" / "snapshots"
+    found = [folder / (str(number) * 40) for number in range(snapshots)]
+    for path in found:
+        shutil.copytree(checkpoint, path)
+        (path / "tokenizer.json").write_text("{}")
+        (path / "tiny-Q8_0.gguf").touch()
+    return found
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_the_only_snapshot_is_taken_where_there_is_no_network(
+    server: HubServer, checkpoint: Path, down: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache without `refs` was an empty one."""
+    [only] = cached(1, checkpoint)
+    if down:
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
+    else:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.locate(NAME) == only
+    assert hub._gguf_of(Repository(NAME, "main", "Q8_0")) == only / "tiny-Q8_0.gguf"
+    hub.complete(only, progress=False)
+    assert hub.locate(f"{NAME}@{'0' * 8}") == only  # the beginning of a commit
+    with pytest.raises(CheckpointError, match=f"has no snapshot for v1, and has 1: {'0' * 40}, and .*; name one, as"):
+        hub.locate(f"{NAME}@v1")
+
+
+def test_several_snapshots_without_refs_are_named(
+    server: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = cached(2, checkpoint)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for tail in ("", ":Q8_0"):
+        with pytest.raises(CheckpointError) as refused:
+            hub.locate(f"{NAME}{tail}")
+        assert f"has no snapshot for main, and has 2: {first.name}, {second.name}" in refused.value.what
+        assert f"name one, as {NAME}@{first.name}{tail}" in refused.value.remedy
+    assert hub.locate(f"{NAME}@{second.name}") == second
+    with pytest.raises(CheckpointError, match=f"has 2: {first.name}, {second.name}; pass one of its folders"):
+        hub.locate(str(second.parents[1]))
+
+
 def test_every_command_takes_a_name(server: HubServer, checkpoint: Path) -> None:
     server.add(NAME, checkpoint)
     folder = hub.locate(NAME)

@@ -155,6 +155,18 @@ def test_only_these_import_torch() -> None:
     ]
 
 
+def test_one_file_writes_arrays_with_safetensors() -> None:
+    """The library writes memory as it lies: whoever called it with an array in Fortran's order wrote other numbers."""
+    writers = {
+        _module(path)
+        for path in _FILES
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("safetensors")
+        and {alias.name for alias in node.names} & {"save", "save_file", "serialize", "serialize_file"}
+    }  # fmt: skip
+    assert writers == {"actors.store.artifacts"}
+
+
 def test_actors_do_not_know_ray() -> None:
     """But for one file: experts as Ray objects."""
     users = {line.split()[0] for line in _offenders(("actors", "kernels", "proto"), ("ray",))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,10 +140,12 @@ def test_unknown_dense_tensors_are_tolerated(tmp_path: Path) -> None:
 
 
 def test_a_store_is_self_contained(qwen: Path, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
+    repository = tmp_path / "models--org--tiny"
+    shutil.copytree(qwen, repository / "blobs")
+    checkpoint = repository / "snapshots" / ("0" * 40)
+    checkpoint.mkdir(parents=True)
     for path in qwen.iterdir():
-        (checkpoint / path.name).symlink_to(path)  # as in a Hugging Face cache
+        (checkpoint / path.name).symlink_to(f"../../blobs/{path.name}")  # as in a Hugging Face cache
     (checkpoint / "tokenizer.json").write_text("{}")
     (checkpoint / "modeling_custom.py").write_text("raise SystemExit")
     store = prepare(checkpoint, tmp_path / "deep" / "store", progress=False)

@@ -18,9 +18,9 @@ from tiermoe.errors import TraceError
 IDS = np.array([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[2, 0], [1, 3]]])  # [3 tokens, 2 layers, 2]
 
 
-def npy(ids: np.ndarray) -> str:
+def npy(ids: np.ndarray, order: str = "C") -> str:
     data = io.BytesIO()
-    np.save(data, ids.astype(np.int16))
+    np.save(data, ids.astype(np.int16, order=order))
     return base64.b64encode(data.getvalue()).decode()
 
 
@@ -42,6 +42,7 @@ OFFLINE = {"prompt_token_ids": [7, 8], "token_ids": [9, 5]}
 SOURCES = {
     "vllm lists": json.dumps(OFFLINE | {"routed_experts": IDS.tolist()}),
     "vllm base64": json.dumps(OFFLINE | {"routed_experts": npy(IDS)}),
+    "vllm base64 in Fortran's order": json.dumps(OFFLINE | {"routed_experts": npy(IDS, "F")}),
     "vllm response": json.dumps(
         {"prompt_routed_experts": IDS[:2].tolist(), "choices": [{"routed_experts": IDS[2:].tolist()}]}
     ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -208,9 +209,27 @@ def build_model(
             "prepare the store again with --force",
         )
     model.set_experts_implementation(implementation)
-    if (store / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(store)
+    if (ends := _special_tokens(store / "generation_config.json")) is not None:
+        model.generation_config = GenerationConfig(**ends)
     return model.eval()
+
+
+def _special_tokens(path: Path) -> dict[str, Any] | None:
+    """The tokens that end and begin a text, by generation_config.json; None: there is no such file.
+
+    All else that the file says is a default for what requests leave out, which whoever sends them fills in.
+
+    Raises:
+        StoreError: it is not JSON.
+    """
+    if not path.exists():
+        return None
+    try:
+        found = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"'{path}' is not valid JSON ({error})", REBUILD) from error
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: found[name] for name in names if name in found}
 
 
 def _mapped_dense(file: FileView) -> dict[str, torch.Tensor]:

@@ -112,7 +112,7 @@ def heldout_prompts(model_dir: Path, count: int, tokens: int, at_least: int | No
     least = count if at_least is None else at_least
     tokenizer = load_tokenizer(model_dir)
     kinds = [
-        [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+        [json.loads(line)["text"] for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         for path in sorted((model_dir / "heldout").glob("*.jsonl"))
     ]
     texts = [text for group in itertools.zip_longest(*kinds) for text in group if text is not None]

@@ -138,7 +138,7 @@ def _tokenizer_files(model_dir: Path) -> list[Path]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        return [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"'{path}' cannot be read: {reason(error)}", _REMEDY) from error
 

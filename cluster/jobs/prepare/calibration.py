@@ -93,13 +93,13 @@ def _texts_of(file: Path) -> Iterator[str]:
     if file.suffix not in (".txt", ".jsonl"):
         raise ConfigError(f"calibration file '{file}' is neither .txt nor .jsonl", _REMEDY)
     try:
-        content = file.read_text(encoding="utf-8")
+        content = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"calibration file '{file}': {reason(error)}", _REMEDY) from error
     if file.suffix == ".txt":
         yield content
         return
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import load
 
 from ....actors.engine.cache.slots import LayerWeights
 from ....actors.engine.cache.sources import host_weights
@@ -32,6 +32,7 @@ from ....actors.store.artifacts import (
     ProfileManifest,
     ProfileSource,
     encode_arrays,
+    encode_tensors,
     read_profile_manifest,
 )
 from ....actors.store.files import ExpertStore
@@ -164,7 +165,7 @@ class Partial:
 
     def save(self, state: State, done: int) -> None:
         """Replace the saved sums by those of the first `done` windows. Raises StoreError: the disk is full."""
-        write_file(self._path, save(state, {"key": self._key, "done": str(done)}))
+        write_file(self._path, encode_tensors(state, {"key": self._key, "done": str(done)}))
 
     def load(self, like: State) -> tuple[State, int] | None:
         """The saved sums and their number of windows; None without sums of this key that look like `like`."""

@@ -34,7 +34,7 @@ def read_prompts(file: Path, model_dir: Path, limit: int | None = None) -> list[
         CheckpointError: the model's tokenizer cannot be read.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"prompts '{file}' cannot be read: {reason(error)}", "give a readable UTF-8 file") from error
     tokenizer = load_tokenizer(model_dir)
