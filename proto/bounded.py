@@ -38,6 +38,7 @@ ANSWER_BYTES = 2**28
 _END_S = 2.0
 _LENGTH_BYTES = 8
 _IDLE = 8  # workers that are kept for the next request
+_LONG_S = 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -181,6 +182,7 @@ class Workers:
             worker: Worker | None = None
             try:
                 worker = self.take()
+                begun_s = time.monotonic()
                 found = worker.ask(request, within_s)
             except ValueError:
                 if worker is not None:  # it has answered
@@ -195,7 +197,10 @@ class Workers:
                 if last:
                     raise
             else:
-                self.give_back(worker)
+                if time.monotonic() - begun_s < _LONG_S:
+                    self.give_back(worker)
+                else:  # the memory that it took goes with it
+                    worker.close()
                 return found
         raise AssertionError
 
@@ -286,7 +291,9 @@ def _work(lane: socket.socket, server: int, make: Callable[[], Jobs]) -> None:
         return
     jobs, stream = make(), lane.makefile("rwb")
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a stack that overflows writes no file
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a stack that overflows writes no file, and no lines
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
         with open("/proc/self/statm", encoding="ascii") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + jobs.memory_bytes,) * 2)

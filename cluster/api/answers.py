@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from ...actors.requests import TokenLogprob
 from ..detokenizer import TokenBytes
 from .grammar import compiled, forced_call
+from .keys import ANYONE, Key
 from .refusals import refused
 from .schema import ChatBody, CompletionBody, GenerationBody, finite
 from .service import Choice, Echo, Run, Service
@@ -22,7 +23,6 @@ from .text import Delta, ScoredToken
 from .tools import Parser, PlainParser, ToolCall
 
 Json = dict[str, Any]
-_GRAMMAR_BYTES = 4096  # its compilation takes as long as a text of this size, at least
 
 
 class Form(Protocol):
@@ -60,8 +60,11 @@ class CheckedRequest:
     prompts: int = 1
 
 
-async def chat(service: Service, body: ChatBody) -> CheckedRequest:
+async def chat(service: Service, body: ChatBody, key: Key | None = ANYONE) -> CheckedRequest:
     """Check and tokenize a chat.
+
+    Args:
+        key: whose request it is.
 
     Raises:
         ApiError: 400 or 404.
@@ -73,7 +76,7 @@ async def chat(service: Service, body: ChatBody) -> CheckedRequest:
     parser, display = _tool_parser(service, body), body.display
     if parser is not PlainParser and service.special_calls:
         display = replace(display, skip_special=False)
-    grammar = await _grammar(service, body)
+    grammar = await _grammar(service, body, key)
     ids = await service.chat_ids(body, body.messages, tools=body.offered_tools, special=body.add_special_tokens)
     tokens = body.wanted_tokens
     if tokens is None:
@@ -88,23 +91,24 @@ async def chat(service: Service, body: ChatBody) -> CheckedRequest:
     return CheckedRequest(choices, len(ids), form, body)
 
 
-async def _grammar(service: Service, body: GenerationBody) -> str | None:
+async def _grammar(service: Service, body: GenerationBody, key: Key | None) -> str | None:
     """What the text must follow: the request's grammar, or that of a tool call that must come.
 
     Raises:
         ApiError: 400, it is refused.
     """
     forced = body.forced_functions if isinstance(body, ChatBody) else {}
+    given, turn = body.constraint, "" if key is None else key.name
     if not forced:
-        return await service.offload.run(_GRAMMAR_BYTES, lambda: compiled(body)) if body.constraint else None
-    if body.constraint is not None:
-        raise refused(f"'{body.constraint[0]}' and a forced tool call; leave one out", body.constraint[0])
+        return None if given is None else await service.offload.in_turn(turn, partial(compiled, given))
+    if given is not None:
+        raise refused(f"'{given[0]}' and a forced tool call; leave one out", given[0])
     assert isinstance(body, ChatBody)
     found, several = service.calling.format, service.calling.several and body.parallel_tool_calls is not False
     if found is None or found.grammar is None:
         raise refused("this model's tool calls cannot be forced; set tool_choice to auto", "tool_choice")
-    lark = found.grammar(forced, several and body.tool_choice == "required")
-    return await service.offload.run(_GRAMMAR_BYTES, lambda: forced_call(lark, forced))
+    make = partial(found.grammar, forced, several and body.tool_choice == "required")
+    return await service.offload.in_turn(turn, lambda: forced_call(make, forced))
 
 
 def _tool_parser(service: Service, body: ChatBody) -> Callable[[], Parser]:
@@ -121,8 +125,11 @@ def _tool_parser(service: Service, body: ChatBody) -> Callable[[], Parser]:
     return partial(found.parser, body.functions)
 
 
-async def completion(service: Service, body: CompletionBody) -> CheckedRequest:
+async def completion(service: Service, body: CompletionBody, key: Key | None = ANYONE) -> CheckedRequest:
     """Check and tokenize the prompts of a completion.
+
+    Args:
+        key: whose request it is.
 
     Raises:
         ApiError: 400 or 404.
@@ -134,7 +141,7 @@ async def completion(service: Service, body: CompletionBody) -> CheckedRequest:
     service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
     special = body.add_special_tokens
     # an empty list: says what is wrong
-    grammar = await _grammar(service, body)
+    grammar = await _grammar(service, body, key)
     prompts = tuple([await service.prompt_ids(prompt, special=special) for prompt in given or [""]])
     tokens = max(1, body.wanted_tokens)
     choices = []

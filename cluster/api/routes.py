@@ -56,15 +56,15 @@ def make_app(service: Service, keys: KeyRing | None, *, sinks: Sequence[Sink] = 
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await _generate(service, request, await completion(service, body))
+        return await _generate(service, request, await completion(service, body, request.state.key))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await _generate(service, request, await chat(service, body))
+        return await _generate(service, request, await chat(service, body, request.state.key))
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        return await _generate(service, request, await chat(service, body.chat), ResponsesAnswer)
+        return await _generate(service, request, await chat(service, body.chat, request.state.key), ResponsesAnswer)
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:

@@ -45,9 +45,9 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, GpuW
 
 
 def grammar_of(**parameters: Any) -> str:
-    found = compiled(CompletionBody.model_validate({"prompt": "p"} | parameters))
-    assert found is not None
-    return found
+    given = CompletionBody.model_validate({"prompt": "p"} | parameters).constraint
+    assert given is not None
+    return compiled(given)
 
 
 def tokens_of(events: list[TokenEvent]) -> list[int]:
