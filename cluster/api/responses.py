@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import FailFast, Field
+from typing_extensions import TypeAliasType
 
 from .answers import CheckedRequest, Json
-from .messages import Body, ContentPart, Sent, Text
+from .messages import Body, ContentParts, Sent, Text
 from .refusals import refused
 from .schema import ChatBody, SamplingBody
 from .service import Run
@@ -20,8 +21,11 @@ class InputMessage(Sent):
 
     type: Literal["message"] = "message"
     role: Text
-    content: str | list[ContentPart]
+    content: str | ContentParts
     phase: None = None
+
+
+InputMessages = TypeAliasType("InputMessages", Annotated[list[InputMessage], FailFast()])
 
 
 class TextOptions(Body):
@@ -32,7 +36,7 @@ class TextOptions(Body):
 class ResponsesBody(SamplingBody):
     """`POST /v1/responses`."""
 
-    input: str | list[InputMessage]
+    input: str | InputMessages
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     text: TextOptions | None = None

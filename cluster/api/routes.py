@@ -29,7 +29,7 @@ from .records import CLIENT_GONE, Generation, RequestRecord, Sink
 from .refusals import ApiError
 from .responses import ResponsesAnswer, ResponsesBody
 from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
-from .service import Service
+from .service import MESSAGE_BYTES, Service
 from .status import StatusReader, page
 
 _LOG = logging.getLogger("tiermoe.server")
@@ -64,7 +64,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        return await _generate(service, request, await chat(service, body.chat, request.state.key), ResponsesAnswer)
+        size = MESSAGE_BYTES * len(body.input) if isinstance(body.input, list) else 0
+        chats = await service.offload.run(size, lambda: body.chat)
+        return await _generate(service, request, await chat(service, chats, request.state.key), ResponsesAnswer)
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:

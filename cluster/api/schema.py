@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     FailFast,
     Field,
     ModelWrapValidatorHandler,
@@ -21,7 +22,7 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from ...actors.requests import MAX_LOGPROBS, SamplingParams
-from .messages import Body, Message, NamedTool, Text, Tool
+from .messages import Body, Messages, NamedTool, Text, Tools, first_unknown
 from .parameters import nearest, sift
 from .refusals import ApiError, refused
 
@@ -30,6 +31,7 @@ _MAX_STOP_CHARS = 1024
 # of a union's lists those that do not fit end at their first member, not after a finding for each
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+Documents = TypeAliasType("Documents", Annotated[list[dict[str, Any]], FailFast()])
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
 
 
@@ -46,7 +48,7 @@ class RequestBody(Body):
         kept, ignored, off = sift(given, cls.model_fields)
         if off is not None:
             raise refused(f"'{off}' is not supported; leave it out", off, "unsupported_parameter")
-        body = handler(kept)
+        body = handler(first_unknown(kept, _names(cls)))
         body._ignored = ignored
         return body
 
@@ -54,6 +56,19 @@ class RequestBody(Body):
     def ignored(self) -> tuple[str, ...]:
         """Names that were accepted without effect."""
         return self._ignored
+
+
+def _names(body: type[BaseModel]) -> set[str]:
+    """Of its fields, as requests write them."""
+    return {field.alias or name for name, field in body.model_fields.items()}
+
+
+def _first_wrong(given: Any) -> Any:
+    """A map without the entries behind the first one that is no number: each would be a finding."""
+    if not isinstance(given, dict):
+        return given
+    wrong = next((name for name, value in given.items() if not isinstance(value, (int, float))), None)
+    return given if wrong is None else {wrong: given[wrong]}
 
 
 def _field_names(body: type[BaseModel]) -> set[str]:
@@ -115,7 +130,7 @@ class StructuredOutputs(RequestBody):
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: Text | None = None
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: Texts | None = Field(default=None, min_length=1)
     grammar: Text | None = None
     json_object: bool | None = None
 
@@ -162,7 +177,7 @@ class SamplingBody(RequestBody):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, description="0 or -1: no limit")
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
@@ -170,13 +185,13 @@ class SamplingBody(RequestBody):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    logit_bias: dict[str, float] | None = None
-    stop_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_first_wrong)] = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: Text | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    guided_choice: Texts | None = Field(default=None, min_length=1)
     guided_grammar: Text | None = None
     structured_outputs: StructuredOutputs | None = None
     grammar: Text | None = None
@@ -339,7 +354,7 @@ _TEMPLATE_NAMES = (
 class TemplateBody(RequestBody):
     """What a chat template gets in addition to messages and tools."""
 
-    documents: list[dict[str, Any]] | None = None
+    documents: Documents | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -368,12 +383,12 @@ class TemplateBody(RequestBody):
 class ChatBody(GenerationBody, TemplateBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = False  # a template writes its own
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tools: Tools | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -428,8 +443,8 @@ class TokenizeBody(TemplateBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    messages: Messages | None = None
+    tools: Tools | None = Field(default=None, max_length=128)
     add_special_tokens: bool = True
 
     def check(self) -> None:
