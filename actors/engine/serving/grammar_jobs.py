@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from ....proto.bounded import serve
 
 MODULE = "tiermoe.actors.engine.serving.grammar_jobs"
 _SPACE = r"[ \n\r\t]{0,32}"  # between the parts of a JSON text; without a bound a model may write it until max_tokens
+_FIRST_S, _TOKEN_S = 0.5, 0.01  # of processor time that a text's tokens may take: at once, and for each of them
 # llguidance's own defaults but for the states: a mask takes some 20 ms at most, the states 200 MB
 _LIMITS = {
     "max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
@@ -36,6 +38,7 @@ class GrammarJobs:
 
     def __init__(self, tokens: Any) -> None:
         self._tokens, self._matcher = tokens, None
+        self._followed, self._begun_s = 0, 0.0
         self.carry_out: dict[str, Callable[..., Any]] = {
             "convert": self._convert, "check": self._check, "begin": self._begin, "follow": self._follow
         }  # fmt: skip
@@ -67,10 +70,15 @@ class GrammarJobs:
         self._matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=_limits())
         if self._matcher.is_error():
             raise ValueError(_first_line(self._matcher))
+        self._followed, self._begun_s = 0, time.process_time()
 
     def _follow(self, tokens: Sequence[int]) -> dict[str, str]:
         """What may come after these tokens: `bits`, one for each token, in base64; `error`: why nothing may."""
         matcher: Any = self._matcher
+        self._followed += len(tokens)
+        # the requests of a batch wait for the slowest one
+        if time.process_time() - self._begun_s > _FIRST_S + _TOKEN_S * self._followed:
+            return {"error": f"the grammar is too complex: it takes more than {_TOKEN_S:g} s a token"}
         if tokens and not matcher.consume_tokens(tokens):
             return {"error": f"the text does not follow its grammar: {_first_line(matcher)}"}
         if tokens and matcher.is_stopped():
