@@ -21,6 +21,7 @@ from fake_api import EOS, FakeBackend, ask, byte_tokenizer, error, post
 from serving import prepared, serving_both
 from tiny_models import save_tiny_checkpoint
 
+from tiermoe.actors.engine.serving import grammar_jobs
 from tiermoe.actors.engine.serving.grammar import Grammars
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -306,19 +307,20 @@ def test_the_lead_survives_what_overflows_the_library(grammar: str) -> None:
 
 
 def test_a_grammar_whose_tokens_take_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_jobs, "_FIRST_S", 0.02)
+    monkeypatch.setattr(grammar_jobs, "_TOKEN_S", 0.0001)
+    tokens = llguidance.LLTokenizer(byte_tokenizer().to_str(), n_vocab=264, eos_token=[EOS])
+    jobs = grammar_jobs.GrammarJobs(tokens)
+    ambiguous = f'root ::= s\ns ::= {"s " * 12} | s s s s s s | "a" | ""'
+    jobs.carry_out["begin"](grammar_of(grammar=ambiguous))
+    found = next(found for _ in range(400) if "error" in (found := jobs.carry_out["follow"](b"a")))
+    assert found["error"] == "the grammar is too complex: it takes more than 0.0001 s a token"
     grammars = Grammars(byte_tokenizer().to_str(), 264, [EOS])
-    matcher = grammars.matcher(grammar_of(grammar='root ::= s\ns ::= s s s | s s | "a" | ""'))  # cubic in the text
-    for _ in range(400):
-        matcher.mask(torch.zeros(264))
-        if matcher.error is not None:
-            break
-        matcher.consume(b"a")
-    assert (matcher.error or "").startswith("the grammar is too complex: it takes more than 0.01 s a token")
-    assert torch.isfinite(matcher.mask(torch.zeros(264))).nonzero().flatten().tolist() == [EOS]
     monkeypatch.setattr("tiermoe.actors.engine.serving.grammar.FOLLOW_S", 1e-6)
     late = grammars.matcher(grammar_of(guided_choice=["a"]))
     late.mask(torch.zeros(264))
     assert late.error == "the grammar is too complex: it takes longer than 1e-06 s"
+    assert torch.isfinite(late.mask(torch.zeros(264))).nonzero().flatten().tolist() == [EOS]
 
 
 def test_a_process_that_ends_is_replaced_and_the_text_goes_on() -> None:
