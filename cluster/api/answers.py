@@ -20,7 +20,7 @@ from .refusals import refused
 from .schema import ChatBody, CompletionBody, GenerationBody, finite
 from .service import Choice, Echo, Run, Service
 from .text import Delta, ScoredToken
-from .tools import Parser, PlainParser, ToolCall
+from .tool_parsers import Parser, PlainParser, ToolCall
 
 Json = dict[str, Any]
 
@@ -170,9 +170,10 @@ class Answer:
 
     async def whole(self) -> Json:
         """The whole answer. Raises ApiError."""
-        gathered = [Delta("")] * self._run.choices
+        parts: list[list[Delta]] = [[] for _ in range(self._run.choices)]
         async for index, delta in self._run.deltas():
-            gathered[index] = gathered[index].then(delta)
+            parts[index].append(delta)
+        gathered = [Delta.joined(deltas) for deltas in parts]
         choices = [self._form.choice(i, all_of, first=True, streamed=False) for i, all_of in enumerate(gathered)]
         usage = self._usage([one.tokens for one in gathered], [one.cached_tokens for one in gathered])
         return self._json(self._form.whole, choices) | {"usage": usage}

@@ -127,11 +127,17 @@ class Delta:
     finish: str | None = None
     cached_tokens: int = 0
 
-    def then(self, later: Delta) -> Delta:
-        """Both as one."""
-        scores, prompt_scores = (*self.scores, *later.scores), self.prompt_scores or later.prompt_scores
-        cached = self.cached_tokens + later.cached_tokens
-        return Delta(self.text + later.text, scores, prompt_scores, later.tokens, later.finish, cached)
+    @staticmethod
+    def joined(parts: Sequence[Delta]) -> Delta:
+        """All of a choice's as one."""
+        return Delta(
+            "".join(part.text for part in parts),
+            tuple(score for part in parts for score in part.scores),
+            next((part.prompt_scores for part in parts if part.prompt_scores), ()),
+            parts[-1].tokens if parts else 0,
+            parts[-1].finish if parts else None,
+            sum(part.cached_tokens for part in parts),
+        )
 
 
 class ChoiceText:
