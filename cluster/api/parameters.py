@@ -26,6 +26,8 @@ IGNORED = frozenset({
     "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
 })  # fmt: skip
 
+_LONG_NAME = 64
+
 # parameter -> the values at which it changes nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI
@@ -81,6 +83,8 @@ def _same(value: Any, neutral: Any) -> bool:
 
 def nearest(name: str, own: Iterable[str]) -> str | None:
     """The known parameter that a misspelt one is likely to mean."""
+    if len(name) > _LONG_NAME:  # the comparison takes time that grows with the square of it
+        return None
     found = difflib.get_close_matches(name.lower(), sorted({*own, *IGNORED, *NEUTRAL}), 1, 0.75)
     return found[0] if found else None
 
