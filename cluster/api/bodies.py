@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
-from .offload import Offload
+from .offload import LARGE_BYTES, Offload
 from .refusals import ApiError, refused
 
 _MANY = 20_000  # values in a body, token ids apart
@@ -61,9 +61,14 @@ def body_route(offload: Offload, limit_tokens: int) -> type[APIRoute]:
             async def parsed(request: Request) -> Response:
                 check_type(request.headers.get("content-type"))
                 data = await request.body()
-                value = await offload.run(len(data), partial(validated, data))
-                del data, request._body
-                return await handle(_ParsedRequest(request, value))
+                size = len(data)
+                try:
+                    value = await offload.run(size, partial(validated, data))
+                    del data, request._body  # the text stays once, in the value
+                    return await handle(_ParsedRequest(request, value))
+                finally:
+                    if size > LARGE_BYTES:
+                        offload.trim_soon()
 
             return parsed
 

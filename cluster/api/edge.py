@@ -24,6 +24,7 @@ from ..attach import leads_of
 from ..prompt import load_tokenizer
 from .backend import LeadBackend
 from .keys import KeyRing
+from .offload import keep_memory_small
 from .request_log import RequestLog
 from .routes import make_app
 from .server_socket import DRAIN_S, Descriptors, server_options
@@ -59,6 +60,7 @@ class Edge:
         shared: str | None = None,
     ) -> None:
         self._settings, self._plan, self._tls = settings, plan, tls
+        keep_memory_small()
         self._shared = None if shared is None else Path(shared)
         if self._shared is not None:
             share_counters(self._shared)

@@ -9,6 +9,8 @@ Long texts have a thread of their own, so that they delay short ones by nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +23,26 @@ _INLINE_BYTES = 2048  # worked on at once: a thread would cost more
 _LONG_BYTES = 64 * 1024
 _SHORT_THREADS = 2
 _LONG_WAITING = 64
+LARGE_BYTES = _LONG_BYTES  # a body whose memory is worth giving back
+_TRIM_AFTER_S = 1.0
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
 _GRAMMARS = 2  # are checked at a time
 _KEY_WAITING = 32  # grammars of one key
+
+
+def trim() -> None:
+    """Give freed memory back to the system; it holds no lock of the interpreter meanwhile. glibc only."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_memory_small() -> None:
+    """For a process whose requests bring large texts: those have pages of their own, which go with them, and threads
+    share two arenas. By itself glibc raises the size of what has pages of its own to 32 MiB. glibc only."""
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        library.mallopt(_M_ARENA_MAX, 2)
 
 
 class _Turn:
@@ -45,6 +65,7 @@ class Offload:
         self._long_waiting = 0
         self._grammars = ThreadPoolExecutor(_GRAMMARS, "grammar")
         self._turns: dict[str, _Turn] = {}
+        self._trimming: asyncio.TimerHandle | None = None
 
     async def run(self, size: int, work: Callable[[], T], *, waits: bool = False) -> T:
         """What `work` returns or raises. A caller that is cancelled takes its work out of the queue.
@@ -100,6 +121,16 @@ class Offload:
         turn.waiting -= 1
         if not turn.waiting:
             del self._turns[key]
+
+    def trim_soon(self) -> None:
+        """Give the memory back that large bodies have left: the C library keeps it, tens of megabytes a thread."""
+        if self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming = None
+        with contextlib.suppress(RuntimeError):  # closed
+            self._long.submit(trim)
 
     def close(self) -> None:
         """End the threads once their work is done; what waits is dropped."""

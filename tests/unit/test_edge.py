@@ -272,3 +272,21 @@ def test_short_texts_pass_long_ones_and_the_long_are_bounded() -> None:
         offload.close()
 
     asyncio.run(asyncio.wait_for(call(), 60))
+
+
+@pytest.mark.parametrize(("size", "trims"), [(1000, 0), (200_000, 1)])
+def test_the_memory_of_large_bodies_is_given_back(size: int, trims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for several: 415 MiB stayed after 66 bodies of 4 MB."""
+    trimmed, done = list[int](), threading.Event()
+    monkeypatch.setattr("tiermoe.cluster.api.offload._TRIM_AFTER_S", 0.3)
+    monkeypatch.setattr("tiermoe.cluster.api.offload.trim", lambda: (trimmed.append(1), done.set()))
+    content = b'{"prompt": "%s"}' % (b"a" * size)
+
+    async def call(http: httpx.AsyncClient) -> None:
+        sent = (http.post("/v1/completions", content=content, headers=_JSON) for _ in range(3))
+        assert {response.status_code for response in await asyncio.gather(*sent)} == {400}
+        if trims:
+            await asyncio.to_thread(done.wait, 20)
+
+    ask(FakeBackend(), call)
+    assert len(trimmed) == trims
