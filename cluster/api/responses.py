@@ -73,7 +73,8 @@ class ResponsesAnswer:
     def __init__(self, checked: CheckedRequest, run: Run, request_id: str, model: str) -> None:
         self._checked, self._run, self._model = checked, run, model
         self._id, self._item, self._created_s = f"resp_{request_id}", f"msg_{request_id}", int(time.time())
-        self._text, self._tokens, self._cached, self._finish = "", 0, 0, "stop"
+        self._texts: list[str] = []
+        self._tokens, self._cached, self._finish = 0, 0, "stop"
 
     async def whole(self) -> Json:
         """The whole answer. Raises ApiError."""
@@ -108,10 +109,16 @@ class ResponsesAnswer:
         async for index, delta in self._run.deltas():
             choice = self._checked.form.choice(index, delta, first=False, streamed=True)
             text = choice["delta"].get("content", "")
-            self._text, self._tokens = self._text + text, delta.tokens
+            self._texts.append(text)
+            self._tokens = delta.tokens
             self._cached += delta.cached_tokens
             self._finish = delta.finish or self._finish
             yield text
+
+    @property
+    def _text(self) -> str:
+        """So far."""
+        return "".join(self._texts)
 
     @property
     def _status(self) -> str:

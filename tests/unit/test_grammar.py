@@ -304,6 +304,8 @@ def test_the_lead_survives_what_overflows_the_library(grammar: str) -> None:
     with pytest.raises(RequestError, match="the grammar is refused: the process that compiles it ended"):
         grammars.matcher(grammar)
     assert grammars.matcher(grammar_of(guided_choice=["a"])).error is None
+    with pytest.raises(RequestError, match="5000000 characters"):
+        grammars.matcher("x" * 5_000_000)
 
 
 def test_a_grammar_whose_tokens_take_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:

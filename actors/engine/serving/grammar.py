@@ -25,6 +25,7 @@ from .grammar_jobs import MODULE
 COMPILE_S = 5.0  # of one grammar; ordinary ones take milliseconds
 FOLLOW_S = 2.0  # of one token; llguidance bounds its work to some 20 ms
 _AT_ONCE = 4  # are compiled
+_MAX_CHARS = 4 * 2**20  # of a grammar; the server takes 256 KiB, and its converters may write more
 _MAX_HELD = 64  # processes of requests that wait; those that run have one each
 _REMEDY = "install it with: pip install 'tiermoe[grammar]'"
 
@@ -62,6 +63,8 @@ class Grammars:
         if self._json is None or not self._eos:
             missing = "tokenizer.json" if self._json is None else "stop token"
             raise RequestError(f"the model has no {missing}, which grammars need", "ask without a grammar")
+        if len(grammar) > _MAX_CHARS:
+            raise RequestError(f"the grammar has {len(grammar)} characters", f"give at most {_MAX_CHARS}")
         with self._lock:
             if self._helper is None:
                 known = 1 + max(Tokenizer.from_str(self._json).get_vocab(with_added_tokens=True).values())
