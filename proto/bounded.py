@@ -42,6 +42,10 @@ _LONG_S = 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+class NotStarted(OSError):
+    """No worker can be started: nothing that was asked is the cause."""
+
+
 class Helper:
     """The process that forks workers: started on first use, and again after it died.
 
@@ -55,21 +59,25 @@ class Helper:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._finish: weakref.finalize[..., Helper] | None = None  # ends it, at the latest with this process
 
     def worker(self) -> Worker:
-        """A new worker. Raises OSError: it cannot be started."""
-        ours, theirs = socket.socketpair()
+        """A new worker. Raises NotStarted."""
         try:
-            with theirs, self._lock:
-                try:
-                    self._send(0, theirs)
-                except OSError:  # it has died
-                    self._start()
-                    self._send(0, theirs)
-            return Worker(ours)
-        except BaseException:
-            ours.close()
-            raise
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs, self._lock:
+                    try:
+                        self._send(0, theirs)
+                    except OSError:  # it has died
+                        self._start()
+                        self._send(0, theirs)
+                return Worker(ours)
+            except BaseException:
+                ours.close()
+                raise
+        except OSError as error:
+            raise NotStarted(str(error) or type(error).__name__) from error
 
     def kill(self, pid: int) -> None:
         """End a worker; that of a process which has died has ended with it."""
@@ -88,21 +96,26 @@ class Helper:
 
     def _start(self) -> None:
         self._end()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.TemporaryFile() as given:
-            given.write(self._given)
-            given.seek(0)
-            command = [sys.executable, "-P", "-m", self._module, str(given.fileno())]
-            self._process = subprocess.Popen(  # its own session: Ctrl-C is for the server, which ends it
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, pass_fds=[given.fileno()],
-                start_new_session=True,
-            )  # fmt: skip
-        self._finalizer = weakref.finalize(self, _end, self._control, self._process)
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs, tempfile.TemporaryFile() as given:
+                given.write(self._given)
+                given.seek(0)
+                command = [sys.executable, "-P", "-m", self._module, str(given.fileno())]
+                process = subprocess.Popen(  # its own session: Ctrl-C is for the server, which ends it
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, pass_fds=[given.fileno()],
+                    start_new_session=True,
+                )  # fmt: skip
+        except BaseException:
+            control.close()
+            raise
+        self._control, self._process = control, process
+        self._finish = weakref.finalize(self, _end, control, process)
 
     def _end(self) -> None:
-        if self._control is not None:
-            self._finalizer()
-        self._control = self._process = None
+        if self._finish is not None:
+            self._finish()
+        self._control = self._process = self._finish = None
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -175,8 +188,8 @@ class Workers:
         """What a worker found. As many work as callers ask at a time. A request may be asked twice: it changes nothing.
 
         Raises:
-            ValueError: it failed, and why. TimeoutError: it was not done in time, and was killed. OSError: two workers
-                ended over it.
+            ValueError: it failed, and why. TimeoutError: it was not done in time, and was killed. NotStarted: there is
+                no worker. OSError: two workers ended over it.
         """
         for last in (False, True):
             worker: Worker | None = None
@@ -205,7 +218,7 @@ class Workers:
         raise AssertionError
 
     def take(self) -> Worker:
-        """A worker for its caller alone, which gives it back or ends it. Raises OSError: it cannot be started."""
+        """A worker for its caller alone, which gives it back or ends it. Raises NotStarted."""
         with contextlib.suppress(IndexError):
             return self.idle.pop()
         worker: Worker | None = None
@@ -214,9 +227,9 @@ class Workers:
             if self._first is not None:
                 worker.ask(self._first, START_S)
             return worker
-        except TimeoutError as error:
+        except OSError as error:
             self.end(worker)
-            raise ConnectionError("it did not start") from error
+            raise NotStarted("it did not begin") from error
 
     def give_back(self, worker: Worker) -> None:
         """It is idle."""

@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...actors.engine.serving.grammar_jobs import MODULE
-from ...proto.bounded import Helper, Workers
-from .refusals import refused
+from ...errors import RuntimeFailure
+from ...proto.bounded import Helper, NotStarted, Workers
+from .refusals import from_failure, refused
 
 CONVERT_S = 3.0  # of one grammar; ordinary ones take milliseconds
 _MAX_CHARS = 256 * 1024
@@ -26,7 +27,8 @@ def compiled(constraint: tuple[str, str, str]) -> str:
         constraint: the parameter, llguidance's name for the kind, the text.
 
     Raises:
-        ApiError: 400, it is refused, takes too long or too much memory, or llguidance is not installed.
+        ApiError: 400, it is refused, takes too long or too much memory, or llguidance is not installed; 503, no process
+            starts.
     """
     parameter, kind, text = constraint
     _check_length(len(text), parameter)
@@ -66,6 +68,9 @@ def _ask(request: Mapping[str, Any], parameter: str) -> Any:
     except TimeoutError as error:
         message = f"'{parameter}': the grammar takes longer than {CONVERT_S:g} s; give a simpler one"
         raise refused(message, parameter) from error
+    except NotStarted as error:
+        failure = RuntimeFailure(f"the process that checks grammars does not start: {error}", "send it again later")
+        raise from_failure(failure) from error
     except OSError as error:
         message = f"'{parameter}': the grammar is too complex: it exceeds the stack or the memory; give a simpler one"
         raise refused(message, parameter) from error

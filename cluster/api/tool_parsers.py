@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from .text import overlap
 
+_MANY_ARGUMENTS = 10_000  # that Python's parser reads, which takes microseconds for each under the interpreter's lock
 Functions = Mapping[str, Any]  # the JSON schema of each one's arguments
 
 
@@ -206,7 +207,7 @@ def _typed(text: str, schema: Any) -> Any:
     types = _types(schema)
     if "string" in types and not ("null" in types and text.strip() in ("null", "None")):
         return text
-    for read in (json.loads, ast.literal_eval):
+    for read in (json.loads, ast.literal_eval) if text.count(",") <= _MANY_ARGUMENTS else (json.loads,):
         try:
             found = read(text.strip())
             json.dumps(found)
@@ -343,7 +344,7 @@ def llama_calls(text: str) -> Sequence[ToolCall] | None:
 def python_calls(text: str) -> Sequence[ToolCall] | None:
     """A list of Python calls with literal keyword arguments: `[get_weather(city="Rome"), get_time()]` (Llama 4, Llama
     3.2); None: the text is something else."""
-    if text.count(",") > _MANY_ARGUMENTS:  # the parser takes microseconds for each, under the interpreter's lock
+    if text.count(",") > _MANY_ARGUMENTS:
         return None
     text = text.strip()
     for source in (text, text.replace("\n", "\\n")) if "\n" in text else (text,):  # some write lines as they are
@@ -355,7 +356,6 @@ def python_calls(text: str) -> Sequence[ToolCall] | None:
     return None
 
 
-_MANY_ARGUMENTS = 10_000
 _WORDS = {"true": True, "false": False, "null": None}  # of JSON, which some templates write
 
 

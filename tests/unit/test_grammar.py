@@ -31,7 +31,8 @@ from tiermoe.cluster.api.offload import Offload
 from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.schema import CompletionBody
 from tiermoe.cluster.api.tools import TOOL_FORMATS
-from tiermoe.errors import RequestError
+from tiermoe.errors import RequestError, RuntimeFailure
+from tiermoe.proto.bounded import Helper, Workers
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -336,6 +337,18 @@ def test_a_process_that_ends_is_replaced_and_the_text_goes_on() -> None:
     assert torch.isfinite(matcher.mask(torch.zeros(264))).nonzero().flatten().tolist() == [ord("c")]
     matcher.consume(b"c")
     assert torch.isfinite(matcher.mask(torch.zeros(264))).nonzero().flatten().tolist() == [EOS]
+
+
+def test_a_machine_that_starts_no_process_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("subprocess.Popen", fails)
+    monkeypatch.setattr("tiermoe.cluster.api.grammar._WORKERS", Workers(Helper(grammar_jobs.MODULE)))
+    response = post("/v1/completions", {"prompt": "p", "guided_regex": "a"}, template=None)
+    assert response.status_code == 503
+    with pytest.raises(RuntimeFailure, match="does not start: no memory"):
+        Grammars(byte_tokenizer().to_str(), 264, [EOS]).matcher("start: /a/")
 
 
 def test_more_grammars_than_processes_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:

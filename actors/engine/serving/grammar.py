@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from ....errors import RequestError
-from ....proto.bounded import Helper, Worker
+from ....errors import RequestError, RuntimeFailure
+from ....proto.bounded import Helper, NotStarted, Worker
 from .grammar_jobs import MODULE
 
 COMPILE_S = 5.0  # of one grammar; ordinary ones take milliseconds
@@ -57,6 +57,7 @@ class Grammars:
 
         Raises:
             RequestError: no such grammar, it cannot be compiled within the limits, or this model cannot be held to one.
+            RuntimeFailure: no process starts.
         """
         if find_spec("llguidance") is None:
             raise RequestError("the runtime has no llguidance, which grammars need", _REMEDY)
@@ -107,12 +108,14 @@ class Matcher:
         """Compile the grammar.
 
         Raises:
-            RequestError: it is refused, or not done in time and memory.
+            RequestError: it is refused, or not done in time and memory. RuntimeFailure: no process starts.
         """
         try:
             self._begin(within_s)
         except ValueError as error:
             raise RequestError(f"the grammar is refused: {error}", "correct it") from error
+        except NotStarted as error:
+            raise RuntimeFailure(f"the process of a grammar does not start: {error}", "send it again later") from error
         except OSError as error:
             raise RequestError(f"the grammar is refused: {_why(error, within_s)}", "give a simpler one") from error
 
@@ -157,6 +160,8 @@ class Matcher:
                 self._kill()
                 if last or isinstance(error, (TimeoutError, ValueError)):
                     self.error = f"the grammar is too complex: {_why(error, FOLLOW_S)}"
+                    if isinstance(error, NotStarted):
+                        self.error = f"the process of the grammar does not start: {error}"
                     return
             else:
                 self._bits, self.error = found.get("bits"), found.get("error")
