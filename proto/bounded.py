@@ -221,9 +221,8 @@ class Workers:
         """A worker for its caller alone, which gives it back or ends it. Raises NotStarted."""
         with contextlib.suppress(IndexError):
             return self.idle.pop()
-        worker: Worker | None = None
+        worker = self._helper.worker()
         try:
-            worker = self._helper.worker()
             if self._first is not None:
                 worker.ask(self._first, START_S)
             return worker
