@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,6 +24,7 @@ from .text import Delta, ScoredToken
 from .tool_parsers import Parser, PlainParser, ToolCall
 
 Json = dict[str, Any]
+_MANY_SCORES = 256  # tokens, each with up to twenty others
 
 
 class Form(Protocol):
@@ -174,7 +176,7 @@ class Answer:
         async for index, delta in self._run.deltas():
             parts[index].append(delta)
         gathered = [Delta.joined(deltas) for deltas in parts]
-        choices = [self._form.choice(i, all_of, first=True, streamed=False) for i, all_of in enumerate(gathered)]
+        choices = [await self._choice(i, all_of, first=True, streamed=False) for i, all_of in enumerate(gathered)]
         usage = self._usage([one.tokens for one in gathered], [one.cached_tokens for one in gathered])
         return self._json(self._form.whole, choices) | {"usage": usage}
 
@@ -195,11 +197,16 @@ class Answer:
         async for index, delta in self._run.deltas():
             tokens[index] = delta.tokens
             cached[index] += delta.cached_tokens
-            choice = self._form.choice(index, delta, first=index not in begun, streamed=True)
+            choice = await self._choice(index, delta, first=index not in begun, streamed=True)
             begun.add(index)
             yield self._json(self._form.chunk, [choice]) | usage()
         if body.include_usage:
             yield self._json(self._form.chunk, []) | {"usage": self._usage(tokens, cached)}
+
+    async def _choice(self, index: int, delta: Delta, *, first: bool, streamed: bool) -> Json:
+        """As `Form.choice`; beside the event loop where it has the scores of a whole prompt or answer."""
+        make = partial(self._form.choice, index, delta, first=first, streamed=streamed)
+        return make() if len(delta.scores) + len(delta.prompt_scores) <= _MANY_SCORES else await asyncio.to_thread(make)
 
     def _json(self, kind: str, choices: list[Json]) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created_s, "model": self._model}

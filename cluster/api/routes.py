@@ -73,15 +73,17 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         message = "this server generates text and gives no embeddings; ask a server with an embedding model for them"
         raise ApiError(400, message, code="unsupported_endpoint")
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Json:
+    @app.post("/tokenize", response_model=Json)
+    async def tokenize(body: TokenizeBody) -> Response:
         body.check()
         service.check_model(body.model)
         if body.messages is not None:
             ids = await service.chat_ids(body, body.messages, tools=[tool.plain for tool in body.tools or ()])
         else:
             ids = await service.prompt_ids(body.prompt or "", special=body.add_special_tokens)
-        return {"tokens": ids, "count": len(ids), "max_model_len": service.limit_tokens}
+        found = {"tokens": ids, "count": len(ids), "max_model_len": service.limit_tokens}
+        # FastAPI would look at each id, on the event loop
+        return Response(await service.offload.run(len(ids), lambda: json.dumps(found)), media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Json:
@@ -95,8 +97,9 @@ async def _generate(
 ) -> Response:
     """The whole answer, or a stream of chunks. A client that disconnects cancels its request."""
     record: RequestRecord = request.state.record
-    name, headers = record.request_id, warning(checked.body.ignored)
-    service.metrics.count_ignored(checked.body.ignored)
+    name, ignored = record.request_id, checked.body.ignored
+    headers = warning(ignored)
+    service.metrics.count_ignored(ignored)
     record.asked = Generation(
         checked.form.operation,
         service.model_name,

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tiermoe.cluster.api import bodies
+from tiermoe.cluster.api.answers import completion_logprobs
 from tiermoe.cluster.api.bodies import parse
 from tiermoe.cluster.api.offload import Offload
 from tiermoe.cluster.api.refusals import ApiError
@@ -290,3 +291,22 @@ def test_the_memory_of_large_bodies_is_given_back(size: int, trims: int, monkeyp
 
     ask(FakeBackend(), call)
     assert len(trimmed) == trims
+
+
+@pytest.mark.parametrize(("tokens", "beside"), [(20, False), (600, True)])
+def test_an_answer_of_many_scores_is_written_beside_the_event_loop(
+    tokens: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a long prompt and answer took seconds of it."""
+    threads = set[threading.Thread]()
+
+    def noted(*given: Any) -> Any:
+        threads.add(threading.current_thread())
+        return completion_logprobs(*given)
+
+    monkeypatch.setattr("tiermoe.cluster.api.answers.completion_logprobs", noted)
+    backend = FakeBackend(step=tokens)
+    backend.plan["max_prompt_tokens"] = 2000
+    body = {"prompt": "a" * tokens, "max_tokens": tokens, "logprobs": 1, "echo": True}
+    assert post("/v1/completions", body, backend).status_code == 200
+    assert (threading.main_thread() not in threads) == beside
