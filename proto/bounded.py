@@ -255,8 +255,11 @@ class Jobs(Protocol):
     memory_bytes: of a worker, over what it has at its start.
     """
 
-    memory_bytes: int
-    carry_out: Mapping[str, Callable[..., Any]]
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def carry_out(self) -> Mapping[str, Callable[..., Any]]: ...
 
 
 def serve(prepare: Callable[[bytes], Callable[[], Jobs]]) -> None:

@@ -324,7 +324,8 @@ PYTHON_TAG = "<|python_tag|>"
 
 def llama_calls(text: str) -> Sequence[ToolCall] | None:
     """`{"name": ..., "parameters": {...}}`, several with `;` between (Llama 3)."""
-    text, place, calls = text.strip().removeprefix(PYTHON_TAG), 0, []
+    text, place = text.strip().removeprefix(PYTHON_TAG), 0
+    calls: list[ToolCall] = []
     decoder = json.JSONDecoder()
     while True:
         while place < len(text) and (text[place] in ";," or text[place].isspace()):

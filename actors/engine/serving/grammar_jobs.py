@@ -37,7 +37,8 @@ class GrammarJobs:
     memory_bytes = 2**30
 
     def __init__(self, tokens: Any) -> None:
-        self._tokens, self._matcher = tokens, None
+        self._tokens = tokens
+        self._matcher: Any = None
         self._followed, self._begun_s = 0, 0.0
         self.carry_out: dict[str, Callable[..., Any]] = {
             "convert": self._convert, "check": self._check, "begin": self._begin, "follow": self._follow
@@ -74,7 +75,7 @@ class GrammarJobs:
 
     def _follow(self, tokens: Sequence[int]) -> dict[str, str]:
         """What may come after these tokens: `bits`, one for each token, in base64; `error`: why nothing may."""
-        matcher: Any = self._matcher
+        matcher = self._matcher
         self._followed += len(tokens)
         # the requests of a batch wait for the slowest one
         if time.process_time() - self._begun_s > _FIRST_S + _TOKEN_S * self._followed:
