@@ -82,12 +82,23 @@ class _EachToken:
         return () if found is None or self._last is None else (Piece(self._last(found.text), found.starts),)
 
 
+_Row = tuple[()] | tuple["_Row", Piece]  # pieces, the last one outside: one more costs no copy of the others
+
+
+def _in_order(row: Any) -> list[Piece]:
+    found = []
+    while row:
+        row, piece = row
+        found.append(piece)
+    return found[::-1]
+
+
 class _ByteRuns:
     """Runs of tokens such as `<0xF0>`: characters if all of a run is UTF-8, else U+FFFD for each byte."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
-        self.held: tuple[Piece, ...] = ()
+        self.held: _Row = ()
 
     def byte(self, token: str) -> bytes | None:
         """The byte that a token stands for; None: it is text."""
@@ -98,11 +109,11 @@ class _ByteRuns:
     def feed(self, piece: Piece) -> Iterable[Piece]:
         if self.byte(piece.text) is None:
             return (*self.finish(), piece) if self.held else (piece,)
-        self.held += (piece,)
+        self.held = (self.held, piece)
         return ()
 
     def finish(self) -> Iterable[Piece]:
-        run, self.held = self.held, ()
+        run, self.held = _in_order(self.held), ()
         text = self._decoder.decode([piece.text for piece in run]) if run else ""
         if text == _REPLACEMENT * len(run):
             return tuple(Piece(_REPLACEMENT, piece.starts) for piece in run)
@@ -217,14 +228,14 @@ class _AtTheEnd:
 
     def __init__(self, decoder: Any, fused: bool) -> None:
         self._decoder, self._fused = decoder, fused
-        self.held: tuple[Piece, ...] = ()
+        self.held: _Row = ()
 
     def feed(self, piece: Piece) -> Iterable[Piece]:
-        self.held += (piece,)
+        self.held = (self.held, piece)
         return ()
 
     def finish(self) -> Iterable[Piece]:
-        pieces, self.held = self.held, ()
+        pieces, self.held = _in_order(self.held), ()
         tokens = [piece.text for piece in pieces]
         text = self._decoder.decode(["".join(tokens)] if self._fused else tokens)
         return (Piece(text, tuple(0 for piece in pieces for _ in piece.starts)),)
@@ -302,6 +313,7 @@ class IncrementalText:
     Attributes:
         starts: character at which each token begins, of the tokens so far whose place is known. A token without text
             begins where the next one does.
+        waiting: tokens since text came last, which takes as long to look at (`pending`).
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
@@ -309,7 +321,7 @@ class IncrementalText:
         added = tokenizer.get_added_tokens_decoder().values()
         self._skipped = {token.content for token in added if token.special} if skip_special else set()
         self.starts: list[int] = []
-        self._tokens = self._length = 0
+        self._tokens = self._length = self.waiting = 0
         self._silent = 0  # tokens without text since the last one with some
 
     def add(self, token_ids: Sequence[int]) -> str:
@@ -323,7 +335,9 @@ class IncrementalText:
                 continue
             pieces += _through(self._steps, [Piece(name, (0,) * (1 + self._silent))])
             self._silent = 0
-        return self._take(pieces)
+        text = self._take(pieces)
+        self.waiting = 0 if text else self.waiting + len(token_ids)
+        return text
 
     def finish(self) -> str:
         """What is left when no more tokens come: an unfinished character shows as U+FFFD."""

@@ -1,7 +1,7 @@
 """The runtimes that `tiermoe up` has started on this machine: one small private file for each, removed at its end.
 
-The folder is the user's `run_folder`. An entry counts while the process that wrote it lives (`processes.py`). A reader
-removes the entries that killed processes left.
+The folder is the user's `run_folder`. An entry counts while the process that wrote it lives (`processes.py`). A reader,
+and the next start, remove the entries that killed processes left.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Registry:
         path = self._path(deployment)
         draft = path.with_suffix(f".{entry.pid}")
         try:
+            self._sweep()  # which removes the folder where nothing is left
             own_folder(self.folder)
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 json.dump(asdict(entry) | {"owner": str(entry.owner)}, file)
@@ -104,12 +105,20 @@ class Registry:
     def _path(self, deployment: str) -> Path:
         return self.folder / f"{deployment}.json"
 
-    def _paths(self) -> list[Path]:
-        """All entries; none if the folder is another user's, or others may write it."""
+    def _paths(self, names: str = "*.json") -> list[Path]:
+        """All entries, or files with such names; none if the folder is another user's, or others may write it."""
         try:
-            return sorted(own_folder(self.folder).glob("*.json")) if self.folder.is_dir() else []
+            return sorted(own_folder(self.folder).glob(names)) if self.folder.is_dir() else []
         except OSError:
             return []
+
+    def _sweep(self) -> None:
+        """Remove what killed processes left: their entries, and what was to become one."""
+        self.entries()
+        for path in self._paths("*.[0-9]*"):
+            pid = path.suffix[1:]
+            if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+                self._remove(path)
 
     def _remove(self, path: Path) -> None:
         with contextlib.suppress(OSError):

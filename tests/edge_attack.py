@@ -7,7 +7,8 @@
     python tests/edge_attack.py --framing        memory and time that bytes take which are no body, in this process
 
 Prints one JSON object for each kind of body. Kinds: `words` and `letters` are texts, `ids` a list of token ids, `bools`
-a list of what no prompt may be. Nothing but loopback is attacked. Bars: p99 of `/health` and of `/ready` under 250 ms,
+and `nested` lists of what no prompt may be, `escapes` a string without an end; `rules`, `references` and `lines` are
+grammars. Nothing but loopback is attacked. Bars: p99 of `/health` and of `/ready` under 250 ms,
 the longest gap of the stream under 1 s.
 """
 
@@ -37,7 +38,8 @@ import httpx
 from started import ON_CPU, started
 
 Figures = dict[str, Any]
-KINDS = ("words", "letters", "ids", "bools")
+KINDS = ("words", "letters", "ids", "bools", "nested", "escapes", "rules", "references", "lines")
+_GRAMMAR_BYTES = 190_000  # of each grammar, at most
 PROBED = ("/health", "/ready")
 P99_MS, GAP_MS = 250.0, 1000.0
 _WAIT_S = 300.0
@@ -45,11 +47,28 @@ _STEP_S = 0.02
 
 
 def body(kind: str, size: int) -> bytes:
-    """A completion's body of about `size` bytes, valid JSON."""
-    item = {"words": "the quick brown fox ", "letters": "a", "ids": "1,", "bools": "true,"}[kind]
+    """A completion's body of about `size` bytes; JSON but for `escapes`, which does not end."""
+    if kind in ("rules", "references", "lines"):
+        return json.dumps({"max_tokens": 8, "prompt": "a"} | grammar(kind, min(size, _GRAMMAR_BYTES))).encode()
+    if kind == "escapes":
+        return b'{"prompt": "' + b'\\"' * (size // 2)
+    item = {"words": "the quick brown fox ", "letters": "a", "ids": "1,", "bools": "true,",
+            "nested": "[" * 99 + "]" * 99 + ","}[kind]  # fmt: skip
     filler = (item * (size // len(item))).rstrip(",")
     prompt = f'"{filler}"' if kind in ("words", "letters") else f"[{filler}]"
     return f'{{"max_tokens": 1, "prompt": {prompt}}}'.encode()
+
+
+def grammar(kind: str, size: int) -> Figures:
+    """Of `rules` and `references` each names the next one; `lines` are empty."""
+    if kind == "lines":
+        return {"grammar": 'root ::= "a"' + "\n" * size}
+    number = size // (40 if kind == "references" else 16)
+    if kind == "rules":
+        rules = "".join(f"r{i}: r{i + 1}\n" for i in range(number))
+        return {"guided_grammar": f'start: r0\n{rules}r{number}: "a"\n'}
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(number)} | {f"d{number}": {"type": "integer"}}
+    return {"guided_json": json.dumps({"$ref": "#/$defs/d0", "$defs": links})}
 
 
 def attack(url: str, headers: dict[str, str], kind: str, bodies: int, size: int, seconds: float) -> Figures:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,16 +16,17 @@ from typing import Any, Protocol, TypeVar
 from ...actors.requests import TokenLogprob
 from ..detokenizer import TokenBytes
 from .grammar import compiled, forced_call
+from .keys import ANYONE, Key
 from .refusals import refused
 from .schema import ChatBody, CompletionBody, GenerationBody, SamplingBody, finite
 from .service import Choice, Echo, Run, Service
 from .text import Delta, ScoredToken
 from .thinking import hides_reasoning
-from .tools import Parser, PlainParser, ToolCall
+from .tool_parsers import Parser, PlainParser, ToolCall
 
 Json = dict[str, Any]
 B = TypeVar("B", bound=GenerationBody)
-_GRAMMAR_BYTES = 4096  # its compilation takes as long as a text of this size, at least
+_MANY_SCORES = 256  # tokens, each with up to twenty others
 
 
 class Form(Protocol):
@@ -62,8 +64,11 @@ class CheckedRequest:
     prompts: int = 1
 
 
-async def chat(service: Service, body: ChatBody) -> CheckedRequest:
+async def chat(service: Service, body: ChatBody, key: Key | None = ANYONE) -> CheckedRequest:
     """Check and tokenize a chat.
+
+    Args:
+        key: whose request it is.
 
     Raises:
         ApiError: 400 or 404.
@@ -75,7 +80,7 @@ async def chat(service: Service, body: ChatBody) -> CheckedRequest:
     parser, display = _tool_parser(service, body), body.display
     if parser is not PlainParser and service.special_calls:
         display = replace(display, skip_special=False)
-    grammar = await _grammar(service, body)
+    grammar = await _grammar(service, body, key)
     ids = await service.chat_ids(body, body.messages, tools=body.offered_tools, special=body.add_special_tokens)
     body, tokens = _with_defaults(service, body), body.wanted_tokens
     if tokens is None:
@@ -109,23 +114,24 @@ def _most_tokens(service: Service, prompt_tokens: int) -> int:
     return min(room, service.defaults.max_new_tokens or room)
 
 
-async def _grammar(service: Service, body: GenerationBody) -> str | None:
+async def _grammar(service: Service, body: GenerationBody, key: Key | None) -> str | None:
     """What the text must follow: the request's grammar, or that of a tool call that must come.
 
     Raises:
         ApiError: 400, it is refused.
     """
     forced = body.forced_functions if isinstance(body, ChatBody) else {}
+    given, turn = body.constraint, "" if key is None else key.name
     if not forced:
-        return await service.offload.run(_GRAMMAR_BYTES, lambda: compiled(body)) if body.constraint else None
-    if body.constraint is not None:
-        raise refused(f"'{body.constraint[0]}' and a forced tool call; leave one out", body.constraint[0])
+        return None if given is None else await service.offload.in_turn(turn, partial(compiled, given))
+    if given is not None:
+        raise refused(f"'{given[0]}' and a forced tool call; leave one out", given[0])
     assert isinstance(body, ChatBody)
     found, several = service.calling.format, service.calling.several and body.parallel_tool_calls is not False
     if found is None or found.grammar is None:
         raise refused("this model's tool calls cannot be forced; set tool_choice to auto", "tool_choice")
-    lark = found.grammar(forced, several and body.tool_choice == "required")
-    return await service.offload.run(_GRAMMAR_BYTES, lambda: forced_call(lark, forced))
+    make = partial(found.grammar, forced, several and body.tool_choice == "required")
+    return await service.offload.in_turn(turn, lambda: forced_call(make, forced))
 
 
 def _tool_parser(service: Service, body: ChatBody) -> Callable[[], Parser]:
@@ -142,8 +148,11 @@ def _tool_parser(service: Service, body: ChatBody) -> Callable[[], Parser]:
     return partial(found.parser, body.functions)
 
 
-async def completion(service: Service, body: CompletionBody) -> CheckedRequest:
+async def completion(service: Service, body: CompletionBody, key: Key | None = ANYONE) -> CheckedRequest:
     """Check and tokenize the prompts of a completion.
+
+    Args:
+        key: whose request it is.
 
     Raises:
         ApiError: 400 or 404.
@@ -155,7 +164,7 @@ async def completion(service: Service, body: CompletionBody) -> CheckedRequest:
     service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
     special = body.add_special_tokens
     # an empty list: says what is wrong
-    grammar = await _grammar(service, body)
+    grammar = await _grammar(service, body, key)
     prompts = tuple([await service.prompt_ids(prompt, special=special) for prompt in given or [""]])
     body, wanted = _with_defaults(service, body), body.wanted_tokens
     if body.max_tokens is None and service.defaults.max_new_tokens is not None:
@@ -186,10 +195,11 @@ class Answer:
 
     async def whole(self) -> Json:
         """The whole answer. Raises ApiError."""
-        gathered = [Delta("")] * self._run.choices
+        parts: list[list[Delta]] = [[] for _ in range(self._run.choices)]
         async for index, delta in self._run.deltas():
-            gathered[index] = gathered[index].then(delta)
-        choices = [self._form.choice(i, all_of, first=True, streamed=False) for i, all_of in enumerate(gathered)]
+            parts[index].append(delta)
+        gathered = [Delta.joined(deltas) for deltas in parts]
+        choices = [await self._choice(i, all_of, first=True, streamed=False) for i, all_of in enumerate(gathered)]
         usage = self._usage([one.tokens for one in gathered], [one.cached_tokens for one in gathered])
         return self._json(self._form.whole, choices) | {"usage": usage}
 
@@ -210,11 +220,16 @@ class Answer:
         async for index, delta in self._run.deltas():
             tokens[index] = delta.tokens
             cached[index] += delta.cached_tokens
-            choice = self._form.choice(index, delta, first=index not in begun, streamed=True)
+            choice = await self._choice(index, delta, first=index not in begun, streamed=True)
             begun.add(index)
             yield self._json(self._form.chunk, [choice]) | usage()
         if body.include_usage:
             yield self._json(self._form.chunk, []) | {"usage": self._usage(tokens, cached)}
+
+    async def _choice(self, index: int, delta: Delta, *, first: bool, streamed: bool) -> Json:
+        """As `Form.choice`; beside the event loop where it has the scores of a whole prompt or answer."""
+        make = partial(self._form.choice, index, delta, first=first, streamed=streamed)
+        return make() if len(delta.scores) + len(delta.prompt_scores) <= _MANY_SCORES else await asyncio.to_thread(make)
 
     def _json(self, kind: str, choices: list[Json]) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created_s, "model": self._model}

@@ -1,44 +1,46 @@
 """A request's body into JSON: its type, its text, its shape; before any model looks at it.
 
-A body of 4 MiB may hold two million values. Parsing them holds the interpreter's lock for a quarter of a second, and
-validation for many: their commas are counted first, their number, long names and token ids beyond the limit after.
+A body of 4 MiB may hold two million values. Parsing them holds the interpreter's lock for seconds, and validation for
+longer: what makes values is counted first, by a few passes over the bytes; the values, long names and token ids beyond
+the limit after. Parsing and validation of a large body are done beside the event loop.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
-from .offload import Offload
+from .offload import LARGE_BYTES, Offload
 from .refusals import ApiError, refused
 
 _MANY = 20_000  # values in a body, token ids apart
 _MANY_IDS = 2**19  # token ids in a body, or four times the limit of one prompt
 _LONG_NAME = 512
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_OTHERS = bytes(set(range(256)) - set(b'",:[{'))  # signs that separate no values
 
 
 class _ParsedRequest(Request):
-    """A request whose body has been read and parsed."""
+    """A request whose body has been read, parsed and validated."""
 
-    def __init__(self, request: Request, data: bytes, value: Any) -> None:
+    def __init__(self, request: Request, value: Any) -> None:
         super().__init__(request.scope, request.receive)
-        self._data, self._value = data, value
+        self._value = value
 
     async def body(self) -> bytes:
-        return self._data
+        return b"0"  # there is one; the bytes themselves are given back
 
     async def json(self) -> Any:
         return self._value
 
 
 def body_route(offload: Offload, limit_tokens: int) -> type[APIRoute]:
-    """A class of routes that parse their bodies beside the event loop.
+    """A class of routes that parse and validate their bodies beside the event loop.
 
     Args:
         limit_tokens: ids that one prompt may have.
@@ -46,15 +48,27 @@ def body_route(offload: Offload, limit_tokens: int) -> type[APIRoute]:
 
     class BodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-            handle = super().get_route_handler()
-            if self.body_field is None:
+            handle, field = super().get_route_handler(), self.body_field
+            if field is None:
                 return handle
+
+            def validated(data: bytes) -> Any:
+                value, wrong = field.validate(parse(data, limit_tokens), loc=("body",))
+                if wrong:
+                    raise RequestValidationError(wrong)
+                return value  # FastAPI's own validation takes a model as it is
 
             async def parsed(request: Request) -> Response:
                 check_type(request.headers.get("content-type"))
                 data = await request.body()
-                value = await offload.run(len(data), lambda: parse(data, limit_tokens))
-                return await handle(_ParsedRequest(request, data, value))
+                size = len(data)
+                try:
+                    value = await offload.run(size, partial(validated, data))
+                    del data, request._body  # the text stays once, in the value
+                    return await handle(_ParsedRequest(request, value))
+                finally:
+                    if size > LARGE_BYTES:
+                        offload.trim_soon()
 
             return parsed
 
@@ -82,15 +96,32 @@ def parse(data: bytes, limit_tokens: int) -> Any:
     """
     if not data:
         raise refused("the body is missing", None)
-    many = _MANY + max(_MANY_IDS, 4 * limit_tokens)
-    if data.count(b",") > many and _STRING.sub(b"", data).count(b",") > many:
-        raise refused(f"the body holds more than {many} values; send less at a time", None)
+    if bound := exceeded(data, _MANY, max(_MANY_IDS, 4 * limit_tokens)):
+        raise refused(f"the body holds more than {bound} values; send less at a time", None)
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise refused(f"the body is not valid JSON: {error}", None) from error
     _check_shape(value, limit_tokens)
     return value
+
+
+def exceeded(data: bytes, values: int, ids: int = 0) -> int | None:
+    """The bound that a JSON text exceeds, without a look at what its values are; None: none. Linear in its bytes.
+
+    Args:
+        values: that it may have.
+        ids: members of lists, in addition to these.
+    """
+    bounds = {b":": values, b"[": values, b"{": values, b",": values + ids}
+    if data.count(b'"') <= 4 * values and all(data.count(sign) <= most for sign, most in bounds.items()):
+        return None
+    if b"\\" in data:  # without escapes each quote begins or ends a string
+        data = data.replace(rb"\\", b"").replace(rb'\"', b"")
+    if data.count(b'"') > 4 * values:  # a value may be a string, and so is its name
+        return values
+    signs = b"".join(data.translate(None, _OTHERS).split(b'"')[::2])  # outside of strings
+    return next((most for sign, most in bounds.items() if signs.count(sign) > most), None)
 
 
 def _check_shape(value: Any, limit_tokens: int) -> None:

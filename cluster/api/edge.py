@@ -26,6 +26,7 @@ from ..checkpoints.generation import read_defaults
 from ..prompt import load_tokenizer
 from .backend import LeadBackend
 from .keys import KeyRing
+from .offload import keep_memory_small
 from .origins import Access
 from .request_log import RequestLog
 from .routes import make_app
@@ -64,6 +65,7 @@ class Edge:
         access: Access | None = None,
     ) -> None:
         self._settings, self._plan, self._tls, self._access = settings, plan, tls, access
+        keep_memory_small()
         self._shared = None if shared is None else Path(shared)
         if self._shared is not None:
             share_counters(self._shared)

@@ -1,69 +1,76 @@
-"""The grammar that a request gives, in the form that the runtime's llguidance compiles."""
+"""The grammar that a request gives, in the form that the runtime's llguidance compiles.
+
+Its conversion and check run in a process that can be killed (`grammar_jobs.py`), as the lead's compilation does.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
-from .refusals import refused
-from .schema import GenerationBody
+from ...actors.engine.serving.grammar_jobs import MODULE
+from ...errors import RuntimeFailure
+from ...proto.bounded import Helper, NotStarted, Workers
+from .refusals import from_failure, refused
 
-_SPACE = r"[ \n\r\t]{0,32}"  # between the parts of a JSON text
+CONVERT_S = 3.0  # of one grammar; ordinary ones take milliseconds
 _MAX_CHARS = 256 * 1024
+_WORKERS = Workers(Helper(MODULE))
 
 
-def compiled(body: GenerationBody) -> str | None:
-    """The body's grammar, checked; None: it gives none. May take a second for a large one.
+def compiled(constraint: tuple[str, str, str]) -> str:
+    """A body's grammar, checked. Waits for another process, for `CONVERT_S` at most.
+
+    Args:
+        constraint: the parameter, llguidance's name for the kind, the text.
 
     Raises:
-        ApiError: 400, it is refused, or llguidance is not installed.
+        ApiError: 400, it is refused, takes too long or too much memory, or llguidance is not installed; 503, no process
+            starts.
     """
-    found = body.constraint
-    if found is None:
-        return None
-    parameter, kind, text = found
-    library = _library(parameter)
-    if len(text) > _MAX_CHARS:
-        raise refused(f"'{parameter}': the grammar has {len(text)} characters; give at most {_MAX_CHARS}", parameter)
-    try:
-        grammar = _json(library, text) if kind == "json_schema" else str(library.grammar_from(kind, text))
-    except Exception as error:  # its converters are programs that meet a client's text
-        raise refused(f"'{parameter}': {str(error)[:500]}", parameter) from error
-    _check(library, grammar, parameter)
-    return grammar
+    parameter, kind, text = constraint
+    _check_length(len(text), parameter)
+    return str(_ask({"convert": {"kind": kind, "text": text}}, parameter))
 
 
-def forced_call(lark: str, functions: Mapping[str, Any]) -> str:
+def forced_call(lark: Callable[[], str], functions: Mapping[str, Any]) -> str:
     """The grammar of a call of one of the functions.
 
     Args:
-        lark: of the calls.
+        lark: writes that of the calls.
         functions: the JSON schema of each one's arguments.
 
     Raises:
         ApiError: 400, as in `compiled`.
     """
-    library = _library("tool_choice")
-    for schema in functions.values():
-        _check(library, _json(library, json.dumps(schema)), "tools")
-    return str(library.grammar_from("lark", lark))
+    schemas = [json.dumps(schema) for schema in functions.values()]
+    _check_length(sum(map(len, schemas)), "tools")
+    _ask({"check": {"schemas": schemas}}, "tools")
+    # its special tokens are known with a vocabulary only
+    return str(_ask({"convert": {"kind": "lark", "text": lark(), "checked": False}}, "tool_choice"))
 
 
-def _json(library: Any, schema: str) -> str:
-    # without a bound a model may write space until max_tokens
-    return str(library.LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": _SPACE}))
+def _check_length(count: int, parameter: str) -> None:
+    if count > _MAX_CHARS:
+        raise refused(f"'{parameter}': the grammar has {count} characters; give at most {_MAX_CHARS}", parameter)
 
 
-def _library(parameter: str) -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
+def _ask(request: Mapping[str, Any], parameter: str) -> Any:
+    if find_spec("llguidance") is None:
         message = f"'{parameter}' needs llguidance, which this server does not have: pip install 'tiermoe[grammar]'"
-        raise refused(message, parameter, "unsupported_parameter") from error
-    return llguidance
-
-
-def _check(library: Any, grammar: str, parameter: str) -> None:
-    if wrong := library.LLMatcher.validate_grammar(grammar):
-        raise refused(f"'{parameter}': {wrong[:500]}", parameter)
+        raise refused(message, parameter, "unsupported_parameter")
+    try:
+        return _WORKERS.ask(request, CONVERT_S)
+    except ValueError as error:
+        raise refused(f"'{parameter}': {error}", parameter) from error
+    except TimeoutError as error:
+        message = f"'{parameter}': the grammar takes longer than {CONVERT_S:g} s; give a simpler one"
+        raise refused(message, parameter) from error
+    except NotStarted as error:
+        failure = RuntimeFailure(f"the process that checks grammars does not start: {error}", "send it again later")
+        raise from_failure(failure) from error
+    except OSError as error:
+        message = f"'{parameter}': the grammar is too complex: it exceeds the stack or the memory; give a simpler one"
+        raise refused(message, parameter) from error

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    FailFast,
     ModelWrapValidatorHandler,
     PrivateAttr,
     StringConstraints,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypeAliasType
 
+from .bodies import exceeded
 from .refusals import refused
 
+_MANY_ARGUMENTS = 20_000
 Text = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -24,6 +29,12 @@ class Body(BaseModel):
     """Base: no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def first_unknown(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Without the unknown names behind the first one: each would be a finding, and one refuses the body."""
+    late = frozenset([name for name in given if name not in known][1:])
+    return {name: value for name, value in given.items() if name not in late} if late else given
 
 
 # what clients send along with messages, and what no template reads: hints to caches, and what an answer had besides
@@ -46,7 +57,8 @@ class Sent(Body):
         if not isinstance(given, dict):
             return handler(given)
         ignored = tuple(name for name in given if name in _HARMLESS and name not in cls.model_fields)
-        body = handler({name: value for name, value in given.items() if name not in ignored})
+        kept = {name: value for name, value in given.items() if name not in ignored}
+        body = handler(first_unknown(kept, cls.model_fields))
         body._ignored = tuple(name for name in ignored if given[name])
         return body
 
@@ -89,6 +101,10 @@ class ContentPart(Sent):
         return given
 
 
+# of a list that does not fit, findings end at its first member
+ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast()])
+
+
 class CalledFunction(Sent):
     name: Text
     arguments: str | dict[str, Any]
@@ -113,13 +129,16 @@ class Call(Sent):
         return {"id": self.id, "type": "function", "function": function}
 
 
+Calls = TypeAliasType("Calls", Annotated[list[Call], FailFast()])
+
+
 class Message(Sent):
     """One message of a chat; a template decides which roles it knows. Fields of an answer are accepted."""
 
     role: Text
-    content: str | list[ContentPart] | None = None
+    content: str | ContentParts | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Calls | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -167,6 +186,10 @@ class Tool(Sent):
         return {"type": "function", "function": {"description": "", "parameters": {"type": "object"}} | given}
 
 
+Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast()])
+Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
+
+
 class NamedFunction(Body):
     name: Text
 
@@ -174,3 +197,28 @@ class NamedFunction(Body):
 class NamedTool(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+def written_bytes(messages: Sequence[Message]) -> int:
+    """About the size of their calls."""
+    return sum(
+        len(call.function.arguments) if isinstance(call.function.arguments, str) else len(str(call.function.arguments))
+        for message in messages for call in message.tool_calls or ()
+    )  # fmt: skip
+
+
+def plain_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As templates expect them.
+
+    Raises:
+        ApiError: 400, arguments that are not JSON, or have too many values.
+    """
+    texts = [
+        call.function.arguments for message in messages for call in message.tool_calls or ()
+        if isinstance(call.function.arguments, str)
+    ]  # fmt: skip
+    # one text, of which each part may be complete: the quotes of a part that is not are refused below
+    if exceeded(b",".join(text.encode("utf-8", "surrogatepass") for text in texts), _MANY_ARGUMENTS):
+        message = f"'messages': the arguments of calls hold more than {_MANY_ARGUMENTS} values; send less at a time"
+        raise refused(message, "messages")
+    return [message.plain for message in messages]

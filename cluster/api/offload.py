@@ -2,13 +2,15 @@
 
 The loop answers /health and moves every stream, so a request's text is worked on in threads. The tokenizer gives the
 interpreter lock free while it works (`Tokenizer.encode` does not, `encode_batch_fast` does); templates are rendered in
-another process (`rendering.py`), and threads of their own wait for it. Long texts have a thread of their own, so that
-they delay short ones by nothing.
+another process (`rendering.py`), grammars are checked in one (`grammar.py`), and threads of their own wait for them.
+Long texts have a thread of their own, so that they delay short ones by nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,33 @@ _INLINE_BYTES = 2048  # worked on at once: a thread would cost more
 _LONG_BYTES = 64 * 1024
 _SHORT_THREADS = 2
 _LONG_WAITING = 64
+LARGE_BYTES = _LONG_BYTES  # a body whose memory is worth giving back
+_TRIM_AFTER_S = 1.0
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
+_GRAMMARS = 2  # are checked at a time
+_KEY_WAITING = 32  # grammars of one key
+
+
+def trim() -> None:
+    """Give freed memory back to the system; it holds no lock of the interpreter meanwhile. glibc only."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_memory_small() -> None:
+    """For a process whose requests bring large texts: those have pages of their own, which go with them, and threads
+    share two arenas. By itself glibc raises the size of what has pages of its own to 32 MiB. glibc only."""
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        library.mallopt(_M_ARENA_MAX, 2)
+
+
+class _Turn:
+    """Of one key. waiting: those that have it, or wait for it."""
+
+    def __init__(self) -> None:
+        self.lock, self.waiting = asyncio.Lock(), 0
 
 
 class Offload:
@@ -34,6 +63,9 @@ class Offload:
         self._short_chats = ThreadPoolExecutor(1, "chat")
         self._long_chats = ThreadPoolExecutor(1, "long-chat")
         self._long_waiting = 0
+        self._grammars = ThreadPoolExecutor(_GRAMMARS, "grammar")
+        self._turns: dict[str, _Turn] = {}
+        self._trimming: asyncio.TimerHandle | None = None
 
     async def run(self, size: int, work: Callable[[], T], *, waits: bool = False) -> T:
         """What `work` returns or raises. A caller that is cancelled takes its work out of the queue.
@@ -51,17 +83,60 @@ class Offload:
         if size <= _LONG_BYTES:
             return await loop.run_in_executor(self._short_chats if waits else self._short, work)
         if self._long_waiting >= _LONG_WAITING:
-            raise ApiError(
-                429, f"{self._long_waiting} long texts wait already; try again in a moment", code="rate_limit_exceeded",
-                headers={"Retry-After": "1"},
-            )  # fmt: skip
+            raise _busy(f"{self._long_waiting} long texts wait already")
         self._long_waiting += 1
         try:
             return await loop.run_in_executor(self._long_chats if waits else self._long, work)
         finally:
             self._long_waiting -= 1
 
+    async def in_turn(self, key: str, work: Callable[[], T]) -> T:
+        """What `work` returns or raises, which waits for a process that checks a grammar. Of one key there is one at a
+        time, and it holds its turn until it has ended, also where the caller is cancelled: the others have theirs.
+
+        Raises:
+            ApiError: 429, too many of this key wait.
+        """
+        turn = self._turns.setdefault(key, _Turn())
+        if turn.waiting >= _KEY_WAITING:
+            raise _busy(f"{turn.waiting} grammars wait already")
+        turn.waiting += 1
+        try:
+            await turn.lock.acquire()
+        except BaseException:
+            self._leave(key, turn)
+            raise
+        doing = asyncio.get_running_loop().run_in_executor(self._grammars, work)
+
+        def ended(done: asyncio.Future[T]) -> None:
+            turn.lock.release()
+            self._leave(key, turn)
+            if not done.cancelled():
+                done.exception()  # whoever waited may have left
+
+        doing.add_done_callback(ended)
+        return await asyncio.shield(doing)
+
+    def _leave(self, key: str, turn: _Turn) -> None:
+        turn.waiting -= 1
+        if not turn.waiting:
+            del self._turns[key]
+
+    def trim_soon(self) -> None:
+        """Give the memory back that large bodies have left: the C library keeps it, tens of megabytes a thread."""
+        if self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming = None
+        with contextlib.suppress(RuntimeError):  # closed
+            self._long.submit(trim)
+
     def close(self) -> None:
         """End the threads once their work is done; what waits is dropped."""
-        for pool in (self._short, self._long, self._short_chats, self._long_chats):
+        for pool in (self._short, self._long, self._short_chats, self._long_chats, self._grammars):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _busy(what: str) -> ApiError:
+    return ApiError(429, f"{what}; try again in a moment", code="rate_limit_exceeded", headers={"Retry-After": "1"})

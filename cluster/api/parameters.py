@@ -38,6 +38,8 @@ IGNORED = frozenset({
     "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
 })  # fmt: skip
 
+_LONG_NAME = 64
+
 # parameter -> the values at which it changes nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI
@@ -119,6 +121,8 @@ def _same(value: Any, neutral: Any) -> bool:
 
 def nearest(name: str, own: Iterable[str]) -> str | None:
     """The known parameter that a misspelt one is likely to mean."""
+    if len(name) > _LONG_NAME:  # the comparison takes time that grows with the square of it
+        return None
     for known in (own, {*IGNORED, *NEUTRAL}):  # what has an effect is rather meant
         if found := difflib.get_close_matches(name.lower(), sorted(known), 1, 0.75):
             return found[0]

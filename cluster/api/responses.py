@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import FailFast, Field
+from typing_extensions import TypeAliasType
 
 from .answers import CheckedRequest, Json
-from .messages import ContentPart, Sent, Text
+from .messages import ContentParts, Sent, Text
 from .refusals import refused
 from .schema import ChatBody, ReasoningBody, RequestBody, SamplingBody
 from .service import Run
@@ -20,8 +21,11 @@ class InputMessage(Sent):
 
     type: Literal["message"] = "message"
     role: Text
-    content: str | list[ContentPart]
+    content: str | ContentParts
     phase: None = None
+
+
+InputMessages = TypeAliasType("InputMessages", Annotated[list[InputMessage], FailFast()])
 
 
 class TextOptions(RequestBody):
@@ -31,7 +35,7 @@ class TextOptions(RequestBody):
 class ResponsesBody(SamplingBody, ReasoningBody):
     """`POST /v1/responses`."""
 
-    input: str | list[InputMessage]
+    input: str | InputMessages
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     text: TextOptions | None = None
@@ -72,7 +76,8 @@ class ResponsesAnswer:
     def __init__(self, checked: CheckedRequest, run: Run, request_id: str, model: str) -> None:
         self._checked, self._run, self._model = checked, run, model
         self._id, self._item, self._created_s = f"resp_{request_id}", f"msg_{request_id}", int(time.time())
-        self._text, self._tokens, self._cached, self._finish = "", 0, 0, "stop"
+        self._texts: list[str] = []
+        self._tokens, self._cached, self._finish = 0, 0, "stop"
 
     async def whole(self) -> Json:
         """The whole answer. Raises ApiError."""
@@ -107,10 +112,16 @@ class ResponsesAnswer:
         async for index, delta in self._run.deltas():
             choice = self._checked.form.choice(index, delta, first=False, streamed=True)
             text = choice["delta"].get("content", "")
-            self._text, self._tokens = self._text + text, delta.tokens
+            self._texts.append(text)
+            self._tokens = delta.tokens
             self._cached += delta.cached_tokens
             self._finish = delta.finish or self._finish
             yield text
+
+    @property
+    def _text(self) -> str:
+        """So far."""
+        return "".join(self._texts)
 
     @property
     def _status(self) -> str:

@@ -30,7 +30,7 @@ from .records import CLIENT_GONE, Generation, RequestRecord, Sink
 from .refusals import ApiError
 from .responses import ResponsesAnswer, ResponsesBody
 from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
-from .service import Service
+from .service import MESSAGE_BYTES, Service
 from .status import StatusReader, page
 
 _LOG = logging.getLogger("tiermoe.server")
@@ -60,30 +60,34 @@ def make_app(
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await _generate(service, request, await completion(service, body))
+        return await _generate(service, request, await completion(service, body, request.state.key))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await _generate(service, request, await chat(service, body))
+        return await _generate(service, request, await chat(service, body, request.state.key))
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        return await _generate(service, request, await chat(service, body.chat), ResponsesAnswer)
+        size = MESSAGE_BYTES * len(body.input) if isinstance(body.input, list) else 0
+        chats = await service.offload.run(size, lambda: body.chat)
+        return await _generate(service, request, await chat(service, chats, request.state.key), ResponsesAnswer)
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
         message = "this server generates text and gives no embeddings; ask a server with an embedding model for them"
         raise ApiError(400, message, code="unsupported_endpoint")
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Json:
+    @app.post("/tokenize", response_model=Json)
+    async def tokenize(body: TokenizeBody) -> Response:
         body.check()
         service.check_model(body.model)
         if body.messages is not None:
             ids = await service.chat_ids(body, body.messages, tools=[tool.plain for tool in body.tools or ()])
         else:
             ids = await service.prompt_ids(body.prompt or "", special=body.add_special_tokens)
-        return {"tokens": ids, "count": len(ids), "max_model_len": service.limit_tokens}
+        found = {"tokens": ids, "count": len(ids), "max_model_len": service.limit_tokens}
+        # FastAPI would look at each id, on the event loop
+        return Response(await service.offload.run(len(ids), lambda: json.dumps(found)), media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Json:
@@ -97,8 +101,9 @@ async def _generate(
 ) -> Response:
     """The whole answer, or a stream of chunks. A client that disconnects cancels its request."""
     record: RequestRecord = request.state.record
-    name, headers = record.request_id, warning(checked.body.ignored)
-    service.metrics.count_ignored(checked.body.ignored)
+    name, ignored = record.request_id, checked.body.ignored
+    headers = warning(ignored)
+    service.metrics.count_ignored(ignored)
     record.asked = Generation(
         checked.form.operation,
         service.model_name,

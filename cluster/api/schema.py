@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     FailFast,
     Field,
     ModelWrapValidatorHandler,
@@ -31,7 +32,7 @@ from ...actors.requests import (
     SamplingParams,
 )
 from ...errors import RequestError
-from .messages import UNSUPPORTED, Body, Message, NamedTool, Text, Tool
+from .messages import UNSUPPORTED, Body, Messages, NamedTool, Text, Tools, first_unknown
 from .parameters import instead, integral, nearest, sift
 from .refusals import ApiError, refused
 from .thinking import Budget, Effort, Reasoning, Thinking, variables
@@ -46,6 +47,7 @@ _FORMS = frozenset({"Reasoning", "Thinking", "UsageOptions"})  # and the names o
 # of a union's lists those that do not fit end at their first member, not after a finding for each
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+Documents = TypeAliasType("Documents", Annotated[list[dict[str, Any]], FailFast()])
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
 
 
@@ -63,7 +65,7 @@ class RequestBody(Body):
         kept |= {name: integral(kept[name]) for name in _integers(cls) & kept.keys()}
         if off is not None:
             raise refused(f"'{off}' is not supported; {instead(off)}", off, "unsupported_parameter")
-        body = handler(kept)
+        body = handler(first_unknown(kept, _names(cls)))
         body._ignored = ignored
         return body
 
@@ -83,6 +85,19 @@ def _integers(body: type[BaseModel]) -> frozenset[str]:
 
     each = {name: kinds(field.annotation) for name, field in body.model_fields.items()}
     return frozenset(name for name, found in each.items() if int in found and float not in found)
+
+
+def _names(body: type[BaseModel]) -> set[str]:
+    """Of its fields, as requests write them."""
+    return {field.alias or name for name, field in body.model_fields.items()}
+
+
+def _first_wrong(given: Any) -> Any:
+    """A map without the entries behind the first one that is no number: each would be a finding."""
+    if not isinstance(given, dict):
+        return given
+    wrong = next((name for name, value in given.items() if not isinstance(value, (int, float))), None)
+    return given if wrong is None else {wrong: given[wrong]}
 
 
 def _field_names(body: type[BaseModel]) -> set[str]:
@@ -152,7 +167,7 @@ class StructuredOutputs(RequestBody):
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: Text | None = None
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: Texts | None = Field(default=None, min_length=1)
     grammar: Text | None = None
     json_object: bool | None = None
 
@@ -199,7 +214,7 @@ class SamplingBody(RequestBody):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, description="0 or -1: no limit")
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
@@ -207,13 +222,13 @@ class SamplingBody(RequestBody):
     presence_penalty: float | None = Field(default=None, ge=PENALTY[0], le=PENALTY[1])
     frequency_penalty: float | None = Field(default=None, ge=PENALTY[0], le=PENALTY[1])
     repetition_penalty: float | None = Field(default=None, ge=REPETITION[0], le=REPETITION[1])
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_first_wrong)] = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: Text | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    guided_choice: Texts | None = Field(default=None, min_length=1)
     guided_grammar: Text | None = None
     structured_outputs: StructuredOutputs | None = None
     grammar: Text | None = None
@@ -403,7 +418,7 @@ class ReasoningBody(RequestBody):
 class TemplateBody(ReasoningBody):
     """What a chat template gets in addition to messages and tools."""
 
-    documents: list[dict[str, Any]] | None = None
+    documents: Documents | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -437,12 +452,12 @@ class TemplateBody(ReasoningBody):
 class ChatBody(GenerationBody, TemplateBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = False  # a template writes its own
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tools: Tools | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -497,8 +512,8 @@ class TokenizeBody(TemplateBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    messages: Messages | None = None
+    tools: Tools | None = Field(default=None, max_length=128)
     add_special_tokens: bool = True
 
     def check(self) -> None:

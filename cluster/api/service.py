@@ -23,7 +23,7 @@ from .admission import Admission
 from .backend import Backend
 from .keys import ANYONE, Key
 from .lead import LeadState
-from .messages import Message
+from .messages import Message, plain_of, written_bytes
 from .metrics import ChoiceTimer, Metrics
 from .offload import Offload
 from .records import ChoiceTimes
@@ -35,6 +35,7 @@ from .templates import ChatTemplate
 from .text import ChoiceText, Delta, longest_token
 from .tools import calling
 
+MESSAGE_BYTES = 64  # of text, whose tokens take as long as one message beside its text
 _AGAIN_S = 2
 _QUEUED_DELTAS = 64  # that a slow client may be behind, for each request
 
@@ -298,9 +299,9 @@ class Service:
             )
         if body.all_documents and not template.takes_documents:
             raise refused("the model's chat template takes no documents; leave 'documents' out", "documents")
-        plain = [message.plain for message in messages]
-        size = sum(len(message["content"]) + len(message["role"]) for message in plain) + 64 * len(plain)
-        size += sum(len(str(message["tool_calls"])) for message in plain if "tool_calls" in message)
+        called = written_bytes(messages)
+        plain = await self.offload.run(MESSAGE_BYTES * len(messages) + called, lambda: plain_of(messages))
+        size = called + sum(len(message["content"]) + len(message["role"]) + MESSAGE_BYTES for message in plain)
         options = body.variables(template)
         size += sum(len(str(given)) for given in (options, body.documents, tools) if given)
         text = await self.offload.run(

@@ -7,142 +7,28 @@ start.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
-import socket
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...actors.tokenizer import has_tokenizer, read_tokenizer
 from ...errors import CheckpointError, ConfigError, RuntimeFailure, reason
+from ...proto.bounded import START_S, Helper, Worker, Workers
 from ..checkpoints.weight_files import optional_json, read_json_object
 from .refusals import ApiError, from_failure, refused
-from .rendering import LENGTH_BYTES, RESULT_CHARACTERS, pack, unpack
 from .thinking import LEVELS, VARIABLES
 
 RENDER_S = 5.0  # for one request; an ordinary chat takes under a millisecond, one of 4 MB a tenth of a second
-_END_S = 2.0
-_START_S = 60.0  # of the process: transformers is imported, on a busy machine
-_ANSWER_BYTES = 6 * RESULT_CHARACTERS + 1024  # JSON of it
 _ASKED = "What is the value?"
 _ANSWER = "plain words"
 _DOCUMENT = {"title": "A probe", "text": "words of a probe document", "contents": "words of a probe document"}
 _PROCESSORS = ("chat_template.json", "processor_config.json")  # of multimodal models, older and newer
 
 
-class _Helper:
-    """The process of `rendering.py`, one for this process: started on first use, and again after it died."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-
-    def worker(self) -> _Worker:
-        """A new worker. Raises OSError: it cannot be started."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs, self._lock:
-                try:
-                    self._send(0, theirs)
-                except OSError:  # it has died
-                    self._start()
-                    self._send(0, theirs)
-            return _Worker(ours)
-        except BaseException:
-            ours.close()
-            raise
-
-    def kill(self, pid: int) -> None:
-        """End a worker; that of a process which has died has ended with it."""
-        with self._lock, contextlib.suppress(OSError):
-            self._send(pid, None)
-
-    def close(self) -> None:
-        """End it, and its workers."""
-        with self._lock:
-            self._end()
-
-    def _send(self, pid: int, lane: socket.socket | None) -> None:
-        if self._control is None:
-            raise ConnectionError("it has not been started")
-        socket.send_fds(self._control, [b"%d" % pid], [] if lane is None else [lane.fileno()])
-
-    def _start(self) -> None:
-        self._end()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-P", "-m", "tiermoe.cluster.api.rendering"]
-        with theirs:  # its own session: Ctrl-C is for the server, which ends it
-            self._process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
-            )
-
-    def _end(self) -> None:
-        if self._control is not None and self._process is not None:
-            self._control.close()
-            try:
-                self._process.wait(_END_S)
-            except subprocess.TimeoutExpired:  # it is being started
-                self._process.kill()
-                self._process.wait()
-        self._control = self._process = None
+_HELPER = Helper("tiermoe.cluster.api.rendering")
 
 
-class _Worker:
-    """A process that renders; `pid` is its id."""
-
-    def __init__(self, lane: socket.socket) -> None:
-        self._lane = lane
-        self.pid = int(self._take(time.monotonic() + _START_S))
-
-    def ask(self, request: Mapping[str, Any], within_s: float) -> Any:
-        """What it found.
-
-        Raises:
-            ValueError: it failed, and why. TimeoutError: it is not done. OSError: it has ended.
-        """
-        due_s = time.monotonic() + within_s
-        self._lane.settimeout(within_s)
-        self._lane.sendall(pack(request))
-        answer = self._take(due_s)
-        if "failed" in answer:
-            raise ValueError(answer["failed"])
-        return answer["found"]
-
-    def close(self) -> None:
-        self._lane.close()
-
-    def _take(self, due_s: float) -> Any:
-        size = int.from_bytes(self._read(LENGTH_BYTES, due_s))
-        if size > _ANSWER_BYTES:
-            raise ConnectionError("its answer is too long")
-        return unpack(self._read(size, due_s))
-
-    def _read(self, size: int, due_s: float) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            left_s = due_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            self._lane.settimeout(left_s)
-            part = self._lane.recv(min(2**20, size - len(found)))
-            if not part:
-                raise ConnectionError("it has ended")
-            found += part
-        return bytes(found)
-
-
-_HELPER = _Helper()
-
-
-@atexit.register
 def end_helper() -> None:
     """End the rendering process, if this process has no more to render; the next use starts it again."""
     _HELPER.close()
@@ -153,7 +39,7 @@ class _TemplateTimeout(ApiError):
 
 
 class _Renderer:
-    """Workers with one template. As many work as callers render at a time; one that is killed or dies is replaced.
+    """Workers with one template. As many work as callers render at a time.
 
     Args:
         name: of the template, in errors.
@@ -161,10 +47,8 @@ class _Renderer:
 
     def __init__(self, source: str | Mapping[str, str], tokens: Mapping[str, str], name: str) -> None:
         named = source if isinstance(source, str) else dict(source)
-        self._first: Mapping[str, Any] = {"template": {"source": named, "tokens": dict(tokens)}}
+        self._workers = Workers(_HELPER, {"template": {"source": named, "tokens": dict(tokens)}})
         self._name = name
-        self._idle: list[_Worker] = []
-        weakref.finalize(self, _close_all, self._idle)
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         """What a worker found.
@@ -172,52 +56,16 @@ class _Renderer:
         Raises:
             ValueError: it failed, and why. ApiError: 400, it was not done in time. RuntimeFailure: workers end.
         """
-        for _ in range(2):  # a render may be done again: it changes nothing
-            worker: _Worker | None = None
-            try:
-                worker = self._free() or self._begin()
-                found = worker.ask(request, RENDER_S)
-            except TimeoutError:
-                self._replace(worker)
-                raise _TemplateTimeout(
-                    400, f"{self._name} was not rendered within {RENDER_S:g} s; send less, or start the server with "
-                    "another --chat-template", "messages",
-                ) from None  # fmt: skip
-            except OSError:  # and the idle ones may have ended with it
-                self._replace(worker)
-                _close_all(self._idle)
-            except ValueError:
-                if worker is not None:  # it has answered
-                    self._idle.append(worker)
-                raise
-            else:
-                self._idle.append(worker)
-                return found
-        raise RuntimeFailure(f"the process that renders {self._name} ended twice", "send less at a time")
-
-    def _free(self) -> _Worker | None:
-        with contextlib.suppress(IndexError):
-            return self._idle.pop()
-        return None
-
-    def _begin(self) -> _Worker:
         try:
-            worker = _HELPER.worker()
-            worker.ask(self._first, _START_S)
-            return worker
-        except TimeoutError as error:
-            raise ConnectionError("it did not start") from error
-
-    @staticmethod
-    def _replace(worker: _Worker | None) -> None:
-        if worker is not None:
-            worker.close()
-            _HELPER.kill(worker.pid)
-
-
-def _close_all(workers: list[_Worker]) -> None:
-    while workers:
-        workers.pop().close()
+            return self._workers.ask(request, RENDER_S)
+        except TimeoutError:
+            raise _TemplateTimeout(
+                400, f"{self._name} was not rendered within {RENDER_S:g} s; send less, or start the server with "
+                "another --chat-template", "messages",
+            ) from None  # fmt: skip
+        except OSError as error:
+            what = f"the process that renders {self._name} ended twice"
+            raise RuntimeFailure(what, "send less at a time") from error
 
 
 class ChatTemplate:
@@ -418,10 +266,10 @@ def _has_template(folder: Path, settings: Mapping[str, Any]) -> bool:
 def _transformers_own(folder: Path, settings: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """The folder's templates and special tokens."""
     asked = {"folder": str(folder), "class_name": str(settings.get("tokenizer_class") or "")}
-    worker: _Worker | None = None
+    worker: Worker | None = None
     try:
         worker = _HELPER.worker()
-        source, tokens = worker.ask({"load": asked}, _START_S)
+        source, tokens = worker.ask({"load": asked}, START_S)
     except (ValueError, OSError) as failure:
         what = f"the tokenizer's configuration in '{folder}' cannot be read: {failure}"
         raise CheckpointError(what, "correct or remove it") from failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -18,7 +19,8 @@ class StopMatcher:
     """Gives out text that can no longer be part of a stop string, and ends at the first one.
 
     The earliest place wins, and of several there the one that is listed first. An end that may become a
-    stop string is pending until it is known not to.
+    stop string is pending until it is known not to. Each letter is compared about twice with each string, whatever
+    they are (Knuth, Morris and Pratt 1977).
 
     Args:
         stops: the strings, none of them empty.
@@ -28,42 +30,81 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops, self._include = tuple(stops), include
         self._pending = ""
+        self._shorter = [_borders(stop) for stop in self._stops]
+        self._begun = [0] * len(self._stops)  # letters of each that the text ends with
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
         """What may be shown once `text` has come; up to the stop string that it completes."""
         if self.matched is not None:
             return ""
+        before = len(self._pending)
         self._pending += text
-        found = [(place, i) for i, stop in enumerate(self._stops) if (place := self._pending.find(stop)) >= 0]
+        found = []
+        for i, stop in enumerate(self._stops):
+            self._begun[i], end = _advance(stop, self._shorter[i], self._begun[i], text)
+            if end is not None:
+                found.append((before + end - len(stop), i))
         if found:
             place, i = min(found)
             self.matched = self._stops[i]
             end = place + len(self.matched) if self._include else place
             shown, self._pending = self._pending[:end], ""
             return shown
-        safe = len(self._pending) - max((overlap(self._pending, stop) for stop in self._stops), default=0)
+        safe = len(self._pending) - max(self._begun, default=0)
         shown, self._pending = self._pending[:safe], self._pending[safe:]
         return shown
 
     def completed_by(self, text: str) -> bool:
         """Whether text that waits for more completes one of them; an incomplete character does not."""
-        return bool(text) and "\ufffd" not in text and any(stop in self._pending + text for stop in self._stops)
+        return (
+            bool(text) and bool(self._stops) and "\ufffd" not in text
+            and any(_advance(*known, text)[1] is not None
+                    for known in zip(self._stops, self._shorter, self._begun, strict=True))
+        )  # fmt: skip
 
     def finish(self) -> str:
         """What is pending, when no more text comes."""
         rest, self._pending = self._pending, ""
+        self._begun = [0] * len(self._stops)
         return rest
+
+
+def _advance(stop: str, shorter: Sequence[int], begun: int, text: str) -> tuple[int, int | None]:
+    """(Letters of `stop` that the text ends with, where in `text` the first whole one ends), after `begun` of them."""
+    place = 0
+    if not begun:  # the same, at the speed of the library
+        found = text.find(stop)
+        if found >= 0:
+            return 0, found + len(stop)
+        place = max(0, len(text) - len(stop) + 1)
+    for i in range(place, len(text)):
+        while begun and stop[begun] != text[i]:
+            begun = shorter[begun - 1]
+        begun += stop[begun] == text[i]
+        if begun == len(stop):
+            return 0, i + 1
+    return begun, None
+
+
+@lru_cache(64)
+def _borders(text: str) -> tuple[int, ...]:
+    """For each beginning of a text the longest shorter beginning that it ends with."""
+    found = [0]
+    for letter in text[1:]:
+        length = found[-1]
+        while length and text[length] != letter:
+            length = found[length - 1]
+        found.append(length + (text[length] == letter))
+    return tuple(found)
 
 
 def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that `stop` begins with, and is longer than."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    return _advance(stop, _borders(stop), 0, text[len(text) - len(stop) + 1 :] if len(text) >= len(stop) else text)[0]
 
 
+_LONG_RUN = 64  # tokens without text; a character has four at most
 _SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4}  # by so much at most: "𝐚" becomes "a"
 _KEEPING = {"ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split"}
 
@@ -127,11 +168,17 @@ class Delta:
     finish: str | None = None
     cached_tokens: int = 0
 
-    def then(self, later: Delta) -> Delta:
-        """Both as one."""
-        scores, prompt_scores = (*self.scores, *later.scores), self.prompt_scores or later.prompt_scores
-        cached = self.cached_tokens + later.cached_tokens
-        return Delta(self.text + later.text, scores, prompt_scores, later.tokens, later.finish, cached)
+    @staticmethod
+    def joined(parts: Sequence[Delta]) -> Delta:
+        """All of a choice's as one."""
+        return Delta(
+            "".join(part.text for part in parts),
+            tuple(score for part in parts for score in part.scores),
+            next((part.prompt_scores for part in parts if part.prompt_scores), ()),
+            parts[-1].tokens if parts else 0,
+            parts[-1].finish if parts else None,
+            sum(part.cached_tokens for part in parts),
+        )
 
 
 class ChoiceText:
@@ -178,7 +225,7 @@ class ChoiceText:
             if i == hidden:
                 break
             shown.append(self._feed(self._text.add((token,))))
-            if self._may_stop and self._stops.completed_by(self._text.pending()):
+            if self._look_ahead and self._stops.completed_by(self._text.pending()):
                 shown.append(self._feed(self._text.finish()))  # nothing comes that could change it
             if self.stopped:
                 break
@@ -196,15 +243,14 @@ class ChoiceText:
     def take_scores(self, *, last: bool) -> tuple[ScoredToken, ...]:
         """Those whose text has begun to be shown; all remaining ones if the choice ends by itself."""
         starts, ready = self._text.starts, []
-        while self._scores:
-            place, found = self._scores[0]
+        for place, found in self._scores:
             start = starts[place] if place < len(starts) else None
             if last and not self.stopped:
                 start = self._shown if start is None else start  # a stop token that is not shown
             elif start is None or start >= self._shown:
                 break
             ready.append(ScoredToken(found, start))
-            del self._scores[0]
+        del self._scores[: len(ready)]
         return tuple(ready)
 
     def _feed(self, text: str) -> str:
@@ -216,6 +262,13 @@ class ChoiceText:
         shown += self._stops.feed(text[max(0, free) :])
         self._shown += len(shown)
         return shown
+
+    @property
+    def _look_ahead(self) -> bool:
+        """Whether to look for stop strings in text that waits for more: of long runs with each 64th part of them."""
+        waiting = self._text.waiting
+        due = waiting < _LONG_RUN or waiting % (waiting // _LONG_RUN) == 0
+        return bool(self._display.stops) and due and self._may_stop
 
     @property
     def _may_stop(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -237,6 +238,38 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
     ]  # fmt: skip
     assert matcher.matched == "END"
     assert (matcher.feed("more"), matcher.finish()) == ("", "")
+
+
+@settings(max_examples=300, deadline=None)
+@given(_PIECES, _STOPS)
+def test_stops_are_those_of_a_plain_search(pieces: list[str], stops: list[str]) -> None:
+    """Each piece's earliest, of several the first listed, and nothing pending that is no beginning of one."""
+    matcher, text = StopMatcher(stops), ""
+    for piece in pieces:
+        text += piece
+        assert matcher.completed_by(piece) == (bool(piece) and any(stop in matcher._pending + piece for stop in stops))
+        matcher.feed(piece)
+        if places := [(text.find(stop), i) for i, stop in enumerate(stops) if stop in text]:
+            assert matcher.matched == stops[min(places)[1]]
+            return
+        ends = [text[-n:] for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        assert matcher._pending == max(ends, key=len, default="")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "token"), [(fallback_tokenizer(), 0xF0), (fallback_tokenizer(), 0x61), (byte_tokenizer(), 0x61)]
+)
+def test_a_text_costs_as_much_as_it_is_long(tokenizer: Tokenizer, token: int) -> None:
+    """A run of byte tokens with stop strings was decoded anew with each one: 20 ms a token after 8000."""
+    stops = tuple(f"{'a' * 600}b{'a' * 400}{i}" for i in range(4))
+    took_s = []
+    for length in (600, 2400):
+        text, begin_s = ChoiceText(tokenizer, Display(stops)), time.process_time()
+        for event in _events([token] * length):
+            text.delta(event)
+        text.finish()
+        took_s.append(time.process_time() - begin_s)
+    assert took_s[1] < max(0.3, 9 * took_s[0])
 
 
 def _events(tokens: list[int]) -> list[TokenEvent]:

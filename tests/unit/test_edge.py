@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import threading
@@ -14,12 +15,17 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_api import FakeBackend, ask, byte_tokenizer, error, events, serving
+from fake_api import FakeBackend, ask, byte_tokenizer, error, events, post, serving
+from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from tiermoe.cluster.api import bodies
+from tiermoe.cluster.api.answers import completion_logprobs
 from tiermoe.cluster.api.bodies import parse
 from tiermoe.cluster.api.offload import Offload
 from tiermoe.cluster.api.refusals import ApiError
+from tiermoe.cluster.api.responses import ResponsesBody
+from tiermoe.cluster.api.schema import ChatBody, CompletionBody
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.text import longest_token
 from tiermoe.cluster.config import default_model_dir
@@ -37,7 +43,7 @@ def send(content: bytes, headers: dict[str, str] | None = None, path: str = "/v1
 @pytest.mark.parametrize(
     "content",
     [rb'{"model": "\ud800"}', rb'{"prompt": "\udfff"}', rb'{"\ud800": 1}', rb'{"prompt": ["a\ud83dz"]}', b'{"a": NaN}',
-     b"{", b"\xff\xfe", b'{"prompt": "\xed\xa0\x80"}', b"[" * 100_000, b'{"seed": ' + b"9" * 100_000 + b"}"],
+     b"{", b"\xff\xfe", b'{"prompt": "\xed\xa0\x80"}', b"[" * 10_000, b'{"seed": ' + b"9" * 100_000 + b"}"],
     ids=lambda content: repr(content[:24]),
 )  # fmt: skip
 def test_what_is_no_json_text_is_refused_in_words(content: bytes) -> None:
@@ -105,7 +111,81 @@ def test_bodies_of_too_many_values_are_refused_and_lists_of_ids_are_not() -> Non
 
 @pytest.mark.parametrize(
     ("form", "item"),
-    [('{"prompt": "%s"}', "the quick brown "), ('{"prompt": [%s1]}', "1,"), ('{"prompt": [%strue]}', "true,"),
+    [('{"prompt": "%s', '\\"'), ('{"prompt": [%s1]}', "[" * 99 + "]" * 99 + ","), ('{"prompt": [%s1]}', "[],"),
+     ('{"prompt": {%s"a": 1}}', '"a":1,'), ('{"prompt": [%s1]}', '"",')],
+)  # fmt: skip
+def test_what_a_body_holds_is_counted_before_it_is_parsed(
+    form: str, item: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By no regular expression: 0.6 MB of escapes in a string without an end held the interpreter's lock for 17 s, and
+    lists in lists, which have few commas, for 2 s."""
+    monkeypatch.setattr(bodies, "from_json", lambda *_, **__: pytest.fail("parsed") if item != '\\"' else {})
+    content = [(form % (item * (size // len(item)))).encode() for size in (_BIG // 4, _BIG)]
+    took_s = []
+    for data in content:
+        begin_s = time.process_time()
+        with contextlib.suppress(ApiError):
+            parse(data, 4096)
+        took_s.append(time.process_time() - begin_s)
+    assert took_s[1] < max(0.3, 12 * took_s[0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b'["a\\\\", "b", [1, {"c:[{,": 2}]]', b'{"\\"": ["\\\\\\"[,", []]}', b'"\\u0022,"', b'[",", ",,", [[], {}]]'],
+)
+def test_signs_inside_strings_are_not_counted(text: bytes) -> None:
+    """Whatever their escapes; of each kind of sign the text has as many as its values say."""
+
+    def count(value: Any, sign: str) -> int:
+        inner = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+        own = {",": max(0, len(inner) - 1), ":": len(inner) * isinstance(value, dict), "[": isinstance(value, list),
+               "{": isinstance(value, dict)}[sign]  # fmt: skip
+        return own + sum(count(member, sign) for member in inner)
+
+    most = max(count(json.loads(text), sign) for sign in ":[{,")
+    long = text + b" " * 100
+    assert bodies.exceeded(long, most) is None or most == 0
+    assert not most or bodies.exceeded(long, most - 1) == most - 1
+
+
+@pytest.mark.parametrize(
+    ("body", "more"),
+    [
+        (ChatBody, {"messages": [{"content": 3}] * 6000}), (ChatBody, {"messages": [3.5] * 9000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "x"}] * 6000}]}),
+        (ChatBody, {"messages": [{"role": "user", "content": "x"} | dict.fromkeys(map(str, range(9000)), 1)]}),
+        (ChatBody, {"messages": [{"role": "a", "tool_calls": [{"i": 1}] * 6000}]}),
+        (ChatBody, dict.fromkeys(map(str, range(9000)), 1)), (ChatBody, {"tools": [{"type": "f"}] * 100}),
+        (ChatBody, {"documents": [1] * 9000}), (CompletionBody, {"stop": [True] * 9000}),
+        (CompletionBody, {"stop_token_ids": [1.5] * 9000}), (CompletionBody, {"guided_choice": [1] * 9000}),
+        (CompletionBody, {"logit_bias": dict.fromkeys(map(str, range(9000)), "x")}),
+        (CompletionBody, {"structured_outputs": {"choice": [1] * 9000}}),
+        (ResponsesBody, {"input": [{"role": 3}] * 6000}),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_one_finding_refuses_a_body(body: type[BaseModel], more: dict[str, Any]) -> None:
+    """A finding for each of 19,000 names took a quarter of a second under the interpreter's lock."""
+    first = {"messages": [{"role": "user", "content": "x"}]} if body is ChatBody else {"prompt": "p"}
+    with pytest.raises(ValidationError) as caught:
+        body.model_validate(({} if body is ResponsesBody else first) | more)
+    assert caught.value.error_count() < 12
+
+
+def test_arguments_of_calls_have_as_many_values_as_a_body() -> None:
+    """They are JSON in a string of the body, where its own count does not see them."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [%s1]}' % ("[]," * 9000)}}
+    messages = [{"role": "assistant", "tool_calls": [call]}] * 3
+    status, param, message = error(post("/v1/chat/completions", {"messages": messages}))
+    assert (status, param) == (400, "messages")
+    assert "arguments of calls hold more than 20000 values" in message
+
+
+@pytest.mark.parametrize(
+    ("form", "item"),
+    [('{"prompt": "%s"}', "the quick brown "), ('{"prompt": "%s', '\\"'),
+     ('{"prompt": [%s1]}', "1,"), ('{"prompt": [%strue]}', "true,"),
      ('{"prompt": [%s[]]}', "[],"), ('{"prompt": [%s{}]}', "{},"), ('{"messages": [%s0]}', '{"role": 0},'),
      ('{"%s": "p"}', "a"), ('{%s"prompt": "p"}', '"name": {"a": 0},')],
 )  # fmt: skip
@@ -282,3 +362,40 @@ def test_a_slash_at_the_end_means_nothing(method: str, path: str) -> None:
         )
         assert response.status_code == 200, response.text
     assert error(ask(FakeBackend(), lambda http: http.request("GET", "/v1/model/")))[0] == 404
+
+
+@pytest.mark.parametrize(("size", "trims"), [(1000, 0), (200_000, 1)])
+def test_the_memory_of_large_bodies_is_given_back(size: int, trims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for several: 415 MiB stayed after 66 bodies of 4 MB."""
+    trimmed, done = list[int](), threading.Event()
+    monkeypatch.setattr("tiermoe.cluster.api.offload._TRIM_AFTER_S", 0.3)
+    monkeypatch.setattr("tiermoe.cluster.api.offload.trim", lambda: (trimmed.append(1), done.set()))
+    content = b'{"prompt": "%s"}' % (b"a" * size)
+
+    async def call(http: httpx.AsyncClient) -> None:
+        sent = (http.post("/v1/completions", content=content, headers=_JSON) for _ in range(3))
+        assert {response.status_code for response in await asyncio.gather(*sent)} == {400}
+        if trims:
+            await asyncio.to_thread(done.wait, 20)
+
+    ask(FakeBackend(), call)
+    assert len(trimmed) == trims
+
+
+@pytest.mark.parametrize(("tokens", "beside"), [(20, False), (600, True)])
+def test_an_answer_of_many_scores_is_written_beside_the_event_loop(
+    tokens: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a long prompt and answer took seconds of it."""
+    threads = set[threading.Thread]()
+
+    def noted(*given: Any) -> Any:
+        threads.add(threading.current_thread())
+        return completion_logprobs(*given)
+
+    monkeypatch.setattr("tiermoe.cluster.api.answers.completion_logprobs", noted)
+    backend = FakeBackend(step=tokens)
+    backend.plan["max_prompt_tokens"] = 2000
+    body = {"prompt": "a" * tokens, "max_tokens": tokens, "logprobs": 1, "echo": True}
+    assert post("/v1/completions", body, backend).status_code == 200
+    assert (threading.main_thread() not in threads) == beside

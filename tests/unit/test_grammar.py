@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 import torch
-from fake_api import EOS, FakeBackend, byte_tokenizer, error, post
+from fake_api import EOS, FakeBackend, ask, byte_tokenizer, error, post
 from serving import prepared, serving_both
 from tiny_models import save_tiny_checkpoint
 from tokenizers import Tokenizer, decoders, models
 
+from tiermoe.actors.engine.serving import grammar_jobs
 from tiermoe.actors.engine.serving.grammar import Grammars
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
-from tiermoe.cluster.api.grammar import compiled
+from tiermoe.cluster.api.grammar import compiled, forced_call
+from tiermoe.cluster.api.offload import Offload
+from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.schema import CompletionBody
 from tiermoe.cluster.api.tools import TOOL_FORMATS
-from tiermoe.errors import RequestError
+from tiermoe.errors import RequestError, RuntimeFailure
+from tiermoe.proto.bounded import Helper, Workers
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -46,9 +57,9 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, GpuW
 
 
 def grammar_of(**parameters: Any) -> str:
-    found = compiled(CompletionBody.model_validate({"prompt": "p"} | parameters))
-    assert found is not None
-    return found
+    given = CompletionBody.model_validate({"prompt": "p"} | parameters).constraint
+    assert given is not None
+    return compiled(given)
 
 
 def tokens_of(events: list[TokenEvent]) -> list[int]:
@@ -204,6 +215,156 @@ def test_every_way_to_give_one(body: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_refused_with_the_parameters_name(body: dict[str, Any], param: str) -> None:
     assert error(post("/v1/completions", {"prompt": "p"} | body))[:2] == (400, param)
+
+
+def _chain(rules: int, form: str) -> str:
+    lines = "".join(form.format(f"r{i}", f"r{i + 1}") for i in range(rules))
+    return form.format("root" if "::=" in form else "start", "r0") + lines + form.format(f"r{rules}", '"a"')
+
+
+def _references(number: int) -> dict[str, Any]:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(number)} | {f"d{number}": {"type": "integer"}}
+    return {"$ref": "#/$defs/d0", "$defs": chain}
+
+
+ATTACKS = {
+    "a chain of rules": {"guided_grammar": _chain(10_000, "{}: {}\n")},
+    "a chain of GBNF rules": {"grammar": _chain(5000, "{} ::= {}\n")},
+    "a chain of references": {"guided_json": json.dumps(_references(6000))},
+    "empty lines": {"grammar": 'root ::= "a"' + "\n" * 200_000},
+    "brackets": {"grammar": "root ::= " + "(" * 50_000},
+    "a regular expression of brackets": {"guided_regex": "(" * 60_000 + "a" + ")" * 60_000},
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_hostile_grammar_costs_its_own_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of 40 to 190 KB overflowed the library's stack, which ended the server; empty lines held the interpreter's
+    lock for minutes."""
+    monkeypatch.setattr("tiermoe.cluster.api.grammar.CONVERT_S", 0.5)
+    (param,) = ATTACKS[name]
+
+    async def call(http: Any) -> None:
+        hostile = asyncio.ensure_future(http.post("/v1/completions", json={"prompt": "p"} | ATTACKS[name]))
+        longest_s, last_s = 0.0, time.thread_time()
+        while not hostile.done():
+            await asyncio.sleep(0.001)
+            longest_s, last_s = max(longest_s, time.thread_time() - last_s), time.thread_time()
+        assert error(hostile.result())[:2] == (400, param)
+        assert longest_s < 0.25
+        plain = await http.post("/v1/completions", json={"prompt": "p", "guided_regex": "a"})
+        assert plain.status_code == 200
+
+    ask(FakeBackend(), call)
+
+
+def test_tools_whose_schemas_are_hostile_are_refused() -> None:
+    functions = {"f": _references(6000)}
+    with pytest.raises(ApiError, match="'tools': the grammar is too complex"):
+        forced_call(lambda: pytest.fail("schemas are checked first"), functions)
+    with pytest.raises(ApiError, match="'tools': the grammar has"):
+        forced_call(lambda: "", {"f": {"description": "x" * 300_000}})
+
+
+def test_a_key_has_one_grammar_at_a_time_and_others_have_their_turns() -> None:
+    """Also where its clients leave: their grammars end before the next one begins."""
+
+    async def run() -> None:
+        offload, busy, free = Offload(), threading.Event(), threading.Event()
+        started: list[int] = []
+
+        def work(number: int) -> int:
+            started.append(number)
+            busy.set()
+            free.wait(20)
+            return number
+
+        flood = [asyncio.create_task(offload.in_turn("one", partial(work, i))) for i in range(32)]
+        await asyncio.to_thread(busy.wait, 20)
+        flood[0].cancel()
+        with pytest.raises(ApiError, match="32 grammars wait already") as caught:
+            await offload.in_turn("one", partial(work, 99))
+        assert caught.value.status == 429
+        assert await offload.in_turn("other", lambda: "done") == "done"
+        assert started == [0]
+        free.set()
+        assert await asyncio.gather(*flood[1:]) == list(range(1, 32))
+        assert offload._turns == {}
+        offload.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [_chain(10_000, "{}: {}\n"), json.dumps({"grammars": [{"json_schema": _references(6000)}]})],
+    ids=["rules", "references"],
+)
+def test_the_lead_survives_what_overflows_the_library(grammar: str) -> None:
+    """An edge of another version, or `LLM`, may send it."""
+    grammars = Grammars(byte_tokenizer().to_str(), 264, [EOS])
+    with pytest.raises(RequestError, match="the grammar is refused: the process that compiles it ended"):
+        grammars.matcher(grammar)
+    assert grammars.matcher(grammar_of(guided_choice=["a"])).error is None
+    with pytest.raises(RequestError, match="5000000 characters"):
+        grammars.matcher("x" * 5_000_000)
+
+
+def test_a_grammar_whose_tokens_take_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_jobs, "_FIRST_S", 0.02)
+    monkeypatch.setattr(grammar_jobs, "_TOKEN_S", 0.0001)
+    tokens = llguidance.LLTokenizer(byte_tokenizer().to_str(), n_vocab=264, eos_token=[EOS])
+    jobs = grammar_jobs.GrammarJobs(tokens)
+    ambiguous = f'root ::= s\ns ::= {"s " * 12} | s s s s s s | "a" | ""'
+    jobs.carry_out["begin"](grammar_of(grammar=ambiguous))
+    found = next(found for _ in range(400) if "error" in (found := jobs.carry_out["follow"](b"a")))
+    assert found["error"] == "the grammar is too complex: it takes more than 0.0001 s a token"
+    grammars = Grammars(byte_tokenizer().to_str(), 264, [EOS])
+    monkeypatch.setattr("tiermoe.actors.engine.serving.grammar.FOLLOW_S", 1e-6)
+    late = grammars.matcher(grammar_of(guided_choice=["a"]))
+    late.mask(torch.zeros(264))
+    assert late.error == "the grammar is too complex: it takes longer than 1e-06 s"
+    assert torch.isfinite(late.mask(torch.zeros(264))).nonzero().flatten().tolist() == [EOS]
+
+
+def test_a_process_that_ends_is_replaced_and_the_text_goes_on() -> None:
+    grammars = Grammars(byte_tokenizer().to_str(), 264, [EOS])
+    matcher = grammars.matcher(grammar_of(guided_regex="abc"))
+    matcher.consume(b"a")
+    os.kill(matcher._worker.pid, signal.SIGKILL)
+    matcher.consume(b"b")
+    assert torch.isfinite(matcher.mask(torch.zeros(264))).nonzero().flatten().tolist() == [ord("c")]
+    matcher.rest()  # as those of requests that wait, where there are many
+    assert torch.isfinite(matcher.mask(torch.zeros(264))).nonzero().flatten().tolist() == [ord("c")]
+    matcher.consume(b"c")
+    assert torch.isfinite(matcher.mask(torch.zeros(264))).nonzero().flatten().tolist() == [EOS]
+
+
+def test_a_machine_that_starts_no_process_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("subprocess.Popen", fails)
+    monkeypatch.setattr("tiermoe.cluster.api.grammar._WORKERS", Workers(Helper(grammar_jobs.MODULE)))
+    response = post("/v1/completions", {"prompt": "p", "guided_regex": "a"}, template=None)
+    assert "does not start: no memory" in error(response)[2]
+    with pytest.raises(RuntimeFailure, match="does not start: no memory"):
+        Grammars(byte_tokenizer().to_str(), 264, [EOS]).matcher("start: /a/")
+
+
+def test_more_grammars_than_processes_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiermoe.actors.engine.serving.grammar._MAX_HELD", 2)
+    grammars = Grammars(byte_tokenizer().to_str(), 264, [EOS])
+    matchers = [grammars.matcher(grammar_of(guided_regex=letter)) for letter in "abc"]
+    helper = psutil.Process(grammars._helper._process.pid)
+    gone = [matcher._worker.pid for matcher in matchers if matcher._worker is not None]
+    assert len(gone) == 2
+    for matcher, letter in zip(matchers, "abc", strict=True):
+        assert torch.isfinite(matcher.mask(torch.zeros(264))).nonzero().flatten().tolist() == [ord(letter)]
+    del matcher, matchers
+    psutil.wait_procs(helper.children(), timeout=20)
+    assert helper.children() == []
+    assert helper.num_threads() == 1  # it forks
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

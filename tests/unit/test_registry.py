@@ -58,6 +58,18 @@ def test_stale_entries_are_ignored_and_removed(registry: Registry) -> None:
     assert not any(path.exists() for path in paths)
 
 
+def test_a_start_removes_what_killed_ones_left(registry: Registry) -> None:
+    """Only `status` and `down` did, and a killed server's file stayed beside the new one's."""
+    own = ProcessId.of()
+    left = _leave(registry, replace(_mine("cccccc"), owner=replace(own, start=own.start - 6000)))
+    draft = left.with_name(f"dddddd.{2**22 + 1}")
+    draft.touch()
+    alive, other = _leave(registry, _mine("eeeeee")), left.with_name("notes.1a")
+    other.touch()
+    with registry.entered("aaaaaa", "h:1", local=True):
+        assert sorted(registry.folder.iterdir()) == [registry.folder / "aaaaaa.json", alive, other]
+
+
 def test_an_entry_stays_while_the_clock_is_set(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """`status` reported no runtime and removed its entry once NTP had set the clock by two seconds."""
     with registry.entered("aaaaaa", "h:1", local=True) as entry:

@@ -282,7 +282,7 @@ def test_an_endless_template_delays_no_other_chat_and_its_process_is_replaced(mo
     made = _loops_on("messages[0].content == 'loop'")
     monkeypatch.setattr(templates, "RENDER_S", 1.0)
     monkeypatch.setattr("fake_api.ChatTemplate", lambda *_: made)
-    (worker,) = made._renderer._idle
+    (worker,) = made._renderer._workers.idle
     loop = {"messages": [{"role": "user", "content": "loop"}]}
 
     async def call(http: Any) -> None:
@@ -326,20 +326,20 @@ def test_what_a_template_makes_is_bounded(source: str, why: str) -> None:
 
 def test_processes_that_die_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    (worker,) = template._renderer._idle
+    (worker,) = template._renderer._workers.idle
     os.kill(worker.pid, signal.SIGKILL)
     assert template.render([USER]) == USER["content"]
     helper = templates._HELPER._process
     helper.kill()
     helper.wait()
     assert template.render([USER]) == USER["content"]
-    plain = templates._Worker.ask
+    plain = templates.Worker.ask
 
     def dies(self: Any, *given: Any) -> Any:
         os.kill(self.pid, signal.SIGKILL)
         return plain(self, *given)
 
-    monkeypatch.setattr(templates._Worker, "ask", dies)
+    monkeypatch.setattr(templates.Worker, "ask", dies)
     with pytest.raises(ApiError, match="the process that renders the model's chat template ended") as caught:
         template.render([USER])
     assert caught.value.status == 503
@@ -350,7 +350,7 @@ def test_processes_that_die_are_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_worker_that_is_killed_leaves_no_zombie() -> None:
     """It stayed one until the next message, which may never come."""
     template = ChatTemplate("{{ messages[0].content }}", {})
-    (worker,) = template._renderer._idle
+    (worker,) = template._renderer._workers.idle
     process = psutil.Process(worker.pid)
     process.kill()
     assert not psutil.wait_procs([process], timeout=20)[1]  # not there, not even as a zombie
@@ -362,7 +362,7 @@ def test_several_render_at_a_time() -> None:
     with ThreadPoolExecutor(4) as pool:
         asked = [f"{i}" * 10_000 for i in range(100)]
         assert list(pool.map(lambda text: template.render([USER | {"content": text}]), asked)) == asked
-    assert 1 <= len(template._renderer._idle) <= 4
+    assert 1 <= len(template._renderer._workers.idle) <= 4
 
 
 def test_rendering_imports_no_torch_and_ends_with_its_server(tmp_path: Path) -> None:

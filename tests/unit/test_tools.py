@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any, get_args
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from tiermoe.cluster.api.settings import ToolFormatName
 from tiermoe.cluster.api.templates import ChatTemplate
-from tiermoe.cluster.api.tools import TOOL_FORMATS, Parsed, ToolCall, calling
+from tiermoe.cluster.api.tool_parsers import Parsed, ToolCall
+from tiermoe.cluster.api.tools import TOOL_FORMATS, calling
 
 FUNCTIONS = {"weather": {"type": "object", "properties": {
     "city": {"type": "string"}, "days": {"type": "integer"}, "note": {"type": ["string", "null"]},
@@ -117,6 +119,52 @@ def test_no_text_breaks_a_parser(form: str, text: str) -> None:
     found = parsed(form, list(text))
     if form != "harmony" and not found.calls:
         assert found == Parsed(text)
+
+
+_DEEP = "<｜tool▁call▁begin｜>"
+# of each format, what it searches its text for again and again
+HOSTILE = [
+    ("hermes", "<tool_call>", "{"), ("hermes", "", "<tool_call></tool_call>"), ("hermes", "a", " "),
+    ("hermes", "<tool_call>", '{"name":"a"}'), ("qwen-xml", "<tool_call><function=f>", "<parameter=a>"),
+    ("qwen-xml", "<tool_call><function=f>", "<parameter="), ("qwen-xml", "<tool_call><function=f", " "),
+    ("qwen-xml", "<tool_call>", "<function=f>"), ("qwen-xml", "<tool_call><function=f>x", " "),
+    ("qwen-xml", "<tool_call><function=f>", "<parameter=a>\n1</parameter>"), ("glm-xml", "<tool_call>f", "<arg_key>"),
+    ("glm-xml", "<tool_call>f", "<arg_key>a</arg_key>"), ("glm-xml", "<tool_call>", "f"),
+    ("glm-xml", "<tool_call>f", "<arg_key>a</arg_key><arg_value>"), ("mistral", "", "[TOOL_CALLS]"),
+    ("mistral", "", "[TOOL_CALLS]a[CALL_ID]"), ("mistral", "[TOOL_CALLS]", "a"), ("mistral", "[TOOL_CALLS]a{", "} "),
+    ("deepseek", _CALLS, _DEEP), ("deepseek", _CALLS, f"{_DEEP}f<｜tool▁sep｜>"),
+    ("deepseek", _CALLS + _DEEP, "<｜tool▁sep｜>"),
+    ("deepseek", f"{_CALLS}{_DEEP}function<｜tool▁sep｜>", "\n```json\n"), ("deepseek", "", _CALLS),
+    ("kimi", "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.a:0"),
+    ("kimi", "<|tool_calls_section_begin|>", "<|tool_call_begin|>a:0<|tool_call_argument_begin|>"),
+    ("lfm", "<|tool_call_start|>[", "f(a=1),"), ("lfm", "", "<|tool_call_start|>"), ("pythonic", "[", "f(a=1),"),
+    ("pythonic", "", " "), ("pythonic", "[", "'a'\n"), ("llama-json", "", '{"name":"a"};'), ("llama-json", "", " "),
+    ("llama-json", "{", "{"), ("harmony", "", "<|end|>"), ("harmony", "", "<|start|>assistant"),
+    ("harmony", "", "<|channel|>"), ("harmony", "assistant", " "), ("harmony", "", "<|channel|>final<|message|>"),
+    ("harmony", "<|channel|>a to=functions.f<|message|>", "{"), ("harmony", "", "x<|"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "begin", "unit"), HOSTILE, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize("step", [4, 10**9], ids=["streamed", "whole"])
+def test_the_work_is_linear_in_what_a_model_writes(form: str, begin: str, unit: str, step: int) -> None:
+    """Arguments without an end, of 26 to 38 KB, took 0.7 s on the event loop."""
+    took_s = []
+    for size in (15_000, 60_000):
+        text = begin + unit * (size // len(unit))
+        pieces = [text[i : i + step] for i in range(0, len(text), step)]
+        begin_s = time.process_time()
+        parser = TOOL_FORMATS[form].parser(FUNCTIONS)
+        for piece in pieces:
+            parser.feed(piece)
+        parser.finish()
+        took_s.append(time.process_time() - begin_s)
+    assert took_s[1] < max(0.25, 9 * took_s[0])
+
+
+def test_a_header_that_does_not_end_is_text() -> None:
+    text = "assistant" + " to=x" * 1000
+    assert parsed("harmony", [text]) == parsed("harmony", list(text)) == Parsed(text)
 
 
 def test_text_that_cannot_be_a_call_comes_at_once() -> None:

@@ -1,0 +1,124 @@
+"""The processes that convert, compile and follow grammars: `python -m tiermoe.actors.engine.serving.grammar_jobs`.
+
+A grammar comes with a request. llguidance bounds the time of most of them by fuel, but a chain of rules overflows its
+stack, which ends the process that it is in, and its converters take time that grows with the square of a text. So all
+of it runs in processes that can be killed (`proto/bounded.py`): those of the server convert and check, those of the
+lead compile with the model's vocabulary, and each follows the text of one request.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ....proto.bounded import serve
+
+MODULE = "tiermoe.actors.engine.serving.grammar_jobs"
+_SPACE = r"[ \n\r\t]{0,32}"  # between the parts of a JSON text; without a bound a model may write it until max_tokens
+_FIRST_S, _TOKEN_S = 0.5, 0.01  # of processor time that a text's tokens may take: at once, and for each of them
+# llguidance's own defaults but for the states: a mask takes some 20 ms at most, the states 200 MB
+_LIMITS = {
+    "max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
+    "max_lexer_states": 100_000, "max_grammar_size": 500_000, "verbose_errors": False,
+}  # fmt: skip
+
+
+class GrammarJobs:
+    """The jobs: `convert` and `check` any number of times; `begin`, then any number of `follow`.
+
+    Args:
+        tokens: the vocabulary, as llguidance has it; None: grammars are not followed.
+        problem: why there is no vocabulary, although they are to be followed.
+    """
+
+    memory_bytes = 2**30
+
+    def __init__(self, tokens: Any, problem: str | None = None) -> None:
+        self._tokens, self._problem = tokens, problem
+        self._matcher: Any = None
+        self._followed, self._begun_s = 0, 0.0
+        self.carry_out: dict[str, Callable[..., Any]] = {
+            "convert": self._convert, "check": self._check, "begin": self._begin, "follow": self._follow
+        }  # fmt: skip
+
+    def _convert(self, kind: str, text: str, checked: bool = True) -> str:
+        """The grammar in llguidance's form.
+
+        Args:
+            kind: llguidance's name.
+            checked: whether it is complete without a vocabulary.
+        """
+        import llguidance
+
+        if kind == "json_schema":
+            grammar = str(llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _SPACE}))
+        else:
+            grammar = str(llguidance.grammar_from(kind, text))
+        if checked and (wrong := llguidance.LLMatcher.validate_grammar(grammar, limits=_limits())):
+            raise ValueError(wrong)
+        return grammar
+
+    def _check(self, schemas: Sequence[str]) -> None:
+        for schema in schemas:
+            self._convert("json_schema", schema)
+
+    def _begin(self, grammar: str) -> str | None:
+        """Compile a grammar; what it returns is why the vocabulary cannot be used."""
+        from llguidance import LLMatcher
+
+        if self._problem is not None:
+            return self._problem
+        self._matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=_limits())
+        if self._matcher.is_error():
+            raise ValueError(_first_line(self._matcher))
+        self._followed, self._begun_s = 0, time.process_time()
+        return None
+
+    def _follow(self, tokens: Sequence[int]) -> dict[str, str]:
+        """What may come after these tokens: `bits`, one for each token, in base64; `error`: why nothing may."""
+        matcher = self._matcher
+        self._followed += len(tokens)
+        # the requests of a batch wait for the slowest one
+        if time.process_time() - self._begun_s > _FIRST_S + _TOKEN_S * self._followed:
+            return {"error": f"the grammar is too complex: it takes more than {_TOKEN_S:g} s a token"}
+        if tokens and not matcher.consume_tokens(tokens):
+            return {"error": f"the text does not follow its grammar: {_first_line(matcher)}"}
+        if tokens and matcher.is_stopped():
+            return {}
+        bits = matcher.compute_bitmask()
+        if matcher.is_error():
+            return {"error": f"the grammar is too complex: {_first_line(matcher)}"}
+        return {"bits": base64.b64encode(bits).decode()}
+
+
+def _limits() -> Any:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**_LIMITS)
+
+
+def _first_line(matcher: Any) -> str:
+    """Of its error; the rest is the parser's state."""
+    return str(matcher.get_error()).partition("\n")[0][:300]
+
+
+def _prepare(given: bytes) -> Callable[[], GrammarJobs]:
+    import llguidance
+    import llguidance.gbnf_to_lark  # before the forks
+
+    if not given:
+        return partial(GrammarJobs, None)
+    said = json.loads(given)
+    try:
+        tokens = llguidance.LLTokenizer(said["tokenizer"], n_vocab=said["vocabulary"], eos_token=said["ends"])
+    except ValueError as error:
+        return partial(GrammarJobs, None, " ".join(str(error).split())[:200])
+    return partial(GrammarJobs, tokens)
+
+
+if __name__ == "__main__":
+    serve(_prepare)
