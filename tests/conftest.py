@@ -103,7 +103,7 @@ class _RootIsAFolder:
     of this file: pytest asks a conftest.py about folders below its own only.
     """
 
-    @pytest.hookimpl(tryfirst=True)
+    @pytest.hookimpl(tryfirst=True, optionalhook=True)  # optional: a bare GPU machine may have an older pytest
     def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
         return pytest.Dir.from_parent(parent, path=path) if path.samefile(_ROOT) else None
 
