@@ -59,7 +59,7 @@ def _library(parameter: str) -> Any:
     try:
         import llguidance
     except ImportError as error:
-        message = f"'{parameter}' needs llguidance, which this server does not have: pip install 'tiermoe[grammar]'"
+        message = f"'{parameter}' needs llguidance, which this server does not have: pip install llguidance"
         raise refused(message, parameter, "unsupported_parameter") from error
     return llguidance
 

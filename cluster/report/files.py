@@ -87,7 +87,7 @@ def new_canvas(what: str, size: tuple[float, float]) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"cannot plot '{what}': {error}", "install it with `pip install 'tiermoe[plots]'`") from error
+        raise ConfigError(f"cannot plot '{what}': {error}", "install it with `pip install matplotlib`") from error
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from ....errors import RequestError
 
-_REMEDY = "install it with: pip install 'tiermoe[grammar]'"
+_REMEDY = "install it with: pip install llguidance"
 
 
 class Grammars:
