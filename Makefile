@@ -1,6 +1,7 @@
 # make run     set up .venv where there is none, then generate text with the default model
 # make test    the test suite, two files at a time, but for what the next two run
 # make test-slow    real runs of many presets, most architectures, benchmarks, replicas, and the sanitizers
+# make wheel   a wheel in dist/, with which other machines with this Python, and no older C library, need no compiler
 # make test-wheel   a wheel by the Dockerfile's steps, run in an environment and a folder of its own (part of test-slow)
 # make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs, two files at a time
 # make fuzz-api    10,000 generated requests and 10,000 broken ones against the HTTP edge
@@ -37,17 +38,17 @@ TORCH_INDEX ?= $(shell cat $(VENV)/.torch-index 2>/dev/null)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 GPU_FILES ?= $(wildcard /dev/nvidia* /dev/nvhost-gpu)
 # What pip fetches, measured with constraints.txt on x86-64, and what an installation then takes.
-CUDA_SIZE := 2.9 GB (5.2 GB on disk)
-CPU_SIZE := 0.4 GB (1.4 GB on disk)
+CUDA_SIZE := 2.9 GB (5.3 GB on disk)
+CPU_SIZE := 0.4 GB (1.6 GB on disk)
 # torch 2.13.0+cpu is newer than 2.13.0 to pip, so it is taken where an index has both.
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) \
   $(addprefix --extra-index-url ,$(TORCH_INDEX)) -c constraints.txt
 # What type checkers may follow: the package's own files, under the package's name, whatever the clone is called.
 PACKAGE := __init__.py errors.py limits.py actors benchmarks cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
-SOURCES := pyproject.toml constraints.txt setup.py $(wildcard actors/core/*.cpp actors/core/*.hpp kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard $(foreach folder,actors/core kernels/cpu kernels/triton proto,$(folder)/*.cpp $(folder)/*.hpp))
 
-.PHONY: run test test-slow test-wheel test-nodes fuzz-api chaos soak readme-times papers gpu lint proto stub clean train-default-model
+.PHONY: run test test-slow wheel test-wheel test-nodes fuzz-api chaos soak readme-times papers gpu lint proto stub clean train-default-model
 export PROMPT
 
 ifneq ($(wildcard $(VENV)/.torch-index),)
@@ -58,8 +59,13 @@ endif
 endif
 endif
 
+ifneq ($(words $(VENV)),1)
+$(error VENV is '$(VENV)'; give a path without spaces, such as one below this folder)
+endif
+
 define INSTALLING
-@{ echo "installing into $(VENV), some minutes the first time; to fetch:"; \
+@{ if [ -e $(VENV)/.torch-index ]; then echo "installing into $(VENV) what is missing there or has changed"; exit; fi; \
+echo "installing into $(VENV), some minutes the first time; to fetch:"; \
 if [ -n "$(TORCH_INDEX)" ]; then \
   echo "  $(CPU_SIZE) if $(TORCH_INDEX) has torch for CPUs, $(CUDA_SIZE) if for GPUs"; \
 else \
@@ -67,6 +73,13 @@ else \
   [ -n "$(GPU_FILES)" ] || \
     echo "  $(CPU_SIZE) with TORCH_INDEX=$(CPU_INDEX): no NVIDIA GPU is seen here"; \
 fi; } >&2
+endef
+
+# pip shows nothing of what it compiles: this compiles before it, and pip's own build takes the objects (setup.py).
+# Without a compiler it ends before anything large is fetched.
+define COMPILE
+$(PIP_INSTALL) --quiet nanobind pip setuptools
+$(BIN)/python setup.py --quiet build_ext --inplace
 endef
 
 run: $(VENV)/.installed
@@ -77,6 +90,11 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow
+
+wheel: $(VENV)/.installed-dev
+	rm -rf build/lib* build/bdist* build/wheel
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	PATH="$$(cd $(BIN) && pwd):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 test-wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow tests/install
@@ -109,7 +127,7 @@ gpu:
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	@mkdir -p build/typecheck/tiermoe
-	@ln -sfn $(addprefix $(CURDIR)/,$(PACKAGE)) build/typecheck/tiermoe/
+	@ln -sfn $(addprefix ../../../,$(PACKAGE)) build/typecheck/tiermoe/
 	MYPYPATH=build/typecheck $(BIN)/mypy -p tiermoe
 	$(BIN)/python tests/install/constraints.py
 
@@ -129,12 +147,14 @@ clean:
 # The stamps are renewed when a requirement or a C++ source changes; a second `make run` installs nothing.
 $(VENV)/.installed: $(SOURCES) | $(BIN)/python
 	$(INSTALLING)
+	$(COMPILE)
 	$(PIP_INSTALL) -e .
 	@echo "$(strip $(TORCH_INDEX))" > $(VENV)/.torch-index
 	@touch $@
 
 $(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
 	$(INSTALLING)
+	$(COMPILE)
 	$(PIP_INSTALL) -e '.[dev]'
 	@echo "$(strip $(TORCH_INDEX))" > $(VENV)/.torch-index
 	@touch $(VENV)/.installed $@

@@ -4,14 +4,22 @@
 """
 
 import copy
+import hashlib
 import os
+import platform
 import re
+import shutil
+import subprocess
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 try:
-    from nanobind import include_dir, source_dir
+    import nanobind
 except ModuleNotFoundError:  # pip and uv install what pyproject.toml names, unless they build without isolation
     raise SystemExit("nanobind is not installed: python -m pip install 'nanobind==3.1.0'") from None
 from setuptools import Extension, setup
@@ -22,36 +30,66 @@ except ModuleNotFoundError:  # benchmarks/gpu/build.py reads the extensions with
     build_ext = object
 
 ROOT = Path(__file__).resolve().parent
-NANOBIND = [source_dir(), include_dir(), os.path.join(source_dir(), "../ext/robin_map/include")]
+OBJECTS = ROOT / "build" / "objects"
+KEPT_DAYS = 30  # an object that no build has used since is removed
+NANOBIND = [
+    nanobind.source_dir(), nanobind.include_dir(), os.path.join(nanobind.source_dir(), "../ext/robin_map/include"),
+]  # fmt: skip
 # -g0: Python's own flags may have -g, with which an extension is ten times as large
+# -Wno: false alarms of Python's own -Wall, mostly in loops that -O3 unrolls; tests/kernels runs such loops sanitized
 COMMON = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-Wno-psabi", "-pthread"]
+COMMON += ["-Wno-array-bounds", "-Wno-maybe-uninitialized", "-Wno-switch"]
 # as nanobind's nb_combined.cpp asks; without -fvisibility=hidden, types of two extensions with the same names would be
 # mixed up. What it asks besides for its own source alone is in kernels/cpu/nanobind.cpp
 BINDING = ["-fvisibility=hidden", "-DNB_COMPACT_ASSERTIONS"]
 
 
-def extension(name: str, sources: list[str], include_dirs: list[str], **options: Any) -> Extension:
-    """Compiled again after a change of a header of this repository that a source includes, directly or not."""
+def headers(sources: Iterable[str], include_dirs: Iterable[str]) -> list[str]:
+    """The headers of this repository that sources include, directly or not; by their paths below its root."""
     found, queue = set[Path](), [ROOT / source for source in sources]
     while queue:
         file = queue.pop()
         for included in re.findall(r'^#include "(.+)"', file.read_text(encoding="utf-8"), re.MULTILINE):
             places = (folder / included for folder in (file.parent, *(ROOT / folder for folder in include_dirs)))
             header = next((place.resolve() for place in places if place.is_file()), None)
-            if header is not None and header.is_relative_to(ROOT) and header not in found:
+            # an environment may lie in the clone, and with it nanobind, whose version `ParallelBuild` knows
+            if header is not None and header.is_relative_to(ROOT) and "site-packages" not in header.parts:
+                if header not in found:
+                    queue.append(header)
                 found.add(header)
-                queue.append(header)
-    depends = sorted(str(header.relative_to(ROOT)) for header in found)
+    return sorted(str(header.relative_to(ROOT)) for header in found)
+
+
+def extension(name: str, sources: list[str], include_dirs: list[str], **options: Any) -> Extension:
+    """Depends on the headers of this repository that its sources include."""
+    depends = headers(sources, include_dirs)
     return Extension(name, sources=sources, include_dirs=include_dirs, depends=depends, **options)
 
 
 class ParallelBuild(build_ext):  # type: ignore[misc]
-    """Compiles the sources of all extensions on all cores; setuptools compiles one after the other."""
+    """Compiles the sources of all extensions on all cores, each only after a change; setuptools does neither.
+
+    An object is kept in `build/objects` under a hash of what it is made of: source, headers, options, compiler, Python
+    and nanobind. So every build of a clone takes it: pip's in a new folder with a new nanobind, one by hand, a wheel's.
+    """
 
     def build_extensions(self) -> None:
         self.parallel = len(self.extensions)  # each in a thread of its own, which mostly waits for the pool's
+        self.force = True  # to link: setuptools compares times, which say nothing of options
+        self.total = sum(len(ext.sources) for ext in self.extensions)
+        self.begun, self.compiled, self.lock = 0, 0, threading.Lock()
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        words = self.compiler.compiler_so_cxx
+        if shutil.which(words[0]) is None:
+            raise SystemExit(f"there is no C++ compiler '{words[0]}': install one (g++), or name one in CXX")
+        version = subprocess.run([*words, "--version"], capture_output=True, text=True, check=False).stdout
+        self.tools = (version, nanobind.__version__, sysconfig.get_config_var("SOABI"), platform.python_version())
         with ThreadPoolExecutor(os.cpu_count()) as self.pool:
             super().build_extensions()
+        print(f"compiled {self.compiled} of {self.total} C++ sources; the others are as they were", flush=True)
+        for kept in OBJECTS.iterdir():
+            if kept.stat().st_mtime < time.time() - KEPT_DAYS * 86400:
+                kept.unlink(missing_ok=True)
 
     def build_extension(self, ext: Extension) -> None:
         apart = copy.copy(self)
@@ -67,9 +105,36 @@ class ParallelBuild(build_ext):  # type: ignore[misc]
                 source.result()  # raises what the compiler refused
             return objects
 
-        apart.compiler._compile = lambda *source: started.append(self.pool.submit(compile_one, *source))
+        def compile_changed(
+            made: str, source: str, suffix: str, words: list[str], after: list[str], *rest: Any
+        ) -> None:
+            kept = OBJECTS / f"{Path(source).stem}-{self._hash(ext, source, [*words, *after])}.o"
+            changed = not kept.exists()
+            with self.lock:
+                self.begun += 1
+                self.compiled += changed
+                if changed:
+                    print(f"compiling {self.begun} of {self.total}: {source}", flush=True)
+            if not changed:
+                os.utime(kept)
+                shutil.copyfile(kept, made)
+                return
+            compile_one(made, source, suffix, words, after, *rest)
+            draft = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(made, draft)
+            draft.replace(kept)  # under its name an object is whole
+
+        apart.compiler._compile = lambda *source: started.append(self.pool.submit(compile_changed, *source))
         apart.compiler.compile = compile_in_pool
         build_ext.build_extension(apart, ext)
+
+    def _hash(self, ext: Extension, source: str, options: list[str]) -> str:
+        """Of all that decides what a source compiles to, wherever the clone and nanobind are."""
+        flags = [word for word in (*self.compiler.compiler_so_cxx, *options) if not word.startswith("-I")]
+        digest = hashlib.sha256(repr((self.tools, flags, ext.name)).encode())
+        for file in (source, *headers([source], ext.include_dirs)):
+            digest.update(f"\0{file}\0".encode() + (ROOT / file).read_bytes())
+        return digest.hexdigest()[:32]
 
 
 setup(

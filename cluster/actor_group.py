@@ -34,7 +34,7 @@ from .attach import CONTROL, CONTROL_THREADS, EVENT_THREADS, EVENTS, Lead, actor
 from .endpoints import EndpointDirectory, Endpoints
 from .host import thread_limits
 from .placement import ENDPOINTS, RESTART_ALWAYS, Placement, end, role_of
-from .ray_session import LOOPBACK, as_failure
+from .ray_session import LOOPBACK, as_failure, environment_of
 from .topology.inputs import nodes_from_ray
 from .topology.spec import NodeInfo, PlannedActor, Topology
 
@@ -243,7 +243,7 @@ class ActorGroup:
         """
         options: dict[str, Any] = {"max_restarts": RESTART_ALWAYS, "max_concurrency": _CONCURRENCY}
         if threads not in (None, self._settings.threads) and not self._local:  # where Ray starts a process for it
-            options["runtime_env"] = {"env_vars": thread_limits(threads or 1)}
+            options["runtime_env"] = environment_of(thread_limits(threads or 1))
         handle = self._placement.make(planned, plain, *args, options=options, **named)
         self.actors[role_of(planned)] = handle
         return handle

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -180,8 +181,9 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
     """
     if address != "auto":
         check_joinable(address)
-    own = {name: value for name, value in (variables or {}).items() if name not in _job_variables()}
-    options: dict[str, Any] = {"runtime_env": {"env_vars": own}} if own else {}
+    of_job = _job_environment().get("env_vars") or {}  # Ray refuses a variable given twice
+    own = {name: value for name, value in (variables or {}).items() if name not in of_job}
+    options: dict[str, Any] = {"runtime_env": environment_of(own)} if own else {}
     # `auto` and a name are resolved as Ray does
     bound = _on_loopback() if is_loopback(address.rpartition(":")[0]) else contextlib.nullcontext()
     with _surroundings(_RAY_SWITCHES), bound, contextlib.chdir("/"):  # see `_Node`
@@ -194,10 +196,20 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
             ) from error
 
 
-def _job_variables() -> dict[str, Any]:
-    """The environment that a Ray job which this process is gives its actors; Ray refuses a variable given twice."""
+def environment_of(variables: dict[str, str]) -> dict[str, Any]:
+    """Ray's `runtime_env` of actors with these variables.
+
+    Ray then starts Python by a line of a shell, without quotes: an environment whose path has a space would start none.
+    """
+    quoted = shlex.quote(sys.executable)
+    as_it_is = quoted == sys.executable or "py_executable" in _job_environment()
+    return {"env_vars": variables} | ({} if as_it_is else {"py_executable": quoted})
+
+
+def _job_environment() -> dict[str, Any]:
+    """The `runtime_env` that a Ray job which this process is gives its actors."""
     config = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
-    return dict((config.get("runtime_env") or {}).get("env_vars") or {})
+    return dict(config.get("runtime_env") or {})
 
 
 def leave() -> None:

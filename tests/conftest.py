@@ -31,6 +31,7 @@ sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
 
 # beside tests/cluster and tests/multinode
@@ -89,8 +90,22 @@ def pytest_configure(config: pytest.Config) -> None:
         if not config.getoption("--hypothesis-profile", None):  # else hypothesis has loaded that one
             hypothesis.settings.register_profile("tests", deadline=None)  # which a busy machine exceeds now and then
             hypothesis.settings.load_profile("tests")
+    config.pluginmanager.register(_RootIsAFolder())
     # pytest-xdist would begin with the group of the most tests; in the order of collection the longest one begins
     config.option.loadscopereorder = False
+
+
+class _RootIsAFolder:
+    """The clone is the package `tiermoe` by the installation's mapping only, whatever its folder is called.
+
+    pytest takes a folder with `__init__.py` for a package, which it imports under the folder's name before the first
+    test: every test of `tiermoe-main`, as a downloaded archive unpacks, then ended in an error. A plugin and not a hook
+    of this file: pytest asks a conftest.py about folders below its own only.
+    """
+
+    @pytest.hookimpl(tryfirst=True, optionalhook=True)  # optional: a bare GPU machine may have an older pytest
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path.samefile(_ROOT) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist's own hook, which reads the marks, is registered later and would come first

@@ -59,7 +59,7 @@ def _check_length(count: int, parameter: str) -> None:
 
 def _ask(request: Mapping[str, Any], parameter: str) -> Any:
     if find_spec("llguidance") is None:
-        message = f"'{parameter}' needs llguidance, which this server does not have: pip install 'tiermoe[grammar]'"
+        message = f"'{parameter}' needs llguidance, which this server does not have: pip install llguidance"
         raise refused(message, parameter, "unsupported_parameter")
     try:
         return _WORKERS.ask(request, CONVERT_S)

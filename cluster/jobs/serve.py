@@ -284,5 +284,5 @@ def _check_installed() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"the server needs packages that are not installed ({error.name})", "pip install 'tiermoe[serve]'"
+            f"the server needs '{error.name}', which is not installed", f"pip install {error.name}"
         ) from error

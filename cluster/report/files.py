@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import ConfigError, reason
 
-INSTALL_PLOTS = "install it with `pip install 'tiermoe[plots]'`"  # a remedy
+INSTALL_PLOTS = "install it with `pip install matplotlib`"
 _COLOURS = (
     "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22",
     "#000080", "#006400", "#8b0000", "#daa520", "#4b0082", "#ff1493", "#2f4f4f",

@@ -9,9 +9,12 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -206,6 +209,22 @@ def test_every_package_is_installed() -> None:
     there = {".".join(("tiermoe", _module(path))) for path in _FILES if path.name == "__init__.py"}
     assert set(setup["packages"]) == there | {"tiermoe"}
     assert sorted(setup["packages"]) == setup["packages"]
+
+
+def test_what_is_imported_is_installed() -> None:
+    """By every installation: guards `tiermoe serve`, and figures, that asked for another installation first."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = {re.split(r"[\[<>=]", line)[0].lower().replace("_", "-") for line in project["dependencies"]}
+    packages = packages_distributions()
+    lacking = {
+        top
+        for names in _all_imports().values()
+        for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {*_PARTS, "errors", ""}
+        if required.isdisjoint(name.lower().replace("_", "-") for name in packages.get(top, []))
+    }
+    of_requirements = {"annotated_types", "httpx", "pydantic_core", "starlette", "typing_extensions"}
+    assert lacking == {"opentelemetry", "triton"} | {"grpc_tools"} | of_requirements  # extras; `make proto`
+    assert [project["optional-dependencies"][name] for name in ("grammar", "plots", "serve")] == [[], [], []]
 
 
 # the date that an answer bears; when a certificate expires

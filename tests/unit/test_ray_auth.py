@@ -116,6 +116,20 @@ def test_the_token_is_made_once_and_private(tmp_path: Path, monkeypatch: pytest.
     assert not token.exists()
 
 
+def test_actors_start_by_a_python_whose_path_has_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `tiermoe up` in such a clone: Ray's shell was to start `/x`, again and again."""
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    monkeypatch.setattr(ray_session.sys, "executable", "/x y/.venv/bin/python")
+    variables = {"OMP_NUM_THREADS": "1"}
+    expected = {"env_vars": variables, "py_executable": "'/x y/.venv/bin/python'"}
+    assert ray_session.environment_of(variables) == expected
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"py_executable": "python3"}}))
+    assert ray_session.environment_of(variables) == {"env_vars": variables}  # Ray refuses to be given it twice
+    monkeypatch.setattr(ray_session.sys, "executable", "/x/.venv/bin/python")
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    assert ray_session.environment_of(variables) == {"env_vars": variables}
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_local_ray_within_a_job_uses_none_of_the_jobs_settings(
     joined: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

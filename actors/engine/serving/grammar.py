@@ -27,7 +27,7 @@ FOLLOW_S = 2.0  # of one token; llguidance bounds its work to some 20 ms
 _AT_ONCE = 4  # are compiled
 _MAX_CHARS = 4 * 2**20  # of a grammar; the server takes 256 KiB, and its converters may write more
 _MAX_HELD = 64  # processes of requests that wait; those that run have one each
-_REMEDY = "install it with: pip install 'tiermoe[grammar]'"
+_REMEDY = "install it with: pip install llguidance"
 
 
 class Grammars:
