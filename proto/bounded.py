@@ -306,12 +306,13 @@ def _work(lane: socket.socket, server: int, make: Callable[[], Jobs]) -> None:
         return
     jobs, stream = make(), lane.makefile("rwb")
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a stack that overflows writes no file, and no lines
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
         with open("/proc/self/statm", encoding="ascii") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + jobs.memory_bytes,) * 2)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a stack that overflows writes no file, and no lines
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
     stream.write(pack(os.getpid()))
     stream.flush()
     while head := stream.read(_LENGTH_BYTES):
