@@ -1,4 +1,4 @@
-"""The current device of launches, and the time that calls take."""
+"""The current device of launches, the time that calls take, and the threads of torch on the CPU."""
 
 from __future__ import annotations
 
