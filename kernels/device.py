@@ -1,4 +1,4 @@
-"""The current device of launches, and the time that calls take."""
+"""The current device of launches, the time that calls take, and the threads of torch on the CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from ..limits import usable_cores
 
 _WARM_UP = 2  # the first compiles
 _BACKLOG_CYCLES = 4_000_000  # device clock cycles: some milliseconds, in which the calls queue up
@@ -62,3 +64,8 @@ def seconds_of(device: torch.device, call: Callable[[int], None], repeats: int) 
 def device_name(device: torch.device) -> str:
     """The name of the device in tables of measurements."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def bound_torch_threads() -> None:
+    """Let torch compute on the usable cores at most in this process: torch knows affinity, and no quota."""
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))

@@ -317,10 +317,11 @@ def planner_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
     copies = f"; {behind['queued']} copied in the background, {behind['hits']} of them used" if behind else ""
     streamed = total.get("prefetch_sources", {}).get("streamed")
     copies += f"; {streamed['queued']} streamed ahead in prompts, {streamed['hits']} of them used" if streamed else ""
+    error = f"; a layer's predicted time is off by {planner['error']:.0%}" if planner["planned"] else ""
     return [
         ("needed experts", f"{_shares(total)}{copies}"),
         ("forwards", _forwards(planner)),
-        ("planned by", f"{planned_by(planner)}; a layer's predicted time is off by {planner['error']:.0%}"),
+        ("planned by", f"{planned_by(planner)}{error}"),
     ]
 
 
@@ -343,6 +344,8 @@ def _shares(total: Mapping[str, Any]) -> str:
 def _forwards(planner: Mapping[str, Any]) -> str:
     """How many forwards were planned, and why the others were not."""
     planned, local = planner["planned"], planner["local"]
+    if not planned + local:
+        return NOTHING_RAN
     if not local:
         return f"all {planned} planned"
     each = [planner[kind] and seconds(planner[kind]) for kind in ("planned_s", "local_s")]

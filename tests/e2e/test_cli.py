@@ -203,14 +203,15 @@ def test_a_run_keeps_its_contract(tmp_path: Path) -> None:
     plan = result["plan"]
     assert 0 < result["expert_bytes_peak"] <= result["expert_budget_bytes"]
     assert result["expert_budget_bytes"] == pytest.approx(plan["expert_bytes_total"] / 4, abs=plan["slot_bytes"])
-    assert result["hit_rate"] == pytest.approx(result["hits"] / (result["hits"] + result["misses"]))
+    needed = result["hits"] + result["misses"] + result["ndp_experts"]
+    assert result["hit_rate"] == result["needed_shares"]["hit"] == pytest.approx(result["hits"] / needed)
     assert sum(layer["misses"] for layer in result["layers"]) == result["misses"] > 0
     assert len(result["layers"]) == plan["moe_layers"]
     assert result["bytes_loaded"] % plan["slot_bytes"] == 0
     assert [actor["name"] for actor in result["topology"]["actors"]] == [
         "lead", "store-0", *(["ndp-0", "directory"] if usable_cores() > 1 else [])
     ]  # fmt: skip
-    assert result["prediction"]["label"] == "predicted"
+    assert (result["prediction"]["label"], result["prediction"]["tokens_per_s"]) == ("predicted", None)
     assert (result["substitutions"], result["dropped"]) == (0, 0)
 
     spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]

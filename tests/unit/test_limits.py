@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import engine_settings, load_run_config, on_this_machine
 from tiermoe.cluster.host import cpu
 from tiermoe.cluster.jobs import doctor
+from tiermoe.cluster.jobs.prepare.capture import load_model
 from tiermoe.cluster.topology.inputs import local_ray, this_machine
 from tiermoe.errors import ConfigError
 from tiermoe.proto.options import default_spin_s
@@ -198,3 +200,18 @@ def test_threads_of_other_commands_and_of_python(root: Path, command: Command, t
     assert record["spec"]["threads"] == 1
     joined = {"threads": 999, "ray": {"address": "head:6379"}}  # the nodes have other cores
     assert on_this_machine(load_run_config(None, joined)).threads == 999
+
+
+def test_preparing_computes_on_the_usable_cores(
+    root: Path, monkeypatch: pytest.MonkeyPatch, mixtral_store: Any
+) -> None:
+    """Torch knows affinity and no quota: in a container of one core it started a thread for each of the machine's."""
+    import torch
+
+    make_groups(root, "v2", "pod", cores=1.5)
+    given = list[int]()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    view = mixtral_store.describe()
+    load_model(Path(view.path), view.manifest)
+    assert given == [1]

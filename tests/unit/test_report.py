@@ -414,3 +414,6 @@ def test_what_auto_chose_is_said_in_words() -> None:
     assert dict(planner_rows(alone))["forwards"] == "0 planned, 27 in native code, which loads every miss"
     assert dict(planner_rows(counters | {"planner": planner | {"local": 0}}))["forwards"] == "all 5 planned"
     assert planner_rows({"planner": None}) == []
+    fresh = dict(planner_rows({"planner": planner | {"planned": 0, "local": 0, "error": 0.0}}))  # "all 0", "off by 0%"
+    assert fresh["forwards"] == fresh["needed experts"] == "none: nothing ran yet"
+    assert "off by" not in fresh["planned by"]

@@ -22,6 +22,7 @@ from ....actors.engine.model.model import MoeBlock, build_model, find_blocks
 from ....actors.store.files import LayerArrays, hash_files
 from ....actors.store.format import FileRecord, Manifest, TensorSpec, build_header, read_header
 from ....errors import StoreError, UnsupportedModelError
+from ....kernels.device import bound_torch_threads
 from .calibration import Windows
 from .writer import disk_errors
 
@@ -123,6 +124,7 @@ def load_model(store: Path, manifest: Manifest, what: str | None = "replicas") -
     Raises:
         UnsupportedModelError, StoreError: as `checked_blocks` and `build_model`.
     """
+    bound_torch_threads()
     model = build_model(store, manifest, torch.float32, torch.device("cpu"), "auto")
     return model, find_blocks(model, manifest) if what is None else checked_blocks(model, manifest, what)
 

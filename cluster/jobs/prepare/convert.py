@@ -29,6 +29,7 @@ from ....actors.store.format import (
 )
 from ....actors.store.published import map_name
 from ....errors import CheckpointError
+from ....kernels.device import bound_torch_threads
 from ...checkpoints.checkpoint import Checkpoint, read_source
 from ...checkpoints.experts import LayerExperts, in_order, is_published, layer_experts
 from ...checkpoints.matrices import QuantizedEntry
@@ -132,6 +133,7 @@ def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
         CheckpointError: a tensor is not finite, or a file changed or ended early.
         StoreError: the disk is full or may not be written.
     """
+    bound_torch_threads()
     checkpoint = conversion.checkpoint
     journal = Journal(folder, checkpoint.source, transformers.__version__)
     layers = [_write_layer(conversion, i, folder, journal, advance) for i in range(len(conversion.experts))]
