@@ -112,7 +112,7 @@ def variables(
     ignored = []
 
     def switch(on: bool) -> bool:
-        mine = {name: on for name in _SWITCHES if name in known}
+        mine: dict[str, Any] = {name: on for name in _SWITCHES if name in known}
         if not mine and not on and "reasoning_effort" in known:
             mine = {"reasoning_effort": _fitted("none", named)}
         found.update(mine)
