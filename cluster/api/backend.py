@@ -208,7 +208,7 @@ class _Trial:
             self._turn.release()
 
 
-def _poisonous(error: LoopDied, deaths: int) -> RuntimeFailure:
+def _poisonous(error: NotServing, deaths: int) -> RuntimeFailure:
     return RuntimeFailure(
         f"{error.what}, {deaths} times in steps that carried this request; it is not run again",
         "report it, with the request",
