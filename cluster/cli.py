@@ -12,6 +12,7 @@ from typing import Any
 
 from .jobs.ending import handle_signals, signalled
 
+_INTERRUPTED = 130
 _CLOSED = 141  # 128 + SIGPIPE, as of a program that the signal ends
 
 
@@ -28,7 +29,7 @@ def main(args: list[str] | None = None) -> None:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the life of the process)
         _run(args)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(_INTERRUPTED)
     except Exception:
         if (code := signalled()) is None:
             raise
@@ -47,6 +48,8 @@ def _run(args: list[str] | None) -> None:
     except OutputClosed:
         sys.exit(_CLOSED)
     except TierMoeError as error:
+        if signalled() == _INTERRUPTED:  # the interrupt ended what the error misses
+            sys.exit(_INTERRUPTED)
         print(f"error: {told(error)}", file=sys.stderr)
         sys.exit(exit_code(error))
     except MemoryError as error:

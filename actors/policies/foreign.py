@@ -80,7 +80,9 @@ def called(kind: str, hook: str, function: Callable[..., Any], *args: Any, passi
     """
     try:
         return function(*args)
-    except passing:
+    except passing as error:
+        if not _can_speak(error):
+            raise failure(kind, hook, error) from error
         raise
     except BaseException as error:
         if not _is_failure(error, kind):
@@ -190,6 +192,15 @@ def _wrapped(
 
     setattr(call, _GUARDED, True)
     return call
+
+
+def _can_speak(error: BaseException) -> bool:
+    """Whether an exception can say what it is, to whom it passes."""
+    try:
+        str(error)
+    except BaseException:
+        return False
+    return True
 
 
 def _is_ours(cls: Any) -> bool:

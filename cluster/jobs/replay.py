@@ -442,7 +442,7 @@ def replay_policy(name: str, eviction: str | None) -> PolicySettings:
     if eviction is None:
         return settings
     if eviction not in kinds("eviction"):
-        raise ConfigError(f"--eviction is '{eviction}'", f"give one of {', '.join(kinds('eviction'))}")
+        raise ConfigError(f"--eviction is '{eviction}'", f"give one of {_EVICTION}, {_OPTIMUM}")
     return settings.model_copy(update={"eviction": options("eviction", eviction)})
 
 

@@ -79,3 +79,8 @@ def test_an_experiment_that_needs_a_clone_is_refused_without_one(tmp_path: Path)
     metric, simulated = done.stdout.splitlines()
     assert metric.startswith("no metric 'moepic-table1'; run it from a clone of the repository")
     assert simulated.startswith("section s is simulated; run it from a clone of the repository")
+
+
+def test_a_benchmark_that_is_nowhere_is_refused_with_the_names() -> None:
+    done = CliRunner().invoke(command.bench_app, ["nope"])
+    assert "there is no benchmark 'nope'; give serve, compare, overhead, " in str(done.exception)

@@ -112,6 +112,7 @@ def test_a_background_job_of_a_script(tmp_path: Path) -> None:
     [
         "interrupt()\n",
         "try: interrupt()\nexcept BaseException: raise ImportError('no typer')\n",  # as some libraries do
+        "from tiermoe.errors import PeerLost\ntry: interrupt()\nfinally: raise PeerLost('it ended', 'wait')\n",
         "class Lost:\n    def __del__(self): interrupt()\nLost()\ntime.sleep(60)\n",  # Python drops it
     ],
 )

@@ -381,6 +381,19 @@ def test_whatever_is_raised_is_one_line(
         policy.used([1])
 
 
+@pytest.mark.parametrize("where", ["field_validator('spare')", "check"])
+def test_a_refusal_that_cannot_say_why_is_a_failure(broken: Any, where: str, tmp_path: Path) -> None:
+    hook = "def check(self, policy)" if where == "check" else "@field_validator('spare')\n        def _(cls, value)"
+    kind = broken(
+        "class Mute(ValueError):\n    def __str__(self): raise KeyError\n" + FIFO
+        + f"    class Options(PolicyOptions):\n        spare: int = 0\n        {hook}: raise Mute\n"
+    )  # fmt: skip
+    preset = tmp_path / "own.yaml"
+    preset.write_text(json.dumps({"name": "own", "lossless": True, "eviction": {"kind": kind, "spare": 1}}))
+    with pytest.raises(PolicyError, match=r"failed in Options.*broken.py:\d+"):
+        load_policy(str(preset))
+
+
 def test_the_time_of_hooks_is_counted_once(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     meter, now_s = Meter(), iter(range(100))
     meter.clock = lambda: float(next(now_s))

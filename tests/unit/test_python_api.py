@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +154,13 @@ def test_a_started_process_imports_nothing_from_the_user_s_folder(
     role = Role("store/0", "store 0", "actors.store.server:StoreWorker", {"index": 0}, "path")
     with WorkerProcess(role, store) as process:
         assert process.pid
+
+
+@pytest.mark.parametrize(
+    ("option", "names"), [("--machine", "this, 3090x6-nvlink, a100-pcie4"), ("--eviction", "lru, lru-sweep, .*belady")]
+)
+def test_a_name_that_is_not_known_is_refused_with_those_that_are(
+    tmp_path: Path, command: Command, option: str, names: str
+) -> None:
+    """`--machine` said that a file cannot be read."""
+    assert re.search(names, command.refusal("replay", _trace(tmp_path), option, "nope"))

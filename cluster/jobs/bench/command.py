@@ -58,7 +58,7 @@ class _Group(Group):
         return [*super().list_commands(ctx), *(() if (more := _of_clone()) is None else more.list_commands(ctx))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Raises ConfigError: without a clone there is no such benchmark."""
+        """Raises ConfigError: there is no such benchmark, or only in a clone."""
         if cmd_name.endswith((".yaml", ".yml")):
             app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             app.command(cls=JsonCommand)(experiment_command(cmd_name))
@@ -66,7 +66,10 @@ class _Group(Group):
         if (own := super().get_command(ctx, cmd_name)) is not None:
             return own
         if (more := _of_clone()) is not None:
-            return more.get_command(ctx, cmd_name)
+            if (found := more.get_command(ctx, cmd_name)) is not None:
+                return found
+            remedy = f"give {', '.join(self.list_commands(ctx))}, or a YAML file"
+            raise ConfigError(f"there is no benchmark '{cmd_name}'", remedy)
         known = ", ".join(super().list_commands(ctx))
         remedy = f"give {known}, or a YAML file; others run from a clone of the repository: see its benchmarks/"
         raise ConfigError(f"the installed package has no benchmark '{cmd_name}'", remedy)
