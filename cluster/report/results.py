@@ -106,9 +106,9 @@ def read_results(paths: Sequence[Path], refused: Callable[[ConfigError], None] |
             errors.append(error)
     if errors and (refused is None or not found):
         raise errors[0]
-    for error in errors:
+    for left_out in errors:
         assert refused is not None  # as just checked
-        refused(error)
+        refused(left_out)
     return _joined(found)
 
 
