@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import sys
@@ -22,6 +23,7 @@ from tiny_models import VOCAB, tiny_config
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors import gpu_worker
+from tiermoe.actors.engine.serving import batching
 from tiermoe.actors.engine.serving.batching import Batcher
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker, make_batcher
@@ -767,3 +769,14 @@ def test_the_failure_of_a_policy_is_said_as_it_is(
                     call()
     finally:
         del sys.modules["late_policy"]
+
+
+@pytest.mark.parametrize(("error", "logged"), [(PolicyError("p failed", "mend it"), False), (KeyError("ours"), True)])
+def test_what_is_reported_in_a_line_is_not_logged_with_a_traceback(error: Exception, logged: bool) -> None:
+    """The error of a user's policy was a traceback of transformers' loop beside our line."""
+    try:
+        raise error
+    except Exception:
+        record = logging.LogRecord("x", logging.ERROR, "f", 1, "Error in generation loop", (), sys.exc_info())
+    assert batching._is_unreported(record) is logged
+    assert batching._is_unreported(logging.LogRecord("x", logging.ERROR, "f", 1, "m", (), None))

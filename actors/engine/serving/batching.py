@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _LATER = "auto_switch_to_flash" in inspect.signature(ContinuousBatchingConfig).parameters
 _SHARES = hasattr(PagedAttentionCache, "mark_complete_blocks")  # transformers 5.17 counts blocks otherwise
+_LOGGER = "ContinuousBatchingLogger"  # of transformers
 _END_S = 30.0  # seconds for a loop that failed to end
 _AGAIN = "send the request again"
 
@@ -156,6 +157,7 @@ class ContinuousBatcher:
         self._manager.steps = Steps(model, self.streams, watcher, self._scorer, gpu)
         self._manager.output_router = _Failures(self.streams, self._manager.steps)
         try:
+            logging.getLogger(_LOGGER).addFilter(_is_unreported)  # once, however often
             with _quiet_manager():
                 self._manager.start()
                 self._probe(model)
@@ -299,7 +301,13 @@ def open_streams(
 
 def _quiet_manager() -> AbstractContextManager[None]:
     """The manager logs errors with a traceback that we report as typed errors."""
-    return quiet_logger("ContinuousBatchingLogger", logging.CRITICAL)
+    return quiet_logger(_LOGGER, logging.CRITICAL)
+
+
+def _is_unreported(record: logging.LogRecord) -> bool:
+    """Whether a line of the manager's log says what we do not: a typed error ends the request with a line of ours."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, TierMoeError)
 
 
 def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
