@@ -104,7 +104,6 @@ class AutoBudget(Settings):
             "lower --kv-tokens or kv.max_batch_tokens, end what else uses the memory, or give --budget bytes",
         )
 
-
     def _more(self, least: int) -> int:
         """Further bytes of free memory that leave so many for each device; a share of them goes to the margin."""
         assert self.free is not None  # of `terms`

@@ -18,7 +18,7 @@ from ..errors import BudgetError, ConfigError, size
 from .budget import AutoBudget
 from .policies.context_ndp import HotSlots
 from .policies.moepic.split import SplitLayout, SplitOptions, buffer_for
-from .policies.sharding import Ownership
+from .policies.sharding import Ownership, owned_experts, owners
 from .policy_settings import PolicySettings
 from .settings import budget_bytes, mixed_slots
 
@@ -50,13 +50,13 @@ class SlotSizes:
     @cached_property
     def owner(self) -> NDArray[np.int64]:
         """The device of each expert [L, E]."""
-        keys = np.arange(self.keys).reshape(self.layers, self.experts)
-        return (keys if self.ownership == "layer-expert" else keys % self.experts) % self.shards
+        found = owners(self.layers, self.experts, self.shards, self.ownership)
+        return np.array(found).reshape(self.layers, self.experts)
 
     @cached_property
     def owned(self) -> tuple[int, ...]:
         """Experts in all layers that belong to each device."""
-        return tuple(np.bincount(self.owner.ravel(), minlength=self.shards).tolist())
+        return owned_experts(self.layers, self.experts, self.shards, self.ownership)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def least_share(least: int, slot_bytes: int, experts: int) -> float | None:
     return 1.0 if least <= slot_bytes * experts else None
 
 
-def first_split(split: SplitOptions, sizes: SlotSizes, slots: int) -> SplitLayout:
+def _first_split(split: SplitOptions, sizes: SlotSizes, slots: int) -> SplitLayout:
     """The initial split: every layer alike. `slots`: whole experts that the memory holds.
 
     Raises:
@@ -163,7 +163,7 @@ def _divided(policy: PolicySettings, nbytes: int, sizes: SlotSizes, owned: int) 
         except ValueError as error:
             raise BudgetError(f"policy '{policy.name}': {error}", "lower placement.hot_per_layer") from error
     if policy.split.kind != "off":
-        split = first_split(policy.split, sizes, slots)
+        split = _first_split(policy.split, sizes, slots)
         if policy.split.kind == "fixed":  # nothing will ever use more
             slots = math.ceil(split.total_neurons / sizes.neurons)
     return Bought(nbytes, slots, split, replica_slots)

@@ -30,7 +30,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, told
 from ..proto.private import open_own, own_folder, user_cache
 
 GGUF_MARK = "made_from_gguf"  # key of tokenizer_config.json: tokenizer.json has all of it, with llama.cpp's ids
@@ -303,7 +303,7 @@ def _lacking(names: list[str], line: str) -> tuple[str, str] | None:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return told(error)[:200] or type(error).__name__
 
 
 @contextlib.contextmanager

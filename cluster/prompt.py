@@ -130,4 +130,3 @@ def sampling_params(
         name, _, rest = error.what.partition(" ")
         raise RequestError(f"--{name.replace('_', '-')} {rest}", error.remedy) from None
     return params
-

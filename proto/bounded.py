@@ -33,6 +33,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from ..errors import told
+
 START_S = 60.0  # of a helper: libraries are imported, on a busy machine
 ANSWER_BYTES = 2**28
 _END_S = 2.0
@@ -295,7 +297,7 @@ def answer(jobs: Jobs, request: Mapping[str, Any]) -> dict[str, Any]:
     except MemoryError:
         return {"failed": f"it needs more than {jobs.memory_bytes >> 20} MiB"}
     except Exception as error:
-        return {"failed": " ".join(str(error).split())[:300] or type(error).__name__}
+        return {"failed": told(error)[:300] or type(error).__name__}
 
 
 def _work(lane: socket.socket, server: int, make: Callable[[], Jobs]) -> None:

@@ -7,6 +7,7 @@ with another.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -30,13 +31,15 @@ def shard_of(layer: int, expert: int, experts: int, shards: int, ownership: Owne
     return (layer * experts + expert if ownership == "layer-expert" else expert) % shards
 
 
+def owners(layers: int, experts: int, shards: int, ownership: Ownership = "layer-expert") -> list[int]:
+    """The shard of each expert of all layers [L * E]."""
+    return [shard_of(layer, e, experts, shards, ownership) for layer in range(layers) for e in range(experts)]
+
+
 def owned_experts(layers: int, experts: int, shards: int, ownership: Ownership = "layer-expert") -> tuple[int, ...]:
     """Experts of all layers that each of G shards owns [G]."""
-    counts = [0] * shards
-    for layer in range(layers):
-        for expert in range(experts):
-            counts[shard_of(layer, expert, experts, shards, ownership)] += 1
-    return tuple(counts)
+    counts = Counter(owners(layers, experts, shards, ownership))
+    return tuple(counts[shard] for shard in range(shards))
 
 
 def spread_by_bytes(nbytes: Sequence[int], workers: int) -> tuple[int, ...]:

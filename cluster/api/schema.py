@@ -87,9 +87,10 @@ def _integers(body: type[BaseModel]) -> frozenset[str]:
     return frozenset(name for name, found in each.items() if int in found and float not in found)
 
 
-def _names(body: type[BaseModel]) -> set[str]:
+@cache
+def _names(body: type[BaseModel]) -> frozenset[str]:
     """Of its fields, as requests write them."""
-    return {field.alias or name for name, field in body.model_fields.items()}
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 def _first_wrong(given: Any) -> Any:
@@ -422,6 +423,7 @@ class TemplateBody(ReasoningBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+
     def variables(self, template: ChatTemplate) -> dict[str, Any]:
         """Further ones for this template; what it does not know is ignored from now on."""
         found, ignored = variables(self, template.variables, template.levels)

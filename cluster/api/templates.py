@@ -25,8 +25,6 @@ _ASKED = "What is the value?"
 _ANSWER = "plain words"
 _DOCUMENT = {"title": "A probe", "text": "words of a probe document", "contents": "words of a probe document"}
 _PROCESSORS = ("chat_template.json", "processor_config.json")  # of multimodal models, older and newer
-
-
 _HELPER = Helper("tiermoe.cluster.api.rendering")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ...actors.requests import SamplingParams
+from ...actors.requests import PENALTY, REPETITION, SamplingParams
 from ...errors import CheckpointError, ConfigError
 from ..host import shown
 from .weight_files import CONFIG, optional_json
@@ -24,8 +24,8 @@ GenerationConfigMode = Literal["auto", "none"]
 # by field: the least and the greatest value, and whether the least is one; those of the server's parameters
 _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "temperature": (0, 2, True), "top_p": (0, 1, False), "top_k": (-1, 2**31, True), "min_p": (0, 1, True),
-    "repetition_penalty": (0, 100, False), "presence_penalty": (-2, 2, True), "frequency_penalty": (-2, 2, True),
-    "max_new_tokens": (1, 2**31, True),
+    "repetition_penalty": (*REPETITION, True), "presence_penalty": (*PENALTY, True),
+    "frequency_penalty": (*PENALTY, True), "max_new_tokens": (1, 2**31, True),
 }  # fmt: skip
 _WHOLE = ("top_k", "max_new_tokens")
 _OF_A_SERVER = ("temperature", "max_new_tokens")

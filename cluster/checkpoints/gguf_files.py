@@ -29,7 +29,7 @@ from .gguf_config import config_of
 from .gguf_header import FORM_OF, SPLIT, Header, Tensor, gguf_files, parts_of, read_experts, read_gguf
 from .gguf_tokenizer import TOKENS, save_settings, save_tokenizer
 from .matrices import QuantizedEntry, Raw
-from .weight_files import CONFIG, GGUF_SUFFIX, refuse_outside
+from .weight_files import CONFIG, GGUF_SUFFIX, named_gguf, refuse_outside
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _merge_settings(path: Path, given: bytes) -> None:
 
 def _stem(file: Path) -> str:
     """A GGUF file's name without the suffix, which it may lack: a dot in a name is not the start of one."""
-    return file.stem if file.suffix.lower() == GGUF_SUFFIX else file.name
+    return file.stem if named_gguf(file) else file.name
 
 
 def _is_beside(file: Path) -> bool:

@@ -34,6 +34,7 @@ from .weight_files import (
     SINGLE,
     gguf_in,
     is_gguf,
+    named_gguf,
     read_weights_header,
     refuse_links_out,
     weight_files,
@@ -122,7 +123,7 @@ def _located(model: str | None, need: Need) -> Path:
         return only
     if not (found / CONFIG).is_file():
         with _hub_errors(repository, _cache()):
-            files = [name for name in _listed(repository) if _has_suffix(name)]
+            files = [name for name in _listed(repository) if named_gguf(name)]
         if files:
             raise CheckpointError(
                 f"'{repository.name}' has GGUF files and no {CONFIG}",
@@ -148,8 +149,8 @@ def complete(folder: Path, *, progress: bool = True) -> None:
             missing = [SINGLE]  # which transformers prefers
         absent = [name for name in missing if name not in there]
         if absent:
-            other = sorted(name for name in there if Path(name).suffix in (".bin", ".pt", ".pth") or _has_suffix(name))
-            gguf = next((name for name in other if _has_suffix(name)), None)
+            other = sorted(name for name in there if Path(name).suffix in (".bin", ".pt", ".pth") or named_gguf(name))
+            gguf = next((name for name in other if named_gguf(name)), None)
             remedy = "choose a repository with the safetensors form"
             raise CheckpointError(
                 f"'{repository.name}' has no {absent[0]}" + (f", only {other[0]}" if other else ""),
@@ -255,14 +256,10 @@ def _has(snapshot: Path, need: Need) -> bool:
 
 def _chosen_here(repository: Repository, snapshot: Path) -> Path | None:
     """The first file of the named GGUF model in a snapshot; None: it is not there, or not whole."""
-    here = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if _has_suffix(path.name)]
+    here = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if named_gguf(path.name)]
     with contextlib.suppress(CheckpointError):
         return snapshot / _chosen(repository, [name for name in here if (snapshot / name).is_file()])[0]
     return None
-
-
-def _has_suffix(name: str) -> bool:
-    return Path(name).suffix.lower() == GGUF_SUFFIX
 
 
 def _refuse_dense(repository: Repository, name: str) -> None:
@@ -289,7 +286,7 @@ def _chosen(repository: Repository, names: Iterable[str]) -> list[str]:
     from .gguf_header import part_names  # the package `gguf` takes a tenth of the imports' time
 
     wanted = repository.gguf or ""
-    known = [name for name in names if _has_suffix(name) and not Path(name).name.lower().startswith("mmproj")]
+    known = [name for name in names if named_gguf(name) and not Path(name).name.lower().startswith("mmproj")]
     of_type = re.compile(rf"(.*[-./])?{re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
     fitting = [name for name in known if name == wanted] or [name for name in known if of_type.fullmatch(name)]
     models = dict.fromkeys(tuple(part_names(name)) for name in fitting)

@@ -151,11 +151,16 @@ def _root(folder: Path) -> Path:
 # -- GGUF files --------------------------------------------------------------------------------------------------------
 
 
+def named_gguf(name: str | Path) -> bool:
+    """Whether a file's name has the suffix, in upper or lower case."""
+    return Path(name).suffix.lower() == GGUF_SUFFIX
+
+
 def is_gguf(path: Path) -> bool:
-    """Whether a file is a GGUF file by its suffix, in upper or lower case, or by its first bytes."""
+    """Whether a file is a GGUF file by its suffix or by its first bytes."""
     if not path.is_file():
         return False
-    if path.suffix.lower() == GGUF_SUFFIX:
+    if named_gguf(path):
         return True
     try:
         with open(path, "rb") as file:
@@ -169,7 +174,7 @@ def gguf_in(folder: Path) -> list[Path]:
     if any((folder / name).is_file() for name in (SINGLE, INDEX)) or not folder.is_dir():
         return []
     there = [path for path in sorted(folder.iterdir()) if not _NO_MODEL.search(path.name)]
-    named = [path for path in there if path.suffix.lower() == GGUF_SUFFIX and path.is_file()]
+    named = [path for path in there if named_gguf(path) and path.is_file()]
     return named or [path for path in there if is_gguf(path)]
 
 

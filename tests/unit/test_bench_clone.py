@@ -66,7 +66,7 @@ for name in ("metric", "section"):
 def test_an_experiment_that_needs_a_clone_is_refused_without_one(tmp_path: Path) -> None:
     """Before a model is looked for. The package is here without `benchmarks/`, as a wheel installs it."""
     (package := tmp_path / "path" / "tiermoe").mkdir(parents=True)
-    for part in ("__init__.py", "errors.py", "actors", "cluster", "configs", "kernels", "proto", "models"):
+    for part in ("__init__.py", "errors.py", "limits.py", "actors", "cluster", "configs", "kernels", "proto", "models"):
         (package / part).symlink_to(_ROOT / part)
     head = "name: x\ntitle: X\nsummary: X.\ngrid: {links: [1]}\nsections: [{name: s, variants: [on-demand] %s}]\n"
     (tmp_path / "metric.yaml").write_text(head % "" + "metrics: [moepic-table1]\n")

@@ -63,10 +63,11 @@ def test_values_of_config_json_count_where_there_is_no_such_file(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("repetition_penalty", 0, "a number over 0 and up to 100"),
-        ("repetition_penalty", -1.5, "a number over 0 and up to 100"),
-        ("repetition_penalty", "1.1", "a number over 0"),
-        ("repetition_penalty", True, "a number over 0"),
+        ("repetition_penalty", 0, "a number from 0.01 to 100"),
+        ("repetition_penalty", 0.005, "a number from 0.01 to 100"),  # the start took it, and no request after it
+        ("repetition_penalty", -1.5, "a number from 0.01 to 100"),
+        ("repetition_penalty", "1.1", "a number from 0.01"),
+        ("repetition_penalty", True, "a number from 0.01"),
         ("temperature", -0.1, "a number from 0 to 2"),
         ("temperature", float("nan"), "a number from 0 to 2"),
         ("top_p", 0, "a number over 0 and up to 1"),
@@ -166,7 +167,7 @@ def test_run_says_defaults_and_refuses_a_file_before_anything_starts(
     for args in (("run", "a"), ("serve", "--port", "0")):
         code, _, err = command(*args, "--model", str(folder))
         assert code == 2
-        assert "generation_config.json' has repetition_penalty = -1, not a number over 0" in err
+        assert "generation_config.json' has repetition_penalty = -1, not a number from 0.01" in err
     code, _, err = command("run", "a", "--model", str(folder), "--generation-config", "some")
     assert (code, "give one of auto, none" in err) == (2, True)
 

@@ -182,7 +182,10 @@ def test_images_are_those_of_the_dockerfile(path: Path) -> None:
 
 
 def test_the_dockerfile() -> None:
-    """tests/install runs its steps. Here: one Python for all, the project's pins, no root, and no compiler but one."""
+    """tests/install runs its steps. Here: one Python for all, the project's pins, no root, and no compiler but one.
+
+    Guards an image that lacked a module beside `errors.py`, without which nothing can be imported.
+    """
     assert STAGES["build"][0][1].partition(" AS ")[0] == STAGES["base"][0][1].partition(" AS ")[0]
     assert dict(STAGES[""])["ARG"].removeprefix("PYTHON=") in PYTHONS
     for target in ("cpu", "cuda"):
@@ -194,6 +197,7 @@ def test_the_dockerfile() -> None:
     assert "gcc" in packages["cuda"][0]  # Triton's, at run time
     assert not any(map(in_context, (".git/config", ".venv/bin/python", "kernels/_cpu.cpython-311.so", "out/store")))
     assert all(map(in_context, ("kernels/cpu/forms.hpp", "configs/policies/fmoe.yaml", "pyproject.toml")))
+    assert [path.name for path in ROOT.glob("*.py") if not in_context(path.name)] == []
 
 
 @pytest.mark.parametrize("path", _MANIFESTS, ids=lambda path: path.name)

@@ -27,8 +27,8 @@ from ....proto.messages import PlacementCommand, PrefetchCommand
 from ....proto.options import Supply
 from ....proto.peers import PeerLink, shard_name
 from ...core import _core
+from ...policies import sharding
 from ...policies.routing import RerouteView
-from ...policies.sharding import shard_of
 from ...settings import ShardSettings
 from ..cache.residency import Residency
 from ..stats import EngineStats
@@ -72,8 +72,7 @@ _PRELOAD_S = 600.0  # for a shard's copies of a large model
 
 def owners(layers: int, experts: int, settings: ShardSettings) -> list[int]:
     """The shard of each key [L * E]."""
-    count, rule = settings.count, settings.ownership
-    return [shard_of(layer, e, experts, count, rule) for layer in range(layers) for e in range(experts)]
+    return sharding.owners(layers, experts, settings.count, settings.ownership)
 
 
 def terms(layers: int, experts: int, hidden: int, settings: ShardSettings, index: int) -> dict[str, str | int]:

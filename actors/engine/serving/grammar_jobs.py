@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from ....errors import told
 from ....proto.bounded import serve
 
 MODULE = "tiermoe.actors.engine.serving.grammar_jobs"
@@ -116,7 +117,7 @@ def _prepare(given: bytes) -> Callable[[], GrammarJobs]:
     try:
         tokens = llguidance.LLTokenizer(said["tokenizer"], n_vocab=said["vocabulary"], eos_token=said["ends"])
     except ValueError as error:
-        return partial(GrammarJobs, None, " ".join(str(error).split())[:200])
+        return partial(GrammarJobs, None, told(error)[:200])
     return partial(GrammarJobs, tokens)
 
 
