@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -30,11 +31,21 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, given: Any) -> Any:
+        """Without the unknown names behind the first one: each would be a finding, and one refuses the body."""
+        if not isinstance(given, dict):
+            return given
+        known = _names(cls)
+        late = frozenset([name for name in given if name not in known][1:])
+        return {name: value for name, value in given.items() if name not in late} if late else given
 
-def first_unknown(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Without the unknown names behind the first one: each would be a finding, and one refuses the body."""
-    late = frozenset([name for name in given if name not in known][1:])
-    return {name: value for name, value in given.items() if name not in late} if late else given
+
+@cache
+def _names(body: type[BaseModel]) -> frozenset[str]:
+    """Of its fields, as requests write them."""
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 # what clients send along with messages, and what no template reads: hints to caches, and what an answer had besides
@@ -58,7 +69,7 @@ class Sent(Body):
             return handler(given)
         ignored = tuple(name for name in given if name in _HARMLESS and name not in cls.model_fields)
         kept = {name: value for name, value in given.items() if name not in ignored}
-        body = handler(first_unknown(kept, cls.model_fields))
+        body = handler(kept)
         body._ignored = tuple(name for name in ignored if given[name])
         return body
 

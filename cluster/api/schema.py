@@ -32,7 +32,7 @@ from ...actors.requests import (
     SamplingParams,
 )
 from ...errors import RequestError
-from .messages import UNSUPPORTED, Body, Messages, NamedTool, Text, Tools, first_unknown
+from .messages import UNSUPPORTED, Body, Messages, NamedTool, Text, Tools
 from .parameters import instead, integral, nearest, sift
 from .refusals import ApiError, refused
 from .thinking import Budget, Effort, Reasoning, Thinking, variables
@@ -65,7 +65,7 @@ class RequestBody(Body):
         kept |= {name: integral(kept[name]) for name in _integers(cls) & kept.keys()}
         if off is not None:
             raise refused(f"'{off}' is not supported; {instead(off)}", off, "unsupported_parameter")
-        body = handler(first_unknown(kept, _names(cls)))
+        body = handler(kept)
         body._ignored = ignored
         return body
 
@@ -85,12 +85,6 @@ def _integers(body: type[BaseModel]) -> frozenset[str]:
 
     each = {name: kinds(field.annotation) for name, field in body.model_fields.items()}
     return frozenset(name for name, found in each.items() if int in found and float not in found)
-
-
-@cache
-def _names(body: type[BaseModel]) -> frozenset[str]:
-    """Of its fields, as requests write them."""
-    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 def _first_wrong(given: Any) -> Any:
