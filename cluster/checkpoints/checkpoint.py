@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...actors.store.format import ITEM_BYTES, JOURNAL_NAME, MANIFEST_NAME, STAMP_NAME, SourceFile, TensorSpec
 from ...actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
-from ...actors.tokenizer import is_tokenizer_file
 from ...errors import CheckpointError
 from ..host import shown
 from .hub_cache import name_of
 from .quantization import Quantization, quantization_of
 from .weight_files import (
     CONFIG,
-    EXTRA_SUFFIXES,
     INDEX,
     MAX_JSON_BYTES,
     SINGLE,
     WeightFiles,
     gguf_in,
+    is_extra,
     read_json_object,
     read_weights_header,
     refuse_links_out,
@@ -194,7 +193,7 @@ def _small_file(path: Path, name: str) -> SourceFile:
 def _is_extra(path: Path) -> bool:
     reserved = (MANIFEST_NAME, STAMP_NAME, JOURNAL_NAME, REPLICAS_NAME, REPLICA_STAMP_NAME)
     return (
-        (path.suffix in EXTRA_SUFFIXES or is_tokenizer_file(path.name))
+        is_extra(path.name)
         and path.name[0] not in ".-"
         and path.name not in reserved
         and not path.name.endswith(".index.json")

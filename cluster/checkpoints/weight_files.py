@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...actors.store.format import TensorSpec, first_problem, read_header
+from ...actors.tokenizer import is_tokenizer_file
 from ...errors import CheckpointError
 from ..host import shown
 from .hub_cache import repository_of
@@ -34,7 +35,7 @@ _WEIGHTS_KEY, _INDEX_SUFFIX = "transformers_weights", ".safetensors.index.json"
 _NAME = re.compile(r"(?:\w[\w.+ -]*/)*\w[\w.+ -]*\.safetensors")
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
 MAX_JSON_BYTES = 256 << 20
-EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of configuration and tokenizer files
+_EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of configuration and tokenizer files
 _READ_FOLDERS = ("additional_chat_templates", "heldout", "calibration")
 GGUF_SUFFIX = ".gguf"
 _GGUF_MAGICS = (b"GGUF", b"FUGG")  # of the other byte order, too, which is refused by name
@@ -131,7 +132,7 @@ def refuse_links_out(folder: Path) -> None:
     Those are checked where they are found: by `weight_files` and `gguf_header.gguf_files`.
     """
     try:
-        own = [path for path in folder.iterdir() if path.suffix.lower() in EXTRA_SUFFIXES]
+        own = [path for path in folder.iterdir() if is_extra(path.name)]
         for name in _READ_FOLDERS:
             if (folder / name).is_dir():
                 own += [folder / name, *(folder / name).iterdir()]
@@ -139,6 +140,11 @@ def refuse_links_out(folder: Path) -> None:
         what = f"'{folder}' cannot be read ({error.strerror})"
         raise CheckpointError(what, "make it a folder that this user may read") from error
     refuse_outside(sorted(own), folder)
+
+
+def is_extra(name: str) -> bool:
+    """Whether a file beside the weights, by its name, is of the configuration or the tokenizer."""
+    return Path(name).suffix.lower() in _EXTRA_SUFFIXES or is_tokenizer_file(name)
 
 
 def _root(folder: Path) -> Path:

@@ -54,7 +54,7 @@ def link_out(link: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name",
     ["config.json", "generation_config.json", "tokenizer.json", "special_tokens_map.json", "chat_template.jinja",
-     "vocab.txt", "tokenizer.model", "quantize_config.json"],
+     "vocab.txt", "tokenizer.model", "tokenizer.model.v3", "quantize_config.json"],
 )  # fmt: skip
 def test_a_small_file_that_is_elsewhere(name: str, folder: Path, tmp_path: Path) -> None:
     end = link_out(folder / name, tmp_path)
