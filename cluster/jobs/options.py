@@ -251,11 +251,12 @@ def check_budget(settings: EngineSettings, store: Path, local: bool = True) -> N
     """
     if isinstance(settings.budget, AutoBudget):
         return
-    gpus = [settings.device == "cuda"]
-    if settings.device == "auto" and not (local and gpu_count()):
-        gpus = [True, False] if has_gpu() or not local else [False]
-    elif settings.device == "auto":
+    if settings.device != "auto":
+        gpus = [settings.device == "cuda"]
+    elif local and gpu_count():
         gpus = [True]
+    else:
+        gpus = [True, False] if has_gpu() or not local else [False]
     facts, refusal = facts_of_store(store, store), None
     for item in sorted({compute_item_bytes(settings, gpu) for gpu in gpus}):
         try:

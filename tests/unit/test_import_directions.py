@@ -149,7 +149,7 @@ def test_only_these_import_torch() -> None:
     tokenizers are read in a process without it (`test_tokenizer_layouts`)."""
     may = ("actors.engine", "actors.gpu_worker", "kernels", "cluster.jobs")
     may += ("cluster.checkpoints.plan", "cluster.checkpoints.gguf_plan")
-    offenders = _offenders((*_PARTS, "errors"), ("torch", "transformers"))
+    offenders = _offenders((*_PARTS, *_LOWEST), ("torch", "transformers"))
     others = [line for line in offenders if not any(_within(line.split()[0], part) for part in may)]
     assert sorted(others) == [
         "actors.tokenizer imports transformers",
@@ -219,7 +219,7 @@ def test_what_is_imported_is_installed() -> None:
     lacking = {
         top
         for names in _all_imports().values()
-        for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {*_PARTS, "errors", ""}
+        for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {*_PARTS, *_LOWEST, ""}
         if required.isdisjoint(name.lower().replace("_", "-") for name in packages.get(top, []))
     }
     of_requirements = {"annotated_types", "httpx", "pydantic_core", "starlette", "typing_extensions"}
