@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from golden_rig import emulated
 from serving import gathered, prepared, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
-from tiermoe.actors.engine.serving.scheduler import salted
+from tiermoe.actors.engine.serving.scheduler import StepScheduler, salted
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
@@ -139,6 +140,22 @@ def test_a_salt_changes_every_hash_and_no_length() -> None:
         assert one == salted(tokens, "one")
         assert tokens == () or one[:4] != two[:4]
         assert all(0 <= token < 1 << 31 for token in one + two)
+
+
+def test_a_request_that_is_cancelled_while_it_is_looked_up_shares_nothing() -> None:
+    """Guards a generation loop that died where a cancellation came between the look for the prompt and for the salt."""
+    scheduler, seen = StepScheduler.__new__(StepScheduler), list[Any]()
+    allocator = SimpleNamespace(tokens_per_page=2, mark_complete_blocks=lambda *args: seen.append(args))
+    scheduler.cache = SimpleNamespace(use_prefix_sharing=True, cache_allocators={"full": allocator})
+    scheduler.lengths = SimpleNamespace(keys=lambda tokens, prompt: tokens)
+    state = SimpleNamespace(request_id="r", initial_tokens=[1, 2, 3], generated_tokens=[], position_offset=3)
+    for prompt, salt in ((None, None), (3, None), (None, "")):
+        state.tiermoe_prompt, state.tiermoe_salt = prompt, salt
+        scheduler.register(state)
+    assert seen == []
+    state.tiermoe_prompt, state.tiermoe_salt = 3, ""
+    scheduler.register(state)
+    assert seen == [("r", salted([1, 2, 3], ""), 1)]
 
 
 def test_requests_share_blocks_while_they_run(worker: GpuWorker, plain: GpuWorker) -> None:

@@ -76,12 +76,15 @@ class StepScheduler(FIFOScheduler):
 
         state: transformers' `RequestState`, after the forward; its next token, if known, has no row yet.
         """
-        if not self.cache.use_prefix_sharing or (prompt := state.tiermoe_prompt) is None:
+        if not self.cache.use_prefix_sharing:
+            return
+        prompt, salt = state.tiermoe_prompt, state.tiermoe_salt
+        if prompt is None or salt is None:  # a cancellation may come between the two
             return
         tokens = (state.initial_tokens + state.generated_tokens)[: state.position_offset]
         if not self.shares_decoded:
             tokens = tokens[: len(state.initial_tokens)]
-        tokens = salted(self.lengths.keys(tokens, prompt), state.tiermoe_salt)
+        tokens = salted(self.lengths.keys(tokens, prompt), salt)
         for allocator in self.cache.cache_allocators.values():
             allocator.mark_complete_blocks(state.request_id, tokens, len(tokens) // allocator.tokens_per_page)
 
