@@ -202,6 +202,15 @@ class RunConfig(EngineOptions):
 
     @model_validator(mode="before")
     @classmethod
+    def _with_link(cls, given: Any) -> Any:
+        """What a given link leaves out is that of the default link; one that is not throttled has no latency either."""
+        link = given.get("link") if isinstance(given, Mapping) else None
+        if not isinstance(link, Mapping) or link.get("gbps", DEFAULT_LINK.gbps) is None:
+            return given
+        return {**given, "link": {"gbps": DEFAULT_LINK.gbps, "latency_us": DEFAULT_LINK.latency_us, **link}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _with_policy(cls, given: Any) -> Any:
         """The default on a link whose clock only layers move, which NDP workers do not see."""
         if not isinstance(given, Mapping) or "policy" in given:
