@@ -154,17 +154,17 @@ def test_a_link_that_is_given_in_part_keeps_the_other_defaults(
 
 def test_the_default_policy_is_a_name_where_a_start_decides_it() -> None:
     """`--policy defualt` was answered with the 48 presets, without the one that was meant."""
-    with pytest.raises(ConfigError, match="no policy 'defualt'; did you mean 'default'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'default'\?"):
         engine_settings(RunConfig(policy="defualt"))
-    with pytest.raises(ConfigError, match="no policy 'magic'; choose one of .*, default, drop"):
+    with pytest.raises(ConfigError, match=r"choose one of .*, default, drop"):
         engine_settings(RunConfig(policy="magic"))
 
 
 def test_the_default_policy_is_refused_where_no_runtime_starts() -> None:
     """`replay --policy default` said that there is no such policy."""
-    with pytest.raises(ConfigError, match="'default' is decided where a runtime starts.*name .*: next-gate or auto"):
+    with pytest.raises(ConfigError, match=r"'default' is decided where a runtime starts.*name .*: next-gate or auto"):
         load_policy("default")
-    with pytest.raises(ConfigError, match="choose one of (?!.*default)"):  # nor is it offered
+    with pytest.raises(ConfigError, match=r"choose one of (?!.*default)"):  # nor is it offered
         load_policy("magic")
 
 
