@@ -25,8 +25,7 @@ def main(args: list[str] | None = None) -> None:
     if args is None:  # a program, not a call from another one
         handle_signals()
     try:
-        if sys.stdout is None:  # closed by the caller (`>&-`): what goes there is not wanted
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the life of the process)
+        _open_closed_streams()
         _run(args)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
@@ -34,6 +33,18 @@ def main(args: list[str] | None = None) -> None:
         if (code := signalled()) is None:
             raise
         sys.exit(code)  # a library has answered the interrupt with an error of its own
+
+
+def _open_closed_streams() -> None:
+    """A standard stream that the caller closed (`2>&-`) is the null device, here and in the processes started here.
+
+    Libraries ask the streams for their descriptors, and a file that is opened later must not get the number of one.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the lowest free number is the stream's own
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 (for the life of the process)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _run(args: list[str] | None) -> None:

@@ -202,6 +202,15 @@ class RunConfig(EngineOptions):
 
     @model_validator(mode="before")
     @classmethod
+    def _with_link(cls, given: Any) -> Any:
+        """What a given link leaves out is that of the default link; one that is not throttled has no latency either."""
+        link = given.get("link") if isinstance(given, Mapping) else None
+        if not isinstance(link, Mapping) or link.get("gbps", DEFAULT_LINK.gbps) is None:
+            return given
+        return {**given, "link": {"gbps": DEFAULT_LINK.gbps, "latency_us": DEFAULT_LINK.latency_us, **link}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _with_policy(cls, given: Any) -> Any:
         """The default on a link whose clock only layers move, which NDP workers do not see."""
         if not isinstance(given, Mapping) or "policy" in given:
@@ -331,9 +340,18 @@ def load_policy(name_or_path: str) -> PolicySettings:
     """Read a policy preset by its name, or any policy file by its path.
 
     Raises:
-        ConfigError: no such preset or file, or its content is refused.
+        ConfigError: no such preset or file, or its content is refused; or it is the default, which a start decides.
     """
-    path = _preset("policies", name_or_path, "policy")
+    if name_or_path == DEFAULT_POLICY:
+        raise ConfigError(
+            f"policy '{DEFAULT_POLICY}' is decided where a runtime starts, by its device and link",
+            f"name the policy here: {STEPPED} or {AUTO}",
+        )
+    return _policy(name_or_path, ())
+
+
+def _policy(name_or_path: str, more_names: Sequence[str]) -> PolicySettings:
+    path = _preset("policies", name_or_path, "policy", more_names)
     try:
         return PolicySettings(**read_yaml(path))
     except ValidationError as error:
@@ -362,7 +380,8 @@ def chosen_policy(name_or_path: str, quality: str = LOSSLESS) -> PolicySettings:
     Raises:
         ConfigError: as `load_policy` and `kl_budget`, or the policy has another rule for misses than `auto`.
     """
-    policy, nats = load_policy(AUTO if name_or_path == DEFAULT_POLICY else name_or_path), kl_budget(quality)
+    name = AUTO if name_or_path == DEFAULT_POLICY else name_or_path
+    policy, nats = _policy(name, (DEFAULT_POLICY,)), kl_budget(quality)
     if nats is None:
         return policy
     if policy.placement.kind != AUTO or policy.reroutes:
@@ -525,13 +544,17 @@ def _presets(section: str) -> list[str]:
     return sorted(path.stem for path in (configs_dir() / section).glob("*.yaml"))
 
 
-def _preset(section: str, name_or_path: str, what: str) -> Path:
-    """The file of a preset: a bare word is a name in configs/SECTION; with a suffix or a separator it is a path."""
+def _preset(section: str, name_or_path: str, what: str, more_names: Sequence[str] = ()) -> Path:
+    """The file of a preset: a bare word is a name in configs/SECTION; with a suffix or a separator it is a path.
+
+    Args:
+        more_names: names that the caller takes, too, and that have no file.
+    """
     path = Path(name_or_path).expanduser()
     if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         path = configs_dir() / section / f"{name_or_path}.yaml"
     if not path.is_file():
-        raise no_such_name(what, name_or_path, _presets(section))
+        raise no_such_name(what, name_or_path, sorted([*_presets(section), *more_names]))
     return path
 
 

@@ -23,7 +23,7 @@ from ...actors.tokenizer import GGUF_MARK, is_tokenizer_file
 from ...errors import CheckpointError, StoreError, UnsupportedModelError
 from ...kernels.forms import BLOCKS, FLOATS, MatrixForm
 from ...proto.private import user_cache
-from ..host import GGUF_CACHE
+from ..host import GGUF_CACHE, stands_for_gguf
 from .checkpoint import Entry, TensorEntry
 from .gguf_config import config_of
 from .gguf_header import FORM_OF, SPLIT, Header, Tensor, gguf_files, parts_of, read_experts, read_gguf
@@ -135,13 +135,16 @@ def gguf_folder(path: Path) -> Path:
 
     Args:
         path: the file, any part of a split one, or the folder that has it. A file may be a link: the other parts and
-            what lies beside it are then in its folder, or in that of the file that it leads to.
+            what lies beside it are then in its folder, or in that of the file that it leads to. A folder that this
+            function answered stands for its files again.
 
     Raises:
         CheckpointError: a file is malformed, a part is missing, or a link leads elsewhere.
         UnsupportedModelError: the model is dense, a key or the tokenizer is not supported, or the metadata lacks a part
             of the configuration and no config.json is beside the file.
     """
+    if path.is_dir() and stands_for_gguf(path):
+        path = gguf_files(path)[0].readlink()
     folders = [path]
     if path.is_dir():
         path = gguf_files(path)[0]

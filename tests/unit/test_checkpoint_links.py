@@ -170,6 +170,20 @@ def test_gguf_files_that_are_elsewhere(tmp_path: Path) -> None:
         locate(str(folder / "m.gguf"))
 
 
+@pytest.mark.parametrize(("name", "parts"), [("m.gguf", 1), ("m", 1), ("m.gguf", 2)])
+def test_a_folder_of_the_cache_stands_for_its_files_again(name: str, parts: int, tmp_path: Path) -> None:
+    """`bench` and `eval` locate what `located` answered: its link to the file was refused as one that leads out."""
+    (tmp_path / "mine").mkdir()
+    base = model(tmp_path / "mine" / "m.gguf", "qwen3moe")
+    if parts > 1:
+        base = rewrite(base, tmp_path / "parts" / "m.gguf", parts=parts)[1]
+    base = base.rename(base.with_name(name)) if parts == 1 else base
+    found = locate(str(base))
+    assert locate(str(found)) == found == locate(str(base.parent))
+    (base.parent / "generation_config.json").write_text("{}")  # what the folder stands for has changed
+    assert locate(str(found)) == locate(str(base)) != found
+
+
 def test_gguf_files_of_a_snapshot(tmp_path: Path) -> None:
     base = model(tmp_path / "base.gguf", "qwen3moe")
     real = tmp_path / "real"

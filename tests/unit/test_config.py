@@ -140,6 +140,35 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "gbps", "latency_us"),
+    [({}, 16, 10), ({"gbps": 2}, 2, 10), ({"latency_us": 5}, 16, 5), ({"gbps": 2, "latency_us": 0}, 2, 0),
+     ({"gbps": None}, None, 0), ({"gbps": None, "latency_us": 5}, None, 5), ({"layer_us": 100}, 16, 10)],
+)  # fmt: skip
+def test_a_link_that_is_given_in_part_keeps_the_other_defaults(
+    given: dict[str, Any], gbps: float | None, latency_us: float
+) -> None:
+    """`--link-gbps 2` had no latency, and `--link-latency-us 5` a link that was not throttled."""
+    link = RunConfig(link=given).link  # type: ignore[arg-type]
+    assert (link.gbps, link.latency_us) == (gbps, latency_us)
+
+
+def test_the_default_policy_is_a_name_where_a_start_decides_it() -> None:
+    """`--policy defualt` was answered with the 48 presets, without the one that was meant."""
+    with pytest.raises(ConfigError, match=r"did you mean 'default'\?"):
+        engine_settings(RunConfig(policy="defualt"))
+    with pytest.raises(ConfigError, match=r"choose one of .*, default, drop"):
+        engine_settings(RunConfig(policy="magic"))
+
+
+def test_the_default_policy_is_refused_where_no_runtime_starts() -> None:
+    """`replay --policy default` said that there is no such policy."""
+    with pytest.raises(ConfigError, match=r"'default' is decided where a runtime starts.*name .*: next-gate or auto"):
+        load_policy("default")
+    with pytest.raises(ConfigError, match=r"choose one of (?!.*default)"):  # nor is it offered
+        load_policy("magic")
+
+
+@pytest.mark.parametrize(
     ("lossless", "body", "message"),
     [
         ("false", "placement: {kind: context}\nprecision: {kind: uniform}", "takes bits"),

@@ -113,6 +113,24 @@ def test_a_reader_that_ends_is_no_error(trace: Path) -> None:
         assert "rror" not in process.stderr.read()
 
 
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_closed_stream_is_the_null_device(closed: int) -> None:
+    """`run 2>&-` ended with "sys.stderr is None", of a library that asks for its descriptor, before any text."""
+    program = (
+        "import faulthandler, os, subprocess, sys\n"
+        "from tiermoe.cluster import cli\n"
+        "def command(args):\n"
+        "    faulthandler.enable()\n"
+        "    name = os.readlink(f'/proc/self/fd/{CLOSED}')\n"
+        "    there = subprocess.run(['test', '-e', f'/proc/self/fd/{CLOSED}'], close_fds=False)\n"
+        "    sys.exit(5 if name == os.devnull and there.returncode == 0 else 6)\n"
+        "cli._run = command\n"
+        "cli.main()\n"
+    ).replace("CLOSED", str(closed))
+    words = ["sh", "-c", f'exec "$@" {closed}>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(words, stdin=subprocess.DEVNULL, timeout=60, check=False).returncode == 5
+
+
 def test_every_command_sets_standard_output_aside() -> None:
     def leaves(node: Any) -> Iterator[Any]:
         below = getattr(node, "commands", None)
