@@ -193,7 +193,8 @@ def test_chats_that_have_no_prompt(template: str | None, words: str) -> None:
 
 # parameter -> values that a completion, or a chat, refuses
 _BAD_COMPLETIONS: dict[str, list[Any]] = {
-    "prompt": ["", [], [[]], [257], [-1], 5, None, "x" * 64, ["a"] * 129], "max_tokens": [-1, "5"],
+    "prompt": ["", [], [[]], [257], [-1], 5, None, "x" * 64, ["a"] * 129, [True], [["5"]], [[5], [True]]],
+    "max_tokens": [-1, "5"],
     "temperature": [-0.1, 2.1], "top_p": [0], "top_k": [-2], "n": [0, 129, True], "logprobs": [21], "min_tokens": [17],
     "seed": [2**64], "stop": [[""], ["a"] * 17], "stream_options": [{"include_usage": True}], "best_of": [2],
     "frequency_penalty": [2.5], "presence_penalty": [-3], "repetition_penalty": [0, 1e-39, 1e39],
@@ -257,6 +258,7 @@ def test_values_that_mean_nothing_are_no_reason_to_refuse() -> None:
     body = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "suffix": None}
     assert complete({"prompt": "hi"} | body)["choices"][0]["text"] == "HI"
     assert chat({"tools": [], "response_format": {"type": "text"}, "parallel_tool_calls": True})["choices"]
+    assert chat({"logprobs": False, "top_logprobs": 0})["choices"]
 
 
 _FOREIGN = {
@@ -441,6 +443,10 @@ def test_the_request_of_guidellm() -> None:
 
 def test_other_refusals() -> None:
     assert error(post("/v1/completions", {"prompt": "p", "model": "other"}))[:2] == (404, "model")
+    # guards: a value as long as a body came back whole, in the answer and in the request log
+    status, param, message = error(post("/v1/completions", {"prompt": "p", "model": "m" * 60_000}))
+    assert (status, param, message[:12], message[-2:]) == (404, "model", "no model 'mm", "e'")
+    assert len(message) < 1000
     for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
         assert error(ask(FakeBackend(), lambda http, path=path: http.get(path)))[0] == status
     kind = {"content-type": "application/json"}
