@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,6 +15,8 @@ import pytest
 from fake_api import EOS, WAIT_S, FakeBackend, ask, chat, complete, error, events, post, serving
 
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
+from tiermoe.cluster.api import routes
+from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.errors import RequestError
@@ -127,6 +131,27 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
     assert choice["logprobs"]["token_logprobs"] == [None, -0.98]
     assert answer["usage"]["completion_tokens"] == 0
     assert (finite(-math.inf), finite(-2.5)) == (-9999.0, -2.5)  # JSON has no infinity
+
+
+def test_scores_are_written_a_choice_at_a_time_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: the scores of 128 prompts were written in one piece on the event loop, which answered nobody meanwhile.
+    """
+    written: list[tuple[int, bool]] = []
+
+    def dumps(value: Any, **options: Any) -> str:
+        text = json.dumps(value, **options)
+        on_loop = threading.current_thread() is threading.main_thread()
+        written.append((text.count('"token_logprobs"'), on_loop))
+        return text
+
+    monkeypatch.setattr(routes, "json", SimpleNamespace(dumps=dumps))
+    body = {"prompt": ["ab", "é"], "n": 2, "max_tokens": 2, "logprobs": 1, "echo": True}
+    answer = complete(body)
+    scored = [on_loop for count, on_loop in written if count]
+    assert (len(answer["choices"]), scored, max(written)[0]) == (4, [False] * 4, 1)
+    monkeypatch.undo()
+    again = complete(body)
+    assert (again["choices"], again["usage"]) == (answer["choices"], answer["usage"])
 
 
 def test_a_chat() -> None:
@@ -450,6 +475,12 @@ def test_other_refusals() -> None:
     for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
         assert error(ask(FakeBackend(), lambda http, path=path: http.get(path)))[0] == status
     kind = {"content-type": "application/json"}
+    # guards: 431 had the type of a failure of the server, at which clients try again
+    kinds = {status: ApiError(status, "no").body["error"]["type"] for status in (400, 401, 422, 431, 500, 501, 503)}
+    assert kinds == {
+        400: "invalid_request_error", 401: "authentication_error", 422: "invalid_request_error",
+        431: "invalid_request_error", 500: "server_error", 501: "server_error", 503: "service_unavailable",
+    }  # fmt: skip
     broken = ask(FakeBackend(), lambda http: http.post("/v1/completions", content=b'{"prompt": ', headers=kind))
     assert (error(broken)[0], "JSON" in error(broken)[2]) == (400, True)
 
