@@ -5,6 +5,9 @@ Turns follow the virtual token counter of Sheng et al., Fairness in Serving Larg
 those that wait is next. A key that comes back from a rest is lifted to the smallest counter of those that wait, so that
 a rest saves up nothing. Within a key, and where there are no keys, the first to come is the first served.
 
+The runtime serves in the order of arrival. So it gets no more prompts than its KV cache holds before it has begun
+them: behind a key's long prompts another would wait there, where keys have no turns.
+
 With several replicas of the server, limits are of all of them. Slots are divided: each replica has an equal part, and
 what the others have no use for. Turns are fair within a replica.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -47,11 +50,15 @@ class Admission:
         running: choices that are with the runtime at a time.
         waiting: choices that may wait for that.
         ledger: of the other replicas; None: there are none.
+        prompt_tokens: of choices that are with the runtime and have no token yet; one choice may have more. None: any.
     """
 
-    def __init__(self, running: int, waiting: int, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, running: int, waiting: int, ledger: Ledger | None = None, prompt_tokens: int | None = None
+    ) -> None:
         self._limit, self._running, self._ledger = running + waiting, running, ledger
         self._granted = 0  # slots
+        self._most_unbegun, self._unbegun = prompt_tokens, 0  # prompt tokens of those that have a slot and no token
         self._shares: dict[str, _Share] = {}
         self._last = 0.0  # counter of the key that was served last
         self._admitted = 0
@@ -113,15 +120,26 @@ class Admission:
         self._shares[key.name].counter += _GENERATED_WEIGHT * generated
 
     @asynccontextmanager
-    async def slot(self, key: Key, tokens: int) -> AsyncIterator[None]:
-        """Inside the block, one admitted choice of so many prompt tokens is with the runtime."""
+    async def slot(self, key: Key, tokens: int) -> AsyncIterator[Callable[[], None]]:
+        """Inside the block, one admitted choice of so many prompt tokens is with the runtime. Its value is to be
+        called when the choice's first token has come, and may be called again."""
         await self._turn(self._shares[key.name], tokens)
         self.inside += 1
+        unbegun = tokens
+
+        def begun() -> None:
+            nonlocal unbegun
+            if unbegun:
+                self._unbegun -= unbegun
+                unbegun = 0
+                self._serve()
+
         try:
-            yield
+            yield begun
         finally:
             self.inside -= 1
             self._granted -= 1
+            self._unbegun -= unbegun
             self._serve()
 
     async def _turn(self, share: _Share, tokens: int) -> None:
@@ -136,6 +154,7 @@ class Admission:
         except asyncio.CancelledError:
             if not turn.cancelled():  # it had its turn
                 self._granted -= 1
+                self._unbegun -= tokens
                 self._serve()
             elif (tokens, turn) in share.queue:
                 share.queue.remove((tokens, turn))
@@ -148,11 +167,16 @@ class Admission:
     def _serve(self) -> None:
         free = self._slots() - self._granted
         while free > 0 and (share := min(self._queued(), key=lambda found: found.counter, default=None)):
-            tokens, turn = share.queue.popleft()
+            tokens, turn = share.queue[0]
+            full = self._most_unbegun is not None and self._unbegun + tokens > self._most_unbegun
+            if full and self._unbegun and not turn.cancelled():
+                break
+            share.queue.popleft()
             share.waiting_tokens -= tokens
             if turn.cancelled():
                 continue
             self._last = share.counter
+            self._unbegun += tokens
             share.counter += _PROMPT_WEIGHT * tokens
             self._granted += 1
             free -= 1

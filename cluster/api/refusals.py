@@ -8,8 +8,8 @@ from typing import Any
 from ...errors import RequestError, RuntimeFailure, TierMoeError
 
 _INVALID = "invalid_request_error"
-_TYPES = {400: _INVALID, 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 405: _INVALID,
-          408: _INVALID, 413: _INVALID, 415: _INVALID, 429: "rate_limit_error",
+_LONG_MESSAGE = 1000  # characters; a value that it quotes may be as long as a body
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
           503: "service_unavailable"}  # fmt: skip
 
 
@@ -28,6 +28,7 @@ class ApiError(Exception):
         self, status: int, message: str, param: str | None = None, code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
+        message = message if len(message) <= _LONG_MESSAGE else f"{message[: _LONG_MESSAGE // 2]} ... {message[-300:]}"
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
@@ -35,7 +36,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object of the response."""
-        kind = _TYPES.get(self.status, "server_error")
+        kind = _TYPES.get(self.status, _INVALID if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 

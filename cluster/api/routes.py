@@ -24,6 +24,7 @@ from .answers import Answer, CheckedRequest, Json, chat, completion
 from .bodies import body_route
 from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
+from .offload import LARGE_BYTES
 from .origins import Access
 from .parameters import warning
 from .records import CLIENT_GONE, Generation, RequestRecord, Sink
@@ -120,11 +121,26 @@ async def _generate(
     gone = asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(whole.result(), headers=headers) if whole.done() else Response(status_code=CLIENT_GONE)
+        if not whole.done():
+            return Response(status_code=CLIENT_GONE)
+        return Response(await _written(whole.result()), headers=headers, media_type="application/json")
     finally:
         whole.cancel()
         gone.cancel()
         run.close()
+
+
+async def _written(answer: Json) -> bytes:
+    """An answer's JSON. The scores of many prompts would hold the event loop for seconds, so choices that have scores
+    are written beside it, one at a time: whoever writes JSON holds the interpreter until it is written."""
+    parts = []
+    for name, value in answer.items():
+        text = _json(value) if name != "choices" else "[" + ",".join([
+            await asyncio.to_thread(_json, choice) if choice.get("logprobs") else _json(choice) for choice in value
+        ]) + "]"  # fmt: skip
+        parts.append(f"{_json(name)}:{text}")
+    written = "{" + ",".join(parts) + "}"
+    return await asyncio.to_thread(written.encode) if len(written) > LARGE_BYTES else written.encode()
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -218,7 +234,11 @@ async def _sse(chunks: AsyncIterator[Json], record: RequestRecord) -> AsyncItera
 
 def _event(value: Any) -> str:
     kind = f"event: {value['type']}\n" if "sequence_number" in value else ""  # of /v1/responses
-    return kind + f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return kind + f"data: {_json(value)}\n\n"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class EventStream(StreamingResponse):

@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    Strict,
     model_validator,
 )
 from typing_extensions import TypeAliasType
@@ -45,7 +46,8 @@ _MAX_STOP_CHARS = 1024
 _OBJECTS = frozenset({"reasoning", "thinking", "usage"})  # parameters that may be objects
 _FORMS = frozenset({"Reasoning", "Thinking", "UsageOptions"})  # and the names of these
 # of a union's lists those that do not fit end at their first member, not after a finding for each
-TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
+# a name that is used twice is checked by its own rules, not by those of the body: "5" and true are no ids
+TokenIds = TypeAliasType("TokenIds", Annotated[list[Annotated[int, Strict()]], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 Documents = TypeAliasType("Documents", Annotated[list[dict[str, Any]], FailFast()])
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
@@ -463,7 +465,7 @@ class ChatBody(GenerationBody, TemplateBody):
             raise refused("give max_tokens or max_completion_tokens, not both", "max_completion_tokens")
         if self.max_tokens == 0:
             raise refused("'max_tokens' is 0; ask for at least one token", "max_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:  # 0 asks for nothing
             raise refused("'top_logprobs' needs logprobs; set it, or leave this out", "top_logprobs")
         self.check_template()
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self.functions:

@@ -175,7 +175,8 @@ class Service:
         places = tokenizer.get_vocab(with_added_tokens=True).values()
         self.known_tokens = int(backend.plan.get("vocabulary") or 1 + max(places, default=-1))  # ids have gaps
         ledger = None if shared is None else Ledger(shared)
-        self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting, ledger)
+        held = int(backend.plan.get("kv_tokens") or 0) * max(1, len(backend.states()))
+        self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting, ledger, held or None)
         sharded = bool(backend.plan.get("shards"))
         self.metrics = Metrics(backend.ask, sharded=sharded, model_name=model_name, shared=shared)
         self.started_s, self.begun_s = int(time.time()), time.monotonic()  # the date, and what durations are from
@@ -352,11 +353,12 @@ class Service:
         salt = (ANYONE if self._share_prefix_cache else key).cache_salt(choice.cache_salt)
         request = GenerationRequest(name, choice.prompt_ids, choice.sampling, cache_salt=salt)
         text = ChoiceText(self.tokenizer, choice.display, choice.sampling.min_tokens)
-        async with self.admission.slot(key, len(choice.prompt_ids)):
+        async with self.admission.slot(key, len(choice.prompt_ids)) as begun:
             timer.started_s = time.perf_counter()
             try:
                 async with aclosing(self.backend.generate(request)) as events:
                     async for event in events:
+                        begun()
                         timer.event_arrived(event)
                         self.admission.charge(key, len(event.token_ids))
                         if event.finish in ("cancelled", "error"):

@@ -142,7 +142,9 @@ class ChatTemplate:
         }  # fmt: skip
         adapted = [self._adapted(message) for message in messages]
         try:
-            return str(self._renderer.ask({"render": {"messages": adapted, "given": given}}))
+            text = str(self._renderer.ask({"render": {"messages": adapted, "given": given}}))
+            # arguments of calls may have escapes of half a surrogate pair, which no tokenizer takes
+            return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         except (ValueError, RecursionError) as error:
             why = self.problem or f"the model's chat template refuses the messages: {error}"
             raise refused(why, "messages") from error

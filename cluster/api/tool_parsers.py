@@ -199,7 +199,7 @@ def _typed_call(name: str, pairs: Sequence[tuple[str, str]], functions: Function
     properties = schema.get("properties") if isinstance(schema, dict) else None
     known = properties if isinstance(properties, dict) else {}
     arguments = {key: _typed(value, known.get(key)) for key, value in pairs}
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, _written(arguments))
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -210,7 +210,7 @@ def _typed(text: str, schema: Any) -> Any:
     for read in (json.loads, ast.literal_eval) if text.count(",") <= _MANY_ARGUMENTS else (json.loads,):
         try:
             found = read(text.strip())
-            json.dumps(found)
+            _written(found)
             return found
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
@@ -370,7 +370,7 @@ def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
         raise ValueError("no call by keywords")
     arguments = {str(word.arg): ast.literal_eval(_JsonWords().visit(word.value)) for word in node.keywords}
-    return ToolCall(ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(ast.unparse(node.func), _written(arguments))
 
 
 class HarmonyParser:
@@ -463,16 +463,42 @@ def _header_like(text: str) -> bool:
 
 def call_of(value: Any) -> ToolCall | None:
     """The call of an object with a name and arguments (or parameters); None: it is not one."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not _encodable(name):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = _json(arguments)
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        return ToolCall(name, _written(arguments))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _json(text: str) -> Any:
+    """None: it is not JSON, which has no NaN and no infinity."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError):
         return None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
+
+
+def _written(value: Any) -> str:
+    """JSON of what a model wrote. Raises ValueError: it has a number beyond all floats (1e999)."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # half of a surrogate pair cannot be sent but as its escape
+    return text if _encodable(text) else json.dumps(value, allow_nan=False)
+
+
+def _encodable(text: str) -> bool:
+    """Whether it can be sent: without halves of surrogate pairs, which only escapes write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,6 +15,8 @@ import pytest
 from fake_api import EOS, WAIT_S, FakeBackend, ask, chat, complete, error, events, post, serving
 
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
+from tiermoe.cluster.api import routes
+from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.errors import RequestError
@@ -129,6 +133,27 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
     assert (finite(-math.inf), finite(-2.5)) == (-9999.0, -2.5)  # JSON has no infinity
 
 
+def test_scores_are_written_a_choice_at_a_time_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: the scores of 128 prompts were written in one piece on the event loop, which answered nobody meanwhile.
+    """
+    written: list[tuple[int, bool]] = []
+
+    def dumps(value: Any, **options: Any) -> str:
+        text = json.dumps(value, **options)
+        on_loop = threading.current_thread() is threading.main_thread()
+        written.append((text.count('"token_logprobs"'), on_loop))
+        return text
+
+    monkeypatch.setattr(routes, "json", SimpleNamespace(dumps=dumps))
+    body = {"prompt": ["ab", "é"], "n": 2, "max_tokens": 2, "logprobs": 1, "echo": True}
+    answer = complete(body)
+    scored = [on_loop for count, on_loop in written if count]
+    assert (len(answer["choices"]), scored, max(written)[0]) == (4, [False] * 4, 1)
+    monkeypatch.undo()
+    again = complete(body)
+    assert (again["choices"], again["usage"]) == (answer["choices"], answer["usage"])
+
+
 def test_a_chat() -> None:
     answer = chat({"logprobs": True, "top_logprobs": 2, "max_completion_tokens": 9})
     (choice,) = answer["choices"]
@@ -193,7 +218,8 @@ def test_chats_that_have_no_prompt(template: str | None, words: str) -> None:
 
 # parameter -> values that a completion, or a chat, refuses
 _BAD_COMPLETIONS: dict[str, list[Any]] = {
-    "prompt": ["", [], [[]], [257], [-1], 5, None, "x" * 64, ["a"] * 129], "max_tokens": [-1, "5"],
+    "prompt": ["", [], [[]], [257], [-1], 5, None, "x" * 64, ["a"] * 129, [True], [["5"]], [[5], [True]]],
+    "max_tokens": [-1, "5"],
     "temperature": [-0.1, 2.1], "top_p": [0], "top_k": [-2], "n": [0, 129, True], "logprobs": [21], "min_tokens": [17],
     "seed": [2**64], "stop": [[""], ["a"] * 17], "stream_options": [{"include_usage": True}], "best_of": [2],
     "frequency_penalty": [2.5], "presence_penalty": [-3], "repetition_penalty": [0, 1e-39, 1e39],
@@ -257,6 +283,7 @@ def test_values_that_mean_nothing_are_no_reason_to_refuse() -> None:
     body = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "suffix": None}
     assert complete({"prompt": "hi"} | body)["choices"][0]["text"] == "HI"
     assert chat({"tools": [], "response_format": {"type": "text"}, "parallel_tool_calls": True})["choices"]
+    assert chat({"logprobs": False, "top_logprobs": 0})["choices"]
 
 
 _FOREIGN = {
@@ -441,9 +468,19 @@ def test_the_request_of_guidellm() -> None:
 
 def test_other_refusals() -> None:
     assert error(post("/v1/completions", {"prompt": "p", "model": "other"}))[:2] == (404, "model")
+    # guards: a value as long as a body came back whole, in the answer and in the request log
+    status, param, message = error(post("/v1/completions", {"prompt": "p", "model": "m" * 60_000}))
+    assert (status, param, message[:12], message[-2:]) == (404, "model", "no model 'mm", "e'")
+    assert len(message) < 1000
     for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
         assert error(ask(FakeBackend(), lambda http, path=path: http.get(path)))[0] == status
     kind = {"content-type": "application/json"}
+    # guards: 431 had the type of a failure of the server, at which clients try again
+    kinds = {status: ApiError(status, "no").body["error"]["type"] for status in (400, 401, 422, 431, 500, 501, 503)}
+    assert kinds == {
+        400: "invalid_request_error", 401: "authentication_error", 422: "invalid_request_error",
+        431: "invalid_request_error", 500: "server_error", 501: "server_error", 503: "service_unavailable",
+    }  # fmt: skip
     broken = ask(FakeBackend(), lambda http: http.post("/v1/completions", content=b'{"prompt": ', headers=kind))
     assert (error(broken)[0], "JSON" in error(broken)[2]) == (400, True)
 

@@ -327,6 +327,14 @@ def test_a_grammar_whose_tokens_take_too_long_ends_its_request(monkeypatch: pyte
     assert torch.isfinite(late.mask(torch.zeros(264))).nonzero().flatten().tolist() == [EOS]
 
 
+@pytest.mark.parametrize("given", [{"grammar": "root ::= root"}, {"guided_json": {"$ref": "#"}}])
+def test_a_grammar_without_a_text_says_so(given: dict[str, Any]) -> None:
+    """Guards: the message was that it is too complex, by the library's word for it."""
+    found = Grammars(byte_tokenizer().to_str(), 264, [EOS]).matcher(grammar_of(**given))
+    found.mask(torch.zeros(264))
+    assert found.error == "no text follows the grammar, such as a rule that always needs itself"
+
+
 def test_a_process_that_ends_is_replaced_and_the_text_goes_on() -> None:
     grammars = Grammars(byte_tokenizer().to_str(), 264, [EOS])
     matcher = grammars.matcher(grammar_of(guided_regex="abc"))

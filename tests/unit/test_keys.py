@@ -278,6 +278,41 @@ def test_turns_go_by_tokens_served() -> None:
     assert turns(1, [("a", 5), ("a", 1), ("a", 9)]) == ["a", "a", "a"]
 
 
+def test_prompts_beyond_the_kv_cache_wait_where_keys_have_turns() -> None:
+    """Guards: all 64 slots of the runtime were one key's long prompts, behind which another key's waited for minutes.
+    """
+
+    async def call() -> tuple[list[str], list[str]]:
+        admission, order = Admission(64, 100, prompt_tokens=1000), list[str]()
+        first = asyncio.Event()
+
+        async def choice(name: str, tokens: int) -> None:
+            admission.admit(Key(name), [tokens])
+            async with admission.slot(Key(name), tokens) as begun:
+                order.append(name)
+                await first.wait()
+                begun()
+                begun()
+            admission.leave(Key(name))
+
+        tasks = [asyncio.create_task(choice("long", 400)) for _ in range(6)]
+        await until(lambda: len(order) == 2)
+        tasks += [asyncio.create_task(choice("short", 10)), asyncio.create_task(choice("huge", 5000))]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        given = list(order)
+        tasks[2].cancel()  # waits
+        tasks[1].cancel()  # has its turn, and no token
+        first.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert admission.inside == admission._granted == admission._unbegun == 0
+        return given, order
+
+    given, order = asyncio.run(asyncio.wait_for(call(), 20))
+    assert given == ["long", "long"]
+    assert (order[2:4], order.count("long"), order.count("huge")) == (["long", "short"], 5, 1)
+
+
 def test_a_rest_saves_nothing_up() -> None:
     async def call() -> list[str]:
         admission, order = Admission(1, 100), []

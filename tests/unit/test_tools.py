@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from typing import Any, get_args
 
@@ -105,6 +106,49 @@ def parsed(form: str, pieces: list[str]) -> Parsed:
 def test_whole_and_letter_by_letter(form: str, text: str, expected: Parsed) -> None:
     assert parsed(form, [text]) == expected
     assert parsed(form, list(text)) == expected
+
+
+_HALF, _HUGE = "\\ud83d", "1e999"  # an escape of half a surrogate pair; a number beyond all floats
+
+
+def _written(form: str, value: str) -> str:
+    """A call of `f` with `x` that is so much text of JSON or Python."""
+    of_json = f'{{"name": "f", "arguments": {{"x": {value}}}}}'
+    return {
+        "hermes": f"<tool_call>{of_json}</tool_call>", "llama-json": of_json, "mistral": f"[TOOL_CALLS][{of_json}]",
+        "qwen-xml": f"<tool_call><function=f><parameter=x>{value}</parameter></function></tool_call>",
+        "glm-xml": f"<tool_call>f<arg_key>x</arg_key><arg_value>{value}</arg_value></tool_call>",
+        "deepseek": f"{_CALLS}{_DEEP}f<｜tool▁sep｜>{{\"x\": {value}}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+                f'{{"x": {value}}}<|tool_call_end|><|tool_calls_section_end|>',
+        "lfm": f"<|tool_call_start|>[f(x={value})]<|tool_call_end|>", "pythonic": f"[f(x={value})]",
+        "harmony": f'<|channel|>commentary to=functions.f<|message|>{{"x": {value}}}<|call|>',
+    }[form]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
+@pytest.mark.parametrize("value", [f'"{_HALF}"', _HUGE, "NaN", "-Infinity", "0x" + "f" * 5000, "[" * 500 + "]" * 500])
+def test_arguments_are_json_that_can_be_sent(form: str, value: str) -> None:
+    """Guards: half a surrogate pair in arguments was a 500, and ended a stream; NaN came out as NaN, which no JSON is.
+    """
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    found = parsed(form, [_written(form, value)])
+    found.content.encode()
+    for call in found.calls:
+        assert call.name == "f"
+        call.arguments.encode()
+        assert json.loads(call.arguments, parse_constant=refuse).keys() == {"x"}
+    if value == f'"{_HALF}"':
+        (call,) = found.calls
+        assert json.loads(call.arguments)["x"] in ("\ud83d", value)  # XML has no escapes of JSON in strings
+
+
+def test_a_name_that_cannot_be_sent_is_no_call() -> None:
+    text = f'<tool_call>{{"name": "{_HALF}"}}</tool_call>'
+    assert parsed("hermes", [text]) == Parsed(text)
 
 
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 120), max_size=6))
@@ -304,6 +348,9 @@ def test_the_answer_and_its_result_come_back() -> None:
     _, backend = tooled({"messages": messages})
     called = b'<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
     assert bytes(backend.requests[0].prompt_ids) == b"weather;" + called + b"warm"
+    call["function"]["arguments"] = f'{{"city": "{_HALF}"}}'  # type: ignore[index]
+    response, backend = tooled({"messages": messages})  # guards: a 500
+    assert (response.status_code, "\ufffd" in bytes(backend.requests[0].prompt_ids).decode()) == (200, True)
     call["function"]["arguments"] = "{"  # type: ignore[index]
     assert error(tooled({"messages": messages})[0])[:2] == (400, "messages")
 

@@ -92,7 +92,10 @@ class GrammarJobs:
             return {}
         bits = matcher.compute_bitmask()
         if matcher.is_error():
-            return {"error": f"the grammar is too complex: {_first_line(matcher)}"}
+            why = _first_line(matcher)
+            if not self._followed and "NoExtension" in why:  # llguidance's word for it
+                return {"error": "no text follows the grammar, such as a rule that always needs itself"}
+            return {"error": f"the grammar is too complex: {why}"}
         return {"bits": base64.b64encode(bits).decode()}
 
 
