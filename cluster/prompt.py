@@ -119,9 +119,9 @@ def sampling_params(
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     try:
-        params.check()
-        if max_tokens > _MAX_TOKENS:
+        if not 1 <= max_tokens <= _MAX_TOKENS:
             raise RequestError(f"max_tokens is {max_tokens}", f"give a number from 1 to {_MAX_TOKENS}")
+        params.check()
         if temperature > _MAX_TEMPERATURE:
             raise RequestError(f"temperature is {temperature}", f"give 0 (greedy) to {_MAX_TEMPERATURE:g}")
         if seed is not None and seed > _MAX_SEED:

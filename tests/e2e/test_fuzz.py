@@ -96,6 +96,9 @@ def test_generated_bodies(server: tuple[str, Any], path: str, mode: Any, request
     def fuzz(case: Any) -> None:
         if mode is schemathesis.GenerationMode.POSITIVE:
             case.body = fitted(case.body)
+            if path == "/tokenize":  # one of both
+                case.body.pop("messages", None)
+                case.body["prompt"] = case.body.get("prompt") or "a"
         response = case.call(base_url=url, timeout=_HANG_S)
         kind = response.headers.get("content-type", [""])[0]
         statuses[response.status_code] += 1
