@@ -271,7 +271,7 @@ def test_replicas_of_a_low_bit_policy_are_counted_and_shown(
         (["--nodes", "NODES", "--live"], "--nodes and --live both name the nodes", 2),
         (["--nodes", "/nowhere.yaml"], "cannot read '/nowhere.yaml'", 2),
         (["--budget", "1B"], "budget 1 B holds no expert", 2),
-        (["--model", "/nowhere"], "no config.json in '/nowhere'; pass --model", 2),
+        (["--model", "/nowhere"], "no model at '/nowhere'; pass --model", 2),
         (["--policy", "nope"], "no policy 'nope'", 2),
         (["--config", "ray: {address: '127.0.0.1:1'}", "--live"], "no Ray answers at '127.0.0.1:1'", 1),
         (["--config", "cluster: {store: {layuot: sliced}}"],
