@@ -215,11 +215,11 @@ def test_what_is_imported_is_installed() -> None:
     """By every installation: guards `tiermoe serve`, and figures, that asked for another installation first."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     required = {re.split(r"[\[<>=]", line)[0].lower().replace("_", "-") for line in project["dependencies"]}
-    packages = packages_distributions()
+    packages, own = packages_distributions(), {*_PARTS, "errors", "limits", ""}
     lacking = {
         top
         for names in _all_imports().values()
-        for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {*_PARTS, "errors", "limits", ""}
+        for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - own
         if required.isdisjoint(name.lower().replace("_", "-") for name in packages.get(top, []))
     }
     of_requirements = {"annotated_types", "httpx", "pydantic_core", "starlette", "typing_extensions"}
