@@ -518,20 +518,26 @@ def _check_ray(config: RunConfig, policy: PolicySettings) -> None:
         )
 
 
+def check_model_is_there(path: Path) -> None:
+    """Refuse a model that is no directory. Raises CheckpointError."""
+    if path.is_dir():
+        return
+    remedy = (
+        "make it with `make train-default-model`, or pass --model DIRECTORY"
+        if path == default_model_dir()
+        else "pass --model a checkpoint's folder (safetensors, config.json, tokenizer), or ORG/NAME of a hub"
+    )
+    what = f"'{path}' is a file, and no GGUF file" if path.is_file() else f"no model at '{path}'"
+    raise CheckpointError(what, remedy)
+
+
 def check_model_dir(path: Path) -> None:
     """Refuse a model directory that cannot be served, before anything is started.
 
     Raises:
         CheckpointError: no such directory, or one without config.json or a tokenizer.
     """
-    if not path.is_dir():
-        remedy = (
-            "make it with `make train-default-model`, or pass --model DIRECTORY"
-            if path == default_model_dir()
-            else "pass --model a checkpoint's folder (safetensors, config.json, tokenizer), or ORG/NAME of a hub"
-        )
-        what = f"'{path}' is a file, and no GGUF file" if path.is_file() else f"no model at '{path}'"
-        raise CheckpointError(what, remedy)
+    check_model_is_there(path)
     for name, there in (("config.json", (path / "config.json").is_file()), ("tokenizer.json", has_tokenizer(path))):
         if not there:
             whole, own = "download the whole checkpoint, with its tokenizer", shown(path)

@@ -25,7 +25,6 @@ from rich.console import Console
 from ...actors.tokenizer import has_tokenizer
 from ...errors import CheckpointError
 from ..config import RunConfig, default_model_dir
-from ..host import stands_for_gguf
 from ..report.tables import byte_progress, size
 from .hub_cache import Repository, cached_in, folder_of, other_snapshots, repository_of, snapshot_of, snapshots_in
 from .weight_files import (
@@ -105,7 +104,7 @@ def _located(model: str | None, need: Need) -> Path:
         return _gguf_folder(path)
     if path.is_dir():
         found = snapshot_of(path)
-        return _gguf_folder(found) if gguf_in(found) and not stands_for_gguf(found) else found
+        return _gguf_folder(found) if gguf_in(found) else found
     match = _NAME.fullmatch(model)
     of_file = path.suffix.lower() in (GGUF_SUFFIX, ".safetensors") and (match is None or match["gguf"] is None)
     if match is None or ".." in model or "--" in match["repo"] or of_file or path.exists():

@@ -14,7 +14,14 @@ from ...errors import CheckpointError, ConfigError
 from ...limits import cores, cores_words, memory, memory_words
 from ..checkpoints.checkpoint import refuse_unsupported
 from ..checkpoints.hub import located
-from ..config import DEFAULT_BUDGET, RunConfig, default_model_dir, engine_settings, load_run_config, on_this_machine
+from ..config import (
+    DEFAULT_BUDGET,
+    RunConfig,
+    check_model_is_there,
+    engine_settings,
+    load_run_config,
+    on_this_machine,
+)
 from ..host import shown
 from ..report.output import print_json
 from ..report.runtime import topology_tables
@@ -43,12 +50,9 @@ def model_facts(config: RunConfig) -> ModelFacts:
         CheckpointError: there is no such model. StoreError: the store is damaged.
     """
     model_dir = config.model_dir
+    check_model_is_there(model_dir)
     if not (model_dir / "config.json").is_file():
-        remedy = (
-            "make it with `make train-default-model`, or pass --model DIRECTORY"
-            if model_dir == default_model_dir()
-            else "pass --model a checkpoint's directory; its config.json is enough to plan"
-        )
+        remedy = "pass --model a checkpoint's directory; its config.json is enough to plan"
         raise CheckpointError(f"no config.json in '{shown(model_dir)}'", remedy)
     refuse_unsupported(model_dir)
     store = Path(config.store).expanduser() if config.store is not None else None

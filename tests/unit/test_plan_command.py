@@ -271,7 +271,7 @@ def test_replicas_of_a_low_bit_policy_are_counted_and_shown(
         (["--nodes", "NODES", "--live"], "--nodes and --live both name the nodes", 2),
         (["--nodes", "/nowhere.yaml"], "cannot read '/nowhere.yaml'", 2),
         (["--budget", "1B"], "budget 1 B holds no expert", 2),
-        (["--model", "/nowhere"], "no config.json in '/nowhere'; pass --model", 2),
+        (["--model", "/nowhere"], "no model at '/nowhere'; pass --model", 2),
         (["--policy", "nope"], "no policy 'nope'", 2),
         (["--config", "ray: {address: '127.0.0.1:1'}", "--live"], "no Ray answers at '127.0.0.1:1'", 1),
         (["--config", "cluster: {store: {layuot: sliced}}"],
@@ -426,3 +426,15 @@ def test_a_config_that_claims_more_than_any_model_has_is_refused_at_once(
     (model / "config.json").write_text(json.dumps(_CONFIG | fields))
     with pytest.raises(CheckpointError, match=said):
         model_facts(load_run_config(None, {"model": str(model)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("nope.gguf", "error: no model at "), ("model.txt", "is a file, and no GGUF file; pass --model")],
+)
+def test_a_model_that_is_not_there_is_not_a_folder_without_configuration(
+    name: str, wanted: str, tmp_path: Path, command: Command
+) -> None:
+    """`plan --model nope.gguf` said that there is no config.json in the file."""
+    (tmp_path / "model.txt").touch()
+    assert wanted in command.refusal("plan", "--model", tmp_path / name)
