@@ -215,7 +215,7 @@ def test_what_is_imported_is_installed() -> None:
     """By every installation: guards `tiermoe serve`, and figures, that asked for another installation first."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     required = {re.split(r"[\[<>=]", line)[0].lower().replace("_", "-") for line in project["dependencies"]}
-    packages, own = packages_distributions(), {*_PARTS, "errors", "limits", ""}
+    packages = packages_distributions()
     lacking = {
         top
         for names in _all_imports().values()
