@@ -358,7 +358,9 @@ scoring.score_with = score_with
     args = [sys.executable, "-c", program, "eval", "--policy", "on-demand"]
     with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout.readline() == "scoring\n"
+            assert process.stderr is not None
+            while (line := process.stderr.readline()) != "scoring\n":  # standard output has results alone
+                assert line
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=30)
         finally:
