@@ -295,11 +295,16 @@ def send_coded(content: bytes, coding: str, limits: LimitSettings | None = None,
     )
 
 
+def _gzip(content: bytes) -> bytes:
+    """Without the time, by which workers of pytest-xdist would name different tests."""
+    return gzip.compress(content, mtime=0)
+
+
 _PLAIN = b'{"prompt": "hi"}'
 _BARE = zlib.compressobj(wbits=-zlib.MAX_WBITS)
 _CODED = {
-    "gzip": gzip.compress(_PLAIN), "x-gzip": gzip.compress(_PLAIN), "identity, gzip": gzip.compress(_PLAIN),
-    "GZip": gzip.compress(_PLAIN[:5]) + gzip.compress(_PLAIN[5:]), "deflate": zlib.compress(_PLAIN),
+    "gzip": _gzip(_PLAIN), "x-gzip": _gzip(_PLAIN), "identity, gzip": _gzip(_PLAIN),
+    "GZip": _gzip(_PLAIN[:5]) + _gzip(_PLAIN[5:]), "deflate": zlib.compress(_PLAIN),
     " Deflate ": _BARE.compress(_PLAIN) + _BARE.flush(), "identity": _PLAIN, "": _PLAIN,
 }  # fmt: skip
 
@@ -314,7 +319,7 @@ def test_a_coded_body_is_decoded(coding: str) -> None:
 
 def test_the_limit_is_of_the_decoded_body() -> None:
     """A bomb is refused before it is memory, and so are coded bytes that decode to nothing."""
-    limits, bomb = LimitSettings(body_bytes=2**20), gzip.compress(b" " * 2**26)
+    limits, bomb = LimitSettings(body_bytes=2**20), _gzip(b" " * 2**26)
     assert len(bomb) < limits.body_bytes
     tracemalloc.start()
     try:
@@ -324,10 +329,10 @@ def test_the_limit_is_of_the_decoded_body() -> None:
         tracemalloc.stop()
     assert error(refused)[0] == 413
     assert most < 16 * 2**20
-    assert send_coded(gzip.compress(b" " * (2**20 - len(_PLAIN)) + _PLAIN), "gzip", limits).status_code == 200
-    assert error(send_coded(gzip.compress(b" " * 2**20 + _PLAIN), "gzip", limits))[0] == 413
+    assert send_coded(_gzip(b" " * (2**20 - len(_PLAIN)) + _PLAIN), "gzip", limits).status_code == 200
+    assert error(send_coded(_gzip(b" " * 2**20 + _PLAIN), "gzip", limits))[0] == 413
     assert error(send_coded(zlib.compress(b" " * 2**20 + _PLAIN), "deflate", limits))[0] == 413
-    assert error(send_coded(gzip.compress(b"") * 2000, "gzip", limits))[2].startswith("the body has more than 1000")
+    assert error(send_coded(_gzip(b"") * 2000, "gzip", limits))[2].startswith("the body has more than 1000")
 
 
 @pytest.mark.parametrize(
@@ -336,10 +341,10 @@ def test_the_limit_is_of_the_decoded_body() -> None:
         ("br", _PLAIN, 415, "'br'"), ("zstd", _PLAIN, 415, "'zstd'"), ("gzip, gzip", _PLAIN, 415, "'gzip, gzip'"),
         ("compress", _PLAIN, 415, "'compress'"), ("gzip", _PLAIN, 400, "is not valid gzip"),
         ("deflate", b"\xff\xff" + _PLAIN, 400, "is not valid deflate"),
-        ("gzip", gzip.compress(_PLAIN)[:-3], 400, "ends before its gzip data"),
-        ("gzip", gzip.compress(_PLAIN)[:5], 400, "ends before its gzip data"),
+        ("gzip", _gzip(_PLAIN)[:-3], 400, "ends before its gzip data"),
+        ("gzip", _gzip(_PLAIN)[:5], 400, "ends before its gzip data"),
         ("deflate", b"x", 400, "ends before its deflate data"),
-        ("gzip", gzip.compress(_PLAIN) + b"{}", 400, "is not valid gzip"),
+        ("gzip", _gzip(_PLAIN) + b"{}", 400, "is not valid gzip"),
         ("deflate", zlib.compress(_PLAIN) + b"{}", 400, "bytes behind its deflate data"),
         ("gzip", b"", 400, "the body is missing"),
     ],
