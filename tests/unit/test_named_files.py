@@ -14,7 +14,7 @@ _SOURCES = [
     if path.suffix in (".py", ".md") and "results" not in path.parts and path != Path(__file__)
 ]
 _PLACES = {f"/{path.relative_to(_ROOT)}" for part in (*_PARTS, "models") for path in (_ROOT / part).rglob("*.py")}
-_PLACES |= {f"/{name}.py" for name in ("errors", "setup", "NAME")} | {"/benchmarks/NAME.py"}
+_PLACES |= {f"/{path.name}" for path in _ROOT.glob("*.py")} | {"/NAME.py", "/benchmarks/NAME.py"}
 _OTHERS = ("stdlib/json/decoder.py",)  # of Python
 _PACKAGES = "cluster|actors|policies|engine|jobs|topology|checkpoints|prepare|serving|peers"
 
