@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ...actors.policies.cost import Link
 from ...errors import ConfigError
-from ..config import DEFAULT_POLICY, RunConfig, chosen_policy
+from ..config import RunConfig, chosen_policy
 from ..simulate.executor import context_of
 from ..simulate.machine import Machine, machine_of
 from ..simulate.trace import Trace, TraceHeader
@@ -35,7 +35,7 @@ def predict_by_trace(
         BudgetError: the budget holds no expert.
     """
     header = trace.header
-    settings = chosen_policy(spec.policy if config.policy == DEFAULT_POLICY else config.policy, config.quality)
+    settings = chosen_policy(config.policy, config.quality)
     require_replayable(settings)
     _require_same(header, facts)
     policy, note = costs.of_policy(settings.name)

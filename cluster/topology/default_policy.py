@@ -1,8 +1,8 @@
 """The policy of a run that names none: `next-gate` where copies are quick, else `auto`; by what is known at the start.
 
-`auto` plans a layer in Python, which costs 0.2 ms a layer on a CPU and 0.55 beside a GPU. Where one copy takes less
-than the planning, there is too little to win: `auto` then took 1.04 (25 us a copy) and 1.19 (6 us) of `next-gate`'s
-time a token, and 0.93 of it where a copy took 98 us (default model, a quarter of the experts, emulated; docs/auto.md).
+`auto` plans a layer in Python, which costs 0.2 ms a layer on a CPU and 0.55 beside a GPU. Where copies are quick there
+is too little to save: `auto` took 1.04 (35 us a copy, latency included) and 1.19 (16 us) of `next-gate`'s time a token,
+and 0.93 where a copy took 108 us (default model, a quarter of the experts, emulated; docs/auto.md).
 Both policies are lossless and need nothing prepared, so the choice may wait until the nodes are known.
 """
 
