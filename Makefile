@@ -12,7 +12,6 @@
 # make train-default-model    train the model that ships with the project, 13.4 M tokens: 2 h 20 min of one core (docs/default-model.md)
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
 # make lint    ruff, mypy, and whether constraints.txt installs from PyPI alone
-# make proto   write proto/generated again after a change of a .proto file
 # make stub    write the stubs of the compiled modules again after a change of a binding (*_module.cpp, module.cpp, launch.cpp)
 # make clean   remove .venv and everything that was generated
 #
@@ -48,7 +47,7 @@ PACKAGE := __init__.py errors.py limits.py actors benchmarks cluster kernels pro
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard $(foreach folder,actors/core kernels/cpu kernels/triton proto,$(folder)/*.cpp $(folder)/*.hpp))
 
-.PHONY: run test test-slow wheel test-wheel test-nodes fuzz-api chaos soak readme-times papers gpu lint proto stub clean train-default-model
+.PHONY: run test test-slow wheel test-wheel test-nodes fuzz-api chaos soak readme-times papers gpu lint stub clean train-default-model
 export PROMPT
 
 ifneq ($(wildcard $(VENV)/.torch-index),)
@@ -130,9 +129,6 @@ lint: $(VENV)/.installed-dev
 	@ln -sfn $(addprefix ../../../,$(PACKAGE)) build/typecheck/tiermoe/
 	MYPYPATH=build/typecheck $(BIN)/mypy -p tiermoe
 	$(BIN)/python tests/install/constraints.py
-
-proto: $(VENV)/.installed-dev
-	$(BIN)/python -m tiermoe.proto.generate
 
 stub: $(VENV)/.installed-dev
 	$(BIN)/python -m nanobind.stubgen -q -m tiermoe.actors.core._core -o actors/core/_core.pyi

@@ -221,7 +221,7 @@ setup(
         ),
         extension(
             "tiermoe.proto._ring",
-            sources=["proto/checks.cpp", "proto/frame.cpp", "proto/module.cpp", "proto/ring.cpp"],
+            sources=["proto/checks.cpp", "proto/module.cpp", "proto/ring.cpp"],
             include_dirs=["proto", "kernels/cpu"],
             # a thread that the interpreter ends while it waits for the lock is unwound: no destructor may run then
             extra_compile_args=["-std=c++17", "-O3", "-g0", "-fno-exceptions"],

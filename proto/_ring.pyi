@@ -16,13 +16,6 @@ def read(
     doze_ns: int, supply: Callable[[int], Buffer | None] | None, /,
 ) -> bytes | Buffer | int: ...  # fmt: skip
 def close(memory: Buffer, offset: int, capacity: int, /) -> None: ...
-def frame_head(
-    client: int, request: int, settled: int, deadline_ns: int, role: int, kind: int, body: Buffer, layout: Buffer,
-    payload_bytes: int, /,
-) -> bytes: ...  # fmt: skip
-def frame_parts(
-    data: bytes | memoryview, /
-) -> tuple[int, int, int, int, int, int, bytes, bytes, memoryview] | None: ...
 def finite(buffer: NDArray[Any], exponent: int, /) -> bool: ...
 def below(values: NDArray[Any], limit: int, /) -> bool: ...
 def batch_fault(

@@ -20,13 +20,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from ..errors import ChannelRefused, DeadlinePassed, MessageError, PeerLost, RemoteFailure
 from . import grpc_transport, shm
 from .codec import POST, PROBE, REPLY, REQUEST, UNKNOWN, Frame, Pieces, decode, encode, pack, pack_bare, unpack
-from .generated import channel_pb2
-from .messages import Acknowledged, Failure, Message
+from .messages import Acknowledged, Failure, Hello, Message
 from .options import ChannelOptions, Received
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -73,13 +73,12 @@ def open_channel(address: str, options: ChannelOptions | None = None) -> Channel
     options = options if options is not None else ChannelOptions()
     client = secrets.randbits(63) + 1
     max_bytes = options.limits.max_message_bytes
-    hello = channel_pb2.Hello(version=grpc_transport.PROTOCOL_VERSION, client=client, max_message_bytes=max_bytes)
+    hello = Hello(grpc_transport.PROTOCOL_VERSION, client, max_bytes)
     offered: shm.Offer | None = None
     if options.transport != "grpc" and shm.supported():
         with contextlib.suppress(OSError):  # gRPC then
             offered = shm.offer(options.ring_bytes, options.spin_s)
-            memory = channel_pb2.SharedMemory(pid=os.getpid(), fd=offered.fd, ring_bytes=offered.ring_bytes)
-            hello.shared_memory.CopyFrom(memory)
+            hello = replace(hello, pid=os.getpid(), fd=offered.fd, ring_bytes=offered.ring_bytes)
     metadata = grpc_transport.metadata(options, client)
     try:
         grpc_channel = grpc_transport.dial(address, options)
@@ -89,7 +88,7 @@ def open_channel(address: str, options: ChannelOptions | None = None) -> Channel
             offered.close_fd()
     assert control.welcome is not None
     transport: Transport
-    if offered is not None and control.welcome.nonce == offered.nonce:
+    if offered is not None and control.welcome.nonce == offered.nonce.hex():
         transport = shm.ShmTransport(offered.rings, max_bytes, options.supply)
     elif options.transport == "shm":
         control.close()

@@ -1,4 +1,14 @@
-"""Messages to frames and back: encode, pack; unpack, decode.
+"""Messages to frames and back: encode, pack; unpack, decode. How a class of messages travels follows from its fields.
+
+Little endian. A frame is
+
+    client, request, settled, deadline_ns  u64     see `Frame`
+    role, kind                             u32     kind: the place of the message's class in `messages.MESSAGES`
+    bytes of body and of layout            u32
+    body      the numbers of the message in the order of its fields, then the lengths and the bytes of its texts
+    layout    of each array its dtype and its shape
+    padding   so that what follows starts at a multiple of 16
+    payload   the arrays' bytes, each array at a multiple of 16
 
 Arrays are copied only where they are not contiguous; received arrays are views of the received bytes. Sizes, indices
 and floats of a received message are checked; every fault raises a `MessageError`.
@@ -7,74 +17,187 @@ and floats of a received message are checked; every fault raises a `MessageError
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Callable
+import operator
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import numpy as np
-from google.protobuf.message import DecodeError, EncodeError
 from numpy.typing import NDArray
 
-from . import _ring, messages
-from .generated import channel_pb2
-from .generated import messages_pb2 as pb
+from . import _ring
+from .messages import MESSAGES, Hello, Message, Ping, Pong, Welcome
 from .options import Limits, Received, malformed, too_large
-
-Arrays = list[NDArray[Any]]
-Parts = tuple[bytes, tuple[NDArray[Any], ...]]  # body, arrays
-_Encode = Callable[[Any], Parts]
-_Decode = Callable[[bytes, Arrays, Limits], messages.Message]
-
-# Arrays. A layout is serialized, parsed and checked once per shape, not per message.
 
 ALIGNMENT = 16  # bytes; frames and their payloads start there, so arrays are aligned for every dtype
 MAX_TENSORS = 24
 MAX_DIMENSIONS = 4
 _CACHED_LAYOUTS = 4096
 _MAX_LAYOUT_BYTES = 4096
+_CACHED_BODIES = 1024  # with texts; of batches there is one for each layer of a model
+_MAX_CACHED_BODY_BYTES = 64
 
-_DTYPES: dict[int, np.dtype[Any]] = {
-    pb.DTYPE_FLOAT32: np.dtype("<f4"),
-    pb.DTYPE_FLOAT16: np.dtype("<f2"),
-    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
-    pb.DTYPE_INT32: np.dtype("<i4"),
-    pb.DTYPE_UINT8: np.dtype("u1"),
-    pb.DTYPE_INT64: np.dtype("<i8"),
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_DTYPES = tuple(np.dtype(name) for name in ("<f4", "<f2", "<u2", "<i4", "u1", "<i8"))  # by their number on the wire
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 # The exponent's bits of the float dtypes: all set means infinite or NaN.
 _EXPONENTS = {np.dtype("<f4"): 0x7F800000, np.dtype("<f2"): 0x7C00, np.dtype("<u2"): 0x7F80}
+_TENSOR = struct.Struct(f"<BB{MAX_DIMENSIONS}I")  # dtype, dimensions, sizes; those of absent dimensions are 0
+_HEAD = struct.Struct("<QQQQIIII")
+_PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
 
-_F32, _I32, _U8, _I64, _FLOAT = ("f4",), ("i4",), ("u1",), ("i8",), ("f4", "f2", "u2")
-# Per kind: name, accepted dtypes and dimensions of each array; equal letters are equal sizes, "N+1" is one more than N.
-_ARRAYS: dict[int, tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = {
-    pb.KIND_EXPERT_BATCH: (
-        ("experts", _I32, ("N",)), ("bits", _U8, ("N",)), ("starts", _I32, ("N+1",)),
-        ("rows", _I32, ("P",)), ("weights", _F32, ("P",)), ("hidden", _FLOAT, ("T", "H")),
-    ),
-    pb.KIND_EXPERT_RESULT: (("partial", _F32, ("T", "H")), ("resident", _U8, ("B",))),
-    pb.KIND_PREFETCH_COMMAND: (("keys", _I32, ("N",)), ("priorities", _F32, ("N",))),
-    pb.KIND_PLACEMENT_COMMAND: (("keys", _I32, ("N",)),),
-    pb.KIND_CONTEXT: (
-        ("sequences", _I64, ("S",)), ("embedding", _F32, ("S", "D")), ("probabilities", _F32, ("S", "E")),
-    ),
-    pb.KIND_STORE_REQUEST: (("experts", _I32, ("N",)),),
-    pb.KIND_STORE_REPLY: (("experts", _I32, ("N",)),),
-    pb.KIND_FILE_REPLY: (("data", _U8, ("N",)),),
-}  # fmt: skip
-_OPTIONAL: dict[int, int] = {pb.KIND_EXPERT_RESULT: 1}  # how many of the last arrays may be left out
-_OPEN_ENDED = frozenset({pb.KIND_STORE_REPLY})  # any arrays may follow, each with N rows
+Dtype = np.dtype[Any]
+Shapes = tuple[tuple[Dtype, tuple[int, ...]], ...]
+_Declared = TypeVar("_Declared")
 
-Shapes = tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
+
+# Forms
+
+
+class _Array(NamedTuple):
+    """A field's array: the dtypes that it may have, and letters of its dimensions."""
+
+    name: str
+    dtypes: frozenset[Dtype]
+    letters: tuple[str, ...]
+    optional: bool
+
+
+class Form:
+    """How the values of a class travel, read from its fields (see `messages.py`).
+
+    A mapping to arrays travels as arrays and a text with their names, another mapping as a text; both texts are JSON.
+
+    Attributes:
+        arrays: in the order of the layout; the optional one is the last.
+        open_ended: the field whose arrays follow them, each with N rows.
+    """
+
+    def __init__(self, declared: type[Any]) -> None:
+        self.declared = declared
+        self.numbers: list[str] = []
+        self.texts: list[str] = []
+        self.mappings: list[str] = []
+        self.arrays: list[_Array] = []
+        self.open_ended: str | None = None
+        hints, codes = get_type_hints(declared, include_extras=True), ""
+        for name in (field.name for field in fields(declared)):
+            hint = hints[name]
+            kind, note = get_args(hint) if hasattr(hint, "__metadata__") else (hint, "")
+            if kind in (bool, int, float):
+                self.numbers.append(name)
+                codes += {bool: "?", float: "d"}.get(kind, note)
+            elif kind is str:
+                self.texts.append(name)
+            elif getattr(kind, "__origin__", None) is not Mapping:
+                optional = type(None) in get_args(kind)
+                self.arrays.append(
+                    _Array(name, _dtypes(get_args(kind)[0] if optional else kind), tuple(note.split()), optional)
+                )
+            elif note:
+                self.open_ended = name
+            else:
+                self.mappings.append(name)
+        self.coded = [*self.texts, *self.mappings, *([self.open_ended] if self.open_ended else [])]  # as texts
+        self.fixed = struct.Struct(f"<{codes}{len(self.coded)}I")
+        places = [*self.numbers, *self.coded, *(array.name for array in self.arrays)]
+        order = [places.index(field.name) for field in fields(declared)]
+        self.in_order: Callable[[Sequence[Any]], tuple[Any, ...]]  # of parts: the arguments of the class
+        self.in_order = operator.itemgetter(*order) if len(order) > 1 else tuple
+        self.fewest = sum(not array.optional for array in self.arrays)
+        self.values_of = _getter(self.numbers + self.texts)
+        self.arrays_of = _getter([array.name for array in self.arrays])
+
+    def body(self, value: Any) -> bytes:
+        """The numbers and texts of a value. Raises what struct and JSON raise."""
+        if not self.coded:
+            return self.fixed.pack(*self.values_of(value))
+        texts = [json.dumps(getattr(value, name)) for name in self.mappings]
+        if self.open_ended is not None:
+            texts.append(json.dumps(list(getattr(value, self.open_ended))))
+        return _written(self, *self.values_of(value), *texts)
+
+    def parts(self, body: bytes) -> tuple[Any, ...]:
+        """The numbers and texts of a body; of a mapping, what its JSON gives.
+
+        Raises:
+            MessageError: the body is none of this class.
+        """
+        try:
+            if not self.coded:
+                return self.fixed.unpack(body)
+            parts = (_parts if len(body) <= _MAX_CACHED_BODY_BYTES else _parts.__wrapped__)(self, body)
+            texts = len(self.numbers) + len(self.texts)
+            return parts if texts == len(parts) else (*parts[:texts], *map(json.loads, parts[texts:]))
+        except (struct.error, ValueError, RecursionError):
+            raise malformed(f"{len(body)} bytes are no body of {self.declared.__name__}") from None
+
+
+@functools.lru_cache(maxsize=_CACHED_BODIES)
+def _written(form: Form, *values: Any) -> bytes:
+    """A body with texts, which are the last of the values."""
+    numbers = len(form.numbers)
+    texts = [text.encode() for text in values[numbers:]]
+    return b"".join((form.fixed.pack(*values[:numbers], *map(len, texts)), *texts))
+
+
+@functools.lru_cache(maxsize=_CACHED_BODIES)
+def _parts(form: Form, body: bytes) -> tuple[Any, ...]:
+    """The numbers and texts of a body with texts. Raises struct.error or ValueError: it is none."""
+    parts: list[Any] = list(form.fixed.unpack_from(body))
+    at = form.fixed.size
+    for place in range(len(form.numbers), len(parts)):
+        end = at + parts[place]
+        parts[place] = body[at:end].decode()
+        at = end
+    if at != len(body):
+        raise ValueError("the texts have another length")
+    return tuple(parts)
+
+
+def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """`operator.attrgetter`, which gives a tuple for more than one name."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda value: tuple([getattr(value, name) for name in names])
+
+
+def _dtypes(array: Any) -> frozenset[Dtype]:
+    scalar = get_args(get_args(array)[1])[0]
+    return frozenset(_EXPONENTS if scalar is Any else (np.dtype(scalar),))
+
+
+_FORMS: dict[type[Any], tuple[int, Form]] = {
+    declared: (kind, Form(declared)) for kind, declared in enumerate(MESSAGES, 1)
+}
+_KINDS: dict[int, Form] = dict(_FORMS.values())
+_CONTROL: dict[type[Any], Form] = {
+    declared: Form(declared) for declared in (Hello, Welcome, Ping, Pong)
+}  # of the control stream
+
+
+def to_bytes(value: Any) -> bytes:
+    """A value of the control stream as bytes."""
+    return _CONTROL[type(value)].body(value)
+
+
+def from_bytes(declared: type[_Declared], data: bytes) -> _Declared:
+    """The value of a class of the control stream. Raises MessageError: the bytes are none."""
+    form = _CONTROL[declared]
+    return declared(*form.in_order(form.parts(data)))
+
+
+# Arrays. A layout is written, read and checked once per shape, not per message.
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The arrays of a payload: the `Layout`; dtype, shape and offset of each; bytes of padding before each."""
+    """The arrays of a payload: the layout; dtype, shape, offset and `_EXPONENTS` of each; the padding before each."""
 
     serialized: bytes
-    arrays: tuple[tuple[np.dtype[Any], tuple[int, ...], int], ...]
+    arrays: tuple[tuple[Dtype, tuple[int, ...], int, int], ...]
     gaps: tuple[int, ...]
     size: int  # bytes of the payload
 
@@ -82,42 +205,23 @@ class Arrangement:
 @functools.lru_cache(maxsize=_CACHED_LAYOUTS)
 def _arrange(kind: int, shapes: Shapes) -> Arrangement:
     """How arrays of these shapes travel with a message of this kind."""
-    layout = pb.Layout()
-    for dtype, shape in shapes:
-        if dtype not in _CODES:
-            raise malformed(f"arrays of {dtype} cannot be sent")
-        tensor = layout.tensors.add()
-        tensor.dtype = pb.DType.Name(_CODES[dtype])  # type: ignore[assignment]
-        tensor.shape.extend(shape)
-        tensor.byte_length = math.prod(shape) * dtype.itemsize
     _check_shapes(kind, shapes)
-    return _placed(shapes, layout.SerializeToString())
+    serialized = [
+        _TENSOR.pack(_CODES[dtype], len(shape), *shape, *[0] * (MAX_DIMENSIONS - len(shape))) for dtype, shape in shapes
+    ]
+    return _placed(shapes, b"".join(serialized))
 
 
 @functools.lru_cache(maxsize=_CACHED_LAYOUTS)
 def _parse_layout(kind: int, serialized: bytes) -> Arrangement:
-    """The arrangement in a received `Layout`."""
-    if len(serialized) > _MAX_LAYOUT_BYTES:  # bounds the memory of the cache
+    """The arrangement in a received layout."""
+    if len(serialized) > _MAX_LAYOUT_BYTES or len(serialized) % _TENSOR.size:  # bounds the memory of the cache
         raise malformed(f"a layout of {len(serialized)} bytes")
-    try:
-        layout = pb.Layout.FromString(serialized)
-    except DecodeError:
-        raise malformed("the layout cannot be parsed") from None
-    if len(layout.tensors) > MAX_TENSORS:
-        raise malformed(f"{len(layout.tensors)} arrays")
-    shapes: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
-    for tensor in layout.tensors:
-        dtype, shape = _DTYPES.get(tensor.dtype), tuple(tensor.shape)
-        if dtype is None:
-            raise malformed(f"dtype {tensor.dtype} is unknown")
-        if len(shape) > MAX_DIMENSIONS:
-            raise malformed(f"{len(shape)} dimensions")
-        # NumPy multiplies the sizes that are not zero, and an empty array of 2**63 columns is refused by it
-        if any(size >= 2**31 for size in shape) or math.prod(max(size, 1) for size in shape) >= 2**40:
-            raise malformed(f"shape {shape}")
-        if math.prod(shape) * dtype.itemsize != tensor.byte_length:
-            raise malformed(f"{dtype} {shape} does not take {tensor.byte_length} bytes")
-        shapes.append((dtype, shape))
+    shapes: list[tuple[Dtype, tuple[int, ...]]] = []
+    for code, dimensions, *sizes in _TENSOR.iter_unpack(serialized):
+        if code >= len(_DTYPES) or dimensions > MAX_DIMENSIONS:
+            raise malformed(f"an array of dtype {code} with {dimensions} dimensions")
+        shapes.append((_DTYPES[code], tuple(sizes[:dimensions])))
     _check_shapes(kind, tuple(shapes))
     return _placed(tuple(shapes), serialized)
 
@@ -127,27 +231,31 @@ def _placed(shapes: Shapes, serialized: bytes) -> Arrangement:
     for dtype, shape in shapes:
         gaps.append(-at % ALIGNMENT)
         at += gaps[-1]
-        places.append((dtype, shape, at))
+        places.append((dtype, shape, at, _EXPONENTS.get(dtype, 0)))
         at += math.prod(shape) * dtype.itemsize
     return Arrangement(serialized, tuple(places), tuple(gaps), at)
 
 
 def _check_shapes(kind: int, shapes: Shapes) -> None:
-    rules = _ARRAYS.get(kind, ())
-    fewest = len(rules) - _OPTIONAL.get(kind, 0)
-    if len(shapes) < fewest or (len(shapes) > len(rules) and kind not in _OPEN_ENDED):
-        raise malformed(f"kind {kind} has {len(shapes)} arrays")
+    form = _KINDS[kind]
+    name, most = form.declared.__name__, MAX_TENSORS if form.open_ended else len(form.arrays)
+    if not form.fewest <= len(shapes) <= most:
+        raise malformed(f"{name} has {len(shapes)} arrays")
+    for dtype, shape in shapes:
+        # NumPy multiplies the sizes that are not zero, and an empty array of 2**63 columns is refused by it
+        if dtype not in _CODES or len(shape) > MAX_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 2**40:
+            raise malformed(f"{name} has an array of {dtype} {shape}")
     sizes: dict[str, int] = {}
-    for (dtype, shape), (_, accepted, names) in zip(shapes, rules, strict=False):
-        if dtype.str[1:] not in accepted or len(shape) != len(names):
-            raise malformed(f"kind {kind} has an array of {dtype} {shape}")
-        for size, name in zip(shape, names, strict=True):
-            letter, _, more = name.partition("+")
+    for (dtype, shape), array in zip(shapes, form.arrays, strict=False):
+        if dtype not in array.dtypes or len(shape) != len(array.letters):
+            raise malformed(f"{name} has {array.name} of {dtype} {shape}")
+        for size, letters in zip(shape, array.letters, strict=True):
+            letter, _, more = letters.partition("+")
             if sizes.setdefault(letter, size - int(more or 0)) != size - int(more or 0):
-                raise malformed(f"in kind {kind}, {letter} is {sizes[letter]} in one array and differs in another")
-    for _, shape in shapes[len(rules) :]:
+                raise malformed(f"in {name}, {letter} is {sizes[letter]} in one array and differs in {array.name}")
+    for _, shape in shapes[len(form.arrays) :]:
         if not shape or shape[0] != sizes["N"]:
-            raise malformed(f"an array {shape} does not have a row for each of {sizes['N']} experts")
+            raise malformed(f"{name} has an array {shape} without a row for each of {sizes['N']}")
 
 
 # Messages
@@ -162,274 +270,87 @@ class Encoded(NamedTuple):
     arrays: tuple[NDArray[Any], ...]
 
 
-def encode(message: messages.Message) -> Encoded:
+def encode(message: Message) -> Encoded:
     """Turn a message into its parts.
 
     Raises:
         MessageError: dtypes, shapes or numbers break the rules of its kind.
     """
-    encoder = _ENCODERS.get(type(message))
-    if encoder is None:
+    known = _FORMS.get(type(message))
+    if known is None:
         raise malformed(f"{type(message).__name__} is no message")
-    kind, make = encoder
+    kind, form = known
     try:
-        body, arrays = make(message)
-    except (TypeError, ValueError, OverflowError, AttributeError, EncodeError) as error:
+        body, arrays = form.body(message), form.arrays_of(message)
+        if form.open_ended is not None:
+            arrays = (*arrays, *getattr(message, form.open_ended).values())
+        elif arrays and arrays[-1] is None:
+            arrays = arrays[:-1]
+        for array in arrays:
+            if not array.flags.c_contiguous:
+                arrays = tuple([np.ascontiguousarray(array) for array in arrays])
+                break
+        shapes = tuple([(array.dtype, array.shape) for array in arrays])
+    except (TypeError, ValueError, OverflowError, AttributeError, struct.error) as error:
         raise malformed(f"{type(message).__name__}: {error}") from error
-    for array in arrays:
-        if not isinstance(array, np.ndarray):
-            raise malformed(f"{type(message).__name__} has a {type(array).__name__} for an array")
-        if not array.flags.c_contiguous:
-            arrays = tuple([np.ascontiguousarray(a) for a in arrays])
-            break
-    return Encoded(kind, body, _arrange(kind, tuple([(array.dtype, array.shape) for array in arrays])), arrays)
+    return Encoded(kind, body, _arrange(kind, shapes), arrays)
 
 
-def decode(kind: int, body: bytes, layout: bytes, payload: memoryview, limits: Limits) -> messages.Message:
+def decode(kind: int, body: bytes, layout: bytes, payload: memoryview, limits: Limits) -> Message:
     """Turn parts into a message; its arrays are read-only views of `payload`.
 
     Raises:
         MessageError: the bytes are malformed, or the message breaks the rules of its kind.
     """
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
+    form = _KINDS.get(kind)
+    if form is None:
         raise malformed(f"kind {kind} is unknown")
     arrangement = _parse_layout(kind, layout)
     if arrangement.size != len(payload):
         raise malformed(f"the arrays take {arrangement.size} bytes, there are {len(payload)}")
-    arrays = [np.ndarray(shape, dtype, payload, offset) for dtype, shape, offset in arrangement.arrays]
-    try:
-        return decoder(body, arrays, limits)
-    except (DecodeError, UnicodeDecodeError):
-        raise malformed(f"the body cannot be parsed as kind {kind}") from None
+    arrays: list[Any] = []
+    for dtype, shape, offset, exponent in arrangement.arrays:
+        array = np.ndarray(shape, dtype, payload, offset)
+        if exponent and not _ring.finite(array, exponent):
+            raise malformed(f"{form.declared.__name__} has numbers that are not finite")
+        arrays.append(array)
+    parts: list[Any] = [*form.parts(body), *arrays]
+    if form.open_ended is not None:
+        at, own = len(parts) - len(arrays), len(form.arrays)
+        parts[at - 1 :] = [_named(parts[at - 1], arrays[own:]), *arrays[:own]]
+    elif len(arrays) < len(form.arrays):
+        parts.append(None)
+    message: Message = form.declared(*form.in_order(parts))
+    message.check(limits)
+    return message
 
 
-def _below(name: str, value: int, limit: int) -> int:
-    if value >= limit:
-        raise malformed(f"{name} {value} is not below {limit}")
-    return value
+def _named(names: Any, arrays: list[Any]) -> dict[str, NDArray[Any]]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise malformed("the names of the arrays are no names")
+    if len(names) != len(arrays) or len(set(names)) != len(names):
+        raise malformed(f"{len(names)} names for {len(arrays)} arrays, or one of them twice")
+    return dict(zip(names, arrays, strict=True))
 
 
-def _finite(name: str, array: NDArray[Any]) -> NDArray[Any]:
-    if not _ring.finite(array, _EXPONENTS[array.dtype]):
-        raise malformed(f"{name} has numbers that are not finite")
-    return array
+# Frames
 
-
-def _ids(name: str, array: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
-    if not _ring.below(array, limit):
-        raise malformed(f"{name} are not all in 0..{limit - 1}")
-    return array
-
-
-def _plain(
-    kind: int, message: type[Any], body: Any, check: Callable[[Any, Limits], None] | None
-) -> tuple[_Encode, _Decode]:
-    """For messages whose fields and arrays have the same names as in protobuf and in `_ARRAYS`.
-
-    An array that may be left out is None in the message.
-    """
-    named = tuple(body.DESCRIPTOR.fields_by_name)
-    names = tuple(name for name, *_ in _ARRAYS.get(kind, ()))
-    absent = [None] * _OPTIONAL.get(kind, 0)
-    places = [(*named, *names).index(field.name) for field in fields(message)]
-
-    def encode(m: Any) -> Parts:
-        filled = body(**{name: getattr(m, name) for name in named})
-        return filled.SerializeToString(), tuple([a for name in names if (a := getattr(m, name)) is not None])
-
-    def decode(data: bytes, arrays: Arrays, limits: Limits) -> messages.Message:
-        read = body.FromString(data)
-        parts = [*[getattr(read, name) for name in named], *arrays, *absent]
-        made = message(*[parts[place] for place in places])
-        if check is not None:
-            check(made, limits)
-        return made
-
-    return encode, decode
-
-
-def _check_result(m: messages.ExpertResult, limits: Limits) -> None:
-    for seconds in (m.measured_s, m.modelled_s, m.paced_s):
-        if not 0.0 <= seconds < math.inf:
-            raise malformed(f"a result took {seconds} seconds")
-    _finite("partial", m.partial)
-
-
-def _check_prefetch(m: messages.PrefetchCommand, limits: Limits) -> None:
-    _below("layer", m.layer, limits.layers)
-    _ids("keys", m.keys, limits.layers * limits.experts)
-    _finite("priorities", m.priorities)
-    _below("the number of hints", m.hints, len(m.keys) + 1)
-
-
-def _check_placement(m: messages.PlacementCommand, limits: Limits) -> None:
-    _ids("keys", m.keys, limits.layers * limits.experts)
-
-
-def _check_context(m: messages.Context, limits: Limits) -> None:
-    _below("layer", m.layer, limits.layers)
-    _below("the number of experts", m.probabilities.shape[1], (limits.layers - m.layer) * limits.experts + 1)
-    _finite("embedding", m.embedding)
-    _finite("probabilities", m.probabilities)
-
-
-def _check_store_request(m: messages.StoreRequest, limits: Limits) -> None:
-    _below("layer", m.layer, limits.layers)
-    _ids("experts", m.experts, limits.experts)
-
-
-def _check_name(name: str) -> None:
-    if len(name) > _MAX_NAME:
-        raise malformed(f"a file name of {len(name)} characters")
-
-
-def _check_file_request(m: messages.FileRequest, limits: Limits) -> None:
-    if not 0 < m.length <= limits.max_message_bytes:
-        raise malformed(f"{m.length} bytes of a file are asked for")
-    _check_name(m.name)
-
-
-def _check_file_reply(m: messages.FileReply, limits: Limits) -> None:
-    if m.offset + len(m.data) > m.size:
-        raise malformed(f"bytes up to {m.offset + len(m.data)} of a file of {m.size}")
-    _check_name(m.name)
-
-
-_BATCH_FAULTS = {
-    1: "an expert id is out of range",
-    2: "an expert is named twice",
-    3: "a width is above 8 bits",
-    4: "starts does not rise from 0 to the number of pairs",
-    5: "a row number is out of range",
-}
-_MAX_DETAILS = 256  # of a health report
-_MAX_NAME = 256  # characters of a file's name
-_CACHED_BODIES = 1024  # of batches: one for each layer of a model
-_MAX_CACHED_BODY_BYTES = 64
-
-
-@functools.lru_cache(maxsize=_CACHED_BODIES, typed=True)
-def _batch_body(layer: int, activation: str, decode: bool) -> bytes:
-    return pb.ExpertBatch(layer=layer, activation=activation, decode=decode).SerializeToString()
-
-
-def _parse_batch(body: bytes) -> tuple[int, str, bool]:
-    header = pb.ExpertBatch.FromString(body)
-    return header.layer, header.activation, header.decode
-
-
-_parse_batch_cached = functools.lru_cache(maxsize=_CACHED_BODIES)(_parse_batch)
-
-
-def _encode_batch(m: messages.ExpertBatch) -> Parts:
-    arrays = (m.experts, m.bits, m.starts, m.rows, m.weights, m.hidden)
-    return _batch_body(m.layer, m.activation, m.decode), arrays
-
-
-def _decode_batch(body: bytes, arrays: Arrays, limits: Limits) -> messages.ExpertBatch:
-    parse = _parse_batch_cached if len(body) <= _MAX_CACHED_BODY_BYTES else _parse_batch
-    layer, activation, decode = parse(body)
-    _below("layer", layer, limits.layers)
-    experts, bits, starts, rows, weights, hidden = arrays
-    fault = _ring.batch_fault(experts, bits, starts, rows, hidden.shape[0], limits.experts)
-    if fault:
-        raise malformed(_BATCH_FAULTS[fault])
-    _finite("weights", weights)
-    _finite("hidden", hidden)
-    return messages.ExpertBatch(layer, experts, bits, starts, rows, weights, hidden, activation, decode)
-
-
-def _encode_report(m: messages.HealthReport) -> Parts:
-    report = pb.HealthReport(role=m.role)
-    # bool before int, of which it is one
-    fields = ((bool, "flag"), (int, "integer"), (float, "real"), (object, "text"))
-    for name, value in m.details.items():
-        setattr(report.details[name], next(field for kind, field in fields if isinstance(value, kind)), value)
-    return report.SerializeToString(), ()
-
-
-def _decode_report(body: bytes, arrays: Arrays, limits: Limits) -> messages.HealthReport:
-    report = pb.HealthReport.FromString(body)
-    if len(report.details) > _MAX_DETAILS:
-        raise malformed(f"a health report with {len(report.details)} details")
-    details: dict[str, str | float | int | bool] = {}
-    for name, detail in report.details.items():
-        which = detail.WhichOneof("value")
-        if which is None:
-            raise malformed(f"the detail {name!r} has no value")
-        details[name] = getattr(detail, which)
-    return messages.HealthReport(report.role, details)
-
-
-def _encode_store_reply(m: messages.StoreReply) -> Parts:
-    body = pb.StoreReply(layer=m.layer, names=list(m.tensors), first=m.first)
-    return body.SerializeToString(), (m.experts, *m.tensors.values())
-
-
-def _decode_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> messages.StoreReply:
-    reply = pb.StoreReply.FromString(body)
-    experts, *tensors = arrays
-    names = list(reply.names)
-    if len(names) != len(tensors) or len(set(names)) != len(names):
-        raise malformed(f"{len(names)} names for {len(tensors)} tensors, or one of them twice")
-    named = dict(zip(names, tensors, strict=True))
-    for name, tensor in named.items():
-        if tensor.dtype in _EXPONENTS:
-            _finite(name, tensor)
-    layer = _below("layer", reply.layer, limits.layers)
-    return messages.StoreReply(layer, _ids("experts", experts, limits.experts), named, reply.first)
-
-
-_ACKNOWLEDGED = messages.Acknowledged()
-
-
-def _decode_acknowledged(body: bytes, arrays: Arrays, limits: Limits) -> messages.Acknowledged:
-    if body:
-        pb.Acknowledged.FromString(body)
-    return _ACKNOWLEDGED
-
-
-_SPECIAL: tuple[tuple[int, type, _Encode, _Decode], ...] = (
-    (pb.KIND_EXPERT_BATCH, messages.ExpertBatch, _encode_batch, _decode_batch),
-    (pb.KIND_ACKNOWLEDGED, messages.Acknowledged, lambda m: (b"", ()), _decode_acknowledged),
-    (pb.KIND_HEALTH_REPORT, messages.HealthReport, _encode_report, _decode_report),
-    (pb.KIND_STORE_REPLY, messages.StoreReply, _encode_store_reply, _decode_store_reply),
-)
-_PLAIN: tuple[tuple[int, type, Any, Callable[[Any, Limits], None] | None], ...] = (
-    (pb.KIND_FAILURE, messages.Failure, pb.Failure, None),
-    (pb.KIND_EXPERT_RESULT, messages.ExpertResult, pb.ExpertResult, _check_result),
-    (pb.KIND_PREFETCH_COMMAND, messages.PrefetchCommand, pb.PrefetchCommand, _check_prefetch),
-    (pb.KIND_CONTEXT, messages.Context, pb.Context, _check_context),
-    (pb.KIND_HEALTH_REQUEST, messages.HealthRequest, pb.HealthRequest, None),
-    (pb.KIND_PLACEMENT_COMMAND, messages.PlacementCommand, pb.PlacementCommand, _check_placement),
-    (pb.KIND_STORE_REQUEST, messages.StoreRequest, pb.StoreRequest, _check_store_request),
-    (pb.KIND_FILE_REQUEST, messages.FileRequest, pb.FileRequest, _check_file_request),
-    (pb.KIND_FILE_REPLY, messages.FileReply, pb.FileReply, _check_file_reply),
-)
-_ENCODERS: dict[type, tuple[int, _Encode]] = {message: (kind, encode) for kind, message, encode, _ in _SPECIAL}
-_DECODERS: dict[int, _Decode] = {kind: decode for kind, _, _, decode in _SPECIAL}
-for _kind, _message, _body, _check in _PLAIN:
-    _encode, _DECODERS[_kind] = _plain(_kind, _message, _body, _check)
-    _ENCODERS[_message] = _kind, _encode
-
-
-# Frames: the `Frame` of channel.proto, written and read by frame.cpp without a copy of the payload. The bytes are valid
-# protobuf with every field present and in order. Frames that leave out empty fields are read too, but slower.
-#
-#     offset  0  9 18 27  fixed64 client, request, settled, deadline_ns, each after its tag
-#            36 41        fixed32 role, kind, each after its tag
-#            46           body, layout, padding, payload, each after its tag and length; the payload at a multiple of 16
-
-REQUEST, REPLY, POST = channel_pb2.ROLE_REQUEST, channel_pb2.ROLE_REPLY, channel_pb2.ROLE_POST
-PROBE, UNKNOWN = channel_pb2.ROLE_PROBE, channel_pb2.ROLE_UNKNOWN
-_PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
+REQUEST, REPLY, POST = 1, 2, 3  # is answered by a frame of the same client and number; the answer; is not answered
+PROBE = 4  # without a message: where is the answer to this request? It comes, or `UNKNOWN` does
+UNKNOWN = 5  # the request that a probe asks for never came: send it again
 
 Pieces = tuple[Any, ...]  # buffers, to be written one after the other
 
 
 class Frame(NamedTuple):
-    """A received frame, not decoded yet. `deadline_ns` 0: none."""
+    """A received frame, not decoded yet.
+
+    Attributes:
+        client: random, one per channel.
+        request: number within the client, rising from 1; the same when sent again.
+        settled: every request below this number has its answer: the server forgets it.
+        deadline_ns: on the server's monotonic clock; 0: none.
+    """
 
     client: int
     request: int
@@ -450,16 +371,15 @@ def pack(
     Raises:
         MessageTooLarge: the total is above `max_bytes`.
     """
-    arrangement = encoded.arrangement
-    start = _ring.frame_head(
-        client, request, settled, deadline_ns, role, encoded.kind, encoded.body, arrangement.serialized,
-        arrangement.size,
-    )  # fmt: skip
+    kind, body, arrangement, arrays = encoded
+    layout = arrangement.serialized
+    head = _HEAD.pack(client, request, settled, deadline_ns, role, kind, len(body), len(layout))
+    start = b"".join((head, body, layout, _PADDING[-(len(body) + len(layout)) % ALIGNMENT]))
     size = len(start) + arrangement.size
     if size > max_bytes:
         raise too_large(size, max_bytes)
     pieces: list[Any] = [start]
-    for gap, array in zip(arrangement.gaps, encoded.arrays, strict=True):
+    for gap, array in zip(arrangement.gaps, arrays, strict=True):
         if gap:
             pieces.append(_PADDING[gap])
         if array.nbytes:
@@ -469,7 +389,7 @@ def pack(
 
 def pack_bare(client: int, request: int, settled: int, deadline_ns: int, role: int) -> Pieces:
     """A frame without a message."""
-    return (_ring.frame_head(client, request, settled, deadline_ns, role, 0, b"", b"", 0),)
+    return (_HEAD.pack(client, request, settled, deadline_ns, role, 0, 0, 0),)
 
 
 def unpack(data: Received) -> Frame:
@@ -478,12 +398,14 @@ def unpack(data: Received) -> Frame:
     Raises:
         MessageError: the bytes are no frame.
     """
-    parts = _ring.frame_parts(data)
-    if parts is not None:
-        return Frame._make(parts)
-    try:  # other implementations leave fields out or reorder them; this copies the payload
-        f = channel_pb2.Frame.FromString(bytes(data))
-    except DecodeError:
-        raise malformed(f"{len(data)} bytes are not a frame") from None
-    payload = memoryview(f.payload)
-    return Frame(f.client, f.request, f.settled, f.deadline_ns, f.role, f.kind, f.body, f.layout, payload)
+    if len(data) < _HEAD.size:
+        raise malformed(f"{len(data)} bytes are not a frame")
+    client, request, settled, deadline_ns, role, kind, body, layout = _HEAD.unpack_from(data)
+    body += _HEAD.size  # where it ends, as the layout below
+    layout += body
+    payload = layout + -layout % ALIGNMENT
+    if payload > len(data):
+        raise malformed(f"a frame of {len(data)} bytes ends before its payload")
+    view = memoryview(data)
+    parts = bytes(view[_HEAD.size : body]), bytes(view[body:layout]), view[payload:]
+    return Frame._make((client, request, settled, deadline_ns, role, kind, *parts))

@@ -15,30 +15,21 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ChannelRefused
-from .codec import Pieces
-from .generated import channel_pb2, services_pb2
+from .codec import Pieces, from_bytes, to_bytes
+from .messages import Hello, Ping, Pong, Welcome
 from .options import ChannelOptions, Received
 from .tls import TlsFiles
 
 if TYPE_CHECKING:
     import grpc
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+CHANNEL_SERVICE = "tiermoe.v1.Channel"
+CONTROL, EXCHANGE = f"/{CHANNEL_SERVICE}/Control", f"/{CHANNEL_SERVICE}/Exchange"
 TOKEN_KEY = "tiermoe-token"
 CLIENT_KEY = "tiermoe-client"
 _OVERHEAD = 64 * 1024  # of gRPC, above the largest message
 _LATE_S = 0.1  # a wait that ends later than this says that this process was not run
-
-
-def _path(service: str, method: str) -> str:
-    found = services_pb2.DESCRIPTOR.services_by_name[service]
-    return f"/{found.full_name}/{found.methods_by_name[method].name}"
-
-
-CHANNEL_SERVICE = services_pb2.DESCRIPTOR.services_by_name["Channel"].full_name
-CONTROL = _path("Channel", "Control")
-EXCHANGE = _path("Channel", "Exchange")
-ROLE_CALLS = (_path("ExpertCompute", "Compute"), _path("Store", "Fetch"), _path("Matcher", "Match"))
 
 
 def settings(max_message_bytes: int) -> list[tuple[str, Any]]:
@@ -110,7 +101,7 @@ class ControlStream:
         address: str,
         channel: grpc.Channel,
         metadata: tuple[tuple[str, str], ...],
-        hello: channel_pb2.Hello,
+        hello: Hello,
         options: ChannelOptions,
     ) -> None:
         self.address, self._channel, self._options = address, channel, options
@@ -122,8 +113,8 @@ class ControlStream:
         self._closed = threading.Event()
         self._lose: Callable[[str], None] | None = None
         self._sent_ns = {0: time.monotonic_ns()}
-        self.welcome: channel_pb2.Welcome | None = None
-        self._outgoing.put(channel_pb2.ControlRequest(hello=hello).SerializeToString())
+        self.welcome: Welcome | None = None
+        self._outgoing.put(to_bytes(hello))
         self._call = channel.stream_stream(CONTROL)(self._requests(), metadata=metadata)
         threading.Thread(target=self._read, name="channel-control", daemon=True).start()
         self._await_welcome()
@@ -158,7 +149,7 @@ class ControlStream:
 
         try:
             for data in self._call:
-                self._take(channel_pb2.ControlReply.FromString(data))
+                self._take(data)
             self._end("the peer ended the connection")
         except grpc.RpcError as error:
             self._code = error.code()
@@ -166,17 +157,18 @@ class ControlStream:
         except Exception as error:  # what the peer sent is no control message
             self._end(f"the peer's control stream is malformed: {error}")
 
-    def _take(self, reply: channel_pb2.ControlReply) -> None:
+    def _take(self, data: bytes) -> None:
         now = time.monotonic_ns()
         with self._changed:
-            if reply.HasField("welcome"):
-                self.welcome = reply.welcome
-                self.offset_ns = reply.welcome.clock_ns - self._sent_ns.pop(0, now)
-            elif reply.HasField("pong"):
-                self._pong = max(self._pong, reply.pong.sequence)
-                sent = self._sent_ns.pop(reply.pong.sequence, None)
+            if self.welcome is None:
+                self.welcome = from_bytes(Welcome, data)
+                self.offset_ns = self.welcome.clock_ns - self._sent_ns.pop(0, now)
+            else:
+                pong = from_bytes(Pong, data)
+                self._pong = max(self._pong, pong.sequence)
+                sent = self._sent_ns.pop(pong.sequence, None)
                 if sent is not None:
-                    self.offset_ns = min(self.offset_ns, reply.pong.clock_ns - sent)
+                    self.offset_ns = min(self.offset_ns, pong.clock_ns - sent)
             self._changed.notify_all()
 
     def _end(self, why: str) -> None:
@@ -231,7 +223,7 @@ class ControlStream:
     def _ping(self, sequence: int) -> None:
         with self._changed:
             self._sent_ns = {sequence: time.monotonic_ns()}
-        self._outgoing.put(channel_pb2.ControlRequest(ping=channel_pb2.Ping(sequence=sequence)).SerializeToString())
+        self._outgoing.put(to_bytes(Ping(sequence)))
 
     def _await_pong(self, sequence: int, timeout_s: float) -> bool:
         with self._changed:

@@ -1,12 +1,9 @@
-// Python bindings of the rings, frames and checks. Memory is given as buffer objects, which are held while a call runs, so
+// Python bindings of the rings and checks. Memory is given as buffer objects, which are held while a call runs, so
 // that nobody unmaps them meanwhile; sizes are checked against them. The interpreter lock is released while a call waits.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <vector>
-
 #include "checks.hpp"
-#include "frame.hpp"
 #include "ring.hpp"
 
 namespace {
@@ -221,65 +218,12 @@ PyObject* batch_fault(PyObject*, PyObject* const* args, Py_ssize_t count) {
                                                                   rows.size() / 4, tokens, max_experts)));
 }
 
-// frame_head(client, request, settled, deadline_ns, role, kind, body, layout, payload_bytes) -> bytes
-PyObject* frame_head(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 9)) return nullptr;
-    Held body, layout;
-    if (!body.take(args[6]) || !layout.take(args[7])) return nullptr;
-    const tiermoe::FrameNumbers numbers = {
-        PyLong_AsUnsignedLongLong(args[0]), PyLong_AsUnsignedLongLong(args[1]),
-        PyLong_AsUnsignedLongLong(args[2]), PyLong_AsUnsignedLongLong(args[3]),
-        static_cast<std::uint32_t>(PyLong_AsUnsignedLong(args[4])),
-        static_cast<std::uint32_t>(PyLong_AsUnsignedLong(args[5]))};
-    const unsigned long long payload = PyLong_AsUnsignedLongLong(args[8]);
-    if (PyErr_Occurred()) return nullptr;
-    const std::size_t most = tiermoe::FRAME_HEAD_ROOM + body.size() + layout.size();
-    unsigned char small[1024];
-    std::vector<unsigned char> large(most > sizeof(small) ? most : 0);
-    unsigned char* into = large.empty() ? small : large.data();
-    const std::size_t size =
-        tiermoe::frame_head(numbers, body.data(), body.size(), layout.data(), layout.size(), payload, into);
-    return PyBytes_FromStringAndSize(reinterpret_cast<char*>(into), static_cast<Py_ssize_t>(size));
-}
-
-// frame_parts(data: bytes or a read-only memoryview) -> (client, request, settled, deadline_ns, role, kind, body, layout,
-// payload: memoryview), or None where they are not in the fixed form
-PyObject* frame_parts(PyObject*, PyObject* data) {
-    if (!PyBytes_Check(data) && !PyMemoryView_Check(data)) {
-        PyErr_SetString(PyExc_TypeError, "a frame is bytes or a memoryview");
-        return nullptr;
-    }
-    Held held;
-    if (!held.take(data)) return nullptr;
-    char* bytes = reinterpret_cast<char*>(held.data());
-    tiermoe::FrameNumbers numbers;
-    tiermoe::FrameParts parts;
-    const std::size_t size = held.size();
-    if (!tiermoe::frame_parts(reinterpret_cast<unsigned char*>(bytes), size, &numbers, &parts)) Py_RETURN_NONE;
-    PyObject* whole = PyMemoryView_FromObject(data);
-    if (whole == nullptr) return nullptr;
-    PyObject* payload =
-        PySequence_GetSlice(whole, static_cast<Py_ssize_t>(parts.payload), static_cast<Py_ssize_t>(size));
-    Py_DECREF(whole);
-    if (payload == nullptr) return nullptr;
-    const auto length = [](std::size_t from, std::size_t to) { return static_cast<Py_ssize_t>(to - from); };
-    return Py_BuildValue("KKKKIIy#y#N", static_cast<unsigned long long>(numbers.client),
-                         static_cast<unsigned long long>(numbers.request),
-                         static_cast<unsigned long long>(numbers.settled),
-                         static_cast<unsigned long long>(numbers.deadline_ns), numbers.role, numbers.kind,
-                         bytes + parts.body, length(parts.body, parts.body_end), bytes + parts.layout,
-                         length(parts.layout, parts.layout_end), payload);
-}
-
 PyMethodDef methods[] = {
 #ifdef __linux__
     {"write", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(write)), METH_FASTCALL, "See ring.hpp."},
     {"read", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read)), METH_FASTCALL, "See ring.hpp."},
     {"close", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(close)), METH_FASTCALL, "See ring.hpp."},
 #endif
-    {"frame_head", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(frame_head)), METH_FASTCALL,
-     "See frame.hpp."},
-    {"frame_parts", frame_parts, METH_O, "See frame.hpp."},
     {"finite", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(finite)), METH_FASTCALL, "See checks.hpp."},
     {"below", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(below)), METH_FASTCALL, "See checks.hpp."},
     {"batch_fault", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(batch_fault)), METH_FASTCALL,

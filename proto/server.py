@@ -18,13 +18,12 @@ from concurrent import futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.message import DecodeError
-
-from ..errors import ConfigError, RuntimeFailure
+from ..errors import ConfigError, MessageError, RuntimeFailure
 from . import grpc_transport as wire
 from . import shm
 from .channel import close_all as close_channels
-from .generated import channel_pb2
+from .codec import from_bytes, to_bytes
+from .messages import Hello, Ping, Pong, Welcome
 from .options import ServerOptions
 from .requests import Handler, Requests
 
@@ -116,12 +115,11 @@ class ChannelServer:
             _DaemonThreads(),
             options=wire.settings(options.limits.max_message_bytes),
             interceptors=(_token_check(options.token),) if options.token else (),
-            # a control stream and an exchange per connection, some role calls, and those without a token being refused
+            # a control stream and an exchange per connection, some calls of health, and those that are being refused
             maximum_concurrent_rpcs=2 * options.max_connections + 8 + _REFUSALS,
         )
-        stream, unary = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
+        stream = grpc.stream_stream_rpc_method_handler
         methods = {wire.CONTROL: stream(self._control), wire.EXCHANGE: stream(self._exchange)}
-        methods |= {path: unary(self._role_call) for path in wire.ROLE_CALLS}
         server.add_generic_rpc_handlers((_Methods(methods),))
         self._health = _add_health(server)
         where = f"[{options.host}]" if ":" in options.host else options.host
@@ -149,9 +147,8 @@ class ChannelServer:
         hello = self._hello(incoming, context)
         connection = _Connection(hello.client)
         nonce = b""
-        if hello.HasField("shared_memory") and self._options.shared_memory:
-            offered = hello.shared_memory
-            found = shm.accept(offered.pid, offered.fd, offered.ring_bytes, self._options.spin_s, self._options.doze_s)
+        if hello.ring_bytes and self._options.shared_memory:
+            found = shm.accept(hello.pid, hello.fd, hello.ring_bytes, self._options.spin_s, self._options.doze_s)
             if found is not None:
                 connection.rings, nonce = found
         with self._lock:
@@ -168,15 +165,10 @@ class ChannelServer:
                     target=self._serve_rings, args=(connection.rings,), name="channel-requests", daemon=True
                 )
                 connection.thread.start()
-            welcome = channel_pb2.Welcome(
-                version=wire.PROTOCOL_VERSION, nonce=nonce, clock_ns=time.monotonic_ns(),
-                max_message_bytes=self._options.limits.max_message_bytes,
-            )  # fmt: skip
-            yield channel_pb2.ControlReply(welcome=welcome).SerializeToString()
+            most = self._options.limits.max_message_bytes
+            yield to_bytes(Welcome(wire.PROTOCOL_VERSION, most, time.monotonic_ns(), nonce.hex()))
             for data in incoming:
-                sequence = channel_pb2.ControlRequest.FromString(data).ping.sequence
-                pong = channel_pb2.Pong(sequence=sequence, clock_ns=time.monotonic_ns())
-                yield channel_pb2.ControlReply(pong=pong).SerializeToString()
+                yield to_bytes(Pong(from_bytes(Ping, data).sequence, time.monotonic_ns()))
         finally:
             with self._lock:
                 self._connections.pop(hello.client, None)
@@ -185,21 +177,19 @@ class ChannelServer:
                 connection.rings.close()
                 connection.rings = found = None  # gRPC keeps this frame until a garbage collection
 
-    def _hello(self, incoming: Iterator[bytes], context: Any) -> channel_pb2.Hello:
+    def _hello(self, incoming: Iterator[bytes], context: Any) -> Hello:
         import grpc
 
         try:
-            request = channel_pb2.ControlRequest.FromString(next(incoming))
-        except (DecodeError, StopIteration):
-            request = channel_pb2.ControlRequest()
-        if not request.HasField("hello"):
+            hello = from_bytes(Hello, next(incoming))
+        except (MessageError, StopIteration):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a control stream begins with hello")
-        if request.hello.version != wire.PROTOCOL_VERSION:
+        if hello.version != wire.PROTOCOL_VERSION:
             context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"this server speaks version {wire.PROTOCOL_VERSION}, the client {request.hello.version}",
+                f"this server speaks version {wire.PROTOCOL_VERSION}, the client {hello.version}",
             )
-        return request.hello
+        return hello
 
     def _exchange(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Serve the requests of a client without shared memory."""
@@ -215,15 +205,6 @@ class ChannelServer:
                 reply = b"".join(pieces)
                 for _ in range(self._copies()):
                     yield reply
-
-    def _role_call(self, data: bytes, context: Any) -> bytes:
-        """Serve a call of a role's service: one frame."""
-        import grpc
-
-        pieces = self._requests.answer(data)
-        if pieces is None:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a frame with a request")
-        return b"".join(pieces or ())
 
     def _serve_rings(self, rings: shm.SharedRings) -> None:
         max_bytes = self._options.limits.max_message_bytes

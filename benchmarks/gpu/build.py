@@ -26,7 +26,7 @@ from unittest import mock
 NEEDED = {
     "numpy": "numpy", "torch": "torch", "transformers": "transformers", "safetensors": "safetensors",
     "tokenizers": "tokenizers", "pydantic": "pydantic", "yaml": "pyyaml", "psutil": "psutil", "rich": "rich",
-    "google.protobuf": "protobuf", "grpc": "grpcio", "nanobind": "nanobind",
+    "grpc": "grpcio", "nanobind": "nanobind",
 }  # fmt: skip
 USED_IF_THERE = {"triton": "triton", "accelerate": "accelerate", "pytest": "pytest", "hypothesis": "hypothesis"}
 

@@ -83,8 +83,8 @@ PROGRAMS = {
         "substitute", CPU, ("substitute.cpp",), f"{MEMORY},float-cast-overflow", ("-O1", "-g1", "-ffp-contract=off"),
         "checked 2880 problems\n",
     ),
-    "channel": Program("channel", PROTO, ("checks.cpp", "frame.cpp", "ring.cpp")),
-    "channel, threads": Program("channel", PROTO, ("checks.cpp", "frame.cpp", "ring.cpp"), sanitizers="thread"),
+    "channel": Program("channel", PROTO, ("checks.cpp", "ring.cpp")),
+    "channel, threads": Program("channel", PROTO, ("checks.cpp", "ring.cpp"), sanitizers="thread"),
 }
 
 

@@ -29,8 +29,8 @@ from tiermoe.errors import (
 )
 from tiermoe.proto import codec, grpc_transport
 from tiermoe.proto.channel import Channel, Pending, open_channel
-from tiermoe.proto.codec import Encoded, decode, encode
-from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message, StoreRequest
+from tiermoe.proto.codec import Encoded, encode, to_bytes
+from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Hello, Message, StoreRequest
 from tiermoe.proto.options import ChannelOptions, Limits, ServerOptions
 from tiermoe.proto.requests import ReplyCache, State
 from tiermoe.proto.server import ChannelServer
@@ -347,7 +347,7 @@ def test_a_token_is_demanded(transport: str, worker: Worker) -> None:
 
 def test_calls_without_the_token_hold_nothing(worker: Worker) -> None:
     """Guards: 136 calls that sent no message took all places; messages were received before the token was read."""
-    calls = [grpc_transport.ROLE_CALLS[0], grpc_transport.EXCHANGE, "/grpc.health.v1.Health/Watch", "/no/such"]
+    calls = ["/grpc.health.v1.Health/Check", grpc_transport.EXCHANGE, "/grpc.health.v1.Health/Watch", "/no/such"]
     never = threading.Event()
 
     def silent() -> Iterator[bytes]:
@@ -391,23 +391,19 @@ def test_auto_falls_back_to_grpc_where_memory_is_not_shared(worker: Worker) -> N
             open_channel(server.address, ChannelOptions(transport="shm"))
 
 
-def test_health_service_and_role_calls_serve_any_grpc_client(worker: Worker) -> None:
+def test_any_grpc_client_gets_the_health_and_nothing_else(worker: Worker) -> None:
     with ChannelServer(worker) as server, grpc.insecure_channel(server.address) as plain:
         stub = health_pb2_grpc.HealthStub(plain)
         answer = stub.Check(health_pb2.HealthCheckRequest(service="tiermoe.v1.Channel"), timeout=_SOON_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         data = b"".join(codec.pack(encode(batch()), 5, 1, 1, 0, codec.REQUEST, 1 << 20)[0])
-        for _ in range(2):
-            reply = codec.unpack(plain.unary_unary(grpc_transport.ROLE_CALLS[0])(data, timeout=_SOON_S))
-            result = decode(reply.kind, reply.body, reply.layout, reply.payload, Limits())
-            assert isinstance(result, ExpertResult)
-        assert worker.layers == [3]  # the same id: executed once
-        with pytest.raises(grpc.RpcError):
-            plain.unary_unary(grpc_transport.ROLE_CALLS[0])(b"nonsense", timeout=_SOON_S)
         with pytest.raises(grpc.RpcError):
             list(plain.stream_stream(grpc_transport.EXCHANGE)(iter([data]), timeout=_SOON_S))
-        with pytest.raises(grpc.RpcError):
-            list(plain.stream_stream(grpc_transport.CONTROL)(iter([b"\xff"]), timeout=_SOON_S))
+        hello = to_bytes(Hello(grpc_transport.PROTOCOL_VERSION, 1, 4096))
+        older = to_bytes(Hello(grpc_transport.PROTOCOL_VERSION - 1, 1, 4096))
+        for first, why in ((b"\xff", "begins with"), (hello[:-1], "begins with"), (older, "speaks version")):
+            with pytest.raises(grpc.RpcError, match=why):
+                list(plain.stream_stream(grpc_transport.CONTROL)(iter([first]), timeout=_SOON_S))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import struct
+import subprocess
+import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,10 +17,9 @@ from hypothesis import strategies as st
 
 from tiermoe.errors import ConfigError, MessageError, MessageTooLarge
 from tiermoe.proto import codec
-from tiermoe.proto.codec import decode, encode
-from tiermoe.proto.generated import channel_pb2
-from tiermoe.proto.generated import messages_pb2 as pb
+from tiermoe.proto.codec import decode, encode, from_bytes, to_bytes
 from tiermoe.proto.messages import (
+    MESSAGES,
     Acknowledged,
     Context,
     ExpertResult,
@@ -26,11 +28,15 @@ from tiermoe.proto.messages import (
     FileRequest,
     HealthReport,
     HealthRequest,
+    Hello,
     Message,
+    Ping,
     PlacementCommand,
+    Pong,
     PrefetchCommand,
     StoreReply,
     StoreRequest,
+    Welcome,
 )
 from tiermoe.proto.options import Limits
 
@@ -47,7 +53,7 @@ def _message(data: bytes) -> Message:
     return decode(frame.kind, frame.body, frame.layout, frame.payload, LIMITS)
 
 
-MESSAGES: list[Message] = [
+SENT: list[Message] = [
     batch(),
     replace(batch(), decode=True),
     replace(batch(), hidden=np.ones((2, 8), np.float16)),
@@ -82,31 +88,27 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("message", SENT, ids=lambda m: type(m).__name__)
 def test_there_and_back(message: Message) -> None:
     data = _bytes(message)
     back = _message(data)
     assert type(back) is type(message)
     for field in fields(message):
         assert _same(getattr(message, field.name), getattr(back, field.name)), field.name
-    theirs = channel_pb2.Frame.FromString(data)  # protobuf reads what we write, and we read what it writes
-    assert (theirs.client, theirs.request, theirs.settled, theirs.deadline_ns) == (7, 8, 9, 10)
-    theirs.ClearField("padding")
-    assert codec.unpack(data) == codec.unpack(theirs.SerializeToString())
-    assert type(_message(theirs.SerializeToString())) is type(message)
+    frame = codec.unpack(data)
+    assert (frame.client, frame.request, frame.settled, frame.deadline_ns) == (7, 8, 9, 10)
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_bodies_are_those_of_protobuf(message: Message) -> None:
-    """Which leaves out fields that are 0, and bodies of another length are read by it."""
-    theirs = getattr(pb, type(message).__name__)
-    kind, body, arrangement, _ = encode(message)
-    read = theirs.FromString(body)
-    shared = {name: getattr(message, name) for name in theirs.DESCRIPTOR.fields_by_name if hasattr(message, name)}
-    assert all(getattr(read, name) == value for name, value in shared.items() if not isinstance(value, dict))
-    payload = codec.unpack(_bytes(message)).payload
-    back = decode(kind, read.SerializeToString(), arrangement.serialized, payload, LIMITS)
-    assert all(_same(getattr(message, field.name), getattr(back, field.name)) for field in fields(message))
+@pytest.mark.parametrize(
+    "value",
+    [Hello(2, 2**63, 1 << 20), Hello(2, 1, 1, 2**31, 3, 1 << 22), Welcome(2, 1 << 20, 9, "a0"), Ping(3), Pong(3, 4)],
+)
+def test_the_control_stream_there_and_back(value: Any) -> None:
+    data = to_bytes(value)
+    assert from_bytes(type(value), data) == value
+    for bad in (data[:-1], data + b"x", b"", b"\xff"):
+        with pytest.raises(MessageError):
+            from_bytes(type(value), bad)
 
 
 def test_arrays_are_views_of_the_bytes_and_aligned() -> None:
@@ -201,34 +203,80 @@ def test_what_is_not_accepted(message: Message) -> None:
         _message(_bytes(message))
 
 
-def _layout(*tensors: tuple[int, tuple[int, ...], int]) -> bytes:
-    return pb.Layout(
-        tensors=[pb.Tensor(dtype=d, shape=s, byte_length=n) for d, s, n in tensors]  # type: ignore[arg-type]
-    ).SerializeToString()
+_KIND = {declared: kind for kind, declared in enumerate(MESSAGES, 1)}
+_RESULT = _KIND[ExpertResult], struct.pack("<3d", 0.0, 0.0, 0.0)  # and its body
 
 
+def _layout(*arrays: tuple[int, tuple[int, ...]]) -> bytes:
+    return b"".join(struct.pack("<BB4I", code, len(shape), *(*shape, 0, 0, 0, 0)[:4]) for code, shape in arrays)
+
+
+# of a payload of 16 bytes: dtype x shape must give the same
 @pytest.mark.parametrize(
     "layout",
     [
-        _layout((pb.DTYPE_FLOAT32, (1, 4), 17)),  # the length is wrong
-        _layout((pb.DTYPE_FLOAT32, (2**62, 4), 16)),  # dtype x shape is 16 modulo 2**64
-        _layout((pb.DTYPE_FLOAT32, (2**32, 2**32), 0)),
-        _layout((pb.DTYPE_FLOAT32, (0, 2**63), 0)),
-        _layout((99, (1, 4), 16)),
-        _layout((pb.DTYPE_FLOAT32, (1, 1, 1, 1, 4), 16)),
+        _layout((0, (1, 5))),
+        _layout((0, (1, 3))),
+        _layout((0, (2**31, 2**31))),  # dtype x shape is 0 modulo 2**64
+        _layout((0, (0, 2**31)), (4, (2**20,))),
+        _layout((99, (1, 4))),  # no dtype
+        _layout((5, (1, 2))),  # another dtype than the message's
+        _layout((0, (4,))),
+        _layout((0, (1, 1, 1, 1, 4))),
         _layout(),
-        _layout(*[(pb.DTYPE_FLOAT32, (1, 4), 16)] * 30),
+        _layout(*[(0, (1, 4))] * 30),
+        _layout((0, (1, 4)))[:-1],
         b"\xff\xff",
     ],
 )
 def test_layouts_that_lie(layout: bytes) -> None:
     with pytest.raises(MessageError):
-        decode(pb.KIND_EXPERT_RESULT, b"", layout, memoryview(bytes(16)), LIMITS)
+        decode(*_RESULT, layout, memoryview(bytes(16)), LIMITS)
 
 
 def test_a_payload_of_another_size() -> None:
     with pytest.raises(MessageError, match="there are 15"):
-        decode(pb.KIND_EXPERT_RESULT, b"", _layout((pb.DTYPE_FLOAT32, (1, 4), 16)), memoryview(bytes(15)), LIMITS)
+        decode(*_RESULT, _layout((0, (1, 4))), memoryview(bytes(15)), LIMITS)
+
+
+# A body's texts: another length, no UTF-8, no JSON, JSON of something else
+BODIES: list[tuple[type[Message], bytes, bytes]] = [
+    (ExpertResult, bytes(23), _layout((0, (1, 4)))),
+    (HealthRequest, b"x", b""),
+    (Failure, struct.pack("<3I", 1, 1, 1) + b"ab", b""),
+    (Failure, struct.pack("<3I", 1, 1, 2**32 - 1) + b"abc", b""),
+    (Failure, struct.pack("<3I", 1, 1, 1) + b"abcd", b""),
+    (Failure, struct.pack("<3I", 1, 1, 1) + b"ab\xff", b""),
+    *(
+        (HealthReport, struct.pack("<2I", 1, len(text)) + b"r" + text, b"")
+        for text in (b"", b"{", b"[1]", b"3", b'{"a": [1]}', b'{"a": null}', b"[" * 5000, b"{}" * 9)
+    ),
+    (HealthReport, encode(HealthReport("r", {str(n): n for n in range(257)})).body, b""),
+    *(
+        (StoreReply, struct.pack("<3I", 0, 0, len(text)) + text, _layout((3, (4,)), (0, (4, 0)), (0, (4, 0))))
+        for text in (b'["a"]', b'["a", "a"]', b'["a", 1]', b'{"a": 1, "b": 2}', b"ab")
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "layout"), BODIES, ids=[f"{i} {b[0].__name__}" for i, b in enumerate(BODIES)])
+def test_bodies_that_lie(kind: type[Message], body: bytes, layout: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode(_KIND[kind], body, layout, memoryview(bytes(16 if layout else 0)), LIMITS)
+
+
+FRAMES: list[tuple[str, bytes]] = [
+    ("short", bytes(47)),
+    ("a body that is not there", struct.pack("<4Q4I", 0, 0, 0, 0, 1, 1, 1, 0)),
+    ("a body of 4 GiB", struct.pack("<4Q4I", 0, 0, 0, 0, 1, 1, 2**32 - 1, 2**32 - 1) + bytes(64)),
+    ("no room for the padding", struct.pack("<4Q4I", 0, 0, 0, 0, 1, 1, 1, 0) + b"x"),
+]
+
+
+@pytest.mark.parametrize("data", [data for _, data in FRAMES], ids=[name for name, _ in FRAMES])
+def test_bytes_that_are_no_frame(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        codec.unpack(data)
 
 
 def test_bounds_of_a_frame_and_of_the_limits() -> None:
@@ -245,7 +293,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
         _message(data)
 
 
-_VALID = [_bytes(message) for message in MESSAGES]
+_VALID = [_bytes(message) for message in SENT]
 
 
 @given(
@@ -270,8 +318,17 @@ def test_mutated_messages_decode_or_are_refused(data: bytes, changes: list[tuple
             assert np.isfinite(value).all()
 
 
-@given(st.integers(1, 10), st.binary(max_size=60), st.binary(max_size=60), st.binary(max_size=64))
+@given(st.integers(1, len(MESSAGES)), st.binary(max_size=60), st.binary(max_size=60), st.binary(max_size=64))
 @settings(max_examples=500, deadline=None)
 def test_random_parts(kind: int, body: bytes, layout: bytes, payload: bytes) -> None:
     with contextlib.suppress(MessageError):
         decode(kind, body, layout, memoryview(payload), LIMITS)
+
+
+def test_a_channel_needs_neither_ray_nor_torch_nor_grpc_to_be_imported() -> None:
+    code = (
+        "import sys, tiermoe.proto.peers, tiermoe.proto.server; "
+        "print([m for m in ('ray', 'torch', 'transformers', 'grpc') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -14,12 +14,7 @@ import pytest
 from tiermoe import errors
 
 _ROOT = Path(errors.__file__).parent
-_SOURCES = sorted(
-    path
-    for top in ("cluster", "actors", "proto", "kernels")
-    for path in (_ROOT / top).rglob("*.py")
-    if "generated" not in path.parts
-)
+_SOURCES = sorted(path for top in ("cluster", "actors", "proto", "kernels") for path in (_ROOT / top).rglob("*.py"))
 _OURS = {name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)}
 
 
