@@ -1,6 +1,6 @@
 """The grammar that a request gives, in the form that the runtime's llguidance compiles.
 
-Its conversion and check run in a process that can be killed (`grammar_jobs.py`), as the lead's compilation does.
+Its conversion and check run in a process that can be killed (`rendering.py`), as the lead's compilation does.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from ...actors.engine.serving.grammar_jobs import MODULE
 from ...errors import RuntimeFailure
-from ...proto.bounded import Helper, NotStarted, Workers
+from ...proto.bounded import NotStarted
 from .refusals import from_failure, refused
+from .rendering import WORKERS
 
 CONVERT_S = 3.0  # of one grammar; ordinary ones take milliseconds
 _MAX_CHARS = 256 * 1024
-_WORKERS = Workers(Helper(MODULE))
 
 
 def compiled(constraint: tuple[str, str, str]) -> str:
@@ -62,7 +61,7 @@ def _ask(request: Mapping[str, Any], parameter: str) -> Any:
         message = f"'{parameter}' needs llguidance, which this server does not have: pip install llguidance"
         raise refused(message, parameter, "unsupported_parameter")
     try:
-        return _WORKERS.ask(request, CONVERT_S)
+        return WORKERS.ask(request, CONVERT_S)
     except ValueError as error:
         raise refused(f"'{parameter}': {error}", parameter) from error
     except TimeoutError as error:

@@ -15,9 +15,10 @@ from typing import Any
 
 from ...actors.tokenizer import has_tokenizer, read_tokenizer
 from ...errors import CheckpointError, ConfigError, RuntimeFailure, reason
-from ...proto.bounded import START_S, Helper, Worker, Workers
+from ...proto.bounded import START_S
 from ..checkpoints.weight_files import optional_json, read_json_object
 from .refusals import ApiError, from_failure, refused
+from .rendering import WORKERS
 from .thinking import LEVELS, VARIABLES
 
 RENDER_S = 5.0  # for one request; an ordinary chat takes under a millisecond, one of 4 MB a tenth of a second
@@ -25,46 +26,15 @@ _ASKED = "What is the value?"
 _ANSWER = "plain words"
 _DOCUMENT = {"title": "A probe", "text": "words of a probe document", "contents": "words of a probe document"}
 _PROCESSORS = ("chat_template.json", "processor_config.json")  # of multimodal models, older and newer
-_HELPER = Helper("tiermoe.cluster.api.rendering")
 
 
 def end_helper() -> None:
-    """End the rendering process, if this process has no more to render; the next use starts it again."""
-    _HELPER.close()
+    """End the processes that render, if this process has no more to render; the next use starts them again."""
+    WORKERS.close()
 
 
 class _TemplateTimeout(ApiError):
     """A template was not done in time."""
-
-
-class _Renderer:
-    """Workers with one template. As many work as callers render at a time.
-
-    Args:
-        name: of the template, in errors.
-    """
-
-    def __init__(self, source: str | Mapping[str, str], tokens: Mapping[str, str], name: str) -> None:
-        named = source if isinstance(source, str) else dict(source)
-        self._workers = Workers(_HELPER, {"template": {"source": named, "tokens": dict(tokens)}})
-        self._name = name
-
-    def ask(self, request: Mapping[str, Any]) -> Any:
-        """What a worker found.
-
-        Raises:
-            ValueError: it failed, and why. ApiError: 400, it was not done in time. RuntimeFailure: workers end.
-        """
-        try:
-            return self._workers.ask(request, RENDER_S)
-        except TimeoutError:
-            raise _TemplateTimeout(
-                400, f"{self._name} was not rendered within {RENDER_S:g} s; send less, or start the server with "
-                "another --chat-template", "messages",
-            ) from None  # fmt: skip
-        except OSError as error:
-            what = f"the process that renders {self._name} ended twice"
-            raise RuntimeFailure(what, "send less at a time") from error
 
 
 class ChatTemplate:
@@ -89,7 +59,8 @@ class ChatTemplate:
     def __init__(
         self, source: str | Mapping[str, str], tokens: Mapping[str, str], name: str = "the model's chat template"
     ) -> None:
-        self._renderer = _Renderer(source, tokens, name)
+        self._template = {"source": source if isinstance(source, str) else dict(source), "tokens": dict(tokens)}
+        self._name = name
         self.text_arguments = self._wants_parts = False
         self.problem: str | None = None
         self._overrun: _TemplateTimeout | None = None  # of a probe: no other is tried
@@ -97,7 +68,7 @@ class ChatTemplate:
         self.variables, self.levels = frozenset[str](), frozenset[str]()
         for text in (source,) if isinstance(source, str) else source.values():
             try:
-                read = self._renderer.ask({"compile": {"source": text}})
+                read = self._ask({"compile": {"source": text}})
                 self.variables |= frozenset(VARIABLES).intersection(read["names"])
                 self.levels |= frozenset(LEVELS).intersection(read["words"])
             except ValueError as error:
@@ -142,7 +113,7 @@ class ChatTemplate:
         }  # fmt: skip
         adapted = [self._adapted(message) for message in messages]
         try:
-            text = str(self._renderer.ask({"render": {"messages": adapted, "given": given}}))
+            text = str(self._ask({"render": {"template": self._template, "messages": adapted, "given": given}}))
             # arguments of calls may have escapes of half a surrogate pair, which no tokenizer takes
             return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         except (ValueError, RecursionError) as error:
@@ -164,10 +135,7 @@ class ChatTemplate:
         """
         self.text_arguments = as_text
         answers = ({"content": "", "tool_calls": calls}, {"content": _ANSWER})
-        called, plain = (
-            self._probed([_user(), {"role": "assistant", **answer}], tools=tools)
-            for answer in answers
-        )
+        called, plain = (self._probed([_user(), {"role": "assistant", **answer}], tools=tools) for answer in answers)
         begin = _common(called, plain)
         begin = _opened(called, begin) or begin
         rest = called[begin:]
@@ -178,6 +146,23 @@ class ChatTemplate:
         """Whether a prompt shows tools."""
         shown = self._tried([_user()], tools=tools) or ""
         return all(tool["function"]["name"] in shown for tool in tools)
+
+    def _ask(self, request: Mapping[str, Any]) -> Any:
+        """What a worker found.
+
+        Raises:
+            ValueError: it failed, and why. ApiError: 400, it was not done in time. RuntimeFailure: workers end.
+        """
+        try:
+            return WORKERS.ask(request, RENDER_S)
+        except TimeoutError:
+            raise _TemplateTimeout(
+                400, f"{self._name} was not rendered within {RENDER_S:g} s; send less, or start the server with "
+                "another --chat-template", "messages",
+            ) from None  # fmt: skip
+        except OSError as error:
+            what = f"the process that renders {self._name} ended twice"
+            raise RuntimeFailure(what, "send less at a time") from error
 
     def _needs_parts(self) -> bool:
         """Whether it wants text as a list of parts."""
@@ -267,16 +252,11 @@ def _has_template(folder: Path, settings: Mapping[str, Any]) -> bool:
 def _transformers_own(folder: Path, settings: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """The folder's templates and special tokens."""
     asked = {"folder": str(folder), "class_name": str(settings.get("tokenizer_class") or "")}
-    worker: Worker | None = None
     try:
-        worker = _HELPER.worker()
-        source, tokens = worker.ask({"load": asked}, START_S)
+        source, tokens = WORKERS.ask({"load": asked}, START_S)
     except (ValueError, OSError) as failure:
         what = f"the tokenizer's configuration in '{folder}' cannot be read: {failure}"
         raise CheckpointError(what, "correct or remove it") from failure
-    finally:
-        if worker is not None:
-            worker.close()
     with contextlib.suppress(CheckpointError):  # a class may be chosen by the type of the model, and has tokens
         named = read_tokenizer(folder).special_tokens
         tokens = tokens if named is None else named

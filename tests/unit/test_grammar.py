@@ -33,7 +33,7 @@ from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.schema import CompletionBody
 from tiermoe.cluster.api.tools import TOOL_FORMATS
 from tiermoe.errors import RequestError, RuntimeFailure
-from tiermoe.proto.bounded import Helper, Workers
+from tiermoe.proto.bounded import Workers
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -314,10 +314,10 @@ def test_a_grammar_whose_tokens_take_too_long_ends_its_request(monkeypatch: pyte
     monkeypatch.setattr(grammar_jobs, "_FIRST_S", 0.02)
     monkeypatch.setattr(grammar_jobs, "_TOKEN_S", 0.0001)
     tokens = llguidance.LLTokenizer(byte_tokenizer().to_str(), n_vocab=264, eos_token=[EOS])
-    jobs = grammar_jobs.GrammarJobs(tokens)
+    following = grammar_jobs.Following(tokens)
     ambiguous = f'root ::= s\ns ::= {"s " * 12} | s s s s s s | "a" | ""'
-    jobs.carry_out["begin"](grammar_of(grammar=ambiguous))
-    found = next(found for _ in range(400) if "error" in (found := jobs.carry_out["follow"](b"a")))
+    following.begin(grammar_of(grammar=ambiguous))
+    found = next(found for _ in range(400) if "error" in (found := following.follow(b"a")))
     assert found["error"] == "the grammar is too complex: it takes more than 0.0001 s a token"
     grammars = Grammars(byte_tokenizer().to_str(), 264, [EOS])
     monkeypatch.setattr("tiermoe.actors.engine.serving.grammar.FOLLOW_S", 1e-6)
@@ -353,7 +353,7 @@ def test_a_machine_that_starts_no_process_is_not_the_grammars_fault(monkeypatch:
         raise OSError("no memory")
 
     monkeypatch.setattr("subprocess.Popen", fails)
-    monkeypatch.setattr("tiermoe.cluster.api.grammar._WORKERS", Workers(Helper(grammar_jobs.MODULE)))
+    monkeypatch.setattr("tiermoe.cluster.api.grammar.WORKERS", Workers(grammar_jobs.MODULE))
     response = post("/v1/completions", {"prompt": "p", "guided_regex": "a"}, template=None)
     assert "does not start: no memory" in error(response)[2]
     with pytest.raises(RuntimeFailure, match="does not start: no memory"):
@@ -364,7 +364,7 @@ def test_more_grammars_than_processes_may_be_open(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tiermoe.actors.engine.serving.grammar._MAX_HELD", 2)
     grammars = Grammars(byte_tokenizer().to_str(), 264, [EOS])
     matchers = [grammars.matcher(grammar_of(guided_regex=letter)) for letter in "abc"]
-    helper = psutil.Process(grammars._helper._process.pid)
+    helper = psutil.Process(grammars._workers.helper.pid)
     gone = [matcher._worker.pid for matcher in matchers if matcher._worker is not None]
     assert len(gone) == 2
     for matcher, letter in zip(matchers, "abc", strict=True):

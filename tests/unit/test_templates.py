@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tiermoe.cluster.api import templates
 from tiermoe.cluster.api.refusals import ApiError
+from tiermoe.cluster.api.rendering import WORKERS
 from tiermoe.cluster.api.schema import _TEMPLATE_NAMES
 from tiermoe.cluster.api.settings import ApiSettings
 from tiermoe.cluster.api.templates import ChatTemplate, load_chat_template
@@ -28,6 +29,7 @@ from tiermoe.cluster.api.tools import calling
 from tiermoe.cluster.config import configs_dir, default_model_dir
 from tiermoe.cluster.jobs.serve import _say_if_chats_fail
 from tiermoe.errors import CheckpointError, ConfigError
+from tiermoe.proto.bounded import Worker
 
 USER = {"role": "user", "content": "hi <b> & 'é' 🙂"}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"type": "object"}}}]
@@ -282,7 +284,7 @@ def test_an_endless_template_delays_no_other_chat_and_its_process_is_replaced(mo
     made = _loops_on("messages[0].content == 'loop'")
     monkeypatch.setattr(templates, "RENDER_S", 1.0)
     monkeypatch.setattr("fake_api.ChatTemplate", lambda *_: made)
-    (worker,) = made._renderer._workers.idle
+    process = psutil.Process(WORKERS.idle[-1].pid)
     loop = {"messages": [{"role": "user", "content": "loop"}]}
 
     async def call(http: Any) -> None:
@@ -301,7 +303,7 @@ def test_an_endless_template_delays_no_other_chat_and_its_process_is_replaced(mo
         assert (await waiting).status_code == 200
 
     ask(FakeBackend(), call)
-    assert not psutil.pid_exists(worker.pid)
+    assert not psutil.wait_procs([process], timeout=20)[1]
 
 
 def test_tools_that_never_end_cost_tools_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,20 +328,20 @@ def test_what_a_template_makes_is_bounded(source: str, why: str) -> None:
 
 def test_processes_that_die_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    (worker,) = template._renderer._workers.idle
-    os.kill(worker.pid, signal.SIGKILL)
+    os.kill(WORKERS.idle[-1].pid, signal.SIGKILL)
     assert template.render([USER]) == USER["content"]
-    helper = templates._HELPER._process
-    helper.kill()
-    helper.wait()
+    WORKERS.helper.kill()
+    WORKERS.helper.wait()
+    assert template.render([USER]) == USER["content"]  # by the worker that is left
+    os.kill(WORKERS.idle[-1].pid, signal.SIGKILL)
     assert template.render([USER]) == USER["content"]
-    plain = templates.Worker.ask
+    plain = Worker.ask
 
     def dies(self: Any, *given: Any) -> Any:
         os.kill(self.pid, signal.SIGKILL)
         return plain(self, *given)
 
-    monkeypatch.setattr(templates.Worker, "ask", dies)
+    monkeypatch.setattr(Worker, "ask", dies)
     with pytest.raises(ApiError, match="the process that renders the model's chat template ended") as caught:
         template.render([USER])
     assert caught.value.status == 503
@@ -350,8 +352,7 @@ def test_processes_that_die_are_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_worker_that_is_killed_leaves_no_zombie() -> None:
     """It stayed one until the next message, which may never come."""
     template = ChatTemplate("{{ messages[0].content }}", {})
-    (worker,) = template._renderer._workers.idle
-    process = psutil.Process(worker.pid)
+    process = psutil.Process(WORKERS.idle[-1].pid)
     process.kill()
     assert not psutil.wait_procs([process], timeout=20)[1]  # not there, not even as a zombie
     assert template.render([USER]) == USER["content"]
@@ -359,10 +360,11 @@ def test_a_worker_that_is_killed_leaves_no_zombie() -> None:
 
 def test_several_render_at_a_time() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
+    WORKERS.close()
     with ThreadPoolExecutor(4) as pool:
         asked = [f"{i}" * 10_000 for i in range(100)]
         assert list(pool.map(lambda text: template.render([USER | {"content": text}]), asked)) == asked
-    assert 1 <= len(template._renderer._workers.idle) <= 4
+    assert 1 <= len(WORKERS.idle) <= 4
 
 
 def test_rendering_imports_no_torch_and_ends_with_its_server(tmp_path: Path) -> None:
@@ -374,7 +376,7 @@ def test_rendering_imports_no_torch_and_ends_with_its_server(tmp_path: Path) -> 
         "from tiermoe.cluster.api import templates\n"
         f"template = templates.load_chat_template(Path({str(folder)!r}), None); calling(template)\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
-        "print(templates._HELPER._process.pid, flush=True); sys.stdin.read()"
+        "print(templates.WORKERS.helper.pid, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:

@@ -7,7 +7,6 @@ takes all memory or does not end costs its own request, not the lead.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import threading
 import weakref
@@ -19,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ....errors import RequestError, RuntimeFailure
-from ....proto.bounded import Helper, NotStarted, Worker
+from ....proto.bounded import NotStarted, Worker, Workers
 from .grammar_jobs import MODULE
 
 COMPILE_S = 5.0  # of one grammar; ordinary ones take milliseconds
@@ -44,7 +43,7 @@ class Grammars:
 
     def __init__(self, tokenizer: str | None, vocabulary: int, eos: Sequence[int]) -> None:
         self._json, self._vocabulary, self._eos = tokenizer, vocabulary, list(eos)
-        self._helper: Helper | None = None
+        self._workers: Workers | None = None
         self._lock = threading.Lock()
         self._turns = threading.BoundedSemaphore(_AT_ONCE)
         self._held = threading.BoundedSemaphore(_MAX_HELD)
@@ -67,14 +66,14 @@ class Grammars:
         if len(grammar) > _MAX_CHARS:
             raise RequestError(f"the grammar has {len(grammar)} characters", f"give at most {_MAX_CHARS}")
         with self._lock:
-            if self._helper is None:
+            if self._workers is None:
                 known = 1 + max(Tokenizer.from_str(self._json).get_vocab(with_added_tokens=True).values())
                 ends = [token for token in self._eos if token < known]
                 if not ends:
                     raise RequestError("the model's stop token is not in its tokenizer", "ask without a grammar")
                 given = {"tokenizer": self._json, "vocabulary": max(known, self._vocabulary), "ends": ends}
-                self._helper = Helper(MODULE, json.dumps(given).encode())
-        found = Matcher(self._helper, grammar, self._eos)
+                self._workers = Workers(MODULE, json.dumps(given).encode())
+        found = Matcher(self._workers, grammar, self._eos)
         with self._turns:
             found.begin(COMPILE_S)
         if self._held.acquire(blocking=False):
@@ -90,15 +89,15 @@ class Matcher:
     Its process is replaced once where it has ended: all of its state is the grammar and the tokens so far.
 
     Args:
-        helper: of its process, which ends with the matcher.
+        workers: where its process is from, which ends with the matcher.
         eos: tokens that end a request.
 
     Attributes:
         error: why the text cannot go on; None: it can. Then only tokens that end the request are permitted.
     """
 
-    def __init__(self, helper: Helper, grammar: str, eos: Sequence[int]) -> None:
-        self._helper, self._grammar, self._eos = helper, grammar, list(eos)
+    def __init__(self, workers: Workers, grammar: str, eos: Sequence[int]) -> None:
+        self._workers, self._grammar, self._eos = workers, grammar, list(eos)
         self._worker: Worker | None = None
         self._tokens: list[int] = []
         self._bits: str | None = None  # of the next token, in base64; None: not known yet
@@ -157,7 +156,7 @@ class Matcher:
                 assert self._worker is not None
                 found = self._worker.ask({"follow": {"tokens": list(tokens)}}, FOLLOW_S)
             except (OSError, ValueError) as error:
-                self._kill()
+                self.rest()
                 if last or isinstance(error, (TimeoutError, ValueError)):
                     self.error = f"the grammar is too complex: {_why(error, FOLLOW_S)}"
                     if isinstance(error, NotStarted):
@@ -168,7 +167,7 @@ class Matcher:
                 return
 
     def _begin(self, within_s: float) -> None:
-        self._worker = worker = self._helper.worker()
+        self._worker = worker = self._workers.worker()
         self._closer = weakref.finalize(self, worker.close)
         try:
             unreadable = worker.ask({"begin": {"grammar": self._grammar}}, within_s)
@@ -176,15 +175,8 @@ class Matcher:
                 what = f"llguidance cannot read the model's tokenizer: {unreadable}"
                 raise RequestError(what, "ask without a grammar")
         except BaseException:
-            self._kill()
+            self.rest()
             raise
-
-    def _kill(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            self._closer()
-            with contextlib.suppress(OSError):
-                self._helper.kill(worker.pid)
 
 
 def _why(error: Exception, within_s: float) -> str:
