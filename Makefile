@@ -9,7 +9,7 @@
 # make soak    an hour of mixed load on a server, then idle: memory, descriptors, slots, KV blocks: docs/results/soak.md
 # make readme-times README's commands, one after the other, from an empty cache, with their times
 # make papers  the papers' tables, simulated: docs/results/paper-*.md, with JOBS processes
-# make train-default-model    train the model that ships with the project, 13.4 M tokens: 2 h 20 min of one core (docs/default-model.md)
+# make train-default-model    train the model that ships with the project, 13.4 M tokens: three hours of one core (docs/default-model.md)
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
 # make lint    ruff, mypy, and whether constraints.txt installs from PyPI alone
 # make stub    write the stubs of the compiled modules again after a change of a binding (*_module.cpp, module.cpp, launch.cpp)
@@ -115,7 +115,7 @@ readme-times: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -s --cold tests/e2e/test_readme.py -m "slow or not slow" -k "command or start"
 
 train-default-model: $(VENV)/.installed
-	$(BIN)/python models/tiny-moe/train/train.py $(TRAIN_ARGS)
+	$(BIN)/python models/train.py $(TRAIN_ARGS)
 
 papers: $(VENV)/.installed
 	$(BIN)/tiermoe bench papers --jobs $(JOBS) --out docs/results
