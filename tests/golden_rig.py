@@ -49,7 +49,8 @@ from tiermoe.actors.store.format import model_fingerprint, read_manifest
 from tiermoe.cluster.cli import app, main
 from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy, policy_names
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
-from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.proto.peers import MATCHER, LocalDirectory, ndp_name
 
 PRESETS = sorted(policy_names())

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from ...actors.store.format import ITEM_BYTES, JOURNAL_NAME, MANIFEST_NAME, STAMP_NAME, SourceFile, TensorSpec
+from ...actors.store.format import JOURNAL_NAME, MANIFEST_NAME, STAMP_NAME, SourceFile, TensorSpec
 from ...actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
 from ...errors import CheckpointError
 from ..host import shown
 from .hub_cache import name_of
+from .matrices import Entry, TensorEntry
 from .quantization import Quantization, quantization_of
 from .weight_files import (
     CONFIG,
@@ -31,33 +30,6 @@ from .weight_files import (
 
 if TYPE_CHECKING:
     from .gguf_header import Header
-    from .matrices import QuantizedEntry
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor of the checkpoint: its file and its position there."""
-
-    path: Path
-    spec: TensorSpec
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files that hold it."""
-        return (self.path,)
-
-    @property
-    def rows(self) -> int:
-        """Length of the first dimension; a scalar is one row."""
-        return self.spec.shape[0] if self.spec.shape else 1
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of one entry of the first dimension."""
-        return math.prod(self.spec.shape[1:]) * ITEM_BYTES[self.spec.dtype]
-
-
-Entry: TypeAlias = "TensorEntry | QuantizedEntry"  # quantized ones are dequantized when they are read
 
 
 @dataclass(frozen=True)
@@ -129,29 +101,6 @@ def _open_gguf(path: Path, config: dict[str, Any]) -> Checkpoint:
     found = open_weights([shown(file) for file in there], [file.name for file in there])
     source = (_small_file(path, CONFIG), *found.source)
     return Checkpoint(path, config, found.tensors, source, gguf=found.header)
-
-
-def read_bytes(entry: TensorEntry, offset: int, nbytes: int) -> mmap.mmap | bytes:
-    """A copy of some bytes of a tensor. Raises CheckpointError: unreadable or truncated."""
-    if not nbytes:
-        return b""
-    # mapped pages return to the system at once; the allocator would retain hundreds of such tensors
-    pages = mmap.mmap(-1, nbytes)
-    buffer = memoryview(pages)
-    done = 0
-    try:
-        with open(entry.path, "rb", buffering=0) as file:
-            file.seek(entry.spec.offset + offset)
-            while done < len(buffer):
-                count = file.readinto(buffer[done:])
-                if not count:
-                    what = f"{entry.path} was truncated while it was read"
-                    raise CheckpointError(what, "run again once no program writes to it")
-                done += count
-    except OSError as error:
-        what = f"{entry.path} cannot be read ({error.strerror})"
-        raise CheckpointError(what, "make it a file that this user may read") from error
-    return pages
 
 
 def refuse_unsupported(model_dir: Path) -> None:

@@ -20,9 +20,8 @@ from ...actors.store.published import LayerMap, runs_of
 from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import DTYPES, ExpertForm, MatrixForm
 from ...limits import usable_cores
-from .checkpoint import Entry, TensorEntry, read_bytes
 from .gguf_header import EXPERT_REMEDY
-from .matrices import QuantizedEntry, Raw, plain_form
+from .matrices import Entry, QuantizedEntry, Raw, TensorEntry, plain_form, read_bytes
 from .plan import ExpertsModule, Group, Plan
 from .weight_files import OTHER_CONFIG, compare_hash
 

@@ -24,11 +24,10 @@ from ...errors import CheckpointError, StoreError, UnsupportedModelError
 from ...kernels.forms import BLOCKS, FLOATS, MatrixForm
 from ...proto.private import user_cache
 from ..host import GGUF_CACHE, stands_for_gguf
-from .checkpoint import Entry, TensorEntry
 from .gguf_config import config_of
 from .gguf_header import FORM_OF, SPLIT, Header, Tensor, gguf_files, parts_of, read_experts, read_gguf
 from .gguf_tokenizer import TOKENS, save_settings, save_tokenizer
-from .matrices import QuantizedEntry, Raw
+from .matrices import Entry, QuantizedEntry, Raw, TensorEntry
 from .weight_files import CONFIG, GGUF_SUFFIX, named_gguf, refuse_outside
 
 

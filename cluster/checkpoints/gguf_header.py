@@ -49,20 +49,6 @@ FORM_OF: Mapping[GGMLQuantizationType, str] = {
     _Type.Q8_0: "q8_0", _Type.Q5_0: "q8_0", _Type.Q4_0: "q4_0", _Type.Q4_K: "q4_k", _Type.Q5_K: "q5_k",
     _Type.Q6_K: "q6_k",
 }  # fmt: skip
-# types of ik_llama.cpp, of BitNet's fork, and former ones of llama.cpp, which the package does not know
-_OTHER_TYPES: Mapping[int, str] = {
-    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "I2_S", 37: "IQ4_NL_4_8",
-    38: "IQ4_NL_8_8", 97: "Q8_0_X4", 98: "Q8_1_X4", 99: "Q8_2_X4", 133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN",
-    136: "Q8_K64", 137: "IQ2_K", 138: "IQ3_K", 139: "IQ4_K", 140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS",
-    146: "IQ4_KSS", 147: "Q8_K16", 148: "Q8_K32", 149: "Q8_KR8", 150: "Q8_K128", 151: "Q8_KV", 152: "IQ5_KS",
-    153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT", 156: "IQ3_KS", 157: "IQ2_KL", 158: "IQ1_KT", 202: "Q4_0_R8",
-    206: "Q5_0_R4", 208: "Q8_0_R8", 210: "Q2_K_R4", 211: "Q3_K_R4", 212: "Q4_K_R4", 213: "Q5_K_R4", 214: "Q6_K_R4",
-    216: "IQ2_XXS_R4", 217: "IQ2_XS_R4", 218: "IQ3_XXS_R4", 219: "IQ1_S_R4", 220: "IQ4_NL_R4", 221: "IQ3_S_R4",
-    222: "IQ2_S_R4", 223: "IQ4_XS_R8", 229: "IQ1_M_R4", 230: "BF16_R16", 233: "Q6_0_R4", 335: "IQ2_BN_R4",
-    337: "IQ2_K_R4", 338: "IQ3_K_R4", 339: "IQ4_K_R4", 340: "IQ5_K_R4", 344: "IQ4_KS_R4", 352: "IQ5_KS_R4",
-    397: "Q8_K_R16", 398: "Q8_KV_R8", 399: "Q8_K_R8",
-}  # fmt: skip
-_FIRST_OF_IK = 97
 _MOST = 1 << 24  # strings of a vocabulary, tensors, keys
 
 
@@ -249,7 +235,9 @@ def _parse(reader: _Reader, size: int, path: Path) -> Header:
     if len(found) != len(table):
         raise ValueError("a tensor's name occurs twice")
     for name, (shape, kind, offset, _) in found.items():
-        refuse_type(path, name, kind)
+        if kind not in iter(GGMLQuantizationType):
+            what = f"tensor {name!r} has the type number {kind}, which today's llama.cpp does not have"
+            raise UnsupportedModelError(f"{path}: {what}", EXPERT_REMEDY)
         if offset + tensor_bytes(name, shape, kind) > size:
             raise _Truncated(f"tensor {name!r} ends after the file")
     return Header(metadata, found, (path,))
@@ -266,15 +254,6 @@ def _refuse_damaged(path: Path, metadata: Mapping[str, Any], damaged: Sequence[s
         if key.startswith(counts):
             own = ", or put the model's own tokenizer.json beside it" if key.startswith("tokenizer.") else ""
             raise CheckpointError(f"{path}: a string of the key {key!r} is not UTF-8", f"{REWRITE}{own}")
-
-
-def refuse_type(path: Path, name: str, kind: int) -> None:
-    """Raise UnsupportedModelError, with the type's name: the package does not know a tensor's type."""
-    if kind in iter(GGMLQuantizationType):
-        return
-    whose = " of ik_llama.cpp" if kind >= _FIRST_OF_IK and kind in _OTHER_TYPES else ""
-    called = f"the type {_OTHER_TYPES[kind]}{whose}" if kind in _OTHER_TYPES else f"an unknown type, number {kind}"
-    raise UnsupportedModelError(f"{path}: tensor {name!r} has {called}, which is not supported", EXPERT_REMEDY)
 
 
 def read_gguf(files: Sequence[Path], *, texts: bool = False) -> Header:

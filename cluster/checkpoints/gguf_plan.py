@@ -16,9 +16,10 @@ from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 from transformers import PreTrainedModel
 
 from ...errors import CheckpointError, UnsupportedModelError
-from .checkpoint import Checkpoint, Entry
+from .checkpoint import Checkpoint
 from .gguf_config import KNOWN, SHORT_AND_LONG, Rope, check_config, contradiction, floats, rope_of, rope_tensors
 from .gguf_header import REWRITE, Header
+from .matrices import Entry
 from .plan import ExpertsModule, Group, Plan, Transform, target_dtype
 
 _PERMUTED = ("llama", "granitemoe")  # converters that put the halves of a head's rotation side by side

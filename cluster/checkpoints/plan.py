@@ -38,8 +38,8 @@ from ...actors.engine.model.model import quiet_logger
 from ...actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ...errors import CheckpointError, UnsupportedModelError
 from ..host import shown
-from .checkpoint import Checkpoint, Entry, TensorEntry, read_bytes
-from .matrices import OF_ACTIVATIONS, PublishedMatrix, QuantizedEntry, join
+from .checkpoint import Checkpoint
+from .matrices import OF_ACTIVATIONS, Entry, PublishedMatrix, QuantizedEntry, TensorEntry, join, read_bytes
 from .quantization import KEYS
 from .weight_files import INDEX, OTHER_CONFIG
 

@@ -19,7 +19,8 @@ from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.jobs.prepare.measures import add_gates
-from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 
 LENGTHS = (48, 12, 33, 5, 24)
 

@@ -436,11 +436,8 @@ EXPERTS, DENSE = "blk.0.ffn_down_exps.weight", "blk.0.attn_q.weight"
         (EXPERTS, 10, "the type Q2_K, which is not supported for experts"),
         (EXPERTS, 16, "the type IQ2_XXS, which is not supported for experts"),
         (EXPERTS, 23, "the type IQ4_XS, which is not supported for experts"),
-        (EXPERTS, 144, "the type IQ4_KS of ik_llama.cpp, which is not supported"),
-        (DENSE, 139, "the type IQ4_K of ik_llama.cpp, which is not supported"),
-        (DENSE, 352, "the type IQ5_KS_R4 of ik_llama.cpp, which is not supported"),
-        (DENSE, 36, "the type I2_S, which is not supported"),
-        (DENSE, 250, "an unknown type, number 250, which is not supported"),
+        (EXPERTS, 144, "the type number 144, which today's llama.cpp does not have"),
+        (DENSE, 250, "the type number 250, which today's llama.cpp does not have"),
         (DENSE, 15, "the type Q8_K, which is not supported"),
     ],
 )

@@ -40,7 +40,8 @@ from tiermoe.cluster.jobs.prepare.neuron_order import (
     refuse_mixing,
     reordered,
 )
-from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.errors import ConfigError, StoreError, UnsupportedModelError
 from tiermoe.kernels.expert_ffn import Operands, TorchKernel
 

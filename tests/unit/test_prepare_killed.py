@@ -17,7 +17,8 @@ from tiermoe.actors.store.replicas import describe_replicas
 from tiermoe.benchmarks.random_model import save_published
 from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.prepare import prepare
-from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 
 # The command line, which kills itself before the n-th change of a file whose path starts so; n = 0: never.

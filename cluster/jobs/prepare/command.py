@@ -24,7 +24,8 @@ from ..options import as_command, fields_as_options
 from ..profile.command import OUTPUT_TOKENS, ProfileRequest, profile_request
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare, refuse_foreign
-from .replicas import CALIBRATION_TOKENS, ReplicaOptions, add_replicas, parse_bits
+from .replica_options import CALIBRATION_TOKENS, ReplicaOptions, parse_bits
+from .replicas import add_replicas
 
 _STRIDE = 3  # default layers ahead of predictors
 

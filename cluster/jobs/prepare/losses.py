@@ -36,12 +36,11 @@ from ....actors.store.artifacts import LOSSES_NAME, encode_losses
 from ....actors.store.files import ExpertStore
 from ....errors import StoreError, UnsupportedModelError
 from ...report.tables import progress_on, show
-from .calibration import Windows, read_windows
+from .calibration import LOSS_TOKENS, Windows, read_windows
 from .capture import Watcher, load_model, watching
-from .needs import LOSS_TOKENS
 from .writer import write_artifact
 
-LEVEL_NATS = (0.005, 0.02, 0.05)  # of `needs.LEVELS`
+LEVEL_NATS = (0.005, 0.02, 0.05)  # a level each of `needs.py`
 _RESIDENT, _SLOTS = 0.5, 0.25  # of a layer's experts: in the measurement of one action, and of the whole rule
 _WINDOW, _PREFIX = 128, 32  # tokens of a window at most, and of its prefix that runs exactly
 _MOST_LOGITS = 1 << 26  # of a forward

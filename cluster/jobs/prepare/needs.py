@@ -32,7 +32,7 @@ from ...checkpoints.checkpoint import open_checkpoint
 from ...checkpoints.quantization import published_as
 from ...config import RunConfig, default_model_dir
 from ...host import shown
-from .calibration import MAX_TOKENS, shipped_calibration
+from .calibration import LOSS_TOKENS, MAX_TOKENS, shipped_calibration
 from .job import ensure_prepared, is_current, is_store, store_dir
 from .replicas import ensure_replicas
 
@@ -49,7 +49,7 @@ _LOCK = ".artifacts.lock"  # beside a store
 _MOST_S = 60.0
 _FLOPS_PER_CORE = 1.5e10  # a second; profile and sensitivity of the default model: 2.1e10 and 1.4e10 on a shared core
 _SENSITIVITY_TOKENS = 1 << 14
-LOSS_TOKENS, LEVELS = 1536, 3  # of the text that losses are measured on; budgets at which the whole rule is tried
+_LEVELS = 3  # budgets at which `losses.py` tries the whole rule
 _GATE_TOKENS, _GATE_EPOCHS = 20_000, 6
 
 
@@ -217,7 +217,7 @@ def _flops(need: str, facts: ModelFacts, text_bytes: int, stride: int) -> float:
     if need == "sensitivity":
         return 4 * forward * min(rows, _SENSITIVITY_TOKENS)  # and the experts again, and the backward pass
     if need == "losses":
-        return (1 + facts.layers * len(ACTIONS) + LEVELS) * forward * min(rows, LOSS_TOKENS)
+        return (1 + facts.layers * len(ACTIONS) + _LEVELS) * forward * min(rows, LOSS_TOKENS)
     if need == "profile":
         return forward * rows + 2.0 * facts.experts * each * min(rows, OUTPUT_TOKENS)
     if need == "gates":

@@ -50,7 +50,7 @@ from ....limits import usable_cores
 from ...checkpoints.experts import in_order
 from ...report.tables import byte_progress
 from .job import REPLICA_WORK
-from .replicas import ReplicaOptions
+from .replica_options import ReplicaOptions
 from .writer import Journal, beside, disk_errors, publish, require_space, write_file, write_tensors
 
 _ALGORITHM = "2"  # changed when the same inputs give other replicas: an unfinished run then starts over

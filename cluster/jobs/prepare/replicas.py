@@ -10,7 +10,6 @@ Unfinished files are in `OUT.replicas` with a journal, so an interrupted run res
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -20,7 +19,6 @@ from ....actors.store.format import Manifest, read_manifest
 from ....actors.store.replicas import (
     REPLICAS_NAME,
     Calibration,
-    Group,
     ReplicaManifest,
     Width,
     describe_replicas,
@@ -29,54 +27,13 @@ from ....actors.store.replicas import (
 from ....errors import ConfigError, StoreError, UnsupportedModelError
 from ...host import shown
 from .job import REPLICA_WORK, is_store
+from .replica_options import CALIBRATION_TOKENS, ReplicaOptions
 from .writer import beside, discard, disk_errors, finished_names, locked
 
 if TYPE_CHECKING:
     from .replica_job import ReplicaJob
 
-CALIBRATION_TOKENS = 1 << 14
 _POPULARITY_BITS = 4  # of replicas that are made for the popularity of experts alone
-_LEAST_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class ReplicaOptions:
-    """Replicas to make.
-
-    Attributes:
-        bits: widths, ascending.
-        group: inputs that share a scale.
-        act_order: GPTQ's.
-        tokens: of the calibration text, at most.
-
-    Raises:
-        ConfigError: an unknown width or group.
-    """
-
-    bits: tuple[int, ...]
-    group: int = 64
-    act_order: bool = False
-    tokens: int = CALIBRATION_TOKENS
-
-    def __post_init__(self) -> None:
-        widths, groups = get_args(Width), get_args(Group)
-        unknown = [b for b in self.bits if b not in widths]
-        if unknown or not self.bits:
-            what = f"there are no replicas of {unknown[0]} bits" if unknown else "no width is given"
-            raise ConfigError(what, f"give --bits some of {','.join(map(str, widths))}")
-        if self.group not in groups:
-            raise ConfigError(f"group size {self.group} is unknown", f"give --group-size one of {groups}")
-        if self.tokens < _LEAST_TOKENS:
-            raise ConfigError(f"{self.tokens} calibration tokens are too few", f"give at least {_LEAST_TOKENS}")
-        object.__setattr__(self, "bits", tuple(sorted(set(self.bits))))
-
-
-def parse_bits(text: str) -> tuple[int, ...]:
-    """The widths of `--bits 1,2,3,4`. Raises ConfigError: not numbers between commas."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"--bits '{text}' is not a list of widths", "give, for example, --bits 1,2,3,4") from error
 
 
 def ensure_replicas(

@@ -13,7 +13,8 @@ from tiny_models import VOCAB_SIZE, contents, save_tiny_checkpoint
 
 from tiermoe.actors.store.replicas import REPLICAS_NAME, ReplicaManifest, describe_replicas, open_replicas, replica_name
 from tiermoe.cluster.jobs.prepare import prepare
-from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.errors import StoreError
 
 

@@ -24,7 +24,8 @@ from tiermoe.actors.store.server import StoreWorker
 from tiermoe.cluster.jobs.prepare import ensure_replicas, is_store, prepare
 from tiermoe.cluster.jobs.prepare.calibration import WINDOW_TOKENS, read_windows
 from tiermoe.cluster.jobs.prepare.quantize import Matrices
-from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.errors import StoreError
 from tiermoe.kernels.pack import PackedShape, unpack_expert
 from tiermoe.proto.peers import LocalDirectory, PeerLink, StoreLink

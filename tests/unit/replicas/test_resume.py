@@ -16,7 +16,8 @@ from tiny_models import TEXT, beside, contents
 from tiermoe.actors.store.replicas import REPLICA_STAMP_NAME, describe_replicas, read_tables, replica_name
 from tiermoe.cluster.jobs.prepare import ensure_replicas, quantize, replica_job, writer
 from tiermoe.cluster.jobs.prepare.capture import open_inputs
-from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 
 
 def test_a_width_that_is_added_keeps_the_others(store: Path, checkpoint: Path, calibration: Path) -> None:
