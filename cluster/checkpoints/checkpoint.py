@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ...actors.store.format import JOURNAL_NAME, MANIFEST_NAME, STAMP_NAME, SourceFile, TensorSpec
 from ...actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
 from ...errors import CheckpointError
-from ..host import shown
 from .hub_cache import name_of
 from .matrices import Entry, TensorEntry
 from .quantization import Quantization, quantization_of
@@ -74,7 +73,10 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     refuse_links_out(path)
     config = read_json_object(path / CONFIG)
     if gguf_in(path):
-        return _open_gguf(path, config)
+        from .gguf_files import open_weights  # the package is only needed for such files
+
+        gguf, entries, held_in = open_weights(path)
+        return Checkpoint(path, config, entries, (_small_file(path, CONFIG), *held_in), gguf=gguf)
     quantization = quantization_of(path)
     files = weight_files(path)
     _refuse_without_weights(path, files)
@@ -91,16 +93,6 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     tensors: dict[str, Entry] = {tensor: TensorEntry(path / name, specs[name][tensor]) for tensor, name in held.items()}
     absent = {tensor: name for tensor, name in files.holder.items() if tensor not in held}
     return Checkpoint(path, config, tensors, tuple(source), absent, quantization)
-
-
-def _open_gguf(path: Path, config: dict[str, Any]) -> Checkpoint:
-    from .gguf_files import open_weights
-    from .gguf_header import gguf_files  # the package is only needed for such files
-
-    there = gguf_files(path)
-    found = open_weights([shown(file) for file in there], [file.name for file in there])
-    source = (_small_file(path, CONFIG), *found.source)
-    return Checkpoint(path, config, found.tensors, source, gguf=found.header)
 
 
 def refuse_unsupported(model_dir: Path) -> None:

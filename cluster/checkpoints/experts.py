@@ -164,10 +164,11 @@ def layer_experts(plan: Plan, module: ExpertsModule) -> LayerExperts:
         matrices = {"gate_up": _fused(matrices.pop("gate"), matrices.pop("up"), module), **matrices}
     if len(codes) > 1:
         raise UnsupportedModelError(f"{module.path} has biases of several types", _REMEDY)
+    of_gguf = plan.makers[module.params["down"]].sources[0][0] in _OF_GGUF
     try:
         form = ExpertForm(
             **{name: found.form() for name, found in matrices.items()},
-            interleaved="gate_up" in matrices and not module.concatenated and not _gguf(plan, module),
+            interleaved="gate_up" in matrices and not module.concatenated and not of_gguf,
             bias=codes.pop() if codes else "",
         )
     except FormError as error:
@@ -178,10 +179,6 @@ def layer_experts(plan: Plan, module: ExpertsModule) -> LayerExperts:
 
 
 _OF_GGUF = ("gate", "up", "gate_up", "down")  # source names that `gguf_plan` gives
-
-
-def _gguf(plan: Plan, module: ExpertsModule) -> bool:
-    return plan.makers[module.params["down"]].sources[0][0] in _OF_GGUF
 
 
 def _fused(gate: Matrices, up: Matrices, module: ExpertsModule) -> Matrices:

@@ -404,7 +404,10 @@ def rope_of(header: Header, head_dim: int) -> Rope:
     if base <= 1 or factor < 0 or dimensions < 2 or original < 1:
         raise CheckpointError(f"{header.name}: its keys {header.architecture}.rope.* are out of range", REWRITE)
     factor = 1.0 if kind == "none" or factor == 0 else factor
-    return Rope(kind, base, int(dimensions), factor, int(original), attention, _factors(header))
+    divisors = header.tensors.get(FREQUENCIES) if FREQUENCIES in rope_tensors(header) else None
+    factors = () if divisors is None else tuple(float(value) for value in floats(divisors))
+    factors = () if all(value == 1 for value in factors) else factors
+    return Rope(kind, base, int(dimensions), factor, int(original), attention, factors)
 
 
 def _number(header: Header, key: str, default: float) -> float:
@@ -412,14 +415,6 @@ def _number(header: Header, key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise _no_number(header, key, value)
     return shortest(value)
-
-
-def _factors(header: Header) -> tuple[float, ...]:
-    found = header.tensors.get(FREQUENCIES)
-    if found is None or FREQUENCIES not in rope_tensors(header):
-        return ()
-    values = tuple(float(value) for value in floats(found))
-    return () if all(value == 1 for value in values) else values
 
 
 def rope_tensors(header: Header) -> tuple[str, ...]:

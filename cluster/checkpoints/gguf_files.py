@@ -1,6 +1,6 @@
 """GGUF files: their header, their tensors as entries of a checkpoint, and a folder with their other files.
 
-    open_weights    header(s) of one file, or of all parts of a split one -> entries by GGUF's names
+    open_weights    the files of a folder's model -> their header, and entries by GGUF's names
     gguf_folder     a folder in the cache with links to the files, and config.json and the tokenizer: those beside the
                     file, else those of its metadata
 """
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from ...actors.tokenizer import GGUF_MARK, is_tokenizer_file
 from ...errors import CheckpointError, StoreError, UnsupportedModelError
 from ...kernels.forms import BLOCKS, FLOATS, MatrixForm
 from ...proto.private import user_cache
-from ..host import GGUF_CACHE, stands_for_gguf
+from ..host import GGUF_CACHE, shown, stands_for_gguf
 from .gguf_config import config_of
 from .gguf_header import FORM_OF, SPLIT, Header, Tensor, gguf_files, parts_of, read_experts, read_gguf
 from .gguf_tokenizer import TOKENS, save_settings, save_tokenizer
@@ -31,38 +31,28 @@ from .matrices import Entry, QuantizedEntry, Raw, TensorEntry
 from .weight_files import CONFIG, GGUF_SUFFIX, named_gguf, refuse_outside
 
 
-@dataclass(frozen=True)
-class Gguf:
-    """The weights of a model in GGUF files. source: the files. tensors: by GGUF's names."""
-
-    header: Header = field(repr=False)
-    tensors: dict[str, Entry] = field(repr=False)
-    source: tuple[SourceFile, ...] = ()
-
-
-def open_weights(files: list[Path], names: list[str] | None = None) -> Gguf:
-    """The tensors of a model's files; quantized ones as `QuantizedEntry`.
-
-    Args:
-        names: of the files in the checkpoint's folder, where links may stand for them; None: their own.
+def open_weights(folder: Path) -> tuple[Header, dict[str, Entry], list[SourceFile]]:
+    """The header, the tensors by GGUF's names, and the files of a folder's model; quantized ones as `QuantizedEntry`.
 
     Raises:
         CheckpointError: a file is unreadable or malformed, or the files are not those of one model.
         UnsupportedModelError: the model is dense, or a tensor's type cannot be dequantized.
     """
+    there = gguf_files(folder)
+    files = [shown(file) for file in there]  # links may stand for them
     header = read_experts(files)
     tensors: dict[str, Entry] = {name: _entry(name, found) for name, found in header.tensors.items()}
     source = []
-    for path, name in zip(files, names or [path.name for path in files], strict=True):
+    for path, link in zip(files, there, strict=True):
         status = path.stat()
         try:
             digest = head_digest(path)
         except StoreError as error:
             raise CheckpointError(error.what, "make it a file that this user may read") from error
         source.append(
-            SourceFile(file=name, nbytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest)
+            SourceFile(file=link.name, nbytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest)
         )
-    return Gguf(header, tensors, tuple(source))
+    return header, tensors, source
 
 
 def _entry(name: str, tensor: Tensor) -> Entry:

@@ -12,7 +12,6 @@ On held-out text this is better at every width than the Hessian of A* alone (doc
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,14 +282,9 @@ class Calibrated(ReplicaJob):
         shape = opened.manifest.experts
         return len(opened.layers) * 4 * self.windows.tokens * (shape.hidden + 32)
 
-    def _prepare(
-        self, opened: ExpertStore, journal: Journal, advance: Callable[[float], None], console: Console
-    ) -> None:
+    def _prepare(self, opened: ExpertStore, journal: Journal, advance: Callable[[float], None]) -> None:
         """The inputs of every layer's experts, unless an earlier run finished them all."""
         torch.set_num_threads(usable_cores())
-        rate = _multiplications_per_s()
-        left = _duration(self._work(opened)[1] * 1e9 / rate)
-        console.print(f"about {left}, at {rate / 1e9:.0f}e9 multiplications a second; interrupted, it resumes")
         if all(journal.finished(inputs_name(layer)) for layer in range(len(opened.layers))):
             return
         model, blocks = load_model(self.store, opened.manifest)
@@ -337,18 +331,3 @@ class Calibrated(ReplicaJob):
             f"{len(layers)} of {tables.counts.size} experts got fewer than {MIN_ROWS} calibration rows and are rounded "
             f"to nearest (layer/expert): {shown}{more}"
         )
-
-
-def _multiplications_per_s() -> float:
-    """Of a product of matrices of this process, the best of three."""
-    a = torch.ones(768, 768)
-    best_s = float("inf")
-    for _ in range(3):
-        begin_s = time.perf_counter()
-        a @ a
-        best_s = min(best_s, time.perf_counter() - begin_s)
-    return 768**3 / best_s
-
-
-def _duration(value_s: float) -> str:
-    return f"{value_s:.0f} s" if value_s < 100 else f"{value_s / 60:.0f} min"

@@ -103,7 +103,7 @@ class ReplicaJob(ABC):
         """What the progress display says, and all units of work."""
 
     def _prepare(  # noqa: B027  # most share nothing
-        self, opened: ExpertStore, journal: Journal, advance: Callable[[float], None], console: Console
+        self, opened: ExpertStore, journal: Journal, advance: Callable[[float], None]
     ) -> None:
         """What the layers share, before the first."""
 
@@ -141,7 +141,7 @@ class ReplicaJob(ABC):
             def advance(units: float) -> None:
                 bar.advance(task, units)
 
-            self._prepare(opened, journal, advance, console)
+            self._prepare(opened, journal, advance)
             for layer in layers:
                 self._layer(opened, layer, journal, advance)
             bar.update(task, completed=total)
